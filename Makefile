@@ -97,7 +97,7 @@ fuzz:
 	fi
 
 clean:
-	rm -rf build *.egg-info netstack/*.so netstack/*/*.so lamina/*/*.so tests/soft_nic/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info netstack/*/*.so lamina/*/*/*.so tests/soft_nic/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The mlx5 headers with one mistake each, against the software NIC: minutes.
 .PHONY: mutants

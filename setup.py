@@ -43,19 +43,19 @@ def native(name: str, *sources: str, flags: Sequence[str] = ()) -> Extension:
 setup(
     cmdclass={"build_ext": BuildNative},
     ext_modules=[
-        native("lamina.attention._native", *sorted(glob("csrc/attention/*.cpp"))),
-        native("lamina.gemm._native", *sorted(glob("csrc/gemm/*.cpp"))),
+        native("lamina.ops.attention._attention", *sorted(glob("csrc/attention/*.cpp"))),
+        native("lamina.ops.gemm._gemm", *sorted(glob("csrc/gemm/*.cpp"))),
         # A product and a sum are rounded one by one, as torch does; loops without errno and traps become vectors.
         native(
-            "lamina.rows._native",
+            "lamina.ops.rows._rows",
             *sorted(glob("csrc/rows/*.cpp")),
             flags=["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
         ),
-        native("lamina.compute._native", *sorted(glob("csrc/compute/*.cpp"))),
-        native("lamina.memory._native", *sorted(glob("csrc/memory/*.cpp"))),
-        native("lamina.sampling._native", *sorted(glob("csrc/sampling/*.cpp")), flags=["-ffp-contract=off"]),
+        native("lamina.workers.compute._compute", *sorted(glob("csrc/compute/*.cpp"))),
+        native("lamina.workers.memory._memory", *sorted(glob("csrc/memory/*.cpp"))),
+        native("lamina.ops.sampling._sampling", *sorted(glob("csrc/sampling/*.cpp")), flags=["-ffp-contract=off"]),
         native(
-            "lamina.netstack.host._native",
+            "lamina.netstack.host._netstack",
             *sorted(glob("csrc/netstack/native*.cpp")),
             *sorted(glob("csrc/netstack/proxy/native*.cpp")),
             *sorted(glob("csrc/netstack/verbs/native*.cpp")),

@@ -22,7 +22,7 @@ from .slices import SlicedProgram
 log = logging.getLogger(__name__)
 
 
-class Kept(Protocol):
+class CaptureStore(Protocol):
     """Where a capture is kept for the next conversion of the same module."""
 
     def read(self) -> str | None: ...
@@ -41,7 +41,7 @@ def convert(
     shown: bool = False,
     max_positions: int = 64,
     example_rows: int = 3,
-    kept: Kept | None = None,
+    kept: CaptureStore | None = None,
 ) -> SlicedProgram:
     """Cut a model at every ``cut_op`` into slices that carry as few bytes past attention as possible.
 
@@ -87,7 +87,9 @@ def convert(
     return SlicedProgram(slices, calls, described, hoist, rows, timings=timings)
 
 
-def _read(kept: Kept | None, step: nn.Module, cut_op: torch._ops.OpOverload, expect: int | None) -> Capture | None:
+def _read(
+    kept: CaptureStore | None, step: nn.Module, cut_op: torch._ops.OpOverload, expect: int | None
+) -> Capture | None:
     """The kept capture; None where none is kept, or none of this module."""
     text = kept.read() if kept else None
     if text is None:
@@ -101,7 +103,7 @@ def _read(kept: Kept | None, step: nn.Module, cut_op: torch._ops.OpOverload, exp
     return captured if known and expect in (None, len(captured.calls)) else None
 
 
-def _write(kept: Kept | None, captured: Capture, step: nn.Module) -> None:
+def _write(kept: CaptureStore | None, captured: Capture, step: nn.Module) -> None:
     if kept:
         try:
             kept.write(portable.write(captured, step))

@@ -111,11 +111,11 @@ class _Writer:
         raise NotPortableError(f"an argument is a {type(value).__name__}")
 
     def _value(self, value: Any) -> int:
-        told = self._described(value)
-        key = json.dumps(told)
+        stored = self._described(value)
+        key = json.dumps(stored)
         if key not in self._seen:
             self._seen[key] = len(self.values)
-            self.values.append(told)
+            self.values.append(stored)
         return self._seen[key]
 
     def _described(self, value: Any) -> Any:
@@ -143,24 +143,24 @@ class _Writer:
 
 
 class _Reader:
-    def __init__(self, told: Any) -> None:
+    def __init__(self, stored: Any) -> None:
         from torch._dynamo.source import ConstantSource
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-        self._told = told
+        self._told = stored
         shapes = ShapeEnv()
         rows, source = ConstantSource("R"), DimDynamic.DYNAMIC
         symbol: Any = shapes.create_symbol(_ROWS, rows, source, do_not_specialize_zero_one=True)
         self._rows: Any = shapes.create_symintnode(symbol, hint=_ROWS, source=rows)
         self._mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
         self._sizes = {(1, 0): self._rows}  # arithmetic of symbols takes long
-        self._values = [self._value(each) for each in told["values"]]
+        self._values = [self._value(each) for each in stored["values"]]
         self._nodes: list[fx.Node] = []
 
     def capture(self, step: nn.Module) -> Capture:
-        graph, told = fx.Graph(), self._told
-        for op, name, target, args, kwargs, path, *known in told["nodes"]:
+        graph, stored = fx.Graph(), self._told
+        for op, name, target, args, kwargs, path, *known in stored["nodes"]:
             what: Any = _operator(target) if op == "call_function" else target
             if op not in ("placeholder", "call_function", "output"):
                 raise NotPortableError(f"{name} is a {op}")
@@ -171,9 +171,9 @@ class _Reader:
                 node.meta["val"] = self._values[known[0]]
             self._nodes.append(node)
         nodes = self._nodes
-        weights = {nodes[int(i)]: self._weight(nodes[int(i)], given, step) for i, given in told["weights"].items()}
-        inputs, calls = (tuple(nodes[i] for i in told[each]) for each in ("inputs", "calls"))
-        return Capture(graph, weights, inputs, calls, nodes[told["logits"]], size_expression(self._rows))
+        weights = {nodes[int(i)]: self._weight(nodes[int(i)], given, step) for i, given in stored["weights"].items()}
+        inputs, calls = (tuple(nodes[i] for i in stored[each]) for each in ("inputs", "calls"))
+        return Capture(graph, weights, inputs, calls, nodes[stored["logits"]], size_expression(self._rows))
 
     def _weight(self, node: fx.Node, given: list[Any], step: nn.Module) -> Weight:
         fqn, *constant = given
@@ -186,10 +186,10 @@ class _Reader:
             raise NotPortableError(f"{fqn} is {tuple(tensor.shape)}, {tensor.dtype}")
         return Weight(fqn, tensor)
 
-    def _argument(self, told: Any) -> Any:
-        if not isinstance(told, dict):
-            return told
-        ((kind, value),) = told.items()
+    def _argument(self, stored: Any) -> Any:
+        if not isinstance(stored, dict):
+            return stored
+        ((kind, value),) = stored.items()
         if kind == "node":
             return self._nodes[value]
         if kind in ("tuple", "list"):
@@ -201,10 +201,10 @@ class _Reader:
             raise NotPortableError(f"{value} is no {kind}")
         return member
 
-    def _value(self, told: Any) -> Any:
-        if not isinstance(told, dict):
-            return told
-        ((kind, value),) = told.items()
+    def _value(self, stored: Any) -> Any:
+        if not isinstance(stored, dict):
+            return stored
+        ((kind, value),) = stored.items()
         if kind == "tensor":
             from torch._subclasses.fake_tensor import FakeTensor
 
@@ -214,17 +214,17 @@ class _Reader:
             return FakeTensor(self._mode, bare, torch.device(device))  # a third of the time that its mode takes
         return self._size(value) if kind == "size" else _sequence(kind, value, self._value)
 
-    def _size(self, told: int | list[int]) -> Any:
-        if isinstance(told, int):
-            return told
-        factor, rest = told
+    def _size(self, stored: int | list[int]) -> Any:
+        if isinstance(stored, int):
+            return stored
+        factor, rest = stored
         if (factor, rest) not in self._sizes:
             self._sizes[factor, rest] = factor * self._rows + rest
         return self._sizes[factor, rest]
 
 
-def _sequence(kind: str, told: list[Any], of: Callable[[Any], Any]) -> Any:
-    return {"tuple": tuple, "list": list}[kind](map(of, told))
+def _sequence(kind: str, stored: list[Any], of: Callable[[Any], Any]) -> Any:
+    return {"tuple": tuple, "list": list}[kind](map(of, stored))
 
 
 def _bare(value: object) -> str:

@@ -1,4 +1,4 @@
-// The tags of a step's layer messages: protocol.plan.Key of layer 0, in which the layer's number is put.
+// The tags of a step's layer messages: protocol.step_plan.Key of layer 0, in which the layer's number is put.
 #pragma once
 
 #include <array>

@@ -16,7 +16,7 @@ struct Span {
   std::uint64_t start, end, bytes;
 };
 
-// Of lamina.observe.tripwire, in memory that is shared with whoever sets it: process `pid` ends by force at the event
+// Of lamina.observe.failpoints, in memory that is shared with whoever sets it: process `pid` ends by force at the event
 // that makes `left` 0.
 struct Tripwire {
   volatile std::int64_t pid, event, left;

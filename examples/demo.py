@@ -65,7 +65,7 @@ def stream(llm: LLM, params: SamplingParams) -> None:
 
 def table(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
     """What the cut looks like and where the time went; ``outputs`` are those of a greedy run of ``seconds``."""
-    summary, stats = llm.engine.info.summary, llm.stats()
+    summary, stats = llm.engine.worker_info.summary, llm.stats()
     tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
     compute = stats["compute-0"]
     memory = [s for name, s in stats.items() if name.startswith("memory")]
@@ -84,9 +84,9 @@ def table(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
 
 
 def prove(model_path: str, dtype: str, outputs: list[RequestOutput]) -> int:
-    """Run the same prompts through transformers and compare by the rule of lamina.cli.check.agreement."""
-    from lamina.cli.check.agreement import compare
+    """Run the same prompts through transformers and compare by the rule of lamina.tools.check.agreement."""
     from lamina.models.load import load
+    from lamina.tools.check.agreement import compare
 
     agreement = compare(load(model_path, dtype=dtype).model, outputs)
     if dtype == "float32":

@@ -12,23 +12,23 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .async_llm import AsyncLLM as AsyncLLM
-    from .llm import LLM as LLM
-    from .protocol.options.engine import EngineConfig as EngineConfig
+    from .api.async_llm import AsyncLLM as AsyncLLM
+    from .api.llm import LLM as LLM
+    from .api.wrapped import wrap as wrap
+    from .config.engine_config import EngineConfig as EngineConfig
     from .request import CompletionOutput as CompletionOutput
     from .request import RequestOutput as RequestOutput
     from .request import SamplingParams as SamplingParams
-    from .wrapped import wrap as wrap
 
 # Public name -> module of this package. No module bears a name of this table: it would take its place.
 _PUBLIC = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "EngineConfig": "protocol.options",
+    "LLM": "api.llm",
+    "AsyncLLM": "api.async_llm",
+    "EngineConfig": "config",
     "SamplingParams": "request",
     "RequestOutput": "request",
     "CompletionOutput": "request",
-    "wrap": "wrapped",
+    "wrap": "api.wrapped",
 }
 __version__ = "0.1.0"
 __all__ = [

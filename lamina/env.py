@@ -6,8 +6,8 @@ import os
 import secrets
 from collections.abc import Mapping
 
-from lamina.netstack.contract.key import KEY, KEY_FILE
-from lamina.netstack.contract.key import cluster_key as given_key
+from lamina.netstack.contract.cluster_key import KEY, KEY_FILE
+from lamina.netstack.contract.cluster_key import cluster_key as given_key
 from lamina.netstack.schemes import PLUGINS as TRANSPORTS
 
 LEASE_BYTES = "LAMINA_LEASE_BYTES"
@@ -21,7 +21,7 @@ VARIABLES = {
     "LAMINA_ADMIN_KEY": "the operator's key of the HTTP server, for `lamina-launch scale` (--admin-key)",
     "LAMINA_TRACE": "write a trace of the run to this file (--trace)",
     TRANSPORTS: "more transports for --transport, NAME=MODULE by comma, such as those of tests; modules of PYTHONPATH",
-    "LAMINA_EMULATE": "times of other devices, for compute workers and the attention `emulate`; see lamina.emulate",
+    "LAMINA_EMULATE": "times of emulated devices; see lamina.utils.emulated_device",
     "LAMINA_MEDIA": "more KV media, NAME=MODULE by comma, such as those of tests; modules of PYTHONPATH",
     "LAMINA_RDMA_DEVICE": "this host's RDMA device, where hosts have different ones; as --rdma-device",
     "LAMINA_RDMA_TRAFFIC_CLASS": "the traffic class of RoCE packets, 0 to 255: DSCP * 4 + ECN; default: 0",

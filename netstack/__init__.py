@@ -3,6 +3,7 @@
 if __name__ != "lamina.netstack":
     raise ImportError("import lamina.netstack, not the top-level folder netstack/")
 
+from .contract.channel_terms import Geometry, ListenTerms, Terms
 from .contract.fabric import (
     Arrival,
     Channel,
@@ -21,7 +22,6 @@ from .contract.fabric import (
     Region,
     Slot,
 )
-from .contract.terms import Geometry, Reception, Terms
 from .schemes import (
     HERE,
     SCHEMES,
@@ -49,10 +49,10 @@ __all__ = [
     "Fabric",
     "Geometry",
     "HandshakeError",
+    "ListenTerms",
     "Listener",
     "NoResource",
     "PeerFault",
-    "Reception",
     "Region",
     "Slot",
     "Terms",

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
+from .bootstrap.listener import StreamListener
 from .contract.base import NAMED_BY, RDMA_FLAG, BaseFabric, rdma_device
+from .contract.channel_terms import DEFAULT_LISTEN_TERMS, ListenTerms, Terms
 from .contract.fabric import CONNECT_S, Channel, ChannelError, ChannelTimeout, Fabric, Region
-from .contract.terms import RECEPTION, Reception, Terms
 from .host.shm import ShmFabric
 from .host.tcp import TcpFabric
-from .meeting.listener import StreamListener
 from .rdma.verbs import VerbsFabric
 
 log = logging.getLogger(__name__)
-AGAIN_S = 60.0  # what a trial said of a place holds for so long
+RETRY_S = 60.0  # what a trial said of a place holds for so long
 
 
 def _name(place: str) -> str:
@@ -36,7 +36,7 @@ def _name(place: str) -> str:
 
 
 @dataclass(frozen=True)
-class Way:
+class TransportChoice:
     scheme: str
     at: Callable[[str], str]  # the listener's address there, of its IP:PORT
     reach: str  # what the two are within
@@ -44,11 +44,13 @@ class Way:
     kernels: bool = False  # for channels of kernels alone
 
 
-WAYS = (
-    Way("shm", _name, "memory", "the listener is on this host and of this user"),
-    Way("mlx5", str, "RDMA by kernels", "both sides name a device, have a GPU, and messages pass", kernels=True),
-    Way("verbs", str, "RDMA", "both sides name a device for it, and messages pass"),
-    Way("tcp", str, "the network"),
+TRANSPORT_CHOICES = (
+    TransportChoice("shm", _name, "memory", "the listener is on this host and of this user"),
+    TransportChoice(
+        "mlx5", str, "RDMA by kernels", "both sides name a device, have a GPU, and messages pass", kernels=True
+    ),
+    TransportChoice("verbs", str, "RDMA", "both sides name a device for it, and messages pass"),
+    TransportChoice("tcp", str, "the network"),
 )
 
 
@@ -83,7 +85,7 @@ class AutoFabric(BaseFabric):
     def register(self, buffer: memoryview) -> Region:
         return (self._rdma.get("verbs") or self._tcp).register(buffer)
 
-    def listen(self, address: str = "", reception: Reception = RECEPTION) -> StreamListener:
+    def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> StreamListener:
         listener = self._tcp.listen(address, reception)
         for fabric in self._rdma.values():
             fabric.join(listener)
@@ -100,7 +102,7 @@ class AutoFabric(BaseFabric):
         place = self._address(url)
         fabrics: dict[str, Fabric] = {"shm": self._shm, "tcp": self._tcp, **self._rdma}
         beyond: list[str] = []
-        for way in WAYS:
+        for way in TRANSPORT_CHOICES:
             if way.kernels and not terms.kernels:
                 continue
             fabric = fabrics.get(way.scheme)
@@ -108,7 +110,7 @@ class AutoFabric(BaseFabric):
                 beyond.append(f"{way.reach} ({self._lacks[way.scheme]})")
                 continue
             there = f"{way.scheme}://{way.at(place)}"
-            accepts = way is not WAYS[0]
+            accepts = way is not TRANSPORT_CHOICES[0]
             try:
                 if isinstance(fabric, VerbsFabric):
                     begun, accepts = monotonic(), False
@@ -136,12 +138,12 @@ class AutoFabric(BaseFabric):
         """
         until, why = self._tried.get(url, (0.0, ""))
         if monotonic() >= until:
-            why = fabric.try_out(url, terms, timeout_s=max(0.0, timeout_s))
-            self._tried[url] = monotonic() + AGAIN_S, why
+            why = fabric.self_test(url, terms, timeout_s=max(0.0, timeout_s))
+            self._tried[url] = monotonic() + RETRY_S, why
         if why:
             raise ChannelError(f"a trial failed: {why}")
 
-    def _say(self, url: str, way: Way, beyond: list[str]) -> None:
+    def _say(self, url: str, way: TransportChoice, beyond: list[str]) -> None:
         because = "; ".join(filter(None, (_not_within(beyond), way.because)))
         self.reason = f"{url}: {way.scheme}, for {because}"
         log.info("%s", self.reason)
@@ -151,9 +153,9 @@ def _not_within(beyond: list[str]) -> str:
     return f"the listener is not within reach of {', nor of '.join(beyond)}" if beyond else ""
 
 
-def _named(told: str) -> str:
+def _named(text: str) -> str:
     """Raises ImportError, as the next two do where this side lacks a way."""
-    device = rdma_device(told)
+    device = rdma_device(text)
     if not device:
         raise ImportError(f"{NAMED_BY} names no device here")
     return device

@@ -9,7 +9,7 @@ from contextlib import suppress
 Bytes = bytes | bytearray | memoryview
 check: Callable[[int, int, Bytes], bytes] | None = None
 with suppress(ImportError):  # then no transport leads out of this process, and whoever compares is here, too
-    from .host.native import check
+    from .host.native_module import check
 
 CHECKSUM_BYTES = 16
 _PART = 3  # a header's and a payload's are 1 and 2

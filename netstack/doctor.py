@@ -20,14 +20,14 @@ from pathlib import Path
 from .contract.base import NAMED_BY
 from .contract.base import rdma_device as named_device
 from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
-from .gin.compiler import lack_of_compiler
+from .gin.compiler import why_no_compiler
 from .gin.nccl import NcclLibrary
-from .host.native import mlx5_fault
-from .rdma.bridges import bridges_above, redirects
+from .host.native_module import mlx5_fault
 from .rdma.card import MTU_NAMES
-from .rdma.nearest import PCI, gpus, nearest_first
-from .rdma.packets import FRAMES, LARGEST, ROCE_HEADS
-from .rdma.ports import CLASS, NONE, Wanted, lack, named, ports
+from .rdma.mtu import FRAMES, LARGEST, ROCE_HEADS
+from .rdma.nearest_port import PCI, gpus, nearest_first
+from .rdma.pcie_bridges import bridges_above, redirects
+from .rdma.rdma_ports import CLASS, NONE, Wanted, gid_names, ports, why_no_port
 from .schemes import BY_RDMA, SCHEMES, open
 
 MEMLOCK_LEAST = 1 << 30
@@ -97,10 +97,10 @@ def rdma_device(machine: Machine) -> Verdict:
     if not there:
         why, _, fix = NONE.partition("; ")
         return False, why, fix
-    why, _, fix = lack(there, machine.wanted).partition("; ")
+    why, _, fix = why_no_port(there, machine.wanted).partition("; ")
     if why:
         return False, why, fix or "correct it, or unset it for the nearest active port"
-    described = (f"{p}, {p.link or 'link unknown'}, GIDs {named(p.gids)}" for p in there if p.is_active)
+    described = (f"{p}, {p.link or 'link unknown'}, GIDs {gid_names(p.gids)}" for p in there if p.is_active)
     return True, "; ".join(described), ""
 
 
@@ -171,7 +171,7 @@ def verbs_nodes(machine: Machine) -> Verdict:
 def native_verbs(_: Machine) -> Verdict:
     """The engine on libibverbs; without it Python posts, through pyverbs."""
     try:
-        from .host.native import verbs_fault
+        from .host.native_module import verbs_fault
 
         fault = verbs_fault()
     except ImportError as error:
@@ -241,7 +241,7 @@ def nccl(_: Machine) -> Verdict:
     """Its library, its headers, and the compiler that takes these."""
     try:
         version = NcclLibrary().version
-        lacks = lack_of_compiler()
+        lacks = why_no_compiler()
     except ImportError as error:
         return False, str(error), "pip install nvidia-nccl-cu13"
     if lacks:

@@ -16,6 +16,7 @@ from typing import Protocol, cast
 from urllib.parse import parse_qsl
 
 from .contract.base import BaseChannel, BaseFabric
+from .contract.channel_terms import DEFAULT_LISTEN_TERMS, Geometry, ListenTerms, Terms
 from .contract.fabric import (
     CONNECT_S,
     Arrival,
@@ -28,7 +29,6 @@ from .contract.fabric import (
     Region,
     Slot,
 )
-from .contract.terms import RECEPTION, Geometry, Reception, Terms
 from .schemes import open as open_transport
 
 TRAILER_BYTES = 8  # nanoseconds of the monotonic clock, little-endian
@@ -186,7 +186,7 @@ class EmulatedFabric(BaseFabric):
     def register(self, buffer: memoryview) -> Region:
         return self._inner.register(buffer)
 
-    def listen(self, address: str = "", reception: Reception = RECEPTION) -> EmulatedListener:
+    def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> EmulatedListener:
         listener = EmulatedListener(self, self._inner.listen(address, reception))
         self._opened.add(listener)
         return listener

@@ -8,7 +8,7 @@ from inspect import signature
 from .contract.base import RDMA_FLAG
 from .contract.fabric import Fabric
 from .contract.plugins import load_plugin, plugins
-from .contract.rdma_name import Wanted
+from .contract.rdma_device_name import Wanted
 
 # scheme -> module, whose file bears its name, with a function open_fabric(key: bytes) -> Fabric; imported when first
 # used. One that has an argument ``gpu`` is told which GPU the caller computes on; one that has ``device``, the RDMA
@@ -48,9 +48,9 @@ def open(scheme: str, *, key: bytes, gpu: int | None = None, device: str = "") -
     plugin = plugins(PLUGINS).get(name, "")
     module = load_plugin(PLUGINS, plugin) if plugin else import_module(f"{__package__}.{SCHEMES[name]}")
     open_fabric = module.open_fabric
-    told: dict[str, int | str | None] = {"gpu": gpu, "device": device or None}
+    options: dict[str, int | str | None] = {"gpu": gpu, "device": device or None}
     taken = signature(open_fabric).parameters
-    more = {name: value for name, value in told.items() if value is not None and name in taken}
+    more = {name: value for name, value in options.items() if value is not None and name in taken}
     fabric: Fabric = open_fabric(key, other, **more) if other else open_fabric(key, **more)
     return fabric
 

@@ -29,14 +29,14 @@ from common import cpu_pressure, record, spread
 from peers.attention import AttentionPeer, seconds
 from torch import Tensor
 
-from lamina.attention import BACKENDS, AttentionBackend, Operator, get
-from lamina.attention.merge import CHUNK_TOKENS
-from lamina.attention.spec import AttentionSpec
-from lamina.kv.pool import LayerStore, allocate, row_table, write_index
-from lamina.kv.stored import as_stored, dequantise, head_bytes, stored_dtype
-from lamina.protocol.blocks.tables import BlockTables
-from lamina.protocol.options.engine import KV_CACHE_DTYPES
-from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.config.engine_config import KV_CACHE_DTYPES
+from lamina.kv.paged_cache import LayerCache, allocate_layer, row_table, slot_mapping
+from lamina.kv.stored_format import dequantise, head_bytes, stored_dtype, to_stored_format
+from lamina.ops.attention import BACKENDS, AttentionBackend, Operator, get
+from lamina.ops.attention.merge import CHUNK_TOKENS
+from lamina.ops.attention.spec import AttentionSpec
+from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.step_plan import New, RowRange, StepPlan
 
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -74,30 +74,32 @@ class Problem:
         self.tables, self.rows = self._fill_tables()
         self.layers = [self._store(generator) for _ in range(max(1, -(-COLD_BYTES // self.stored_bytes)))]
         self.table = row_table(self.tables, 0, self.rows, align=CHUNK_TOKENS)
-        self.at = write_index(self.tables, 0, self.rows, CPU)
+        self.at = slot_mapping(self.tables, 0, self.rows, CPU)
 
     @property
     def _blocks_each(self) -> int:
         args = self.args
         return int(-(-(args.context + args.rows) // args.block_size))
 
-    def _fill_tables(self) -> tuple[BlockTables, list[Rows]]:
+    def _fill_tables(self) -> tuple[BlockTables, list[RowRange]]:
         """Sequences that grew side by side, ``--grow`` tokens at a time, and the rows of the next step."""
         args, size = self.args, self.args.block_size
         tables = BlockTables([0], [args.batch * self._blocks_each], size)
         order, plans = range(args.batch), range(0, args.context, args.grow)
         tables.apply(StepPlan(step=0, ops=[New(i) for i in order], rows=[]))
         for at in plans:
-            tables.apply(StepPlan(step=1, ops=[], rows=[Rows(i, at, min(args.grow, args.context - at)) for i in order]))
-        rows = [Rows(i, args.context, args.rows) for i in order]
+            tables.apply(
+                StepPlan(step=1, ops=[], rows=[RowRange(i, at, min(args.grow, args.context - at)) for i in order])
+            )
+        rows = [RowRange(i, args.context, args.rows) for i in order]
         tables.apply(StepPlan(step=2, ops=[], rows=rows))
         return tables, rows
 
-    def _store(self, generator: torch.Generator) -> LayerStore:
+    def _store(self, generator: torch.Generator) -> LayerCache:
         args = self.args
         blocks = args.batch * self._blocks_each
         dims = args.head_dim, args.head_dim
-        store = allocate(blocks, args.kv_heads, args.block_size, *dims, dtype=self.kv_dtype, device=CPU)
+        store = allocate_layer(blocks, args.kv_heads, args.block_size, *dims, dtype=self.kv_dtype, device=CPU)
         for x in store.k, store.v, *(store.scales or ()):
             flat = x[:-1].view(-1)
             some = torch.randn(min(flat.numel(), 1 << 20), generator=generator)
@@ -142,7 +144,7 @@ def lamina(problem: Problem, backend: AttentionBackend) -> AttentionCompetitor:
         prepare = clock() - start
         times, stored = seconds(lambda: backend.attend_stored(op, prepared, store, q))
         start = clock()
-        kv = as_stored(problem.k, problem.v, problem.kv_dtype)
+        kv = to_stored_format(problem.k, problem.v, problem.kv_dtype)
         store.write(at, kv)
         append, start = clock() - start, clock()
         backend.finish(op, prepared, stored, q, kv, out)
@@ -158,7 +160,7 @@ def read_limit(problem: Problem) -> AttentionCompetitor:
     """As many bytes of K and V as attention reads, from end to end."""
     threads, heads = problem.args.threads, problem.stored_heads
     try:
-        from lamina.attention.native import NativeAttention
+        from lamina.ops.attention.native import NativeAttention
 
         kernels = NativeAttention(problem.dtype).kernels
 
@@ -169,7 +171,7 @@ def read_limit(problem: Problem) -> AttentionCompetitor:
         def read(x: Tensor, nbytes: int) -> None:
             x.view(-1).view(torch.int64)[: nbytes // 8].max()
 
-    def both(store: LayerStore) -> None:
+    def both(store: LayerCache) -> None:
         for x in store.k, store.v:
             read(x, heads * x.shape[3] * x.itemsize)
         for scale in store.scales or ():

@@ -19,7 +19,7 @@ import torch
 from bench_attention import CPU, DTYPES, AttentionCompetitor, Problem, check, lamina, read_limit, timed, torch_sdpa
 from common import cpu_pressure, record
 
-from lamina.attention import get
+from lamina.ops.attention import get
 
 BANDS = {"0 to 8k": (1024, 4096, 8192), "8k to 32k": (16384, 32768), "beyond": (65536, 131072)}
 TOKENS = 131072  # of all sequences together

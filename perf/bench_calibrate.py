@@ -29,15 +29,15 @@ from common import cpu_pressure, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.emulate import VARIABLE, DeviceTimes
 from lamina.observe.perfetto import read
-from lamina.planner import tables
-from lamina.planner.calibrate.drive import RunShape, Tempo, drive
-from lamina.planner.calibrate.fit import calibrate
-from lamina.planner.calibrate.predict import predict, predict_shape
-from lamina.planner.calibrate.recorded import steps_of
-from lamina.planner.model_facts import model_facts
-from lamina.planner.traces import TracedRequest
+from lamina.tools.plan import tables
+from lamina.tools.plan.calibrate.fit import calibrate
+from lamina.tools.plan.calibrate.load_driver import RunShape, RunSpeed, run_requests
+from lamina.tools.plan.calibrate.prediction import predict, predict_shape
+from lamina.tools.plan.calibrate.recorded_run import steps_of
+from lamina.tools.plan.model_facts import model_facts
+from lamina.tools.plan.request_traces import TracedRequest
+from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
 SHAPE = {
     "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
@@ -100,13 +100,13 @@ class PausedRun:
         """Nothing runs on the engine any more."""
         for request in self._asked:
             self._engine.cancel(request)
-        self._engine.settle()
+        self._engine.release_idle_blocks()
 
     @property
-    def tempo(self) -> Tempo:
+    def tempo(self) -> RunSpeed:
         """What all turns came to."""
         gaps = sorted(self._gaps)
-        return Tempo(self._tokens / self._seconds, gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100])
+        return RunSpeed(self._tokens / self._seconds, gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100])
 
 
 def steps_of_turns(turns: int) -> int:
@@ -120,14 +120,14 @@ def record_tail(llm: LLM) -> None:
     """
     rounds = RECORDED.sequences * -(-RECORDED.prompt // CHUNK)
     asks = [TracedRequest(0.0, RECORDED.prompt, rounds + TAIL_STEPS * (1 + i)) for i in range(RECORDED.sequences)]
-    drive(llm.engine, time.monotonic, asks, time.sleep, together=True)
+    run_requests(llm.engine, time.monotonic, asks, time.sleep, together=True)
 
 
-def run_all(path: Path, trace: Path, turns: int, more: dict[str, Any]) -> dict[str, list[Tempo]]:
+def run_all(path: Path, trace: Path, turns: int, more: dict[str, Any]) -> dict[str, list[RunSpeed]]:
     """The real runs, by name; ``trace``: where the recorded one goes. All of them in each of several parts of the
     session, so that whatever the host does meanwhile is in all. ``more``: options of all engines.
     """
-    asks, replays = mixed(1), list[Tempo]()
+    asks, replays = mixed(1), list[RunSpeed]()
     with ExitStack() as stack:
         recorded = stack.enter_context(LLM(str(path), trace=str(trace), **OPTIONS, **more))
         others = {s: stack.enter_context(LLM(str(path), pipeline=s.batches, **OPTIONS, **more)) for s in SHAPES}
@@ -141,7 +141,7 @@ def run_all(path: Path, trace: Path, turns: int, more: dict[str, Any]) -> dict[s
                     each.turn()
             for each in runs.values():
                 each.end()
-            replays.append(drive(others[SHAPES[0]].engine, time.monotonic, asks, time.sleep, together=False))
+            replays.append(run_requests(others[SHAPES[0]].engine, time.monotonic, asks, time.sleep, together=False))
     return {shape.label: [each.tempo] for shape, each in runs.items()} | {MIXED: replays}
 
 
@@ -153,7 +153,7 @@ def measure(path: Path, folder: Path, turns: int, more: dict[str, Any]) -> dict[
     trace, kept = folder / f"{kind}-run.json", folder / f"{kind}-tempos.json"
     if not kept.exists():
         kept.write_bytes(msgspec.json.encode(run_all(path, trace, turns, more)))
-    real = msgspec.json.decode(kept.read_bytes(), type=dict[str, list[Tempo]])
+    real = msgspec.json.decode(kept.read_bytes(), type=dict[str, list[RunSpeed]])
     run = steps_of(read(str(trace)), str(trace))
     fitted = calibrate(run, model_facts(str(path)), tables.constants(), RECORDED.label)
     shapes = (RECORDED, *SHAPES)
@@ -162,8 +162,8 @@ def measure(path: Path, folder: Path, turns: int, more: dict[str, Any]) -> dict[
     return {"steps": len(run.steps), "runs": {name: compare(real[name], predicted[name]) for name in real}}
 
 
-def compare(real: list[Tempo], predicted: Tempo) -> dict[str, Any]:
-    middle = {name: median(getattr(tempo, name) for tempo in real) for name in Tempo._fields}
+def compare(real: list[RunSpeed], predicted: RunSpeed) -> dict[str, Any]:
+    middle = {name: median(getattr(tempo, name) for tempo in real) for name in RunSpeed._fields}
     each = predicted._asdict()
     error = {name: round(each[name] / middle[name] - 1, 4) for name in middle}
     return {"real": middle, "turns": [tempo._asdict() for tempo in real], "predicted": each, "error": error}

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import cpu_pressure, record, spread
 
 from lamina.netstack import Channel, Geometry, Terms
-from lamina.netstack.host.native import bounce, check, seal, unseal
+from lamina.netstack.host.native_module import bounce, check, seal, unseal
 from lamina.netstack.host.tcp import TcpFabric
 
 KEY = bytes(range(32))

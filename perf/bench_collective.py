@@ -22,8 +22,8 @@ from common import BrokenError, cpu_pressure, line_of, record
 from gpu.collective import LIMIT_S, RUNS, play
 
 from lamina import netstack
-from lamina.collective import COLLECTIVES, lacks
-from lamina.collective.mesh import listen_and_connect
+from lamina.ops.collective import COLLECTIVES, why_unavailable
+from lamina.ops.collective.mesh import connect_mesh
 from lamina.workers.staging import open_staging
 
 KEY_BYTES = 32
@@ -42,7 +42,7 @@ def flags() -> argparse.ArgumentParser:
 
 def usable() -> list[str]:
     """The collectives that ranks on CPUs have here; stderr says why the others are left out."""
-    lacking = {name: lacks(name, CPU) for name in COLLECTIVES}
+    lacking = {name: why_unavailable(name, CPU) for name in COLLECTIVES}
     for reason in filter(None, lacking.values()):
         print(f"left out: {reason}", file=sys.stderr)
     return [name for name, reason in lacking.items() if not reason]
@@ -55,10 +55,10 @@ def rank_process(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     fabric = netstack.open(args.transport, key=bytes.fromhex(sys.stdin.readline()))
     names = [f"rank {n}" for n in range(args.ranks)]
-    listener = fabric.listen(reception=netstack.Reception(name=names[args.rank]))
+    listener = fabric.listen(reception=netstack.ListenTerms(name=names[args.rank]))
     print(listener.url, flush=True)
     urls, kinds = json.loads(sys.stdin.readline())
-    mesh = listen_and_connect(fabric, listener, urls, names, args.rank, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S)
+    mesh = connect_mesh(fabric, listener, urls, names, args.rank, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S)
     print(json.dumps(play(dict.fromkeys(kinds, mesh), open_staging(CPU), args.runs)), flush=True)
     fabric.close()
 

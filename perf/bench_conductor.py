@@ -28,15 +28,15 @@ from common import cpu_pressure, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.emulate import VARIABLE, DeviceTimes
-from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
-from lamina.engine.conductor.directory import Directory
-from lamina.engine.conductor.estimate import PrefillFit, TransferFit, TransferTime
-from lamina.engine.conductor.overload import DecodePool, Limits
 from lamina.engine.engine import Engine
-from lamina.engine.promises import NO_BOUND
-from lamina.planner.simulator.run import PoolTruth, SimulatedPools, TracedPrompt
 from lamina.request import OverloadedError
+from lamina.scheduler.conductor import Conductor, ConductorConfig, PromptInfo
+from lamina.scheduler.conductor.latency_model import PrefillLatencyEstimator, TransferLatency, TransferLatencyEstimator
+from lamina.scheduler.conductor.overload import DecodeLoadModel, SloLimits
+from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
+from lamina.scheduler.slo_admission import UNLIMITED_PAGES
+from lamina.tools.plan.simulator.conducted_run import SimulatedPools, SimulatedPoolSpec, TracedPrompt
+from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
 SMALL = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # devices' time counts, not ours
 WARM = (200, 1600, 400, 800, 1200, 300, 1000, 600)  # tokens of prompts by which the laws are learned
@@ -97,11 +97,11 @@ def main() -> None:
 
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Both runs, in numbers."""
-    rules = ConductorRules(policy=args.policy, limits=Limits(ttft_s=args.slo_ttft))
-    engine.promises.promise(rules)
+    rules = ConductorConfig(policy=args.policy, limits=SloLimits(ttft_s=args.slo_ttft))
+    engine.slo_admission.set_config(rules)
     for number, tokens in enumerate(WARM):
         serve(engine, [Comes(0.0, [240 + number] * tokens, 2)])
-    law = engine.promises.conductor.fit.law
+    law = engine.slo_admission.conductor.prefill_latency.model
     rng, at, comes = random.Random(args.seed), 0.0, list[Comes]()
     for number in range(args.requests):
         document = [210 + rng.randrange(args.documents)] * args.document if args.documents else []
@@ -116,7 +116,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         "expected_off": median(abs(s.expected_s - s.real_s) / s.real_s for s in served if math.isfinite(s.expected_s)),
         "first_tokens": [[round(s.expected_s, 3), round(s.real_s, 3)] for s in served if math.isfinite(s.expected_s)],
         "same_verdict": sum((a.real_s < math.inf) == (b < math.inf) for a, b in zip(served, simulated, strict=True)),
-        "law": engine.promises.conductor.fit.law._asdict(),
+        "law": engine.slo_admission.conductor.prefill_latency.model._asdict(),
         "cpu_pressure_avg10": cpu_pressure(),
     }
 
@@ -140,7 +140,7 @@ def serve(engine: Engine, comes: list[Comes]) -> list[Served]:
             except OverloadedError:
                 continue
             (sequence,) = engine._requests[request].sequences
-            booked = engine.promises._booked.get(sequence)
+            booked = engine.slo_admission._reservations.get(sequence)
             numbers[request], expected[request] = number, booked.ttft_s if booked else math.nan
         if not engine.has_work:
             time.sleep(max(0.0, begun + left[0][1].at_s - time.monotonic()) if left else 0.0)
@@ -151,23 +151,24 @@ def serve(engine: Engine, comes: list[Comes]) -> list[Served]:
                 answer_of = tuple(output.outputs[0].token_ids)
                 real = first - output.times.arrival_s
                 served[numbers[request]] = Served(expected[request], real, answer_of, output.num_cached_tokens or 0)
-    engine.settle()
+    engine.release_idle_blocks()
     return served
 
 
-def _simulated(engine: Engine, comes: list[Comes], rules: ConductorRules, args: argparse.Namespace) -> list[float]:
+def _simulated(engine: Engine, comes: list[Comes], rules: ConductorConfig, args: argparse.Namespace) -> list[float]:
     """Workers with room for all, which send each other what they have at the rate that was seen."""
-    conductor, workers = engine.promises.conductor, args.prefill_workers
-    law, step = conductor.fit.law, conductor.decoding.law
-    moves = conductor.transfers.law if conductor.transfers else TransferTime(0.0, 0.0)
-    transfers = TransferFit(moves) if conductor.transfers else None
+    conductor, workers = engine.slo_admission.conductor, args.prefill_workers
+    law, step = conductor.prefill_latency.model, conductor.decode_load_model.latency
+    moves = conductor.transfer_latency.model if conductor.transfer_latency else TransferLatency(0.0, 0.0)
+    transfers = TransferLatencyEstimator(moves) if conductor.transfer_latency else None
     one = Conductor(
-        rules=rules, directory=Directory(workers, NO_BOUND), fit=PrefillFit(law), transfers=transfers,
-        decoding=DecodePool(1, step, conductor.decoding.decode_s), num_workers=workers,
+        config=rules, directory=PrefixDirectory(workers, UNLIMITED_PAGES),
+        prefill_latency=PrefillLatencyEstimator(law), transfer_latency=transfers,
+        decode_load_model=DecodeLoadModel(1, step, conductor.decode_load_model.decode_s), num_workers=workers,
     )  # fmt: skip
-    pools = SimulatedPools(one, PoolTruth(law, moves, 1, step))
-    page = engine.info.block_size
-    known = [KnownPrompt(len(each.tokens), _keys(each.tokens, page) if args.keep else (), page) for each in comes]
+    pools = SimulatedPools(one, SimulatedPoolSpec(law, moves, 1, step))
+    page = engine.worker_info.block_size
+    known = [PromptInfo(len(each.tokens), _keys(each.tokens, page) if args.keep else (), page) for each in comes]
     pools.run([TracedPrompt(each.at_s, prompt, args.answer) for each, prompt in zip(comes, known, strict=True)])
     print("refused in the simulation:", dict(Counter(r.refused for r in pools.requests if r.refused)))
     return [math.inf if r.refused else r.ttft_s for r in pools.requests]

@@ -15,14 +15,19 @@ from collections.abc import Callable
 
 from common import cpu_pressure, record, spread
 
-from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
-from lamina.engine.conductor.choice import POLICIES
-from lamina.engine.conductor.directory import Directory
-from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, TransferFit, TransferTime
-from lamina.engine.conductor.overload import DecodePool, Limits, TokenTime
+from lamina.scheduler.conductor import Conductor, ConductorConfig, PromptInfo
+from lamina.scheduler.conductor.latency_model import (
+    PrefillLatency,
+    PrefillLatencyEstimator,
+    TransferLatency,
+    TransferLatencyEstimator,
+)
+from lamina.scheduler.conductor.overload import DecodeLoadModel, SloLimits, StepLatency
+from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
+from lamina.scheduler.conductor.routing import POLICIES
 
 PAGE, PAGES, INSTANCES = 512, 6000, 8
-PREFILL, STEP, RATE = PrefillTime(0.0, 2e-4, 2e-9), TokenTime(0.01, 0.0015, 8e-8), 31_000.0
+PREFILL, STEP, RATE = PrefillLatency(0.0, 2e-4, 2e-9), StepLatency(0.01, 0.0015, 8e-8), 31_000.0
 
 
 def main() -> None:
@@ -45,24 +50,25 @@ def main() -> None:
 def decision(policy: str, args: argparse.Namespace) -> Callable[[], None]:
     """One that changes nothing, so that it can be made again."""
     rng, keys = random.Random(1), [n.to_bytes(8, "little") for n in range(-(-args.tokens // PAGE))]
-    known = KnownPrompt(args.tokens, keys, PAGE)
+    known = PromptInfo(args.tokens, keys, PAGE)
     one = Conductor(
-        rules=ConductorRules(policy=policy, limits=Limits(30.0, 0.1)),
-        directory=Directory(args.prefill_workers, PAGES), fit=PrefillFit(PREFILL),
-        transfers=TransferFit(TransferTime.at_rate(RATE)), decoding=DecodePool(INSTANCES, STEP, 15.0),
+        config=ConductorConfig(policy=policy, limits=SloLimits(30.0, 0.1)),
+        directory=PrefixDirectory(args.prefill_workers, PAGES), prefill_latency=PrefillLatencyEstimator(PREFILL),
+        transfer_latency=TransferLatencyEstimator(TransferLatency.at_rate(RATE)),
+        decode_load_model=DecodeLoadModel(INSTANCES, STEP, 15.0),
         num_workers=args.prefill_workers,
     )  # fmt: skip
     for worker in range(args.prefill_workers):
         some = known.keys[: rng.randrange(len(known.keys))]
-        one.directory.take(worker, some)
-        one.directory.arrived(worker, some)
-        other = KnownPrompt(rng.randint(1000, 9000))
-        one.book(worker, other, one.choose(other, 0.0)._replace(worker=worker), 0.0)
+        one.directory.add_pages(worker, some)
+        one.directory.on_pages_ready(worker, some)
+        other = PromptInfo(rng.randint(1000, 9000))
+        one.reserve(worker, other, one.choose(other, 0.0)._replace(worker=worker), 0.0)
     for number in range(args.decoding):
-        one.decoding.join(("decodes", number), number % INSTANCES, 8000, 0.0)
+        one.decode_load_model.join(("decodes", number), number % INSTANCES, 8000, 0.0)
 
     def decide() -> None:
-        one.refuses(known, one.choose(known, 0.0), 0.0)
+        one.check_admission(known, one.choose(known, 0.0), 0.0)
 
     return decide
 

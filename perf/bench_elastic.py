@@ -22,8 +22,8 @@ from common import cpu_pressure, record, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.engine.configured import check_room
-from lamina.fleet.elastic import Changed
+from lamina.engine.scheduler_factory import check_kv_capacity
+from lamina.executor.elastic import ResizeResult
 
 # Much KV behind few weights: 64 KiB a token in half precision.
 SHAPE = {
@@ -100,13 +100,13 @@ def step_s(llm: LLM) -> float | None:
     return time.perf_counter() - begun if llm.engine.step() else None
 
 
-def change(llm: LLM, count: int) -> tuple[Changed, float, list[float]]:
+def change(llm: LLM, count: int) -> tuple[ResizeResult, float, list[float]]:
     """There come to be ``count`` memory workers: the outcome, the longest time without a token, and CPU seconds in
     which each worker that is left moved. Raises RuntimeError where they do not.
     """
-    elastic, before = llm.pools.elastic, moving(llm)
+    elastic, before = llm.pools.resizer, moving(llm)
     wanted = elastic.plan(count)
-    check_room(llm.engine.scheduler, llm.engine.info, wanted.capacity)
+    check_kv_capacity(llm.engine.scheduler, llm.engine.worker_info, wanted.capacity)
     elastic.begin(wanted)
     last, silence, outcome = time.perf_counter(), 0.0, None
     while outcome is None:

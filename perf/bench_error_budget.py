@@ -25,41 +25,41 @@ from bench_kv_sparsity import MODEL, RECENT, SIZE, held_out_tokens, recall_promp
 from common import record
 
 from lamina import LLM, SamplingParams
+from lamina.config.sparsity import ErrorBudget
 from lamina.kv import sparsity
-from lamina.kv.error_budget import ErrorWatch, Witness
-from lamina.models.tokens import load_tokenizer
-from lamina.protocol.options.sparsity import ErrorBudget
+from lamina.models.tokenizer import load_tokenizer
+from lamina.scheduler.sparsity.error_budget import CompletionErrors, ErrorMonitor
 
-Seen = list[tuple[Witness, bool, float]]  # by whom, whether a token would have been another, and nats of KL
+Seen = list[tuple[CompletionErrors, bool, float]]  # by whom, whether a token would have been another, and nats of KL
 POLICIES: dict[str, Callable[[Mapping[int, int]], dict[int, int]]] = {
-    "pooled": sparsity.pool,
+    "pooled": sparsity.pool_neighbours,
     "unpooled": dict,
     "inverted": lambda scores: {n: -score for n, score in scores.items()},
 }
 
 
-class RecordingWatch(ErrorWatch):
+class RecordingWatch(ErrorMonitor):
     """Never over budget; what it has seen."""
 
     def __init__(self) -> None:
         super().__init__(ErrorBudget(top1=1.0, kl=1.0))
         self.seen: Seen = []
 
-    def add(self, by: Witness, *, different: bool, kl: float) -> bool:
+    def add(self, completion: CompletionErrors, *, top1_changed: bool, kl: float) -> bool:
         """One more token."""
-        self.seen.append((by, different, kl))
-        return super().add(by, different=different, kl=kl)
+        self.seen.append((completion, top1_changed, kl))
+        return super().add(completion, top1_changed=top1_changed, kl=kl)
 
 
 def shadows_see(policy: str, prompts: list[list[int]], tokens: int, budget: int) -> Seen:
     """Of completions of ``tokens`` tokens."""
-    sparsity.pool = POLICIES[policy]  # type: ignore[assignment]
+    sparsity.pool_neighbours = POLICIES[policy]  # type: ignore[assignment]
     options: dict[str, Any] = {"kv_budget": budget, "kv_recent": RECENT, "block_size": SIZE, "max_num_seqs": 64}
     options |= {"prefill_chunk": 1024, "memory_workers": 1, "compute_threads": 1, "memory_threads": 1}
     with LLM(str(MODEL), transport="loopback", kv_sparsity="evict", kv_error_budget="shadow=1", **options) as llm:
-        shadows, watch = llm.engine.scheduler.shadows, RecordingWatch()
+        shadows, watch = llm.engine.scheduler.reference_decoder, RecordingWatch()
         assert shadows is not None
-        shadows.watch = watch
+        shadows.monitor = watch
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
     return watch.seen
 
@@ -69,15 +69,15 @@ def alarms(seen: Seen, budget: ErrorBudget, tokens: int, runs: int) -> tuple[int
     that have so many tokens together at most.
     """
     lengths = Counter(by for by, *_ in seen)
-    parts = list[dict[Witness, Witness]]()
+    parts = list[dict[CompletionErrors, CompletionErrors]]()
     for by, length in lengths.items():
-        if not parts or sum(w.most for w in parts[-1].values()) + length > tokens:
+        if not parts or sum(w.max_tokens for w in parts[-1].values()) + length > tokens:
             parts.append({})
-        parts[-1][by] = Witness(length)
+        parts[-1][by] = CompletionErrors(length)
 
-    def caught(part: dict[Witness, Witness]) -> bool:
-        watch = ErrorWatch(budget)
-        return any(watch.add(part[by], different=d, kl=k) for by, d, k in seen if by in part)
+    def caught(part: dict[CompletionErrors, CompletionErrors]) -> bool:
+        watch = ErrorMonitor(budget)
+        return any(watch.add(part[by], top1_changed=d, kl=k) for by, d, k in seen if by in part)
 
     whole = parts[:-1][:runs]
     return sum(map(caught, whole)), len(whole)

@@ -1,8 +1,8 @@
 """What it takes a prefill worker to have the beginning of a prompt from another one, over tcp between two processes of
 this host; beside Mooncake's transfer engine, which reads as many bytes of another process's memory over tcp.
 
-Ours is the code that serves (lamina/compute/prefill/beginnings.py): asked, gathered from blocks, sent with a checksum,
-compared, and put into blocks of the other store. Theirs is one read of memory that lies in one piece, by
+Ours is the code that serves (lamina/workers/prefill/prefix_fetch.py): asked, gathered from blocks, sent with a
+checksum, compared, and put into blocks of the other store. Theirs is one read of memory that lies in one piece, by
 `transfer_sync_read` of an environment of its own (--peer: its python; it needs libibverbs, also for tcp). Both take
 turns. Prints one JSON line; --write appends it to perf/results/bench_fetch.jsonl.
 
@@ -26,16 +26,16 @@ from common import cpu_pressure, record, spread
 from peers.child import Child
 
 from lamina import netstack
-from lamina.attention.spec import AttentionSpec
-from lamina.compute.prefill.beginnings import Beginnings, prompts_reception
-from lamina.memory.store import Store
-from lamina.protocol.beginnings import MeetPrefill
+from lamina.config.engine_config import KVOptions
+from lamina.config.partition import by_head
+from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.control import Address
-from lamina.protocol.options.engine import KVOptions
-from lamina.protocol.partition import by_head
-from lamina.protocol.plan import Bind, Fetch, Free, LayerShape, New, Rows, SequenceOp, StepPlan
+from lamina.protocol.prefix_fetch import ConnectPrefillPeers
+from lamina.protocol.step_plan import BindRequest, FetchPrefix, Free, LayerShape, New, RowRange, SequenceOp, StepPlan
+from lamina.workers.epoch_channels import EpochFabric, EpochListener
+from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.prefill.prefix_fetch import PrefixFetch, prefix_listener_terms
 from lamina.workers.staging import open_staging
-from lamina.workers.view import ViewDoor, ViewFabric
 
 CPU, BLOCK, WAIT_S = torch.device("cpu"), 16, 60.0
 PEER = Path(__file__).parent / "peers" / "mooncake_engine.py"
@@ -47,41 +47,43 @@ class Prefiller:
     def __init__(self, number: int, layers: int, most: int) -> None:
         shape = LayerShape(8, 8, 128, 128, AttentionSpec(scale=0.1).encode())
         token_bytes = layers * shape.kv_heads * (shape.qk_dim + shape.v_dim) * 2
-        bind = Bind(
+        bind = BindRequest(
             worker=0, partition=by_head([shape.kv_heads] * layers, [1.0], 0), layers=[shape] * layers, dtype="bfloat16",
             kv=KVOptions(block_size=BLOCK, attention="native"), kv_bytes=token_bytes * (most + 8 * BLOCK),
             max_rows=most + BLOCK, max_model_len=most + 4 * BLOCK,
         )  # fmt: skip
         self.token_bytes, self._step = token_bytes, 0
-        self._number, self._layers, self._store = number, layers, Store(bind, CPU)
-        self._view = ViewFabric(1, netstack.open("tcp", key=b"k" * 32))
-        self._door = ViewDoor(netstack.open("tcp", key=b"k" * 32).listen("", prompts_reception(f"p{number}", 2)))
-        self._own = Beginnings(self._store, open_staging(CPU), WAIT_S, _start)
+        self._number, self._layers, self._store = number, layers, KvStore(bind, CPU)
+        self._view = EpochFabric(1, netstack.open("tcp", key=b"k" * 32))
+        self._door = EpochListener(
+            netstack.open("tcp", key=b"k" * 32).listen("", prefix_listener_terms(f"p{number}", 2))
+        )
+        self._own = PrefixFetch(self._store, open_staging(CPU), WAIT_S, _start)
         self.url = self._door.url
         if number == 0:
-            self._begin([New(1)], [Rows(1, 0, most)])
+            self._begin([New(1)], [RowRange(1, 0, most)])
 
     def meet(self, urls: list[str]) -> None:
         peers = [Address(url, f"p{number}") for number, url in enumerate(urls)]
-        self._own.meet(MeetPrefill(peers=peers, me=self._number), self._view, self._door, WAIT_S)
+        self._own.connect(ConnectPrefillPeers(peers=peers, own_index=self._number), self._view, self._door, WAIT_S)
 
     def fetch(self, tokens: int) -> float:
         """Seconds for so many tokens of the other's sequence."""
         begun, sequence = time.perf_counter(), 2 + self._step
-        ops: list[SequenceOp] = [New(sequence), Fetch(sequence, 0, tokens, 0, 1)]
-        self._begin(ops, [Rows(sequence, tokens, 1)])
+        ops: list[SequenceOp] = [New(sequence), FetchPrefix(sequence, 0, tokens, 0, 1)]
+        self._begin(ops, [RowRange(sequence, tokens, 1)])
         for layer in range(self._layers):
-            self._own.take(layer)
+            self._own.receive_layer(layer)
         took = time.perf_counter() - begun
         self._begin([Free(sequence)], [])
         return took
 
-    def _begin(self, ops: list[SequenceOp], rows: list[Rows]) -> None:
+    def _begin(self, ops: list[SequenceOp], rows: list[RowRange]) -> None:
         self._step += 1
         plan = StepPlan(step=self._step, ops=ops, rows=rows)
-        self._own.ask(plan)
-        self._store.begin(plan)
-        self._own.begin(plan)
+        self._own.request(plan)
+        self._store.apply_plan(plan)
+        self._own.begin_step(plan)
 
 
 def _start(work: Callable[[], None], name: str) -> None:

@@ -20,12 +20,12 @@ import msgspec
 from common import cpu_pressure, record, spread
 
 from lamina import SamplingParams
-from lamina.server.answer.heads import new_request
+from lamina.server.engine_client.messages import Delta
 from lamina.server.journal.journal import Journal
-from lamina.server.journal.records import Accepted, KeptPrompt
-from lamina.server.journal.segment import framed
-from lamina.server.link.messages import Delta
-from lamina.server.request.protocol import Sampling
+from lamina.server.journal.journal_records import AcceptedRecord, JournalPrompt
+from lamina.server.journal.segment import frame_record
+from lamina.server.request.openai_protocol import Sampling
+from lamina.server.response.response_head import new_accepted_request
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     results: dict[str, Any] = {"accept_s": {}, "step_s": {}}
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         journal = Journal(os.path.join(folder, "j"), "none/none", 1 << 30)
-        results["sync_s"] = spread(by_hand(folder, framed(request(journal, args.prompt)), args.rounds))
+        results["sync_s"] = spread(by_hand(folder, frame_record(request(journal, args.prompt)), args.rounds))
         print(f"the same bytes by hand, one by one: {show(results['sync_s'])}")
         for count in (1, 8, 64):
             each = asyncio.run(accepts(journal, args.prompt, count, args.rounds))
@@ -59,11 +59,11 @@ def show(seconds: dict[str, float]) -> str:
     return f"{1e3 * seconds['median']:8.3f} ms, p90 {1e3 * seconds['p90']:8.3f} ms"
 
 
-def request(journal: Journal, tokens: int) -> Accepted:
+def request(journal: Journal, tokens: int) -> AcceptedRecord:
     """With a prompt of so many tokens, of 4 characters each."""
-    (key,) = journal.take_keys(1)
-    asked = new_request("chatcmpl", "tiny", SamplingParams(max_tokens=64), Sampling.model_validate({}), b"")
-    prompt = KeptPrompt(key, list(range(1000, 1000 + tokens)), "word" * tokens, 1)
+    (key,) = journal.new_keys(1)
+    asked = new_accepted_request("chatcmpl", "tiny", SamplingParams(max_tokens=64), Sampling.model_validate({}), b"")
+    prompt = JournalPrompt(key, list(range(1000, 1000 + tokens)), "word" * tokens, 1)
     return msgspec.structs.replace(asked, prompts=[prompt])
 
 
@@ -95,13 +95,13 @@ async def accepts(journal: Journal, tokens: int, count: int, rounds: int) -> lis
 
 
 async def steps(journal: Journal, count: int, rounds: int) -> list[float]:
-    """Seconds of ``grown`` for a token of each stream."""
+    """Seconds of ``add_deltas`` for a token of each stream."""
     entries = [await journal.accept(request(journal, 16)) for _ in range(count)]
     seconds = []
     for token in range(rounds):
-        deltas = [Delta(key=entry.keys[0], index=0, tokens=[token], text="word") for entry in entries]
+        deltas = [Delta(key=entry.keys[0], index=0, token_ids=[token], text="word") for entry in entries]
         begun = time.perf_counter()
-        journal.grown(deltas)
+        journal.add_deltas(deltas)
         seconds.append(time.perf_counter() - begun)
     for entry in entries:
         journal.drop(entry.accepted.id)

@@ -17,8 +17,8 @@ import numpy as np
 from common import record
 
 from lamina import LLM, SamplingParams
-from lamina.models.tokens import load_tokenizer
-from lamina.protocol.options.engine import KV_CACHE_DTYPES
+from lamina.config.engine_config import KV_CACHE_DTYPES
+from lamina.models.tokenizer import load_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))

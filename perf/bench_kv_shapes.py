@@ -25,8 +25,8 @@ from common import record
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from lamina.kv.sparsity import Budget, choose
-from lamina.models.tokens import load_tokenizer
+from lamina.kv.sparsity import KvBudget, choose_dropped
+from lamina.models.tokenizer import load_tokenizer
 
 sys.path.insert(0, str(MODEL.parents[1]))
 
@@ -89,8 +89,8 @@ def kept_tokens(weights: Sequence[Tensor], shape: str, budget: int, rows: int) -
     kept = [torch.arange(length)]
     steps = np.linspace(-SLOPES[shape], SLOPES[shape], sparse) if sparse > 1 else [0.0]
     for scores, step in zip(by_layer, steps, strict=True):
-        of = Budget(round(budget * (1 + step) / SIZE) * SIZE, SINK, RECENT, SIZE)
-        gone = set(choose(scores.tolist(), (), length, of))
+        of = KvBudget(round(budget * (1 + step) / SIZE) * SIZE, SINK, RECENT, SIZE)
+        gone = set(choose_dropped(scores.tolist(), (), length, of))
         kept.append(torch.tensor([t for t in range(length) if t // SIZE not in gone]))
     return kept
 

@@ -26,7 +26,7 @@ from common import record
 from peers.recall import ENVIRONMENTS, PEERS, RecallPeer
 
 from lamina import LLM, SamplingParams
-from lamina.models.tokens import load_tokenizer
+from lamina.models.tokenizer import load_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -135,7 +135,7 @@ class SparsityCosts:
                 for order in args.orders:
                     with self.engine(form, budget) as llm:
                         answered = right(llm, prompts, order)
-                        evictions = llm.engine.scheduler.evictions
+                        evictions = llm.engine.scheduler.pruner
                     yield {
                         "form": form, "order": order, "distance": distance, "pairs": pairs, "share": kept,
                         "budget": budget, "length": length, "recall": answered,

@@ -30,10 +30,10 @@ from common import cpu_pressure, record, spread
 from reference_model import SHAPE
 from torch import Tensor
 
-from lamina.attention._native import VARIANTS, Kernels
-from lamina.gemm._native import Engine, usable
-from lamina.gemm.native import TYPES
-from lamina.gemm.pages import HugePages
+from lamina.ops.attention._attention import VARIANTS, Kernels
+from lamina.ops.gemm._gemm import Engine, usable
+from lamina.ops.gemm.native import TYPES
+from lamina.ops.gemm.packed_memory import PrivateMemory
 
 REST_S = 0.003  # before a turn, while idle threads of the one before go on spinning for work
 TURN_S = 0.5
@@ -86,8 +86,8 @@ def native_packed(layers: LayerWeights, variant: str, threads: int) -> Callable[
     """By a variant that has an order of weights of its own."""
     engine = Engine(threads, variant)
     shapes = [(TYPES[w.dtype], *w.shape, w.stride(0)) for w in layers.weights]
-    pages = HugePages()
-    room = [pages.place(w, engine.packed_bytes(*s[:3]))[0] for w, s in zip(layers.weights, shapes, strict=True)]
+    pages = PrivateMemory()
+    room = [pages.allocate(w, engine.packed_bytes(*s[:3]))[0] for w, s in zip(layers.weights, shapes, strict=True)]
     for w, to, shape in zip(layers.weights, room, shapes, strict=True):
         engine.pack(w.data_ptr(), to.data_ptr(), *shape)
 

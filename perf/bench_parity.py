@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from common import cpu_pressure, record
 
 from lamina import LLM, SamplingParams
-from lamina.protocol.plan import Keep
+from lamina.protocol.step_plan import SurvivingKv
 
 FIRST = 8  # tokens of each sequence, before the kill
 VICTIM = "memory-1"
@@ -84,7 +84,7 @@ class MeetingWatch:
         self.is_behind = met > 0.0 and not self._meets
         return outputs
 
-    def _resumed(self, pools: Any, keep: Sequence[Keep]) -> Any:
+    def _resumed(self, pools: Any, keep: Sequence[SurvivingKv]) -> Any:
         ready = self._resume(pools, keep)
         self.met_at, self._meets = time.perf_counter(), True
         return ready
@@ -116,7 +116,7 @@ def main() -> None:
         options["enable_prefix_caching"] = False
         results: dict[str, Any] = {"cpu_pressure": cpu_pressure()}
         with LLM(args.model, **options) as plain, LLM(args.model, **options, kv_parity=1) as guarded:
-            vocabulary = plain.engine.info.vocab_size
+            vocabulary = plain.engine.worker_info.vocab_size
             prompts = [[rng.randrange(vocabulary) for _ in range(args.prompt)] for _ in range(count)]
             kinds = {"computed again": plain, "parity": guarded}
             wanted = {name: run(llm, prompts, params, kill=False) for name, llm in kinds.items()}

@@ -16,7 +16,7 @@ from typing import Any
 from common import record
 
 from lamina import LLM, SamplingParams
-from lamina.protocol.partition import PARTITIONS
+from lamina.config.partition import PARTITIONS
 
 MODEL = "examples/tiny_lm/model"
 

@@ -27,8 +27,8 @@ from common import add_sampling, cpu_pressure, record, sampling_of, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.emulate import VARIABLE, DeviceTimes
-from lamina.engine.rounds.pipeline import lower_bound, rotation
+from lamina.scheduler.rotation.pipeline import lower_bound, rotation
+from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
 SHAPE = {
     "hidden_size": 64,
@@ -118,7 +118,7 @@ def run(llm: LLM, sequences: int, tokens: int, sampling: dict[str, Any]) -> list
         for output in engine.step():
             counts[output.request_id] = len(output.outputs[0].token_ids)
         reached.setdefault(min(counts.values()), time.perf_counter())
-    engine.settle()
+    engine.release_idle_blocks()
     return [reached[k + 1] - reached[k] for k in range(WARM_TOKENS, WARM_TOKENS + tokens)]
 
 

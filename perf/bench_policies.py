@@ -21,10 +21,10 @@ from bench_conductor import Comes, Served, serve
 from common import BrokenError, cpu_pressure, record
 
 from lamina import LLM
-from lamina.engine.conductor import ConductorRules
-from lamina.engine.conductor.choice import POLICIES
 from lamina.engine.engine import Engine
-from lamina.planner.traces import HASHED, RequestTrace, read_trace
+from lamina.scheduler.conductor import ConductorConfig
+from lamina.scheduler.conductor.routing import POLICIES
+from lamina.tools.plan.request_traces import HASHED, RequestTrace, read_trace
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "tiny_lm" / "model"
 LONGEST = 2048  # tokens of the model
@@ -54,11 +54,13 @@ def main() -> None:
             compute_threads=1,
         ) as llm:
             engine = llm.engine
-            engine.promises.promise(ConductorRules(policy=policy))
+            engine.slo_admission.set_config(ConductorConfig(policy=policy))
             for number, tokens in enumerate(WARM):
                 serve(engine, [Comes(0.0, [5 + number] * tokens, 2)])
             comes = scaled(trace, args)
-            law_s = law_s or fmean(engine.promises.conductor.fit.law.seconds(len(c.tokens)) for c in comes)
+            law_s = law_s or fmean(
+                engine.slo_admission.conductor.prefill_latency.model.seconds(len(c.tokens)) for c in comes
+            )
             span_s = law_s * len(comes) / 2 / args.busy
             last = comes[-1].at_s or 1.0
             llm.reset_prefix_cache()
@@ -89,7 +91,7 @@ def measure(engine: Engine, comes: list[Comes]) -> tuple[dict[str, Any], list[Se
     """The figures of one policy, and what was served."""
     served = serve(engine, comes)
     booked = [s for s in served if not math.isnan(s.expected_s)]
-    replicas = engine.promises.replicas
+    replicas = engine.slo_admission.num_page_replicas
     return {
         "requests": len(served),
         "prompt_tokens": sum(len(c.tokens) for c in comes),
@@ -99,8 +101,9 @@ def measure(engine: Engine, comes: list[Comes]) -> tuple[dict[str, Any], list[Se
         "booked": len(booked),
         "expected_off": median(abs(s.expected_s - s.real_s) / s.real_s for s in booked),
         "replicas": replicas,
-        "transfer_law": engine.promises.conductor.transfers and engine.promises.conductor.transfers.law._asdict(),
-        "law": engine.promises.conductor.fit.law._asdict(),
+        "transfer_law": engine.slo_admission.conductor.transfer_latency
+        and engine.slo_admission.conductor.transfer_latency.model._asdict(),
+        "law": engine.slo_admission.conductor.prefill_latency.model._asdict(),
         "cpu_pressure_avg10": cpu_pressure(),
     }, served
 

@@ -23,8 +23,8 @@ from common import add_sampling, cpu_pressure, record, sampling_of, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.emulate import VARIABLE, DeviceTimes
 from lamina.engine.engine import Engine
+from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
 SHAPE = {
     "hidden_size": 64,
@@ -135,7 +135,7 @@ def situation(
             asked = -1
     for request in ids:
         engine.cancel(request)
-    engine.settle()
+    engine.release_idle_blocks()
     return steps[1:], waits
 
 

@@ -57,24 +57,24 @@ class TurnTimes:
 
     def __init__(self, path: Path, **options: Any) -> None:
         self._llm = LLM(str(path), dtype="float32", memory_workers=1, max_model_len=2048, prefill_chunk=1024, **options)
-        swaps = self._llm.engine.scheduler.swaps
-        self._measured = swaps.compute_s if swaps else None
+        swaps = self._llm.engine.scheduler.swap
+        self._measured = swaps.prefill_estimate_s if swaps else None
 
     def ask(self, prompt: list[int], rows_s: float | None = None, *, kept: bool = False) -> RequestOutput:
         """Behind it the pool has nothing. ``rows_s``: what the engine is told that first rows take; None: nothing.
-        ``kept``: the medium has its pages from then on.
+        ``cacheable``: the medium has its pages from then on.
         """
         engine = self._llm.engine
-        if engine.scheduler.swaps:
+        if engine.scheduler.swap:
             told = self._measured if rows_s is None else lambda tokens: rows_s
-            vars(engine.scheduler.swaps)["compute_s"] = told
-        engine.add(prompt, PARAMS, kept=kept)
+            vars(engine.scheduler.swap)["compute_s"] = told
+        engine.add(prompt, PARAMS, cacheable=kept)
         outputs = list[RequestOutput]()
         while engine.has_work:
             outputs = engine.step() or outputs
-        engine.settle()
-        engine.rest()
-        engine.scheduler.give_up_retained()
+        engine.release_idle_blocks()
+        engine.finish_in_flight()
+        engine.scheduler.evict_retained()
         return outputs[-1]
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ def prompts_of(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
 def measure(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[str, Any], list[CompletionOutput]]:
     """Pauses by kind of worker, and how completions differ from the undisturbed ones, which are returned, too."""
     rng = random.Random(args.seed)
-    prompts = prompts_of(args, llm.engine.info.vocab_size)
+    prompts = prompts_of(args, llm.engine.worker_info.vocab_size)
     params = [params_of(i, args.tokens) for i in range(args.sequences)]
     wanted, _, took = stream(llm, prompts, params, "", 0.0)
     pauses: dict[str, list[float]] = {}
@@ -131,7 +131,7 @@ def measure(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[st
         "other_tokens": {role: sum(p.parts for p in each) for role, each in partings.items()},
         "other_tokens_greedy": {role: sum(p.parts and p.greedy for p in each) for role, each in partings.items()},
         "apart": {role: max(p.apart for p in each) for role, each in partings.items()},
-        "vocabulary": llm.engine.info.vocab_size,
+        "vocabulary": llm.engine.worker_info.vocab_size,
         "cpu_pressure": cpu_pressure(),
     }
     return results, wanted
@@ -182,7 +182,7 @@ class Killer:
 
 def many(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[str, Any], list[CompletionOutput]]:
     """As ``measure``, of --many kills of any worker."""
-    killer, prompts = Killer(llm, random.Random(args.seed)), prompts_of(args, llm.engine.info.vocab_size)
+    killer, prompts = Killer(llm, random.Random(args.seed)), prompts_of(args, llm.engine.worker_info.vocab_size)
     params = [params_of(i, args.tokens) for i in range(args.sequences)]
     wanted, _, _ = stream(llm, prompts, params, "", 0.0)
     partings, begun = list[Parting](), time.perf_counter()
@@ -208,7 +208,7 @@ def many(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[str, 
         "completions": len(partings),
         "other_tokens": other,
         "apart": max(p.apart for p in partings),
-        "vocabulary": llm.engine.info.vocab_size,
+        "vocabulary": llm.engine.worker_info.vocab_size,
         "cpu_pressure": cpu_pressure(),
     }, wanted
 

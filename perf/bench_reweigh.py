@@ -26,9 +26,9 @@ from common import cpu_pressure, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.fleet.rates import REST_S
-from lamina.server.link.engine_process import COUNTERS_S
-from lamina.server.link.reweigh import Reweigh
+from lamina.executor.load_balance import COOLDOWN_S
+from lamina.server.engine_client.engine_process import COUNTERS_S
+from lamina.server.engine_client.rebalance import Rebalancer
 
 VICTIM = "memory-1"
 PARAMS = SamplingParams(max_tokens=64, ignore_eos=True)
@@ -51,7 +51,7 @@ class Watched:
 
     def __init__(self, llm: LLM, prompts: list[list[int]]) -> None:
         """``prompts`` are completed again and again, so that as much KV runs all the time; it is retained meanwhile."""
-        self.llm, self.reweigh = llm, Reweigh(llm.engine, llm.pools)
+        self.llm, self.reweigh = llm, Rebalancer(llm.engine, llm.pools)
         self._prompts = {llm.engine.add(prompt, PARAMS): prompt for prompt in prompts}
         self.begun = self._asked_at = time.perf_counter()
         self.changes: list[dict[str, Any]] = []
@@ -68,15 +68,15 @@ class Watched:
                 for output in (o for o in outputs if o.finished):
                     prompt = self._prompts.pop(output.request_id)
                     self._prompts[self.llm.engine.add(prompt, PARAMS)] = prompt
-            if (counters := pools.take_stats()) is not None:
-                self.reweigh.look(counters)
+            if (counters := pools.collect_stats()) is not None:
+                self.reweigh.update(counters)
             if time.perf_counter() - self._asked_at > COUNTERS_S:
                 self._asked_at = time.perf_counter()
-                pools.ask_stats()
-            if (outcome := pools.elastic.take_outcome()) is not None:
+                pools.request_stats()
+            if (outcome := pools.resizer.take_outcome()) is not None:
                 at = time.perf_counter() - self.begun
                 told = {"at_s": round(at, 2), "pause_s": outcome.pause_s, "moved_bytes": outcome.moved_bytes}
-                self.changes.append(told | {"weights": pools.elastic.weights, "error": outcome.error})
+                self.changes.append(told | {"weights": pools.resizer.weights, "error": outcome.error})
         return taken
 
 
@@ -102,9 +102,9 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     prompts = [[x % SHAPE["vocab_size"] for x in (i, *range(tokens - 1))] for i in range(args.sequences)]
     options = {"partition": args.partition, "kv_memory": args.kv_memory, "memory_weights": "measured"}
     with LLM(model, dtype="bfloat16", memory_workers=2, memory_threads=1, **options) as llm:
-        at_start = llm.pools.elastic.weights
+        at_start = llm.pools.resizer.weights
         watched = Watched(llm, prompts)
-        took = {"alone": watched.steps(now := REST_S)[-200:]}
+        took = {"alone": watched.steps(now := COOLDOWN_S)[-200:]}
         words = [str(llm.pools.pids[VICTIM]), str(args.period_s), str(args.duty)]
         throttled = subprocess.Popen([sys.executable, "-c", THROTTLE, *words])
         try:
@@ -114,7 +114,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
                 watched.steps(now + 300.0, change=True)
             now = time.perf_counter() - watched.begun
             took["with a smaller part"] = watched.steps(now := now + args.measure_s)
-            watched.steps(max(now, throttled_at + REST_S + args.measure_s))
+            watched.steps(max(now, throttled_at + COOLDOWN_S + args.measure_s))
         finally:
             throttled.terminate()
             throttled.wait()

@@ -1,4 +1,4 @@
-"""What drawing a step's tokens costs, by filter: lamina.sampling native and in torch, torch.topk, a sort of all.
+"""What drawing a step's tokens costs, by filter: lamina.ops.sampling native and in torch, torch.topk, a sort of all.
 
 All take turns on the same logits, so that noise of the machine hits them alike. Prints one JSON line; --write appends
 it to perf/results/bench_sampling.jsonl.
@@ -22,11 +22,11 @@ import torch
 from common import cpu_pressure, record, spread
 from torch import Tensor
 
+from lamina.ops.sampling import Backend, SampleSpec
+from lamina.ops.sampling.native import NativeSampling
+from lamina.ops.sampling.sampling_settings import sampler_settings
+from lamina.ops.sampling.torch_sampling import TorchSampling
 from lamina.request import FILTERS
-from lamina.sampling import Ask, Backend
-from lamina.sampling.native import NativeSampling
-from lamina.sampling.plain import Plain
-from lamina.sampling.settings import settings_of
 
 REST_S = 0.01  # before a turn, while idle threads of the one before go on spinning for work
 CHOICES: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     bits, out = logits.view(torch.int32 if logits.element_size() == 4 else torch.int16), torch.empty_like(logits[0])
     backends: dict[str, Backend] = {"native": NativeSampling(args.threads, args.variant)}
     if not args.without_torch:
-        backends["torch"] = Plain()
+        backends["torch"] = TorchSampling()
     players: dict[str, Callable[[], Any]] = {
         "read": bits.max,
         "read and torch.exp": lambda: _exponentials(bits, logits, out),
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     for choice, options in CHOICES.items():
         fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "order": FILTERS, **options}
-        asks = [Ask(i, settings_of(**fields), i, 1) for i in range(args.rows)]
+        asks = [SampleSpec(i, sampler_settings(**fields), i, 1) for i in range(args.rows)]
         for name, backend in backends.items():
             players[f"{name}: {choice}"] = lambda b=backend, a=asks: b.draw(logits, a)  # type: ignore[misc]
     times: dict[str, list[float]] = {name: [] for name in players}

@@ -43,31 +43,33 @@ class SavingDecoder:
         )  # fmt: skip
         one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         self._llm.generate([[draw.randrange(1, WORDS) for _ in range(args.saved + 1)]], one)
-        self._engine, tier = self._llm.engine, self._llm.engine.scheduler.tier
+        self._engine, tier = self._llm.engine, self._llm.engine.scheduler.offload_index
         assert tier is not None
-        self._engine.rest()
-        self.page_bytes = self.saved_bytes() * tier.page / args.saved
-        self._tier, prefixes = tier, self._engine.scheduler.prefixes
-        (number,) = prefixes.oldest
-        self._known = prefixes._known[number].sequence
+        self._engine.finish_in_flight()
+        self.page_bytes = self.saved_bytes() * tier.page_size / args.saved
+        self._tier, prefixes = tier, self._engine.scheduler.prefix_cache
+        (number,) = prefixes.eviction_order
+        self._known = prefixes._indexed[number].sequence
         self._keys = tier.keys_of(self._known, args.saved)
         long = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
         began = time.perf_counter()
         for _ in range(args.batch):
             self._engine.add([draw.randrange(1, WORDS) for _ in range(args.context)], long)
-        while self._engine.scheduler.num_waiting or not all(s.decodes for s in self._engine.scheduler.running):
+        while self._engine.scheduler.num_waiting or not all(s.is_decoding for s in self._engine.scheduler.running):
             self._engine.step()
-        self._engine.rest()
-        self.prompt_pages_s = args.batch * args.context / tier.page / (time.perf_counter() - began)
+        self._engine.finish_in_flight()
+        self.prompt_pages_s = args.batch * args.context / tier.page_size / (time.perf_counter() - began)
 
     def steps(self, count: int, *, saving: bool) -> list[float]:
         """Seconds of so many steps."""
-        self._engine.rest()
+        self._engine.finish_in_flight()
         took, last = list[float](), 0.0
         while len(took) < count + 1:
             if saving and len(self._tier._moving) < AHEAD * len(self._keys):
-                self._engine.scheduler._ops += self._tier.delete(self._known.id, self._keys)
-                self._engine.scheduler._ops += self._tier.save(self._known, len(self._keys) * self._tier.page)
+                self._engine.scheduler._pending_ops += self._tier.delete_ops(self._known.id, self._keys)
+                self._engine.scheduler._pending_ops += self._tier.save_ops(
+                    self._known, len(self._keys) * self._tier.page_size
+                )
             if not self._engine.scheduler.num_running:
                 raise BrokenError("the sequences have ended before their turns; more tokens are to be asked for")
             if self._engine.step():

@@ -27,9 +27,9 @@ import aiohttp
 import uvloop
 from common import cpu_pressure, record
 
-from lamina.cli.bench.client import COMPLETIONS, Answer, ask, body_of, events, open_client
-from lamina.cli.bench.report import percentile
-from lamina.processes import descendants_of
+from lamina.tools.bench.bench_report import percentile
+from lamina.tools.bench.openai_client import COMPLETIONS, Answer, body_of, events, open_client, send_request
+from lamina.utils.proc import descendants_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUTE = COMPLETIONS.lstrip("/")
@@ -63,7 +63,7 @@ class ServerLoad:
 
         async def client(http: aiohttp.ClientSession) -> None:
             while time.perf_counter() < end:
-                answers.append(await ask(http, COMPLETIONS, self.body()))
+                answers.append(await send_request(http, COMPLETIONS, self.body()))
 
         async with open_client(self.url, "", PATIENCE_S) as http:
             start = time.perf_counter()
@@ -87,7 +87,7 @@ class ServerLoad:
                 if len(under_way) >= streams:
                     unsent += 1
                     continue
-                task = asyncio.create_task(ask(http, COMPLETIONS, self.body()))
+                task = asyncio.create_task(send_request(http, COMPLETIONS, self.body()))
                 under_way.add(task)
                 task.add_done_callback(under_way.discard)
                 sent.append(task)
@@ -129,7 +129,7 @@ class ServerLoad:
                 status = response.status
             return "wrong" if 400 <= status < 429 else "refused" if status == 429 else "failed"
         if not leaving:
-            answer = await ask(http, COMPLETIONS, self.body())
+            answer = await send_request(http, COMPLETIONS, self.body())
             return "served" if answer.ok else "refused" if answer.refused else "failed"
         chunks = self._rng.randrange(self._lengths[1])
         async with http.post(ROUTE, json=self.body()) as response:

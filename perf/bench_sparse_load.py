@@ -25,8 +25,8 @@ from common import cpu_pressure, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.emulate import VARIABLE, DeviceTimes
 from lamina.engine.engine import Engine
+from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
 SHAPE = {
     "hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 64,
@@ -55,7 +55,7 @@ def serve(engine: Engine, clients: int, rounds: int, prompt: int, answer: int) -
                 ends.append(time.monotonic())
     for request in running:
         engine.cancel(request)
-    engine.settle()
+    engine.release_idle_blocks()
     rate = clients * rounds * answer / (ends[clients * rounds] - ends[0])
     return {"tokens_per_s": round(rate, 1), "ttft_p50_s": round(median(firsts), 3), "firsts": len(firsts)}
 

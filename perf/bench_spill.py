@@ -34,8 +34,8 @@ from common import cpu_pressure, record, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.compute.capacity import store_bytes
-from lamina.emulate import VARIABLE
+from lamina.utils.emulated_device import VARIABLE
+from lamina.workers.compute.kv_capacity import store_bytes
 
 ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 SHAPE = {**ATTENTION, "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
@@ -84,8 +84,8 @@ def loans(length: int, turns: int, transport: str, slow: float) -> dict[str, Any
 
 def kv_bytes(tokens: int) -> int:
     """Of SHAPE in bfloat16."""
-    from lamina.attention.spec import AttentionSpec
-    from lamina.protocol.plan import LayerShape
+    from lamina.ops.attention.spec import AttentionSpec
+    from lamina.protocol.step_plan import LayerShape
 
     shape = LayerShape(8, 2, 128, 128, AttentionSpec(scale=1.0).encode())
     return store_bytes([shape] * SHAPE["num_hidden_layers"], torch.bfloat16, tokens, 32)
@@ -94,8 +94,8 @@ def kv_bytes(tokens: int) -> int:
 def lent(llm: LLM) -> float:
     """Of the blocks that memory workers use, the share that lies with a creditor."""
     scheduler = llm.engine.scheduler
-    used = sum(sum(n) for n in llm.engine.info.num_blocks) - sum(scheduler.free_blocks)
-    return round(sum(scheduler.borrowed or []) / used, 3)
+    used = sum(sum(n) for n in llm.engine.worker_info.num_blocks) - sum(scheduler.free_blocks)
+    return round(sum(scheduler.borrowed_blocks or []) / used, 3)
 
 
 def alternate(players: dict[str, DecodeLamina], turns: int) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from common import cpu_pressure, record, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.emulate import VARIABLE, DeviceTimes
-from lamina.protocol.stages import stage_layers
+from lamina.protocol.prefill_stages import stage_layers
+from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
 SHAPE = {
     "hidden_size": 64,

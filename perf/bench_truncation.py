@@ -26,8 +26,8 @@ from common import record
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from lamina.kv.rotate import rotated
-from lamina.protocol.plan import Rotary
+from lamina.kv.rope_shift import rotate_keys
+from lamina.protocol.step_plan import Rotary
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -78,7 +78,7 @@ class Scorer:
             for number, layer in enumerate(whole.layers):
                 k, v = (torch.cat([x[:, :, :keep], x[:, :, keep + gone :]], 2) for x in (layer.keys, layer.values))
                 if way == "moved":
-                    k[:, :, keep:] = rotated(k[:, :, keep:], self._rotary, -gone)
+                    k[:, :, keep:] = rotate_keys(k[:, :, keep:], self._rotary, -gone)
                 cache.update(k, v, number)
             caches[way] = cache
         return caches

@@ -103,10 +103,13 @@ def measure(args: argparse.Namespace, settings: Path) -> dict[str, Any]:
             player.close()
 
 
+NATIVE = {f"_{name}" for name in ("attention", "compute", "gemm", "memory", "netstack", "rows", "sampling", "native")}
+
+
 def _modules(pids: Iterable[int]) -> set[str]:
     """Native modules of Lamina that these processes, its workers, have mapped."""
     maps = [line.split(maxsplit=5) for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    return {fields[5] for fields in maps if len(fields) == 6 and Path(fields[5]).name.startswith("_native.")}
+    return {fields[5] for fields in maps if len(fields) == 6 and Path(fields[5]).name.split(".")[0] in NATIVE}
 
 
 def _commit(checkout: Path) -> str:
@@ -119,7 +122,7 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     from bench_decode import DecodeLamina
 
     import lamina
-    from lamina.gemm._native import usable
+    from lamina.ops.gemm._gemm import usable
 
     settings = json.loads(Path(file).read_text())
     batch, threads = settings["batch"], settings["threads"]

@@ -48,9 +48,9 @@ class SavingJobs:
             str(path), dtype="float32", memory_workers=1, max_model_len=2048, prefill_chunk=2048,
             kv_offloading_size="256MiB",
         )  # fmt: skip
-        self._draw, tier = random.Random(1), self._llm.engine.scheduler.tier
+        self._draw, tier = random.Random(1), self._llm.engine.scheduler.offload_index
         assert tier is not None
-        self._tier, self._fill = tier, tier.fill
+        self._tier, self._fill = tier, tier.save_filled
 
     def run(self, jobs: int, length: int, *, as_they_fill: bool) -> float:
         """Seconds for so many jobs, until all of their KV is saved. Raises BrokenError where some is not."""
@@ -72,8 +72,8 @@ class SavingJobs:
 
     def _settle(self) -> None:
         """All is saved."""
-        self._llm.engine.settle()
-        self._llm.engine.rest()
+        self._llm.engine.release_idle_blocks()
+        self._llm.engine.finish_in_flight()
 
     def _saved(self) -> float:
         return sum(stats.get("kv_saved_bytes", 0.0) for stats in self._llm.stats().values())

@@ -17,10 +17,10 @@ from contextlib import redirect_stdout
 
 from common import cpu_pressure, record
 
-from lamina.cli.drill import FAULTS, add_arguments, asked
-from lamina.cli.drill.hits import Drill
-from lamina.cli.drill.report import report
-from lamina.cli.drill.target import Target
+from lamina.tools.drill import FAULTS, add_arguments, parse_arguments
+from lamina.tools.drill.drill_report import report
+from lamina.tools.drill.injections import Drill
+from lamina.tools.drill.target import Target
 
 
 def main() -> int:
@@ -32,18 +32,18 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends, too
     try:
-        faults, flags = asked(args)
+        faults, flags = parse_arguments(args)
     except ValueError as error:
         parser.error(str(error))
     until = time.perf_counter() + 60 * args.minutes
     target = Target(args.model, flags, journal=True)
     try:
         drill = Drill(target, args, FAULTS)
-        calm = drill.calm()
-        blows = drill.hit_all(faults, args.count, until)
-        well = target.is_well(1.0)
+        calm = drill.run_undisturbed()
+        blows = drill.inject_all(faults, args.count, until)
+        well = target.is_healthy(1.0)
     finally:
-        left = target.end()
+        left = target.stop()
     args.count = len(blows) + (not well)
     told = io.StringIO()
     with redirect_stdout(told):

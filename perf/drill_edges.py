@@ -18,10 +18,10 @@ import torch
 from common import record
 from torch import Tensor
 
-from lamina.cli.drill.streams import StreamTold, bodies_of
-from lamina.cli.drill.verdicts import fork_of, is_at_edge, pushed, verdict
-from lamina.protocol.control import Draw
-from lamina.sampling.sampler import Sampler
+from lamina.ops.sampling.sampler import Sampler
+from lamina.protocol.control import SamplingRequest
+from lamina.tools.drill.client_streams import StreamRecord, bodies_of
+from lamina.tools.drill.stream_verdicts import first_divergence, is_numeric_tie, verdict, with_logit_bias
 
 SCORED = 1_000  # log-probabilities of a hit that are compared: the largest error is one of so many
 FIXED = 1.0, 3.0, 10.0
@@ -45,31 +45,33 @@ def logits_of(path: str, streams: int, tokens: int) -> Tensor:
 def drawn(logits: Tensor, temperature: float, seeds: list[int]) -> list[int]:
     """A token of each row."""
     draws = [
-        Draw(row=i, sequence=i, temperature=temperature, top_k=0, top_p=1.0, seed=s, index=0, logprobs=-1)
+        SamplingRequest(
+            row=i, sequence=i, temperature=temperature, top_k=0, top_p=1.0, seed=s, output_index=0, logprobs=-1
+        )
         for i, s in enumerate(seeds)
     ]
-    return [d.token for d in SAMPLER.draw(logits, draws)]
+    return [d.token_id for d in SAMPLER.sample(logits, draws)]
 
 
-def told(token: int) -> StreamTold:
+def told(token: int) -> StreamRecord:
     """A stream of that one."""
-    return StreamTold({0: ""}, {0: [token]}, {}, {0: "length"}, 1, "")
+    return StreamRecord({0: ""}, {0: [token]}, {}, {0: "length"}, 1, "")
 
 
 def judge(row: Tensor, temperature: float, seed: int, tokens: tuple[int, int], error: float) -> tuple[bool, bool]:
     """Whether an undisturbed run tells the second of two tokens with some push, and with one of fixed size."""
     body, (one, other) = {"temperature": temperature}, tokens
 
-    def read(body: dict[str, Any]) -> StreamTold:
+    def read(body: dict[str, Any]) -> StreamRecord:
         logits = row.clone()
         for token, bias in body["logit_bias"].items():
             logits[int(token)] += bias
         return told(drawn(logits[None], temperature, [seed])[0])
 
-    fork = fork_of(told(other), told(one))
+    fork = first_divergence(told(other), told(one))
     assert fork is not None
-    fixed = any(verdict(told(other), read(pushed(body, fork, x * error))) == "right" for x in FIXED)
-    return is_at_edge(told(other), told(one), body, error, read), fixed
+    fixed = any(verdict(told(other), read(with_logit_bias(body, fork, x * error))) == "right" for x in FIXED)
+    return is_numeric_tie(told(other), told(one), body, error, read), fixed
 
 
 def main() -> None:

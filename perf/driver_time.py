@@ -13,11 +13,11 @@ import time
 
 from common import host
 
-from lamina.config import make_config
+from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
-from lamina.planner.simulator.clock import VirtualClock
-from lamina.planner.simulator.lossless import LosslessWire, ready_of
 from lamina.request import SamplingParams
+from lamina.tools.plan.simulator.clock import VirtualClock
+from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
 
 PROMPT, ROUNDS, WARM = 64, 60, 10
 
@@ -29,8 +29,8 @@ def seconds_of_a_round(rows: int) -> float:
         "enable_prefix_caching": False,
     }  # fmt: skip
     blocks = (rows + 2) * (PROMPT + ROUNDS + WARM + 64) // 16
-    ready = ready_of(num_layers=80, num_blocks=blocks, block_size=16, max_len=4096)
-    wire = LosslessWire(VirtualClock(), ready, lambda load: 0.0)
+    ready = simulated_ready(num_layers=80, num_blocks=blocks, block_size=16, max_len=4096)
+    wire = SimulatedExecutor(VirtualClock(), ready, lambda load: 0.0)
     engine = Engine(wire, make_config(options))
     for _ in range(rows):
         engine.add([0] * PROMPT, SamplingParams(max_tokens=ROUNDS + WARM, ignore_eos=True, temperature=0))

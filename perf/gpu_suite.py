@@ -2,10 +2,10 @@
 
 Compiles the kernels, runs the contract suite of the cuda backends, compares every head size with fp64, replays one CUDA
 graph over growing lengths, and measures attention over stored tokens in bytes per second, next to torch's and
-FlashInfer's. The network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu/network.py). With two
-GPUs: ranks that meet over NCCL, against the mesh (gpu/collective.py). End to end: tokens, speed and memory of decoding
-with compute workers on the GPU, next to transformers (gpu/decode.py). A part that fails is recorded, and the others
-run: exit status 1. Without a GPU it compiles what it can, and names the rest.
+FlashInferAttention's. The network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu/network.py).
+With two GPUs: ranks that meet over NCCL, against the mesh (gpu/collective.py). End to end: tokens, speed and memory of
+decoding with compute workers on the GPU, next to transformers (gpu/decode.py). A part that fails is recorded, and the
+others run: exit status 1. Without a GPU it compiles what it can, and names the rest.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ sys.path.append(str(ROOT / "tests"))  # which has the software NIC
 # What parts import, beside torch; a part that lacks one is recorded as failed, and the others run.
 PACKAGES = ("cupy", "hypothesis", "msgspec", "pytest", "pytest_timeout", "safetensors", "transformers", "tqdm")
 BUILT = (
-    "lamina.attention._native",
-    "lamina.gemm._native",
-    "lamina.netstack.host._native",
+    "lamina.ops.attention._attention",
+    "lamina.ops.gemm._gemm",
+    "lamina.netstack.host._netstack",
     "soft_nic._native",
 )
 COMPILES = ("compile", "netstack kernels")  # parts that need no GPU
@@ -150,7 +150,7 @@ def pytest(*arguments: str, limit_s: float) -> Result:
 
 def compile_kernels() -> Result:
     """By nvcc and NVRTC, whichever is here, for every architecture."""
-    return pytest("tests/lamina/attention/test_cuda_compile.py", limit_s=120)
+    return pytest("tests/ops/attention/test_cuda_compile.py", limit_s=120)
 
 
 def netstack() -> Result:

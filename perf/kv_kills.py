@@ -27,10 +27,10 @@ from common import BrokenError, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.kv.store.folder import StoreFolder, store_secret
-from lamina.kv.store.index import PageIndex
-from lamina.kv.store.upkeep import Damage, verify
-from lamina.protocol.plan import Export, Import
+from lamina.kv.disk_store.maintenance import DamagedPage, verify
+from lamina.kv.disk_store.page_index import PageIndex
+from lamina.kv.disk_store.store_directory import StoreDirectory, store_secret
+from lamina.protocol.step_plan import LoadKv, SaveKv
 
 SHAPE = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -50,7 +50,7 @@ class TransferKiller:
         self.hits = Counter[str]()  # kills, by what was under way then
 
     @contextmanager
-    def during(self, wanted: type[Export | Import]) -> Iterator[None]:
+    def during(self, wanted: type[SaveKv | LoadKv]) -> Iterator[None]:
         """One kill, as soon as such a transfer is under way, while the block goes on."""
         over = threading.Event()
         thread = threading.Thread(target=self._wait_and_kill, args=(over, wanted))
@@ -61,7 +61,7 @@ class TransferKiller:
             over.set()
             thread.join()
 
-    def _wait_and_kill(self, over: threading.Event, wanted: type[Export | Import]) -> None:
+    def _wait_and_kill(self, over: threading.Event, wanted: type[SaveKv | LoadKv]) -> None:
         delay_s = self._draw.uniform(0.0, self._spread_s)
         end = time.monotonic() + PATIENCE_S
         while not any(isinstance(op, wanted) for op in self._moving()):
@@ -69,12 +69,12 @@ class TransferKiller:
                 return
             time.sleep(0.0002)
         time.sleep(delay_s)
-        kinds = {"load" if isinstance(op, Import) else "save" for op in self._moving()}
+        kinds = {"load" if isinstance(op, LoadKv) else "save" for op in self._moving()}
         os.kill(self._llm.pools.pids[f"memory-{self._draw.randrange(2)}"], signal.SIGKILL)
         self.hits[" and ".join(sorted(kinds)) or "just behind one"] += 1
 
-    def _moving(self) -> list[Export | Import]:
-        tier = self._llm.engine.scheduler.tier
+    def _moving(self) -> list[SaveKv | LoadKv]:
+        tier = self._llm.engine.scheduler.offload_index
         assert tier is not None
         return [moving.op for moving in list(tier._moving.values())]
 
@@ -93,12 +93,12 @@ def answers(llm: LLM, some: list[list[int]]) -> list[tuple[list[int], int]]:
 
 def check_directory(path: Path) -> dict[str, int]:
     """Raises BrokenError."""
-    with closing(StoreFolder(str(path), make=False)) as folder:
-        names = {name for name in folder.names() if name.startswith("segment-")}
+    with closing(StoreDirectory(str(path), make=False)) as folder:
+        names = {name for name in folder.list_names() if name.startswith("segment-")}
         with closing(PageIndex(folder)) as index:
             known = {f"segment-{number:06d}" for number in index.segments()}
             pages = len(index.entries())
-        damaged = sum(isinstance(each, Damage) for each in verify(folder, store_secret(folder, make=False)))
+        damaged = sum(isinstance(each, DamagedPage) for each in verify(folder, store_secret(folder, make=False)))
     if names != known or damaged:
         raise BrokenError(f"files {sorted(names ^ known)} are not in both, {damaged} damaged atoms")
     return {"pages": pages, "segments": len(names)}
@@ -129,8 +129,8 @@ def main() -> None:
             free, killer = llm.engine.free_blocks, TransferKiller(llm, draw, args.spread / 1000)
             end = time.monotonic() + args.limit_s
             while killer.hits.total() < args.kills and time.monotonic() < end:
-                some, wanted_now = draw.sample(asked, 2), draw.choice((Export, Import))
-                if wanted_now is Export:  # all is to be saved again
+                some, wanted_now = draw.sample(asked, 2), draw.choice((SaveKv, LoadKv))
+                if wanted_now is SaveKv:  # all is to be saved again
                     llm.reset_prefix_cache()
                 with killer.during(wanted_now):
                     answered = answers(llm, some)
@@ -138,8 +138,8 @@ def main() -> None:
                     if tokens != wanted[tuple(prompt)]:
                         raise BrokenError(f"behind {killer.hits}: {tokens} in place of {wanted[tuple(prompt)]}")
                     cached, requests = cached + had, requests + 1
-                llm.engine.scheduler.give_up_retained()
-                llm.engine.settle()
+                llm.engine.scheduler.evict_retained()
+                llm.engine.release_idle_blocks()
                 if llm.engine.free_blocks != free:
                     raise BrokenError(f"{llm.engine.free_blocks} blocks are free, of {free}")
                 print(f"{killer.hits.total()} kills", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Random plans for a driver's ledger and for memory workers, beside dicts of tokens: the property of the file
-tests/lamina/kv/test_plans_beside_tokens.py for very many seeds. Sequences begin, fork at any token, grow, shrink and
-end, pages are saved and loaded meanwhile, K and V are granted, and plans come twice. Prints counts of what happened;
---write appends a line to perf/results/kv_plans.jsonl. Ends with an error at a seed that fails, and names it.
+tests/scheduler/sparsity/test_plans_without_tokens.py for very many seeds. Sequences begin, fork at any token, grow,
+shrink and end, pages are saved and loaded meanwhile, K and V are granted, and plans come twice. Prints counts of what
+happened; --write appends a line to perf/results/kv_plans.jsonl. Ends with an error at a seed that fails, and names it.
 
     python perf/kv_plans.py --seeds 100000 --write    # 16 minutes of one core
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from common import BrokenError, record
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "lamina" / "kv"))
-from test_plans_beside_tokens import play  # type: ignore[import-not-found]
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "scheduler" / "sparsity"))
+from test_plans_without_tokens import play  # type: ignore[import-not-found]
 
 SHARE = 500
 

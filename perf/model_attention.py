@@ -21,7 +21,7 @@ from itertools import islice
 from common import record
 from gpu.sass import attend, of_tile
 
-from lamina.attention.cuda_geometry import CHUNK_TOKENS, TILE_TOKENS, GpuLimits, Variant, choose
+from lamina.ops.attention.cuda_geometry import CHUNK_TOKENS, TILE_TOKENS, GpuLimits, Variant, choose
 
 CYCLES = 4.0  # of a warp that runs alone, for an instruction
 LATENCY_S = 1e-6  # of memory, under load

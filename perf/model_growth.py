@@ -19,10 +19,10 @@ from itertools import product
 from common import record
 
 from lamina.facts.hardware import DEVICES
-from lamina.planner.cost import CostModel
-from lamina.planner.deployment import Deployment
-from lamina.planner.model_facts import paper_models
-from lamina.planner.tables import baseline, constants, link
+from lamina.tools.plan.cost_model import CostModel
+from lamina.tools.plan.deployment import Deployment
+from lamina.tools.plan.model_facts import paper_models
+from lamina.tools.plan.tables import baseline, constants, network_link
 
 PROMPT, HOLDS, CHUNK, STRIDE = 512, 8192, 512, 64
 FLOAT, NODES = 4, 2  # of the merge tree, of a run that begins where home ends
@@ -33,7 +33,7 @@ class Growth:
 
     def __init__(self, batch: int, near: str, far: str) -> None:
         model, given, rate = paper_models()["llama3-70b"], constants(), baseline("ideal")
-        self._costs, self._far = CostModel(model, given, link(near), rate), link(far)
+        self._costs, self._far = CostModel(model, given, network_link(near), rate), network_link(far)
         self._where, self._batch = Deployment(DEVICES["h100"], 2, DEVICES["h20"], 1), batch
 
     def borrows(self, tokens: int) -> float:

@@ -75,9 +75,9 @@ class LendingTraffic(LendingWorld):
 
     def _serve(self, one: SimInstance) -> None:
         running, line = self._running[one.name], self._lines[one.name]
-        on_loan = one.debtor.blocks / one.data if one.data else 0.0
+        on_loan = one.debtor.num_borrowed / one.data if one.data else 0.0
         here = 1.0 - one.swapped / one.data if one.data else 1.0
-        self._on_loan += one.debtor.blocks
+        self._on_loan += one.debtor.num_borrowed
         self._data += one.data
         for task in running:
             task.left -= STEP_S * here / (1.0 + (self._slower - 1.0) * on_loan)

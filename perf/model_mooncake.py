@@ -26,15 +26,20 @@ from typing import NamedTuple
 
 from common import BrokenError, record
 
-from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
-from lamina.engine.conductor.directory import Directory
-from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, TransferFit, TransferTime
-from lamina.engine.conductor.overload import DecodePool, TokenTime
 from lamina.facts.hardware import DEVICES
-from lamina.planner.simulator.clock import VirtualClock
-from lamina.planner.simulator.lossless import RoundLoad, SimulatedPool, leap
-from lamina.planner.simulator.run import PoolTruth, SimulatedPools, TracedPrompt
 from lamina.request import SamplingParams
+from lamina.scheduler.conductor import Conductor, ConductorConfig, PromptInfo
+from lamina.scheduler.conductor.latency_model import (
+    PrefillLatency,
+    PrefillLatencyEstimator,
+    TransferLatency,
+    TransferLatencyEstimator,
+)
+from lamina.scheduler.conductor.overload import DecodeLoadModel, StepLatency
+from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
+from lamina.tools.plan.simulator.clock import VirtualClock
+from lamina.tools.plan.simulator.conducted_run import SimulatedPools, SimulatedPoolSpec, TracedPrompt
+from lamina.tools.plan.simulator.lossless import RoundLoad, SimulatedPool, fast_forward
 
 CARDS, FLOPS_SHARE, READ_SHARE, IN_USE = 8, 0.5, 0.8, 0.9  # of a host; of peak; of memory
 PARAMETERS, LAYERS, WIDTH, KV_WIDTH = 70e9, 80, 8192, 1024  # of LLaMA2-70B, bf16
@@ -86,10 +91,10 @@ SHAPES = (
 class HostLaws(NamedTuple):
     """Laws of an instance, and the tokens whose KV it has room for."""
 
-    prefill: PrefillTime
-    decode: TokenTime
+    prefill: PrefillLatency
+    decode: StepLatency
     tokens: int
-    moves: TransferTime
+    moves: TransferLatency
 
     @staticmethod
     def of(name: str) -> HostLaws:
@@ -99,8 +104,9 @@ class HostLaws(NamedTuple):
         row_s, pair_s = 2 * PARAMETERS / flops, 4 * LAYERS * WIDTH / flops
         room = CARDS * device.memory_gb * 1e9 * IN_USE - 2 * PARAMETERS
         return HostLaws(
-            PrefillTime(0.0, row_s, pair_s / 2), TokenTime(2 * PARAMETERS / read, row_s, kv / read), int(room / kv),
-            TransferTime.at_rate(NETWORK_BYTES / kv),
+            PrefillLatency(0.0, row_s, pair_s / 2), StepLatency(2 * PARAMETERS / read, row_s, kv / read),
+            int(room / kv),
+            TransferLatency.at_rate(NETWORK_BYTES / kv),
         )  # fmt: skip
 
     def round_s(self, load: RoundLoad) -> float:
@@ -167,7 +173,7 @@ def arrivals_of(shape: Table1, rate: float, count: int, seed: int) -> list[Trace
         tokens, answer = int(shape.prompt * spread), max(2, int(shape.answer * rng.uniform(2 - SLACK, SLACK)))
         shared, document = int(tokens * shape.cached) // PAGE, rng.randrange(max(1, count // 8))
         pages = [(document << 20) + n if n < shared else -(number << 20) - n - 1 for n in range(tokens // PAGE)]
-        known = KnownPrompt(tokens, [page.to_bytes(8, "little", signed=True) for page in pages], PAGE)
+        known = PromptInfo(tokens, [page.to_bytes(8, "little", signed=True) for page in pages], PAGE)
         arrivals.append(TracedPrompt(at, known, answer))
     return arrivals
 
@@ -193,12 +199,13 @@ def most_rate(shape: Table1, host: HostLaws, what: str, run: Callable[[float], L
 def pooled(host: HostLaws, prefill: int, decode: int, limits: Limits, arrivals: list[TracedPrompt]) -> Lateness:
     """By the Conductor, policy mooncake: it is given the true laws. Steps that decode are alike: the longest counts."""
     conductor = Conductor(
-        rules=ConductorRules(policy="mooncake"), directory=Directory(prefill, host.tokens // PAGE),
-        fit=PrefillFit(host.prefill), transfers=TransferFit(host.moves), decoding=DecodePool(decode, host.decode, 20.0),
+        config=ConductorConfig(policy="mooncake"), directory=PrefixDirectory(prefill, host.tokens // PAGE),
+        prefill_latency=PrefillLatencyEstimator(host.prefill), transfer_latency=TransferLatencyEstimator(host.moves),
+        decode_load_model=DecodeLoadModel(decode, host.decode, 20.0),
         num_workers=prefill,
     )  # fmt: skip
     room = SimulatedPool(layers=1, blocks=host.tokens // 128, block=128, longest=1 << 19, most=MOST)
-    pools = SimulatedPools(conductor, PoolTruth(host.prefill, host.moves, decode, host.decode, room))
+    pools = SimulatedPools(conductor, SimulatedPoolSpec(host.prefill, host.moves, decode, host.decode, room))
     pools.run(arrivals)
     late = Lateness([], [], [])
     for request in pools.requests:
@@ -237,7 +244,7 @@ def _alone(pool: SimulatedPool, host: HostLaws, arrivals: list[TracedPrompt], li
             told[engine.add([0] * left[0].prompt.tokens, params)] = left.popleft(), []
         for output in engine.step():
             told[output.request_id][1].append(clock.now)
-        times = leap(engine, wire, left[0].at_s if left else math.inf)  # rounds that are all alike
+        times = fast_forward(engine, wire, left[0].at_s if left else math.inf)  # rounds that are all alike
         for sequence in engine.scheduler.running if times else []:
             told[sequence.request_id][1].extend(times)
     late = Lateness([], [], [])

@@ -27,8 +27,8 @@ from typing import Any
 from common import BrokenError, cpu_pressure, record
 
 from lamina.cli import launch
-from lamina.engine.conductor.choice import POLICIES
-from lamina.engine.conductor.others import OTHERS
+from lamina.scheduler.conductor.baselines import BASELINE_POLICIES
+from lamina.scheduler.conductor.routing import POLICIES
 
 SEEDS = 10
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=1.0, help="requests come X times as fast")
     parser.add_argument("--prefill-workers", type=int, default=8)
     parser.add_argument("--pages", type=int, default=6000, help="of each worker's store")
-    parser.add_argument("--policies", default=",".join((*POLICIES, *OTHERS)), help="some by comma")
+    parser.add_argument("--policies", default=",".join((*POLICIES, *BASELINE_POLICIES)), help="some by comma")
     parser.add_argument("--overload", default="predictive", help="some by comma")
     parser.add_argument("--also", default="", help="more flags of `lamina-launch plan simulate`")
     parser.add_argument("--write", action="store_true", help="append to perf/results")

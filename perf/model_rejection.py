@@ -17,15 +17,15 @@ from typing import Any
 
 from common import record
 
-from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
-from lamina.engine.conductor.directory import Directory
-from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, TransferTime
-from lamina.engine.conductor.overload import DecodePool, Limits, TokenTime
-from lamina.planner.simulator.report import report
-from lamina.planner.simulator.run import PoolTruth, SimulatedPools, TracedPrompt
+from lamina.scheduler.conductor import Conductor, ConductorConfig, PromptInfo
+from lamina.scheduler.conductor.latency_model import PrefillLatency, PrefillLatencyEstimator, TransferLatency
+from lamina.scheduler.conductor.overload import DecodeLoadModel, SloLimits, StepLatency
+from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
+from lamina.tools.plan.simulator.conducted_run import SimulatedPools, SimulatedPoolSpec, TracedPrompt
+from lamina.tools.plan.simulator.simulation_report import report
 
 TOKENS, ANSWER, WORKERS, INSTANCES = 8000, 300, 40, 2
-PREFILL, STEP = PrefillTime(0.0, 11.0 / TOKENS, 0.0), TokenTime(0.01, 0.0015, 8e-8)
+PREFILL, STEP = PrefillLatency(0.0, 11.0 / TOKENS, 0.0), StepLatency(0.01, 0.0015, 8e-8)
 
 
 def main() -> None:
@@ -45,17 +45,18 @@ def main() -> None:
 
 def play(overload: str, args: argparse.Namespace) -> dict[str, Any]:
     """One run, in numbers. ``steps``: foreseen and real ones, in parts of the limit."""
-    rules = ConductorRules(overload=overload, limits=Limits(30.0, args.slo_tbt), check_again=False)
+    rules = ConductorConfig(overload=overload, limits=SloLimits(30.0, args.slo_tbt), check_before_decode=False)
     conductor = Conductor(
-        rules=rules, directory=Directory(WORKERS, 1), fit=PrefillFit(PREFILL), transfers=None,
-        decoding=DecodePool(INSTANCES, STEP, 12.0), num_workers=WORKERS,
+        config=rules, directory=PrefixDirectory(WORKERS, 1), prefill_latency=PrefillLatencyEstimator(PREFILL),
+        transfer_latency=None,
+        decode_load_model=DecodeLoadModel(INSTANCES, STEP, 12.0), num_workers=WORKERS,
     )  # fmt: skip
     rng, at, arrivals = random.Random(args.seed), 0.0, list[TracedPrompt]()
     for _ in range(args.requests):
         at += rng.expovariate(args.rate)
-        arrivals.append(TracedPrompt(at, KnownPrompt(TOKENS), ANSWER))
+        arrivals.append(TracedPrompt(at, PromptInfo(TOKENS), ANSWER))
     pools = SimulatedPools(
-        conductor, PoolTruth(PREFILL, TransferTime(0.0, 0.0), INSTANCES, STEP), sample_s=1.0, steps=True
+        conductor, SimulatedPoolSpec(PREFILL, TransferLatency(0.0, 0.0), INSTANCES, STEP), sample_s=1.0, steps=True
     )
     pools.run(arrivals)
     steps = [(r.expected_tbt_s / args.slo_tbt, r.tbt_s / args.slo_tbt) for r in pools.requests if r.ended]

@@ -22,46 +22,48 @@ from typing import Any
 import msgspec
 from common import record
 
-from lamina.attention.spec import AttentionSpec
-from lamina.config import make_config
+from lamina.config.engine_config import CHUNK_TOKENS
+from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
 from lamina.facts.hardware import DEVICES
-from lamina.planner.cost import CostModel
-from lamina.planner.deployment import Deployment
-from lamina.planner.model_facts import paper_models
-from lamina.planner.simulator.clock import VirtualClock
-from lamina.planner.simulator.lossless import LosslessWire, ready_of
-from lamina.planner.tables import baseline, constants, link
-from lamina.protocol.codec import Counts, Group, counts, held_pieces, messages
+from lamina.ops.attention.spec import AttentionSpec
+from lamina.protocol.capacity import partition_of
+from lamina.protocol.codec import LayerGroup, RowCounts, count_rows, messages, worker_pieces
 from lamina.protocol.control import RunRound
-from lamina.protocol.groups import partition_of
-from lamina.protocol.layout import layout
-from lamina.protocol.options.engine import CHUNK_TOKENS
-from lamina.protocol.placement import Placement
-from lamina.protocol.plan import LayerShape, Rows
+from lamina.protocol.kv_placement import KvPlacement
+from lamina.protocol.row_layout import row_layout
+from lamina.protocol.step_plan import LayerShape, RowRange
 from lamina.request import SamplingParams
+from lamina.tools.plan.cost_model import CostModel
+from lamina.tools.plan.deployment import Deployment
+from lamina.tools.plan.model_facts import paper_models
+from lamina.tools.plan.simulator.clock import VirtualClock
+from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
+from lamina.tools.plan.tables import baseline, constants, network_link
 
 WORKERS, BLOCK, ITEMSIZE = 4, 32, 2
 SHAPE = LayerShape(64, 8, 128, 128, AttentionSpec(scale=0.1).encode())  # of llama3-70b
 PREFILL_WORKERS = 64  # that take no time
 
 
-class Pool(LosslessWire):
+class Pool(SimulatedExecutor):
     """Memory workers that share sequences by a partition, in the time of a step's busiest parts."""
 
     def __init__(self, clock: VirtualClock, name: str, tokens: int, costs: CostModel, where: Deployment) -> None:
         """``tokens``: that each worker holds."""
         longest = WORKERS * tokens if name != "request" else tokens
-        self._costs, self._where, self._groups = costs, where, list[Group]()
+        self._costs, self._where, self._groups = costs, where, list[LayerGroup]()
         self._next = 0.0
         partition = partition_of(name, [SHAPE], [1.0] * WORKERS, longest)
-        self._pieces = [held_pieces([SHAPE], [0], partition, w, self._groups)[0] for w in range(WORKERS)]
+        self._pieces = [worker_pieces([SHAPE], [0], partition, w, self._groups)[0] for w in range(WORKERS)]
         stripe = partition.stripe * CHUNK_TOKENS
-        self._placement = Placement(partition.num_lanes, stripe, partition.stays)
+        self._placement = KvPlacement(partition.num_kv_shards, stripe, partition.single_shard)
         ready = msgspec.structs.replace(
-            ready_of(num_layers=costs.model.num_layers, num_blocks=0, block_size=BLOCK, max_len=tokens),
-            windows=[g.window for g in self._groups], lanes=[g.lanes for g in self._groups], stripe=stripe // BLOCK,
-            stays=partition.stays, num_blocks=[[tokens // BLOCK]] * WORKERS, holders=[[w] for w in range(WORKERS)],
+            simulated_ready(num_layers=costs.model.num_layers, num_blocks=0, block_size=BLOCK, max_len=tokens),
+            windows=[g.window for g in self._groups], kv_shards=[g.kv_shards for g in self._groups],
+            stripe=stripe // BLOCK,
+            single_shard=partition.single_shard, num_blocks=[[tokens // BLOCK]] * WORKERS,
+            holders=[[w] for w in range(WORKERS)],
         )  # fmt: skip
         super().__init__(clock, ready, lambda load: self._next)
         self.spent = Counter[str]()
@@ -71,7 +73,7 @@ class Pool(LosslessWire):
         self._next = sum(self._step(rows) for rows in steps)
         super().submit(new)
 
-    def _step(self, rows: Sequence[Rows]) -> float:
+    def _step(self, rows: Sequence[RowRange]) -> float:
         costs, where, layers = self._costs, self._where, self._costs.model.num_layers
         number = sum(row.count for row in rows)
         parts = [
@@ -80,10 +82,13 @@ class Pool(LosslessWire):
         device, (attention,) = DEVICES[where.memory.name], costs.model.attentions  # type: ignore[union-attr]
         stored, out, back = [], [], []
         for worker, pieces in enumerate(self._pieces):
-            laid = layout(rows, self._groups[worker].lanes, 0, self._placement)
-            here = tuple(counts(laid) if g == worker else Counts(0) for g in range(WORKERS))
+            laid = row_layout(rows, self._groups[worker].kv_shards, 0, self._placement)
+            here = tuple(count_rows(laid) if g == worker else RowCounts(0) for g in range(WORKERS))
             sizes = messages(pieces, here, ITEMSIZE)
-            stored.append(sum(r.first for r in laid.whole) + sum((n.high - n.low) * n.rows.count for n in laid.nodes))
+            stored.append(
+                sum(r.first for r in laid.whole_sequences)
+                + sum((n.high - n.low) * n.rows.count for n in laid.merge_nodes)
+            )
             out.append(sizes.q_bytes + sizes.kv_bytes)
             back.append(sizes.o_bytes)
         reading = layers * costs._reading(device, attention)[0](attention.kv_bytes * max(stored))
@@ -145,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     where = Deployment(DEVICES["h100"], 2, DEVICES["h20"], WORKERS)
     for rate in args.links.split(","):
-        costs = CostModel(paper_models()["llama3-70b"], constants(), link(rate), baseline("ideal"))
+        costs = CostModel(paper_models()["llama3-70b"], constants(), network_link(rate), baseline("ideal"))
         for share in map(float, args.shares.split(",")):
             for seed in range(args.seeds):
                 requests = mix(share, args.requests, args.tokens, seed)

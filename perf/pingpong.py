@@ -27,7 +27,7 @@ from transports.competitors import COMPETITORS, KINDS, LIMIT_S, Competitor, Cour
 from transports.loglog import Curve, draw
 from transports.over_nics import FIGURE_13, OVER_NICS, PAPER, lacks_for_figure
 
-from lamina.netstack.bench.facts import machine
+from lamina.netstack.bench.machine_facts import machine
 
 EVERYBODY = [*COMPETITORS, *OVER_NICS]
 SIZES = "8,64,256,1024,4096,16384,65536,262144,1048576,4194304,16777216"

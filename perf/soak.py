@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 from common import cpu_pressure, record
 
-from lamina.cli.drill import FLAGS
-from lamina.cli.drill.streams import StreamTold, bodies_of, read_all
-from lamina.cli.drill.target import Target
+from lamina.tools.drill import FLAGS
+from lamina.tools.drill.client_streams import StreamRecord, bodies_of, read_all
+from lamina.tools.drill.target import Target
 
 VICTIMS = "compute", "memory", "prefill", "engine"
 WELL_S = 120.0
@@ -49,7 +49,7 @@ class SoakRound(NamedTuple):
     """Streams that were read at a time."""
 
     struck: bool
-    told: list[StreamTold]
+    told: list[StreamRecord]
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
     try:
         rounds, samples, kills = soak(target, args)
     finally:
-        left = target.end()
+        left = target.stop()
     results = summary(rounds, samples) | {"kills": kills, "left": left, "cpu_pressure": cpu_pressure()}
     for name, value in results.items():
         print(f"{name:28} {value}")
@@ -89,11 +89,11 @@ def soak(target: Target, args: argparse.Namespace) -> tuple[list[SoakRound], lis
             victim, last, kills = target.victim(VICTIMS[kills % len(VICTIMS)], rng), time.monotonic(), kills + 1
 
             def hit(victim: Any = victim) -> None:
-                target.strike(victim, "SIGKILL")
+                target.inject(victim, "SIGKILL")
 
         told = read_all(target.url, bodies_of(args.streams, args.tokens, rng), TIMEOUT_S, hit, rng.uniform(0.1, 1.0))
         rounds.append(SoakRound(bool(due), told))
-        if due and not target.is_well(WELL_S):
+        if due and not target.is_healthy(WELL_S):
             raise OSError(f"the server did not recover from kill {kills}")
         time.sleep(args.rest_s)
         if not samples or time.monotonic() - samples[-1].at >= args.sample_every_s:

@@ -33,7 +33,13 @@ sys.dont_write_bytecode = False
 HERE = Path(__file__).parent
 PRODUCT = Path(lamina.__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE / "e2e"), str(HERE / "support"), str(PRODUCT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [
+        str(HERE / "support" / "models"),
+        str(HERE / "support"),
+        str(PRODUCT),
+        str(HERE),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
 )
 
 # Captures are kept, as a user's are, by all that they follow from: what has not changed since is not traced again.
@@ -58,7 +64,7 @@ NEEDS = {
 EXACT = {
     Path(__file__).parent / folder
     for folder in (
-        "e2e/devices", "e2e/kv", "e2e/models", "lamina/attention", "lamina/sampling", "netstack/bytes", "wrapped",
+        "api/wrapped", "e2e/devices", "e2e/kv", "e2e/models", "netstack/bytes", "ops/attention", "ops/sampling",
     )
 }  # fmt: skip
 

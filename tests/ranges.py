@@ -38,10 +38,12 @@ RUNS = tuple(
     shlex.split(f"-m pytest {arguments}")
     for arguments in (
         """
-        tests/wrapped tests/converter tests/lamina/models tests/lamina/front tests/lamina/attention/test_numba.py
-        tests/lamina/fleet/test_ray_hosts.py tests/e2e/test_llm.py tests/e2e/test_tensor_parallel.py
-        tests/e2e/models/test_other_families.py tests/server/bodies/test_fields.py tests/server/bodies/test_layers.py
-        tests/server/bodies/test_server_options.py tests/server/test_monitoring.py tests/server/test_openai_client.py
+        tests/api/wrapped tests/converter tests/models tests/api tests/ops/attention/test_numba.py
+        tests/executor/hosts/test_ray_hosts.py tests/e2e/test_llm.py tests/e2e/test_tensor_parallel.py
+        tests/e2e/models/test_other_families.py tests/server/request/test_fields.py
+        tests/server/middleware/test_layers.py
+        tests/server/request/test_server_options.py tests/server/metrics/test_monitoring.py
+        tests/server/test_openai_client.py
         tests/server/test_wire.py tests/cluster/test_cluster_files.py
         """,
         "-m slow tests/cluster/test_over_ray.py -k tokens_are_those_of_the_local_launcher",

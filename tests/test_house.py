@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,25 +19,28 @@ PACKAGES = ("lamina", "converter", "netstack")
 # From the top: a room imports rooms of the storeys below it, and no others.
 STOREYS = (
     ("cli",),  # lamina-launch
-    ("server", "wrapped"),
-    ("llm", "async_llm"),
-    ("planner",),  # what to buy
-    ("front",),  # what both of them are made of
-    ("fleet",),  # who starts, meets and watches workers
-    ("engine",),  # policy and the loop
-    ("compute",),  # the compute worker and the prefill worker
-    ("memory",),  # the memory worker
+    ("tools",),  # plan, timeline, bench, check, drill, explain
+    ("cli/common",),  # what sub-commands share
+    ("server", "api/wrapped"),
+    ("api",),  # LLM, AsyncLLM
+    ("executor",),  # starts, connects and watches workers
+    ("engine",),  # the loop
+    ("scheduler",),  # policy of the driver
+    ("workers/prefill",),
+    ("workers/compute",),
+    ("workers/memory",),
     ("workers",),  # what every worker process has
     ("models",),
-    ("rows",),
-    ("attention", "collective", "gemm", "sampling"),
+    ("ops/rows",),
+    ("ops/attention", "ops/collective", "ops/gemm", "ops/sampling"),
     ("kv",),
     ("facts",),  # what a host or a model has
     ("observe",),
-    ("config", "lending"),  # options; what deployments lend each other
-    ("protocol",),  # what processes tell each other
-    ("prompts",),
-    ("background", "buffers", "build", "cores", "emulate", "env", "pasted", "processes", "progress", "request"),
+    ("lending",),  # what deployments lend each other
+    ("protocol",),  # what processes send each other
+    ("config",),  # options
+    ("request",),
+    ("env", "utils"),
     ("converter", "netstack"),
 )
 # The same of netstack, whose face hands names on.
@@ -48,35 +51,37 @@ NETWORK_STOREYS = (
     ("cuda", "rdma"),
     ("host",),  # shared memory, TCP, one process
     ("schemes",),  # the table of transports: their names, none of their modules
-    ("meeting",),  # how peers meet
+    ("bootstrap",),  # how peers meet
     ("contract", "kept", "own_python"),
 )
 HOUSES = {"lamina": STOREYS, "netstack": NETWORK_STOREYS}
 FACES = ("__init__", "__main__")
 POLICY = (
-    "engine/scheduler.py", "engine/prefill.py", "engine/promises.py", "engine/rounds/steps.py",
-    "engine/rounds/early.py",
-    "engine/sequence.py",
-    "engine/rounds/pipeline.py", "engine/tuning/tuner.py", "engine/tuning/laws.py", "engine/blocks/tier.py",
-    "engine/blocks/newcomers.py", "engine/blocks/prefixes.py", "engine/blocks/room.py",
-    "engine/blocks/relief.py", "engine/blocks/sure.py", "engine/blocks/swaps.py", "engine/timing.py", "engine/draws.py",
-    "engine/blocks/ledger.py", "engine/blocks/evictions.py", "engine/shadows.py", "kv/error_budget.py",
-    "kv/sparsity.py", "protocol/sparse.py",
-    "engine/kept.py", "memory/written.py", "pasted.py", "sampling/settings.py", "protocol/blocks/tables.py",
-    "protocol/blocks/counts.py", "protocol/layout.py", "protocol/partition.py", "protocol/codec.py",
-    "protocol/placement.py", "protocol/options/declare.py", "protocol/options/engine.py",
-    "protocol/options/topology.py",
-    "protocol/options/resolve.py", "request/params.py", "request/unserved.py", "request/outputs.py",
-    "config.py", "cores.py", "fleet/hosts/placement.py", "fleet/recoveries.py", "fleet/standing.py",
-    "kv/keys.py", "kv/pages.py", "kv/victims.py", "planner/simulator/leap.py",
-    "engine/conversations/sessions.py",
-    "engine/conversations/turns.py", "engine/blocks/leaves.py", "engine/blocks/ahead.py",
-    "engine/blocks/loans.py", "protocol/loans.py", "engine/conductor/__init__.py", "engine/conductor/choice.py",
-    "engine/conductor/directory.py", "engine/conductor/estimate.py", "engine/conductor/lines.py",
-    "engine/conductor/overload.py", "engine/conductor/squares.py", "engine/conversations/overflow.py",
-    "kv/windows.py", "kv/gate.py", "protocol/blocks/after_op.py", "protocol/blocks/extents.py",
-    "lending/creditor.py", "lending/debtor.py", "lending/debts.py", "lending/ledger.py", "lending/settler.py",
-    "server/door/budget.py", "server/limits.py",
+    "scheduler/scheduler.py", "scheduler/prefill_dispatch.py", "scheduler/slo_admission.py",
+    "scheduler/scheduler_output.py", "scheduler/kv_manager/early_tokens.py",
+    "scheduler/sequence.py",
+    "scheduler/rotation/pipeline.py", "engine/tuning/tuner.py", "engine/tuning/round_time_model.py",
+    "scheduler/kv_manager/offload_index.py", "scheduler/admission.py", "scheduler/kv_manager/prefix_cache.py",
+    "scheduler/kv_manager/allocator.py", "scheduler/preemption.py", "scheduler/prefill_grants.py",
+    "scheduler/kv_manager/swap.py", "scheduler/step_timing.py", "scheduler/sampling_requests.py",
+    "scheduler/kv_manager/block_accounting.py", "scheduler/sparsity/pruning.py",
+    "scheduler/sparsity/reference_decode.py", "scheduler/sparsity/error_budget.py", "kv/sparsity.py",
+    "protocol/sparse_layers.py", "scheduler/surviving_kv.py", "workers/memory/committed_tokens.py",
+    "api/vllm_compat.py", "ops/sampling/sampling_settings.py", "protocol/blocks/block_tables.py",
+    "protocol/blocks/block_counts.py", "protocol/row_layout.py", "config/partition.py", "protocol/codec.py",
+    "protocol/kv_placement.py", "config/option.py", "config/engine_config.py", "config/topology.py",
+    "config/resolve.py", "request/sampling_params.py", "request/unsupported_options.py", "request/outputs.py",
+    "config/flat_options.py", "utils/cpu_cores.py", "executor/hosts/worker_placement.py", "executor/restart_budget.py",
+    "executor/stall_detector.py", "kv/page_keys.py", "kv/pages.py", "kv/eviction_policy.py",
+    "tools/plan/simulator/leap.py", "scheduler/sessions/session_table.py", "scheduler/sessions/session_turns.py",
+    "scheduler/kv_manager/session_cache.py", "scheduler/kv_manager/prefetch.py",
+    "scheduler/kv_manager/spill_placement.py", "protocol/loan_placement.py", "scheduler/conductor/__init__.py",
+    "scheduler/conductor/routing.py", "scheduler/conductor/prefix_directory.py", "scheduler/conductor/latency_model.py",
+    "scheduler/conductor/queues.py", "scheduler/conductor/overload.py", "scheduler/conductor/least_squares.py",
+    "scheduler/sessions/context_overflow.py", "kv/fetch_window.py", "kv/layerwise_load.py",
+    "protocol/blocks/extent_after_op.py", "protocol/blocks/extents.py", "lending/creditor.py", "lending/debtor.py",
+    "lending/debt_graph.py", "lending/debt_ledger.py", "lending/settler.py", "server/middleware/budget.py",
+    "server/limits.py",
 )  # fmt: skip
 
 
@@ -170,8 +175,10 @@ def test_converter_and_netstack_know_nobody(package: str, other: str) -> None:
 
 
 def room_of_module(module: str) -> str:
-    """Returns the package in which class names are unique: a folder or module of lamina, converter or netstack."""
-    return ".".join(module.split(".")[:2])
+    """Returns the package in which class names are unique: one with a line of its own, such as lamina.ops.attention."""
+    parts = module.split(".")
+    room = room_within("lamina", parts[1:]) if parts[0] == "lamina" else None
+    return f"lamina.{room}" if room else ".".join(parts[:2])
 
 
 def ambiguous(defined: Iterable[tuple[str, str]], imports: Iterable[tuple[str, str, str]]) -> list[str]:
@@ -196,10 +203,10 @@ def test_an_exported_class_has_a_name_of_its_own_in_its_package() -> None:
 
 
 def test_two_exported_classes_of_one_name_are_seen() -> None:
-    twice = [("lamina.kv.a", "Page"), ("lamina.kv.b", "Page"), ("lamina.memory.c", "Page")]
-    assert ambiguous(twice, [("lamina.memory.c", "lamina.kv.a", "Page")]) == ["lamina.kv: Page"]
+    twice = [("lamina.kv.a", "Page"), ("lamina.kv.b", "Page"), ("lamina.workers.memory.c", "Page")]
+    assert ambiguous(twice, [("lamina.workers.memory.c", "lamina.kv.a", "Page")]) == ["lamina.kv: Page"]
     assert ambiguous(twice, [("lamina.kv.b", "lamina.kv.a", "Page")]) == []
-    assert ambiguous(twice[1:], [("lamina.memory.c", "lamina.kv.b", "Page")]) == []
+    assert ambiguous(twice[1:], [("lamina.workers.memory.c", "lamina.kv.b", "Page")]) == []
 
 
 def test_a_docstring_says_it_itself() -> None:
@@ -268,8 +275,15 @@ def storey_of(house: str, room: str) -> int:
     return next(number for number, rooms in enumerate(HOUSES[house]) if room in rooms)
 
 
+def room_within(house: str, parts: Sequence[str]) -> str | None:
+    """Returns the longest package of ``parts`` that has a line of its own, such as ops/attention."""
+    rooms = {room for storey in HOUSES[house] for room in storey}
+    return next((name for n in range(len(parts), 0, -1) if (name := "/".join(parts[:n])) in rooms), None)
+
+
 def room_of(house: str, path: Path) -> str:
-    return path.relative_to(ROOT / house).with_suffix("").parts[0]
+    parts = path.relative_to(ROOT / house).with_suffix("").parts
+    return room_within(house, parts) or (parts[-1] if parts[-1] in FACES else parts[0])
 
 
 @pytest.mark.parametrize("house", HOUSES)
@@ -286,8 +300,8 @@ def runs_up(house: str, room: str, name: str) -> bool:
         return False
     if parts == above:
         return house != "lamina"  # lamina's face is lazy; netstack's imports rooms
-    other = parts[len(above)]
-    return other != room and storey_of(house, other) <= storey_of(house, room)
+    other = room_within(house, parts[len(above) :])
+    return other is not None and other != room and storey_of(house, other) <= storey_of(house, room)
 
 
 @pytest.mark.parametrize("house", HOUSES)
@@ -304,10 +318,11 @@ def test_imports_run_down(house: str) -> None:
 
 
 def test_a_run_upwards_is_seen() -> None:
-    assert runs_up("lamina", "memory", "lamina.compute.worker")
-    assert runs_up("lamina", "gemm", "lamina.attention")
-    assert not runs_up("lamina", "compute", "lamina.memory.store")
-    assert not runs_up("lamina", "memory", "lamina.memory.store")
+    assert runs_up("lamina", "workers/memory", "lamina.workers.compute.compute_worker")
+    assert runs_up("lamina", "workers", "lamina.workers.memory.kv_store")
+    assert runs_up("lamina", "ops/gemm", "lamina.ops.attention")
+    assert not runs_up("lamina", "workers/compute", "lamina.workers.memory.kv_store")
+    assert not runs_up("lamina", "workers/memory", "lamina.workers.memory.kv_store")
     assert runs_up("netstack", "host", "lamina.netstack.cuda.driver")
     assert runs_up("netstack", "rdma", "lamina.netstack.cuda")
     assert runs_up("netstack", "emulate", "lamina.netstack")
@@ -335,10 +350,10 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 
 
 def test_sampling_knows_messages_and_nobody_else() -> None:
-    messages = ("lamina.request", "lamina.protocol.control", "lamina.protocol.plan")
-    for path in sources("lamina/sampling"):
+    messages = ("lamina.request", "lamina.protocol.control", "lamina.protocol.step_plan")
+    for path in sources("lamina/ops/sampling"):
         names = [n for n in imported(path) if n.startswith("lamina")]
-        assert not [n for n in names if not n.startswith(("lamina.sampling", *messages))], path
+        assert not [n for n in names if not n.startswith(("lamina.ops.sampling", *messages))], path
 
 
 def test_import_is_light() -> None:
@@ -370,7 +385,7 @@ def test_models_are_named_in_models_only() -> None:
     """And where the planner and its commands show the paper's models, and the server names other servers."""
     families = ("llama", "gpt2", "gpt_neox", "mistral", "qwen", "gemma", "falcon", "bloom", "mixtral", "deepseek")
     for path in (path for package in PACKAGES for path in sources(package)):
-        if path.relative_to(ROOT).parts[:2] in [("lamina", room) for room in ("cli", "models", "planner", "server")]:
+        if path.relative_to(ROOT).parts[:2] in [("lamina", room) for room in ("cli", "models", "server", "tools")]:
             continue
         text = path.read_text()
         code = ast.unparse(ast.parse(text)).lower() if any(f in text.lower() for f in families) else ""

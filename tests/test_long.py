@@ -29,8 +29,8 @@ WHOLE = {
     "a planned change": (
         "e2e/changes/test_elastic.py", "test_kv_moves_to_the_workers_that_there_are_bit_by_bit", ("token",),
     ),
-    "a wrapped model": ("lamina/models/test_wrap.py", "test_greedy", ()),
-    "a plan": ("lamina/planner/test_plan.py", "test_a_plan_that_splits", ()),
+    "a wrapped model": ("api/wrapped/test_wrap.py", "test_greedy", ()),
+    "a plan": ("tools/plan/test_plan.py", "test_a_plan_that_splits", ()),
     "a simulated fleet": ("simulation/test_fleet.py", "test_every_stream_goes_on", ("0",)),
     "a transport": ("contract/test_transports.py", "test_messages_arrive_in_order_exactly_once_over_many_laps", ()),
 }  # fmt: skip

@@ -17,8 +17,8 @@ import pytest
 import torch
 from forked import ForkedProgram
 
-from lamina import gemm
 from lamina.cli.launch import main
+from lamina.ops import gemm
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

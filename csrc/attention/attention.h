@@ -1,9 +1,9 @@
-// What the kernels of lamina.attention.native compute, and from what: shared by all variants, no vectors here.
+// What the kernels of lamina.ops.attention.native compute, and from what: shared by all variants, no vectors here.
 //
 // Words: a *query* is one query head of one row. Queries of one sequence that read the same KV head are computed
 // together, numbered row by row, `kTile` of them at a time; where they are fewer, those of the next KV heads join them,
 // so that a task reads long stretches of memory from end to end. A *chunk* is 128 consecutive positions, a *node* an
-// entry of the merge tree over chunks (lamina/attention/merge.py). A task computes one node for one tile.
+// entry of the merge tree over chunks (lamina/ops/attention/merge.py). A task computes one node for one tile.
 #pragma once
 #include <array>
 #include <atomic>
@@ -30,7 +30,7 @@ struct Operator {
   int64_t group() const { return q_heads / kv_heads; }
 };
 
-// The arrays of lamina.kv.pool.RowTable, owned by others.
+// The arrays of lamina.kv.paged_cache.RowTable, owned by others.
 struct Rows {
   const int64_t *row, *first, *count, *seen, *stop, *origin;  // [sequences]
   const int64_t* table;  // [sequences, width]
@@ -65,7 +65,7 @@ struct Call {
   const Rows* rows;
   const Task* tasks;
   const Split* splits;
-  bool stored;  // k, v: a LayerStore's blocks, else the step's own rows
+  bool stored;  // k, v: a LayerCache's blocks, else the step's own rows
   const void *q, *k, *v;  // q [R, Hq, D]
   const float *k_scale, *v_scale;  // of each row of k and v, [.., Hkv, block] or [R, Hkv]; where these are of 8 bits
   float *o, *lse;  // results [R, Hq, Dv], [R, Hq]; unless there is `out`: then those of the stored part
@@ -112,7 +112,7 @@ struct Choice {
   const int64_t* blocks;  // [total]
 };
 
-// Which blocks rows attend, by KV head: lamina/attention/select.py.
+// Which blocks rows attend, by KV head: lamina/ops/attention/block_selection.py.
 struct Selecting {
   const Operator* op;
   const void* q;  // [R, Hq, D]
@@ -126,7 +126,7 @@ struct Selecting {
 constexpr int kWeightBits = 30, kScoreBits = 24;
 struct Tallying {
   const Operator* op;
-  const void *q, *k;  // q [rows, Hq, D], k: a LayerStore's blocks
+  const void *q, *k;  // q [rows, Hq, D], k: a LayerCache's blocks
   const float* k_scale;  // null where K has none
   const int64_t *ids, *seen;  // the sequence's blocks, and the tokens of them that each row sees
   int64_t rows, blocks, block_size;

@@ -1,4 +1,4 @@
-// How other native modules use the kernels of lamina.attention. Included behind Python.h.
+// How other native modules use the kernels of lamina.ops.attention. Included behind Python.h.
 #pragma once
 
 #include "attention/attention.h"
@@ -13,7 +13,7 @@ struct Prepared {
 
 // What the capsule `kName` of Kernels points to. It lives as long as they do.
 struct Calls {
-  static constexpr const char* kName = "lamina.attention.calls";
+  static constexpr const char* kName = "lamina.ops.attention.calls";
   PyObject* kernels;  // borrowed
   void* engine;
   // Of a `Step` of the module, which must outlive the result. Needs the GIL; null rows with an exception.

@@ -1,4 +1,4 @@
-// lamina.attention._native: the kernels as Python objects. lamina/attention/_native.pyi documents them.
+// lamina.ops.attention._attention: the kernels as Python objects. lamina/ops/attention/_attention.pyi documents them.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -287,8 +287,8 @@ PyType_Slot kernels_slots[] = {{Py_tp_new, slot(kernels_new)},
                                {Py_tp_methods, kernels_methods},
                                {0, nullptr}};
 PyType_Slot step_slots[] = {{Py_tp_new, slot(step_new)}, {Py_tp_dealloc, slot(step_dealloc)}, {0, nullptr}};
-PyType_Spec kernels_spec = {"lamina.attention._native.Kernels", sizeof(Kernels), 0, Py_TPFLAGS_DEFAULT, kernels_slots};
-PyType_Spec step_spec = {"lamina.attention._native.Step", sizeof(Step), 0, Py_TPFLAGS_DEFAULT, step_slots};
+PyType_Spec kernels_spec = {"lamina.ops.attention._attention.Kernels", sizeof(Kernels), 0, Py_TPFLAGS_DEFAULT, kernels_slots};
+PyType_Spec step_spec = {"lamina.ops.attention._attention.AttentionStep", sizeof(Step), 0, Py_TPFLAGS_DEFAULT, step_slots};
 
 int module_exec(PyObject* module) {
   if (Types::add(module, {&kernels_spec, &step_spec})) return -1;
@@ -313,4 +313,4 @@ PyModuleDef module_definition = Types::definition("Attention of stored and new t
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&module_definition); }
+PyMODINIT_FUNC PyInit__attention() { return PyModuleDef_Init(&module_definition); }

@@ -1,4 +1,5 @@
-// How much queries attend each block: lamina/attention/scores.py. Included behind kernel.h, in the same namespace.
+// How much queries attend each block: lamina/ops/attention/block_scores.py. Included behind kernel.h, in the same
+// namespace.
 
 // Of G queries, `wide` numbers apart, with one key: to `to`, `stride` apart.
 template <int G, class S>

@@ -1,4 +1,4 @@
-// How other native modules use an engine of lamina.gemm: its linear layers and its threads.
+// How other native modules use an engine of lamina.ops.gemm: its linear layers and its threads.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace lamina::gemm {
 
 // What the capsule `kCalls` of an engine points to. It lives as long as the engine. Calls take turns.
 struct Calls {
-  static constexpr const char* kName = "lamina.gemm.calls";
+  static constexpr const char* kName = "lamina.ops.gemm.calls";
   void* engine;
   void (*linear)(void* engine, const Problem&, const void* x);  // throws std::bad_alloc
   void (*run)(void* engine, Pool::Piece, void* job, std::size_t count);  // see Pool::run

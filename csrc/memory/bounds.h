@@ -1,4 +1,4 @@
-// The least and the largest K of a whole block: the arithmetic of lamina/kv/pool.py, LayerStore.write.
+// The least and the largest K of a whole block: the arithmetic of lamina/kv/paged_cache.py, LayerCache.write.
 #pragma once
 
 #include "memory/loop.h"

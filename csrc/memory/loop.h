@@ -1,5 +1,5 @@
 // A memory worker's round, layer by layer, without Python: the same order of messages and arithmetic as
-// lamina/memory/layers/host.py and step.py, whose words are used here.
+// lamina/workers/memory/layer_loop/host_loop.py and attention_step.py, whose words are used here.
 #pragma once
 
 #include <array>
@@ -49,7 +49,7 @@ struct Parts {
 using Numbers = std::vector<std::int64_t>;
 
 // Attention of rows that attend their best blocks alone, each KV head of a row as a sequence of its own: see
-// lamina/memory/sparse/selection.py.
+// lamina/workers/memory/sparse/selection.py.
 struct ByHead {
   Numbers each, tokens, ones, zeros;  // [rows * kv_heads]
   Numbers table;                      // [rows * kv_heads, width], which each layer fills anew
@@ -146,8 +146,8 @@ class Loop {
   Counts counts{};
 
   void begin(std::vector<Step*> steps);
-  // Goes on where it was, until something unusual; each wait takes `patience_s` at most, and where `overdue` is over,
-  // which is no time if 0, it pauses before the next turn; so it does before turn `limit`. Throws std::bad_alloc.
+  // Goes on where it was, until something unusual; each wait takes `poll_timeout_s` at most, and where `overdue` is
+  // over, which is no time if 0, it pauses before the next turn; so it does before turn `limit`. Throws std::bad_alloc.
   Result run(double patience_s, std::uint64_t overdue, std::size_t limit);
   // What the last run has sent half.
   Status resume(std::size_t link);

@@ -1,4 +1,4 @@
-// K and V in 8 bits with a scale for each row and head: the arithmetic of lamina/kv/stored.py, bit for bit.
+// K and V in 8 bits with a scale for each row and head: the arithmetic of lamina/kv/stored_format.py, bit for bit.
 #pragma once
 
 #include <cstddef>

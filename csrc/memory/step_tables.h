@@ -6,7 +6,7 @@
 
 namespace lamina::memory_worker {
 
-// `in.failed` where the numbers are none of lamina/memory/layers/native.py.
+// `in.failed` where the numbers are none of lamina/workers/memory/layer_loop/native_loop.py.
 void read_store(Store& store, Reader& in);
 void read_step(Step& step, Reader& in, const Loop& loop);
 

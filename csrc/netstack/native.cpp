@@ -1,4 +1,4 @@
-// lamina.netstack.host._native: the module, and a constructor for each engine.
+// lamina.netstack.host._netstack: the module, and a constructor for each engine.
 #include "native.h"
 
 #include <sys/stat.h>
@@ -253,11 +253,11 @@ PyMethodDef module_methods[] = {{"open_link", open_link, METH_VARARGS, nullptr},
                                 {"flood", flood, METH_VARARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void*>(module_exec)}, {0, nullptr}};
-PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_native", nullptr,      sizeof(State), module_methods,
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_netstack", nullptr,      sizeof(State), module_methods,
                           module_slots,          nullptr,   module_clear, module_free};
 
 }  // namespace
 
 }  // namespace lamina
 
-PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&lamina::module_def); }
+PyMODINIT_FUNC PyInit__netstack() { return PyModuleDef_Init(&lamina::module_def); }

@@ -1,4 +1,4 @@
-// What the parts of lamina.netstack.host._native share. netstack/host/_native.pyi documents the module.
+// What the parts of lamina.netstack.host._netstack share. netstack/host/_netstack.pyi documents the module.
 //
 // Ownership: Memory owns a mapping; every view handed out and every call in progress holds a reference to it, so the
 // mapping goes when the last of them does, whatever was closed before. Python's side of a channel is guarded by the

@@ -243,7 +243,7 @@ PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(channel_dealloc)}
 
 }  // namespace
 
-PyType_Spec channel_spec = {"lamina.netstack.host._native.Channel", sizeof(Channel), 0,
+PyType_Spec channel_spec = {"lamina.netstack.host._netstack.Channel", sizeof(Channel), 0,
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
 
 PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject* peer, PyObject* peer_name,

@@ -1,5 +1,5 @@
-// What lamina.netstack.host._native tells of channels that kernels use. On its own: names of device.h, such as Status,
-// are names of engines too.
+// What lamina.netstack.host._netstack tells of channels that kernels use. On its own: names of device.h, such as
+// Status, are names of engines too.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

@@ -40,8 +40,8 @@ int view_getbuffer(PyObject* self, Py_buffer* buffer, int flags) {
 PyType_Slot memory_slots[] = {{Py_tp_dealloc, slot(memory_dealloc)}, {0, nullptr}};
 PyType_Slot view_slots[] = {{Py_tp_dealloc, slot(view_dealloc)}, {Py_bf_getbuffer, slot(view_getbuffer)}, {0, nullptr}};
 constexpr unsigned kHidden = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-PyType_Spec memory_spec = {"lamina.netstack.host._native.Memory", sizeof(Memory), 0, kHidden, memory_slots};
-PyType_Spec view_spec = {"lamina.netstack.host._native.View", sizeof(View), 0, kHidden, view_slots};
+PyType_Spec memory_spec = {"lamina.netstack.host._netstack.Memory", sizeof(Memory), 0, kHidden, memory_slots};
+PyType_Spec view_spec = {"lamina.netstack.host._netstack.View", sizeof(View), 0, kHidden, view_slots};
 
 }  // namespace
 

@@ -1,4 +1,5 @@
-// A slice as one call: its units one after another, and what they send in between. See lamina/rows/chains.py.
+// A slice as one call: its units one after another, and what they send in between. See
+// lamina/ops/rows/native_slices.py.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -168,6 +169,6 @@ PyType_Slot type_slots[] = {
 
 }  // namespace
 
-PyType_Spec chain_spec = {"lamina.rows._native.Chain", sizeof(ChainObject), 0, Py_TPFLAGS_DEFAULT, type_slots};
+PyType_Spec chain_spec = {"lamina.ops.rows._rows.Chain", sizeof(ChainObject), 0, Py_TPFLAGS_DEFAULT, type_slots};
 
 }  // namespace lamina::rows

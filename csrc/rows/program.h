@@ -22,7 +22,7 @@ struct View {
   std::int64_t inner;
 };
 
-// The order is that of lamina/rows/table.py, as is that of Kind and Type.
+// The order is that of lamina/ops/rows/instructions.py, as is that of Kind and Type.
 enum class Op : std::uint8_t {
   kLoad,
   kStore,

@@ -7,7 +7,7 @@ namespace lamina::rows {
 
 // What the capsule `kName` of a sender points to.
 struct Send {
-  static constexpr const char* kName = "lamina.rows.send";
+  static constexpr const char* kName = "lamina.ops.rows.send";
   void* self;
   // With the GIL, around the others. `begin`: false with an exception. `end`: false with an exception where one of the
   // others has failed.

@@ -17,7 +17,7 @@ enum Flags : std::uint32_t {
   kMinPFirst = 4,  // ... of what min_p has left
 };
 
-// What is asked of a row. lamina/sampling/native.py writes it.
+// What is asked of a row. lamina/ops/sampling/native.py writes it.
 struct Ask {
   std::uint64_t top_k;  // at least 1
   std::uint64_t share;  // top_p times 2^53

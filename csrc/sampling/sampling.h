@@ -1,4 +1,5 @@
-// Drawing tokens from logits. lamina/sampling/__init__.py says which token a draw gives; nothing here may give another.
+// Drawing tokens from logits. lamina/ops/sampling/__init__.py says which token a draw gives; nothing here may give
+// another.
 //
 // All arithmetic whose rounding shows is either one operation of IEEE 754 in fp32 at a time (this folder is compiled
 // without fused products) or exact, in integers. So every instruction set gives the same bits, and so does torch.

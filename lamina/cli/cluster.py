@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-from lamina.facts.report import counted
-from lamina.fleet.hosts.cluster_file import Cluster, HostEntry, is_file, is_here, read_cluster
-from lamina.fleet.hosts.ray_token import TOKEN, TOKEN_PATH, make_token, read_token, state_folder
+from lamina.executor.hosts.cluster_file import Cluster, HostEntry, is_file, is_local, read_cluster
+from lamina.executor.hosts.ray_token import TOKEN, TOKEN_PATH, make_token, read_token, state_folder
+from lamina.facts.report import count_text
 from lamina.netstack.own_python import other_python, own_python, safe_environment
 
 ACTIONS = {
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _existing(args: argparse.Namespace) -> int:
     """A cluster that somebody else keeps: there is nothing to start or to end."""
-    from .cluster_plan import planned_hosts
+    from .common.cluster_plan import planned_hosts
 
     if args.action == "down":
         raise ValueError(f"{args.target} was not started from a file: whoever started that Ray ends it")
@@ -66,12 +66,12 @@ def _existing(args: argparse.Namespace) -> int:
 def _dry_run(cluster: Cluster, action: str) -> int:
     compute, memory = sum(h.compute for h in cluster.hosts), sum(h.memory for h in cluster.hosts)
     print(
-        f"{counted(len(cluster.hosts), 'host')} with room for {counted(compute, 'compute worker')} and "
-        f"{counted(memory, 'memory worker')}: --ray-address {cluster.head}, DOP up to ({compute}, {memory})"
+        f"{count_text(len(cluster.hosts), 'host')} with room for {count_text(compute, 'compute worker')} and "
+        f"{count_text(memory, 'memory worker')}: --ray-address {cluster.head}, DOP up to ({compute}, {memory})"
     )
     for host in cluster.hosts:
         order = f"ray start {shlex.join(ray_arguments(cluster, host))}" if action == "up" else f"{action}"
-        print(f"{host.address} ({'here' if is_here(host.place) else shlex.join(cluster.ssh)}): {order}")
+        print(f"{host.address} ({'here' if is_local(host.ip_or_name) else shlex.join(cluster.ssh)}): {order}")
     return 0
 
 
@@ -144,7 +144,7 @@ def _status(cluster: Cluster) -> int:
             state = "does not answer"
         else:
             state = "up" if answer["pid"] else "down"
-        joined = _free(free[host.place]) if host.place in free else "not in the cluster"
+        joined = _free(free[host.ip_or_name]) if host.ip_or_name in free else "not in the cluster"
         print(f"{host.address}  {state}  {joined}")
     up = all(isinstance(answer, dict) and answer["pid"] for answer in answers)
     return 0 if up and len(free) >= len(cluster.hosts) else 1
@@ -168,7 +168,7 @@ def ray_arguments(cluster: Cluster, host: HostEntry) -> list[str]:
     """Of ``ray start``. The dashboard stays on loopback; tokens are a matter of the environment."""
     head = host is cluster.hosts[0]
     where = ["--head", "--port", str(cluster.port), "--dashboard-host", "127.0.0.1"]
-    arguments = [*(where if head else ["--address", cluster.head]), "--node-ip-address", host.place]
+    arguments = [*(where if head else ["--address", cluster.head]), "--node-ip-address", host.ip_or_name]
     arguments += ["--object-store-memory", str(OBJECT_STORE), "--disable-usage-stats"]
     if host.cores:
         arguments += ["--num-cpus", str(host.cores)]
@@ -212,8 +212,8 @@ def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str
     except subprocess.TimeoutExpired:
         raise OSError(f"{host.address} did not answer in {START_S + ORDER_S:g} s") from None
     except (ValueError, IndexError):
-        said = " ".join(done.stderr.split())[-300:] or "nothing"
-        raise OSError(f"{host.address} cannot be told what to do: {shlex.join(command)} says {said}") from None
+        stderr = " ".join(done.stderr.split())[-300:] or "nothing"
+        raise OSError(f"{host.address} cannot be told what to do: {shlex.join(command)} says {stderr}") from None
     if "error" in answer:
         raise OSError(f"{host.address}: {answer['error']}")
     return answer
@@ -221,7 +221,7 @@ def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str
 
 def _node(cluster: Cluster, host: HostEntry) -> tuple[list[str], dict[str, str]]:
     """The command and the environment of an order's process: on this host, or of a login to another one."""
-    module, here = ("-m", "lamina.fleet.hosts.node"), is_here(host.place)
+    module, here = ("-m", "lamina.executor.hosts.ray_node"), is_local(host.ip_or_name)
     if here and not cluster.python:
         return own_python(*module)
     command = other_python(cluster.python, *module)

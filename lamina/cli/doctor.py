@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
 def lines(finding: Finding) -> str:
     """For a terminal of COLUMNS: what was found, and the fix below it, wrap in the last column."""
-    said = [f"{', '.join(finding.transports)}: {finding.detail}"]
+    entries = [f"{', '.join(finding.transports)}: {finding.detail}"]
     if finding.fix and not finding.ok:
-        said.append(f"fix: {finding.fix}")
+        entries.append(f"fix: {finding.fix}")
     head, width = f"{WORDS[finding.ok]:8} {finding.check:28} ", COLUMNS - INDENT
-    last = [x for text in said for x in wrap(text, width, break_long_words=False, break_on_hyphens=False)]
+    last = [x for text in entries for x in wrap(text, width, break_long_words=False, break_on_hyphens=False)]
     return head + f"\n{' ' * INDENT}".join(last)

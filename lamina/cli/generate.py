@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lamina.config import flat
-from lamina.facts.report import counted
-from lamina.protocol.options.declare import flag
-from lamina.protocol.options.engine import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.config.flat_options import flat_options
+from lamina.config.option import flag_name
+from lamina.facts.report import count_text
 from lamina.request import RequestOutput, SamplingParams
 
-from .flags import add_engine_flags, engine_config, print_config
+from .common.flags import add_engine_flags, engine_config, print_config
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=64)
 SAMPLING = {  # of SamplingParams
@@ -32,7 +32,7 @@ SAMPLING = {  # of SamplingParams
     "min_tokens": "no stop token before this many",
     "logprobs": "alternatives to report for each token, with --json",
 }
-_FLAGS = {"seed": "--sampling-seed", "stop": "--stop", **{name: flag(name) for name in SAMPLING}}
+_FLAGS = {"seed": "--sampling-seed", "stop": "--stop", **{name: flag_name(name) for name in SAMPLING}}
 _TYPES = {"logprobs": int}  # where the default is None
 
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, help in SAMPLING.items():
         default = getattr(DEFAULTS, name)
-        group.add_argument(flag(name), type=_TYPES.get(name, type(default)), default=default, help=help)
+        group.add_argument(flag_name(name), type=_TYPES.get(name, type(default)), default=default, help=help)
     group.add_argument(
         "--stop", action="append", default=[], help="a string that ends the text; may be given several times"
     )
@@ -69,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(args.model, config, prompts, params.max_tokens)
     tokenizer = _tokenizer(args.model, config, prompts, params.max_tokens)
-    from lamina.llm import LLM
+    from lamina.api.llm import LLM
 
-    with LLM(args.model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **flat(config)) as llm:
+    with LLM(args.model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **flat_options(config)) as llm:
         text = _Text(live=len(prompts) * params.n == 1)
         show = _print_json if args.json else text
         try:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 show(output)
         finally:
             text.end()
-        if reason := llm.engine.info.summary.get("plan"):
+        if reason := llm.engine.worker_info.summary.get("plan"):
             print(f"--plan auto: {reason}", file=sys.stderr)
     return 0
 
@@ -110,25 +110,25 @@ def _read_prompts(path: str | None) -> list[str]:
 
 def _tokenizer(model: str, config: EngineConfig, prompts: list[str], max_tokens: int | None) -> Any:
     """The model's, once it is known that the prompts will do: that takes seconds less than a start."""
-    from .preflight import stated_limit
+    from .common.preflight import stated_limit
 
     return _checked(model, config, prompts, max_tokens, stated_limit(model, config))
 
 
 def _dry_run(model: str, config: EngineConfig, prompts: list[str], max_tokens: int | None) -> int:
-    from .preflight import check, would_start
+    from .common.preflight import check, workers_that_would_start
 
     _checked(model, config, prompts, max_tokens, check(model, config))
-    print(would_start(model, config))
-    print(f"would complete {counted(len(prompts), 'prompt')}")
+    print(workers_that_would_start(model, config))
+    print(f"would complete {count_text(len(prompts), 'prompt')}")
     return 0
 
 
 def _checked(model: str, config: EngineConfig, prompts: list[str], max_tokens: int | None, limit: int) -> Any:
-    from .preflight import check_prompts, what_is_cut
+    from .common.preflight import check_prompts, truncation_message
 
     tokenizer = check_prompts(model, config, prompts, limit)
-    if max_tokens is not None and (note := what_is_cut(tokenizer, prompts, max_tokens, limit)):
+    if max_tokens is not None and (note := truncation_message(tokenizer, prompts, max_tokens, limit)):
         print(f"lamina-launch generate: {note}", file=sys.stderr)
     return tokenizer
 

@@ -1,4 +1,4 @@
-"""``lamina-launch``: the command line. Each sub-command is a module of this package with two functions:
+"""``lamina-launch``: the command line. Each sub-command is a module with two functions:
 ``add_arguments(parser)`` and ``run(args) -> exit status``; it is imported when it is chosen."""
 
 from __future__ import annotations
@@ -14,41 +14,44 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from lamina import __version__
-from lamina.workers.process import PromptEnd
+from lamina.workers.worker_process import ExitPromptly
 
-from .parser import Parser
+from .common.parser import Parser
 
 GARBAGE_OBJECTS = 20_000  # new ones, until Python looks for garbage among them
 
 # sub-command, of one word or two -> (module, one line for --help)
 COMMANDS = {
-    "generate": ("generate", "complete prompts and print the text as it comes"),
-    "serve": ("serve", "answer OpenAI's HTTP API"),
-    "scale": ("operate.scale", "give a running server other numbers of workers; its streams stay open"),
+    "generate": ("cli.generate", "complete prompts and print the text as it comes"),
+    "serve": ("cli.serve", "answer OpenAI's HTTP API"),
+    "scale": ("cli.operate.scale", "give a running server other numbers of workers; its streams stay open"),
     "drain": (
-        "operate.drain",
+        "cli.operate.drain",
         "have a running server refuse new requests and finish all others; or have it accept them again",
     ),
     "cordon": (
-        "operate.cordon",
+        "cli.operate.cordon",
         "have new sequences avoid one memory worker of a running server; or have them begin there again",
     ),
-    "worker": ("worker", "look after one worker of a driver that runs with --launcher static"),
-    "ledger": ("lending.ledger", "keep or show the ledger of memory that deployments lend each other"),
-    "lend": ("lending.lend", "lend this host's memory to engines elsewhere, by the ledger"),
-    "cluster": ("cluster", "start, show and end a Ray cluster for workers on several hosts"),
-    "plan": ("plan", "say which devices to buy for a trace of requests, and whether to split at all"),
-    "plan simulate": ("plan.simulate", "conduct a trace of prompts over prefill workers on a virtual clock"),
-    "plan pipeline": ("plan.pipeline", "print the rotation of n batches over n - 1 replicas"),
-    "reproduce": ("reproduce", "put a figure of the paper beside the same numbers by the cost model of `plan`"),
-    "timeline": ("timeline", "say what kept each pool from working, from a trace of a run; draw it"),
-    "bench": ("bench", "measure a server, an engine or a transport"),
-    "check": ("check", "run a model in many settings and say which give the same tokens, or the same bits"),
-    "drill": ("drill", "hit processes of a server while streams are read, and compare each stream"),
-    "doctor": ("doctor", "check what each transport needs of this machine, and say how to get it"),
-    "sessions": ("operate.sessions", "list the sessions of a running server, or drop one"),
-    "kv": ("operate.kv", "show the contents of a directory of stored KV, verify it, or purge it"),
-    "explain": ("explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
+    "worker": ("cli.worker", "look after one worker of a driver that runs with --launcher static"),
+    "ledger": ("cli.lending.ledger", "keep or show the ledger of memory that deployments lend each other"),
+    "lend": ("cli.lending.lend", "lend this host's memory to engines elsewhere, by the ledger"),
+    "cluster": ("cli.cluster", "start, show and end a Ray cluster for workers on several hosts"),
+    "plan": ("tools.plan.command", "say which devices to buy for a trace of requests, and whether to split at all"),
+    "plan simulate": ("tools.plan.simulate", "conduct a trace of prompts over prefill workers on a virtual clock"),
+    "plan pipeline": ("tools.plan.pipeline", "print the rotation of n batches over n - 1 replicas"),
+    "reproduce": (
+        "tools.plan.reproduce",
+        "put a figure of the paper beside the same numbers by the cost model of `plan`",
+    ),
+    "timeline": ("tools.timeline.command", "say what kept each pool from working, from a trace of a run; draw it"),
+    "bench": ("tools.bench", "measure a server, an engine or a transport"),
+    "check": ("tools.check", "run a model in many settings and say which give the same tokens, or the same bits"),
+    "drill": ("tools.drill", "hit processes of a server while streams are read, and compare each stream"),
+    "doctor": ("cli.doctor", "check what each transport needs of this machine, and say how to get it"),
+    "sessions": ("cli.operate.sessions", "list the sessions of a running server, or drop one"),
+    "kv": ("cli.operate.kv", "show the contents of a directory of stored KV, verify it, or purge it"),
+    "explain": ("tools.explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
 }
 RENAMED = {"simulate": "plan simulate", "plan-pipeline": "plan pipeline"}  # before -> now
 
@@ -85,13 +88,13 @@ def _main(argv: list[str]) -> int:
     for name, (module, help) in COMMANDS.items():
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         if name == chosen:
-            import_module(f"lamina.cli.{module}").add_arguments(sub)
+            import_module(f"lamina.{module}").add_arguments(sub)
     args = parser.parse_args(argv)
-    return _guarded(import_module(f"lamina.cli.{COMMANDS[args.command][0]}").run, args)
+    return _guarded(import_module(f"lamina.{COMMANDS[args.command][0]}").run, args)
 
 
 def _guarded(run: object, args: argparse.Namespace) -> int:
-    from lamina.engine.wire import WorkerError
+    from lamina.protocol.executor import WorkerError
 
     try:
         with _ended_by_sigterm():
@@ -130,9 +133,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def program() -> None:
+def run_program() -> None:
     """``main``, as all that this process does."""
-    end = PromptEnd()
+    end = ExitPromptly()
     # Imports leave hardly any garbage: to look for it after every 700 objects is an eighth of their time.
     gc.set_threshold(GARBAGE_OBJECTS, *gc.get_threshold()[1:])
     try:
@@ -145,4 +148,4 @@ def program() -> None:
 
 
 if __name__ == "__main__":
-    program()
+    run_program()

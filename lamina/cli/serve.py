@@ -14,17 +14,17 @@ from hashlib import sha256
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lamina.background import Background
-from lamina.facts.report import size
-from lamina.facts.room import memory_bytes
+from lamina.config.option import flag_name
+from lamina.facts.host_memory import memory_bytes
+from lamina.facts.report import size_text
 from lamina.models.checkpoint import peek_config
-from lamina.protocol.options.declare import flag
-from lamina.server.config import ServerConfig
-from lamina.server.journal.folder import check_folder
-from lamina.server.request.template import read_template
+from lamina.server.journal.journal_directory import check_journal_directory
+from lamina.server.request.chat_template import read_template
+from lamina.server.server_config import ServerConfig
+from lamina.utils.background_thread import LowPriorityCall
 
-from .flags import add_engine_flags, engine_config, print_config
-from .preflight import check, would_start
+from .common.flags import add_engine_flags, engine_config, print_config
+from .common.preflight import check, workers_that_would_start
 
 if TYPE_CHECKING:
     from lamina.server.journal.journal import Journal
@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind: dict[str, Any] = (
             {"action": argparse.BooleanOptionalAction} if f.type == "bool" else {"type": _TYPES[str(f.type)]}
         )
-        group.add_argument(flag(f.name), default=f.default, help=f"{f.metadata['help']} (default: {f.default})", **kind)
+        group.add_argument(
+            flag_name(f.name), default=f.default, help=f"{f.metadata['help']} (default: {f.default})", **kind
+        )
     add_engine_flags(parser)
 
 
@@ -65,15 +67,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.dry_run:
         if config.journal:
-            check_folder(config.journal)
+            check_journal_directory(config.journal)
         check(args.model, engine)
         for name in ("ssl_keyfile", "ssl_certfile"):
             if (path := getattr(config, name)) and not os.path.isfile(path):
-                raise ValueError(f"{flag(name)} {path}: no such file")
+                raise ValueError(f"{flag_name(name)} {path}: no such file")
         with listener(config):
             pass
-        print(would_start(args.model, engine))
-        bodies, answers = map(size, config.memory_limits(memory_bytes()))
+        print(workers_that_would_start(args.model, engine))
+        bodies, answers = map(size_text, config.memory_limits(memory_bytes()))
         print(f"would hold at most {bodies} of bodies and prompts, and {answers} of answers (--limits)")
         print(f"would serve {args.model} as {', '.join(config.names(args.model))} on {_place(config)}")
         return 0
@@ -83,17 +85,23 @@ def run(args: argparse.Namespace) -> int:
 def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     if missing := [name for name in NEEDS if find_spec(name) is None]:  # imported later: the engine is to start first
         raise ImportError(f"serve needs {', '.join(missing)}: pip install 'lamina[serve]'")
-    from lamina.fleet.launchers.local import environment
-    from lamina.fleet.launchers.warm import START
-    from lamina.server.link.launch import launch_engine
-    from lamina.server.link.messages import Start
+    from lamina.executor.launchers.local import worker_environment
+    from lamina.executor.launchers.zygote_client import START
+    from lamina.server.engine_client.launch import launch_engine
+    from lamina.server.engine_client.messages import StartEngine
 
     peek_config(model, trust_remote_code=engine.model.trust_remote_code)
     with _journal(model, config) as journal, listener(config) as sock:
         url = _url(config, sock)
-        START.begin(environment(0))
-        importing = Background(_run_server, "lamina-import")  # beside the warm process
-        start = Start(model=model, tokenizer=config.tokenizer, config=engine, rules=config.rules, first=True)
+        START.get(worker_environment(0))
+        importing = LowPriorityCall(_run_server, "lamina-import")  # beside the warm process
+        start = StartEngine(
+            model=model,
+            tokenizer=config.tokenizer,
+            config=engine,
+            conductor_config=config.conductor_config,
+            is_first=True,
+        )
         handle = launch_engine(start)
         try:
             run_server = importing.result()

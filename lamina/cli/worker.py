@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 
-from lamina.fleet.hosts.cluster_file import is_here, look_up
-from lamina.fleet.launchers.static_warden import ANY, ROLES, ComingWorker, keep
-from lamina.netstack.contract.key import KEY_FILE, cluster_key
-from lamina.netstack.contract.terms import check_name
+from lamina.executor.hosts.cluster_file import is_local, look_up
+from lamina.executor.launchers.static_agent import ANY, ROLES, StaticWorkerSpec, run_agent
+from lamina.netstack.contract.channel_terms import check_name
+from lamina.netstack.contract.cluster_key import KEY_FILE, cluster_key
 
 WAIT_S = 600.0
 _WORKER = re.compile(rf"({'|'.join(ROLES)})(?:-(\d{{1,4}}))?")
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ValueError(f"--driver must be HOST:PORT, such as 10.0.0.1:7000, not {args.driver!r}")
     at = args.host and look_up(args.host, "--host", alone=True)
-    if at and not is_here(at):
+    if at and not is_local(at):
         raise ValueError(f"--host {args.host} is no address of this host: run this on the host that has it")
     if not args.wait_s > 0.0:
         raise ValueError(f"--wait-s must be a positive number of seconds, not {args.wait_s}")
@@ -54,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(f"would come to the driver at {args.driver} for {args.worker}")
         return 0
-    worker = ComingWorker(role=match[1], index=index, driver=driver, driver_name=args.driver_name, host=at)
-    return keep(worker, key, args.wait_s)
+    worker = StaticWorkerSpec(role=match[1], index=index, driver=driver, driver_name=args.driver_name, host=at)
+    return run_agent(worker, key, args.wait_s)

@@ -9,58 +9,70 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from lamina.observe.trace import OFF, Event, Recorder
-from lamina.protocol.control import ComputeReady, Draw, Drawn, RunRound, RunStep, StepDone
-from lamina.protocol.options.engine import EngineConfig
-from lamina.protocol.plan import Keep
-from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
+from lamina.config.engine_config import EngineConfig
+from lamina.observe.trace import NULL_RECORDER, Event, Recorder
+from lamina.protocol.control import ComputeReady, RunRound, RunStep, SampledToken, SamplingRequest, StepDone
+from lamina.protocol.executor import Clock, Done, EpochChanged, Executor, Report
+from lamina.protocol.step_plan import SurvivingKv
+from lamina.request import CompletionOutput, ErrorOrigin, RequestOutput, RequestTimes, ResumedCompletion, SamplingParams
+from lamina.scheduler.kv_manager.early_tokens import EarlyTokens
+from lamina.scheduler.kv_manager.in_flight_transfers import TransferResult
+from lamina.scheduler.request_validation import (
+    check_cache_options,
+    check_discard,
+    check_stop_tokens,
+    check_token_ids,
+    evicts_kv,
+    kv_mode_of,
+    prompt_too_long_message,
+)
+from lamina.scheduler.sampling_requests import completion_seed, prompt_logprob_requests_of, sampling_requests_of
+from lamina.scheduler.scheduler import Scheduler
+from lamina.scheduler.scheduler_output import ScheduledStep
+from lamina.scheduler.sequence import ReferenceSequence, Sequence
+from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
+from lamina.scheduler.sessions.context_overflow import build_context_overflow
+from lamina.scheduler.sessions.session_table import SessionName
+from lamina.scheduler.sessions.token_ranges import TokenRanges, remove_ranges, union
+from lamina.scheduler.step_timing import StepTimer
+from lamina.scheduler.surviving_kv import SurvivingTokens, num_stored_tokens
 
-from .blocks.under_way import Moved
-from .checks import check_discard, check_ids, check_stops, check_terms, is_sparse, kv_form, too_long
-from .configured import blocks_of, promises_of, renew_stores, scheduler_of
-from .conversations.overflow import overflow_of
-from .conversations.ranges import Ranges, joined, without
-from .conversations.sessions import SessionName
-from .conversations.terms import PLAIN, KVTerms
-from .draws import draws_of, scores_of, seed_of
-from .kept import KeptKV, num_stored
+from .detokenizer import DecodeToken, IncrementalDetokenizer, build_text_streams
 from .request import Request
-from .rounds.early import EarlyDraws
-from .rounds.steps import ScheduledStep
-from .scheduler import Scheduler
-from .sequence import Sequence, Shadow
-from .text import Pieces, Spell, texts_of
-from .timing import Timing
+from .scheduler_factory import build_scheduler, build_slo_admission, new_block_tables, refresh_prefill_stores
 from .tuning.tuner import Tuner
-from .wire import Clock, Done, Report, ViewChanged, Wire
 
 log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Continuous batching over the workers of a ``Wire``. One thread at a time uses it."""
+    """Continuous batching over the workers of a ``Executor``. One thread at a time uses it."""
 
     scheduler_class: type[Scheduler] = Scheduler
 
-    def __init__(self, wire: Wire, config: EngineConfig, clock: Clock = time.monotonic, trace: Recorder = OFF) -> None:
-        self.config, self.wire, self.info = config, wire, wire.ready
+    def __init__(
+        self, wire: Executor, config: EngineConfig, clock: Clock = time.monotonic, trace: Recorder = NULL_RECORDER
+    ) -> None:
+        self.config, self.executor, self.worker_info = config, wire, wire.ready
         self._clock, self._trace = clock, trace
-        self._ledger = blocks_of(self.info)
+        self._accounting = new_block_tables(self.worker_info)
         self._tuner: Tuner | None = None
-        num_batches = 1 if config.topology.plans else config.topology.most_batches
-        self.promises = promises_of(config, clock, trace)
-        self.scheduler = scheduler_of(
-            config, self.info, self._ledger, num_batches, self.promises, clock, self.scheduler_class
+        num_batches = 1 if config.topology.measures_pipeline else config.topology.max_batches
+        self.slo_admission = build_slo_admission(config, clock, trace)
+        self.scheduler = build_scheduler(
+            config, self.worker_info, self._accounting, num_batches, self.slo_admission, clock, self.scheduler_class
         )
-        stripe = self.info.stripe * self.info.block_size * self._ledger.num_lanes
-        self._overflow = overflow_of(config.overflow, self.info.max_model_len, stripe)
-        self._timing = Timing(self.scheduler.swaps, self.promises)
-        self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
-        self._early, self._seeds = EarlyDraws(), random.Random(config.batching.seed)
+        stripe = self.worker_info.stripe * self.worker_info.block_size * self._accounting.num_kv_shards
+        self._overflow = build_context_overflow(config.overflow, self.worker_info.max_model_len, stripe)
+        self._timing = StepTimer(self.scheduler.swap, self.slo_admission)
+        self._in_flight: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
+        self._early_tokens, self._seeds = EarlyTokens(), random.Random(config.batching.seed)
         self._next_round = self._next_request = 0
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
-        self.hope: Callable[[], str | None] = lambda: None  # for room, when idle: "" = some may come; else why none
-        self._requests, self._caught_up = dict[int, Request](), list[int]()
+        self.capacity_probe: Callable[[], str | None] = lambda: (
+            None
+        )  # for room, when idle: "" = some may come; else why none
+        self._requests, self._finished_by_replay = dict[int, Request](), list[int]()
 
     @property
     def has_work(self) -> bool:
@@ -78,108 +90,120 @@ class Engine:
         params: SamplingParams,
         *,
         text: str | None = None,
-        make_pieces: Callable[[], Pieces] | None = None,
-        told: Iterable[Told] = (),
-        held: bool = False,
-        spell: Spell | None = None,
-        terms: KVTerms = PLAIN,
-        kept: bool = True,
+        make_pieces: Callable[[], IncrementalDetokenizer] | None = None,
+        resume_from: Iterable[ResumedCompletion] = (),
+        external_sampling: bool = False,
+        decode_token: DecodeToken | None = None,
+        terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
+        cacheable: bool = True,
         accepted: bool = False,
     ) -> int:
-        """Queue a prompt; returns the request's id. ``told``: of completions that another engine began; they go on
-        behind that, given the seed that they had. ``held``: its tokens are chosen by ``choose``, not drawn; it has one
-        completion. ``spell``: for logprobs. ``kept``: its KV serves others behind its end, on these ``terms``. Raises
-        ValueError for a prompt that cannot be served and, unless it was ``accepted`` before, OverloadedError.
+        """Queue a prompt and return the request's id.
+
+        ``resume_from``: tokens of completions that another engine began; they continue with the seed that they had.
+        ``external_sampling``: ``set_token`` chooses the tokens of its only completion. ``decode_token``: for logprobs.
+        ``cacheable``: its KV serves other requests after its end, on these ``terms``.
+        Raises ValueError for a prompt that cannot be served and, unless it was ``accepted`` before, OverloadedError.
         """
         self.check(prompt, params, terms)
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        known = self.scheduler.sessions.named(terms.session) if terms.session else None
-        given, discarded = prompt, Ranges()
-        if self._overflow and params.prompt_logprobs is None and not held:
-            before = joined([*(known.discarded if known else ()), *terms.discard])
-            discarded = self._overflow.discarded(len(prompt), params.max_tokens, before)
-            prompt = without(prompt, discarded)
-        sequences = [self._sequence(request_id, prompt, params, seed_of(seed, i), i) for i in range(params.n)]
+        known = self.scheduler.sessions.get(terms.session) if terms.session else None
+        given, discarded = prompt, TokenRanges()
+        if self._overflow and params.prompt_logprobs is None and not external_sampling:
+            before = union([*(known.discarded_ranges if known else ()), *terms.discard_ranges])
+            discarded = self._overflow.ranges_to_discard(len(prompt), params.max_tokens, before)
+            prompt = remove_ranges(prompt, discarded)
+        sequences = [self._sequence(request_id, prompt, params, completion_seed(seed, i), i) for i in range(params.n)]
         for sequence in sequences:
-            sequence.held, sequence.discarded, sequence.outlived = held, discarded, not kept
-            sequence.given = given if discarded else []
-            sequence.kin, sequence.retention_s, sequence.priority = terms.kin, terms.retention_s, terms.priority
-            sequence.salt, sequence.sparse, sequence.dense = kv_form(terms.salt, params, self.config)
-        self.promises.check(sequences, self.scheduler.most_sequences, accepted=accepted)
+            sequence.external_sampling, sequence.discarded_ranges, sequence.do_not_cache = (
+                external_sampling,
+                discarded,
+                not cacheable,
+            )
+            sequence.original_prompt = given if discarded else []
+            sequence.affinity_key, sequence.retention_s, sequence.priority = (
+                terms.affinity_key,
+                terms.retention_s,
+                terms.priority,
+            )
+            sequence.salt, sequence.evicts_kv, sequence.full_attention = kv_mode_of(terms.salt, params, self.config)
+        self.slo_admission.check_admission(sequences, self.scheduler.max_sequences_of, accepted=accepted)
         if terms.session:  # none is made for who is refused
             for sequence in sequences:
-                sequence.session = self.scheduler.sessions.of(terms.session)
+                sequence.session = self.scheduler.sessions.get_or_create(terms.session)
         outputs, times = [s.output for s in sequences], RequestTimes(self._clock())
         output = RequestOutput(request_id, text, list(given), outputs, times)
         output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
-        request = Request(output, sequences, texts_of(params, make_pieces), spell)
-        for one in told:
-            self._catch_up(request, one)
+        request = Request(output, sequences, build_text_streams(params, make_pieces), decode_token)
+        for one in resume_from:
+            self._replay(request, one)
         self._requests[request_id] = request  # not one whose tokens could not be taken
         if output.finished:  # by what was told, such as under a smaller --max-model-len
-            self._caught_up.append(request_id)
+            self._finished_by_replay.append(request_id)
         for sequence in sequences:
             if not sequence.finished:
                 self.scheduler.add(sequence)
         return request_id
 
-    def _catch_up(self, request: Request, told: Told) -> None:
+    def _replay(self, request: Request, resumed: ResumedCompletion) -> None:
         """Take the tokens of one completion as if they were drawn now. The prompt's scores were told with the first."""
-        sequence = request.sequences[told.index]
-        if told.index == 0 and told.tokens:
-            request.output.prompt_logprobs, sequence.num_scored = None, len(sequence.prompt) - 1
-        for token in told.tokens:
-            sequence.num_drawing += 1
-            request.append(sequence, Drawn(sequence.id, token))
+        sequence = request.sequences[resumed.index]
+        if resumed.index == 0 and resumed.token_ids:
+            request.output.prompt_logprobs, sequence.num_scored_prompt_tokens = None, len(sequence.prompt) - 1
+        for token in resumed.token_ids:
+            sequence.num_output_placeholders += 1
+            request.append(sequence, SampledToken(sequence.id, token))
 
-    def check(self, prompt: list[int], params: SamplingParams, terms: KVTerms = PLAIN) -> None:
+    def check(self, prompt: list[int], params: SamplingParams, terms: CacheOptions = DEFAULT_CACHE_OPTIONS) -> None:
         """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
-        limit, vocab = self.info.max_model_len, self.info.vocab_size
-        check_terms(terms, params, self.config)
-        if terms.discard:
-            check_discard(terms.discard, len(prompt), params, self._overflow)
+        limit, vocab = self.worker_info.max_model_len, self.worker_info.vocab_size
+        check_cache_options(terms, params, self.config)
+        if terms.discard_ranges:
+            check_discard(terms.discard_ranges, len(prompt), params, self._overflow)
         if not prompt:
             raise ValueError("the decoder prompt cannot be empty: it needs at least one token")
         if len(prompt) >= limit and (self._overflow is None or params.prompt_logprobs is not None):
-            raise ValueError(too_long(len(prompt), limit))
-        check_ids(prompt, params, vocab)
-        is_sparse(params, self.config)
-        check_stops(params, self._stops(params), vocab)
+            raise ValueError(prompt_too_long_message(len(prompt), limit))
+        check_token_ids(prompt, params, vocab)
+        evicts_kv(params, self.config)
+        check_stop_tokens(params, self._stops(params), vocab)
 
     def step(self) -> list[RequestOutput]:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
-        if self._caught_up:
-            ended, self._caught_up = self._caught_up, []
-            return self._ended(self._requests[i] for i in ended if i in self._requests)
+        if self._finished_by_replay:
+            ended, self._finished_by_replay = self._finished_by_replay, []
+            return self._end_finished(self._requests[i] for i in ended if i in self._requests)
         start, steps = self._trace.now(), self.scheduler.schedule()
-        self.idle = not steps and not self._steps and not self.scheduler.awaits_transfer
+        self.idle = not steps and not self._in_flight and not self.scheduler.must_wait_for_transfer
         if self.idle and self._requests:
-            if (change := self.wire.look()) is not None:  # memory workers that come may be all that is waited for
+            if (
+                change := self.executor.check_workers()
+            ) is not None:  # memory workers that come may be all that is waited for
                 self.idle = False
                 return self._change(change)
-            if (said := self.hope()) is not None:
+            if (report := self.capacity_probe()) is not None:
                 self.idle = False
-                return self._refuse(said) if said else []
-        for step in steps if self._trace.native is not None else ():
-            self._trace.add(Event.SCHEDULE, start, step.plan, value=step.pairs)
+                return self._refuse(report) if report else []
+        for step in steps if self._trace.native_buffer is not None else ():
+            self._trace.add(Event.SCHEDULE, start, step.plan, value=step.num_attended_pairs)
         done, start = self._run(steps), self._trace.now()
         outputs = self._take(done)
         if isinstance(done, StepDone):
             self._trace.add(Event.POSTPROCESS, start, done)
         return outputs
 
-    def logits_of(self, request_id: int) -> bytes:
+    def get_logits(self, request_id: int) -> bytes:
         """Of a held request, behind its last token: see Drawn. Empty until they have come."""
         request = self._requests[request_id]
-        return request.logits if request.sequences[0].awaits_choice else b""
+        return request.logits if request.sequences[0].awaits_external_token else b""
 
-    def choose(self, request_id: int, token: int) -> None:
+    def set_token(self, request_id: int, token: int) -> None:
         """The next token of a held request whose logits have come. Raises ValueError for one that is no token."""
-        if not 0 <= token < self.info.vocab_size:
-            raise ValueError(f"token id {token} is out of vocabulary: it has {self.info.vocab_size} tokens")
+        if not 0 <= token < self.worker_info.vocab_size:
+            raise ValueError(f"token id {token} is out of vocabulary: it has {self.worker_info.vocab_size} tokens")
         request = self._requests[request_id]
-        request.sequences[0].choose(token)
+        request.sequences[0].set_external_token(token)
         request.output.outputs[0].token_ids.append(token)
         if request.output.finished:
             del self._requests[request_id]
@@ -190,47 +214,49 @@ class Engine:
         if request is None:
             return None
         for sequence in request.sequences:
-            request.end(sequence, "abort")
+            request.end_sequence(sequence, "abort")
         request.output.times.finished_s = self._clock()
         return request.output
 
-    def settle(self) -> None:
+    def release_idle_blocks(self) -> None:
         """Where no request is left, take in what is in flight and free its blocks: an idle engine holds none."""
-        while not self._requests and (self.scheduler.num_running or self._steps or self.scheduler.owes):
+        while not self._requests and (self.scheduler.num_running or self._in_flight or self.scheduler.has_pending_ops):
             self.step()
         if not self._requests:
-            self.scheduler.forget_finished()
+            self.scheduler.drop_cancelled()
 
-    def rest(self) -> list[RequestOutput]:
+    def finish_in_flight(self) -> list[RequestOutput]:
         """Take in what is in flight and begin nothing; returns the requests that got tokens. Raises WorkerError."""
         touched = dict[int, RequestOutput]()
-        while self._steps or self.scheduler.moving:
-            touched |= {output.request_id: output for output in self._take(self.wire.wait())}
+        while self._in_flight or self.scheduler.has_transfers:
+            touched |= {output.request_id: output for output in self._take(self.executor.wait())}
         return list(touched.values())
 
-    def look(self) -> list[RequestOutput]:
+    def check_workers(self) -> list[RequestOutput]:
         """Of an engine without work: whether its workers live. Raises WorkerError when one is lost for good."""
-        change = self.wire.look()
+        change = self.executor.check_workers()
         return [] if change is None else self._change(change)
 
     def resume(self, ready: ComputeReady) -> None:
         """Go on with workers that have met anew, and have kept their KV. Raises ValueError while steps are in flight,
         and where the capacity is another one than before.
         """
-        if self._steps:
+        if self._in_flight:
             raise ValueError("workers met anew while steps were in flight: rest first")
-        if (ready.num_blocks, ready.lanes) != (self.info.num_blocks, self.info.lanes):
-            raise ValueError(f"memory workers had {self.info.num_blocks} KV blocks, and now have {ready.num_blocks}")
-        self.scheduler.view, self.scheduler.num_replicas = ready.view, ready.replicas or self.info.replicas
-        self.info = renew_stores(self.scheduler, self.config, self.info, ready.stores)
-        self.scheduler.tell_anew()
-        if self.scheduler.tier and ready.tier:
-            self.scheduler.tier.learn(ready.tier, ready.holders)
+        if (ready.num_blocks, ready.kv_shards) != (self.worker_info.num_blocks, self.worker_info.kv_shards):
+            raise ValueError(
+                f"memory workers had {self.worker_info.num_blocks} KV blocks, and now have {ready.num_blocks}"
+            )
+        self.scheduler.epoch, self.scheduler.num_replicas = ready.epoch, ready.replicas or self.worker_info.replicas
+        self.worker_info = refresh_prefill_stores(self.scheduler, self.config, self.worker_info, ready.prefill_stores)
+        self.scheduler.resend_penalties()
+        if self.scheduler.offload_index and ready.storage:
+            self.scheduler.offload_index.sync(ready.storage, ready.holders)
 
     def reset_prefix_cache(self) -> None:
         """Find no KV of finished requests any more, here or in a later engine; blocks are free with the next step."""
-        self.scheduler.forget_prefixes(self.wire.begin_era() if self.scheduler.tier else b"")
-        self.scheduler.prefill.forget_prompts()
+        self.scheduler.reset_prefix_cache(self.executor.begin_era() if self.scheduler.offload_index else b"")
+        self.scheduler.prefill.reset_prompt_caches()
 
     def drop_session(self, name: SessionName) -> bool:
         """Forget a session and give up its KV, but for what others have too; the blocks are free with the next step,
@@ -240,79 +266,83 @@ class Engine:
 
     def close(self) -> None:
         """End the workers. Idempotent."""
-        self.wire.close()
+        self.executor.close()
 
     def _sequence(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, index: int) -> Sequence:
-        limit = self.info.max_model_len
+        limit = self.worker_info.max_model_len
         max_len = limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
         output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
         return Sequence(request_id, params, seed, list(prompt), output, max_len, self._stops(params))
 
     def _stops(self, params: SamplingParams) -> frozenset[int]:
-        eos = [] if params.ignore_eos else self.info.eos_token_ids
+        eos = [] if params.ignore_eos else self.worker_info.eos_token_ids
         return frozenset([*eos, *(params.stop_token_ids or [])])
 
-    def _change(self, change: ViewChanged) -> list[RequestOutput]:
+    def _change(self, change: EpochChanged) -> list[RequestOutput]:
         """Take in what was done, take back what was not, and go on under another view; the requests that got tokens."""
         touched, now = dict[int, RequestOutput](), self._clock()
-        had = num_stored(self.scheduler.running)
-        met: ComputeReady | ViewChanged = change
-        while isinstance(met, ViewChanged):
+        had = num_stored_tokens(self.scheduler.running)
+        met: ComputeReady | EpochChanged = change
+        while isinstance(met, EpochChanged):
             for done in met.done:
                 touched |= {output.request_id: output for output in self._postprocess(done)}
-            met = self.wire.resume(self._roll_back(met))
+            met = self.executor.resume(self._roll_back(met))
         self.resume(met)
-        again, pause_s = had - num_stored(self.scheduler.running), self._clock() - now
-        log.info("view %d: all sequences go on after %.3f s; %d tokens are computed again", met.view, pause_s, again)
+        again, pause_s = had - num_stored_tokens(self.scheduler.running), self._clock() - now
+        log.info("view %d: all sequences go on after %.3f s; %d tokens are computed again", met.epoch, pause_s, again)
         return list(touched.values())
 
-    def _roll_back(self, change: ViewChanged) -> list[Keep]:
+    def _roll_back(self, change: EpochChanged) -> list[SurvivingKv]:
         for request in self._requests.values():
             scores = request.output.prompt_logprobs
             if scores is not None:
-                request.sequences[0].num_scored = len(scores) - 1
-        steps, self._steps = self._steps, {}
-        self._early.forget()
-        self._timing.forget()
-        kept = KeptKV(self._ledger, self.info.holders, change.kept)
-        keep = self.scheduler.roll_back(steps.values(), kept.tokens)
+                request.sequences[0].num_scored_prompt_tokens = len(scores) - 1
+        steps, self._in_flight = self._in_flight, {}
+        self._early_tokens.reset()
+        self._timing.reset()
+        kept = SurvivingTokens(self._accounting, self.worker_info.holders, change.surviving)
+        keep = self.scheduler.roll_back(steps.values(), kept.count)
         if change.capacity:
-            self.info = msgspec.structs.replace(self.info, **change.capacity._asdict())
-            keep = self.scheduler.lay_out(blocks_of(self.info), keep, change.stays)
+            self.worker_info = msgspec.structs.replace(self.worker_info, **change.capacity._asdict())
+            keep = self.scheduler.adopt_blocks(new_block_tables(self.worker_info), keep, change.new_shards)
         return keep
 
-    def _take(self, done: Done | ViewChanged | None) -> list[RequestOutput]:
-        if isinstance(done, ViewChanged):
+    def _take(self, done: Done | EpochChanged | None) -> list[RequestOutput]:
+        if isinstance(done, EpochChanged):
             return self._change(done)
-        return self._postprocess(done) if isinstance(done, StepDone | None) else self._moved(done)
+        return self._postprocess(done) if isinstance(done, StepDone | None) else self._on_report(done)
 
-    def _moved(self, said: Report) -> list[RequestOutput]:
+    def _on_report(self, report: Report) -> list[RequestOutput]:
         """A memory worker has saved, loaded or scored KV, or has not; the requests that got tokens or ended by that."""
-        transfer = self.scheduler.moved(said)
-        if transfer is None or transfer.loaded is None:
+        transfer = self.scheduler.on_report(report)
+        if transfer is None or transfer.loaded_sequence is None:
             return self._failed(transfer) if transfer is not None and transfer.error else []
-        self._timing.loaded(transfer.loaded, self._clock())
-        counts = self._early.end(transfer.loaded, failed=bool(transfer.error))
-        return self._failed(transfer) if transfer.error else self._draw(counts)
+        self._timing.on_kv_loaded(transfer.loaded_sequence, self._clock())
+        counts = self._early_tokens.on_load_done(transfer.loaded_sequence, failed=bool(transfer.error))
+        return self._failed(transfer) if transfer.error else self._append_sampled(counts)
 
-    def _failed(self, transfer: Moved) -> list[RequestOutput]:
+    def _failed(self, transfer: TransferResult) -> list[RequestOutput]:
         log.warning("%s", transfer.error)
-        request = self._requests.get(transfer.loaded.request_id) if transfer.loaded else None
-        if transfer.loaded is None or request is None or self.config.tier.kv_load_failure_policy == "recompute":
+        request = self._requests.get(transfer.loaded_sequence.request_id) if transfer.loaded_sequence else None
+        if (
+            transfer.loaded_sequence is None
+            or request is None
+            or self.config.offload.kv_load_failure_policy == "recompute"
+        ):
             if request is not None:
                 request.output.num_cached_tokens = None  # to be told anew
             return []
-        request.output.outputs[transfer.loaded.output.index].blame = Blame.SERVER
-        request.end(transfer.loaded, "error", transfer.error)
-        return self._ended([request])
+        request.output.outputs[transfer.loaded_sequence.output.index].blame = ErrorOrigin.SERVER
+        request.end_sequence(transfer.loaded_sequence, "error", transfer.error)
+        return self._end_finished([request])
 
     def _refuse(self, why: str) -> list[RequestOutput]:
         """The request that is to run next ends."""
         request = self._requests[self.scheduler.waiting[0].request_id]
         request.refuse(why)
-        return self._ended([request])
+        return self._end_finished([request])
 
-    def _ended(self, touched: Iterable[Request]) -> list[RequestOutput]:
+    def _end_finished(self, touched: Iterable[Request]) -> list[RequestOutput]:
         now, outputs = self._clock(), list[RequestOutput]()
         for request in touched:
             finished = request.output.finished
@@ -323,72 +353,74 @@ class Engine:
             outputs.append(request.output)
         return outputs
 
-    def _run(self, steps: list[ScheduledStep]) -> Done | ViewChanged | None:
+    def _run(self, steps: list[ScheduledStep]) -> Done | EpochChanged | None:
         """Send a round off; then wait for the next step that is done, unless another round can be queued first."""
         if steps:
-            self.wire.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))
+            self.executor.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))
             self._next_round += 1
-            self._timing.sent(steps, self._clock())
-        for chunk in self.scheduler.take_chunks():
+            self._timing.on_round_sent(steps, self._clock())
+        for chunk in self.scheduler.take_prefill_steps():
             if chunk.prefill_worker is not None:
                 new = RunRound(round=chunk.plan.step, steps=[self._prepare(chunk)])
-                self.wire.prefill(chunk.prefill_worker, new)
-        waits = self._steps or self.scheduler.awaits_transfer
-        if not waits or (steps and self.scheduler.may_run_ahead):
+                self.executor.submit_prefill(chunk.prefill_worker, new)
+        waits = self._in_flight or self.scheduler.must_wait_for_transfer
+        if not waits or (steps and self.scheduler.can_schedule_ahead):
             return None
-        return self.wire.wait()
+        return self.executor.wait()
 
     def _prepare(self, step: ScheduledStep) -> RunStep:
         ends, row, now = {}, 0, self._clock()
-        scores: list[Draw] = []
-        for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
-            if rows.first == sequence.num_cached and (request := self._requests.get(sequence.request_id)):
-                request.begin(sequence, now)
-                self.promises.began_inline(sequence)
-            chunk_scores = scores_of(sequence, rows.first, rows.count, row)
+        scores: list[SamplingRequest] = []
+        for sequence, rows in zip(step.sequences, step.plan.rows, strict=True):
+            if rows.first == sequence.num_cached_tokens and (request := self._requests.get(sequence.request_id)):
+                request.on_scheduled(sequence, now)
+                self.slo_admission.on_inline_prefill_started(sequence)
+            chunk_scores = prompt_logprob_requests_of(sequence, rows.first, rows.count, row)
             scores += chunk_scores
-            step.scores += [sequence] * len(chunk_scores)
+            step.prompt_logprob_requests += [sequence] * len(chunk_scores)
             row += rows.count
             ends[sequence] = row - 1
-        draws = [*scores, *draws_of(step, ends, len(scores))]
-        self._steps[step.plan.batch, step.plan.step] = step
-        return RunStep(plan=step.plan, tokens=step.tokens, draws=draws)
+        draws = [*scores, *sampling_requests_of(step, ends, len(scores))]
+        self._in_flight[step.plan.batch, step.plan.step] = step
+        return RunStep(plan=step.plan, token_ids=step.tokens, sampling_requests=draws)
 
     def _postprocess(self, done: StepDone | None) -> list[RequestOutput]:
         if done is None:
             return []
-        step, now = self._steps.pop((done.batch, done.step)), self._clock()
+        step, now = self._in_flight.pop((done.batch, done.step)), self._clock()
         step.fetch_s = done.fetch_s
-        for sequence, drawn in zip(step.scores, done.drawn, strict=False):
+        for sequence, drawn in zip(step.prompt_logprob_requests, done.sampled_tokens, strict=False):
             if request := self._requests.get(sequence.request_id):
-                request.add_score(drawn)
-        outputs = self._draw(zip(step.draws, done.drawn[len(step.scores) :], strict=True))
-        finished = self.scheduler.complete(step)
+                request.append_prompt_logprob(drawn)
+        outputs = self._append_sampled(
+            zip(step.sampled_sequences, done.sampled_tokens[len(step.prompt_logprob_requests) :], strict=True)
+        )
+        finished = self.scheduler.on_step_done(step)
         if finished:
-            self._timing.done(step.plan.step, finished, now)
+            self._timing.on_round_done(step.plan.step, finished, now)
         if finished and self._tuner and self._tuner.observe(finished):
-            self.follow(self._tuner)
+            self.set_tuner(self._tuner)
         return outputs
 
-    def _draw(self, each: Iterable[tuple[Sequence, Drawn]]) -> list[RequestOutput]:
+    def _append_sampled(self, each: Iterable[tuple[Sequence, SampledToken]]) -> list[RequestOutput]:
         """Take drawn tokens in; the requests that got some."""
-        touched, shadows = {}, self.scheduler.shadows
+        touched, shadows = {}, self.scheduler.reference_decoder
         for sequence, drawn in each:
-            if isinstance(sequence, Shadow) and shadows and (why := shadows.take(sequence, drawn)):
+            if isinstance(sequence, ReferenceSequence) and shadows and (why := shadows.on_sampled(sequence, drawn)):
                 log.warning("--kv-error-budget: %s", why)
-            if self._early.take(sequence, drawn):
+            if self._early_tokens.hold_back(sequence, drawn):
                 continue
             request = self._requests.get(sequence.request_id)
             if sequence.finished or request is None:
-                sequence.num_drawing -= 1  # a row that turned out to be one too many
+                sequence.num_output_placeholders -= 1  # a row that turned out to be one too many
                 continue
             request.append(sequence, drawn)
-            if request.has_begun_with(sequence) and (refusal := self.promises.refuses_decoding(sequence)):
+            if request.is_first_token_of(sequence) and (refusal := self.slo_admission.check_decode_admission(sequence)):
                 request.refuse_late(refusal)
             touched[sequence.request_id] = request
-        return self._ended(touched.values())
+        return self._end_finished(touched.values())
 
-    def follow(self, tuner: Tuner) -> None:
+    def set_tuner(self, tuner: Tuner) -> None:
         """Have it say how many batches take turns."""
-        self._tuner, self.info.summary["plan"] = tuner, tuner.reason
-        self.scheduler.regroup(tuner.n)
+        self._tuner, self.worker_info.summary["plan"] = tuner, tuner.reason
+        self.scheduler.set_num_batches(tuner.num_batches)

@@ -29,7 +29,7 @@ class Lockstep:
         ``settle``: as the engine's. ``use``: entered for as long as the engine is touched. Raises ValueError for
         prompts that cannot be served.
         """
-        self._engine, self._step, self._settle, self._use = engine, step, settle, use
+        self._engine, self._step, self._release_idle_blocks, self._use = engine, step, settle, use
         self._ids: list[int] = []
         most = engine.config.batching.max_num_seqs
         if len(prompts) > most:
@@ -41,12 +41,12 @@ class Lockstep:
         with self._use():
             for prompt in prompts:
                 engine.check(prompt, params)
-                if len(prompt) + max_tokens > engine.info.max_model_len:
+                if len(prompt) + max_tokens > engine.worker_info.max_model_len:
                     raise ValueError(
                         f"{len(prompt)} tokens of a prompt, or of a negative prompt, and {max_tokens} new ones exceed "
-                        f"{engine.info.max_model_len}: shorten them, or start with a larger max_model_len"
+                        f"{engine.worker_info.max_model_len}: shorten them, or start with a larger max_model_len"
                     )
-            self._ids = [engine.add(prompt, params, held=True) for prompt in prompts]
+            self._ids = [engine.add(prompt, params, external_sampling=True) for prompt in prompts]
 
     def logits(self) -> list[bytes]:
         """Of every sequence behind its last token, fp32 by token, little-endian, once they have come.
@@ -54,7 +54,7 @@ class Lockstep:
         Raises ValueError where the sequences have no room together, WorkerError where a worker is lost.
         """
         with self._use():
-            while not all(logits := [self._engine.logits_of(i) for i in self._ids]):
+            while not all(logits := [self._engine.get_logits(i) for i in self._ids]):
                 self._step()
                 if self._engine.idle:
                     raise ValueError(
@@ -67,7 +67,7 @@ class Lockstep:
         """The next token of every sequence, behind ``logits``. Raises ValueError for one that is no token."""
         with self._use():
             for request_id, token in zip(self._ids, tokens, strict=True):
-                self._engine.choose(request_id, token)
+                self._engine.set_token(request_id, token)
 
     def __enter__(self) -> Lockstep:
         return self
@@ -76,4 +76,4 @@ class Lockstep:
         with self._use():
             for request_id in self._ids:
                 self._engine.cancel(request_id)
-            self._settle()
+            self._release_idle_blocks()

@@ -12,35 +12,35 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from lamina.request import CompletionOutput, RequestOutput, SamplingParams
+from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
+from lamina.scheduler.sessions.session_table import SessionInfo, SessionName
+from lamina.scheduler.sessions.session_turns import EMPTY_TRANSCRIPT, SessionTurns, TurnTranscript
 
-from .conversations.sessions import SessionFacts, SessionName
-from .conversations.terms import PLAIN, KVTerms
-from .conversations.turns import NOTHING_SAID, Said, Turns
+from .detokenizer import DecodeToken, IncrementalDetokenizer
 from .engine import Engine
-from .text import Pieces, Spell
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class EngineRequest:
     """A prompt as the engine takes it, see ``Engine.add``."""
 
     prompt: list[int]
     params: SamplingParams
     text: str | None = None
-    make_pieces: Callable[[], Pieces] | None = None
-    spell: Spell | None = None
-    terms: KVTerms = PLAIN
-    said: Said = NOTHING_SAID  # in a session
+    make_detokenizer: Callable[[], IncrementalDetokenizer] | None = None
+    decode_token: DecodeToken | None = None
+    cache_options: CacheOptions = DEFAULT_CACHE_OPTIONS
+    transcript: TurnTranscript = EMPTY_TRANSCRIPT  # in a session
 
 
-class Feed:
+class RequestOutputCollector:
     """The outputs of a reader's requests that it has not seen yet. One thread may fill it while another one reads."""
 
     def __init__(self, count: int = 1, *, finished_only: bool = False, name: str | None = None) -> None:
         """``count``: requests. ``finished_only``: the reader wants none that still grows. ``name``: the request_id of
         what it gets; None = the engine's number.
         """
-        self.ids: list[int] = []  # of its requests, once the engine has them
+        self.request_ids: list[int] = []  # of its requests, once the engine has them
         self.dropped = False  # nobody reads it any more
         self._left = count  # not finished
         self._finished_only = finished_only
@@ -50,11 +50,11 @@ class Feed:
         self._lock = threading.RLock()  # a garbage collector may come by while it is held
 
     @property
-    def unfinished(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether some of its requests may still grow."""
         return self._left > 0 and self._error is None
 
-    def push(self, output: RequestOutput) -> None:
+    def put(self, output: RequestOutput) -> None:
         """One of its requests has grown. Takes the same time however long it is."""
         finished = output.finished
         with self._lock:
@@ -63,14 +63,14 @@ class Feed:
                 self._grown[output.request_id] = _Mark(output)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come: ``take`` raises ``error`` behind what has come. The first one stays; where all is
-        finished, there is none.
+        """Nothing more will come: ``get_nowait`` raises ``error`` behind what has come. The first one stays; where all
+        is finished, there is none.
         """
         with self._lock:
             if self._left > 0:
                 self._error = self._error or error
 
-    def take(self) -> RequestOutput | None:
+    def get_nowait(self) -> RequestOutput | None:
         """The output of a request that has grown since it was taken last; it changes no more. None where none has
         grown.
 
@@ -86,14 +86,14 @@ class Feed:
         return mark.output(request_id if self._name is None else self._name)
 
 
-class Streams:
+class RequestStreams:
     """The requests of an engine that have a reader. One thread at a time uses it, the engine's."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._feeds: dict[int, Feed] = {}  # by unfinished request
-        self._turns = Turns()
-        self._speaks: dict[int, SessionName] = {}  # unfinished request -> the session of which it is a turn
+        self._collectors: dict[int, RequestOutputCollector] = {}  # by unfinished request
+        self._turns = SessionTurns()
+        self._session_of_request: dict[int, SessionName] = {}  # unfinished request -> the session of which it is a turn
 
     @property
     def has_work(self) -> bool:
@@ -101,104 +101,104 @@ class Streams:
         return self._engine.has_work
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the last step had nothing to do: requests wait for room."""
         return self._engine.idle
 
-    def add(self, asked: list[Asked], feed: Feed) -> None:
+    def add(self, asked: list[EngineRequest], feed: RequestOutputCollector) -> None:
         """Queue requests, whose outputs ``feed`` gets. Raises ValueError for a request that cannot be served, and the
         tokenizer's error for tokens that it cannot show; then none is queued.
         """
         for a in asked:
-            self._engine.check(a.prompt, a.params, a.terms)
+            self._engine.check(a.prompt, a.params, a.cache_options)
         try:
             for a in asked:
                 request_id = self._add(a)
-                feed.ids.append(request_id)
-                self._feeds[request_id] = feed
+                feed.request_ids.append(request_id)
+                self._collectors[request_id] = feed
         except BaseException:
             self.drop(feed)
             raise
 
-    def _add(self, a: Asked) -> int:
-        session = a.terms.session
+    def _add(self, a: EngineRequest) -> int:
+        session = a.cache_options.session
         if session is not None:
-            self._turns.begin(session, a.said)
+            self._turns.begin(session, a.transcript)
         try:
             request_id = self._engine.add(
                 a.prompt,
                 a.params,
                 text=a.text,
-                make_pieces=a.make_pieces,
-                spell=a.spell,
-                terms=a.terms,
+                make_pieces=a.make_detokenizer,
+                decode_token=a.decode_token,
+                terms=a.cache_options,
             )
         except BaseException:
             if session is not None:
                 self._turns.end(session, answered=False)
             raise
         if session is not None:
-            self._speaks[request_id] = session
+            self._session_of_request[request_id] = session
         return request_id
 
     def _end_turn(self, request_id: int, *, answered: bool) -> None:
-        if (name := self._speaks.pop(request_id, None)) is not None:
+        if (name := self._session_of_request.pop(request_id, None)) is not None:
             self._turns.end(name, answered=answered)
 
-    def sessions(self) -> list[SessionFacts]:
+    def sessions(self) -> list[SessionInfo]:
         """Of this engine, which has one tenant."""
-        return self._engine.scheduler.leaves.of_tenant(b"")
+        return self._engine.scheduler.session_cache.list_tenant(b"")
 
     def drop_session(self, name: str) -> bool:
         """Forget a session and give up its KV; False: there is no such session. Raises SessionBusyError while a turn of
         it is under way.
         """
-        self._turns.drop(SessionName(b"", name))
+        self._turns.drop_session(SessionName(b"", name))
         return self._engine.drop_session(SessionName(b"", name))
 
-    def step(self) -> list[Feed]:
+    def step(self) -> list[RequestOutputCollector]:
         """``Engine.step``; the feeds that have got something. Raises WorkerError when a worker is lost."""
         fed = []
         for output in self._engine.step():
-            feed = self._feeds.get(output.request_id)
+            feed = self._collectors.get(output.request_id)
             if feed is not None:
-                feed.push(output)
+                feed.put(output)
                 fed.append(feed)
                 if output.finished:
-                    del self._feeds[output.request_id]
+                    del self._collectors[output.request_id]
                     self._end_turn(output.request_id, answered=_answered(output))
         return fed
 
-    def drop(self, feed: Feed) -> None:
+    def drop(self, feed: RequestOutputCollector) -> None:
         """Nobody reads ``feed`` any more: cancel its unfinished requests. Idempotent."""
         feed.dropped = True
-        for request_id in feed.ids:
-            if self._feeds.pop(request_id, None) is not None:
+        for request_id in feed.request_ids:
+            if self._collectors.pop(request_id, None) is not None:
                 self._engine.cancel(request_id)
                 self._end_turn(request_id, answered=False)
 
-    def abort(self, feed: Feed) -> None:
+    def abort(self, feed: RequestOutputCollector) -> None:
         """End what is unfinished; its reader gets it as far as it came, with the finish_reason "abort"."""
-        for request_id in feed.ids:
-            if self._feeds.pop(request_id, None) is not None and (output := self._engine.cancel(request_id)):
-                feed.push(output)
+        for request_id in feed.request_ids:
+            if self._collectors.pop(request_id, None) is not None and (output := self._engine.cancel(request_id)):
+                feed.put(output)
                 self._end_turn(request_id, answered=False)
 
     def reset_prefix_cache(self) -> None:
         """Find no KV of finished requests any more; its blocks are free with the next step."""
         self._engine.reset_prefix_cache()
 
-    def settle(self) -> None:
+    def release_idle_blocks(self) -> None:
         """Where no request is left: take in the steps in flight, so that an idle engine holds no blocks for them."""
-        self._engine.settle()
+        self._engine.release_idle_blocks()
 
-    def look(self) -> None:
+    def check_workers(self) -> None:
         """Of an engine without work: whether its workers live. Raises WorkerError when one is lost for good."""
-        self._engine.look()
+        self._engine.check_workers()
 
-    def take_all(self) -> list[Feed]:
+    def pop_collectors(self) -> list[RequestOutputCollector]:
         """The feeds of unfinished requests, for the caller to fail: none of them goes on."""
-        feeds, self._feeds = list(self._feeds.values()), {}
+        feeds, self._collectors = list(self._collectors.values()), {}
         return feeds
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lamina.protocol.options.declare import parse_size
+from lamina.config.option import parse_size
 
 _RATES = ("tflops", "bandwidth")
 _WORDS = ("title", "memory", "source")
@@ -53,7 +53,7 @@ def entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, entry
 
 
-def checked(entry: Mapping[str, Any], known: Mapping[str, type], optional: Mapping[str, type], where: str) -> None:
+def check_fields(entry: Mapping[str, Any], known: Mapping[str, type], optional: Mapping[str, type], where: str) -> None:
     """Raises ValueError, behind ``where``, unless ``entry`` has the fields ``known`` and no others than these and the
     ``optional`` ones. Numbers are positive, and no field is empty.
     """
@@ -72,7 +72,9 @@ def checked(entry: Mapping[str, Any], known: Mapping[str, type], optional: Mappi
 
 def _device(name: str, entry: dict[str, Any], path: Path) -> Device:
     where = f"{path}: [{name}]"
-    checked(entry, {**dict.fromkeys(_WORDS, str), **dict.fromkeys(_RATES, float)}, dict.fromkeys(_CARDS, float), where)
+    check_fields(
+        entry, {**dict.fromkeys(_WORDS, str), **dict.fromkeys(_RATES, float)}, dict.fromkeys(_CARDS, float), where
+    )
     memory = entry["memory"].strip()
     if memory.rstrip("Bb") == memory:
         raise ValueError(f"{where}: memory {memory} has no unit: write GB (10^9 bytes) or GiB (2^30)")

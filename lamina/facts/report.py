@@ -12,7 +12,7 @@ from .roofline import ALPHA, Estimate
 _BLOCKS = ("before_q", "between", "after_kv")
 
 
-def size(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
     """1.5 GB, decimal units."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= factor:
@@ -20,14 +20,14 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """1.2 s, 12.3 ms or 45.6 us."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
-def counted(number: int, one: str, many: str = "") -> str:
+def count_text(number: int, one: str, many: str = "") -> str:
     """A number of things, as in "1 batch", "2 batches"; ``many`` where that is not ``one`` and an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
@@ -38,7 +38,7 @@ def explain_text(facts: dict[str, Any]) -> str:
     kinds, stamped = facts["num_distinct_slices"], facts["stamped_layers"]
     how = f"{layers - stamped} layers captured, {stamped} stamped from equal slices" if stamped else "all captured"
     rows = {"numeric": "shown by rule and by running", "static": "shown by rule", "unchecked": "not checked"}
-    weights = size(facts["weight_bytes"])
+    weights = size_text(facts["weight_bytes"])
     lines = [
         f"{facts['model']}: {facts['architecture']}, {facts['dtype']}, {layers} attention layers, {weights} of weights",
         f"{facts['num_slices']} slices of {kinds} kinds ({how}); row independence {rows[facts['rows']]}",
@@ -78,7 +78,7 @@ def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
         first = piece["q_first"]
         shares = [_percent(piece["gemm_share"][b]) for b in _BLOCKS] if first is not None else ["-"] * 3
         verdict = "-" if first is None else "yes" if first else "no"
-        rows.append([label, str(piece["operators"]), size(piece["weight_bytes"]), *shares, verdict])
+        rows.append([label, str(piece["operators"]), size_text(piece["weight_bytes"]), *shares, verdict])
         if first is False:
             notes.setdefault(piece["why"], []).append(label)
     explanations = [f"  Q is not first in {', '.join(where)}: {why}" for why, where in notes.items()]
@@ -100,7 +100,10 @@ def _crossings(facts: dict[str, Any]) -> list[str]:
         each = ", ".join(f"{k.upper()} {layer[k]:,}" for k in sizes)
         rows.append(["messages", label, f"{sum(layer[k] for k in sizes):,}", each])
     step = facts["message_bytes_per_token"]
-    return [*table(rows), f"  all messages of one token: {size(step)}; all cuts: {size(facts['cut_bytes_per_token'])}"]
+    return [
+        *table(rows),
+        f"  all messages of one token: {size_text(step)}; all cuts: {size_text(facts['cut_bytes_per_token'])}",
+    ]
 
 
 def estimate_text(estimate: Estimate, compute: Device, memory: Device, kv_cache_dtype: str = "auto") -> str:
@@ -109,20 +112,20 @@ def estimate_text(estimate: Estimate, compute: Device, memory: Device, kv_cache_
     """
     network = "no network card is stated for these devices"
     if estimate.network_s is not None:
-        network = f"{duration(estimate.network_s)} over the devices' own network cards, if nothing overlaps"
+        network = f"{duration_text(estimate.network_s)} over the devices' own network cards, if nothing overlaps"
     share = f"{100 * estimate.compute_bound:.0f} % of it limited by FLOP/s, the rest by memory"
     kv = "KV cache" if kv_cache_dtype == "auto" else f"KV cache in {kv_cache_dtype}"
     rows = [
-        ["model", duration(estimate.model_s), share],
-        ["attention", duration(estimate.attention_s), f"limited by {estimate.attention_bound}"],
-        ["messages", size(estimate.message_bytes), network],
+        ["model", duration_text(estimate.model_s), share],
+        ["attention", duration_text(estimate.attention_s), f"limited by {estimate.attention_bound}"],
+        ["messages", size_text(estimate.message_bytes), network],
         [
             "minimum bandwidth",
             f"{estimate.min_bandwidth / 1e9:.1f} GB/s",
             f"for messages to take {ALPHA:.0%} of model + attention (arXiv 2405.01814, section 3)",
         ],
-        ["weights", size(estimate.weight_bytes), _fits(estimate.compute_needed, estimate.num_compute, compute)],
-        [kv, size(estimate.kv_bytes), _fits(estimate.memory_needed, estimate.num_memory, memory)],
+        ["weights", size_text(estimate.weight_bytes), _fits(estimate.compute_needed, estimate.num_compute, compute)],
+        [kv, size_text(estimate.kv_bytes), _fits(estimate.memory_needed, estimate.num_memory, memory)],
     ]
     title = (
         f"modelled, not measured: one step at peak rates, batch {estimate.batch}, length {estimate.length}, on "

@@ -20,14 +20,14 @@ TENANT_BYTES = 16
 PROMPT, DECODE = "prompt", "decode"
 
 
-class Atom(NamedTuple):
+class PageFragment(NamedTuple):
     """Names one atom of a page. ``head``: a KV head of the whole model's layer, not of a rank's part."""
 
     layer: int
     head: int
 
 
-class AtomForm(NamedTuple):
+class FragmentFormat(NamedTuple):
     """Bytes of one token's part of the atoms of one layer. ``scale``: of its fp32 scale of K, and of V; 0 = none."""
 
     k: int
@@ -39,7 +39,7 @@ class AtomForm(NamedTuple):
         return tokens * (self.k + self.v + 2 * self.scale)
 
 
-class Recipe(NamedTuple):
+class Provenance(NamedTuple):
     """How the K and V of a page were computed: KV of one recipe is equal bit for bit, of two perhaps not."""
 
     source: str  # PROMPT or DECODE
@@ -51,12 +51,12 @@ class Recipe(NamedTuple):
 class Page(NamedTuple):
     """Names a page, and says what it is."""
 
-    key: bytes  # lamina.kv.keys
+    key: bytes  # lamina.kv.page_keys
     number: int  # its first token's position is PAGE * number
     tokens: int  # 1 .. PAGE
     tenant: bytes  # TENANT_BYTES, whose data key encrypts it
-    recipe: Recipe
+    provenance: Provenance
 
-    def is_same(self, other: Page) -> bool:
+    def is_same_page(self, other: Page) -> bool:
         """Whether both are one page, be it that its K and V were computed in two ways."""
-        return self._replace(recipe=other.recipe) == other
+        return self._replace(provenance=other.provenance) == other

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lamina.protocol.options.sparsity import SparsityOptions
+from lamina.config.sparsity import SparsityOptions
 
-DECODE_ROWS = 8  # that are scored before blocks are dropped again
+OBSERVED_DECODE_ROWS = 8  # that are scored before blocks are dropped again
 
 
-class Budget(NamedTuple):
+class KvBudget(NamedTuple):
     """What a sequence keeps in each sparse layer, or a query attends; in tokens, in whole blocks of ``block_size``."""
 
     tokens: int
@@ -25,9 +25,9 @@ class Budget(NamedTuple):
     block_size: int
 
 
-def budget_of(options: SparsityOptions, block_size: int) -> Budget:
+def kv_budget(options: SparsityOptions, block_size: int) -> KvBudget:
     """Of an engine."""
-    return Budget(options.kv_budget, options.kv_sink, options.kv_recent, block_size)
+    return KvBudget(options.kv_budget, options.kv_sink, options.kv_recent, block_size)
 
 
 class PastDrop(NamedTuple):
@@ -44,44 +44,44 @@ class BlockScores:
     as before.
     """
 
-    due: int  # tokens that it has when blocks are dropped next
-    window: int  # rows before that which are scored
-    left: int = 0  # reports to come
-    rows: int = 0  # that were scored since blocks were dropped
-    fresh: list[int] = field(default_factory=list)  # sums over these rows, by block
-    before: list[int] = field(default_factory=list)  # scores by which blocks were dropped last
-    dropped: list[int] = field(default_factory=list)  # ascending
-    past: list[PastDrop] = field(default_factory=list)  # the oldest first
-    again: list[PastDrop] = field(default_factory=list)  # drops of these that are to be repeated
+    num_due: int  # tokens that it has when blocks are dropped next
+    observation_window: int  # rows before that which are scored
+    num_missing_reports: int = 0  # reports to come
+    num_rows: int = 0  # that were scored since blocks were dropped
+    new_scores: list[int] = field(default_factory=list)  # sums over these rows, by block
+    earlier_scores: list[int] = field(default_factory=list)  # scores by which blocks were dropped last
+    dropped_blocks: list[int] = field(default_factory=list)  # ascending
+    past_drops: list[PastDrop] = field(default_factory=list)  # the oldest first
+    drops_to_repeat: list[PastDrop] = field(default_factory=list)  # drops of these that are to be repeated
 
     @property
-    def stop(self) -> int:
+    def next_drop_length(self) -> int:
         """Tokens that the sequence has when it loses blocks next: no step has rows behind them."""
-        return self.again[0].length if self.again else self.due
+        return self.drops_to_repeat[0].length if self.drops_to_repeat else self.num_due
 
     def add(self, scores: Sequence[int]) -> None:
         """What one memory worker has told of its heads."""
-        self.fresh += [0] * (len(scores) - len(self.fresh))
+        self.new_scores += [0] * (len(scores) - len(self.new_scores))
         for number, score in enumerate(scores):
-            self.fresh[number] += score
+            self.new_scores[number] += score
 
-    def drop(self, length: int, budget: Budget) -> list[int]:
+    def drop(self, length: int, budget: KvBudget) -> list[int]:
         """The blocks that the sequence of ``length`` tokens loses now; what was scored before counts half."""
         size = -(-length // budget.block_size)
-        now, old = (x + [0] * (size - len(x)) for x in (self.fresh, self.before))
-        self.before = [a // max(1, self.rows) + b // 2 for a, b in zip(now, old, strict=True)]
-        gone = choose(self.before, self.dropped, length, budget)
-        self.dropped = sorted([*self.dropped, *gone])
-        self.past.append(PastDrop(length, gone))
-        self.fresh, self.rows = [], 0
+        now, old = (x + [0] * (size - len(x)) for x in (self.new_scores, self.earlier_scores))
+        self.earlier_scores = [a // max(1, self.num_rows) + b // 2 for a, b in zip(now, old, strict=True)]
+        gone = choose_dropped(self.earlier_scores, self.dropped_blocks, length, budget)
+        self.dropped_blocks = sorted([*self.dropped_blocks, *gone])
+        self.past_drops.append(PastDrop(length, gone))
+        self.new_scores, self.num_rows = [], 0
         return gone
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Nothing of the sequence is stored any more, and no report will come."""
-        self.fresh, self.rows, self.left, self.again = [], 0, 0, list(self.past)
+        self.new_scores, self.num_rows, self.num_missing_reports, self.drops_to_repeat = [], 0, 0, list(self.past_drops)
 
 
-def free_blocks(length: int, budget: Budget) -> tuple[int, int, int]:
+def droppable_blocks(length: int, budget: KvBudget) -> tuple[int, int, int]:
     """Of a sequence of ``length`` tokens the blocks ``low .. high`` that need not stay, and how many of them may."""
     size = budget.block_size
     low, whole = -(-budget.sink // size), -(-length // size)
@@ -89,21 +89,21 @@ def free_blocks(length: int, budget: Budget) -> tuple[int, int, int]:
     return low, high, budget.tokens // size - (whole - (high - low))
 
 
-def choose(scores: Sequence[int], dropped: Collection[int], length: int, budget: Budget) -> list[int]:
-    """The blocks that a sequence of ``length`` tokens loses, ascending. ``scores``: by block; ``dropped``: those that
-    it has lost before.
+def choose_dropped(scores: Sequence[int], dropped: Collection[int], length: int, budget: KvBudget) -> list[int]:
+    """The blocks that a sequence of ``length`` tokens loses, ascending. ``scores``: by block; ``dropped``: those
+    that it has lost before.
     """
-    gone, (low, high, _) = set(dropped), free_blocks(length, budget)
+    gone, (low, high, _) = set(dropped), droppable_blocks(length, budget)
     kept = [n for n in range(-(-length // budget.block_size)) if n not in gone]
     free = {n: scores[n] for n in kept if low <= n < high}
     room = budget.tokens // budget.block_size - (len(kept) - len(free))
     if len(free) <= room:
         return []
-    pooled = pool(free)
+    pooled = pool_neighbours(free)
     best = sorted(free, key=lambda n: (pooled[n], scores[n], n), reverse=True)[: max(0, room)]
     return sorted(free.keys() - set(best))
 
 
-def pool(scores: Mapping[int, int]) -> dict[int, int]:
+def pool_neighbours(scores: Mapping[int, int]) -> dict[int, int]:
     """By block: the best score of it and its neighbours."""
     return {n: max(scores.get(m, 0) for m in (n - 1, n, n + 1)) for n in scores}

@@ -10,42 +10,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .messages import (
+from .lending_messages import (
     Debt,
     GiveBack,
     Heartbeat,
-    LoanAsk,
     LoanGranted,
     LoanRefused,
+    LoanRequest,
     Recall,
     Renew,
     Renewed,
 )
 
-FOR_EVER = float("inf")
+NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class LendingTerms:
-    """``cap``: blocks lent at most, ``debtor_cap``: to one debtor; ``threshold``: a debt worth a settlement."""
+    """``max_lent``: blocks lent at most, ``max_lent_per_debtor``: to one debtor; ``threshold``: a debt worth a
+    settlement."""
 
-    cap: int
-    debtor_cap: int
+    max_lent: int
+    max_lent_per_debtor: int
     lease_s: float = 10.0
     threshold: int = 1
-    place: str = ""
+    location: str = ""
     address: str = ""
 
 
 @dataclass
 class Lease:
-    """Blocks that ``debtor`` has until a time of the creditor's clock. ``recalled``: it is not renewed."""
+    """Blocks that ``debtor`` has until a time of the creditor's clock. ``is_recalled``: it is not renewed."""
 
     number: int
     debtor: str
     blocks: list[int]
     until: float
-    recalled: bool = False
+    is_recalled: bool = False
 
 
 class Creditor:
@@ -55,40 +56,40 @@ class Creditor:
         self.name, self.terms, self.size = name, terms, blocks
         self.leases: dict[int, Lease] = {}
         self.refusals = 0
-        self.in_use: set[int] = set()  # leases whose blocks a guest has: they end with the guest, and not by time
+        self.own_blocks: set[int] = set()  # leases whose blocks a guest has: they end with the guest, and not by time
         self._free = list(range(blocks - 1, -1, -1))
         self._busy = busy
         self._next = 0
-        self._beat = 0
+        self._heartbeat_number = 0
         self._frozen_until = 0.0
         self._answered: dict[str, tuple[int, LoanGranted | LoanRefused]] = {}  # debtor -> its last ask
 
     @property
-    def free(self) -> int:
+    def free_blocks(self) -> int:
         return len(self._free)
 
     @property
-    def lent(self) -> int:
+    def lent_blocks(self) -> int:
         """Blocks that others have."""
         return sum(len(x.blocks) for x in self.leases.values() if x.debtor != self.name)
 
     def lent_to(self, debtor: str) -> int:
         return sum(len(x.blocks) for x in self.leases.values() if x.debtor == debtor)
 
-    def take(self, ask: LoanAsk, now: float) -> LoanGranted | LoanRefused | None:
+    def answer_request(self, ask: LoanRequest, now: float) -> LoanGranted | LoanRefused | None:
         """Answer an ask, the local one of this instance too. None: an old ask that has come late."""
         self.expire(now)
         last, answer = self._answered.get(ask.debtor, (-1, None))
         if ask.number <= last:
             return answer if ask.number == last else None
-        why = self._why_not(ask.debtor, ask.blocks, now)
+        why = self._refusal_reason(ask.debtor, ask.blocks, now)
         if why:
             self.refusals += 1
-            refused = LoanRefused(number=ask.number, creditor=self.name, beat=self._beat, why=why)
+            refused = LoanRefused(number=ask.number, creditor=self.name, beat=self._heartbeat_number, why=why)
             self._answered[ask.debtor] = ask.number, refused
             return refused
         local = ask.debtor == self.name
-        until = FOR_EVER if local else now + self.terms.lease_s
+        until = NEVER if local else now + self.terms.lease_s
         blocks = [self._free.pop() for _ in range(ask.blocks)]
         self.leases[self._next] = Lease(self._next, ask.debtor, blocks, until)
         granted = LoanGranted(
@@ -107,7 +108,7 @@ class Creditor:
             if lease is None:
                 continue
             self._shrink(lease, held.blocks)
-            if not lease.recalled and lease.blocks:
+            if not lease.is_recalled and lease.blocks:
                 lease.until = max(lease.until, now + self.terms.lease_s)
                 kept.append(lease.number)
         return Renewed(number=message.number, creditor=self.name, leases=tuple(kept), lease_s=self.terms.lease_s)
@@ -122,27 +123,27 @@ class Creditor:
         before count, too.
         """
         orders = []
-        for lease in sorted(self.leases.values(), key=lambda x: (not x.recalled, -x.number)):
+        for lease in sorted(self.leases.values(), key=lambda x: (not x.is_recalled, -x.number)):
             if blocks <= 0:
                 break
             if lease.debtor == self.name:
                 continue
-            lease.recalled = True
+            lease.is_recalled = True
             orders.append(Recall(creditor=self.name, lease=lease.number, blocks=len(lease.blocks)))
             blocks -= len(lease.blocks)
         return orders
 
     def expire(self, now: float) -> list[Lease]:
         """The leases that nobody has renewed in time; their blocks are free."""
-        over = [x for x in self.leases.values() if x.until <= now and x.number not in self.in_use]
+        over = [x for x in self.leases.values() if x.until <= now and x.number not in self.own_blocks]
         for lease in over:
-            self.end(lease.number)
+            self.end_lease(lease.number)
         return over
 
-    def end(self, number: int) -> None:
+    def end_lease(self, number: int) -> None:
         """A lease whose debtor is known to be gone."""
         self._free += self.leases.pop(number).blocks
-        self.in_use.discard(number)
+        self.own_blocks.discard(number)
 
     def freeze(self, until: float) -> None:
         """No new loans until then: what debtors give back is for this instance alone."""
@@ -151,34 +152,38 @@ class Creditor:
     def heartbeat(self, now: float) -> Heartbeat:
         """The next one."""
         self.expire(now)
-        self._beat += 1
+        self._heartbeat_number += 1
         debtors = sorted({x.debtor for x in self.leases.values()} - {self.name})
-        room = 0 if self._busy() or now < self._frozen_until else min(self.free, self.terms.cap - self.lent)
+        room = (
+            0
+            if self._busy() or now < self._frozen_until
+            else min(self.free_blocks, self.terms.max_lent - self.lent_blocks)
+        )
         return Heartbeat(
             name=self.name,
-            number=self._beat,
+            number=self._heartbeat_number,
             free=max(0, room),
-            cap=self.terms.cap,
-            debtor_cap=self.terms.debtor_cap,
+            cap=self.terms.max_lent,
+            debtor_cap=self.terms.max_lent_per_debtor,
             threshold=self.terms.threshold,
             lent=tuple(Debt(d, self.lent_to(d)) for d in debtors),
-            place=self.terms.place,
+            place=self.terms.location,
             address=self.terms.address,
         )
 
-    def _why_not(self, debtor: str, blocks: int, now: float) -> str:
+    def _refusal_reason(self, debtor: str, blocks: int, now: float) -> str:
         if blocks < 1:
             return "nothing was asked for"
-        if blocks > self.free:
-            return f"{self.free} blocks are free"
+        if blocks > self.free_blocks:
+            return f"{self.free_blocks} blocks are free"
         if debtor == self.name:
             return ""
         if now < self._frozen_until:
             return "debts are being settled"
-        if self.lent + blocks > self.terms.cap:
-            return f"{self.lent} of {self.terms.cap} blocks are lent"
-        if (had := self.lent_to(debtor)) + blocks > self.terms.debtor_cap:
-            return f"one debtor may have {self.terms.debtor_cap} blocks, and has {had}"
+        if self.lent_blocks + blocks > self.terms.max_lent:
+            return f"{self.lent_blocks} of {self.terms.max_lent} blocks are lent"
+        if (had := self.lent_to(debtor)) + blocks > self.terms.max_lent_per_debtor:
+            return f"one debtor may have {self.terms.max_lent_per_debtor} blocks, and has {had}"
         return self._busy()
 
     def _lease_of(self, debtor: str, number: int) -> Lease | None:
@@ -191,5 +196,5 @@ class Creditor:
             self._free += lease.blocks[left:]
             del lease.blocks[left:]
         if not lease.blocks and lease.number in self.leases:
-            self.end(lease.number)
+            self.end_lease(lease.number)
         return count

@@ -14,19 +14,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from .messages import (
+from .lending_messages import (
     Candidate,
     Candidates,
+    CandidatesRequest,
+    CreditorRefused,
     Freeze,
     Frozen,
     GiveBack,
-    LeaseLeft,
-    LoanAsk,
+    LeaseRemainder,
     LoanGranted,
     LoanRefused,
-    Query,
+    LoanRequest,
     Recall,
-    Refusing,
     Renew,
     Renewed,
     Settle,
@@ -34,18 +34,18 @@ from .messages import (
 )
 
 LEDGER = ""  # the ledger's name as an address; instances have names of their own
-SAFE = 0.9  # of a lease, by the debtor's clock, which may be slower than the creditor's
+SAFETY_FACTOR = 0.9  # of a lease, by the debtor's clock, which may be slower than the creditor's
 RENEWALS = 3  # within a lease
-MOST_OPEN = 64  # renewals without an answer that are remembered
+MAX_OPEN_RENEWALS = 64  # renewals without an answer that are remembered
 Outgoing = tuple[str, msgspec.Struct]
 
 
 class BorrowingTerms(NamedTuple):
-    """``answer_s``: until somebody is thought not to answer; ``again_s``: between two queries."""
+    """``answer_s``: until somebody is thought not to answer; ``retry_s``: between two queries."""
 
-    place: str = ""
+    location: str = ""
     answer_s: float = 1.0
-    again_s: float = 1.0
+    retry_s: float = 1.0
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Debtor:
     name: str
     terms: BorrowingTerms
     may_stage: Callable[[int], bool] = lambda blocks: True
-    wanted: int = 0  # blocks, more than it has
+    num_wanted: int = 0  # blocks, more than it has
     loans: dict[tuple[str, int], Borrowed] = field(default_factory=dict)  # by creditor and lease
     addresses: dict[str, str] = field(default_factory=dict)  # of creditors, as the ledger has said
     refusals: int = 0
@@ -104,14 +104,14 @@ class Debtor:
     _number: int = 0
 
     @property
-    def blocks(self) -> int:
+    def num_borrowed(self) -> int:
         """Borrowed, all together."""
         return sum(b.blocks for b in self.loans.values())
 
     @property
-    def seeks(self) -> bool:
+    def is_seeking(self) -> bool:
         """Whether it may get more than it has."""
-        return self.wanted > 0 or self._search is not None
+        return self.num_wanted > 0 or self._search is not None
 
     def blocks_of(self, creditor: str) -> int:
         """Borrowed of this one."""
@@ -136,7 +136,7 @@ class Debtor:
             out += self._next_ask(search, now) if search.left is not None else self._give_up(now)
         return out + self._begin_search(now)
 
-    def hear(self, message: msgspec.Struct, now: float) -> list[Outgoing]:
+    def on_message(self, message: msgspec.Struct, now: float) -> list[Outgoing]:
         """A message of the ledger or of a creditor."""
         self.expire(now)
         match message:
@@ -176,7 +176,7 @@ class Debtor:
         loan.blocks = left
         if not left:
             del self.loans[creditor, lease]
-        return [(creditor, GiveBack(debtor=self.name, left=LeaseLeft(lease, left)))]
+        return [(creditor, GiveBack(debtor=self.name, left=LeaseRemainder(lease, left)))]
 
     def expire(self, now: float) -> list[Borrowed]:
         """Leases that could not be renewed in time: what lay there is lost."""
@@ -185,7 +185,7 @@ class Debtor:
             del self.loans[loan.creditor, loan.lease]
         return over
 
-    def lost(self, creditor: str) -> list[Borrowed]:
+    def on_creditor_lost(self, creditor: str) -> list[Borrowed]:
         """All that a creditor had lent, which is known to be gone."""
         over = [b for b in self.loans.values() if b.creditor == creditor]
         for loan in over:
@@ -194,10 +194,12 @@ class Debtor:
 
     # How it comes by more:
     def _begin_search(self, now: float) -> list[Outgoing]:
-        if self.wanted < 1 or self._search is not None or now < self._search_at or self.frozen_until(now):
+        if self.num_wanted < 1 or self._search is not None or now < self._search_at or self.frozen_until(now):
             return []
-        self._search = _Search(self._count(), self.wanted, now)
-        query = Query(debtor=self.name, number=self._search.query, blocks=self.wanted, place=self.terms.place)
+        self._search = _Search(self._count(), self.num_wanted, now)
+        query = CandidatesRequest(
+            debtor=self.name, number=self._search.query, blocks=self.num_wanted, place=self.terms.location
+        )
         return [(LEDGER, query)]
 
     def _candidates(self, message: Candidates, now: float) -> list[Outgoing]:
@@ -213,46 +215,46 @@ class Debtor:
             return self._give_up(now)
         search.asked, search.ask, search.since = search.left.popleft(), self._count(), now
         blocks = max(1, min(search.blocks, search.asked.free))
-        return [(search.asked.name, LoanAsk(debtor=self.name, number=search.ask, blocks=blocks))]
+        return [(search.asked.name, LoanRequest(debtor=self.name, number=search.ask, blocks=blocks))]
 
     def _give_up(self, now: float) -> list[Outgoing]:
-        self._search, self._search_at = None, now + self.terms.again_s
+        self._search, self._search_at = None, now + self.terms.retry_s
         return []
 
     def _granted(self, message: LoanGranted, now: float) -> list[Outgoing]:
         key, search = (message.creditor, message.lease), self._search
         if key in self.loans:
             return []  # it has come twice
-        back: list[Outgoing] = [(message.creditor, GiveBack(debtor=self.name, left=LeaseLeft(message.lease, 0)))]
+        back: list[Outgoing] = [(message.creditor, GiveBack(debtor=self.name, left=LeaseRemainder(message.lease, 0)))]
         if search is None or search.asked is None or (search.ask, search.asked.name) != (message.number, key[0]):
             return back  # nobody waits for it any more
         self._search, self._search_at = None, now
-        until = search.since + SAFE * message.lease_s
+        until = search.since + SAFETY_FACTOR * message.lease_s
         if until <= now:
             return back
         self.loans[key] = Borrowed(*key, message.blocks, until, message.lease_s)
         self._renew_at = min(self._renew_at, now + message.lease_s / RENEWALS)
-        self.wanted = max(0, self.wanted - message.blocks)
+        self.num_wanted = max(0, self.num_wanted - message.blocks)
         return self._begin_search(now)  # for the rest
 
     def _refused(self, message: LoanRefused, now: float) -> list[Outgoing]:
-        told: list[Outgoing] = [(LEDGER, Refusing(creditor=message.creditor, beat=message.beat))]
+        outgoing: list[Outgoing] = [(LEDGER, CreditorRefused(creditor=message.creditor, beat=message.beat))]
         search = self._search
         if search is None or search.ask != message.number:
-            return told
+            return outgoing
         self.refusals += 1
-        return told + self._next_ask(search, now)
+        return outgoing + self._next_ask(search, now)
 
     # How it keeps it:
     def _renew(self, now: float) -> list[Outgoing]:
         out: list[Outgoing] = []
         self._renew_at = min((now + b.lease_s / RENEWALS for b in self.loans.values()), default=float("inf"))
         for creditor in sorted({b.creditor for b in self.loans.values()}):
-            held = tuple(LeaseLeft(b.lease, b.blocks) for b in self.loans.values() if b.creditor == creditor)
+            held = tuple(LeaseRemainder(b.lease, b.blocks) for b in self.loans.values() if b.creditor == creditor)
             number = self._count()
             self._open[number] = _Open(creditor, now, tuple(h.lease for h in held))
             out.append((creditor, Renew(debtor=self.name, number=number, leases=held)))
-        while len(self._open) > MOST_OPEN:
+        while len(self._open) > MAX_OPEN_RENEWALS:
             del self._open[min(self._open)]
         return out
 
@@ -265,7 +267,7 @@ class Debtor:
             if (loan := self.loans.get((message.creditor, lease))) is None:
                 continue
             if lease in message.leases:
-                loan.until = max(loan.until, asked.sent_at + SAFE * message.lease_s)
+                loan.until = max(loan.until, asked.sent_at + SAFETY_FACTOR * message.lease_s)
             else:
                 loan.recalled = loan.blocks
 

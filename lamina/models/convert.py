@@ -8,19 +8,19 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from lamina.attention.op import ATTENTION_OP
-from lamina.attention.spec import AttentionSpec
 from lamina.converter import ConversionError, CutCall, SlicedProgram, convert
-from lamina.protocol.plan import LayerShape
+from lamina.ops.attention.op import ATTENTION_OP
+from lamina.ops.attention.spec import AttentionSpec
+from lamina.protocol.step_plan import LayerShape
 
-from .captures import CaptureFile, capture_file
+from .attention_routing import WHOLE_MODEL, DecodeStep, WeightShard, routed_attention
+from .capture_cache import CaptureCache, capture_file
 from .checkpoint import FileStamp
 from .errors import UnsupportedModelError
-from .load import ONE_AT_A_TIME
-from .refuse import check_config, check_layers, num_layers
-from .route import WHOLE, DecodeStep, WeightPart, routed
+from .load import LOAD_LOCK
+from .unsupported_models import check_config, check_layers, num_layers
 
-SHOWN = "tokens and rows are apart"
+MAX_SHOWN = "tokens and rows are apart"
 
 
 def convert_model(
@@ -30,7 +30,7 @@ def convert_model(
     hoist: bool = False,
     check_rows: bool = True,
     deterministic: bool = False,
-    part: WeightPart = WHOLE,
+    part: WeightShard = WHOLE_MODEL,
     keep: bool = False,
     stamps: Sequence[FileStamp] = (),
 ) -> SlicedProgram:
@@ -51,9 +51,9 @@ def convert_model(
     check_config(model)
     experts = "batched_mm" if deterministic else "grouped_mm"
     kept = capture_file(model, max_model_len=max_model_len, experts=experts, part=part) if keep else None
-    proof = kept.proof(stamps) if kept and stamps else None
-    route = routed(model, max_model_len=max_model_len, experts=experts, part=part)
-    with ONE_AT_A_TIME, _turn(kept, proof) as shown, route as router:
+    proof = kept.proof_file(stamps) if kept and stamps else None
+    route = routed_attention(model, max_model_len=max_model_len, experts=experts, part=part)
+    with LOAD_LOCK, _turn(kept, proof) as shown, route as router:
         expect = num_layers(model) if shown else len(check_layers(model, router, max_model_len))
         try:
             program = convert(
@@ -69,19 +69,19 @@ def convert_model(
         except ConversionError as error:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be cut: {error}") from error
         if proof and check_rows and not shown:
-            proof.write(SHOWN)
+            proof.write(MAX_SHOWN)
     return program
 
 
 @contextmanager
-def _turn(kept: CaptureFile | None, proof: CaptureFile | None) -> Iterator[bool]:
-    """Whether it was shown before what ``proof`` is for. Where that or the capture is not there, another process that
-    makes them is waited for.
+def _turn(kept: CaptureCache | None, proof: CaptureCache | None) -> Iterator[bool]:
+    """Whether it was shown before what ``proof`` is for. Where that or the capture is not there, another process
+    that makes them is waited for.
     """
     with ExitStack() as after:
-        if kept and (kept.read() is None or (proof and proof.read() != SHOWN)):
-            after.enter_context(kept.one_first())
-        yield proof is not None and proof.read() == SHOWN
+        if kept and (kept.read() is None or (proof and proof.read() != MAX_SHOWN)):
+            after.enter_context(kept.lock_for_capture())
+        yield proof is not None and proof.read() == MAX_SHOWN
 
 
 def layer_shapes(program: SlicedProgram) -> list[LayerShape]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_routing import WHOLE_MODEL, WeightShard
 from .checkpoint import (
     FileStamp,
     check_one_dtype,
@@ -24,13 +25,12 @@ from .checkpoint import (
     stored_dtype,
 )
 from .errors import ModelError
-from .pages import read_pages
 from .read_shard import read_shard
-from .route import WHOLE, WeightPart
-from .shard import plan_shard
+from .tensor_parallel_shard import plan_shard
+from .weight_pages import prefault_weights
 
 # Loading, routing and torch.export change what the whole process sees, and workers may share a process.
-ONE_AT_A_TIME = threading.Lock()
+LOAD_LOCK = threading.Lock()
 
 OnProgress = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -49,7 +49,7 @@ class LoadedModel:
     max_model_len: int
     dtype: torch.dtype
     path: Path | None  # of the checkpoint; None for a module
-    part: WeightPart = WHOLE  # of the weights
+    part: WeightShard = WHOLE_MODEL  # of the weights
     stamps: tuple[FileStamp, ...] = ()  # of the files of the weights, from before they were read
 
 
@@ -80,16 +80,16 @@ def load(
     if dtype == "auto":
         check_one_dtype(directory)
     stamps = file_stamps(directory)
-    with ONE_AT_A_TIME:
+    with LOAD_LOCK:
         if size > 1:
             model, part = _read_part(directory, config, dtype, trust_remote_code, progress, rank, size)
         else:
-            model, part = _from_pretrained(directory, config, dtype, trust_remote_code, progress), WHOLE
+            model, part = _from_pretrained(directory, config, dtype, trust_remote_code, progress), WHOLE_MODEL
     _read_ahead(model, directory, progress)
     return replace(_describe(model.eval().requires_grad_(False), directory), part=part, stamps=stamps)
 
 
-def make_tables() -> None:
+def prepare_transformers() -> None:
     """Have transformers make what it makes once in a process: how old names of weights, of all families, become new
     ones. That is half of the CPU time of loading a small model, nothing but Python, and the same for all workers.
     """
@@ -205,14 +205,14 @@ def _read_part(
     progress: OnProgress | None,
     rank: int,
     size: int,
-) -> tuple[nn.Module, WeightPart]:
+) -> tuple[nn.Module, WeightShard]:
     from safetensors import SafetensorError
     from transformers import GenerationConfig
 
     wanted = weights_dtype(directory, config, dtype)
     model = from_config(config, dtype=str(wanted).removeprefix("torch."), trust_remote_code=trust_remote_code)
     shard = plan_shard(model, rank, size, max_model_len(config))
-    shard.shrink(model)
+    shard.shrink_to_shard(model)
     try:
         with _quiet(progress):
             read_shard(model, directory, shard, wanted)
@@ -220,8 +220,8 @@ def _read_part(
                 model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (SafetensorError, RuntimeError, OSError, KeyError, ImportError) as error:
         raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
-    shard.join(model)
-    return model, shard.part
+    shard.attach_collectives(model)
+    return model, shard.weight_shard
 
 
 def _read_ahead(model: nn.Module, directory: Path, progress: OnProgress | None) -> None:
@@ -230,12 +230,12 @@ def _read_ahead(model: nn.Module, directory: Path, progress: OnProgress | None) 
             progress("reading weights (MB)", done, total)
 
     try:
-        read_pages([*model.parameters(), *model.buffers()], report)
+        prefault_weights([*model.parameters(), *model.buffers()], report)
     except OSError as error:
         raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
 
 
-class _Ticks:
+class _ProgressAdapter:
     """Stands in for a tqdm bar and passes its count on."""
 
     def __init__(self, report: OnProgress, iterable: Any, total: int) -> None:
@@ -255,7 +255,7 @@ def _quiet(progress: OnProgress | None = None) -> Iterator[None]:
 
     report = progress or (lambda stage, done, total: None)
     level = logging.get_verbosity()
-    previous = logging.set_tqdm_hook(lambda factory, args, kwargs: _Ticks(report, args[0], len(args[0])))
+    previous = logging.set_tqdm_hook(lambda factory, args, kwargs: _ProgressAdapter(report, args[0], len(args[0])))
     logging.set_verbosity_error()
     try:
         yield

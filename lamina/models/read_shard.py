@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .attention_routing import WHOLE_MODEL, WeightShard
 from .checkpoint import stored_weights, weight_files
 from .errors import ModelError, UnsupportedModelError
-from .pages import drop_pages
-from .route import WHOLE, WeightPart
-from .shard import DealtDim, Shard
+from .tensor_parallel_shard import ShardedDim, ShardPlan
+from .weight_pages import unmap_pages
 
 _SPREADS = {"MergeModulelist", "Concatenate"}  # what may become of weights as they are read: each is cut by itself
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -26,20 +26,20 @@ class WeightBytes(NamedTuple):
     copied: int
 
 
-class Read(NamedTuple):
-    """How a stored weight is read: it becomes ``target`` or a part of that; ``cut`` None = all of it."""
+class WeightRead(NamedTuple):
+    """How a stored weight is read: it becomes ``target`` or a part of that; ``sharded_dim`` None = all of it."""
 
     target: str
-    cut: DealtDim | None
+    sharded_dim: ShardedDim | None
     copied: bool
 
 
-class CutSlice:
+class LazySlice:
     """A part of a weight in a file. Read when it is asked for, as ``[...]``: mapped where it lies in one piece, else
     copied.
     """
 
-    def __init__(self, stored: Any, cut: DealtDim, part: WeightPart) -> None:
+    def __init__(self, stored: Any, cut: ShardedDim, part: WeightShard) -> None:
         """``stored``: safetensors' slice of the whole weight."""
         self._stored, self._cut, self._part = stored, cut, part
 
@@ -51,11 +51,11 @@ class CutSlice:
         part = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self._cut.dim)
         if part.data_ptr() != pieces[0].data_ptr():
             for x in pieces:  # copied; other readers of these pages have their own mapping
-                drop_pages(x)
+                unmap_pages(x)
         return part
 
 
-def read_shard(model: nn.Module, directory: Path, shard: Shard, dtype: torch.dtype) -> None:
+def read_shard(model: nn.Module, directory: Path, shard: ShardPlan, dtype: torch.dtype) -> None:
     """Fill a model on the meta device that ``shard`` has shrunk. Raises ModelError, SafetensorError, OSError."""
     from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -71,7 +71,7 @@ def read_shard(model: nn.Module, directory: Path, shard: Shard, dtype: torch.dty
             mapped, passing = (files.enter_context(safe_open(file, framework="pt")) for _ in range(2))
             for name in mapped.keys():  # noqa: SIM118 - it is no mapping
                 weights[name] = mapped.get_slice(name), passing.get_slice(name)
-        cut = _Cutter(model, shard, mapping)
+        cut = _ShardReader(model, shard, mapping)
         config = LoadStateDictConfig(
             dtype=dtype, dtype_plan=loading._get_dtype_plan(dtype), weight_mapping=mapping, use_safetensors=True
         )
@@ -86,10 +86,10 @@ def read_shard(model: nn.Module, directory: Path, shard: Shard, dtype: torch.dty
         raise ModelError(f"{directory} lacks weights of {type(model).__name__}: {missing[0]}{more}")
 
 
-class _Cutter:
+class _ShardReader:
     """Takes from each stored weight what ``shard`` has of the weight that it becomes."""
 
-    def __init__(self, model: nn.Module, shard: Shard, mapping: list[Any]) -> None:
+    def __init__(self, model: nn.Module, shard: ShardPlan, mapping: list[Any]) -> None:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         self._model, self._shard = model, shard
@@ -101,18 +101,18 @@ class _Cutter:
         """What to read of a weight; the same in two mappings of its file."""
         read = self.read(name, mapped.get_dtype(), len(mapped.get_shape()))
         source = passing if read.copied else mapped
-        return source if read.cut is None else CutSlice(source, read.cut, self._shard.part)
+        return source if read.sharded_dim is None else LazySlice(source, read.sharded_dim, self._shard.weight_shard)
 
-    def read(self, name: str, dtype: str, ndim: int) -> Read:
+    def read(self, name: str, dtype: str, ndim: int) -> WeightRead:
         """``dtype``, by safetensors' name, and ``ndim`` are those of the stored weight ``name``."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self._model.base_model_prefix
         target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._names)
-        cut, becomes = self._shard.cuts.get(target), self._names.get(target)
+        cut, becomes = self._shard.sharded_dims.get(target), self._names.get(target)
         copied = pattern is not None or (becomes is not None and _DTYPES.get(dtype) != becomes.dtype)
         if cut is None:
-            return Read(target, None, copied)
+            return WeightRead(target, None, copied)
         if pattern is not None:
             converter = next(c for c in self._converters if pattern in c.source_patterns)
             if strange := {type(op).__name__ for op in converter.operations} - _SPREADS:
@@ -120,17 +120,17 @@ class _Cutter:
                     f"--tensor-parallel-size: {name} goes through {strange.pop()} as it is read and cannot be cut"
                 )
             if len(converter.source_patterns) == cut.pieces:
-                cut = DealtDim(cut.dim)  # the pieces are weights of their own
-        return Read(target, cut, copied or cut.pieces > 1 or cut.dim + ndim > 0)
+                cut = ShardedDim(cut.dim)  # the pieces are weights of their own
+        return WeightRead(target, cut, copied or cut.pieces > 1 or cut.dim + ndim > 0)
 
 
-def weight_bytes(model: nn.Module, directory: Path, shard: Shard | None = None) -> WeightBytes:
+def weight_bytes(model: nn.Module, directory: Path, shard: ShardPlan | None = None) -> WeightBytes:
     """What a model takes whose weights are read from ``directory``. It is on the meta device, and ``shard`` has shrunk
     it, if there is one. Reads headers alone.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    cutter = _Cutter(model, shard or Shard(WHOLE, {}, {}), get_model_conversion_mapping(model))
+    cutter = _ShardReader(model, shard or ShardPlan(WHOLE_MODEL, {}, {}), get_model_conversion_mapping(model))
     reads = [cutter.read(w.name, w.dtype, len(w.shape)) for w in stored_weights(directory)]
     copied_names = {read.target for read in reads if read.copied}
     names: dict[int, set[str]] = {}  # of weights that are tied, all

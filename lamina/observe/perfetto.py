@@ -15,7 +15,7 @@ from .trace import ENGINE, ClockOffset, Event, Note, Recording, Span
 
 FORMAT = 1
 NOTE = "NOTE"  # the category of one
-LANES = ("work", "messages", "waiting", "pages", "saves")
+TRACKS = ("work", "messages", "waiting", "pages", "saves")
 MESSAGES = {Event.SEND_PLAN, Event.SEND_Q, Event.SEND_KV, Event.RECEIVE_O, Event.SEND_O}
 WAITING = {
     Event.WAIT_DONE, Event.WAIT_STEP, Event.WAIT_O, Event.WAIT_PLAN, Event.WAIT_Q, Event.WAIT_KV, Event.RESERVE,
@@ -54,19 +54,19 @@ _UNITS = {Event.SLICE: "rows", Event.SCHEDULE: "pairs"}
 _FLOW = {Event.SEND_Q: "s", Event.STORED: "t", Event.SEND_O: "t", Event.RECEIVE_O: "f"}
 
 
-def lane(event: Event) -> int:
+def track(event: Event) -> int:
     """Index into LANES."""
     if event == Event.SAVE:
         return 4
     return 3 if event in (Event.LOAD, Event.LEND) else 1 if event in MESSAGES else 2 if event in WAITING else 0
 
 
-def name(span: Span) -> str:
+def span_name(span: Span) -> str:
     """What a viewer shows, such as "slice 3"."""
     return NAMES[span.event] + (f" {span.layer}" if span.layer >= 0 else "")
 
 
-def order(device: str) -> tuple[int, str, int]:
+def device_order(device: str) -> tuple[int, str, int]:
     """Sorts devices: the engine, compute, memory and prefill workers, the rest; by number within."""
     role, _, number = device.partition("-")
     known = (ENGINE, "compute", "memory", "prefill")
@@ -110,29 +110,29 @@ def read(path: str) -> Recording:
 
 def _trace_events(recording: Recording, base: float) -> Iterator[dict[str, Any]]:
     spans = recording.spans
-    devices = sorted({*(s.device for s in spans), *(ENGINE for _ in recording.notes)}, key=order)
+    devices = sorted({*(s.device for s in spans), *(ENGINE for _ in recording.notes)}, key=device_order)
     pids = {device: i + 1 for i, device in enumerate(devices)}
     for device, pid in pids.items():
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": device}}
         yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-        for tid, text in enumerate(LANES):
+        for tid, text in enumerate(TRACKS):
             yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": text}}
             yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
     sent: set[str] = set()
     for span in spans:
-        place = {"pid": pids[span.device], "tid": lane(span.event)}
+        place = {"pid": pids[span.device], "tid": track(span.event)}
         start, end = (span.start - base) * 1e6, (span.end - base) * 1e6
         args = {"batch": span.batch, "step": span.step}
         args |= {k: v for k, v in (("layer", span.layer), ("peer", span.peer)) if v >= 0}
         args |= {_UNITS.get(span.event, "bytes"): span.value} if span.value else {}
         yield {
-            "ph": "X", "name": name(span), "cat": span.event.name, **place,
+            "ph": "X", "name": span_name(span), "cat": span.event.name, **place,
             "ts": round(start, 3), "dur": round(end - start, 3), "args": args,
         }  # fmt: skip
         yield from _arrow(span, place, start, sent)
     for note in recording.notes:
-        at = {"pid": pids[ENGINE], "tid": lane(Event.SCHEDULE), "ts": round((note.at - base) * 1e6, 3)}
-        yield {"ph": "i", "s": "p", "name": note.name, "cat": NOTE, **at, "args": note.said}
+        at = {"pid": pids[ENGINE], "tid": track(Event.SCHEDULE), "ts": round((note.at - base) * 1e6, 3)}
+        yield {"ph": "i", "s": "p", "name": note.name, "cat": NOTE, **at, "args": note.fields}
 
 
 def _arrow(span: Span, place: dict[str, int], start: float, sent: set[str]) -> Iterator[dict[str, Any]]:
@@ -143,7 +143,7 @@ def _arrow(span: Span, place: dict[str, int], start: float, sent: set[str]) -> I
     phase = _FLOW.get(span.event)
     if phase is None:
         return
-    worker = span.peer if span.event in (Event.SEND_Q, Event.RECEIVE_O) else order(span.device)[2]
+    worker = span.peer if span.event in (Event.SEND_Q, Event.RECEIVE_O) else device_order(span.device)[2]
     key = f"{span.batch}.{span.step}.{span.layer}.{worker}"
     if phase == "s":
         sent.add(key)

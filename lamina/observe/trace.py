@@ -7,7 +7,8 @@ A worker holds a Recorder, or OFF where nobody asked for a trace; both are calle
     trace.add(Event.WRITE, start, plan, layer)
 
 Times are seconds of CLOCK_MONOTONIC (what ``time.perf_counter`` and ``time.monotonic`` read on Linux), one clock for
-all processes of a host. Clocks of other hosts are set right when the spans are merged; see ``lamina.observe.collect``.
+all processes of a host. Clocks of other hosts are set right when the spans are merged; see
+``lamina.observe.trace_collection``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 ENGINE = "engine"  # the driver's device name; workers are "compute-0", "memory-1"
 NOTES = 1 << 14  # a process keeps so many, the newest ones
 CAPACITY = 1 << 18  # records of a process: 12 MiB, of which only the pages in use are ever touched
-FLIP = 255  # no Event, as it is never recorded: a drill wants a memory worker to damage its KV
+FLIP_BIT = 255  # no Event, as it is never recorded: a drill wants a memory worker to damage its KV
 _NATIVE = struct.Struct("=qqqqqq")
 _RECORD = struct.Struct("<BxxxiIiQQdd")  # event, layer, batch, peer, step, value, start, end
 
@@ -64,7 +65,7 @@ class Event(enum.IntEnum):
     RESERVE = 30  # any sender: until a slot of the peer's inbox is free
 
 
-class Moment(Protocol):
+class StepRef(Protocol):
     """Says which step something belongs to: a StepPlan, a Key, a StepDone."""
 
     @property
@@ -92,7 +93,7 @@ class Note(NamedTuple):
 
     at: float
     name: str
-    said: dict[str, Any]
+    fields: dict[str, Any]
 
 
 ROUNDING_S = 1e-9  # of differences of times
@@ -137,14 +138,14 @@ class Recorder:
         self._count, self._adding = 0, threading.Lock()
         self.notes: deque[Note] | None = deque(maxlen=NOTES)
 
-    def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:
+    def add(self, event: Event, start: float, at: StepRef, layer: int = -1, peer: int = -1, value: int = 0) -> float:
         """Record what ran from ``start`` until now; returns now."""
         end = time.perf_counter()
         self.put(event, start, end, at, layer, peer, value)
         return end
 
     def put(
-        self, event: Event, start: float, end: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0
+        self, event: Event, start: float, end: float, at: StepRef, layer: int = -1, peer: int = -1, value: int = 0
     ) -> None:
         """Record what ran from ``start`` to ``end``."""
         with self._adding:
@@ -152,20 +153,20 @@ class Recorder:
             _RECORD.pack_into(self._data, offset, event, layer, at.batch, peer, at.step, value, start, end)
             self._count += 1
 
-    def note(self, name: str, said: dict[str, Any]) -> None:
+    def note(self, name: str, fields: dict[str, Any]) -> None:
         """Keep some words of now. Not for what comes with every step."""
         if self.notes is not None:
-            self.notes.append(Note(time.perf_counter(), name, said))
+            self.notes.append(Note(time.perf_counter(), name, fields))
 
-    def due(self, event: int) -> bool:
+    def is_due(self, event: int) -> bool:
         """Whether somebody wants something done here that nothing brings by itself."""
         return False
 
-    def done(self, event: int) -> None:
+    def on_failpoint_passed(self, event: int) -> None:
         """It is done."""
 
     @property
-    def native(self) -> object:
+    def native_buffer(self) -> object:
         """What native modules are told: None = record no spans; else a buffer, empty or a Tripwire's."""
         return b""
 
@@ -178,7 +179,7 @@ class Recorder:
         return bytes(self._data[oldest:] + self._data[:oldest]), count - self._capacity
 
 
-class Silent(Recorder):
+class NullRecorder(Recorder):
     """Records nothing."""
 
     def __init__(self) -> None:
@@ -188,19 +189,19 @@ class Silent(Recorder):
     now = staticmethod(lambda: 0.0)
 
     @property
-    def native(self) -> object:
+    def native_buffer(self) -> object:
         return None
 
-    def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:
+    def add(self, event: Event, start: float, at: StepRef, layer: int = -1, peer: int = -1, value: int = 0) -> float:
         return 0.0
 
     def put(
-        self, event: Event, start: float, end: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0
+        self, event: Event, start: float, end: float, at: StepRef, layer: int = -1, peer: int = -1, value: int = 0
     ) -> None:
         pass
 
 
-OFF = Silent()
+NULL_RECORDER = NullRecorder()
 
 
 def native_spans(data: bytes) -> Iterator[tuple[int, int, int, float, float, int]]:

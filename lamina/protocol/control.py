@@ -16,17 +16,17 @@ from typing import Annotated, Any
 
 import msgspec
 
+from lamina.config.engine_config import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions
+from lamina.config.partition import KvShards
+from lamina.config.topology import TopologyOptions
 from lamina.request import FILTERS, Score
 
-from .move_ops import Neighbour
-from .options.engine import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions
-from .options.topology import TopologyOptions
-from .partition import Lanes
-from .plan import Bind, Bound, Keep, StepPlan
-from .tiers import TierFacts, TierPlace
+from .migration_ops import MigrationPeer
+from .offload_messages import OffloadConfig, OffloadFacts
+from .step_plan import BindReply, BindRequest, StepPlan, SurvivingKv
 
 MAX_FRAME = 1 << 28
-VIEW_BITS = 16  # of a view, which is the epoch of all channels that are opened under it
+EPOCH_BITS = 16  # of a view, which is the epoch of all channels that are opened under it
 _LENGTH = struct.Struct("<I")
 
 
@@ -62,7 +62,7 @@ class MemoryReady(msgspec.Struct, frozen=True, kw_only=True, tag="memory-ready")
     url: str  # where compute workers connect
 
 
-class AskStats(msgspec.Struct, frozen=True, tag="ask-stats"):
+class StatsRequest(msgspec.Struct, frozen=True, tag="ask-stats"):
     """Driver -> any worker. Answered by Stats, also while a step is running."""
 
 
@@ -72,7 +72,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     values: dict[str, float]
 
 
-class AskClock(msgspec.Struct, frozen=True, tag="ask-clock"):
+class ClockRequest(msgspec.Struct, frozen=True, tag="ask-clock"):
     """Driver -> any worker. Answered by ClockTime at once."""
 
 
@@ -80,7 +80,7 @@ class ClockTime(msgspec.Struct, frozen=True, kw_only=True, tag="clock-time"):
     now: float  # seconds of the worker's own clock
 
 
-class AskRate(msgspec.Struct, frozen=True, tag="ask-rate"):
+class RateRequest(msgspec.Struct, frozen=True, tag="ask-rate"):
     """Driver -> memory worker, before it is bound: how fast is its memory? Answered by Rate."""
 
 
@@ -88,7 +88,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True, tag="rate"):
     read_bytes_s: float
 
 
-class AskTrace(msgspec.Struct, frozen=True, tag="ask-trace"):
+class TraceRequest(msgspec.Struct, frozen=True, tag="ask-trace"):
     """Driver -> any worker, at the end. Answered by Trace."""
 
 
@@ -109,9 +109,9 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     topology: TopologyOptions  # with the weights of all memory workers, measured ones too
     devices: DeviceOptions
     deadlines: Deadlines
-    number: int  # of the replica, or of the prefill worker among its own kind
+    replica: int  # of the replica, or of the prefill worker among its own kind
     rank: int  # which part of the weights
-    copies: int  # of the weights on this host, for the first worker there to find room for; 0 for the others
+    weight_copies: int  # of the weights on this host, for the first worker there to find room for; 0 for the others
     device_number: int  # among the workers here that take the host's GPUs in turn
     threads: int  # 0 = torch's own choice
     scheme: str
@@ -120,17 +120,17 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     key: bytes  # empty: the worker's environment has it
     trace: bool  # record spans
     progress: bool = True  # somebody listens to it
-    identify: bool = False  # tell the model's identity
-    turns_keys: bool = False  # prove how its keys turn with their position
+    needs_identity: bool = False  # tell the model's identity
+    rotates_keys: bool = False  # prove how its keys turn with their position
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     """Compute or prefill worker -> driver: the model is cut, and a Connect may come. Where other workers find it."""
 
-    ring_url: str = ""  # for the replica, or the stage of prefill workers, before it; empty: there is none
+    pipeline_url: str = ""  # for the replica, or the stage of prefill workers, before it; empty: there is none
     rank_url: str = ""  # for the other ranks of its replica; empty: there is one rank
-    prompts_url: str = ""  # for the other prefill workers; empty: it is none, or the only one
-    identity: bytes = b""  # of the model, as kv.keys has it; empty: nobody keeps its KV beside the pool
+    prefix_url: str = ""  # for the other prefill workers; empty: it is none, or the only one
+    identity: bytes = b""  # of the model, as kv.page_keys has it; empty: nobody keeps its KV beside the pool
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -146,43 +146,47 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     channels, and keeps its weights or KV. All but memory workers answer it, with ComputeReady or Failed.
     """
 
-    view: Annotated[int, msgspec.Meta(ge=0, lt=1 << VIEW_BITS)]
-    joining: list[str] = []  # of a memory worker: the names of all that come, by number; empty: they have none
-    number: int | None = None  # of a compute worker: its replica's; None: as it was started for
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]
+    joining_names: list[str] = []  # of a memory worker: the names of all that come, by number; empty: they have none
+    replica: int | None = None  # of a compute worker: its replica's; None: as it was started for
     replicas: int = 0  # of others than memory workers: that there are in this view; 0: as the topology says
-    memory: list[Address] = []  # of others: the memory workers of its rank
-    ranks: list[Address] = []  # of a compute worker: all ranks of its replica, in order; empty: it is the only one
-    behind: Address | None = None  # of a compute worker: the next replica; None: it is the only one
-    before: str = ""  # the name of the replica before it
+    memory_addresses: list[Address] = []  # of others: the memory workers of its rank
+    rank_addresses: list[
+        Address
+    ] = []  # of a compute worker: all ranks of its replica, in order; empty: it is the only one
+    next_replica: Address | None = None  # of a compute worker: the next replica; None: it is the only one
+    previous_replica: str = ""  # the name of the replica before it
     topology: TopologyOptions | None = None  # of others than memory workers; None: as they were started for
-    keep: list[Keep] | None = None  # of memory and prefill workers: the KV that stays, and no other; None: all of it
+    surviving: list[SurvivingKv] | None = (
+        None  # of memory and prefill workers: the KV that stays, and no other; None: all of it
+    )
     kv_bytes: list[int] = []  # of compute workers: what each of these memory workers has for KV; empty: none has yet
-    tier: TierPlace | None = None  # of a memory worker: None: it keeps nothing beside its pool
+    storage: OffloadConfig | None = None  # of a memory worker: None: it keeps nothing beside its pool
     peers: list[Address] = []  # of a memory worker: all that have pages for each other, itself too; empty: none have
-    movers: list[Neighbour] = []  # of a memory worker: all of its rank, by number; empty: no stripes move
+    migration_peers: list[MigrationPeer] = []  # of a memory worker: all of its rank, by number; empty: no stripes move
 
 
-class Halt(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
-    """Driver -> any worker: a worker is lost. Let go of all channels of views before ``view``, come to rest, and keep
+class Quiesce(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
+    """Driver -> any worker: a worker is lost. Let go of all channels of views before ``epoch``, come to rest, and keep
     what you have loaded and stored. Answered by Halted, behind whatever was said before; a Connect follows.
     """
 
-    view: Annotated[int, msgspec.Meta(ge=0, lt=1 << VIEW_BITS)]
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]
 
 
-class Halted(msgspec.Struct, frozen=True, kw_only=True, tag="halted"):
+class Quiesced(msgspec.Struct, frozen=True, kw_only=True, tag="halted"):
     """Any worker -> driver: nothing of an older view will be done, or written, any more."""
 
-    view: int
-    kept: dict[int, int] = {}  # of a memory worker: sequence -> tokens whose K and V it has in all layers
+    epoch: int
+    surviving_tokens: dict[int, int] = {}  # of a memory worker: sequence -> tokens whose K and V it has in all layers
 
 
-class Broken(msgspec.Struct, frozen=True, tag="broken"):
-    """Compute or prefill worker -> driver: a channel of ``view`` has ended. It waits for Halt, Connect, or its end."""
+class ChannelLost(msgspec.Struct, frozen=True, tag="broken"):
+    """Compute or prefill worker -> driver: a channel of ``epoch`` has ended. It waits for Halt, Connect, or its end."""
 
-    view: int
+    epoch: int
     text: str
-    lacks: bool = False  # no worker is lost, but one lacks KV that the driver counts on
+    missing_kv: bool = False  # no worker is lost, but one lacks KV that the driver counts on
     peer: str = ""  # the name of the peer, if this worker has connected to it
 
 
@@ -197,26 +201,28 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready"):
     """Compute or prefill worker -> driver, in answer to a Connect: memory workers are bound. All say one model."""
 
-    view: int = 0  # of the Connect
+    epoch: int = 0  # of the Connect
     vocab_size: int
     num_layers: int  # attention operators
     max_model_len: int
     dtype: str
     eos_token_ids: list[int]
     windows: list[int]  # as in Bound, for the groups of all memory workers
-    lanes: list[Lanes]
+    kv_shards: list[KvShards]
     stripe: int
-    stays: bool = False
+    single_shard: bool = False
     sparse: list[bool] = []
     num_blocks: list[list[int]]  # group -> blocks, by holder
     holders: list[list[int]]  # group -> memory workers
     block_size: int
     kv_bytes: list[int] = []  # of each memory worker of this rank
-    bind: Bind | None = None  # of this rank's first memory worker; None: others have bound them
+    bind: BindRequest | None = None  # of this rank's first memory worker; None: others have bound them
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
-    tier: TierFacts | None = None  # of the memory workers, filled in by the driver; None: they keep nothing beside it
+    storage: OffloadFacts | None = (
+        None  # of the memory workers, filled in by the driver; None: they keep nothing beside it
+    )
     replicas: int = 0  # that there are in this view, filled in by the driver; 0: as many as at the start
-    stores: list[Bound] = []  # of a prefill worker, its own; the driver puts those of all together
+    prefill_stores: list[BindReply] = []  # of a prefill worker, its own; the driver puts those of all together
 
 
 class Penalties(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -225,23 +231,25 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     presence: float
     frequency: float
     repetition: float
-    bias: dict[int, float]
-    prompt: list[int]  # distinct tokens of the prompt, where the repetition penalty wants them
-    bad_words: list[list[int]] = []  # the last token of each is forbidden where the completion ends with the others
-    allowed: list[int] = []  # all others are forbidden; empty: none
+    logit_bias: dict[int, float]
+    prompt_token_ids: list[int]  # distinct tokens of the prompt, where the repetition penalty wants them
+    bad_words_token_ids: list[
+        list[int]
+    ] = []  # the last token of each is forbidden where the completion ends with the others
+    allowed_token_ids: list[int] = []  # all others are forbidden; empty: none
 
 
-class Adjust(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class LogitsUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """That a row's logits are changed, and what the workers do not know yet of the tokens that penalties count."""
 
-    since: int  # tokens of the completion that the sequence's draws have told before; 0 with ``start``
+    num_known_tokens: int  # tokens of the completion that the sequence's draws have told before; 0 with ``penalties``
     tokens: list[int]  # the tokens behind these; without the one that is still being drawn
-    start: Penalties | None = None  # None: as a draw before has said
+    penalties: Penalties | None = None  # None: as a draw before has said
 
 
-class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How to sample behind one row. A pure function of the row's logits, these fields and, if ``pending``, the token
-    that the step before drew for the sequence.
+class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How to sample behind one row. A pure function of the row's logits, these fields and, if ``has_pending_token``,
+    the token that the step before drew for the sequence.
     """
 
     row: int  # index into the step's rows, flat
@@ -250,24 +258,26 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     top_k: int  # 0 = all
     top_p: float
     seed: int
-    index: int  # of the output token; with seed it keys the random number
+    output_index: int  # of the output token; with seed it keys the random number
     logprobs: int  # -1 = none, else the number of alternatives to report besides the chosen token
-    banned: list[int] = []  # token ids that must not be chosen (the stop tokens before min_tokens)
+    banned_token_ids: list[int] = []  # token ids that must not be chosen (the stop tokens before min_tokens)
     min_p: float = 0.0
-    adjust: Adjust | None = None
-    pending: bool = False  # the sequence's last token is being drawn by the step before: penalties count it too
-    known: int = -1  # a token of the prompt, behind this row: only its log-probability is wanted
-    order: tuple[str, ...] = FILTERS  # of the filters: top_p is a share of the tokens that earlier filters leave
-    whole: bool = False  # nothing is drawn: the driver wants all logits of the row
-    beside: int = -1  # a draw of this step: this one gets its token, and compares its own logits with it
+    logits_update: LogitsUpdate | None = None
+    has_pending_token: bool = (
+        False  # the sequence's last token is being drawn by the step before: penalties count it too
+    )
+    prompt_logprob_token: int = -1  # a token of the prompt, behind this row: only its log-probability is wanted
+    filter_order: tuple[str, ...] = FILTERS  # of the filters: top_p is a share of the tokens that earlier filters leave
+    return_logits: bool = False  # nothing is drawn: the driver wants all logits of the row
+    reference_request: int = -1  # a draw of this step: this one gets its token, and compares its own logits with it
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):
     """One step of one batch, as the replicas need it."""
 
     plan: StepPlan
-    tokens: list[int]  # per row; -1 = what the previous step of this batch drew for the row's sequence
-    draws: list[Draw]
+    token_ids: list[int]  # per row; -1 = what the previous step of this batch drew for the row's sequence
+    sampling_requests: list[SamplingRequest]
 
 
 class RunRound(msgspec.Struct, frozen=True, kw_only=True, tag="run-round"):
@@ -278,31 +288,32 @@ class RunRound(msgspec.Struct, frozen=True, kw_only=True, tag="run-round"):
 
 
 NO_TOKEN = -1
-ALL_BANNED = -2
+ALL_TOKENS_BANNED = -2
 
 
-class Drawn(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token; NO_TOKEN where the largest logit is no finite number, ALL_BANNED where the draw bans every
-    token whose logit is one. ``logprobs``: of the chosen one first, then of the best, among which it may be again.
-    ``logits``: of a whole draw, whose token says nothing: fp32, by token, little-endian. ``apart``: of a draw beside
-    another, whether the most likely token is another one, and the KL of that one's distribution from its own, in nats.
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token; NO_TOKEN where the largest logit is no finite number, ALL_TOKENS_BANNED where the draw bans
+    every token whose logit is one. ``logprobs``: of the chosen one first, then of the best, among which it may be
+    again. ``logits``: of a whole draw, whose token says nothing: fp32, by token, little-endian. ``divergence``: of a
+    draw beside another, whether the most likely token is another one, and the KL of that one's distribution from its
+    own, in nats.
     """
 
     sequence: int
-    token: int
+    token_id: int
     logprobs: list[Score] = []
     logits: bytes = b""
-    apart: tuple[bool, float] | None = None
+    divergence: tuple[bool, float] | None = None
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):
     """The replica of the last slice, or a prefill worker once all its K and V are stored -> driver: a step's tokens."""
 
-    view: int = 0  # of the step's plan
+    epoch: int = 0  # of the step's plan
     batch: int
     step: int
-    drawn: list[Drawn]  # in the order of its draws
-    more: bool = False  # of the step's tokens follow, in messages of their own; see step_parts
+    sampled_tokens: list[SampledToken]  # in the order of its draws
+    has_more: bool = False  # of the step's tokens follow, in messages of their own; see step_parts
     fetch_s: float = 0.0  # seconds of a prefill worker's Fetch
 
 
@@ -315,9 +326,9 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
     text: str
     user_error: bool = False  # bad input, not a defect
-    by_peer: bool = False  # a channel ended, so that the other end knows better
-    left: dict[str, int] = {}  # of a server's engine: so many workers have room, see FewerError
-    without: list[str] = []
+    caused_by_peer: bool = False  # a channel ended, so that the other end knows better
+    workers_that_fit: dict[str, int] = {}  # of a server's engine: so many workers have room, see ReducedCapacityError
+    lost_hosts: list[str] = []
 
 
 class ControlLink:
@@ -375,7 +386,7 @@ class ControlLink:
         self._sock.close()
 
     def _wait(self, deadline: float) -> None:
-        if getattr(self._sock, "pending", 0):
+        if getattr(self._sock, "has_pending_token", 0):
             return  # a sealed socket has taken it from the kernel already
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import msgspec
 
-from .placement import FIRST, Place
+from .kv_placement import FIRST_LOCATION, KvLocation
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True):
+class RowRange(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive new tokens of one sequence: positions ``first .. first + count``. A sequence is in a step once.
 
     Attention reads positions ``0 .. first`` from the store and the new ones from this step; rows stored behind
-    ``first`` do not count. Writes are positional, so a step can be sent again. ``place``: where the sequence lies,
+    ``first`` do not count. Writes are positional, so a step can be sent again. ``location``: where the sequence lies,
     these rows too.
     """
 
     sequence: int
     first: int
     count: int
-    place: Place = FIRST
+    location: KvLocation = FIRST_LOCATION
 
 
-class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+class FetchPrefix(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     """Hold blocks as Rows do, for whole ones that prefill worker ``worker`` has of ``source``, at the same positions:
     this prefill worker takes them from there, layer by layer, before it attends them. Until the step is done, that one
     must not free ``source``. Nothing has a window.
@@ -34,6 +34,6 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     source: int
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowRange:
         """The tokens for which the sequence holds blocks."""
-        return Rows(self.sequence, self.first, self.count)
+        return RowRange(self.sequence, self.first, self.count)

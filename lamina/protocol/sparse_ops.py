@@ -11,7 +11,7 @@ import msgspec
 SCORE_BITS = 24  # behind the binary point: a row's attention over all that it sees adds up to 1 << SCORE_BITS, about
 
 
-class Prune(msgspec.Struct, frozen=True, array_like=True, tag="prune"):
+class DropBlocks(msgspec.Struct, frozen=True, array_like=True, tag="prune"):
     """Drop whole blocks of a sequence in all sparse layers, for good. ``blocks``: counted from its token 0, which it
     has there, in ascending order. From now on it can be freed, have rows behind them and lose more, and nothing else.
     """
@@ -20,7 +20,7 @@ class Prune(msgspec.Struct, frozen=True, array_like=True, tag="prune"):
     blocks: list[int]
 
 
-class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
+class ScoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="score"):
     """Tell, once this step is done, how much the last ``rows`` rows that it has of a sequence attend each of its
     blocks. Answered by Scored, once by every memory worker.
     """
@@ -29,7 +29,7 @@ class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
     rows: int
 
 
-class Attend(msgspec.Struct, frozen=True, array_like=True, tag="attend"):
+class SelectBlocks(msgspec.Struct, frozen=True, array_like=True, tag="attend"):
     """The only row that this step has of a sequence attends the best blocks of so many tokens, in place of the
     engine's budget; 0: all.
     """
@@ -38,16 +38,16 @@ class Attend(msgspec.Struct, frozen=True, array_like=True, tag="attend"):
     tokens: int = 0
 
 
-RowOp = Score | Attend  # about rows of the step; it holds no blocks
+RowOp = ScoreBlocks | SelectBlocks  # about rows of the step; it holds no blocks
 
 
-class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
+class BlockScoresReport(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
     """Memory worker -> driver. ``scores``: for each block of the sequence, the step's included, the weight that the
     rows' softmax gives its tokens, summed over the worker's query heads of all sparse layers, with SCORE_BITS bits; 0
     for dropped blocks. Each (row, head, layer) is rounded by itself, so sums do not depend on how heads are dealt out.
     """
 
-    view: int
+    epoch: int
     step: int
     sequence: int
     scores: list[int]

@@ -9,28 +9,28 @@ from collections.abc import Iterator
 import msgspec
 
 from . import control
-from .control import Drawn, StepDone
+from .control import SampledToken, StepDone
 
 _DRAWN_BYTES, _SCORE_BYTES = 64, 20  # as encoded, at most
 
 
-def parted(done: StepDone, most: int | None = None) -> Iterator[StepDone]:
+def split_step_done(done: StepDone, most: int | None = None) -> Iterator[StepDone]:
     """Messages that are ``done`` together, each of about ``most`` bytes unless one token takes more; None = a quarter
     of a frame.
     """
     most = control.MAX_FRAME // 4 if most is None else most
-    part, size = list[Drawn](), 0
-    for drawn in done.drawn:
+    part, size = list[SampledToken](), 0
+    for drawn in done.sampled_tokens:
         taken = _DRAWN_BYTES + len(drawn.logits) + _SCORE_BYTES * len(drawn.logprobs)
         if part and size + taken > most:
-            yield msgspec.structs.replace(done, drawn=part, more=True)
+            yield msgspec.structs.replace(done, sampled_tokens=part, has_more=True)
             part, size = [], 0
         part.append(drawn)
         size += taken
-    yield done if len(part) == len(done.drawn) else msgspec.structs.replace(done, drawn=part)
+    yield done if len(part) == len(done.sampled_tokens) else msgspec.structs.replace(done, sampled_tokens=part)
 
 
-class StepParts:
+class StepDoneAssembler:
     """Puts a step together from its parts, which one worker sends one behind the other."""
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class StepParts:
     def add(self, part: StepDone) -> StepDone | None:
         """The whole step; None while more of it is to come. What came of another one is forgotten."""
         held, self._held = self._held, None
-        if held is not None and (held.view, held.batch, held.step) == (part.view, part.batch, part.step):
-            part = msgspec.structs.replace(part, drawn=[*held.drawn, *part.drawn])
-        if part.more:
+        if held is not None and (held.epoch, held.batch, held.step) == (part.epoch, part.batch, part.step):
+            part = msgspec.structs.replace(part, sampled_tokens=[*held.sampled_tokens, *part.sampled_tokens])
+        if part.has_more:
             self._held = part
             return None
         return part

@@ -22,7 +22,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-def scored(entry: dict[int, Logprob], count: int) -> list[Score]:
+def logprobs_of(entry: dict[int, Logprob], count: int) -> list[Score]:
     """The token that stands there, then the ``count`` best, among which it may be again; -1 = all."""
     scores = [(token, x.logprob, x.rank or 0) for token, x in entry.items()]
     best = sorted((s for s in scores if count < 0 or s[2] <= count), key=lambda s: s[2])
@@ -37,7 +37,7 @@ class Metric:
     value: float
 
 
-class Blame(StrEnum):
+class ErrorOrigin(StrEnum):
     """Who can put an error right."""
 
     CLIENT = "client"  # with other parameters
@@ -60,11 +60,11 @@ class OverloadedError(Exception):
     """A request that is not taken now, and may be later."""
 
     def __init__(self, refusal: Refusal) -> None:
-        super().__init__(words_of(refusal))
+        super().__init__(refusal_text(refusal))
         self.refusal = refusal
 
 
-def words_of(refusal: Refusal) -> str:
+def refusal_text(refusal: Refusal) -> str:
     """A refusal in words, with what was expected."""
     if refusal.reason == "ttft":
         return f"the first token would come after {refusal.ttft_s:.3g} s, later than is promised (--slo-ttft)"
@@ -81,7 +81,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it, or the error
     logprobs: list[dict[int, Logprob]] | None = None  # per token: itself first, then the best by their rank
-    blame: Blame | None = None  # of an error
+    blame: ErrorOrigin | None = None  # of an error
     kv_rebuilt: bool = False  # answers with some of the KV left out were not good enough: it went on with all KV
     refusal: Refusal | None = None  # of one that is computed and not decoded
 
@@ -103,15 +103,15 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class ResumedCompletion:
     """The part of an unfinished completion that its reader has, for another engine to go on with. Its log-probabilities
     are not told: there may be more of them than a link's frame holds, and nobody computes with them.
     """
 
     index: int
-    tokens: list[int]
-    chars: int = 0  # of its text
-    ended: bool = False  # whether its reader knows how it has ended
+    token_ids: list[int]
+    num_chars: int = 0  # of its text
+    is_finished: bool = False  # whether its reader knows how it has ended
 
 
 @dataclass

@@ -11,19 +11,19 @@ from starlette.types import ASGIApp
 
 from lamina import __version__
 
-from . import about, extra, generate, scaling, sessions
-from .calls import Service
-from .door.auth import Auth
-from .door.bodies import BodyLimits
-from .door.early_refusal import EarlyRefusal
-from .door.heads import Heads
-from .door.hosts import Hosts
-from .door.root_path import RootPath
-from .door.unserved import Unserved, no_route
+from . import completion_routes, info_routes, operator_routes, optional_routes, session_routes
+from .call import Service
 from .errors import ApiError, error_response
-from .journal import fetch
-from .watch import page
-from .watch.observe import Observe
+from .journal import fetch_routes
+from .metrics import dashboard
+from .metrics.request_log import RequestLog
+from .middleware.auth import Auth
+from .middleware.head_requests import HeadRequests
+from .middleware.load_shedding import LoadShedding
+from .middleware.request_bodies import BodyLimits
+from .middleware.root_path import RootPath
+from .middleware.trusted_hosts import TrustedHosts
+from .middleware.unsupported_routes import UnsupportedRoutes, route_not_found
 
 
 def make_app(service: Service) -> FastAPI:
@@ -40,38 +40,38 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def layered(app: FastAPI, service: Service) -> ASGIApp:
+def with_middleware(app: FastAPI, service: Service) -> ASGIApp:
     """``app`` in its layers: observe, hosts, CORS, keys, what is not here, early refusal, limits of bodies, heads; from
     outside to inside.
     """
     config = service.config
     routes = _routes(service)
-    bodies = BodyLimits(Heads(app), config, service.bodies, service.metrics.rejected, routes)
-    refusal = EarlyRefusal(bodies, service.admission, generate.router.routes)
-    inner: ASGIApp = Auth(Unserved(refusal, _paths(routes)), config.api_keys, config.admin_key)
+    bodies = BodyLimits(HeadRequests(app), config, service.bodies, service.metrics.on_rejected, routes)
+    refusal = LoadShedding(bodies, service.queue_limit, completion_routes.router.routes)
+    inner: ASGIApp = Auth(UnsupportedRoutes(refusal, _paths(routes)), config.api_keys, config.admin_key)
     if config.origins:
         inner = CORSMiddleware(
             inner, allow_origins=config.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     if not config.api_keys and not config.uds:  # no browser has the key, or gets at a Unix socket
-        inner = Hosts(inner, config)
+        inner = TrustedHosts(inner, config)
     heads = config.enable_request_id_headers
-    seen = Observe(inner, service.metrics, routes, log_requests=config.log_requests, heads=heads)
+    seen = RequestLog(inner, service.metrics, routes, log_requests=config.log_requests, heads=heads)
     return RootPath(seen, config.root_path) if config.root_path else seen
 
 
 def _routers(service: Service) -> list[APIRouter]:
     config = service.config
     optional = [
-        (fetch.router, service.journal is not None),
-        (extra.tokenizer_info, config.enable_tokenizer_info_endpoint),
-        (extra.development, config.server_dev_mode),
-        (scaling.router, bool(config.admin_key)),
-        (page.router, config.page),
-        (sessions.router, service.client.ready.keeps_kv),
+        (fetch_routes.router, service.journal is not None),
+        (optional_routes.tokenizer_info, config.enable_tokenizer_info_endpoint),
+        (optional_routes.development, config.server_dev_mode),
+        (operator_routes.router, bool(config.admin_key)),
+        (dashboard.router, config.page),
+        (session_routes.router, service.client.ready.caches_prefixes),
     ]
-    return [generate.router, about.router, *(router for router, wanted in optional if wanted)]
+    return [completion_routes.router, info_routes.router, *(router for router, wanted in optional if wanted)]
 
 
 def _routes(service: Service) -> list[Route]:
@@ -90,7 +90,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
         return error_response(ApiError(getattr(error, "status_code", 500), "the request failed"))
     if error.status_code == 404:
-        return error_response(no_route(request.scope["path"], _paths(_routes(request.app.state.service))))
+        return error_response(route_not_found(request.scope["path"], _paths(_routes(request.app.state.service))))
     allowed = "GET, HEAD" if "GET" in (known := (error.headers or {}).get("Allow", "")) else known
     text = f"this route takes {allowed}, not {request.method}"
     return error_response(ApiError(405, text, code="method_not_allowed"), {"Allow": allowed})

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from lamina.request import Blame, Refusal
+from lamina.request import ErrorOrigin, Refusal
 
-GONE = 499  # the client has left before its answer's end; for the log and the metrics
+CLIENT_CLOSED_REQUEST = 499  # the client has left before its answer's end; for the log and the metrics
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
 
@@ -46,7 +46,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.more}}
 
 
-def overflow(limit: int, asked: str, param: str) -> ApiError:
+def context_length_error(limit: int, asked: str, param: str) -> ApiError:
     """The answer to more than ``limit`` tokens. Clients fall back on another model by its first words."""
     text = (
         f"This model's maximum context length is {limit} tokens. However, {asked}. Please reduce the length of {param}."
@@ -69,18 +69,18 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
-def too_late(text: str, refusal: Refusal) -> ApiError:
+def slo_error(text: str, refusal: Refusal) -> ApiError:
     """The answer to a request that would come later than is promised, with what was expected."""
     expected = {"predicted_ttft_s": round(refusal.ttft_s, 6), "predicted_tbt_s": round(refusal.tbt_s, 6)}
     return ApiError(429, text, code="overloaded", retry_after_s=math.ceil(refusal.retry_after_s), more=expected)
 
 
-def engine_error(text: str, blame: Blame | None, known: frozenset[str]) -> ApiError:
+def engine_error(text: str, blame: ErrorOrigin | None, known: frozenset[str]) -> ApiError:
     """The answer where the engine gives no token: 400 if other parameters help, else 500."""
-    return bad_value(text, known) if blame is Blame.CLIENT else ApiError(500, text, code="no_token")
+    return bad_request(text, known) if blame is ErrorOrigin.CLIENT else ApiError(500, text, code="no_token")
 
 
-def bad_value(text: str, known: frozenset[str]) -> ApiError:
+def bad_request(text: str, known: frozenset[str]) -> ApiError:
     """The answer to a request that is wrong; its ``param`` where ``text`` begins with the name of one in ``known``."""
     first = text.split(maxsplit=1)[0] if text else ""
     return ApiError(400, text, param=first if first in known else None, code="invalid_value")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from lamina.protocol.options.declare import parse_size, size_flag
+from lamina.config.option import parse_size, size_flag
 
 BODY_TOTAL, ANSWER_TOTAL = "body-total", "answer-total"
 KNOWN = (BODY_TOTAL, ANSWER_TOTAL)

@@ -43,7 +43,7 @@ _ANY = (401, 403, 500)  # of any route
 _WITH_BODY = (400, 404, 408, 413, 415, 503)
 
 
-def answers(*statuses: int, kinds: tuple[str, ...] = ("application/json",), body: bool = False) -> Answers:
+def responses_of(*statuses: int, kinds: tuple[str, ...] = ("application/json",), body: bool = False) -> Answers:
     """The answers of a route: status 200 in one of ``kinds``, ``statuses``, the statuses of every route and, with
     ``body``, the statuses of routes that read a body.
     """
@@ -54,7 +54,7 @@ def answers(*statuses: int, kinds: tuple[str, ...] = ("application/json",), body
     return by_status
 
 
-def described(model: type[BaseModel]) -> dict[str, Any]:
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
     """The body of a route."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = schema.pop("$defs", {})

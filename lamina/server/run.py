@@ -15,38 +15,38 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from lamina.facts.report import counted
-from lamina.models.defaults import FILE, sampling_defaults
-from lamina.models.tokens import load_beside
+from lamina.config.engine_config import EngineConfig
+from lamina.facts.report import count_text
+from lamina.models.generation_defaults import FILE, default_sampling_params
+from lamina.models.tokenizer import load_in_background
 from lamina.protocol.control import Progress
-from lamina.protocol.options.engine import EngineConfig
 
-from .admission import Admission
-from .answer.logprobs import TokenTexts
-from .app import layered, make_app
-from .calls import Service
-from .config import ServerConfig
-from .door.connections import Connection
-from .door.crowd import Crowd, room
-from .door.tls import Handshake, TlsDoor
+from .app import make_app, with_middleware
+from .call import Service
+from .engine_client.engine_client import EngineClient
+from .engine_client.engine_restarts import EngineRestarts
+from .engine_client.engine_watchdog import EngineHandle
+from .engine_client.launch import launch_engine
+from .engine_client.messages import StartEngine
 from .errors import ApiError
 from .journal.journal import Journal
 from .journal.resume import finish_all
-from .link.client import EngineClient
-from .link.engine_watch import EngineHandle
-from .link.launch import launch_engine
-from .link.messages import Start
-from .link.restarts import EngineRestarts
-from .request.prompts import Prompter
-from .request.template import read_template
-from .request.unsupported import UnknownFields
-from .watch.gauges import EngineGauges
-from .watch.metrics import Metrics
-from .watch.observe import set_up_logging
-from .watch.status import report_forever
+from .metrics.engine_metrics import EngineMetrics
+from .metrics.http_metrics import ServerMetrics
+from .metrics.request_log import set_up_logging
+from .metrics.status_line import log_status_forever
+from .middleware.connection_limit import ConnectionLimiter, max_connections
+from .middleware.http_connection import Connection
+from .middleware.tls import TlsHandshake, TlsListener
+from .queue_limit import QueueLimit
+from .request.chat_template import read_template
+from .request.prompt_processing import PromptProcessor
+from .request.unsupported_fields import UnknownFields
+from .response.openai_logprobs import TokenTexts
+from .server_config import ServerConfig
 
 CLOSE_S = 5  # for connections to take their last bytes
-TOLD_S = 3.0  # for clients and health checks to hear that the engine is lost, before the server ends
+PROGRESS_S = 3.0  # for clients and health checks to hear that the engine is lost, before the server ends
 # Longer than clients keep an idle connection (httpx: 5 s; balancers: 60 s): they should close it first, as a request
 # that crosses our closing fails.
 KEEP_ALIVE_S = 75
@@ -79,15 +79,15 @@ async def _serve(
 ) -> int:
     source = config.tokenizer or model
     remote, limit_s = engine_config.model.trust_remote_code, engine_config.deadlines.start_timeout_s
-    defaults = sampling_defaults(model, config.generation_config, trust_remote_code=remote)
-    stages = _Stages()
+    defaults = default_sampling_params(model, config.generation_config, trust_remote_code=remote)
+    stages = _StartupLog()
     with _ended_by_signals(handle):
-        loading = load_beside(source, trust_remote_code=remote, here=False, limit_s=limit_s)
-        start = Start(
+        loading = load_in_background(source, trust_remote_code=remote, here=False, limit_s=limit_s)
+        start = StartEngine(
             model=model,
             tokenizer=config.tokenizer,
             config=engine_config,
-            rules=config.rules,
+            conductor_config=config.conductor_config,
             log_json=config.log_json,
         )
         client = await EngineClient.connect(handle, stages, EngineRestarts(start, launch_engine), journal)
@@ -97,8 +97,8 @@ async def _serve(
         if tokenizer is None:
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
         if defaults:
-            told = ", ".join(f"{name} {value}" for name, value in defaults.items())
-            logger.info("sampling where a request does not say, of %s: %s (--generation-config)", FILE, told)
+            text = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            logger.info("sampling where a request does not say, of %s: %s (--generation-config)", FILE, text)
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
         service = _service(model, config, engine_config, client, tokenizer, defaults)
@@ -118,26 +118,26 @@ def _service(
     defaults: dict[str, Any],
 ) -> Service:
     names = config.names(model)
-    metrics = Metrics(names[0], config.rules.limits)
-    gauges = EngineGauges(client, metrics.labels)
+    metrics = ServerMetrics(names[0], config.conductor_config.limits)
+    gauges = EngineMetrics(client, metrics.labels)
     metrics.registry.register(gauges)
-    client.on_step = metrics.stepped
+    client.on_step = metrics.on_step
     return Service(
         config=config,
         names=names,
         root=model,
         client=client,
-        prompter=Prompter(tokenizer, client.ready),
-        texts=TokenTexts(tokenizer),
+        prompt_processor=PromptProcessor(tokenizer, client.ready),
+        token_texts=TokenTexts(tokenizer),
         metrics=metrics,
-        gauges=gauges,
-        fields=UnknownFields(allowed=config.allow_unknown_fields),
+        engine_metrics=gauges,
+        unknown_fields=UnknownFields(allowed=config.allow_unknown_fields),
         defaults=defaults,
-        admission=Admission(
+        queue_limit=QueueLimit(
             engine_config.batching.max_num_seqs,
             config.max_num_queued_reqs,
             config.max_num_queued_tokens,
-            metrics.rejected,
+            metrics.on_rejected,
         ),
     )
 
@@ -149,7 +149,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         config = service.config
         super().__init__(
             uvicorn.Config(
-                layered(make_app(service), service),
+                with_middleware(make_app(service), service),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -176,10 +176,10 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config, own = self.config, self._service.config
         budget, loop = self._service.bodies, asyncio.get_running_loop()
-        crowd = Crowd(room(budget.limit, tls=config.ssl is not None))
-        self.servers = list[asyncio.Server | TlsDoor]()
+        crowd = ConnectionLimiter(max_connections(budget.limit, tls=config.ssl is not None))
+        self.servers = list[asyncio.Server | TlsListener]()
 
-        def connection(handshake: Handshake | None = None) -> Connection:
+        def connection(handshake: TlsHandshake | None = None) -> Connection:
             made = None if handshake is None else handshake.end
             state = {"config": config, "server_state": self.server_state, "app_state": {}}
             return Connection(crowd, budget, own.header_timeout_s, own.slow_reader_timeout_s, made, **state)
@@ -190,31 +190,31 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             else:
                 sock.setblocking(False)
                 sock.listen(config.backlog)
-                door = TlsDoor(crowd, sock, connection, config.ssl, own.header_timeout_s, own.slow_reader_timeout_s)
-                door.accepting.add_done_callback(_tell_failure)
+                door = TlsListener(crowd, sock, connection, config.ssl, own.header_timeout_s, own.slow_reader_timeout_s)
+                door.accept_task.add_done_callback(_tell_failure)
                 self.servers.append(door)
         self.started = True
         self._on_ready()  # once it listens, so that a reader of the address can connect
 
     async def run(self, sock: socket.socket) -> None:
         """Serve on ``sock`` until ended."""
-        beside = [asyncio.create_task(report_forever(self._service)), asyncio.create_task(self._end_with_engine())]
+        tasks = [asyncio.create_task(log_status_forever(self._service)), asyncio.create_task(self._end_with_engine())]
         if (journal := self._service.journal) is not None:
-            beside.append(asyncio.create_task(finish_all(self._service, journal, journal.unfinished())))
-        for task in beside:
+            tasks.append(asyncio.create_task(finish_all(self._service, journal, journal.unfinished())))
+        for task in tasks:
             task.add_done_callback(_tell_failure)
         try:
             await self.serve(sockets=[sock])
         finally:
-            for task in beside:
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait(beside)
+            await asyncio.wait(tasks)
 
     async def _end_with_engine(self) -> None:
         """Whoever supervises this server starts it again: it says what happened, then ends."""
         await self._service.client.lost.wait()
-        logger.error("ending with status 1 in %g s", TOLD_S)
-        await asyncio.sleep(TOLD_S)
+        logger.error("ending with status 1 in %g s", PROGRESS_S)
+        await asyncio.sleep(PROGRESS_S)
         self._abort()  # who has not read so far has not left
         self.should_exit = True
 
@@ -231,16 +231,16 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     async def _drain(self) -> None:
         """Take nothing new, let what is under way finish, end what is left with an error that clients can read."""
         service, limit = self._service, self._service.config.shutdown_timeout
-        service.admission.draining = True
+        service.queue_limit.is_draining = True
         more = "a second Ctrl-C or SIGTERM ends them at once"
-        logger.info("draining: %s, at most %g s; %s", counted(len(service.calls), "request"), limit, more)
+        logger.info("draining: %s, at most %g s; %s", count_text(len(service.active_calls), "request"), limit, more)
         deadline = time.monotonic() + limit
         try:
-            while service.admission.completions and time.monotonic() < deadline:
+            while service.queue_limit.completions and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
             if self.should_exit:  # by a second signal, or by the loss of the engine, which have lines of their own
                 return
-            if service.admission.completions:
+            if service.queue_limit.completions:
                 logger.warning("ending after %g s: %s", limit, self._cut())
             else:
                 logger.info("ending: all requests are answered")
@@ -251,11 +251,11 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     def _cut(self) -> str:
         """What ends with the server, those included of an earlier one that were begun again."""
         later = ", left to the next server of its journal" if self._service.journal else ""
-        return counted(self._service.admission.completions, "completion is cut", "completions are cut") + later
+        return count_text(self._service.queue_limit.completions, "completion is cut", "completions are cut") + later
 
     def _abort(self) -> None:
         later = "; the next server of its journal finishes this request" if self._service.journal else ""
-        for call in list(self._service.calls):
+        for call in list(self._service.active_calls):
             call.abort(ApiError(503, f"the server is shutting down{later}", code="shutting_down"))
 
 
@@ -278,7 +278,7 @@ def _ended_by_signals(handle: EngineHandle) -> Iterator[None]:
     yield
 
 
-class _Stages:
+class _StartupLog:
     """A line at the end of each stage of a start: when it is told, when the next one begins, or when all have ended."""
 
     def __init__(self) -> None:

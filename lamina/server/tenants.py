@@ -3,19 +3,19 @@
     salt = tenant, and behind it the division that its client asks for, if any
 
 The tenant of an API key is a digest that nobody without the key can make; that of a server without keys is empty, or
-zeros where a division follows (lamina.kv.keys.tenant_of reads it).
+zeros where a division follows (lamina.kv.page_keys.tenant_of reads it).
 """
 
 from __future__ import annotations
 
 import hmac
 
-from lamina.engine.conversations.ranges import ranges_of
-from lamina.engine.conversations.sessions import SessionName
-from lamina.engine.conversations.terms import KVTerms
-from lamina.kv.keys import SALT_BYTES
+from lamina.kv.page_keys import SALT_BYTES
+from lamina.scheduler.sessions.cache_options import CacheOptions
+from lamina.scheduler.sessions.session_table import SessionName
+from lamina.scheduler.sessions.token_ranges import parse_ranges
 
-from .request.protocol import Sampling
+from .request.openai_protocol import Sampling
 
 RETENTIONS_S = {"24h": 86_400.0, "30m": 1_800.0}  # by what a body asks for; others ask for nothing
 
@@ -31,14 +31,16 @@ def salt_of(key_id: bytes, cache_salt: str | None) -> bytes:
     tenant = hmac.digest(key_id, keyed, "sha256") if key_id else b""
     if cache_salt is None:
         return tenant
-    said = b"\x01" + cache_salt.encode(errors="surrogatepass")
-    return (tenant or bytes(SALT_BYTES)) + hmac.digest(key_id, keyed + said, "sha256")
+    salt_input = b"\x01" + cache_salt.encode(errors="surrogatepass")
+    return (tenant or bytes(SALT_BYTES)) + hmac.digest(key_id, keyed + salt_input, "sha256")
 
 
-def terms_of(key_id: bytes, salt: bytes, session: SessionName | None, body: Sampling) -> KVTerms:
+def cache_options_of(key_id: bytes, salt: bytes, session: SessionName | None, body: Sampling) -> CacheOptions:
     """On which a request is taken. ``key_id``, ``salt``: as of ``salt_of``; ``session``: of which it is a turn."""
     key, options = body.prompt_cache_key, body.prompt_cache_options
-    kin = hmac.digest(key_id, b"kin" + key.encode(errors="surrogatepass"), "sha256") if key else b""
+    affinity_key = hmac.digest(key_id, b"kin" + key.encode(errors="surrogatepass"), "sha256") if key else b""
     asked = (body.prompt_cache_retention, options.ttl if options else None)
     retention_s = max(RETENTIONS_S.get(each or "", 0.0) for each in asked)
-    return KVTerms(salt, session, kin, retention_s, ranges_of(body.kv_discard or ()), body.priority or 0)
+    return CacheOptions(
+        salt, session, affinity_key, retention_s, parse_ranges(body.kv_discard or ()), body.priority or 0
+    )

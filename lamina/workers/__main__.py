@@ -1,6 +1,6 @@
 """A worker process: ``python -m lamina.workers MODULE:FUNCTION --control-fd N [--life-line-fd M] [--cores LIST]``.
 
-One that is forked from the warm process (``warm.py``) begins here too, and ps shows it so.
+One that is forked from the warm process (``zygote.py``) begins here too, and ps shows it so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from importlib import import_module
 
-from . import process
+from . import worker_process
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cores", help="where to run, by comma; else where the system says")
     parser.add_argument("--door-fd", type=int, help="inherited socket of the warm process, for workers of its own")
     args = parser.parse_args(arguments)
-    process.door_fd = args.door_fd
+    worker_process.door_fd = args.door_fd
     if args.cores:  # before any thread is made
         os.sched_setaffinity(0, map(int, args.cores.split(",")))
     module, _, function = args.serve.partition(":")
@@ -31,10 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def serve(sock: socket.socket) -> None:
         getattr(import_module(module), function)(sock)  # imported while the driver is watched
 
-    process.run_process(args.control_fd, serve, args.life_line_fd)
+    worker_process.run_process(args.control_fd, serve, args.life_line_fd)
 
 
 if __name__ == "__main__":
-    end = process.PromptEnd()
+    end = worker_process.ExitPromptly()
     main()
     end.status = 0

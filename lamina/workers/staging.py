@@ -3,7 +3,7 @@
 On the CPU the two are one and nothing is copied. A device with memory of its own gets copies through pinned host
 memory, in the order of its stream; the host waits for the device only before it reads results: once for each Q, for
 each K and V, for each O, and for tensors that compute workers carry or share. Where devices send and receive the
-messages of layers themselves (workers.wire), one wait for each step takes the place of the first three.
+messages of layers themselves (workers.device_transport), one wait for each step takes the place of the first three.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lamina.buffers import tensor_over
+from lamina.utils.tensor_buffers import tensor_over
 
-from .graphs import CudaCapture, GraphCapture
+from .cuda_graphs import CudaCapture, GraphCapture
 
-NOTHING = torch.empty(0, dtype=torch.uint8)
+NO_WAIT = torch.empty(0, dtype=torch.uint8)
 
 
 class Queue(NamedTuple):
@@ -34,39 +34,39 @@ class Staging(Protocol):
     device: torch.device
 
     @property
-    def apart(self) -> bool:
+    def is_separate(self) -> bool:
         """Whether the device has memory of its own."""
         ...
 
-    def up(self, x: Tensor) -> Tensor:
+    def to_device(self, x: Tensor) -> Tensor:
         """``x`` of the host, on the device: on the CPU x itself, else a copy, and x may be overwritten at once."""
         ...
 
-    def down(self, *xs: Tensor) -> tuple[Tensor, ...]:
+    def to_host(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the device on the host, there to be read now."""
         ...
 
-    def room(self, data: memoryview) -> Tensor:
+    def device_buffer(self, data: memoryview) -> Tensor:
         """Flat bytes on the device that are to become ``data``: on the CPU they are."""
         ...
 
-    def fill(self, data: memoryview, room: Tensor) -> None:
+    def copy_out(self, data: memoryview, room: Tensor) -> None:
         """Bring the bytes that the device has put into ``room`` into ``data``."""
         ...
 
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """HostStaging memory that is to go ``up``, and not to change after."""
+    def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """HostStaging memory that is to go ``to_device``, and not to change after."""
         ...
 
-    def mark(self) -> Callable[[], None]:
+    def record_event(self) -> Callable[[], None]:
         """A wait, for any thread, until the device has done all work that this one has given it so far."""
         ...
 
-    def place(self, program: Any) -> Any:
+    def move_program(self, program: Any) -> Any:
         """A sliced program with its weights on the device; the one given is used up."""
         ...
 
-    def capture(self) -> GraphCapture | None:
+    def graph_capture(self) -> GraphCapture | None:
         """Records graphs, where the device has them."""
         ...
 
@@ -74,87 +74,87 @@ class Staging(Protocol):
 class HostStaging:
     """The CPU."""
 
-    apart = False
+    is_separate = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def up(self, x: Tensor) -> Tensor:
+    def to_device(self, x: Tensor) -> Tensor:
         """``x`` itself."""
         return x
 
-    def down(self, *xs: Tensor) -> tuple[Tensor, ...]:
+    def to_host(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """The tensors themselves."""
         return xs
 
-    def room(self, data: memoryview) -> Tensor:
+    def device_buffer(self, data: memoryview) -> Tensor:
         """``data`` as a flat tensor, without a copy."""
-        return tensor_over(data, torch.uint8) if len(data) else NOTHING
+        return tensor_over(data, torch.uint8) if len(data) else NO_WAIT
 
-    def fill(self, data: memoryview, room: Tensor) -> None:
+    def copy_out(self, data: memoryview, room: Tensor) -> None:
         """Nothing to do: ``room`` is ``data``."""
 
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Host memory of this shape, not set."""
         return torch.empty(shape, dtype=dtype)
 
-    def mark(self) -> Callable[[], None]:
+    def record_event(self) -> Callable[[], None]:
         """No wait: a CPU has done what was called."""
         return _nothing
 
-    def place(self, program: Any) -> Any:
+    def move_program(self, program: Any) -> Any:
         """The program itself."""
         return program
 
-    def capture(self) -> GraphCapture | None:
+    def graph_capture(self) -> GraphCapture | None:
         """None: a CPU has no graphs."""
         return None
 
 
-class Apart:
+class DeviceStaging:
     """A device with memory of its own, whose copies are done at once. Subclasses have them done in their order."""
 
-    apart = True
+    is_separate = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.waits = 0  # of the host for the device
+        self.num_waits = 0  # of the host for the device
 
-    def up(self, x: Tensor) -> Tensor:
+    def to_device(self, x: Tensor) -> Tensor:
         """A copy of ``x`` on the device; ``x`` may be overwritten at once."""
-        held = x if self.is_pinned(x) else self.empty(*x.shape, dtype=x.dtype).copy_(x)
+        held = x if self.is_pinned(x) else self.empty_host(*x.shape, dtype=x.dtype).copy_(x)
         there = torch.empty(x.shape, dtype=x.dtype, device=self.device)
         self.copy(there, held)
         return there
 
-    def down(self, *xs: Tensor) -> tuple[Tensor, ...]:
+    def to_host(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Copies of the tensors on the host. The host waits once for all."""
-        copies = tuple(self.empty(*x.shape, dtype=x.dtype) for x in xs)
+        copies = tuple(self.empty_host(*x.shape, dtype=x.dtype) for x in xs)
         for here, x in zip(copies, xs, strict=True):
             self.copy(here, x)
-        self.waits += 1
+        self.num_waits += 1
         self.wait()
         return copies
 
-    def room(self, data: memoryview) -> Tensor:
+    def device_buffer(self, data: memoryview) -> Tensor:
         """Flat bytes on the device, as many as ``data`` has."""
         return torch.empty(len(data), dtype=torch.uint8, device=self.device)
 
-    def fill(self, data: memoryview, room: Tensor) -> None:
+    def copy_out(self, data: memoryview, room: Tensor) -> None:
         """Copy ``room`` of the device into ``data``."""
         if len(data):
-            (here,) = self.down(room)
+            (here,) = self.to_host(room)
             tensor_over(data, torch.uint8).copy_(here)
 
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that is to go ``up``, and not to change after."""
+    def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that is to go ``to_device``, and not to change after."""
         return torch.empty(shape, dtype=dtype)
 
-    def mark(self) -> Callable[[], None]:
+    def record_event(self) -> Callable[[], None]:
         """A wait for all that the device was given. Subclasses wait for no more than what was given so far."""
         return self.wait
 
-    def place(self, program: Any) -> Any:
+    def move_program(self, program: Any) -> Any:
         """The program with its weights on the device; the one given is used up. Raises ValueError where they do not
         fit.
         """
@@ -170,11 +170,11 @@ class Apart:
         self.wait()
         return moved
 
-    def capture(self) -> GraphCapture | None:
+    def graph_capture(self) -> GraphCapture | None:
         """None: this device has no graphs."""
         return None
 
-    def queue(self) -> Queue | None:
+    def current_queue(self) -> Queue | None:
         """Of this thread; None where the device has none."""
         return None
 
@@ -190,7 +190,7 @@ class Apart:
         """Wait until the device has done all work that it was given."""
 
 
-class CudaStaging(Apart):
+class CudaStaging(DeviceStaging):
     """A CUDA device, on a stream of this thread's own: workers may be threads of one process.
 
     torch keeps pinned memory until the copies out of it are done, whatever becomes of its tensors.
@@ -203,16 +203,16 @@ class CudaStaging(Apart):
         if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
             torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Pinned host memory, which the device copies from while the host goes on."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def queue(self) -> Queue | None:
+    def current_queue(self) -> Queue | None:
         """This thread's stream."""
         stream = torch.cuda.current_stream(self.device)
         return Queue(stream.device_index, stream.cuda_stream)
 
-    def mark(self) -> Callable[[], None]:
+    def record_event(self) -> Callable[[], None]:
         """A wait for an event behind what is on the current stream now."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
@@ -231,7 +231,7 @@ class CudaStaging(Apart):
         """Wait until the current stream is done."""
         torch.cuda.current_stream(self.device).synchronize()
 
-    def capture(self) -> GraphCapture | None:
+    def graph_capture(self) -> GraphCapture | None:
         """Records CUDA graphs of this thread's stream."""
         return CudaCapture(self.device)
 

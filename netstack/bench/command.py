@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from lamina.netstack.contract.channel_terms import ListenTerms
+from lamina.netstack.contract.cluster_key import KEY, KEY_FILE, cluster_key
 from lamina.netstack.contract.fabric import ChannelError
-from lamina.netstack.contract.key import KEY, KEY_FILE, cluster_key
-from lamina.netstack.contract.terms import Reception
 from lamina.netstack.schemes import SCHEMES, WRAPPERS, open
 
 from .job import BYTES_MAX, WINDOW_MAX, parse_size
@@ -37,7 +37,7 @@ def listen(scheme: str, address: str, key: bytes, cores: Sequence[int], idle_s: 
     try:
         with bound(cores[:1]):
             place, mark, name = address.partition("#")
-            listener = fabric.listen(place, Reception(name=name))
+            listener = fabric.listen(place, ListenTerms(name=name))
             sys.stdout.write(f"listening at {listener.url}{mark}{name}\n")
             sys.stdout.flush()
             serve(fabric, listener, idle_s, cores)

@@ -21,7 +21,7 @@ from itertools import pairwise
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
 from lamina.netstack.cuda.driver import CudaStream, Driver
 from lamina.netstack.cuda.kernel_channel import KernelChannel
-from lamina.netstack.host.native import OK
+from lamina.netstack.host.native_module import OK
 
 from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check_bytes
 
@@ -31,7 +31,7 @@ HEAD = struct.Struct("<Q32si4xQ8x2Q")  # bytes, tag, status of the kernels, coun
 TAG_AT, STATUS_AT, COUNT_AT, STAMPS_AT, PAYLOAD_AT = 8, 40, 48, 64, 128
 
 
-class Mail:
+class KernelMessage:
     """A message in the GPU's memory, beside what the kernels that move it say."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
@@ -68,16 +68,16 @@ class RoundKernels:
     """What one side launches in a round. ``came`` takes what arrives and every kernel's status."""
 
     def __init__(self, channel: KernelChannel, job: Job, parts: ExitStack) -> None:
-        self._view, self._room = channel.lend(), job.query
+        self._view, self._room = channel.hand_to_device(), job.query
         self.driver = self._view.driver
-        self.came = parts.enter_context(closing(Mail(self.driver, job.query)))
+        self.came = parts.enter_context(closing(KernelMessage(self.driver, job.query)))
         self.stream = parts.enter_context(closing(CudaStream(self.driver)))
 
     def stamp(self) -> None:
         at = self.came.address
         self.driver.launch(self.stream.number, "stamp", at + STAMPS_AT, at + COUNT_AT)
 
-    def send(self, mail: Mail) -> None:
+    def send(self, mail: KernelMessage) -> None:
         at, status = mail.address, self.came.address + STATUS_AT
         self._view.send(self.stream.number, mail.payload, at, at + TAG_AT, TIMEOUT_NS, status, self._room)
 
@@ -94,7 +94,7 @@ def device_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -
     samples = []
     with ExitStack() as parts:
         kernels = RoundKernels(driven, job, parts)
-        going = parts.enter_context(closing(Mail(kernels.driver, job.query)))
+        going = parts.enter_context(closing(KernelMessage(kernels.driver, job.query)))
         with kernels.stream.capture() as graph:
             kernels.stamp()
             kernels.send(going)
@@ -107,7 +107,7 @@ def device_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -
             graph.replay(kernels.stream)
             kernels.stream.synchronize()
             samples.append(kernels.came.check(n, payloads[n], channel.peer))
-    driven.take_back()
+    driven.take_from_device()
     return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
 
 
@@ -123,7 +123,7 @@ def device_server(_: Fabric, channel: Channel, job: Job) -> None:
             graph.replay(kernels.stream)
             kernels.stream.synchronize()
             kernels.came.check(n, payloads[n], channel.peer)
-    driven.take_back()
+    driven.take_from_device()
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class KernelRounds:
     """One side's rounds by kernels. ``run`` gives the seconds of each round that counts, and raises as Mail.check."""
 
     def __init__(self, channel: KernelChannel, job: Job, parts: ExitStack) -> None:
-        self._view, self._nbytes, self._payloads = channel.lend(), job.query, Payloads(job.query)
+        self._view, self._nbytes, self._payloads = channel.hand_to_device(), job.query, Payloads(job.query)
         self._driver, self._launches = self._view.driver, kernel_launches(job)
         self._stream = parts.enter_context(closing(CudaStream(self._driver)))
         sources = b"".join(self._payloads[n] for n in range(2 * PAYLOADS - 1))  # PAYLOADS of them from any payload on
@@ -191,7 +191,7 @@ def kernel_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -
     driven = _driven(channel)
     with ExitStack() as parts:
         samples = KernelRounds(driven, job, parts).run(channel.peer, leads=True)
-    driven.take_back()
+    driven.take_from_device()
     return Measured(samples, sum(samples))
 
 
@@ -199,7 +199,7 @@ def kernel_server(_: Fabric, channel: Channel, job: Job) -> None:
     driven = _driven(channel)
     with ExitStack() as parts:
         KernelRounds(driven, job, parts).run(channel.peer, leads=False)
-    driven.take_back()
+    driven.take_from_device()
 
 
 def _driven(channel: Channel) -> KernelChannel:

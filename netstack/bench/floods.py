@@ -51,7 +51,7 @@ class FloodSide:
             for n, copy in zip(self._numbers(number), copies, strict=True):
                 check_bytes(copy, n, self._payloads[n])
 
-    def timed(self, step: Callable[[int], None]) -> Measured:
+    def time_rounds(self, step: Callable[[int], None]) -> Measured:
         """Rounds of ``step``, each checked behind the clock."""
         samples = []
         for number in range(self._job.warm_up + self._job.rounds):
@@ -74,7 +74,7 @@ def stream_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: floa
         side.put(channel, number)
         receive(channel, TIMEOUT_S)
 
-    return side.timed(step)
+    return side.time_rounds(step)
 
 
 def stream_server(fabric: Fabric, channel: Channel, job: Job) -> None:
@@ -94,7 +94,7 @@ def both_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float)
         side.take([channel], number)
         receive(channel, TIMEOUT_S)  # the server has all of its own, too
 
-    return side.timed(step)
+    return side.time_rounds(step)
 
 
 def both_server(fabric: Fabric, channel: Channel, job: Job) -> None:
@@ -114,7 +114,7 @@ def incast_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: floa
             send(channel, b"", TIMEOUT_S)
         side.take(channels, number)
 
-    return side.timed(step)
+    return side.time_rounds(step)
 
 
 def incast_server(fabric: Fabric, channel: Channel, job: Job) -> None:

@@ -7,8 +7,8 @@ import random
 import re
 from dataclasses import asdict, dataclass
 
+from lamina.netstack.contract.channel_terms import Geometry
 from lamina.netstack.contract.fabric import Arrival, Channel
-from lamina.netstack.contract.terms import Geometry
 
 SLOTS = 4
 PAYLOADS = 3  # message n carries payload n % 3, so that no slot of a ring of 4 gets the same bytes twice

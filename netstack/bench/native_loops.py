@@ -11,7 +11,7 @@ from .floods import in_pairs
 from .job import TIMEOUT_S, Job, Measured, Payloads
 
 if TYPE_CHECKING:
-    from lamina.netstack.host import native
+    from lamina.netstack.host import native_module as native
 
 
 def bounce_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:
@@ -43,7 +43,7 @@ def flood_server(_: Fabric, channel: Channel, job: Job) -> None:
 
 
 def _bounce(channel: Channel, job: Job, *, leads: bool) -> list[float]:
-    from lamina.netstack.host import native
+    from lamina.netstack.host import native_module as native
 
     own, payloads = _own(channel), b"".join(Payloads(job.query).each)
     copies = job.pattern == "rtt"
@@ -51,7 +51,7 @@ def _bounce(channel: Channel, job: Job, *, leads: bool) -> list[float]:
 
 
 def _flood(channel: Channel, job: Job, first: int, rounds: int, *, leads: bool) -> list[float]:
-    from lamina.netstack.host import native
+    from lamina.netstack.host import native_module as native
 
     own, payloads = _own(channel), b"".join(Payloads(job.query).each)
     both = job.pattern == "both"
@@ -59,7 +59,7 @@ def _flood(channel: Channel, job: Job, first: int, rounds: int, *, leads: bool) 
 
 
 def _own(channel: Channel) -> native.Channel:
-    from lamina.netstack.host import native
+    from lamina.netstack.host import native_module as native
 
     if not isinstance(channel, native.Channel):
         raise ValueError(f"--driver native: {channel.peer} is no channel of the native module; use --driver python")

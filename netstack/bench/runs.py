@@ -14,13 +14,13 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+from lamina.netstack.contract.channel_terms import Terms
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
-from lamina.netstack.contract.terms import Terms
 from lamina.netstack.schemes import open
 
-from .facts import side_of
-from .gemm import GemmBeside
+from .gemm_load import BackgroundGemm
 from .job import FACTS_BYTES, TIMEOUT_S, Job, Measured, Size, receive, send
+from .machine_facts import side_of
 from .patterns import DRIVERS, PATTERNS, WINDOWED, client_of
 from .server import local_servers
 
@@ -121,7 +121,7 @@ def bound(cores: Sequence[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def beside(plan: BenchPlan) -> Iterator[Callable[[], dict[str, Any]]]:
+def with_background_load(plan: BenchPlan) -> Iterator[Callable[[], dict[str, Any]]]:
     """What goes on meanwhile goes on while the block does, on the cores that the sides of a measurement leave over, on
     all if they leave none. The call that is given tells what to write of it into a row.
     """
@@ -129,12 +129,12 @@ def beside(plan: BenchPlan) -> Iterator[Callable[[], dict[str, Any]]]:
         yield dict
         return
     own = os.sched_getaffinity(0)
-    with GemmBeside(sorted(own - {*plan.cores} or own)) as load:
+    with BackgroundGemm(sorted(own - {*plan.cores} or own)) as load:
         yield lambda: {"beside": load.facts()}
 
 
 def run(plan: BenchPlan, key: bytes, connect: Sequence[str], *, as_json: bool) -> None:
-    with beside(plan) as load:
+    with with_background_load(plan) as load:
         for scheme in plan.transports:
             run_one(plan, scheme, key, connect, load, as_json=as_json)
 

@@ -11,12 +11,12 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from time import monotonic, process_time
 
+from lamina.netstack.contract.cluster_key import KEY
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, Listener
-from lamina.netstack.contract.key import KEY
 from lamina.netstack.own_python import own_python
 
-from .facts import side_of
 from .job import TIMEOUT_S, Job, receive, send
+from .machine_facts import side_of
 from .patterns import server_of
 
 START_S = 30.0

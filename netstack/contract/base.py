@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import Protocol
 from weakref import WeakSet
 
+from .channel_terms import Geometry
 from .fabric import TAG_BYTES, Arrival, ChannelStats, Region, Slot
-from .terms import Geometry
 
 KEY_BYTES_MIN = 16
 RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # of a host: NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the nearest port
@@ -154,7 +154,7 @@ def rdma_device(told: str = "") -> str:
     return told or os.environ.get(RDMA_DEVICE, "")
 
 
-def affordable_spin(spin_s: float) -> float:
+def usable_spin(spin_s: float) -> float:
     """How long a wait may spin before it sleeps: not at all on a host with one CPU. A process bound to one CPU spins:
     its peer may be bound to another, and where it is not, spins that miss soon become rare (csrc/netstack/engine.h).
     """

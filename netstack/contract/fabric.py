@@ -36,7 +36,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from .terms import RECEPTION, Reception, Terms
+from .channel_terms import DEFAULT_LISTEN_TERMS, ListenTerms, Terms
 
 DEATH_NOTICED_S = 2.0
 CONNECT_S = 10.0  # for a listener to take a connector, where nobody says how long
@@ -173,7 +173,7 @@ class DeviceSide(Protocol):
     2. Order. Kernels that send are ordered by the stream, or by edges of graphs; so are those that receive.
     3. Time. No kernel waits longer than ``timeout_ns`` for its peer, and none for one whose end was noticed.
     4. Slots. A kernel that has received frees the slot; the sender is sure to hear of it once two thirds of its slots
-       are free, with the next message to it, once a kernel here waits for a slot itself, and at ``take_back``.
+       are free, with the next message to it, once a kernel here waits for a slot itself, and at ``take_from_device``.
     5. Failure. ``status`` is the address of an int32 that is 0 at first. A kernel that fails sets it, and later ones
        that are given it do nothing; what they were to fill in is left as it was, so what a failure has spoilt is not
        sent on. ``check`` tells what has happened.
@@ -237,13 +237,13 @@ class DeviceChannel(Protocol):
         """The number of the GPU whose kernels can use the channel, as CUDA counts GPUs in this process."""
         ...
 
-    def lend(self) -> DeviceSide:
+    def hand_to_device(self) -> DeviceSide:
         """For kernels, from here on. Slots that calls have reserved are put, arrivals are released. May raise
         ChannelError.
         """
         ...
 
-    def take_back(self) -> None:
+    def take_from_device(self) -> None:
         """The calls go on where the kernels ended, none of which is under way any more."""
         ...
 
@@ -275,7 +275,7 @@ class Fabric(Protocol):
         """Register local memory as a source of messages. ``buffer`` is contiguous."""
         ...
 
-    def listen(self, address: str = "", reception: Reception = RECEPTION) -> Listener:
+    def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> Listener:
         """Listen at ``address`` (the part of a URL behind ``scheme://``); empty takes any free private one."""
         ...
 

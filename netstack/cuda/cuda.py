@@ -19,15 +19,15 @@ import struct
 from collections.abc import Generator
 from contextlib import ExitStack, closing
 
+from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, Wants, drive
+from lamina.netstack.bootstrap.listener import Meeting
+from lamina.netstack.contract.channel_terms import EPOCH_SHIFT, Terms
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
-from lamina.netstack.contract.terms import EPOCH_SHIFT, Terms
 from lamina.netstack.host.shm import ShmFabric
-from lamina.netstack.meeting.handshake import PeerSession, Wants, drive
-from lamina.netstack.meeting.listener import Meeting
 
+from .channel_memory import ENDS, clear_inbox, inbox_bytes, new_ends
 from .driver import Driver, Shared
-from .ends import ENDS, clear_inbox, inbox_bytes, new_ends
-from .kernel_channel import KernelChannel, LinkKind, directions, leave_all
+from .kernel_channel import KernelChannel, LinkKind, directions, leave_all_channels
 
 DEVICE = "LAMINA_CUDA_DEVICE"
 MEMORY = LinkKind("memory", ENDS)
@@ -63,17 +63,17 @@ class CudaFabric(ShmFabric):
         self._driver = driver
 
     def close(self) -> None:
-        leave_all(self._opened)
+        leave_all_channels(self._opened)
         super().close()
         self._driver.close()
 
-    def _meet(self, sock: socket.socket, url: str, terms: PeerSession, deadline: float) -> Channel:
+    def _meet(self, sock: socket.socket, url: str, terms: AuthenticatedTerms, deadline: float) -> Channel:
         try:
             return drive(self._exchange(sock, url, terms, listening=False), url, deadline=deadline)
         except OSError as error:
             raise ChannelError(f"{url}: connect: {error}") from error
 
-    def _welcome(self, url: str, sock: socket.socket, terms: PeerSession) -> Meeting:
+    def _welcome(self, url: str, sock: socket.socket, terms: AuthenticatedTerms) -> Meeting:
         return self._exchange(sock, url, terms, listening=True)
 
     def _exchange(self, sock: socket.socket, url: str, terms: Terms, *, listening: bool) -> Meeting:
@@ -87,7 +87,7 @@ class CudaFabric(ShmFabric):
                 socket.send_fds(sock, [CARD.pack(MAGIC, inbox_bytes(inbound))], [handle])
             finally:
                 os.close(handle)
-            theirs = yield from receive_card(sock, inbox_bytes(outbound))
+            theirs = yield from receive_descriptor(sock, inbox_bytes(outbound))
             try:
                 channel = CudaChannel(self._driver, inbox, theirs, sock, url, terms, listening=listening)
             finally:
@@ -99,7 +99,7 @@ class CudaFabric(ShmFabric):
         return channel
 
 
-def receive_card(sock: socket.socket, nbytes: int) -> Generator[Wants, None, int]:
+def receive_descriptor(sock: socket.socket, nbytes: int) -> Generator[Wants, None, int]:
     """The descriptor of the peer's inbox of ``nbytes``, once ``sock`` has it. Raises OSError."""
     yield {sock.fileno(): select.POLLIN}
     card, fds, _, _ = socket.recv_fds(sock, CARD.size, 1, socket.MSG_CMSG_CLOEXEC)

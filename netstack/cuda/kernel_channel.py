@@ -1,5 +1,6 @@
 """Channels whose every call is a kernel: of the host, which launches one and waits for it, with payloads in pinned
-memory; or of the device, from ``lend``, whose view puts kernels on a stream or into a CUDA graph, until ``take_back``.
+memory; or of the device, from ``hand_to_device``, whose view puts kernels on a stream or into a CUDA graph, until
+``take_from_device``.
 
 What the kernels do with a kind of link is in csrc/netstack/kernels; its transport says what carries its messages.
 """
@@ -17,16 +18,16 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
+from lamina.netstack.bootstrap.lifeline import SLICE_S, LinkEvents, WatchedChannel, watch
+from lamina.netstack.contract.channel_terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.contract.fabric import ChannelTimeout, DeviceSide, NoResource, PeerFault, Slot
-from lamina.netstack.contract.layout import StructLayout
-from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
-from lamina.netstack.host.native import ABORTED, FAULT, LINE, OK, TIMEOUT
-from lamina.netstack.meeting.lifeline import SLICE_S, LinkEvents, WatchedChannel, watch
+from lamina.netstack.contract.struct_layout import StructLayout
+from lamina.netstack.host.native_module import ABORTED, FAULT, LINE, OK, TIMEOUT
 
-from . import calls
-from .calls import KERNELS_OF_CALLS, LaunchPart
+from . import kernel_launches
+from .channel_memory import stride
 from .driver import CudaError, CudaStream, Driver, Pinned
-from .ends import stride
+from .kernel_launches import KERNELS_OF_CALLS, LaunchPart
 
 STALL_NS = 1_000_000_000  # a put or release that takes so long has lost its memory
 MAIL = struct.Struct("<Q32si")  # bytes, tag and status of a direction, in a line of pinned memory
@@ -39,8 +40,8 @@ BROKEN = "the peer broke the protocol: a signal, credit or header out of its bou
 @dataclass(frozen=True)
 class LinkKind:
     """``name``: of its kernels, between lamina_ and what they do; ``layout``: of a lane's struct; ``has_bulk``: behind
-    that of the first lies that of a second lane, in channels of kernels. ``at_once``: kernels that are launched while
-    others wait, which loading one may wait for.
+    that of the first lies that of a second lane, in channels of kernels. ``at_once``: kernels that are launched
+    while others wait, which loading one may wait for.
     """
 
     name: str
@@ -68,20 +69,20 @@ class DeviceView:
     def send(
         self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        self._launch_all(stream, calls.send(source, 0, nbytes, tag, timeout_ns, status, most))
+        self._launch_all(stream, kernel_launches.send(source, 0, nbytes, tag, timeout_ns, status, most))
 
     def send_two(
         self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        self._launch_all(stream, calls.send(first, second, nbytes, tag, timeout_ns, status, most))
+        self._launch_all(stream, kernel_launches.send(first, second, nbytes, tag, timeout_ns, status, most))
 
     def receive(self, stream: int, target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
-        self._launch_all(stream, calls.receive(target, room, nbytes, tag, timeout_ns, status))
+        self._launch_all(stream, kernel_launches.receive(target, room, nbytes, tag, timeout_ns, status))
 
     def receive_due(
         self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        self._launch_all(stream, calls.receive_due(target, nbytes, tag, note, timeout_ns, status, most))
+        self._launch_all(stream, kernel_launches.receive_due(target, nbytes, tag, note, timeout_ns, status, most))
 
     def _launch_all(self, stream: int, parts: Iterable[LaunchPart]) -> None:
         for call in parts:
@@ -122,7 +123,7 @@ class KernelChannel(WatchedChannel):
     def gpu(self) -> int:
         return self._driver.index
 
-    def lend(self) -> DeviceView:
+    def hand_to_device(self) -> DeviceView:
         with self._open() as is_open:
             if not is_open:
                 self._check("lend")
@@ -138,7 +139,7 @@ class KernelChannel(WatchedChannel):
                     self._driver.load(f"{self._kind.name}_{kernel}")
             return self._view(0, self._view(1, None) if self._lanes > 1 else None)
 
-    def take_back(self) -> None:
+    def take_from_device(self) -> None:
         with self._open() as is_open:
             if not is_open:
                 return
@@ -338,7 +339,7 @@ class KernelChannel(WatchedChannel):
         return ctypes.addressof(ctypes.c_ubyte.from_buffer(part))
 
 
-def leave_all(opened: Iterable[object]) -> None:
+def leave_all_channels(opened: Iterable[object]) -> None:
     """Leave all channels of kernels, before one of them is closed: it waits for kernels, which may wait for peers of
     others.
     """

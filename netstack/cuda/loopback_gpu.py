@@ -26,16 +26,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from typing import NoReturn
 
+from lamina.netstack.contract.channel_terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, ChannelError, ChannelTimeout, DeviceSide, Fabric, PeerFault
-from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
-from lamina.netstack.host.native import LINE, OK, SLOTS_AT, TIMEOUT
+from lamina.netstack.host.native_module import LINE, OK, SLOTS_AT, TIMEOUT
 
-from . import calls
-from .calls import KERNELS_OF_CALLS, LaunchPart
+from . import kernel_launches
+from .channel_memory import ENDS, clear_inbox, inbox_bytes, new_ends
 from .driver import CudaError, CudaEvent, Driver
-from .ends import ENDS, clear_inbox, inbox_bytes, new_ends
 from .kernel_channel import BROKEN
+from .kernel_launches import KERNELS_OF_CALLS, LaunchPart
 
 log = logging.getLogger(__name__)
 STEP = -(-ENDS.nbytes // LINE) * LINE
@@ -116,7 +116,7 @@ class LoopbackGpuChannel(LoopbackChannel):
     def gpu(self) -> int:
         return self._driver.index
 
-    def lend(self) -> DeviceSide:
+    def hand_to_device(self) -> DeviceSide:
         link = self._shared
         with self._changed:
             self._check("lend")
@@ -130,7 +130,7 @@ class LoopbackGpuChannel(LoopbackChannel):
                 raise ChannelError(f"{self.peer}: lend: {error}") from error
         return OrderedView(self)
 
-    def take_back(self) -> None:
+    def take_from_device(self) -> None:
         """Calls have slots and counters of their own."""
 
     def close(self) -> None:
@@ -184,17 +184,19 @@ class OrderedView:
     def send(
         self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        self._launch(True, timeout_ns, stream, calls.send(source, 0, nbytes, tag, NO_NS, status, most))
+        self._launch(True, timeout_ns, stream, kernel_launches.send(source, 0, nbytes, tag, NO_NS, status, most))
 
     def send_two(
         self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        self._launch(True, timeout_ns, stream, calls.send(first, second, nbytes, tag, NO_NS, status, most))
+        self._launch(True, timeout_ns, stream, kernel_launches.send(first, second, nbytes, tag, NO_NS, status, most))
 
     def receive_due(
         self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        self._launch(False, timeout_ns, stream, calls.receive_due(target, nbytes, tag, note, NO_NS, status, most))
+        self._launch(
+            False, timeout_ns, stream, kernel_launches.receive_due(target, nbytes, tag, note, NO_NS, status, most)
+        )
 
     def launching(self) -> AbstractContextManager[bool]:
         """Nothing of it is in a graph."""

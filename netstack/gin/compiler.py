@@ -1,5 +1,5 @@
 """kernels.cu with links of NCCL's device API, by nvcc: NVRTC does not take NCCL's headers. What has been compiled is
-kept from one start to the next (kept.py).
+kept from one start to the next (kernel_cache.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from lamina.netstack.cached_file import cache_directory
 from lamina.netstack.cuda.driver import CSRC, FLAGS, KERNELS, Compiler
-from lamina.netstack.kept import kept_folder
 
-from .kept import KeptImage
+from .kernel_cache import CachedImage
 from .nccl import LIBNCCL, package_folders
 
 NVCC = "LAMINA_NVCC"  # another compiler to run instead of the installed one
@@ -31,7 +31,7 @@ def header_folders() -> list[Path]:
     return [p for place in places for p in (place, place / "cccl") if p.is_dir()]
 
 
-def lack_of_compiler() -> str:
+def why_no_compiler() -> str:
     """What of it is missing to compile kernels with NCCL's headers; empty: nothing."""
     if not any((folder / "nccl_device.h").is_file() for folder in header_folders()):
         return "NCCL's headers are not there"
@@ -43,7 +43,7 @@ def build(architecture: int) -> bytes:
     the words of nvcc.
     """
     compiler = _nvcc()
-    if (why := lack_of_compiler()) or compiler is None:
+    if (why := why_no_compiler()) or compiler is None:
         raise ImportError(why)
     kept = _place(compiler, architecture)
     image = kept.read() if kept else None
@@ -77,15 +77,15 @@ def _compiled(compiler: str, architecture: int) -> bytes:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise RuntimeError(f"{compiler}: {error}") from error
         if done.returncode:
-            said = done.stderr.splitlines() or [f"{compiler} ended with {done.returncode}"]
-            first = next((line for line in said if "error" in line), said[0])
+            stderr = done.stderr.splitlines() or [f"{compiler} ended with {done.returncode}"]
+            first = next((line for line in stderr if "error" in line), stderr[0])
             raise RuntimeError(f"{KERNELS.name} does not compile for sm_{architecture}: {first.strip()}")
         return image.read_bytes()
 
 
-def _place(compiler: str, architecture: int) -> KeptImage | None:
+def _place(compiler: str, architecture: int) -> CachedImage | None:
     """Where the kernels are kept that follow from all this; None where they are not, or nvcc tells no version."""
-    folder = kept_folder("kernels")
+    folder = cache_directory("kernels")
     if folder is None:
         return None
     try:
@@ -95,7 +95,7 @@ def _place(compiler: str, architecture: int) -> KeptImage | None:
     except (OSError, subprocess.SubprocessError):
         return None
     environment = [os.environ.get(name, "") for name in READS]
-    return KeptImage(folder, [compiler, version.hex(), *_flags(architecture), *environment, code, *nccl])
+    return CachedImage(folder, [compiler, version.hex(), *_flags(architecture), *environment, code, *nccl])
 
 
 def _digest(files: Iterable[Path]) -> str:

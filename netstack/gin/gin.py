@@ -26,22 +26,22 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from time import monotonic
 
+from lamina.netstack.bootstrap.background_call import BackgroundCall, has_disconnected
+from lamina.netstack.bootstrap.card_exchange import exchange_cards
+from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, Wants, exchanged
+from lamina.netstack.bootstrap.lifeline import LinkEvents
+from lamina.netstack.bootstrap.listener import HANDSHAKE_S, Meeting, StreamListener
+from lamina.netstack.contract.channel_terms import EPOCH_SHIFT, MAX_MESSAGE_BYTES, Geometry
 from lamina.netstack.contract.fabric import Channel, Fabric, HandshakeError
-from lamina.netstack.contract.layout import StructLayout
-from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
-from lamina.netstack.cuda.calls import KERNELS_OF_CALLS
+from lamina.netstack.contract.struct_layout import StructLayout
+from lamina.netstack.cuda.channel_memory import clear_inbox, ends_of, inbox_bytes
 from lamina.netstack.cuda.cuda import chosen_gpu
 from lamina.netstack.cuda.driver import Driver
-from lamina.netstack.cuda.ends import clear_inbox, ends_of, inbox_bytes
-from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind, directions, leave_all
-from lamina.netstack.host.native import gin_layout
+from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind, directions, leave_all_channels
+from lamina.netstack.cuda.kernel_launches import KERNELS_OF_CALLS
+from lamina.netstack.host.native_module import gin_layout
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.meeting.beside import BesideCall, hung_up
-from lamina.netstack.meeting.handshake import PeerSession, Wants, exchanged
-from lamina.netstack.meeting.lifeline import LinkEvents
-from lamina.netstack.meeting.listener import HANDSHAKE_S, Meeting, StreamListener
-from lamina.netstack.meeting.swap import swap
-from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TIMEOUT, USUAL_TIMEOUT, NetworkService, service
+from lamina.netstack.rdma.traffic_class import PARTITION, SERVICE_LEVEL, TIMEOUT, USUAL_TIMEOUT, NetworkService, service
 from lamina.netstack.rdma.verbs import VerbsFabric
 
 from .compiler import BY_NVCC
@@ -97,7 +97,14 @@ class GinChannel(KernelChannel):
     """Owns ``sock`` and the parts of ``link`` once this returns."""
 
     def __init__(
-        self, driver: Driver, link: GinLink, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool
+        self,
+        driver: Driver,
+        link: GinLink,
+        sock: socket.socket,
+        peer: str,
+        session: AuthenticatedTerms,
+        *,
+        listening: bool,
     ) -> None:
         self._communicator, zero = link.communicator, session.epoch << EPOCH_SHIFT
 
@@ -127,8 +134,8 @@ class GinChannel(KernelChannel):
             self._say(f"aborted: NCCL reports: {why}")
 
 
-class GinWay:
-    """A NicWay whose NICs are NCCL's."""
+class GinProvider:
+    """A NicProvider whose NICs are NCCL's."""
 
     scheme = "gin"
 
@@ -142,9 +149,9 @@ class GinWay:
     def register(self, source: memoryview) -> None:
         """Nothing: what is put is copied to memory that the NIC has."""
 
-    def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
-        if (most := max(session.outbound.slot_bytes, session.inbound.slot_bytes)) > MESSAGE_MOST:
-            raise HandshakeError(f"slot_bytes is at most {MESSAGE_MOST} over {self.scheme}, not {most}")
+    def meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
+        if (most := max(session.outbound.slot_bytes, session.inbound.slot_bytes)) > MAX_MESSAGE_BYTES:
+            raise HandshakeError(f"slot_bytes is at most {MAX_MESSAGE_BYTES} over {self.scheme}, not {most}")
         names = [] if listening else [self._nccl.new_id()]
 
         def read(text: bytes) -> None:
@@ -154,12 +161,12 @@ class GinWay:
             names.append(name)
 
         card = CARD.pack(MAGIC, self._nccl.version, b"" if listening else names[0])
-        yield from exchanged(sock, swap(session, card, read, listening=listening))
+        yield from exchanged(sock, exchange_cards(session, card, read, listening=listening))
         given_up = threading.Event()
-        making = BesideCall(lambda: self._link(session, names[0], given_up, listening=listening), "lamina-gin")
+        making = BackgroundCall(lambda: self._link(session, names[0], given_up, listening=listening), "lamina-gin")
         try:
             link = yield from _made(making, sock, given_up)
-            yield from exchanged(sock, swap(session, MADE, _check_made, listening=listening))
+            yield from exchanged(sock, exchange_cards(session, MADE, _check_made, listening=listening))
             return GinChannel(self._driver, link, sock, peer, session, listening=listening)
         except BaseException as error:
             given_up.set()
@@ -173,7 +180,7 @@ class GinWay:
     def close(self) -> None:
         self._driver.close()
 
-    def _link(self, session: PeerSession, name: bytes, given_up: threading.Event, *, listening: bool) -> GinLink:
+    def _link(self, session: AuthenticatedTerms, name: bytes, given_up: threading.Event, *, listening: bool) -> GinLink:
         """Both sides make it at the same time. Raises NcclError, CudaError."""
         driver, rank, zero = self._driver, int(listening), session.epoch << EPOCH_SHIFT
         lanes, nbytes = places_of(session, listening=listening)
@@ -205,14 +212,14 @@ class GinFabric(VerbsFabric):
         TcpFabric.join(self, listener)
 
     def close(self) -> None:
-        leave_all(self._opened)
+        leave_all_channels(self._opened)
         super().close()
 
-    def _connected(self, sock: socket.socket, peer: str, session: PeerSession, deadline: float) -> Channel:
+    def _connected(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, deadline: float) -> Channel:
         return super()._connected(sock, peer, session, max(deadline, monotonic() + MAKE_S + 2 * LATE_S))
 
 
-def places_of(session: PeerSession, *, listening: bool) -> tuple[tuple[WindowLane, ...], int]:
+def places_of(session: AuthenticatedTerms, *, listening: bool) -> tuple[tuple[WindowLane, ...], int]:
     """Places of the first lane, places of the lane for bulk (for kernels; it goes to the listener alone), and the bytes
     of the window. The window holds messages to the listener, messages back, bulk, and a page for the credits of bulk.
     """
@@ -227,13 +234,13 @@ def places_of(session: PeerSession, *, listening: bool) -> tuple[tuple[WindowLan
 
 
 def _made(
-    making: BesideCall[GinLink], sock: socket.socket, given_up: threading.Event
+    making: BackgroundCall[GinLink], sock: socket.socket, given_up: threading.Event
 ) -> Generator[Wants, None, GinLink]:
     """What ``making`` makes, which gives up once the peer at ``sock`` has. Raises as ``_link`` does."""
     wants = {sock.fileno(): select.POLLRDHUP, making.fileno(): select.POLLIN}
     while not making.result.done():
         yield wants
-        if hung_up(sock):
+        if has_disconnected(sock):
             given_up.set()
             wants.pop(sock.fileno(), None)
     return making.result.result()
@@ -257,7 +264,7 @@ def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
     except (ImportError, ValueError) as error:
         raise ImportError(_unusable(error)) from error
     try:
-        return GinFabric(key, way=GinWay(driver, nccl, traffic_class))
+        return GinFabric(key, way=GinProvider(driver, nccl, traffic_class))
     except BaseException as error:
         driver.close()
         if isinstance(error, NcclError):

@@ -173,9 +173,9 @@ class Communicator:
 
     def properties(self) -> Properties:
         """What NCCL says of it, and of its device side."""
-        told = Properties(ctypes.sizeof(Properties), MAGIC, self._nccl.version)
-        self._step("ncclCommQueryProperties", self._handle, byref(told))
-        return told
+        properties = Properties(ctypes.sizeof(Properties), MAGIC, self._nccl.version)
+        self._step("ncclCommQueryProperties", self._handle, byref(properties))
+        return properties
 
     def window(self, nbytes: int) -> tuple[int, int]:
         """(address, handle) of memory of the GPU's that all ranks reach; they make it together, of one size."""

@@ -16,7 +16,9 @@ from mmap import mmap
 from time import monotonic
 from weakref import WeakSet, WeakValueDictionary
 
+from lamina.netstack.bootstrap.handshake import REFUSALS
 from lamina.netstack.contract.base import BaseChannel, BaseFabric, one_line
+from lamina.netstack.contract.channel_terms import DEFAULT_LISTEN_TERMS, EPOCH_SHIFT, Geometry, ListenTerms, Terms
 from lamina.netstack.contract.fabric import (
     CONNECT_S,
     TAG_BYTES,
@@ -28,8 +30,6 @@ from lamina.netstack.contract.fabric import (
     PeerFault,
     Slot,
 )
-from lamina.netstack.contract.terms import EPOCH_SHIFT, RECEPTION, Geometry, Reception, Terms
-from lamina.netstack.meeting.handshake import REFUSALS
 
 _NETWORK: WeakValueDictionary[str, LoopbackListener] = WeakValueDictionary()  # listeners by name; they own themselves
 
@@ -164,7 +164,7 @@ class LoopbackChannel(BaseChannel):
 
 
 class LoopbackListener:
-    def __init__(self, place: str, key: bytes, fabric: LoopbackFabric, reception: Reception) -> None:
+    def __init__(self, place: str, key: bytes, fabric: LoopbackFabric, reception: ListenTerms) -> None:
         self.url = f"loopback://{place}"
         self.gpu = fabric.gpu
         self._place, self._reception = place, reception
@@ -214,7 +214,7 @@ class LoopbackListener:
         if not hmac.compare_digest(key, self._key):
             return "the keys differ"
         channels = len(self._accepted) + len(self._callers)
-        reason = "name" if terms.peer != self._reception.name else self._reception.excess(terms, channels)
+        reason = "name" if terms.peer != self._reception.name else self._reception.exceeded_limit(terms, channels)
         return REFUSALS[reason].format(terms=terms) if reason else ""
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ class LoopbackFabric(BaseFabric):
     def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
         return LoopbackChannel(link, side, peer, terms, self._faults, self._clock)
 
-    def listen(self, address: str = "", reception: Reception = RECEPTION) -> LoopbackListener:
+    def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> LoopbackListener:
         place = address or secrets.token_hex(8)
         listener = LoopbackListener(place, self._key, self, reception)
         if _NETWORK.setdefault(place, listener) is not listener:

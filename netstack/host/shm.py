@@ -17,14 +17,14 @@ import struct
 from functools import partial
 from time import monotonic
 
-from lamina.netstack.contract.base import SPIN_S, BaseFabric, affordable_spin
+from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, Hello, offer, run
+from lamina.netstack.bootstrap.listener import StreamListener, Visit
+from lamina.netstack.bootstrap.sockets import dial, open_place
+from lamina.netstack.contract.base import SPIN_S, BaseFabric, usable_spin
+from lamina.netstack.contract.channel_terms import DEFAULT_LISTEN_TERMS, ListenTerms, Terms
 from lamina.netstack.contract.fabric import CONNECT_S, Channel, ChannelTimeout, Fabric, HandshakeError
-from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
-from lamina.netstack.meeting.handshake import Hello, PeerSession, offer, run
-from lamina.netstack.meeting.listener import StreamListener, Visit
-from lamina.netstack.meeting.sockets import dial, open_place
 
-from .native import open_link, ring_bytes
+from .native_module import open_link, ring_bytes
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid
@@ -37,9 +37,9 @@ class ShmFabric(BaseFabric):
 
     def __init__(self, key: bytes, *, spin_s: float = SPIN_S) -> None:
         super().__init__(key)
-        self._spin_s = affordable_spin(spin_s)
+        self._spin_s = usable_spin(spin_s)
 
-    def listen(self, address: str = "", reception: Reception = RECEPTION) -> StreamListener:
+    def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> StreamListener:
         place = address or f"lamina-{secrets.token_hex(8)}"
         url = f"{self.scheme}://{place}"
         sock = open_place(socket.AF_UNIX, f"\0{place}", url, "name")
@@ -64,14 +64,14 @@ class ShmFabric(BaseFabric):
             sock.close()
             raise
 
-    def _meet(self, sock: socket.socket, url: str, terms: PeerSession, deadline: float) -> Channel:
+    def _meet(self, sock: socket.socket, url: str, terms: AuthenticatedTerms, deadline: float) -> Channel:
         memory = _receive_memory(sock, url, terms, deadline)
         try:
             return self._channel(memory, sock, terms, listening=False, peer=url)
         finally:
             os.close(memory)
 
-    def _welcome(self, url: str, sock: socket.socket, terms: PeerSession) -> Channel | Visit:
+    def _welcome(self, url: str, sock: socket.socket, terms: AuthenticatedTerms) -> Channel | Visit:
         pid, _, _ = _credentials(sock)
         memory = os.memfd_create("lamina", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

@@ -11,14 +11,14 @@ import ipaddress
 import socket
 from time import monotonic
 
-from lamina.netstack.contract.base import SPIN_S, BaseFabric, affordable_spin
+from lamina.netstack.bootstrap.handshake import SEAL, AuthenticatedTerms, Hello, offer, run
+from lamina.netstack.bootstrap.listener import StreamListener, Visit
+from lamina.netstack.bootstrap.sockets import dial, open_place, tune
+from lamina.netstack.contract.base import SPIN_S, BaseFabric, usable_spin
+from lamina.netstack.contract.channel_terms import DEFAULT_LISTEN_TERMS, ListenTerms, Terms
 from lamina.netstack.contract.fabric import CONNECT_S, Channel, ChannelError, Fabric
-from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
-from lamina.netstack.meeting.handshake import SEAL, Hello, PeerSession, offer, run
-from lamina.netstack.meeting.listener import StreamListener, Visit
-from lamina.netstack.meeting.sockets import dial, open_place, tune
 
-from .native import crypto_fault, open_stream
+from .native_module import crypto_fault, open_stream
 
 LIBCRYPTO = "LAMINA_LIBCRYPTO"  # see csrc/netstack/host/cipher.h
 STALL_S = 10.0  # a peer that takes no byte of a put for so long is given up
@@ -31,11 +31,11 @@ class TcpFabric(BaseFabric):
 
     def __init__(self, key: bytes, *, spin_s: float = SPIN_S, stall_s: float = STALL_S, seal: bool = False) -> None:
         super().__init__(key)
-        self._spin_s = affordable_spin(spin_s)
+        self._spin_s = usable_spin(spin_s)
         self._stall_s = stall_s
         self._seal = seal
 
-    def listen(self, address: str = "", reception: Reception = RECEPTION) -> StreamListener:
+    def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> StreamListener:
         host, port, family = self._endpoint(address or "127.0.0.1:0")
         where = f"{self.scheme}://{host}:{port}"
         self._cipher(host, f"cannot listen at {where}")
@@ -55,7 +55,7 @@ class TcpFabric(BaseFabric):
 
     def join(self, listener: StreamListener) -> None:
         """Peers of this transport may come to ``listener`` too."""
-        listener.speak(self.scheme, self._welcome, self._must_seal)
+        listener.add_scheme(self.scheme, self._welcome, self._must_seal)
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
         return self._connect(url, terms, self.scheme, timeout_s)
@@ -91,13 +91,13 @@ class TcpFabric(BaseFabric):
             )
         return SEAL
 
-    def _welcome(self, sock: socket.socket, session: PeerSession) -> Channel | Visit:
+    def _welcome(self, sock: socket.socket, session: AuthenticatedTerms) -> Channel | Visit:
         return self._channel(sock, self._url(sock.getpeername()), session, listening=True)
 
-    def _connected(self, sock: socket.socket, peer: str, session: PeerSession, deadline: float) -> Channel:
+    def _connected(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, deadline: float) -> Channel:
         return self._channel(sock, peer, session, listening=False)
 
-    def _channel(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Channel:
+    def _channel(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Channel:
         sock.setblocking(True)
         tune(sock, self._stall_s)
         outbound, inbound = session.outbound, session.inbound

@@ -9,19 +9,19 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lamina.netstack.contract.layout import StructLayout
-from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
-from lamina.netstack.cuda.calls import KERNELS_OF_CALLS
+from lamina.netstack.bootstrap.lifeline import LinkEvents
+from lamina.netstack.contract.channel_terms import EPOCH_SHIFT, Geometry, Terms
+from lamina.netstack.contract.struct_layout import StructLayout
+from lamina.netstack.cuda.channel_memory import ends_of
 from lamina.netstack.cuda.driver import CudaError, Driver
-from lamina.netstack.cuda.ends import ends_of
 from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind
-from lamina.netstack.host.native import FAILED, mlx5_layout
-from lamina.netstack.meeting.lifeline import LinkEvents
+from lamina.netstack.cuda.kernel_launches import KERNELS_OF_CALLS
+from lamina.netstack.host.native_module import FAILED, mlx5_layout
 
-from .card import LanedCard
+from .laned_card import LanedCard
 
 if TYPE_CHECKING:
-    from lamina.netstack.host._native import KernelPair
+    from lamina.netstack.host._netstack import KernelPair
 
 MLX5 = LinkKind("mlx5", StructLayout(*mlx5_layout()), has_bulk=True, at_once=(*KERNELS_OF_CALLS, "flush"))
 ALONE, FIRST, BULK = 0, 1, 2  # Lane of csrc/netstack/mlx5_channel.h
@@ -51,7 +51,7 @@ class NicLane:
 
 
 class NicEvents:
-    """The events of queue pairs and of their devices; ``said``: the first that ends one, in libibverbs's words."""
+    """The events of queue pairs and of their devices; ``event``: the first that ends one, in libibverbs's words."""
 
     def __init__(self, pairs: Sequence[KernelPair]) -> None:
         self._pairs, self.said = pairs, ""
@@ -64,8 +64,8 @@ class NicEvents:
 
     def is_over(self) -> bool:
         for pair in self._pairs:
-            if not self.said and (said := pair.event()):  # several threads ask: none may lose what another one got
-                self.said = said
+            if not self.said and (event := pair.event()):  # several threads ask: none may lose what another one got
+                self.said = event
         return bool(self.said)
 
     def close(self) -> None:

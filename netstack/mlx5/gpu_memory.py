@@ -22,7 +22,7 @@ from lamina.netstack.cuda.driver import (
     Pinned,
     Shared,
 )
-from lamina.netstack.host.native import LINE, Ringer
+from lamina.netstack.host.native_module import LINE, Ringer
 
 DMA_BUF_FILE = 1  # CUmemRangeHandleType
 OWNER = 100  # CUGPUDirectRDMAWritesOrdering: kernels of this GPU see a NIC's writes in their order
@@ -31,7 +31,7 @@ NO_PIECE = 0, 0, -1  # as of NicMemory
 NO_DOORBELL = b"\xff" * 8  # kNoDoorbell of csrc/netstack/proxy/proxy.h
 
 
-def lack(driver: Driver) -> str:
+def why_unusable(driver: Driver) -> str:
     """Why kernels of this GPU cannot poll for what a NIC writes, in a few words; empty if they can."""
     if not driver.shares_memory:
         return "its memory cannot be mapped as a NIC needs it"

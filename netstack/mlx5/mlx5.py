@@ -23,30 +23,30 @@ import socket
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
+from lamina.netstack.bootstrap.card_exchange import exchange_cards
+from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, exchanged
+from lamina.netstack.bootstrap.listener import Meeting
+from lamina.netstack.bootstrap.self_test import by_host
 from lamina.netstack.contract.base import rdma_device
+from lamina.netstack.contract.channel_terms import EPOCH_SHIFT, MAX_MESSAGE_BYTES, Geometry
 from lamina.netstack.contract.fabric import HandshakeError
-from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
+from lamina.netstack.cuda.channel_memory import clear_inbox, inbox_bytes
 from lamina.netstack.cuda.cuda import chosen_gpu
 from lamina.netstack.cuda.driver import DMA_BUF, CudaError, Driver
-from lamina.netstack.cuda.ends import clear_inbox, inbox_bytes
-from lamina.netstack.cuda.kernel_channel import directions, leave_all
-from lamina.netstack.host.native import Ringer, mlx5_fault, open_kernel_pair, rings_bytes
-from lamina.netstack.meeting.handshake import PeerSession, exchanged
-from lamina.netstack.meeting.listener import Meeting
-from lamina.netstack.meeting.swap import swap
-from lamina.netstack.meeting.trial import by_host
-from lamina.netstack.rdma.card import Card, Route
-from lamina.netstack.rdma.native_way import TRIAL, NativeWay, Place, card_of
-from lamina.netstack.rdma.nearest import cores_of
+from lamina.netstack.cuda.kernel_channel import directions, leave_all_channels
+from lamina.netstack.host.native_module import Ringer, mlx5_fault, open_kernel_pair, rings_bytes
+from lamina.netstack.rdma.card import ConnectionCard, QueuePairAddress
+from lamina.netstack.rdma.native_backend import TRIAL, LibibverbsProvider, Place, card_of
+from lamina.netstack.rdma.nearest_port import cores_of
 from lamina.netstack.rdma.verbs import VerbsFabric
 
-from .card import LanedCard, opened_lanes
 from .channel import Mlx5Channel, NicLane
-from .gpu_memory import NO_PIECE, HostPages, Mailbox, NicMemory, doorbell_fault, lack
-from .trial import by_kernels
+from .gpu_memory import NO_PIECE, HostPages, Mailbox, NicMemory, doorbell_fault, why_unusable
+from .kernel_self_test import by_kernels
+from .laned_card import LanedCard, opened_lanes
 
 if TYPE_CHECKING:
-    from lamina.netstack.host._native import KernelPair
+    from lamina.netstack.host._netstack import KernelPair
 
 log = logging.getLogger(__name__)
 BLOCKS_LEAST = 8
@@ -55,8 +55,8 @@ RECORD_BYTES = REGISTER_BYTES = 8
 NO_COMPLETION = bytes(CQE_BYTES - 1) + b"\xf1"  # the NIC may write over it
 
 
-class KernelWay(NativeWay):
-    """As NativeWay, for kernels of ``driver``'s GPU."""
+class Mlx5Provider(LibibverbsProvider):
+    """As LibibverbsProvider, for kernels of ``driver``'s GPU."""
 
     scheme = "mlx5"
 
@@ -67,10 +67,10 @@ class KernelWay(NativeWay):
         self._unsaid = list[str]()  # of the remarks, until the first meeting
         super().__init__(wanted, spin_s=0.0, gpu=driver.pci_address)
 
-    def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
+    def meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
         outbound, inbound = directions(session, listening=listening)
-        if (most := max(outbound.slot_bytes, inbound.slot_bytes)) > MESSAGE_MOST:
-            raise HandshakeError(f"slot_bytes is at most {MESSAGE_MOST} over {self.scheme}, not {most}")
+        if (most := max(outbound.slot_bytes, inbound.slot_bytes)) > MAX_MESSAGE_BYTES:
+            raise HandshakeError(f"slot_bytes is at most {MAX_MESSAGE_BYTES} over {self.scheme}, not {most}")
         while self._unsaid:
             log.warning("%s", self._unsaid.pop())
         with ExitStack() as parts:
@@ -89,7 +89,7 @@ class KernelWay(NativeWay):
                 for lane, card in zip(lanes, theirs[0].lanes, strict=True):
                     connect(lane.pair, card)
 
-            yield from exchanged(sock, swap(session, ours.pack(), reach, listening=listening))
+            yield from exchanged(sock, exchange_cards(session, ours.pack(), reach, listening=listening))
             try:
                 return Mlx5Channel(self._driver, parts, lanes, theirs[0], sock, peer, session, listening=listening)
             except CudaError as error:
@@ -100,7 +100,7 @@ class KernelWay(NativeWay):
             self._ringer.close()
         self._driver.close()
 
-    def _try(self, place: Place) -> Route:
+    def _try(self, place: Place) -> QueuePairAddress:
         why = "" if self._driver.attribute(DMA_BUF) else "its driver exports none to NICs (dma-buf)"
         self._has_rings = not why
         try:
@@ -115,7 +115,7 @@ class KernelWay(NativeWay):
             log.info("%s", self.remarks[-1])
         return route
 
-    def _open_and_close(self, place: Place) -> Route:
+    def _open_and_close(self, place: Place) -> QueuePairAddress:
         with ExitStack() as parts:
             first, _bulk = self._lanes(parts, place, TRIAL, TRIAL, listening=False, kernels=True)
             return card_of(first.pair).route
@@ -182,7 +182,7 @@ def ring_blocks(requests: int) -> int:
     return max(BLOCKS_LEAST, 1 << (requests - 1).bit_length())
 
 
-def connect(pair: KernelPair, card: Card) -> None:
+def connect(pair: KernelPair, card: ConnectionCard) -> None:
     """Raises HandshakeError."""
     r = card.route
     try:
@@ -195,10 +195,10 @@ class Mlx5Fabric(VerbsFabric):
     """Listens and connects as ``verbs`` does; its trials go by each queue of a channel."""
 
     scheme = "mlx5"
-    means = by_host, by_kernels
+    self_test_paths = by_host, by_kernels
 
     def close(self) -> None:
-        leave_all(self._opened)
+        leave_all_channels(self._opened)
         super().close()
 
 
@@ -211,9 +211,9 @@ def open_fabric(key: bytes, *, gpu: int = 0, device: str = "") -> Mlx5Fabric:
     except ImportError as error:
         raise ImportError(_unusable(error)) from error
     try:
-        if why := lack(driver):
+        if why := why_unusable(driver):
             raise ImportError(_unusable(f"this GPU is none for it: {why}"))
-        return Mlx5Fabric(key, way=KernelWay(rdma_device(device), driver))
+        return Mlx5Fabric(key, way=Mlx5Provider(rdma_device(device), driver))
     except BaseException:
         driver.close()
         raise

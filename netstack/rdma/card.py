@@ -21,7 +21,7 @@ LIDS = range(1, 0xC000)  # of one port each; those above are of multicast groups
 
 
 @dataclass(frozen=True)
-class Route:
+class QueuePairAddress:
     """The address of a queue pair: all that its peer must know to reach it. ``mtu``: a key of MTU_NAMES."""
 
     gid: bytes
@@ -32,10 +32,10 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Card:
+class ConnectionCard:
     """``nbytes``, ``key``, ``address``: the inbox that the peer may write to; of no bytes: there is none."""
 
-    route: Route
+    route: QueuePairAddress
     nbytes: int
     key: int
     address: int
@@ -45,7 +45,7 @@ class Card:
         return WIRE.pack(MAGIC, r.gid, r.lid, r.number, r.psn, r.mtu, self.nbytes, self.key, self.address)
 
 
-def opened(text: bytes, *, inbox_bytes: int, our_lid: int) -> Card:
+def parse_card(text: bytes, *, inbox_bytes: int, our_lid: int) -> ConnectionCard:
     """The card that a peer sent. ``inbox_bytes``: of the inbox that the terms promise; ``our_lid``: 0 on Ethernet.
 
     Raises HandshakeError, which names what no honest peer can have said.
@@ -55,13 +55,13 @@ def opened(text: bytes, *, inbox_bytes: int, our_lid: int) -> Card:
     magic, gid, lid, number, psn, mtu, nbytes, key, address = WIRE.unpack(text)
     if magic != MAGIC:
         raise HandshakeError(f"its card begins with {magic!r}, not {MAGIC!r}")
-    route = Route(gid, lid, number, psn, mtu)
+    route = QueuePairAddress(gid, lid, number, psn, mtu)
     if why := _lie(route, our_lid) or _inbox_lie(nbytes, address, inbox_bytes):
         raise HandshakeError(why)
-    return Card(route, nbytes, key, address)
+    return ConnectionCard(route, nbytes, key, address)
 
 
-def _lie(route: Route, our_lid: int) -> str:
+def _lie(route: QueuePairAddress, our_lid: int) -> str:
     """Why no peer can be reached by ``route``; empty if one may."""
     gid = IPv6Address(route.gid)
     ipv4 = gid.ipv4_mapped

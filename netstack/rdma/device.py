@@ -21,10 +21,10 @@ import numpy as np
 
 from lamina.netstack.contract.base import NAMED_BY
 
-from .card import Route
-from .packets import PacketNotes, remarks_on
-from .ports import Port, Wanted, partition_index
-from .quality import check_level, service
+from .card import QueuePairAddress
+from .mtu import PacketSizeLog, remarks_on
+from .rdma_ports import Port, Wanted, partition_index
+from .traffic_class import check_level, service
 
 try:
     from pyverbs.addr import GID, AHAttr, GlobalRoute
@@ -129,7 +129,7 @@ class RdmaDevice:
         here = Port(name, self.port, "ACTIVE", "")
         self.partition = partition_index(here, self.service.partition)
         self.lid, self.mtu, self.message_bytes = state.lid, state.active_mtu, state.max_msg_sz
-        self.remarks, self.packets = remarks_on(f"{name}:{self.port}", self.lid, self.mtu), PacketNotes()
+        self.remarks, self.packets = remarks_on(f"{name}:{self.port}", self.lid, self.mtu), PacketSizeLog()
 
     def close(self) -> None:
         self.context.close()
@@ -222,9 +222,9 @@ class QueuePair:
             self._pair.to_init(attributes)
             for _ in range(receives):
                 self.post_receive()
-        self.route = Route(device.gid, device.lid, self._pair.qp_num, randbits(24), device.mtu)
+        self.route = QueuePairAddress(device.gid, device.lid, self._pair.qp_num, randbits(24), device.mtu)
 
-    def connect(self, peer: Route) -> None:
+    def connect(self, peer: QueuePairAddress) -> None:
         """Connect the queue pair to the peer's. Both directions work as soon as the peer has done the same."""
         way = GlobalRoute(dgid=GID(IPv6Address(peer.gid).exploded), sgid_index=self._device.gid_index, hop_limit=64)
         way.traffic_class = self._device.service.traffic_class

@@ -7,7 +7,7 @@ import select
 from io import FileIO
 
 
-class Sleeper:
+class EventWaiter:
     """A sleep ends once one of ``fds`` is readable, or with a ring. Closed by who made it, ``fds`` not."""
 
     def __init__(self, *fds: int) -> None:

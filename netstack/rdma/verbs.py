@@ -16,7 +16,7 @@ life line. From there on the NICs move the data:
   that only waits has nothing to fail.
 
 Who can do without goes first for a trial: it connects by the scheme with a question mark behind it, and a thread of
-the listener's answers (meeting/trial.py).
+the listener's answers (bootstrap/self_test.py).
 
 What NICs send is neither encrypted nor authenticated: use a network that strangers cannot write to. Only the inbox is
 open to the peer, for writing. Each peer has a protection domain of its own, so that a key of one peer's inbox is of no
@@ -32,20 +32,27 @@ from threading import BoundedSemaphore, Lock, Thread
 from time import monotonic
 from weakref import WeakSet
 
-from lamina.netstack.contract.base import SPIN_S, affordable_spin, rdma_device
+from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, drive
+from lamina.netstack.bootstrap.listener import Meeting, StreamListener, Visit
+from lamina.netstack.bootstrap.self_test import (
+    SELF_TEST_TAG,
+    SELF_TEST_TIMEOUT_S,
+    SelfTestPath,
+    answer_self_test,
+    by_host,
+    run_self_test,
+)
+from lamina.netstack.contract.base import SPIN_S, rdma_device, usable_spin
+from lamina.netstack.contract.channel_terms import Terms
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, HandshakeError, Region
-from lamina.netstack.contract.terms import Terms
-from lamina.netstack.host.native import verbs_fault
+from lamina.netstack.host.native_module import verbs_fault
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.meeting.handshake import PeerSession, drive
-from lamina.netstack.meeting.listener import Meeting, StreamListener, Visit
-from lamina.netstack.meeting.trial import TRIAL, TRIAL_S, Means, answer_trial, by_host, run_trial
 
-from .native_way import NativeWay
-from .way import NicWay
+from .native_backend import LibibverbsProvider
+from .nic_backend import NicProvider
 
 ASKS = "?"  # behind the scheme of who comes for a trial
-TRIALS_AT_ONCE = 16  # of a listener; each has a thread, and TRIAL_S
+MAX_SELF_TESTS = 16  # of a listener; each has a thread, and SELF_TEST_TIMEOUT_S
 
 
 class VerbsFabric(TcpFabric):
@@ -54,13 +61,13 @@ class VerbsFabric(TcpFabric):
     """
 
     scheme = "verbs"
-    means: tuple[Means, ...] = (by_host,)  # of trials
+    self_test_paths: tuple[SelfTestPath, ...] = (by_host,)  # of trials
 
-    def __init__(self, key: bytes, *, device: str = "", spin_s: float = SPIN_S, way: NicWay | None = None) -> None:
+    def __init__(self, key: bytes, *, device: str = "", spin_s: float = SPIN_S, way: NicProvider | None = None) -> None:
         super().__init__(key)
-        self._way = way or open_way(device, affordable_spin(spin_s))
+        self._way = way or open_provider(device, usable_spin(spin_s))
         self.remarks = self._way.remarks
-        self._trials = BoundedSemaphore(TRIALS_AT_ONCE)
+        self._trials = BoundedSemaphore(MAX_SELF_TESTS)
         self._answering: WeakSet[Thread] = WeakSet()
         self._starting = Lock()  # held from a thread's start until it is among them
 
@@ -72,23 +79,24 @@ class VerbsFabric(TcpFabric):
     def join(self, listener: StreamListener) -> None:
         """And for trials of it."""
         super().join(listener)
-        listener.speak(self.scheme + ASKS, self._answer, self._must_seal)
+        listener.add_scheme(self.scheme + ASKS, self._answer, self._must_seal)
 
-    def try_out(self, url: str, terms: Terms, *, timeout_s: float) -> str:
-        """Why messages to and from a listener that this transport has joined do not pass within TRIAL_S; empty if they
-        do. Raises ChannelError where there is nobody to ask, ChannelTimeout where nobody accepts within ``timeout_s``.
+    def self_test(self, url: str, terms: Terms, *, timeout_s: float) -> str:
+        """Why messages to and from a listener that this transport has joined do not pass within SELF_TEST_TIMEOUT_S;
+        empty if they do. Raises ChannelError where there is nobody to ask, ChannelTimeout where nobody accepts within
+        ``timeout_s``.
         """
-        asks = replace(terms, outbound=TRIAL, inbound=TRIAL, epoch=0)
+        asks = replace(terms, outbound=SELF_TEST_TAG, inbound=SELF_TEST_TAG, epoch=0)
         with closing(self._connect(url, asks, self.scheme + ASKS, timeout_s)) as channel:
             try:
-                run_trial(channel, TRIAL_S, self.means)
+                run_self_test(channel, SELF_TEST_TIMEOUT_S, self.self_test_paths)
             except ChannelError as error:
                 return str(error)
         return ""
 
     def close(self) -> None:
         super().close()
-        deadline = monotonic() + TRIAL_S
+        deadline = monotonic() + SELF_TEST_TIMEOUT_S
         with self._starting:
             threads = list(self._answering)
         for thread in threads:  # with its channel it ends; until then it uses what the way has open
@@ -101,12 +109,14 @@ class VerbsFabric(TcpFabric):
         except OSError as error:
             raise ChannelError(f"{url}: connect: {error}") from error
 
-    def _answer(self, sock: socket.socket, session: PeerSession) -> Visit:
+    def _answer(self, sock: socket.socket, session: AuthenticatedTerms) -> Visit:
         """Of a peer that comes for a trial."""
-        if session.outbound != TRIAL or session.inbound != TRIAL:
-            raise HandshakeError(f"a trial has inboxes of {TRIAL}, not {session.outbound} and {session.inbound}")
+        if session.outbound != SELF_TEST_TAG or session.inbound != SELF_TEST_TAG:
+            raise HandshakeError(
+                f"a trial has inboxes of {SELF_TEST_TAG}, not {session.outbound} and {session.inbound}"
+            )
         if not self._trials.acquire(blocking=False):
-            raise HandshakeError(f"{TRIALS_AT_ONCE} trials are under way, as many as may be")
+            raise HandshakeError(f"{MAX_SELF_TESTS} trials are under way, as many as may be")
         try:
             channel = yield from self._welcome(sock, session)
         except BaseException:
@@ -116,7 +126,7 @@ class VerbsFabric(TcpFabric):
         def run() -> None:
             try:
                 with closing(channel):
-                    answer_trial(channel, TRIAL_S, self.means)
+                    answer_self_test(channel, SELF_TEST_TIMEOUT_S, self.self_test_paths)
             except ChannelError:
                 pass  # the peer has heard
             finally:
@@ -137,27 +147,27 @@ class VerbsFabric(TcpFabric):
         """False: nothing encrypts messages that NICs send."""
         return False
 
-    def _welcome(self, sock: socket.socket, session: PeerSession) -> Meeting:
+    def _welcome(self, sock: socket.socket, session: AuthenticatedTerms) -> Meeting:
         return self._meeting(sock, self._url(sock.getpeername()), session, listening=True)
 
-    def _connected(self, sock: socket.socket, peer: str, session: PeerSession, deadline: float) -> Channel:
+    def _connected(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, deadline: float) -> Channel:
         return drive(self._meeting(sock, peer, session, listening=False), peer, deadline=deadline)
 
-    def _meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
+    def _meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = yield from self._way.meeting(sock, peer, session, listening=listening)
         self._opened.add(channel)
         return channel
 
 
-def open_way(device: str, spin_s: float) -> NicWay:
+def open_provider(device: str, spin_s: float) -> NicProvider:
     """Raises ImportError, with what is missing on this host."""
     if not (fault := verbs_fault()):
-        return NativeWay(device, spin_s)
+        return LibibverbsProvider(device, spin_s)
     try:
-        from .pyverbs_way import PyverbsWay
+        from .pyverbs_backend import PyverbsProvider
 
-        return PyverbsWay(device, spin_s)
+        return PyverbsProvider(device, spin_s)
     except ImportError as error:
         raise ImportError(f"{error}; nor is there a native way: {fault}") from error
 

@@ -11,7 +11,11 @@ from contextlib import suppress
 from math import inf
 from time import monotonic
 
+from lamina.netstack.bootstrap.card_exchange import exchange_cards
+from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, exchanged
+from lamina.netstack.bootstrap.listener import Meeting
 from lamina.netstack.contract.base import BaseChannel, one_line
+from lamina.netstack.contract.channel_terms import EPOCH_SHIFT
 from lamina.netstack.contract.fabric import (
     ChannelAborted,
     ChannelError,
@@ -20,15 +24,11 @@ from lamina.netstack.contract.fabric import (
     PeerFault,
     Slot,
 )
-from lamina.netstack.contract.terms import EPOCH_SHIFT
-from lamina.netstack.meeting.handshake import PeerSession, exchanged
-from lamina.netstack.meeting.listener import Meeting
-from lamina.netstack.meeting.swap import swap
 
-from .card import Card
+from .card import ConnectionCard
 from .device import Completion, Domain, Memory, QueuePair, RdmaDevice, address_of, pages
-from .sleeper import Sleeper
-from .way import STALL_S, inbox_bytes, reaching, stride
+from .nic_backend import STALL_S, inbox_bytes, reaching, stride
+from .sleeper import EventWaiter
 
 LOOK_S = 0.1  # who never waits looks for completions and at the life line this often
 BEAT_S = 0.5
@@ -50,7 +50,8 @@ class VerbsChannel(BaseChannel):
     """
 
     def __init__(
-        self, device: RdmaDevice, sources: list[memoryview], sock: socket.socket, peer: str, session: PeerSession, *,
+        self, device: RdmaDevice, sources: list[memoryview], sock: socket.socket, peer: str,
+        session: AuthenticatedTerms, *,
         listening: bool, spin_s: float,
     ) -> None:  # fmt: skip
         outbound, inbound = session.outbound, session.inbound
@@ -84,14 +85,14 @@ class VerbsChannel(BaseChannel):
         self._polling, self._looking = threading.Lock(), threading.Lock()
         self._crediting = threading.Lock()  # credit goes out in the order in which it was counted
         fds = sock.fileno(), self._pair.events_fd
-        self._sender, self._receiver = Sleeper(*fds), Sleeper(*fds)
+        self._sender, self._receiver = EventWaiter(*fds), EventWaiter(*fds)
 
     def meeting(self) -> Meeting:
         """Swap cards with the peer and connect the queue pairs; where that fails the channel is closed."""
-        card = Card(self._pair.route, len(self._inbox.view), self._inbox.rkey, self._inbox.address).pack()
+        card = ConnectionCard(self._pair.route, len(self._inbox.view), self._inbox.rkey, self._inbox.address).pack()
         try:
             reach = reaching(inbox_bytes(self.outbound), self._pair.route.lid, self._connect)
-            yield from exchanged(self._sock, swap(self._session, card, reach, listening=self._listening))
+            yield from exchanged(self._sock, exchange_cards(self._session, card, reach, listening=self._listening))
         except BaseException:
             self.close()
             raise
@@ -116,7 +117,7 @@ class VerbsChannel(BaseChannel):
                 part.close()
             self._messages.clear()
 
-    def _connect(self, card: Card) -> None:
+    def _connect(self, card: ConnectionCard) -> None:
         self._theirs = card.key, card.address
         self._packets.compare(self._pair.route, card.route, self.peer)
         self._pair.connect(card.route)
@@ -246,7 +247,7 @@ class VerbsChannel(BaseChannel):
     def _has_credit_request(self) -> bool:
         return self._credits_out < self.inbound.slots
 
-    def _wait(self, sleeper: Sleeper, ready: Callable[[], bool], timeout_s: float, operation: str) -> bool:
+    def _wait(self, sleeper: EventWaiter, ready: Callable[[], bool], timeout_s: float, operation: str) -> bool:
         """Poll, spin a little, then sleep until ``ready()``; False once ``timeout_s`` has passed."""
         if ready():
             return True
@@ -267,7 +268,7 @@ class VerbsChannel(BaseChannel):
             self._check(operation)
         return True
 
-    def _sleep(self, sleeper: Sleeper, ready: Callable[[], bool], left: float) -> None:
+    def _sleep(self, sleeper: EventWaiter, ready: Callable[[], bool], left: float) -> None:
         """Sleep until something may have changed. Who takes the NIC's event rings the other, who may need the next."""
         sleeper.asleep = True
         try:
@@ -360,8 +361,8 @@ class VerbsChannel(BaseChannel):
             if self._peer_end is not None:
                 return
             try:
-                said = one_line(self._sock.recv(REASON_BYTES).decode(errors="replace"))
-                self._lose(f"the peer {said}" if said else "the peer's process is gone")
+                reason = one_line(self._sock.recv(REASON_BYTES).decode(errors="replace"))
+                self._lose(f"the peer {reason}" if reason else "the peer's process is gone")
             except BlockingIOError:
                 if beat and now - self._beaten > BEAT_S and not self._beating and not self._closed:
                     self._beaten, self._beating = now, True  # in this order: another thread may be in _poll

@@ -1,5 +1,5 @@
 """The attention part of gpu_suite.py: every head size against fp64, one CUDA graph over growing lengths, microseconds
-of a layer, and bytes per second of stored tokens next to torch's and FlashInfer's.
+of a layer, and bytes per second of stored tokens next to torch's and FlashInferAttention's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from common import BrokenError
 from torch import Tensor
 
-from lamina.attention import Operator
-from lamina.attention.cuda import Cuda, open_backend
-from lamina.attention.merge import CHUNK_TOKENS, Partial
-from lamina.attention.spec import AttentionSpec
-from lamina.kv.pool import LayerStore, RowTable
-from lamina.kv.stored import LARGEST, Scales, StoredRows, as_stored, dequantise, head_bytes
+from lamina.kv.paged_cache import LayerCache, RowTable
+from lamina.kv.stored_format import MAX_VALUE, Scales, StoredRows, dequantise, head_bytes, to_stored_format
+from lamina.ops.attention import Operator
+from lamina.ops.attention.cuda import CudaAttention, open_backend
+from lamina.ops.attention.merge import CHUNK_TOKENS, Partial
+from lamina.ops.attention.spec import AttentionSpec
 
 BLOCK = 16
 SHAPES = ((64, 8192), (32, 4096))  # sequences, tokens; 32 query heads, 8 KV heads of 128, bf16
@@ -38,11 +38,11 @@ def operator(q_heads: int, kv_heads: int, dim: int, **spec: Any) -> Operator:
     )  # fmt: skip
 
 
-def store(tokens: int, kv_heads: int, dim: int, dtype: torch.dtype) -> LayerStore:
+def store(tokens: int, kv_heads: int, dim: int, dtype: torch.dtype) -> LayerCache:
     """Random K and V, and the null block."""
     k, v = (torch.randn(tokens // BLOCK + 1, kv_heads, BLOCK, dim, device="cuda", dtype=dtype) for _ in range(2))
     k[-1], v[-1] = 0, 0
-    return LayerStore(k, v)
+    return LayerCache(k, v)
 
 
 def row_table(lengths: Sequence[int], room: int, window: int = 0) -> RowTable:
@@ -60,7 +60,7 @@ def row_table(lengths: Sequence[int], room: int, window: int = 0) -> RowTable:
     return RowTable(window, BLOCK, n * each, np.arange(n), stop, ones, seen, stop, origin, table)
 
 
-def oracle(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, i: int) -> Tensor:
+def oracle(op: Operator, rows: RowTable, kv: LayerCache, q: Tensor, i: int) -> Tensor:
     """Sequence i's attention over its stored tokens, fp64 [Hq, D]."""
     low, high, origin = int(rows.seen[i]), int(rows.stop[i]), int(rows.origin[i])
     ids = torch.from_numpy(rows.table[i]).cuda()
@@ -75,7 +75,7 @@ def oracle(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, i: int) -> T
     return (score.softmax(-1)[:, None] @ v)[:, 0]
 
 
-def worst(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, part: Partial) -> float:
+def worst(op: Operator, rows: RowTable, kv: LayerCache, q: Tensor, part: Partial) -> float:
     """The largest error of a head, relative to the largest vector of its sequence."""
     errors = []
     for i in np.flatnonzero(rows.stop > rows.seen).tolist():
@@ -84,17 +84,17 @@ def worst(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, part: Partial
     return max(errors) if not any(e != e for e in errors) else float("nan")
 
 
-def backend(dtype: torch.dtype, stored: torch.dtype | None = None) -> Cuda:
+def backend(dtype: torch.dtype, stored: torch.dtype | None = None) -> CudaAttention:
     return open_backend(torch.device("cuda"), dtype, stored or dtype)
 
 
-def in_form(kv: LayerStore, dtype: torch.dtype | None) -> tuple[LayerStore, LayerStore]:
+def in_form(kv: LayerCache, dtype: torch.dtype | None) -> tuple[LayerCache, LayerCache]:
     """``kv`` as it is stored in ``dtype`` (None = as it is), and what that stands for."""
-    rows = as_stored(kv.k, kv.v, dtype or kv.k.dtype)
+    rows = to_stored_format(kv.k, kv.v, dtype or kv.k.dtype)
     if rows.scales is None:
         return kv, kv
-    meant = LayerStore(dequantise(rows.k, rows.scales.k), dequantise(rows.v, rows.scales.v))
-    return LayerStore(rows.k, rows.v, rows.scales), meant
+    meant = LayerCache(dequantise(rows.k, rows.scales.k), dequantise(rows.v, rows.scales.v))
+    return LayerCache(rows.k, rows.v, rows.scales), meant
 
 
 def exactness() -> Result:
@@ -102,7 +102,7 @@ def exactness() -> Result:
     torch.manual_seed(0)
     lengths, errors = [1, 127, 128, 1000, 5000, 20_001], Result()
     wires = (torch.bfloat16, torch.float16, torch.float32)
-    for dtype, form in ((dtype, form) for dtype in wires for form in (None, *LARGEST)):
+    for dtype, form in ((dtype, form) for dtype in wires for form in (None, *MAX_VALUE)):
         kernels, name = backend(dtype, form), str(form or dtype)[6:]
         for dim in (64, 80, 128, 256):
             for group, spec in ((1, {}), (4, {"softcap": 3.0}), (8, {"window": 700}), (12, {"alibi": True})):
@@ -125,7 +125,7 @@ def graph(replays: int) -> Result:
     op, kv = operator(32, 8, 128), store(8 * room, 8, 128, dtype)
     q, k, v = (torch.randn(8, heads, 128, device="cuda", dtype=dtype) for heads in (32, 8, 8))
     starts, out = [1, 100, 127, 1000, 3000, 4095, 4096, 7000], torch.empty_like(q)
-    step = kernels.step(sequences=8, rows=8, tokens=room, block_size=BLOCK)
+    step = kernels.new_step(sequences=8, rows=8, tokens=room, block_size=BLOCK)
     kernels.refill(step, row_table(starts, room))
     kernels.finish(op, step, kernels.attend_stored(op, step, kv, q), q, StoredRows(k, v), out)
     captured = torch.cuda.CUDAGraph()
@@ -228,9 +228,9 @@ def eight_bits() -> Result:
     op, rows = operator(32, 8, 128), row_table([tokens] * sequences, tokens)
     q = torch.randn(sequences, 32, 128, device="cuda", dtype=torch.bfloat16)
     shape = sequences * tokens // BLOCK + 1, 8, BLOCK
-    for dtype in LARGEST:
+    for dtype in MAX_VALUE:
         k, v = (torch.randint(-100, 100, (*shape, 128), device="cuda", dtype=torch.int8).view(dtype) for _ in range(2))
-        kv = LayerStore(k, v, Scales(*(torch.full(shape, 0.01, device="cuda") for _ in range(2))))
+        kv = LayerCache(k, v, Scales(*(torch.full(shape, 0.01, device="cuda") for _ in range(2))))
         kernels = backend(q.dtype, dtype)
         size = sequences * tokens * 8 * head_bytes(128, 128, dtype) / 1e9
         run = partial(kernels.attend_stored, op, kernels.prepare(rows), kv, q)
@@ -238,26 +238,26 @@ def eight_bits() -> Result:
     return rates
 
 
-def ours(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Callable[[], Any]:
+def ours(op: Operator, rows: RowTable, kv: LayerCache, q: Tensor) -> Callable[[], Any]:
     kernels = backend(q.dtype)
     prepared = kernels.prepare(rows)
     return lambda: kernels.attend_stored(op, prepared, kv, q)
 
 
-def dense(rows: RowTable, kv: LayerStore, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def dense(rows: RowTable, kv: LayerCache, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same work without pages: q [S, Hq, 1, D], k, v [S, Hkv, tokens, D]."""
     shape = len(rows.stop), kv.k.shape[1], int(rows.stop[0]), kv.k.shape[3]
     k, v = (x[:-1].reshape(-1).view(shape) for x in (kv.k, kv.v))
     return q[:, :, None], k, v
 
 
-def sdpa(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Callable[[], Any]:
+def sdpa(op: Operator, rows: RowTable, kv: LayerCache, q: Tensor) -> Callable[[], Any]:
     q, k, v = dense(rows, kv, q)
     attend = torch.nn.functional.scaled_dot_product_attention
     return lambda: attend(q, k, v, enable_gqa=True)
 
 
-def flex(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Callable[[], Any]:
+def flex(op: Operator, rows: RowTable, kv: LayerCache, q: Tensor) -> Callable[[], Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     q, k, v = dense(rows, kv, q)
@@ -265,7 +265,7 @@ def flex(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Callable[[]
     return lambda: attend(q, k, v, enable_gqa=True)
 
 
-def flashinfer(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Callable[[], Any]:
+def flashinfer(op: Operator, rows: RowTable, kv: LayerCache, q: Tensor) -> Callable[[], Any]:
     wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
         torch.zeros(256 << 20, dtype=torch.uint8, device="cuda"), "HND", use_tensor_cores=True
     )
@@ -278,7 +278,7 @@ def flashinfer(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Calla
     return lambda: wrapper.run(q, (kv.k, kv.v), return_lse=True)
 
 
-CONTENDERS = {"lamina": ours, "torch SDPA": sdpa, "FlexAttention": flex, "FlashInfer": flashinfer}
+CONTENDERS = {"lamina": ours, "torch SDPA": sdpa, "FlexAttention": flex, "FlashInferAttention": flashinfer}
 
 
 def judge(results: dict[str, Result]) -> None:

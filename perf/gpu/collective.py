@@ -20,9 +20,9 @@ import torch
 from common import BrokenError
 
 from lamina import netstack
-from lamina.collective import Collective, RankPlace, lacks, open_collective
-from lamina.collective.mesh import Mesh, listen_and_connect
-from lamina.compute.staged import stage_collective
+from lamina.ops.collective import Collective, RankLocation, open_collective, why_unavailable
+from lamina.ops.collective.mesh import MeshCollective, connect_mesh
+from lamina.workers.compute.staged_comm import collective_with_staging
 from lamina.workers.staging import Staging, open_staging
 
 SIZES = {
@@ -39,7 +39,7 @@ def nccl_against_mesh() -> dict[str, dict[str, float] | str]:
     count, first = torch.cuda.device_count(), torch.device("cuda", 0)
     if count < 2:
         return {"skipped": f"collective nccl against mesh takes 2 GPUs, and {count} is here"}
-    if lacked := lacks("nccl", first):
+    if lacked := why_unavailable("nccl", first):
         return {"skipped": lacked}
     return dict(measure(("mesh", "nccl"), [torch.device("cuda", n) for n in range(2)]))
 
@@ -50,16 +50,14 @@ def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = R
     ranks = [f"rank {n}" for n in range(len(fabrics))]
     # A mesh for each name: it has one reader at a time, and nccl's guard is one.
     listeners = {
-        name: [fabric.listen(reception=netstack.Reception(name=r)) for fabric, r in zip(fabrics, ranks, strict=True)]
+        name: [fabric.listen(reception=netstack.ListenTerms(name=r)) for fabric, r in zip(fabrics, ranks, strict=True)]
         for name in names
     }
 
-    def mesh_of(name: str, number: int) -> Mesh:
+    def mesh_of(name: str, number: int) -> MeshCollective:
         urls = [listener.url for listener in listeners[name]]
         fabric, listener = fabrics[number], listeners[name][number]
-        return listen_and_connect(
-            fabric, listener, urls, ranks, number, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S
-        )
+        return connect_mesh(fabric, listener, urls, ranks, number, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S)
 
     def rank(number: int) -> dict[str, dict[str, float]]:
         try:
@@ -78,20 +76,20 @@ def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = R
             fabric.close()
 
 
-def play(meshes: Mapping[str, Mesh], staging: Staging, runs: int) -> dict[str, dict[str, float]]:
+def play(meshes: Mapping[str, MeshCollective], staging: Staging, runs: int) -> dict[str, dict[str, float]]:
     """Run a rank's part of ``measure``. ``meshes``: of each collective, by name."""
     times = dict[str, dict[str, float]]()
-    at = RankPlace(staging.device, LIMIT_S, LIMIT_S)
+    at = RankLocation(staging.device, LIMIT_S, LIMIT_S)
     groups = {name: open_collective(name, mesh, at) for name, mesh in meshes.items()}
     (ranks, me), *_ = ((mesh.size, mesh.rank) for mesh in meshes.values())
-    staged = {name: stage_collective(group, staging) for name, group in groups.items()}
+    staged = {name: collective_with_staging(group, staging) for name, group in groups.items()}
     try:
         for (kind, way), (size, nbytes) in product(KINDS.items(), SIZES.items()):
             parts = [part(rank, nbytes // way.parts(ranks)) for rank in range(ranks)]
             want, row = way.result(parts), times.setdefault(f"{kind} {size}", {})
             for name, group in staged.items():
-                call = partial(way.call, group, staging.up(parts[me]))
-                if not torch.equal(staging.down(call())[0], want):
+                call = partial(way.call, group, staging.to_device(parts[me]))
+                if not torch.equal(staging.to_host(call())[0], want):
                     raise BrokenError(f"{kind} of {size} by {name} is wrong")
                 figures = bandwidths(kind, nbytes, ranks, _seconds(call, staging, runs))
                 row.update({f"{name} {unit}": value for unit, value in figures.items()})
@@ -148,6 +146,6 @@ def _seconds(call: Callable[[], torch.Tensor], staging: Staging, runs: int) -> f
     taken = []
     for _ in range(WARM + runs):
         start = time.perf_counter()
-        staging.down(call()[:1])  # until the device is done
+        staging.to_host(call()[:1])  # until the device is done
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[WARM:])

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 from soft_nic import _native as native
 
-from lamina.netstack.contract.layout import StructLayout
+from lamina.netstack.contract.struct_layout import StructLayout
 from lamina.netstack.cuda.driver import CudaGraph, CudaStream, Driver, Pinned
 
 CHANNEL = StructLayout(*native.channel_layout())

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from lamina.attention.cuda_geometry import Variant
-from lamina.attention.cuda_kernels import SOURCES, options
+from lamina.ops.attention.cuda_geometry import Variant
+from lamina.ops.attention.cuda_kernels import SOURCES, options
 
 PRODUCT, COPY = "HMMA", "LDGSTS"
 

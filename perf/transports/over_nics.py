@@ -24,10 +24,10 @@ from common import line_of
 
 from lamina import netstack
 from lamina.netstack.contract.base import RDMA_DEVICE
-from lamina.netstack.contract.key import KEY
+from lamina.netstack.contract.cluster_key import KEY
 from lamina.netstack.cuda.cuda import DEVICE
 from lamina.netstack.doctor import Machine, mellanox
-from lamina.netstack.rdma.ports import NONE, Port, Wanted, lack, ports
+from lamina.netstack.rdma.rdma_ports import NONE, Port, Wanted, ports, why_no_port
 from lamina.netstack.schemes import SCHEMES
 
 from .competitors import Competitor, Course, Times, call, lamina, listening_server, needs_program
@@ -51,7 +51,7 @@ def chosen_port() -> tuple[Port, Wanted]:
     there, text = ports(), os.environ.get(RDMA_DEVICE, "")
     if not there:
         raise ValueError(f"an RDMA port: {NONE}")
-    if reason := lack(there, text):
+    if reason := why_no_port(there, text):
         raise ValueError(f"an RDMA port: {reason}")
     wanted = Wanted.parse(text)
     return next(port for port in there if port.fits(wanted)), wanted

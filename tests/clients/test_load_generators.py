@@ -1,10 +1,10 @@
 """GuideLLM, AIPerf and vLLM's own benchmark: they get what they asked for, and measure what `bench serve` measures.
 
-The server's workers stand in for devices that take STEP_S for a step (``lamina.emulate``), one request at a time. So a
-run's numbers say how a program measures, and little of what else this machine does. What a program finds is held
-against what the server has measured of the same requests, and its medians against those of `bench serve` before and
-after it. The latter says nothing where the program itself takes too much of the server's cores, or somebody else does:
-5 to 10 ms of a step on two of them, and 30 where AIPerf's processes share them with other work.
+The server's workers stand in for devices that take STEP_S for a step (``lamina.utils.emulated_device``), one request at
+a time. So a run's numbers say how a program measures, and little of what else this machine does. What a program finds
+is held against what the server has measured of the same requests, and its medians against those of `bench serve` before
+and after it. The latter says nothing where the program itself takes too much of the server's cores, or somebody else
+does: 5 to 10 ms of a step on two of them, and 30 where AIPerf's processes share them with other work.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ import pytest
 
 from lamina.cli.cluster import ray_arguments
 from lamina.cli.launch import main
-from lamina.config import make_config
-from lamina.fleet.hosts import ray_cluster
-from lamina.fleet.hosts.cluster_file import head_address, is_here, read_cluster
-from lamina.fleet.hosts.ray_token import MODE, TOKEN, TOKEN_PATH, make_token, offer_token, read_token
-from lamina.fleet.launchers import open_launcher
+from lamina.config.flat_options import make_config
+from lamina.executor.hosts import ray_cluster
+from lamina.executor.hosts.cluster_file import head_address, is_local, read_cluster
+from lamina.executor.hosts.ray_token import MODE, TOKEN, TOKEN_PATH, make_token, offer_token, read_token
+from lamina.executor.launchers import open_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER = str(ROOT / "examples" / "h100_h20.yaml")
@@ -270,7 +270,7 @@ def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_local_launcher_loads_no_ray() -> None:
-    code = "import sys, lamina.fleet.pools, lamina.fleet.launchers.local; print('ray' in sys.modules)"
+    code = "import sys, lamina.executor.worker_executor, lamina.executor.launchers.local; print('ray' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "False"
 
@@ -314,5 +314,5 @@ def test_ray_is_never_joined_without_a_token(tmp_path: Path, monkeypatch: pytest
 
 
 def test_own_addresses_are_known() -> None:
-    assert is_here("127.0.0.1")
-    assert not is_here("10.255.255.254")
+    assert is_local("127.0.0.1")
+    assert not is_local("10.255.255.254")

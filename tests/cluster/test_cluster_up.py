@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lamina.cli.launch import main
-from lamina.fleet.hosts import node
+from lamina.executor.hosts import ray_node
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = "10.255.255.254"
@@ -47,7 +47,7 @@ class Hosts:
     def up(self) -> set[str]:
         """Addresses where Ray runs."""
         folders = (self.folder / "state" / "lamina" / "hosts").glob("*")
-        return {folder.name for folder in folders if node._running(folder) is not None}
+        return {folder.name for folder in folders if ray_node._running(folder) is not None}
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
         monkeypatch.delenv(name, raising=False)
     yield made
     for address in made.up():
-        node.down({"address": address})
+        ray_node.down({"address": address})
 
 
 def test_a_cluster_comes_up_and_goes(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,14 +82,14 @@ def test_hosts_that_run_go_on_where_a_new_one_fails(
 ) -> None:
     """What this call started is ended, and nothing else."""
     assert main(["cluster", "up", hosts.file(HEAD, SECOND)]) == 0
-    pids = {a: node._running(node._folder(a)) for a in hosts.up()}
+    pids = {a: ray_node._running(ray_node._folder(a)) for a in hosts.up()}
     capsys.readouterr()
     new = "{address: 127.0.0.3, memory: 1}"
     assert main(["cluster", "up", hosts.file(HEAD, SECOND, new, f"{{address: {bad}}}")]) == 2
     said = capsys.readouterr()
     assert words in said.err
     assert "ended what this call has started: 127.0.0.3" in said.err
-    assert {a: node._running(node._folder(a)) for a in hosts.up()} == pids
+    assert {a: ray_node._running(ray_node._folder(a)) for a in hosts.up()} == pids
 
 
 def test_all_that_fails_is_told(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +149,8 @@ def test_an_order_to_end_what_another_call_started_is_none(hosts: Hosts) -> None
     assert main(["cluster", "up", file]) == 0
     order = {"order": "down", "address": "127.0.0.1", "call": "another"}
     done = subprocess.run(
-        [sys.executable, "-m", "lamina.fleet.hosts.node"], input=json.dumps(order), capture_output=True, text=True,
+        [sys.executable, "-m", "lamina.executor.hosts.ray_node"],
+        input=json.dumps(order), capture_output=True, text=True,
         timeout=60, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout) == {"ended": False}

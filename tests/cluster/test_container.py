@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from lamina.cli.launch import main
-from lamina.fleet.hosts.cluster_file import SSH
-from lamina.protocol.options.engine import Deadlines
-from lamina.server.config import ServerConfig
+from lamina.config.engine_config import Deadlines
+from lamina.executor.hosts.cluster_file import SSH
+from lamina.server.server_config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
@@ -95,7 +95,7 @@ def test_what_is_copied_is_there() -> None:
     out = [f for f in tracked.stdout.splitlines() if ignored(ROOT / f)]
     assert out == []
     assert ignored(ROOT / ".git" / "HEAD")
-    assert ignored(ROOT / "lamina" / "gemm" / "_native.cpython-311-x86_64-linux-gnu.so"), "it is built there"
+    assert ignored(ROOT / "lamina" / "ops" / "gemm" / "_gemm.cpython-311-x86_64-linux-gnu.so"), "it is built there"
 
 
 def test_what_is_built_is_what_runs() -> None:

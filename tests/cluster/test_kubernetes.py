@@ -16,9 +16,9 @@ import yaml
 from running import eventually
 
 from lamina.cli.launch import main
+from lamina.config.engine_config import Deadlines, EngineConfig
 from lamina.env import VARIABLES
-from lamina.protocol.options.engine import Deadlines, EngineConfig
-from lamina.server.config import ServerConfig
+from lamina.server.server_config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "examples" / "kubernetes" / "lamina.yaml"
@@ -50,7 +50,7 @@ def test_all_kinds_are_there() -> None:
 
 def test_numbers_and_names_agree(capsys: pytest.CaptureFixture[str]) -> None:
     """Workers with what the driver waits for, ports with those of their services, labels with selectors."""
-    counts = EngineConfig().topology.counts | {"memory": int(flag("--memory-workers"))}
+    counts = EngineConfig().topology.num_workers | {"memory": int(flag("--memory-workers"))}
     assert {"memory": MEMORY["replicas"], "compute": COMPUTE["replicas"], "prefill": 0} == counts
     ports = {port["name"]: port["containerPort"] for port in container(DRIVER)["ports"]}
     assert ports == {"http": ServerConfig().port, "control": 7000}

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from running import alive, eventually
 
-from lamina.fleet.hosts import node
-from lamina.processes import birth_of
+from lamina.executor.hosts import ray_node
+from lamina.utils.proc import start_time_of
 
 ADDRESS = "fd00::1"
 RAY = """
@@ -60,7 +60,7 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such/file")
     yield
-    if (pid := node._running(node._folder(ADDRESS))) is not None:
+    if (pid := ray_node._running(ray_node._folder(ADDRESS))) is not None:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
@@ -71,13 +71,13 @@ def order(*arguments: str, timeout_s: float = 60.0) -> dict[str, Any]:
 
 
 def test_what_is_up_is_found_and_ended_once(tmp_path: Path) -> None:
-    answer = node.up(order("--head", "--port", "1"))
+    answer = ray_node.up(order("--head", "--port", "1"))
     pid = answer["pid"]
     begun = ["--head", "--port", "1"]
     assert answer == {"pid": pid, "fresh": True, "arguments": begun}
-    assert node.up(order("--other")) == {"pid": pid, "fresh": False, "arguments": begun}
-    assert node.status(order()) == {"pid": pid}
-    assert node.status({**order(), "address": "fd00::2"}) == {"pid": 0}
+    assert ray_node.up(order("--other")) == {"pid": pid, "fresh": False, "arguments": begun}
+    assert ray_node.status(order()) == {"pid": pid}
+    assert ray_node.status({**order(), "address": "fd00::2"}) == {"pid": 0}
     report = json.loads((tmp_path / "report").read_text())
     assert report["words"] == ["start", "--block", "--head", "--port", "1"]
     assert (report["session"], report["stdin"]) == (pid, ""), "a session of its own, and nothing to read"
@@ -86,53 +86,53 @@ def test_what_is_up_is_found_and_ended_once(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "lamina" / "hosts" / "fd00__1"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert (folder / "log").read_text().endswith("Ray runtime started\n")
-    assert node.down({**order(), "call": "another"}) == {"ended": False}, "what another call has started stays"
-    assert node.down(order()) == {"ended": True}
+    assert ray_node.down({**order(), "call": "another"}) == {"ended": False}, "what another call has started stays"
+    assert ray_node.down(order()) == {"ended": True}
     assert not alive([pid])
     assert not (folder / "pid").exists()
-    assert node.down(order()) == {"ended": False}
-    assert node.status(order()) == {"pid": 0}
-    assert node.up(order())["fresh"]
+    assert ray_node.down(order()) == {"ended": False}
+    assert ray_node.status(order()) == {"pid": 0}
+    assert ray_node.up(order())["fresh"]
 
 
 @pytest.mark.parametrize(
     ("word", "said"), [("--end", "x" * (300 - len(" no luck")) + " no luck;"), ("--wordless", "it says nothing;")]
 )
 def test_a_start_that_fails_says_why_and_where_to_read_on(word: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(node.NodeError) as refused:
-        node.up(order("--end", word))
+    with pytest.raises(ray_node.NodeError) as refused:
+        ray_node.up(order("--end", word))
     log = tmp_path / "state" / "lamina" / "hosts" / "fd00__1" / "log"
     assert str(refused.value) == f"Ray did not start: {said} see {log}"
-    assert node.status(order()) == {"pid": 0}
+    assert ray_node.status(order()) == {"pid": 0}
 
 
 def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(node.NodeError, match="Ray did not start"):
-        node.up(order("--wordless", timeout_s=0.0))
-    assert node.status(order()) == {"pid": 0}
+    with pytest.raises(ray_node.NodeError, match="Ray did not start"):
+        ray_node.up(order("--wordless", timeout_s=0.0))
+    assert ray_node.status(order()) == {"pid": 0}
 
 
 def test_who_does_not_heed_a_signal_is_killed_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "END_S", 0.2)
-    pid = node.up(order("--stubborn", "--with-child"))["pid"]
-    child = int((node._folder(ADDRESS) / "log").read_text().split()[1])
+    monkeypatch.setattr(ray_node, "END_S", 0.2)
+    pid = ray_node.up(order("--stubborn", "--with-child"))["pid"]
+    child = int((ray_node._folder(ADDRESS) / "log").read_text().split()[1])
     assert len(alive([pid, child])) == 2
-    assert node.down(order()) == {"ended": True}
-    assert not (node._folder(ADDRESS) / "pid").exists()
+    assert ray_node.down(order()) == {"ended": True}
+    assert not (ray_node._folder(ADDRESS) / "pid").exists()
     assert eventually(lambda: not alive([pid, child]), 10.0)
 
 
 def test_who_ends_before_the_signal_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(pid: int, number: int) -> None:
         os.killpg(pid, signal.SIGKILL)
-        assert eventually(lambda: not birth_of(pid), 10.0)
+        assert eventually(lambda: not start_time_of(pid), 10.0)
         raise ProcessLookupError
 
-    node.up(order())
+    ray_node.up(order())
     with monkeypatch.context() as patch:
-        patch.setattr(node.os, "kill", late)
-        assert node.down(order()) == {"ended": True}
-    assert not (node._folder(ADDRESS) / "pid").exists()
+        patch.setattr(ray_node.os, "kill", late)
+        assert ray_node.down(order()) == {"ended": True}
+    assert not (ray_node._folder(ADDRESS) / "pid").exists()
 
 
 def test_a_start_needs_nothing_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +143,14 @@ def test_a_start_needs_nothing_of_its_caller(tmp_path: Path, monkeypatch: pytest
         os.dup2(there, 0)
         os.write(here, b"an order")
         os.close(here)
-        pid = node.up(order("--bytes"))["pid"]
+        pid = ray_node.up(order("--bytes"))["pid"]
     finally:
         os.dup2(own, 0)
         for number in (own, there):
             os.close(number)
     assert json.loads((tmp_path / "report").read_text())["stdin"] == ""
-    (node._folder(ADDRESS) / "order").unlink()
-    assert node.up(order()) == {"pid": pid, "fresh": False, "arguments": []}
+    (ray_node._folder(ADDRESS) / "order").unlink()
+    assert ray_node.up(order()) == {"pid": pid, "fresh": False, "arguments": []}
 
 
 def test_a_process_has_a_birth_while_it_runs_whatever_its_name(tmp_path: Path) -> None:
@@ -159,18 +159,18 @@ def test_a_process_has_a_birth_while_it_runs_whatever_its_name(tmp_path: Path) -
     with subprocess.Popen([odd, "-c", "input()"], stdin=subprocess.PIPE) as process:
         said = Path(f"/proc/{process.pid}/stat")
         assert eventually(lambda: "(a) S (b)" in said.read_text(), 10.0)
-        assert birth_of(process.pid) == said.read_text().split("(a) S (b) ")[1].split()[19]
+        assert start_time_of(process.pid) == said.read_text().split("(a) S (b) ")[1].split()[19]
         process.kill()
         assert eventually(lambda: said.read_text().split("(a) S (b) ")[1][0] == "Z", 10.0)
-        assert birth_of(process.pid) == "", "its remains are not it"
-    assert birth_of(process.pid) == ""
+        assert start_time_of(process.pid) == "", "its remains are not it"
+    assert start_time_of(process.pid) == ""
 
 
 def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a client of Ray that stands in for its own."""
-    from lamina.fleet.hosts import ray_cluster
+    from lamina.executor.hosts import ray_cluster
 
-    pid, joined_to = node.up(order())["pid"], list[str]()
+    pid, joined_to = ray_node.up(order())["pid"], list[str]()
     free = {"lamina_memory": 2.0}
 
     @contextmanager
@@ -182,7 +182,7 @@ def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ray_cluster, "hosts_of", lambda client: [SimpleNamespace(address=client, resources=free)])
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, "of somebody else")
-    assert node.status({**order(), "head": "10.0.0.1:6379"}) == {"pid": pid, "hosts": {"client": free}}
+    assert ray_node.status({**order(), "head": "10.0.0.1:6379"}) == {"pid": pid, "hosts": {"client": free}}
     assert joined_to == ["10.0.0.1:6379"]
     assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("token", "secret")
 
@@ -202,47 +202,49 @@ def test_an_order_is_a_line_and_so_is_the_answer(
     text: dict[str, Any], answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({**order(), **text})))
-    assert node.main() == 0
+    assert ray_node.main() == 0
     said = capsys.readouterr().out
-    assert json.loads(said.replace(str(node._folder(ADDRESS) / "log"), "LOG")) == answer
+    assert json.loads(said.replace(str(ray_node._folder(ADDRESS) / "log"), "LOG")) == answer
     assert said.count("\n") == 1
 
 
 def test_a_start_waits_for_an_end_that_is_under_way(tmp_path: Path) -> None:
     """Else it would find what is about to go, or its own would be forgotten when the end is written down."""
-    old = node.up(order("--slow"))["pid"]
+    old = ray_node.up(order("--slow"))["pid"]
     with ThreadPoolExecutor(3) as pool:
-        ends = [pool.submit(node.down, order())]
+        ends = [pool.submit(ray_node.down, order())]
         try:
             assert eventually((tmp_path / "report-told").exists, 10.0)
-            ends.append(pool.submit(node.down, order()))
-            start = pool.submit(node.up, {**order(), "call": "two"})
+            ends.append(pool.submit(ray_node.down, order()))
+            start = pool.submit(ray_node.up, {**order(), "call": "two"})
             assert not eventually(lambda: start.done() or ends[1].done(), 0.3)
         finally:
             (tmp_path / "report-may-end").touch()
         assert [end.result(30.0) for end in ends] == [{"ended": True}] * 2
         assert start.result(30.0)["fresh"]
     assert not alive([old])
-    assert node._running(node._folder(ADDRESS)) == start.result()["pid"], "the second end is of the first call alone"
+    assert ray_node._running(ray_node._folder(ADDRESS)) == start.result()["pid"], (
+        "the second end is of the first call alone"
+    )
 
 
 def test_an_end_does_not_wait_for_a_start_that_is_under_way() -> None:
     with ThreadPoolExecutor(1) as pool:
-        start = pool.submit(node.up, order("--wordless", timeout_s=100.0))
-        assert eventually(lambda: node._running(node._folder(ADDRESS)) is not None, 10.0)
-        assert node.down({**order(), "call": "another"}) == {"ended": False}
+        start = pool.submit(ray_node.up, order("--wordless", timeout_s=100.0))
+        assert eventually(lambda: ray_node._running(ray_node._folder(ADDRESS)) is not None, 10.0)
+        assert ray_node.down({**order(), "call": "another"}) == {"ended": False}
         assert not start.done()
-        assert node.down(order()) == {"ended": True}
-        with pytest.raises(node.NodeError, match="Ray did not start: an order to end it came before"):
+        assert ray_node.down(order()) == {"ended": True}
+        with pytest.raises(ray_node.NodeError, match="Ray did not start: an order to end it came before"):
             start.result(30.0)
-    assert node._running(node._folder(ADDRESS)) is None
+    assert ray_node._running(ray_node._folder(ADDRESS)) is None
 
 
 def test_an_end_is_seen_while_it_is_waited_for() -> None:
     """Whoever ends by the signal is not killed: ``down`` is back long before END_S."""
-    node.up(order())
+    ray_node.up(order())
     done = threading.Event()
-    thread = threading.Thread(target=lambda: (node.down(order()), done.set()))
+    thread = threading.Thread(target=lambda: (ray_node.down(order()), done.set()))
     thread.start()
-    assert done.wait(node.END_S / 2)
+    assert done.wait(ray_node.END_S / 2)
     thread.join()

@@ -22,13 +22,13 @@ from fake_cluster import ROOT, FakeCluster
 from running import Running, eventually
 
 from lamina import LLM, SamplingParams
-from lamina.config import make_config
-from lamina.engine.wire import WorkerError
-from lamina.fleet.hosts import ray_cluster
-from lamina.fleet.hosts.placement import HostPlace
-from lamina.fleet.launchers import ray as over_ray
-from lamina.fleet.launchers.ray import RayLauncher, RayWorker, open_launcher
-from lamina.fleet.seats import NotInPlaceError
+from lamina.config.flat_options import make_config
+from lamina.executor.hosts import ray_cluster
+from lamina.executor.hosts.worker_placement import HostAssignment
+from lamina.executor.launchers import ray as over_ray
+from lamina.executor.launchers.ray import RayLauncher, RayWorker, open_launcher
+from lamina.executor.memory_worker_slots import ResizeNeedsRestartError
+from lamina.protocol.executor import WorkerError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = str(ROOT / "examples" / "tiny_lm" / "model")
@@ -158,11 +158,11 @@ def test_a_memory_worker_leaves_and_who_stays_has_its_place_still(cluster: FakeC
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     with LLM(MODEL, ray_address=cluster.address, kv_memory="32MiB", partition="request", **OPTIONS) as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-        elastic, outputs, before = llm.pools.elastic, dict[int, list[int]](), llm.pools.pids
+        elastic, outputs, before = llm.pools.resizer, dict[int, list[int]](), llm.pools.pids
         with llm.stream(PROMPTS, params) as stream:
             for output in stream:
                 outputs[output.request_id] = output.outputs[0].token_ids
-                if len(llm.pools._members.memory) == 2 and not elastic.preparing and len(outputs) == len(PROMPTS):
+                if len(llm.pools._registry.memory) == 2 and not elastic.is_preparing and len(outputs) == len(PROMPTS):
                     with suppress(ValueError):  # it is under way already
                         elastic.begin(elastic.plan(1), [0])
             assert [outputs[i] for i in stream.request_ids] == wanted
@@ -172,11 +172,11 @@ def test_a_memory_worker_leaves_and_who_stays_has_its_place_still(cluster: FakeC
         assert {name: pid for name, pid in llm.pools.pids.items() if name.startswith("memory")} == {
             "memory-0": before["memory-1"]
         }
-        place = llm.pools._members.memory[0].handle.place
+        place = llm.pools._registry.memory[0].handle.host
         os.kill(before["memory-1"], signal.SIGKILL)
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == wanted
-        assert llm.pools._members.memory[0].handle.place == place
-        with pytest.raises(NotInPlaceError):
+        assert llm.pools._registry.memory[0].handle.host == place
+        with pytest.raises(ResizeNeedsRestartError):
             elastic.begin(elastic.plan(2))
         assert eventually(lambda: gone(before["memory-0"]), 10.0)
 
@@ -223,9 +223,9 @@ def resident(pid: int) -> int:
 def spares_of(llm: LLM, count: int) -> dict[str, int]:
     """The processes of its spares by their roles, once there are so many, and no other one of them comes up."""
     spares: Callable[[], dict[str, int]] = lambda: {  # noqa: E731
-        m.handle.role: m.handle.pid for m in llm.pools._cohort.spares
+        m.handle.role: m.handle.pid for m in llm.pools._workers.spare_workers
     }
-    assert eventually(lambda: llm.engine.look() == [] and len(spares()) == count, 60.0)
+    assert eventually(lambda: llm.engine.check_workers() == [] and len(spares()) == count, 60.0)
     return spares()
 
 
@@ -243,9 +243,12 @@ def test_spares_take_the_places_of_lost_workers_and_have_successors(
     options = {**OPTIONS, "kv_memory": "96MiB", "transport": "tcp", "spare_memory": 1, "spare_compute": 1}
     try:
         with LLM(MODEL, ray_address=cluster.address, deterministic=True, **options) as llm:
-            wanted, launcher = tokens(llm), llm.pools._cohort.launcher
+            wanted, launcher = tokens(llm), llm.pools._workers.launcher
             assert isinstance(launcher, RayLauncher)
-            hosts = {launcher._spares["memory"][0].at.host.name, *(p.host.name for p in launcher.places["memory"])}
+            hosts = {
+                launcher._spares["memory"][0].assignment.host.name,
+                *(p.host.name for p in launcher.assignments["memory"]),
+            }
             assert len(hosts) == 3, "one on each node that has room for a memory worker"
             for victim in ("memory-1", "compute-0", "memory-1"):
                 role, before, spares = victim.partition("-")[0], llm.pools.pids, spares_of(llm, 2)
@@ -260,7 +263,7 @@ def test_spares_take_the_places_of_lost_workers_and_have_successors(
                     assert [outputs[i] for i in stream.request_ids] == wanted
                 assert llm.pools.pids[victim] == spares[role]
                 assert [name for name, pid in llm.pools.pids.items() if pid != before[name]] == [victim]
-            spares, last = spares_of(llm, 2), launcher.places["memory"][1].host
+            spares, last = spares_of(llm, 2), launcher.assignments["memory"][1].host
             cluster.remove(next(number for number in numbers if f"node-{number}" in last.resources))
             assert eventually(lambda: not any(host.name == last.name for host in ray_cluster.hosts_of(ray)), 60.0)
             assert tokens(llm) == wanted
@@ -303,12 +306,13 @@ def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) 
 # Nodes of which the last one goes, flags of the server, those that it goes on with; modules of workers, and how many.
 STAYS_AWAY: dict[str, tuple[tuple[dict[str, Any], ...], tuple[str, ...], str, dict[bytes, int]]] = {
     "memory": (
-        NODES, ("--memory-workers", "2", "--placement", "spread"), "--memory-workers 1", {b"lamina.memory.main": 1},
+        NODES, ("--memory-workers", "2", "--placement", "spread"), "--memory-workers 1",
+        {b"lamina.workers.memory.main": 1},
     ),
     "prefill": (  # both replicas are where there is room for both
         ({}, {"resources": {"lamina_compute": 2, "lamina_memory": 1}}, {"resources": {"lamina_compute": 1}}),
         ("--memory-workers", "1", "--prefill-workers", "1", "--pipeline", "3"), "--prefill-workers 0",
-        {b"lamina.compute.main": 2, b"lamina.compute.prefill": 0},
+        {b"lamina.workers.compute.main": 2, b"lamina.workers.prefill.prefill_worker": 0},
     ),
 }  # fmt: skip
 
@@ -358,15 +362,15 @@ def workers_of(server: Running) -> list[int]:
 
 
 def engine_of(server: Running) -> int:
-    words = b"lamina.server.link.engine_process:"
+    words = b"lamina.server.engine_client.engine_process:"
     return next(p for p in server.descendants() if words in Path(f"/proc/{p}/cmdline").read_bytes())
 
 
 DRIVER = """
 import sys
 from lamina import LLM, SamplingParams
-from lamina.fleet.launchers.ray import RayWorker, open_launcher
-from lamina.config import make_config
+from lamina.executor.launchers.ray import RayWorker, open_launcher
+from lamina.config.flat_options import make_config
 llm = LLM(sys.argv[1], ray_address=sys.argv[2], dtype="float32", memory_workers=2)
 print(*llm.pools.pids.values(), flush=True)
 for _ in range(1000):
@@ -405,7 +409,7 @@ def test_two_starts_at_once_share_no_slot(cluster: FakeCluster) -> None:
     ready, find_places = threading.Barrier(2), over_ray.find_places
     looks = list[str]()
 
-    def look(ray: Any, *asked: Any) -> dict[str, list[HostPlace]]:
+    def look(ray: Any, *asked: Any) -> dict[str, list[HostAssignment]]:
         found = find_places(ray, *asked)
         looks.append(found["memory"][0].host.name)
         if len(looks) <= 2:
@@ -420,7 +424,7 @@ def test_two_starts_at_once_share_no_slot(cluster: FakeCluster) -> None:
                 calls = [pool.submit(opened, cluster, {"memory": 1, "compute": 1}, memory_workers=1) for _ in range(2)]
                 launchers += [call.result() for call in calls]
             assert looks[0] == looks[1]
-            assert len({launcher.places["memory"][0].host.name for launcher in launchers}) == 2
+            assert len({launcher.assignments["memory"][0].host.name for launcher in launchers}) == 2
             workers += [launcher.start(role, 0) for launcher in launchers for role in ("memory", "compute")]
             with pytest.raises(
                 ValueError, match="1 memory workers do not fit|no host of the cluster has lamina_memory"
@@ -453,7 +457,7 @@ def test_an_autoscaler_sees_what_a_start_waits_for(tmp_path: Path, monkeypatch: 
             assert list(groups()[0]["bundles"].values()) == [{"lamina_memory": 1.0}] * 2
             cluster.add(resources={"lamina_memory": 1})
             launcher = start.result(60)
-            assert len({place.host.name for place in launcher.places["memory"]}) == 2
+            assert len({place.host.name for place in launcher.assignments["memory"]}) == 2
             launcher.close()
     finally:
         cluster.close()

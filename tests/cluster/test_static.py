@@ -24,23 +24,23 @@ from local_text import Known
 
 from lamina import __version__
 from lamina.cli.launch import main
-from lamina.config import make_config
-from lamina.fleet.launchers.remote_worker import ControlListener, connect
-from lamina.fleet.launchers.static import StaticLauncher, open_launcher
-from lamina.fleet.launchers.static_warden import (
-    WARDEN,
-    Began,
-    Begin,
-    Came,
-    ComingWorker,
-    End,
-    Ended,
+from lamina.config.flat_options import make_config
+from lamina.executor.launchers.remote_links import ControlListener, connect
+from lamina.executor.launchers.static import StaticLauncher, open_launcher
+from lamina.executor.launchers.static_agent import (
+    AGENT_NAME,
+    AgentHello,
+    KillWorker,
+    StartWorker,
+    StaticWorkerSpec,
+    WorkerExited,
     WorkerRefused,
-    keep,
+    WorkerStarted,
+    run_agent,
 )
 from lamina.netstack import HandshakeError
 from lamina.protocol.control import ControlLink, LinkClosedError
-from lamina.protocol.sealed import SealedSocket
+from lamina.protocol.encrypted_socket import EncryptedSocket
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "tiny_lm" / "model")
@@ -85,17 +85,17 @@ def launch(key_file: str) -> Iterator[Open]:
 def visit(launcher: StaticLauncher, role: str = "memory", **said: Any) -> ControlLink:
     """As the command of a worker does."""
     host, _, port = launcher.address.rpartition(":")
-    sock = connect(host, int(port), KEY, SOON_S, name=WARDEN, peer=launcher.name)
-    link = ControlLink(sock, Begin | WorkerRefused | End)
-    link.send(Came(**{"role": role, "host": "127.0.0.1", "cores": 4, "version": __version__, **said}))
+    sock = connect(host, int(port), KEY, SOON_S, name=AGENT_NAME, peer=launcher.name)
+    link = ControlLink(sock, StartWorker | WorkerRefused | KillWorker)
+    link.send(AgentHello(**{"role": role, "host": "127.0.0.1", "cores": 4, "version": __version__, **said}))
     return link
 
 
 def settle(launcher: StaticLauncher, role: str = "memory", **said: Any) -> ControlLink:
     """``visit``, until the launcher counts on it."""
-    before = set(launcher._visitors)
+    before = set(launcher._agents)
     link = visit(launcher, role, **said)
-    wait_until(lambda: len(launcher._visitors) > len(before))
+    wait_until(lambda: len(launcher._agents) > len(before))
     return link
 
 
@@ -188,13 +188,13 @@ def test_who_does_not_come_is_named(launch: Open) -> None:
     with pytest.raises(
         OSError, match=r"2 of 3 workers did not come to [\d.:]+ within 600 s \(--start-timeout-s\)"
     ) as e:
-        launcher.share("memory", 0)
+        launcher.thread_count("memory", 0)
     for number in range(2):
         assert f"on any host: env LAMINA_CLUSTER_KEY_FILE={os.environ['LAMINA_CLUSTER_KEY_FILE']} " in str(e.value)
         assert f"lamina-launch worker memory-{number} --driver {launcher.address}" in str(e.value)
     assert "compute-0" not in str(e.value)
     launcher.close()
-    assert isinstance(link.recv(SOON_S), End)
+    assert isinstance(link.recv(SOON_S), KillWorker)
 
 
 def test_the_wait_is_no_longer_than_it_may_be(launch: Open) -> None:
@@ -236,13 +236,13 @@ def test_each_place_is_taken_once_and_is_free_again_when_its_holder_leaves(launc
     again = visit(launcher, index=1).recv(SOON_S)
     assert again == WorkerRefused("all workers of that kind have come already")
     first.close()
-    wait_until(lambda: len(launcher._visitors) == 1)
+    wait_until(lambda: len(launcher._agents) == 1)
     links = [settle(launcher, cores=6), settle(launcher, "compute")]
-    assert launcher.share("memory", 1) == 3  # of six cores, with another memory worker beside it
-    assert launcher.share("memory", 0) == 2
+    assert launcher.thread_count("memory", 1) == 3  # of six cores, with another memory worker beside it
+    assert launcher.thread_count("memory", 0) == 2
     assert len(links) == 2
     launcher.close()
-    assert isinstance(second.recv(SOON_S), End)
+    assert isinstance(second.recv(SOON_S), KillWorker)
 
 
 def test_a_planned_host_gets_its_own_workers(launch: Open, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_planned_host_gets_its_own_workers(launch: Open, tmp_path: Path) -> No
     assert isinstance(visit(launcher, host="127.0.0.3", index=0).recv(SOON_S), WorkerRefused)
     links = [settle(launcher, host="127.0.0.3"), settle(launcher, "compute", host="127.0.0.2")]
     links.append(settle(launcher, host="127.0.0.2", cores=9))
-    assert launcher.share("memory", 0) == 9
+    assert launcher.thread_count("memory", 0) == 9
     assert [link.fileno() > 0 for link in links] == [True] * 3
 
 
@@ -264,7 +264,7 @@ def test_room_for_kv_on_another_host_must_be_said(launch: Open) -> None:
     launcher = launch(kv_memory="auto")
     links = [settle(launcher, "compute"), settle(launcher), settle(launcher, host="127.0.0.2")]
     with pytest.raises(ValueError, match=r"--kv-memory auto is for one host: say what a worker takes on 127\.0\.0\.2"):
-        launcher.share("memory", 0)
+        launcher.thread_count("memory", 0)
     assert len(links) == 3
 
 
@@ -282,7 +282,7 @@ def test_a_command_that_ends_instead_of_starting_its_worker_is_told(launch: Open
     thread = threading.Thread(target=start)
     thread.start()
     begun = links[0].recv(SOON_S)
-    assert isinstance(begun, Begin)
+    assert isinstance(begun, StartWorker)
     assert (begun.role, begun.index, begun.threads) == ("memory", 0, 2)
     links[0].close()
     thread.join(SOON_S)
@@ -293,7 +293,7 @@ def test_strangers_stay_outside(launch: Open) -> None:
     launcher = launch()
     host, _, port = launcher.address.rpartition(":")
     with pytest.raises(HandshakeError, match="keys differ"):
-        connect(host, int(port), bytes(32), SOON_S, name=WARDEN, peer=launcher.name)
+        connect(host, int(port), bytes(32), SOON_S, name=AGENT_NAME, peer=launcher.name)
     wait_until(lambda: launcher._refusal)
     too_late(launcher)
     with pytest.raises(OSError, match="the last one that came was refused: the connector's proof is wrong: the keys"):
@@ -303,13 +303,13 @@ def test_strangers_stay_outside(launch: Open) -> None:
 def test_nonsense_from_a_key_holder_costs_one_link(launch: Open) -> None:
     launcher = launch()
     host, _, port = launcher.address.rpartition(":")
-    for message in (Ended(fate="x"), Began(pid=1), WorkerRefused("x")):
-        link = ControlLink(connect(host, int(port), KEY, SOON_S, name=WARDEN, peer=launcher.name), Begin)
+    for message in (WorkerExited(exit_reason="x"), WorkerStarted(pid=1), WorkerRefused("x")):
+        link = ControlLink(connect(host, int(port), KEY, SOON_S, name=AGENT_NAME, peer=launcher.name), StartWorker)
         link.send(message)
         with pytest.raises(LinkClosedError):
             link.recv(SOON_S)
     links = [visit(launcher, role) for role in ("memory", "memory", "compute")]
-    assert launcher.share("compute", 0) == 4
+    assert launcher.thread_count("compute", 0) == 4
     assert len(links) == 3
 
 
@@ -394,9 +394,9 @@ def test_a_worker_serves_the_driver_of_its_command_alone(launch: Open, capsys: p
     assert f"the listener is not the peer that we want, '{own.name}': are the cluster's key and --driver-name" in (
         capsys.readouterr().err
     )
-    assert not other._visitors
+    assert not other._agents
     link = settle(own)
-    assert len(own._visitors) == 1
+    assert len(own._agents) == 1
     link.close()
 
 
@@ -416,13 +416,13 @@ class Driver:
     def __init__(self) -> None:
         self.listener = ControlListener("127.0.0.1", KEY, "the first", "", links=4)
         at = "127.0.0.1", self.listener.port
-        worker = ComingWorker(role="memory", index=3, driver=at, driver_name="the first")
+        worker = StaticWorkerSpec(role="memory", index=3, driver=at, driver_name="the first")
         self._pool = ThreadPoolExecutor(1)
-        self.status = self._pool.submit(keep, worker, KEY, SOON_S)
+        self.status = self._pool.submit(run_agent, worker, KEY, SOON_S)
         name, sock, keys = self.listener.accept_any(SOON_S)
-        self.link = ControlLink(SealedSocket(sock.detach(), keys), Came | Began | Ended)
+        self.link = ControlLink(EncryptedSocket(sock.detach(), keys), AgentHello | WorkerStarted | WorkerExited)
         self.came = self.link.recv(SOON_S)
-        assert name == WARDEN
+        assert name == AGENT_NAME
 
     def close(self) -> None:
         self.link.close()
@@ -439,8 +439,8 @@ def driver() -> Iterator[Driver]:
 
 def test_a_command_says_what_it_is_for_and_goes_when_told(driver: Driver) -> None:
     cores = len(os.sched_getaffinity(0))
-    assert driver.came == Came(role="memory", index=3, host="127.0.0.1", cores=cores, version=__version__)
-    driver.link.send(End())
+    assert driver.came == AgentHello(role="memory", index=3, host="127.0.0.1", cores=cores, version=__version__)
+    driver.link.send(KillWorker())
     assert driver.status.result(SOON_S) == 0
 
 
@@ -454,9 +454,9 @@ def test_a_command_ends_with_a_driver_that_is_lost(driver: Driver) -> None:
     ("order", "words"),
     [
         (WorkerRefused("enough"), "memory-3 is not taken by the driver at 127.0.0.1:\\d+: enough"),
-        (Begin(role="engine", index=0, threads=1, name="x"), "the driver asks memory-3 for engine-0, threads 1"),
-        (Begin(role="memory", index=3, threads=0, name="x"), "for memory-3, threads 0"),
-        (Begin(role="memory", index=3, threads=10**9, name="x"), "threads 1000000000"),
+        (StartWorker(role="engine", index=0, threads=1, name="x"), "the driver asks memory-3 for engine-0, threads 1"),
+        (StartWorker(role="memory", index=3, threads=0, name="x"), "for memory-3, threads 0"),
+        (StartWorker(role="memory", index=3, threads=10**9, name="x"), "threads 1000000000"),
     ],
 )
 def test_orders_that_a_command_does_not_take(order: Any, words: str, driver: Driver) -> None:
@@ -466,14 +466,14 @@ def test_orders_that_a_command_does_not_take(order: Any, words: str, driver: Dri
 
 
 def test_a_worker_is_ended_by_order_and_its_end_is_told(driver: Driver) -> None:
-    driver.link.send(Begin(role="memory", index=3, threads=1, name="memory-3-x"))
+    driver.link.send(StartWorker(role="memory", index=3, threads=1, name="memory-3-x"))
     name, sock, keys = driver.listener.accept_any(SOON_S)
     assert name == "memory-3-x"
-    with SealedSocket(sock.detach(), keys):
+    with EncryptedSocket(sock.detach(), keys):
         began = driver.link.recv(SOON_S)
-        assert isinstance(began, Began)
-        driver.link.send(End())
-        assert driver.link.recv(SOON_S) == Ended(fate="was killed by SIGKILL")
+        assert isinstance(began, WorkerStarted)
+        driver.link.send(KillWorker())
+        assert driver.link.recv(SOON_S) == WorkerExited(exit_reason="was killed by SIGKILL")
     assert driver.status.result(SOON_S) == 1
 
 
@@ -491,8 +491,8 @@ def test_nothing_is_left_of_a_command_that_is_killed(how: signal.Signals, launch
         theirs[0].send_signal(how)
         theirs[0].wait(SOON_S)
         wait_until(lambda: gone(handle.pid))
-        wait_until(lambda: handle.fate() is not None)
-        assert handle.fate() == "on 127.0.0.1 is lost, with the command that looked after it"
+        wait_until(lambda: handle.exit_reason() is not None)
+        assert handle.exit_reason() == "on 127.0.0.1 is lost, with the command that looked after it"
         handle.join(1.0)
         launcher.close()
         assert [p.wait(SOON_S) for p in processes if p not in theirs] == [0, 0]

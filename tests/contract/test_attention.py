@@ -1,4 +1,4 @@
-"""The contract of lamina.attention.AttentionBackend, run over every backend of the table."""
+"""The contract of lamina.ops.attention.AttentionBackend, run over every backend of the table."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lamina.attention import BACKENDS, AttentionBackend, Operator
-from lamina.attention import get as open_backend
-from lamina.attention.merge import CHUNK_TOKENS, MergeNode, Partial, finish, root
-from lamina.attention.spec import AttentionSpec
-from lamina.kv.pool import LayerStore, RowTable, allocate, row_table
-from lamina.kv.stored import Scales, StoredRows, as_stored
-from lamina.protocol.blocks.tables import BlockTables
-from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.kv.paged_cache import LayerCache, RowTable, allocate_layer, row_table
+from lamina.kv.stored_format import Scales, StoredRows, to_stored_format
+from lamina.ops.attention import BACKENDS, AttentionBackend, Operator
+from lamina.ops.attention import get as open_backend
+from lamina.ops.attention.merge import CHUNK_TOKENS, MergeNode, Partial, finish, root
+from lamina.ops.attention.spec import AttentionSpec
+from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.step_plan import New, RowRange, StepPlan
 
 pytestmark = pytest.mark.no_retry
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # norm-wise error of o after rounding
 
 try:
-    from lamina.attention.native import VARIANTS, NativeAttention
+    from lamina.ops.attention.native import VARIANTS, NativeAttention
 except ImportError:
     VARIANTS = ("none",)
 
@@ -47,8 +47,8 @@ class OnGpu(AttentionBackend):
     def prepare(self, rows: RowTable) -> Any:
         return self._inner.prepare(rows)
 
-    def attend_stored(self, op: Operator, prepared: Any, store: LayerStore, q: Tensor) -> Partial:
-        there = LayerStore(*_rows_there(StoredRows(store.k, store.v, store.scales)))
+    def attend_stored(self, op: Operator, prepared: Any, store: LayerCache, q: Tensor) -> Partial:
+        there = LayerCache(*_rows_there(StoredRows(store.k, store.v, store.scales)))
         return _back(self._inner.attend_stored(_there(op), prepared, there, q.cuda()))
 
     def attend_new(self, op: Operator, prepared: Any, q: Tensor, kv: StoredRows) -> Partial:
@@ -65,9 +65,9 @@ class OnGpu(AttentionBackend):
         parts.o.copy_(there.o)
         parts.lse.copy_(there.lse)
 
-    def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
+    def merge_output(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
         parts, result = [Partial(p.o.cuda(), p.lse.cuda()) for p in (stored, new)], out.cuda()
-        self._inner.close(*parts, None if sinks is None else sinks.cuda(), result)
+        self._inner.merge_output(*parts, None if sinks is None else sinks.cuda(), result)
         out.copy_(result)
 
 
@@ -121,7 +121,7 @@ class Case:
         return [(q.clone(), k.clone(), v.clone()) for q, k, v in self.tensors()]
 
     def stored(self, k: Tensor, v: Tensor) -> StoredRows:
-        return as_stored(k, v, self.store or self.dtype)
+        return to_stored_format(k, v, self.store or self.dtype)
 
     def meant(self, tensors: list[tuple[Tensor, Tensor, Tensor]] | None = None) -> list[tuple[Tensor, Tensor, Tensor]]:
         """``tensors`` as they are stored, in fp64."""
@@ -198,16 +198,16 @@ def grown(lengths: tuple[tuple[int, int], ...], window: int, size: int, step: St
     begin = np.cumsum([0, *(a + b for a, b in lengths)])
     places = [np.empty((3, 0), dtype=np.int64)]
     for at in range(0, max(a for a, _ in lengths), 40):  # sequences grow side by side, so their blocks interleave
-        rows = [Rows(i, at, min(40, a - at)) for i, (a, _) in enumerate(lengths) if at < a]
+        rows = [RowRange(i, at, min(40, a - at)) for i, (a, _) in enumerate(lengths) if at < a]
         tables.apply(StepPlan(step=1, ops=[], rows=rows))
         for row in rows:
-            start, ids = tables.table(0, row.sequence)
+            start, ids = tables.block_table(0, row.sequence)
             # What no window reaches has no block.
             tokens = np.arange(max(row.first, start * size), row.first + row.count)
             places.append(
                 np.stack([np.array(ids)[tokens // size - start], tokens % size, begin[row.sequence] + tokens])
             )
-    tables.apply(StepPlan(step=2, ops=[], rows=[Rows(*row) for row in step]))
+    tables.apply(StepPlan(step=2, ops=[], rows=[RowRange(*row) for row in step]))
     return tables, np.concatenate(places, 1)
 
 
@@ -215,13 +215,13 @@ def blocks_of(lengths: tuple[tuple[int, int], ...], size: int) -> int:
     return sum(-(-(a + b) // size) for a, b in lengths) + 3
 
 
-Filled = tuple[BlockTables, LayerStore]
+Filled = tuple[BlockTables, LayerCache]
 # The last ones, by K and V as they were, which are kept so that none comes to lie where they do.
 FILLED = OrderedDict[tuple[Any, ...], tuple[list[tuple[Tensor, Tensor, Tensor]], Filled]]()
 MOST_FILLED = 12
 
 
-def fill(case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float, step: list[Rows]) -> Filled:
+def fill(case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float, step: list[RowRange]) -> Filled:
     """A store that holds the stored tokens, with ``other`` in each place that is not theirs; tables behind ``step``.
 
     Backends that are tried one after another have the same ones: nobody changes them.
@@ -239,7 +239,7 @@ def fill(case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float,
 def fill_anew(case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float, step: Steps) -> Filled:
     op, size = case.op, case.block_size
     needed = blocks_of(case.lengths, size)
-    store = allocate(needed, op.kv_heads, size, op.qk_dim, op.v_dim, case.store or case.dtype, CPU)
+    store = allocate_layer(needed, op.kv_heads, size, op.qk_dim, op.v_dim, case.store or case.dtype, CPU)
     numbers = other if store.k.dtype != torch.int8 else 99
     store.k[:-1], store.v[:-1] = numbers, numbers
     for scale in store.scales or ():
@@ -264,7 +264,7 @@ def run(
     """(o after rounding, stored part, new part) of one step, in the order of ``case.lengths``."""
     tensors = tensors or case.tensors()
     order = order or list(range(len(tensors)))
-    rows = [Rows(i, *case.lengths[i]) for i in order]
+    rows = [RowRange(i, *case.lengths[i]) for i in order]
     tables, store = fill(case, tensors, other, rows)
     stored = [case.lengths[i][0] for i in order]
     q = torch.cat([tensors[i][0] for i in order])
@@ -478,11 +478,12 @@ def test_ranges_of_tokens_merge_to_the_same_bits(
     stripe: int,
     store: torch.dtype | None,
 ) -> None:
-    """Each stripe of chunks by itself, as one worker's node; then ``merge`` and ``close``, as whoever gathers them."""
+    """Each stripe of chunks by itself, as one worker's node; then ``merge`` and ``merge_output``, as whoever gathers
+    them."""
     case = in_store(Case(STEP, operator(q_heads, 2, dim, **spec), dtype), name, store)
     backend, tensors, tokens = opened(name, dtype, store), case.tensors(), stripe * CHUNK_TOKENS
     out, stored, new = run(backend, case, tensors)
-    rows = [Rows(i, *case.lengths[i]) for i in range(len(STEP))]
+    rows = [RowRange(i, *case.lengths[i]) for i in range(len(STEP))]
     tables, store = fill(case, tensors, float("nan"), rows)
     items = [(r, (at, min(at + tokens, r.first))) for r in rows for at in range(0, r.first, tokens)]
     table = row_table(tables, 0, [r for r, _ in items], align=CHUNK_TOKENS, ranges=[x for _, x in items])
@@ -501,7 +502,7 @@ def test_ranges_of_tokens_merge_to_the_same_bits(
             whole = root(reversed(nodes[row.sequence]), partial(merge_with, backend))
             assert torch.equal(whole.o, stored.o[mine]), row
             assert torch.equal(whole.lse, stored.lse[mine]), row
-            backend.close(whole, Partial(new.o[mine], new.lse[mine]), case.op.sinks, closed[mine])
+            backend.merge_output(whole, Partial(new.o[mine], new.lse[mine]), case.op.sinks, closed[mine])
     decode = [i for i, r in enumerate(r for r in rows for _ in range(r.count)) if r.first]
     fused = torch.full_like(out, float("nan"))
     k = torch.cat([k[stored:] for (_, k, _), (stored, _) in zip(tensors, STEP, strict=True)])

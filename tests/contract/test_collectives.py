@@ -1,4 +1,4 @@
-"""The contract of lamina.collective, run over every entry of the table that this machine can open."""
+"""The contract of lamina.ops.collective, run over every entry of the table that this machine can open."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from meshes import WAIT_S, on_all
 from nccl_over_gloo import open_over_gloo
 from torch import Tensor
 
-from lamina import collective, netstack
-from lamina.collective import COLLECTIVES, Collective, RankPlace, lacks
-from lamina.collective.mesh import SLOT_BYTES, Mesh, listen_and_connect
-from lamina.collective.nccl import ONE_SHOT_BYTES
+from lamina import netstack
 from lamina.netstack import ChannelError, ChannelTimeout, PeerFault
+from lamina.ops import collective
+from lamina.ops.collective import COLLECTIVES, Collective, RankLocation, why_unavailable
+from lamina.ops.collective.mesh import SLOT_BYTES, MeshCollective, connect_mesh
+from lamina.ops.collective.nccl import ONE_SHOT_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
@@ -45,17 +46,21 @@ def entry(request: pytest.FixtureRequest) -> str:
 
 
 def skip_without(name: str, ranks: int) -> None:
-    if name != GUARDED and lacks(name, CPU) and (lacks(name, FIRST_GPU) or torch.cuda.device_count() < ranks):
-        found = lacks(name, FIRST_GPU) or f"{torch.cuda.device_count()} GPUs here"
+    if (
+        name != GUARDED
+        and why_unavailable(name, CPU)
+        and (why_unavailable(name, FIRST_GPU) or torch.cuda.device_count() < ranks)
+    ):
+        found = why_unavailable(name, FIRST_GPU) or f"{torch.cuda.device_count()} GPUs here"
         pytest.skip(f"{name} needs a GPU for each of {ranks} ranks, and a torch with NCCL: {found}")
 
 
 def device_of(name: str, rank: int) -> torch.device:
-    return torch.device("cuda", rank) if name in COLLECTIVES and lacks(name, CPU) else CPU
+    return torch.device("cuda", rank) if name in COLLECTIVES and why_unavailable(name, CPU) else CPU
 
 
-def open_entry(name: str, mesh: Mesh, timeout_s: float) -> Collective:
-    at = RankPlace(device_of(name, mesh.rank), WAIT_S, timeout_s)
+def open_entry(name: str, mesh: MeshCollective, timeout_s: float) -> Collective:
+    at = RankLocation(device_of(name, mesh.rank), WAIT_S, timeout_s)
     return collective.open_collective(name, mesh, at) if name in COLLECTIVES else open_over_gloo(mesh, at)
 
 
@@ -65,7 +70,7 @@ def on_entry(
     """See meshes.on_all."""
     skip_without(name, size)
 
-    def one(mesh: Mesh) -> T:
+    def one(mesh: MeshCollective) -> T:
         group = open_entry(name, mesh, timeout_s)
         try:
             return work(group)
@@ -174,7 +179,7 @@ def test_every_entry_gives_the_bits_of_the_mesh(
     parts = [own(r, shape, dtype) for r in range(size)]
     parts = [x.transpose(0, -1) for x in parts] if turned else parts
 
-    def work(mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
+    def work(mesh: MeshCollective) -> list[tuple[Tensor, Tensor]]:
         group = open_entry(GUARDED, mesh, WAIT_S)
         x = parts[mesh.rank]
         found = [(g.all_reduce(x), g.all_gather(x, size)) for g in (mesh, group)]
@@ -182,7 +187,7 @@ def test_every_entry_gives_the_bits_of_the_mesh(
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lamina.collective.nccl.ONE_SHOT_BYTES", ONE_SHOT_BYTES if one_shot else 0)
+        patch.setattr("lamina.ops.collective.nccl.ONE_SHOT_BYTES", ONE_SHOT_BYTES if one_shot else 0)
         for known, found in on_all(size, work):
             assert torch.equal(found[0], known[0])
             assert torch.equal(found[1], known[1])
@@ -234,7 +239,7 @@ RANK = """
 import signal, sys
 import torch
 from lamina import netstack
-from lamina.collective.mesh import listen_and_connect
+from lamina.ops.collective.mesh import listen_and_connect
 fabric = netstack.open(sys.argv[1], key=b"k" * 32)
 listener = fabric.listen(reception=netstack.Reception(name="second"))
 print(listener.url, flush=True)
@@ -256,9 +261,7 @@ def test_the_death_of_a_process_is_noticed(scheme: str) -> None:
     with closing(netstack.open(scheme, key=KEY)) as fabric, process.stdout:
         try:
             urls = ["", process.stdout.readline().strip()]
-            mesh = listen_and_connect(
-                fabric, fabric.listen(), urls, names, 0, start_timeout_s=WAIT_S, step_timeout_s=WAIT_S
-            )
+            mesh = connect_mesh(fabric, fabric.listen(), urls, names, 0, start_timeout_s=WAIT_S, step_timeout_s=WAIT_S)
             assert mesh.all_reduce(torch.full((3,), 1.0)).tolist() == [3.0] * 3
             assert process.stdout.readline().strip() == "[3.0, 3.0, 3.0]"
             process.kill()

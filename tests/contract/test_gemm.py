@@ -1,4 +1,5 @@
-"""The contract of lamina.gemm.LinearBackend, run over every entry of the table and every variant that this CPU has."""
+"""The contract of lamina.ops.gemm.LinearBackend, run over every entry of the table and every variant that this CPU
+has."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lamina.converter.slices import Slice, SlicedProgram
-from lamina.gemm import BACKENDS, LinearBackend, bind, get
+from lamina.ops.gemm import BACKENDS, LinearBackend, bind, get
 
 pytestmark = pytest.mark.no_retry
 
 if TYPE_CHECKING:
-    from lamina.gemm.native import NativeLinear
+    from lamina.ops.gemm.native import NativeLinear
 
-native = pytest.importorskip("lamina.gemm._native", reason="lamina.gemm._native was not built")
+native = pytest.importorskip("lamina.ops.gemm._gemm", reason="lamina.ops.gemm._gemm was not built")
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # norm-wise error after rounding
@@ -37,7 +38,7 @@ def open_entry(name: str, threads: int = 2) -> LinearBackend:
 
 def open_native(name: str, threads: int) -> NativeLinear:
     """Of ``native`` or ``native/variant``."""
-    from lamina.gemm.native import NativeLinear
+    from lamina.ops.gemm.native import NativeLinear
 
     return NativeLinear(threads, name.partition("/")[2])
 
@@ -148,7 +149,7 @@ def test_packed_weights_give_the_same_bits(rows: int, cols: int, k: int, bias: b
         rows = min(rows, backend.most_rows.get(torch.bfloat16, rows))
         x, w, b = operands(rows, cols, k, torch.bfloat16, seed)
         w = torch.cat([w, w], dim=1)[:, :k]  # with gaps between its rows
-        packed, y = backend.packed(w), torch.full((rows, cols), 7.0, dtype=torch.bfloat16)
+        packed, y = backend.pack(w), torch.full((rows, cols), 7.0, dtype=torch.bfloat16)
         bias_at = b.data_ptr() if bias else 0
         backend.engine.linear(x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), 1, rows, cols, k, 0)
         assert torch.equal(y, backend.linear(x, w, b if bias else None))
@@ -161,11 +162,11 @@ def test_what_is_not_packed_is_refused() -> None:
         with pytest.raises(ValueError, match="no weights of type 0 are packed here"):
             call()
     with pytest.raises(ValueError, match="torch packs no weights"):
-        get("torch", 1).packed(torch.ones(2, 2))
+        get("torch", 1).pack(torch.ones(2, 2))
 
 
 def test_every_variant_has_a_limit_of_rows() -> None:
-    from lamina.gemm.native import MOST_ROWS
+    from lamina.ops.gemm.native import MOST_ROWS
 
     assert list(MOST_ROWS) == ["amx", "avx512_bf16", "avx512", "avx2"]
     assert set(native.usable()) <= set(MOST_ROWS)
@@ -197,7 +198,7 @@ def test_denormal_numbers_count_for_their_value_or_all_for_zero(name: str, dtype
 AT_THE_END = """
     import ctypes, mmap, sys
     import torch
-    from lamina.gemm._native import Engine
+    from lamina.ops.gemm._gemm import Engine
 
     libc = ctypes.CDLL(None, use_errno=True)
     page, room = mmap.PAGESIZE, 40 * mmap.PAGESIZE
@@ -251,7 +252,7 @@ def test_empty_operands_and_those_that_do_not_fit(name: str) -> None:
 def test_threads_that_the_system_does_not_have_are_told() -> None:
     code = """
         import resource
-        from lamina.gemm._native import Engine
+        from lamina.ops.gemm._gemm import Engine
         with open("/proc/self/statm") as f:
             used = int(f.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)

@@ -15,12 +15,12 @@ import pytest
 from fake_cluster import FakeCluster
 
 from lamina import netstack
-from lamina.config import make_config
-from lamina.fleet.launchers import LAUNCHERS, Launcher, WorkerHandle, open_launcher
-from lamina.fleet.launchers.static import StaticLauncher
+from lamina.config import engine_config as options
+from lamina.config.flat_options import make_config
+from lamina.executor.launchers import LAUNCHERS, Launcher, WorkerHandle, open_launcher
+from lamina.executor.launchers.static import StaticLauncher
 from lamina.netstack import ChannelError, Geometry, Terms
 from lamina.protocol.control import (
-    AskStats,
     Connect,
     ControlLink,
     Failed,
@@ -28,9 +28,9 @@ from lamina.protocol.control import (
     MemoryReady,
     StartMemory,
     Stats,
+    StatsRequest,
     Stop,
 )
-from lamina.protocol.options import engine as options
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = bytes(range(32))
@@ -94,7 +94,7 @@ def link(handle: WorkerHandle) -> ControlLink:
 def ready(handle: WorkerHandle, key: bytes) -> tuple[ControlLink, str]:
     """The worker's link and URL, once it listens."""
     control = link(handle)
-    control.send(StartMemory(scheme="tcp", address=handle.place, key=key, threads=1))
+    control.send(StartMemory(scheme="tcp", address=handle.host, key=key, threads=1))
     said = control.recv(timeout_s=SOON_S)
     assert isinstance(said, MemoryReady), said
     return control, said.url
@@ -140,21 +140,21 @@ def test_a_worker_serves_its_driver_and_goes_when_told(launch: Open) -> None:
     assert b"OMP_NUM_THREADS=1" in variables
     control, url = ready(first, launcher.key)
     with_key, without = netstack.open("tcp", key=KEY), netstack.open("tcp", key=bytes(32))
-    control.send(Connect(view=0))
+    control.send(Connect(epoch=0))
     with pytest.raises(ChannelError):
         without.connect(url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=SOON_S)
     with_key.connect(url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=SOON_S).close()
-    control.send(AskStats())
+    control.send(StatsRequest())
     assert isinstance(control.recv(timeout_s=SOON_S), Stats)
-    assert first.fate() is None
+    assert first.exit_reason() is None
     control.send(Stop())
     with pytest.raises(LinkClosedError):
         control.recv(timeout_s=SOON_S)
-    wait_until(lambda: first.fate() is not None, SOON_S, "it did not go")
-    assert str(first.fate()).endswith("exited with status 0")
+    wait_until(lambda: first.exit_reason() is not None, SOON_S, "it did not go")
+    assert str(first.exit_reason()).endswith("exited with status 0")
     control.close()
     first.join(1.0)
-    assert second.fate() is None
+    assert second.exit_reason() is None
     link(second).close()  # as a driver's end does
     second.join(SOON_S)
     assert gone(second.pid)
@@ -167,8 +167,8 @@ def test_a_kill_ends_the_link_and_is_told(launch: Open) -> None:
     control = link(handle)
     with pytest.raises(LinkClosedError):
         control.recv(timeout_s=SOON_S)
-    wait_until(lambda: handle.fate() is not None, SOON_S, "nobody knows how it ended")
-    assert str(handle.fate()).endswith("was killed by SIGKILL")
+    wait_until(lambda: handle.exit_reason() is not None, SOON_S, "nobody knows how it ended")
+    assert str(handle.exit_reason()).endswith("was killed by SIGKILL")
     handle.join(1.0)
 
 
@@ -185,18 +185,18 @@ def test_join_ends_one_that_hangs(launch: Open) -> None:
 def test_one_that_stands_still_is_seen_where_another_may_take_its_place(launch: Open) -> None:
     launcher = launch(1)
     handle = launcher.start("memory", 0, 1)
-    assert not handle.stopped
-    if launcher.may_replace(handle):
+    assert not handle.is_stopped
+    if launcher.can_replace(handle):
         for _ in range(2):
             os.kill(handle.pid, signal.SIGSTOP)
-            wait_until(lambda: handle.stopped, SOON_S, "nobody sees it")
+            wait_until(lambda: handle.is_stopped, SOON_S, "nobody sees it")
             os.kill(handle.pid, signal.SIGCONT)
-            wait_until(lambda: not handle.stopped, SOON_S, "it goes on")
+            wait_until(lambda: not handle.is_stopped, SOON_S, "it goes on")
     os.kill(handle.pid, signal.SIGSTOP)
     handle.sock.close()
     handle.join(0.1)
     wait_until(lambda: gone(handle.pid), SOON_S, "it is left")
-    wait_until(lambda: not handle.stopped, SOON_S, "it has ended")
+    wait_until(lambda: not handle.is_stopped, SOON_S, "it has ended")
 
 
 @pytest.mark.no_retry
@@ -224,9 +224,9 @@ def test_what_a_launcher_took_is_there_for_the_next(launch: Open) -> None:
 @pytest.mark.long(but=["local", "ray"])
 def test_cores_are_shared(launch: Open) -> None:
     one, two = launch(1), launch(2)
-    cores = one.share("memory", 0)
+    cores = one.thread_count("memory", 0)
     assert cores >= 1
-    assert two.share("memory", 1) == max(1, cores // 2)
+    assert two.thread_count("memory", 1) == max(1, cores // 2)
 
 
 @pytest.mark.long(but=["local"])
@@ -237,12 +237,12 @@ def test_those_that_stay_are_numbered_anew_and_keep_their_places(launch: Open) -
     places = list(getattr(launcher, "places", {}).get("memory", ()))
     handles[0].sock.close()
     handles[0].join(SOON_S)
-    launcher.keep("memory", [2, 1])
-    assert launcher.grow("memory", 2), "there may be fewer anywhere"
+    launcher.keep_workers("memory", [2, 1])
+    assert launcher.set_capacity("memory", 2), "there may be fewer anywhere"
     if places:
         assert launcher.places["memory"] == [places[2], places[1]]  # type: ignore[attr-defined]
-    assert launcher.share("memory", 1) >= 1
-    if launcher.may_replace(handles[2]):
+    assert launcher.thread_count("memory", 1) >= 1
+    if launcher.can_replace(handles[2]):
         os.kill(handles[2].pid, signal.SIGKILL)
         handles[2].sock.close()
         handles[2].join(SOON_S)
@@ -250,6 +250,6 @@ def test_those_that_stay_are_numbered_anew_and_keep_their_places(launch: Open) -
         assert (again.role, again.index) == ("memory", 0)
         again.sock.close()
         again.join(SOON_S)
-    assert handles[1].fate() is None
+    assert handles[1].exit_reason() is None
     handles[1].sock.close()
     handles[1].join(SOON_S)

@@ -1,4 +1,4 @@
-"""The contract of lamina.kv.media, run over every entry of the table but ``zeros``, which keeps nothing."""
+"""The contract of lamina.kv.storage, run over every entry of the table but ``zeros``, which keeps nothing."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from lamina.kv.media import (
-    MEDIA,
+from lamina.kv.pages import PAGE, Page, PageFragment, Provenance
+from lamina.kv.storage import (
     PLUGINS,
-    AtomLostError,
-    HeldPage,
-    Medium,
-    MediumError,
-    MediumPlace,
-    NoRoomError,
-    open_medium,
+    STORAGE_BACKENDS,
+    FragmentLostError,
+    StorageBackend,
+    StorageConfig,
+    StorageError,
+    StorageFullError,
+    StoredPage,
+    open_storage,
 )
-from lamina.kv.pages import PAGE, Atom, Page, Recipe
 
 TENANT = b"t" * 16
-RECIPE = Recipe("prompt", 256, "build", 1)
+RECIPE = Provenance("prompt", 256, "build", 1)
 SIZE = 1 << 20
 ATOM = 1000  # bytes
-HEADS = {Atom(layer, head): bytes([layer * 16 + head]) * ATOM for layer in range(3) for head in range(2)}
-Opener = Callable[..., Medium]
+HEADS = {PageFragment(layer, head): bytes([layer * 16 + head]) * ATOM for layer in range(3) for head in range(2)}
+Opener = Callable[..., StorageBackend]
 
 
 def page(number: int, tokens: int = PAGE, **more: Any) -> Page:
@@ -39,24 +39,24 @@ def page(number: int, tokens: int = PAGE, **more: Any) -> Page:
                    "recipe": RECIPE} | more)  # fmt: skip
 
 
-def filled(medium: Medium, key: bytes, atoms: Mapping[Atom, bytes]) -> dict[Atom, bytes]:
+def filled(medium: StorageBackend, key: bytes, atoms: Mapping[PageFragment, bytes]) -> dict[PageFragment, bytes]:
     """What the medium has of these atoms."""
     into = {atom: bytearray(len(data)) for atom, data in atoms.items()}
     medium.read(key, into)
     return {atom: bytes(data) for atom, data in into.items()}
 
 
-@pytest.fixture(params=[*(name for name in MEDIA if name != "zeros"), "emulated"])
+@pytest.fixture(params=[*(name for name in STORAGE_BACKENDS if name != "zeros"), "emulated"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     """Opens the medium, each call another worker of one server; all are closed."""
-    opened: list[Medium] = []
+    opened: list[StorageBackend] = []
     monkeypatch.setenv(PLUGINS, "emulated=emulated_medium")
 
-    def open_one(**more: Any) -> Medium:
-        place = MediumPlace(SIZE, b"i" * 32, directory=str(tmp_path / "kv"), secret=b"s" * 32, server="one")
+    def open_one(**more: Any) -> StorageBackend:
+        place = StorageConfig(SIZE, b"i" * 32, directory=str(tmp_path / "kv"), secret=b"s" * 32, server="one")
         if request.param == "layered":
-            place = place._replace(size=SIZE // 2, memory=SIZE // 2)
-        opened.append(open_medium(request.param, place._replace(**more)))
+            place = place._replace(total_bytes=SIZE // 2, memory_bytes=SIZE // 2)
+        opened.append(open_storage(request.param, place._replace(**more)))
         return opened[-1]
 
     yield open_one
@@ -65,45 +65,45 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def medium(opener: Opener) -> Medium:
+def medium(opener: Opener) -> StorageBackend:
     return opener()
 
 
-def put(medium: Medium, what: Page, atoms: Mapping[Atom, bytes] = HEADS) -> list[bytes]:
+def put(medium: StorageBackend, what: Page, atoms: Mapping[PageFragment, bytes] = HEADS) -> list[bytes]:
     given = medium.reserve(sum(map(len, atoms.values())))
     medium.write(what, atoms)
     return given
 
 
-def fill(medium: Medium, nbytes: int) -> int:
+def fill(medium: StorageBackend, nbytes: int) -> int:
     """Write pages of one atom for as long as there is room; returns how many."""
     for number in itertools.count():
         try:
-            medium.write(page(number % 250, key=number.to_bytes(32, "big")), {Atom(0, 0): bytes(nbytes)})
-        except NoRoomError:
+            medium.write(page(number % 250, key=number.to_bytes(32, "big")), {PageFragment(0, 0): bytes(nbytes)})
+        except StorageFullError:
             return number
     raise AssertionError
 
 
-def test_bytes_come_back(medium: Medium) -> None:
+def test_bytes_come_back(medium: StorageBackend) -> None:
     put(medium, page(1))
     assert filled(medium, page(1).key, HEADS) == HEADS
     some = dict(list(HEADS.items())[2:4])
     assert filled(medium, page(1).key, some) == some
 
 
-def test_a_page_is_there_as_far_as_it_was_written(medium: Medium) -> None:
+def test_a_page_is_there_as_far_as_it_was_written(medium: StorageBackend) -> None:
     first, second = dict(list(HEADS.items())[:4]), dict(list(HEADS.items())[4:])
     put(medium, page(1), first)
-    assert medium.pages() == [HeldPage(page(1), frozenset(first), medium.pages()[0].nbytes)]
-    with pytest.raises(AtomLostError):
+    assert medium.pages() == [StoredPage(page(1), frozenset(first), medium.pages()[0].nbytes)]
+    with pytest.raises(FragmentLostError):
         filled(medium, page(1).key, HEADS)
     put(medium, page(1), second)
-    assert [held.atoms for held in medium.pages()] == [frozenset(HEADS)]
+    assert [held.fragments for held in medium.pages()] == [frozenset(HEADS)]
     assert filled(medium, page(1).key, HEADS) == HEADS
 
 
-def test_keys_are_those_of_pages_that_have_certain_atoms(medium: Medium) -> None:
+def test_keys_are_those_of_pages_that_have_certain_atoms(medium: StorageBackend) -> None:
     """Those that were used last, and of a page what all of its writes brought."""
     first, second = dict(list(HEADS.items())[:4]), dict(list(HEADS.items())[4:])
     for number, atoms in enumerate((HEADS, first, HEADS, second)):
@@ -113,85 +113,85 @@ def test_keys_are_those_of_pages_that_have_certain_atoms(medium: Medium) -> None
     assert medium.keys(part, 9) == [page(number).key for number in range(3)]
     assert medium.keys(part, 2) == [page(number).key for number in (1, 2)]
     assert len(medium.keys(frozenset(), 9)) == 4
-    assert medium.keys(frozenset({Atom(99, 0)}), 9) == []
+    assert medium.keys(frozenset({PageFragment(99, 0)}), 9) == []
     put(medium, page(1), second)
     filled(medium, page(0).key, HEADS)
     assert medium.keys(whole, 9) == [page(number).key for number in (2, 1, 0)]
-    medium.write(page(2)._replace(recipe=Recipe("decode")), first)
+    medium.write(page(2)._replace(provenance=Provenance("decode")), first)
     assert medium.keys(whole, 9) == [page(1).key, page(0).key], "another recipe begins the page anew"
-    medium.drop([page(0).key])
+    medium.delete([page(0).key])
     assert medium.keys(whole, 9) == [page(1).key]
 
 
-def test_what_is_written_last_is_there(medium: Medium) -> None:
+def test_what_is_written_last_is_there(medium: StorageBackend) -> None:
     put(medium, page(1))
-    atom = Atom(0, 0)
+    atom = PageFragment(0, 0)
     put(medium, page(1), {atom: b"n" * ATOM})
     assert filled(medium, page(1).key, HEADS) == HEADS | {atom: b"n" * ATOM}
 
 
-def test_pages_that_are_not_there(medium: Medium) -> None:
-    with pytest.raises(AtomLostError):
+def test_pages_that_are_not_there(medium: StorageBackend) -> None:
+    with pytest.raises(FragmentLostError):
         filled(medium, page(1).key, HEADS)
-    medium.drop([page(1).key])
+    medium.delete([page(1).key])
     put(medium, page(1))
     put(medium, page(2))
-    medium.drop([page(1).key, page(1).key])
-    with pytest.raises(AtomLostError):
+    medium.delete([page(1).key, page(1).key])
+    with pytest.raises(FragmentLostError):
         filled(medium, page(1).key, HEADS)
     assert filled(medium, page(2).key, HEADS) == HEADS
     assert [held.page for held in medium.pages()] == [page(2)]
 
 
-def test_a_partial_page_and_its_recipe(medium: Medium) -> None:
-    last = page(3, 17, recipe=Recipe("decode", 0, "another", 2))
-    put(medium, last, {Atom(0, 0): b"x"})
+def test_a_partial_page_and_its_recipe(medium: StorageBackend) -> None:
+    last = page(3, 17, recipe=Provenance("decode", 0, "another", 2))
+    put(medium, last, {PageFragment(0, 0): b"x"})
     assert [held.page for held in medium.pages()] == [last]
 
 
 @pytest.mark.parametrize("other", [{"number": 2}, {"tokens": 5}, {"tenant": b"u" * 16}])
-def test_another_page_under_a_key(medium: Medium, other: dict[str, Any]) -> None:
+def test_another_page_under_a_key(medium: StorageBackend, other: dict[str, Any]) -> None:
     put(medium, page(1))
     with pytest.raises(ValueError, match="another page"):
         medium.write(page(1)._replace(**other), HEADS)
     assert [held.page for held in medium.pages()] == [page(1)]
 
 
-def test_another_recipe_begins_the_page_anew(medium: Medium) -> None:
+def test_another_recipe_begins_the_page_anew(medium: StorageBackend) -> None:
     put(medium, page(1))
-    other, atom = page(1, recipe=RECIPE._replace(chunk=512)), Atom(0, 0)
+    other, atom = page(1, recipe=RECIPE._replace(chunk=512)), PageFragment(0, 0)
     put(medium, other, {atom: b"n" * ATOM})
-    assert [(held.page, held.atoms) for held in medium.pages()] == [(other, {atom})]
+    assert [(held.page, held.fragments) for held in medium.pages()] == [(other, {atom})]
     assert filled(medium, other.key, {atom: b"n" * ATOM}) == {atom: b"n" * ATOM}
 
 
-def test_misuse(medium: Medium) -> None:
+def test_misuse(medium: StorageBackend) -> None:
     with pytest.raises(ValueError, match="at least one atom"):
         medium.write(page(1), {})
     put(medium, page(1))
     with pytest.raises(ValueError, match=f"{ATOM - 1}"):
-        medium.read(page(1).key, {Atom(0, 0): bytearray(ATOM - 1)})
+        medium.read(page(1).key, {PageFragment(0, 0): bytearray(ATOM - 1)})
 
 
-def test_a_buffer_is_the_callers_again(medium: Medium) -> None:
+def test_a_buffer_is_the_callers_again(medium: StorageBackend) -> None:
     data = bytearray(b"a" * ATOM)
     medium.reserve(ATOM)
-    medium.write(page(1), {Atom(0, 0): data})
+    medium.write(page(1), {PageFragment(0, 0): data})
     data[:] = b"b" * ATOM
-    assert filled(medium, page(1).key, {Atom(0, 0): bytes(ATOM)}) == {Atom(0, 0): b"a" * ATOM}
+    assert filled(medium, page(1).key, {PageFragment(0, 0): bytes(ATOM)}) == {PageFragment(0, 0): b"a" * ATOM}
 
 
-def test_a_page_is_taken(medium: Medium) -> None:
+def test_a_page_is_taken(medium: StorageBackend) -> None:
     """With all of its bytes, or with those that somebody names."""
     put(medium, page(1))
-    assert medium.take(page(1).key) == (page(1), HEADS)
+    assert medium.read_page(page(1).key) == (page(1), HEADS)
     some = dict(list(HEADS.items())[2:4])
-    assert medium.take(page(1).key, frozenset({*some, Atom(99, 0)})) == (page(1), some)
-    for key, atoms in ((page(1).key, frozenset({Atom(99, 0)})), (page(2).key, None)):
-        with pytest.raises(AtomLostError):
-            medium.take(key, atoms)
-    assert medium.held(page(1).key) == medium.pages()[0]
-    assert medium.held(page(2).key) is None
+    assert medium.read_page(page(1).key, frozenset({*some, PageFragment(99, 0)})) == (page(1), some)
+    for key, atoms in ((page(1).key, frozenset({PageFragment(99, 0)})), (page(2).key, None)):
+        with pytest.raises(FragmentLostError):
+            medium.read_page(key, atoms)
+    assert medium.lookup(page(1).key) == medium.pages()[0]
+    assert medium.lookup(page(2).key) is None
 
 
 def numbered(number: int) -> bytes:
@@ -201,16 +201,16 @@ def numbered(number: int) -> bytes:
 def test_expected_pages_give_way_last(opener: Opener) -> None:
     """The last turn's first, of them; and in no other order than others, once nobody waits."""
     medium = opener(policy="lru")
-    data = {Atom(0, 0): bytes(64 << 10)}
+    data = {PageFragment(0, 0): bytes(64 << 10)}
     for number in range(6):
         put(medium, page(0, key=numbered(number)), data)
     for turn, number in ((7, 1), (8, 0), (8, 3)):
-        medium.expect(turn, [numbered(number)])
-    medium.expect(9, [numbered(2)])
-    medium.expect(9, [])
+        medium.hint(turn, [numbered(number)])
+    medium.hint(9, [numbered(2)])
+    medium.hint(9, [])
     given = list[bytes]()
     for number in itertools.count(6):
-        medium.expect(number + 10, [numbered(number)])
+        medium.hint(number + 10, [numbered(number)])
         given += put(medium, page(0, key=numbered(number)), data)
         if numbered(2) in given and len(given) >= 4:
             break
@@ -222,21 +222,21 @@ def test_expected_pages_give_way_last(opener: Opener) -> None:
 def test_prolonged_pages_give_way_behind_others(opener: Opener) -> None:
     """And where all are prolonged, there is room for new ones all the same."""
     medium = opener(policy="lru")
-    data = {Atom(0, 0): bytes(64 << 10)}
+    data = {PageFragment(0, 0): bytes(64 << 10)}
     for number in range(5):
         put(medium, page(0, key=numbered(number)), data)
-    medium.prolong([numbered(1), numbered(4), numbered(999)], 1e5)
-    medium.prolong([numbered(4)], 1.0)
+    medium.set_retention([numbered(1), numbered(4), numbered(999)], 1e5)
+    medium.set_retention([numbered(4)], 1.0)
     given, number = list[bytes](), 5
     while len(given) < 12:
         given += put(medium, page(0, key=numbered(number)), data)
         number += 1
     assert not {numbered(1), numbered(4)} & set(given)
     assert given[:4] == [numbered(n) for n in (0, 2, 3, 5)]
-    medium.prolong(map(numbered, range(number)), 1e5)
+    medium.set_retention(map(numbered, range(number)), 1e5)
     while not {numbered(1), numbered(4)} <= set(given):
         given += put(medium, page(0, key=numbered(number)), data)
-        medium.prolong([numbered(number)], 1e5)
+        medium.set_retention([numbered(number)], 1e5)
         number += 1
         assert number < 200
 
@@ -244,7 +244,7 @@ def test_prolonged_pages_give_way_behind_others(opener: Opener) -> None:
 @pytest.mark.parametrize("size", [4 << 10, 64 << 10])
 def test_the_least_recently_used_goes_first(opener: Opener, size: int) -> None:
     medium = opener(policy="lru")
-    data = {Atom(0, 0): bytes(size)}
+    data = {PageFragment(0, 0): bytes(size)}
     last, given = 0, []
     while not given:
         last += 1
@@ -260,7 +260,7 @@ def test_the_least_recently_used_goes_first(opener: Opener, size: int) -> None:
 
 def test_no_room(opener: Opener) -> None:
     medium = opener(workers=2)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(StorageFullError):
         medium.reserve(SIZE // 2 + 1)
     count = fill(medium, 100_000)
     assert 3 <= count <= 5
@@ -269,20 +269,20 @@ def test_no_room(opener: Opener) -> None:
 
 def test_a_size_is_shared_by_those_that_there_are(opener: Opener) -> None:
     """One worker, then two, then one again: what is there stays as far as there is room, and each has its part."""
-    data, one = {Atom(0, 0): bytes(60_000)}, opener()
+    data, one = {PageFragment(0, 0): bytes(60_000)}, opener()
 
-    def write(medium: Medium, first: int) -> set[bytes]:
+    def write(medium: StorageBackend, first: int) -> set[bytes]:
         keys = [numbered(number) for number in range(first, first + 17)]
         for key in keys:
             put(medium, page(0, key=key), data)
         return {*keys}
 
-    def there(*media: Medium) -> set[bytes]:
+    def there(*media: StorageBackend) -> set[bytes]:
         return {held.page.key for medium in media for held in medium.pages()}
 
     most = len(write(one, 0) & there(one))
     assert most >= 14
-    one.divide(2)
+    one.set_num_workers(2)
     assert len(there(one)) >= most // 2 - 1
     other = opener(workers=2)
     first, second = write(one, 100), write(other, 200)
@@ -291,24 +291,24 @@ def test_a_size_is_shared_by_those_that_there_are(opener: Opener) -> None:
     for medium, keys in ((one, first), (other, second)):
         assert all(filled(medium, key, data) == data for key in keys & there(medium))
     other.close()
-    one.divide(1)
+    one.set_num_workers(1)
     assert len(write(one, 300) & there(one)) >= most - 1
 
 
-def test_behind_close(medium: Medium) -> None:
+def test_behind_close(medium: StorageBackend) -> None:
     put(medium, page(1))
     medium.close()
     medium.close()
     for call in (
         lambda: medium.reserve(1), lambda: medium.write(page(2), HEADS), lambda: filled(medium, page(1).key, HEADS),
-        lambda: medium.drop([page(1).key]), medium.pages, lambda: medium.take(page(1).key),
-        lambda: medium.held(page(1).key), lambda: medium.prolong([page(1).key], 1.0),
+        lambda: medium.delete([page(1).key]), medium.pages, lambda: medium.read_page(page(1).key),
+        lambda: medium.lookup(page(1).key), lambda: medium.set_retention([page(1).key], 1.0),
     ):  # fmt: skip
-        with pytest.raises(MediumError, match="closed"):
+        with pytest.raises(StorageError, match="closed"):
             call()
 
 
-def test_many_threads(medium: Medium) -> None:
+def test_many_threads(medium: StorageBackend) -> None:
     wrong: list[object] = []
 
     def work(first: int) -> None:
@@ -319,8 +319,8 @@ def test_many_threads(medium: Medium) -> None:
                 if filled(medium, page(number).key, atoms) != atoms:
                     wrong.append(number)
                 if number % 2:
-                    medium.drop([page(number).key])
-        except MediumError as e:
+                    medium.delete([page(number).key])
+        except StorageError as e:
             wrong.append(e)
 
     threads = [threading.Thread(target=work, args=(at * 10,)) for at in range(4)]
@@ -340,21 +340,21 @@ class Beside(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.medium = self.open_one()
-        self.medium.drop([held.page.key for held in self.medium.pages()])
-        self.known: dict[bytes, dict[Atom, bytes]] = {}
+        self.medium.delete([held.page.key for held in self.medium.pages()])
+        self.known: dict[bytes, dict[PageFragment, bytes]] = {}
 
     pages = st.integers(0, 5)
     atoms = st.dictionaries(
-        st.builds(Atom, st.integers(0, 2), st.integers(0, 2)), st.binary(min_size=1, max_size=3), min_size=1
+        st.builds(PageFragment, st.integers(0, 2), st.integers(0, 2)), st.binary(min_size=1, max_size=3), min_size=1
     )
 
     @rule(number=pages, atoms=atoms, copies=st.integers(1, 40_000))
-    def write(self, number: int, atoms: dict[Atom, bytes], copies: int) -> None:
+    def write(self, number: int, atoms: dict[PageFragment, bytes], copies: int) -> None:
         data = {atom: each * copies for atom, each in atoms.items()}
         nbytes = sum(map(len, data.values()))
         try:
             given = self.medium.reserve(nbytes)
-        except NoRoomError:
+        except StorageFullError:
             assert nbytes > SIZE // 2 - 1024, "a layered medium has two halves"
             return
         for key in given:
@@ -372,14 +372,14 @@ class Beside(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(pages))
     def drop(self, numbers: list[int]) -> None:
-        self.medium.drop([page(number).key for number in numbers])
+        self.medium.delete([page(number).key for number in numbers])
         for number in numbers:
             self.known.pop(page(number).key, None)
 
     @invariant()
     def the_same(self) -> None:
         held = self.medium.pages()
-        assert {each.page.key: each.atoms for each in held} == {k: frozenset(v) for k, v in self.known.items()}
+        assert {each.page.key: each.fragments for each in held} == {k: frozenset(v) for k, v in self.known.items()}
         assert sum(each.nbytes for each in held) <= SIZE
 
     def teardown(self) -> None:
@@ -396,4 +396,4 @@ def test_beside_a_dict(opener: Opener) -> None:
 
 def test_an_unknown_medium() -> None:
     with pytest.raises(ValueError, match="one of host, file, layered"):
-        open_medium("tape", MediumPlace(SIZE))
+        open_storage("tape", StorageConfig(SIZE))

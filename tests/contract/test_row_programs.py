@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lamina import gemm, rows
 from lamina.converter import Slice, SlicedProgram
-from lamina.gemm.packing import packed_weights
-from lamina.rows import program as row_program
-from lamina.rows._native import Chain, Program
-from lamina.rows.chains import ChainedSlice
-from lamina.rows.table import Instruction, Operation, UnsupportedError, View, encode, registers_of
+from lamina.ops import gemm, rows
+from lamina.ops.gemm.packing import packed_weights
+from lamina.ops.rows import program as row_program
+from lamina.ops.rows._rows import Chain, Program
+from lamina.ops.rows.instructions import Instruction, Operation, UnsupportedError, View, encode, registers_of
+from lamina.ops.rows.native_slices import ChainedSlice
 
 pytestmark = pytest.mark.no_retry
 
@@ -62,7 +62,7 @@ def bound(part: Part, x: tuple[Tensor, ...], threads: int = 1, left: int = 0) ->
 
 def taken(captured: SlicedProgram, threads: int = 1, left: int = 0) -> Callable[..., tuple[Tensor, ...]]:
     """As ``bound``, of a program that is used up."""
-    program = rows.bind(captured, gemm.get("native", threads))
+    program = rows.bind_rows(captured, gemm.get("native", threads))
     found = program.slices[0]
     names = [str(n.target) for n in found.module.graph.nodes if n.op == "call_function" and "aten" in str(n.target)]
     assert len([n for n in names if "sym_size" not in n and "view" not in n]) <= left, names
@@ -142,8 +142,8 @@ def test_a_chain_gives_the_bits_of_its_units(name: str) -> None:
     part = Part(ONE[name], []) if name in ONE else Part(TWO[name], [numbers((WIDE,), dtype, 9)])
     if name in TWO:
         x = (*x, numbers((3, 1, WIDE), dtype, 1))
-    program = rows.bind(exported(part, x), gemm.get("native", 2))
-    (chain,) = rows.chain(program).slices
+    program = rows.bind_rows(exported(part, x), gemm.get("native", 2))
+    (chain,) = rows.chain_slices(program).slices
     assert isinstance(chain, ChainedSlice) or "run" not in program.slices[0].module.code
     for count in SIZES:
         x = tuple(numbers((count, *t.shape[1:]), dtype, count + i) for i, t in enumerate(x))
@@ -153,8 +153,8 @@ def test_a_chain_gives_the_bits_of_its_units(name: str) -> None:
 def test_a_chain_passes_on_what_it_is_given_and_makes_what_is_wanted_twice_once() -> None:
     part = Part(lambda w, x, y: (x, F.linear(x, w) * 2.0, y, x), [numbers((64, 64), torch.bfloat16)])
     x = tuple(numbers((5, 1, 64), torch.bfloat16, i) for i in range(2))
-    program = rows.bind(exported(part, x), gemm.get("native", 2))
-    (chain,) = rows.chain(program).slices
+    program = rows.bind_rows(exported(part, x), gemm.get("native", 2))
+    (chain,) = rows.chain_slices(program).slices
     for each in (x, tuple(torch.stack([t, t], -1)[..., 0] for t in x), tuple(t[:0] for t in x)):
         found, wanted = chain(*each), program.slices[0](*each)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -201,7 +201,7 @@ def test_a_layer_is_the_same_for_any_rows_beside_it(dtype: torch.dtype) -> None:
     for count, unit in ((1, few), (5, many), (64, many)):
         for found, due in zip(unit(*(t[:count] for t in x)), whole, strict=True):
             wanted = due[:count]
-            if dtype == torch.bfloat16 and gemm.get("native", 1).rows_of(dtype) < 70:  # all 70 were torch's
+            if dtype == torch.bfloat16 and gemm.get("native", 1).max_engine_rows(dtype) < 70:  # all 70 were torch's
                 torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
             else:
                 assert torch.equal(found, wanted)
@@ -228,7 +228,7 @@ def test_weights_are_read_where_they_lie() -> None:
     x = numbers((2, 1, 64), torch.float32)
     program = exported(part, (x,))
     weight = next(p for p in program.slices[0].module.parameters())
-    unit = rows.bind(program, gemm.get("native", 1)).slices[0]
+    unit = rows.bind_rows(program, gemm.get("native", 1)).slices[0]
     weight.fill_(2.0)
     assert torch.equal(unit(x)[0], x * 2.0)
 
@@ -378,9 +378,9 @@ def test_packed_weights_change_no_bit_and_are_copies(count: int) -> None:
     backend = gemm.get("native", 2)
     needed = sum(size for _, size in packed_weights(program, backend))
     assert needed >= sum(w.numel() * 2 for w in [*weights, table])
-    backend.packs = True
+    backend.packs_weights = True
     held = dict(program.slices[0].module.named_parameters())
-    unit = rows.bind(program, backend).slices[0]
+    unit = rows.bind_rows(program, backend).slices[0]
     for wanted, got in zip(due, unit(*x), strict=True):
         assert torch.equal(wanted, got)
     for weight in held.values():
@@ -532,7 +532,7 @@ def test_chunks_that_are_too_many_are_refused() -> None:
 
 def test_operators_that_look_alike_are_not_taken_for_each_other() -> None:
     """Equal ones are looked at once; a dtype, a shape or a constant makes another one."""
-    taken, graph = row_program.OperatorsTaken(), torch.fx.Graph()
+    taken, graph = row_program.SupportedOperators(), torch.fx.Graph()
 
     def add(dtype: torch.dtype, size: int, **constants: int) -> bool:
         x = graph.placeholder("x")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from test_attention import DTYPES, VARIANTS, Case, operator, run
 from torch import Tensor
 
-from lamina.attention.merge import CHUNK_TOKENS, finish
-from lamina.attention.native import NativeAttention
+from lamina.ops.attention.merge import CHUNK_TOKENS, finish
+from lamina.ops.attention.native import NativeAttention
 
 pytestmark = pytest.mark.no_retry
 

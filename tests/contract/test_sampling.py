@@ -1,5 +1,5 @@
-"""The contract of lamina.sampling.Backend: every implementation and instruction set draws the same token, and the right
-one by a reference in fp64 that shares no code with them.
+"""The contract of lamina.ops.sampling.Backend: every implementation and instruction set draws the same token, and the
+right one by a reference in fp64 that shares no code with them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lamina.sampling import Ask, Backend
-from lamina.sampling import plain as plain_module
-from lamina.sampling.plain import Plain, random_bits
-from lamina.sampling.settings import LOWEST, settings_of
+from lamina.ops.sampling import Backend, SampleSpec
+from lamina.ops.sampling import torch_sampling as plain_module
+from lamina.ops.sampling.sampling_settings import LOWEST, sampler_settings
+from lamina.ops.sampling.torch_sampling import TorchSampling, random_bits
 
 pytestmark = pytest.mark.no_retry
 
-native = pytest.importorskip("lamina.sampling._native", reason="lamina.sampling._native was not built")
+native = pytest.importorskip("lamina.ops.sampling._sampling", reason="lamina.ops.sampling._sampling was not built")
 
 ENTRIES = ["plain", *native.usable()]
 VLLM, TRANSFORMERS = ("min_p", "top_k", "top_p"), ("top_k", "top_p", "min_p")
@@ -30,17 +30,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def open_entry(name: str, threads: int = 1) -> Backend:
-    from lamina.sampling.native import NativeSampling
+    from lamina.ops.sampling.native import NativeSampling
 
-    return Plain() if name == "plain" else NativeSampling(threads, name)
+    return TorchSampling() if name == "plain" else NativeSampling(threads, name)
 
 
 BACKENDS = {name: open_entry(name) for name in ENTRIES}
 
 
-def ask(row: int = 0, index: int = 0, *, seed: int = 7, **options: Any) -> Ask:
+def ask(row: int = 0, index: int = 0, *, seed: int = 7, **options: Any) -> SampleSpec:
     fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "order": VLLM, **options}
-    return Ask(row, settings_of(**fields), seed, index)
+    return SampleSpec(row, sampler_settings(**fields), seed, index)
 
 
 def kept(row: list[float], order: tuple[str, ...], temperature: float, **limits: float) -> tuple[list[int], bool]:
@@ -101,7 +101,7 @@ parameters = st.fixed_dictionaries(
 @given(logits=rows_of_logits(), options=parameters, seed=st.integers(0, 2**64 - 1), index=st.integers(0, 2**64 - 1))
 def test_all_draw_the_token_of_the_reference(logits: Tensor, options: dict[str, Any], seed: int, index: int) -> None:
     asks = [ask(i, index, seed=seed, **options) for i in range(len(logits))]
-    found = {name: backend.draw(logits, asks) for name, backend in BACKENDS.items()}
+    found = {name: backend.sample(logits, asks) for name, backend in BACKENDS.items()}
     assert len(set(map(tuple, found.values()))) == 1, found
     u = random_bits(seed, index) / 2**53
     for row, token in zip(logits.double().tolist(), found["plain"], strict=True):
@@ -113,7 +113,7 @@ def test_all_draw_the_token_of_the_reference(logits: Tensor, options: dict[str, 
 def test_any_temperature_gives_a_token_that_can_be_drawn(temperature: float, options: dict[str, Any]) -> None:
     logits = torch.tensor([[1.0, float("-inf"), 1.5, -3e38, 1.5, float("-inf")]])
     asks = [ask(0, i, temperature=temperature, **options) for i in range(40)]
-    found = [backend.draw(logits, asks) for backend in BACKENDS.values()]
+    found = [backend.sample(logits, asks) for backend in BACKENDS.values()]
     assert all(tokens == found[0] for tokens in found)
     assert set(found[0]) <= {0, 2, 3, 4}
     if temperature < 1e-2:
@@ -125,7 +125,7 @@ def test_any_temperature_gives_a_token_that_can_be_drawn(temperature: float, opt
 @given(logits=rows_of_logits(), options=parameters, index=st.integers(0, 1000))
 def test_a_gpu_draws_the_same_token(logits: Tensor, options: dict[str, Any], index: int) -> None:
     asks = [ask(i, index, **options) for i in range(len(logits))]
-    assert Plain().draw(logits.cuda(), asks) == Plain().draw(logits, asks)
+    assert TorchSampling().sample(logits.cuda(), asks) == TorchSampling().sample(logits, asks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -134,12 +134,12 @@ def test_neither_mates_nor_threads_change_a_token(name: str, dtype: torch.dtype)
     logits = (torch.randn(9, 40_000, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     choices = [{}, {"top_k": 40, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.02}, {"temperature": 0.0}, {"top_k": 3000}]
     asks = [ask(i, i, seed=i, **choices[i % len(choices)]) for i in range(9)]
-    together = open_entry(name, threads=3).draw(logits, asks)
-    alone = [BACKENDS[name].draw(logits[i : i + 1], [asks[i]._replace(row=0)])[0] for i in range(9)]
+    together = open_entry(name, threads=3).sample(logits, asks)
+    alone = [BACKENDS[name].sample(logits[i : i + 1], [asks[i]._replace(row=0)])[0] for i in range(9)]
     assert together == alone
     apart = torch.full((9, 2, 40_000), 99.0, dtype=dtype)
     apart[:, 1] = logits
-    assert BACKENDS[name].draw(apart[:, 1], asks) == together, "rows need not lie one behind the other"
+    assert BACKENDS[name].sample(apart[:, 1], asks) == together, "rows need not lie one behind the other"
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -147,7 +147,7 @@ def test_greedy_takes_the_lowest_id_and_no_number_gives_none(name: str) -> None:
     nan, inf = float("nan"), float("inf")
     rows = [[1.0, 3.0, 3.0], [-0.0, 0.0, -1.0], [1.0, nan, 3.0], [1.0, inf, 3.0], [-inf, -inf, -inf], [-nan, 1.0, 2.0]]
     for options in ({"temperature": 0.0}, {}, {"top_k": 1, "top_p": 0.5}, {"top_p": 0.5, "min_p": 1.0}):
-        found = BACKENDS[name].draw(torch.tensor(rows), [ask(i, 0, **options) for i in range(6)])
+        found = BACKENDS[name].sample(torch.tensor(rows), [ask(i, 0, **options) for i in range(6)])
         assert found[2:] == [-1] * 4
         if options.get("temperature") == 0.0 or options.get("top_k") == 1:
             assert found[:2] == [1, 0]
@@ -161,7 +161,7 @@ def test_top_p_ends_at_the_token_that_reaches_it(name: str, size: int) -> None:
     ids = [0, 1, 2, 3] if size == 4 else [5, 1023, 1024, 4999]
     logits[0, ids] = 1.5
     for top_p, count in ((0.5, 2), (0.5 + 2.0**-52, 3), (0.25, 1), (1e-300, 1), (1.0 - 2.0**-53, 4)):
-        drawn = BACKENDS[name].draw(logits, [ask(0, i, top_p=top_p) for i in range(60)])
+        drawn = BACKENDS[name].sample(logits, [ask(0, i, top_p=top_p) for i in range(60)])
         assert sorted(set(drawn)) == ids[:count]
 
 
@@ -171,7 +171,7 @@ def test_equals_behind_the_edge_are_left_out_of_later_blocks_too(name: str) -> N
     logits[0, [0, 1030, 1040]] = 1.5
     logits[0, 1050] = 2.0
     for dtype in DTYPES:
-        drawn = BACKENDS[name].draw(logits.to(dtype), [ask(0, i, top_p=0.5) for i in range(60)])
+        drawn = BACKENDS[name].sample(logits.to(dtype), [ask(0, i, top_p=0.5) for i in range(60)])
         assert set(drawn) == {0, 1050}
 
 
@@ -182,7 +182,7 @@ def test_the_first_ranks_are_the_largest_and_the_lowest_of_equals(name: str, dty
     logits[1, 4000:] = float("-inf")
     logits[2, [7, 3]] = float("nan")
     for count in (1, 30, 700, 5000):
-        found = BACKENDS[name].best(logits, count).tolist()
+        found = BACKENDS[name].top_tokens(logits, count).tolist()
         for row, ids in zip(logits.tolist(), found, strict=True):
             assert ids == sorted(range(5000), key=lambda i: (not math.isnan(row[i]), -row[i], i))[:count]
 
@@ -214,7 +214,7 @@ def test_random_bits_are_numpys_philox() -> None:
 def frequencies(name: str, logits: Tensor, count: int, **options: Any) -> Tensor:
     """Of ``count`` draws, in rounds of rows that differ in nothing but the index."""
     asks = [ask(0, i, seed=11, **options) for i in range(count)]
-    return torch.bincount(torch.tensor(BACKENDS[name].draw(logits[None], asks)), minlength=len(logits)).double()
+    return torch.bincount(torch.tensor(BACKENDS[name].sample(logits[None], asks)), minlength=len(logits)).double()
 
 
 def chi_square(found: Tensor, probabilities: Tensor) -> float:
@@ -297,7 +297,7 @@ def test_parameters_out_of_range_are_named(bad: dict[str, Any], message: str) ->
 
 
 def test_the_native_module_checks_what_it_is_given() -> None:
-    from lamina.sampling.native import NativeSampling
+    from lamina.ops.sampling.native import NativeSampling
 
     for threads in (0, 2000):
         with pytest.raises(ValueError, match="threads must lie in"):
@@ -305,7 +305,7 @@ def test_the_native_module_checks_what_it_is_given() -> None:
     with pytest.raises(ValueError, match="this CPU has no abacus"):
         NativeSampling(1, "abacus")
     with pytest.raises(ValueError, match="the draw of row 3 of 2"):
-        NativeSampling(1).draw(torch.zeros(2, 5), [ask(3)])
+        NativeSampling(1).sample(torch.zeros(2, 5), [ask(3)])
     engine = native.Engine(1, "")
     with pytest.raises(ValueError, match="no whole number of draws"):
         engine.draw(torch.zeros(5).data_ptr(), 0, 1, 5, 5, b"123")

@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from lamina.attention import Operator, get
-from lamina.attention.merge import CHUNK_TOKENS
-from lamina.attention.native import VARIANTS, NativeAttention
-from lamina.attention.scores import block_scores
-from lamina.attention.select import Choices, best_blocks, fill
-from lamina.attention.spec import AttentionSpec
-from lamina.kv.pool import LayerStore, WriteIndex, allocate, row_table, write_index
-from lamina.kv.sparsity import Budget
-from lamina.kv.stored import Scales, as_stored, dequantise
-from lamina.memory.sparse.selection import Selection
-from lamina.protocol.blocks.tables import BlockTables
-from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.kv.paged_cache import LayerCache, SlotMapping, allocate_layer, row_table, slot_mapping
+from lamina.kv.sparsity import KvBudget
+from lamina.kv.stored_format import Scales, dequantise, to_stored_format
+from lamina.ops.attention import Operator, get
+from lamina.ops.attention.block_scores import block_scores
+from lamina.ops.attention.block_selection import BlockChoices, best_blocks, select_blocks
+from lamina.ops.attention.merge import CHUNK_TOKENS
+from lamina.ops.attention.native import VARIANTS, NativeAttention
+from lamina.ops.attention.spec import AttentionSpec
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.sparse_ops import SCORE_BITS
+from lamina.protocol.step_plan import New, RowRange, StepPlan
+from lamina.workers.memory.sparse.selection import SparseRows
 
 pytestmark = pytest.mark.no_retry
 
 CPU, SIZE, DIM, EACH, HEADS = torch.device("cpu"), 16, 32, 2, 3
-BUDGET = Budget(tokens=6 * SIZE, sink=4, recent=2 * SIZE, block_size=SIZE)
+BUDGET = KvBudget(tokens=6 * SIZE, sink=4, recent=2 * SIZE, block_size=SIZE)
 LENGTHS = ((400, 1), (77, 3), (250, 1), (60, 1), (333, 1))  # stored tokens, rows of the step
 DENSE = 4  # of these, one that asks for all
 SPEC = AttentionSpec(scale=0.2)
@@ -45,27 +45,29 @@ class Case:
         torch.manual_seed(1)
         self.wire, self.dtype = wire, dtype
         self.tables = BlockTables([0], [100], SIZE)
-        self.store = allocate(100, HEADS, SIZE, DIM, DIM, dtype, CPU, selects=True)
+        self.store = allocate_layer(100, HEADS, SIZE, DIM, DIM, dtype, CPU, selects=True)
         for tensor in self.store.tensors:
             tensor[:-1].view(torch.uint8).fill_(0xFF)  # NaN, and what no block of a sequence holds
         self.k, self.v = [], []
         for step, (number, (stored, _)) in enumerate(enumerate(LENGTHS)):
             k, v = (torch.randn(stored, HEADS, DIM).to(wire) for _ in range(2))
             for part, (first, stop) in enumerate(((0, 21), (21, stored))):
-                rows = [Rows(number, first, stop - first)]
+                rows = [RowRange(number, first, stop - first)]
                 ops = [New(number)] if not part else []
                 self.tables.apply(StepPlan(step=2 * step + part, ops=list(ops), rows=rows))
-                self.store.write(write_index(self.tables, 0, rows, CPU), as_stored(k[first:stop], v[first:stop], dtype))
+                self.store.write(
+                    slot_mapping(self.tables, 0, rows, CPU), to_stored_format(k[first:stop], v[first:stop], dtype)
+                )
             self.k.append(k), self.v.append(v)
-        self.rows = [Rows(number, stored, count) for number, (stored, count) in enumerate(LENGTHS)]
+        self.rows = [RowRange(number, stored, count) for number, (stored, count) in enumerate(LENGTHS)]
         self.tables.apply(StepPlan(step=99, ops=[], rows=self.rows))
         self.q = torch.randn(sum(count for _, count in LENGTHS), HEADS * EACH, DIM).to(wire) * 3
 
-    def selection(self, name: str, rows: list[Rows] | None = None) -> Selection:
+    def selection(self, name: str, rows: list[RowRange] | None = None) -> SparseRows:
         rows = rows or self.rows
         table = row_table(self.tables, 0, rows, align=CHUNK_TOKENS)
         tokens = [0 if row.sequence == DENSE else BUDGET.tokens for row in rows]
-        return Selection(get(name, CPU, self.wire, self.dtype), table, BUDGET, tokens)
+        return SparseRows(get(name, CPU, self.wire, self.dtype), table, BUDGET, tokens)
 
     def kept(self, number: int, q: Tensor, head: int) -> list[int]:
         """Blocks that a query should attend, by fp64 over all tokens."""
@@ -85,7 +87,7 @@ class Case:
         return [n for n in range(blocks) if n not in free or n in best]
 
     def stored(self, x: Tensor) -> Tensor:
-        rows = as_stored(x, x, self.dtype)
+        rows = to_stored_format(x, x, self.dtype)
         return dequantise(rows.k, rows.scales and rows.scales.k)
 
     def oracle(self, *, wrong: bool = False) -> Tensor:
@@ -131,9 +133,9 @@ def test_a_head_gets_the_same_bits_whoever_is_beside_it(name: str) -> None:
     case = Case(torch.float32, torch.float32)
     whole = case.selection(name).attend(operator(), case.store, case.q)
     for head in range(HEADS):
-        part = LayerStore(*(x[:, head : head + 1].contiguous() for x in case.store.tensors))
+        part = LayerCache(*(x[:, head : head + 1].contiguous() for x in case.store.tensors))
         assert case.store.bounds is not None
-        part = LayerStore(part.k, part.v, None, case.store.bounds[:, :, head : head + 1].contiguous())
+        part = LayerCache(part.k, part.v, None, case.store.bounds[:, :, head : head + 1].contiguous())
         queries = slice(head * EACH, (head + 1) * EACH)
         alone = case.selection(name).attend(operator(1), part, case.q[:, queries].contiguous())
         assert torch.equal(alone.o, whole.o[:, queries])
@@ -149,12 +151,12 @@ def test_a_head_gets_the_same_bits_whoever_is_beside_it(name: str) -> None:
 
 def test_bounds_are_those_of_the_block_as_it_was_written_last() -> None:
     """A block that is written anew from its middle on, as behind a loss, has the bounds of what is there then."""
-    store = allocate(4, 2, SIZE, DIM, DIM, torch.float32, CPU, selects=True)
+    store = allocate_layer(4, 2, SIZE, DIM, DIM, torch.float32, CPU, selects=True)
     k = torch.randn(SIZE + 5, 2, DIM)
 
     def write(rows: Tensor, first: int) -> None:
         offsets = torch.arange(first, first + len(rows))
-        store.write(WriteIndex(torch.full((len(rows),), 2), offsets), as_stored(rows, rows, torch.float32))
+        store.write(SlotMapping(torch.full((len(rows),), 2), offsets), to_stored_format(rows, rows, torch.float32))
 
     write(k[:SIZE] * 100, 0)
     write(k[:5], 0)
@@ -164,7 +166,7 @@ def test_bounds_are_those_of_the_block_as_it_was_written_last() -> None:
     assert torch.equal(store.bounds[0, 2], k[:SIZE].amin(0))
     assert torch.equal(store.bounds[1, 2], k[:SIZE].amax(0))
     assert not store.bounds[:, [0, 1, 3]].any()
-    store.make_ready([], [2])
+    store.copy_and_wipe([], [2])
     assert not any(x.any() for x in (*store.tensors, store.bounds)), "nothing of it is left"
 
 
@@ -196,29 +198,29 @@ def test_native_kernels_choose_as_the_reference_does(wire: torch.dtype, dim: int
     torch.manual_seed(dim)
     stored = torch.int8 if scaled else wire
     op = Operator(spec=SPEC, q_heads=2 * each, kv_heads=2, qk_dim=dim, v_dim=dim)
-    store = allocate(60, 2, SIZE, dim, dim, stored, CPU, selects=True)
+    store = allocate_layer(60, 2, SIZE, dim, dim, stored, CPU, selects=True)
     assert store.bounds is not None
     store.bounds.copy_(torch.stack([-torch.rand(61, 2, dim) - 0.1, torch.rand(61, 2, dim)]))
     store.bounds[:, 7, 1, dim - 1] = float("nan")
     store.bounds[:, 20:30] = store.bounds[:, 19:20]
     q = (torch.randn(3, op.q_heads, dim) * 3).to(wire)
     numbers = np.array([[2, 1, 30, 33, 7, 0], [0, 0, 12, 20, 0, 33], [1, 2, 7, 7, 5, 53]], np.int64)
-    choices = Choices(numbers, np.concatenate([np.random.default_rng(1).permutation(60)]))
+    choices = BlockChoices(numbers, np.concatenate([np.random.default_rng(1).permutation(60)]))
     want = torch.full((3, 2, 16), -1)
-    fill(op, store, choices, q, want)
+    select_blocks(op, store, choices, q, want)
     for variant in VARIANTS:
         got = torch.full((3, 2, 16), -1)
-        NativeAttention(wire, variant, stored).select(op, store, choices, q, got)
+        NativeAttention(wire, variant, stored).select_blocks(op, store, choices, q, got)
         assert torch.equal(got, want), variant
     numbers[2, 4] = 6
     with pytest.raises(ValueError, match="selected"):
-        get("native", CPU, wire, stored).select(op, store, choices, q, got)
+        get("native", CPU, wire, stored).select_blocks(op, store, choices, q, got)
 
 
 def test_the_last_rows_of_a_prompt_are_scored_for_a_tenth_of_its_pairs() -> None:
     """By the kernels' own count, of 256 rows of 5,000 that come in two chunks: no row meets what lies behind it."""
     length, window, op = 5000, 256, operator()
-    store = allocate(-(-length // SIZE), HEADS, SIZE, DIM, DIM, torch.bfloat16, CPU)
+    store = allocate_layer(-(-length // SIZE), HEADS, SIZE, DIM, DIM, torch.bfloat16, CPU)
     store.k.normal_()
     blocks, to = np.arange(-(-length // SIZE)), torch.zeros(HEADS, -(-length // SIZE), dtype=torch.int64)
     q = torch.randn(window, HEADS * EACH, DIM).bfloat16()
@@ -252,22 +254,22 @@ def test_native_kernels_count_attention_as_the_reference_does(
     stored, spec = stored or wire, AttentionSpec(scale=0.2, softcap=softcap, sinks=sinks)
     operand = torch.randn(2 * each) if sinks else None
     op = Operator(spec=spec, q_heads=2 * each, kv_heads=2, qk_dim=dim, v_dim=dim, sinks=operand)
-    store = allocate(30, 2, SIZE, dim, dim, stored, CPU)
-    rows = as_stored(*(torch.randn(30 * SIZE, 2, dim).to(wire) for _ in range(2)), stored)
+    store = allocate_layer(30, 2, SIZE, dim, dim, stored, CPU)
+    rows = to_stored_format(*(torch.randn(30 * SIZE, 2, dim).to(wire) for _ in range(2)), stored)
     at = torch.arange(30 * SIZE)
-    store.write(WriteIndex(at // SIZE, at % SIZE), rows)
+    store.write(SlotMapping(at // SIZE, at % SIZE), rows)
     blocks, seen = torch.randperm(30)[:21], torch.tensor([330, 331, 17])
     q = (torch.randn(3, op.q_heads, dim) * 3).to(wire)
     want = block_scores(op, store, blocks, q, seen)
     assert int(want.sum()) > (1 << SCORE_BITS)
     for variant in VARIANTS:
-        got = NativeAttention(wire, variant, stored).scores(op, store, blocks, q, seen)
+        got = NativeAttention(wire, variant, stored).block_scores(op, store, blocks, q, seen)
         assert (got - want).abs().max() <= 1e-4 * want.max(), variant
-        assert not torch.equal(got, NativeAttention(wire, variant, stored).scores(op, store, blocks, q, seen - 1))
+        assert not torch.equal(got, NativeAttention(wire, variant, stored).block_scores(op, store, blocks, q, seen - 1))
         halves = [
-            NativeAttention(wire, variant, stored).scores(
+            NativeAttention(wire, variant, stored).block_scores(
                 replace(op, q_heads=each, kv_heads=1, sinks=None if op.sinks is None else op.sinks[h * each :]),
-                LayerStore(*(x[:, h : h + 1].contiguous() for x in (store.k, store.v)),
+                LayerCache(*(x[:, h : h + 1].contiguous() for x in (store.k, store.v)),
                            store.scales and Scales(*(x[:, h : h + 1].contiguous() for x in store.scales))),
                 blocks, q[:, h * each : (h + 1) * each].contiguous(), seen,
             )

@@ -15,7 +15,7 @@ import test_transports as contract
 from simulation.whole.baton import Baton, LongLife
 from simulation.whole.network import SimFabric
 
-from lamina.planner.simulator.clock import VirtualClock
+from lamina.tools.plan.simulator.clock import VirtualClock
 
 REAL = (  # of a real process, seconds of a real clock, and kernels
     "test_a_signal_handler_can_end_a_wait", "test_a_closed_channel_holds_no_descriptor", "test_stats_count_payloads",

@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lamina import netstack
-from lamina.netstack import Channel, DeviceChannel, DeviceSide, Fabric, Geometry, Listener, Reception, Terms
+from lamina.netstack import Channel, DeviceChannel, DeviceSide, Fabric, Geometry, Listener, ListenTerms, Terms
+from lamina.netstack.contract.channel_terms import EPOCH_SHIFT
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, TAG_BYTES
-from lamina.netstack.contract.terms import EPOCH_SHIFT
-from lamina.netstack.cuda import calls
+from lamina.netstack.cuda import kernel_launches as calls
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.rdma.verbs import VerbsFabric
@@ -108,9 +108,9 @@ def open_or_skip(scheme: str, key: bytes = KEY, gpu: int | None = None) -> Fabri
         if scheme == SEALED:
             return TcpFabric(key, seal=True)
         if scheme in BY_PYTHON.values:
-            from lamina.netstack.rdma.pyverbs_way import PyverbsWay
+            from lamina.netstack.rdma.pyverbs_backend import PyverbsProvider
 
-            return VerbsFabric(key, way=PyverbsWay("", spin_s=0.0))
+            return VerbsFabric(key, way=PyverbsProvider("", spin_s=0.0))
         return netstack.open(scheme, key=key, gpu=gpu)
     except ImportError as error:
         pytest.skip(str(error))
@@ -586,7 +586,7 @@ def test_an_address_in_use_is_one_clear_line(fabric: Fabric) -> None:
 
 
 def test_both_ends_know_the_others_name(fabric: Fabric) -> None:
-    listener = fabric.listen(reception=Reception(name="there"))
+    listener = fabric.listen(reception=ListenTerms(name="there"))
     accepted = Task(lambda: listener.accept(timeout_s=SOON_S))
     a = fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL, name="here", peer="there"), timeout_s=SOON_S)
     assert (a.peer_name, accepted.join().peer_name) == ("there", "here")
@@ -595,7 +595,7 @@ def test_both_ends_know_the_others_name(fabric: Fabric) -> None:
 
 @pytest.mark.parametrize("wanted", ["", "elsewhere"])
 def test_a_listener_of_another_name_refuses_and_goes_on(fabric: Fabric, wanted: str) -> None:
-    listener = fabric.listen(reception=Reception(name="there"))
+    listener = fabric.listen(reception=ListenTerms(name="there"))
     accepted = Task(lambda: listener.accept(timeout_s=LONG_S))
     with pytest.raises(netstack.HandshakeError, match=f"not the peer that we want, {wanted!r}"):
         fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL, peer=wanted), timeout_s=SOON_S)
@@ -610,12 +610,12 @@ def test_names_too_long_are_refused_on_both_sides(fabric: Fabric) -> None:
         with pytest.raises(ValueError, match="64 bytes"):
             fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL, **names), timeout_s=SOON_S)
     with pytest.raises(ValueError, match="64 bytes"):
-        fabric.listen(reception=Reception(name="x" * 65))
+        fabric.listen(reception=ListenTerms(name="x" * 65))
 
 
 def test_nobody_gets_a_larger_inbox_than_the_listener_allows(fabric: Fabric) -> None:
     """The ceiling is for both directions together."""
-    listener = fabric.listen(reception=Reception(inbox_bytes=8 << 20))
+    listener = fabric.listen(reception=ListenTerms(inbox_bytes=8 << 20))
     large = Geometry(slots=2, slot_bytes=4 << 20)
     accepted = Task(lambda: listener.accept(timeout_s=LONG_S))
     for out, into in ((SMALL, large), (large, SMALL)):
@@ -629,7 +629,7 @@ def test_nobody_gets_a_larger_inbox_than_the_listener_allows(fabric: Fabric) -> 
 
 @pytest.mark.long(but=["shm", "emulate+shm?latency_ms=0.5&jitter_ms=0.5&gbps=5"])
 def test_nobody_gets_more_channels_than_the_listener_allows(fabric: Fabric) -> None:
-    listener = fabric.listen(reception=Reception(channels=1))
+    listener = fabric.listen(reception=ListenTerms(channels=1))
     pair = connect(fabric, listener)
     accepting = Task(lambda: listener.accept(timeout_s=1.0))
     with pytest.raises(netstack.HandshakeError, match="as many channels as its ceiling allows"):
@@ -744,7 +744,7 @@ class Kernels:
 
     def __init__(self, driver: Driver, channel: Channel) -> None:
         assert isinstance(channel, DeviceChannel)
-        self.channel, self.side = channel, channel.lend()
+        self.channel, self.side = channel, channel.hand_to_device()
         self._stream, self._memory = CudaStream(driver), Pinned(driver, 4096)
         self.view = self._memory.view  # two lengths, tag, status, note; two payloads
         self._base = self._memory.address
@@ -943,7 +943,7 @@ def test_messages_of_both_lanes_are_in_order_over_many_laps(kernels: tuple[Kerne
     receiver.join()
     for end in kernels:
         end.check()
-        end.channel.take_back()
+        end.channel.take_from_device()
     for n in range(2 * SMALL.slots):
         send(a.channel, b"%d" % n)
         assert receive(b.channel)[2] == b"%d" % n
@@ -1009,7 +1009,7 @@ def test_calls_go_on_where_kernels_ended(kernels: tuple[Kernels, Kernels]) -> No
         assert a.send() == 0
         assert b.receive() == 0
     for end in kernels:
-        end.channel.take_back()
+        end.channel.take_from_device()
     for n in range(2 * SMALL.slots):
         send(a.channel, b"%d" % n)
         assert receive(b.channel)[2] == b"%d" % n

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.attention.cuda import Cuda
-from lamina.attention.cuda_geometry import GpuLimits, Variant
-from lamina.attention.cuda_kernels import CSRC, Argument
-from lamina.attention.cuda_kernels import FLAGS as PRODUCT_FLAGS
+from lamina.ops.attention.cuda import CudaAttention
+from lamina.ops.attention.cuda_geometry import GpuLimits, Variant
+from lamina.ops.attention.cuda_kernels import CSRC, Argument
+from lamina.ops.attention.cuda_kernels import FLAGS as PRODUCT_FLAGS
 
 GXX = shutil.which("g++")
 HERE = Path(__file__).resolve().parent
@@ -80,5 +80,5 @@ class EmulatedKernels:
 
 def emulated(
     dtype: torch.dtype, device: GpuLimits = SMALL, csrc: Path = CSRC, store: torch.dtype | None = None
-) -> Cuda:
-    return Cuda(EmulatedKernels(device, csrc), torch.device("cpu"), dtype, store)
+) -> CudaAttention:
+    return CudaAttention(EmulatedKernels(device, csrc), torch.device("cpu"), dtype, store)

@@ -18,7 +18,7 @@ import pytest
 from fake_cluster import FakeCluster
 from poison import ASK, END_S, MODEL, PROMPT, ROOT, TOKENS, PoisonedDirectory, console
 
-from lamina.fleet.launchers import LAUNCHERS
+from lamina.executor.launchers import LAUNCHERS
 
 pytestmark = pytest.mark.timeout(300)
 WORKERS = ("--memory-workers", "2", "--kv-memory", "16MiB")

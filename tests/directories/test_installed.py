@@ -74,7 +74,7 @@ def test_options_of_numba_are_not_taken_from_the_current_directory(tmp_path: Pat
     """They may name a folder from which it loads compiled code."""
     (tmp_path / ".numba_config.yaml").write_text(f"cache_dir: {tmp_path}/theirs\n")
     code = (
-        "import torch\nfrom lamina.attention import get\n"
+        "import torch\nfrom lamina.ops.attention import get\n"
         "try:\n    get('numba', torch.device('cpu'), torch.float32)\nexcept ImportError as error:\n    print(error)\n"
     )
     assert child(code, tmp_path, {"PYTHONPATH": str(ROOT)}, "-P") == (

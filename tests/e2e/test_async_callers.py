@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lamina import AsyncLLM, RequestOutput, SamplingParams
-from lamina.engine.wire import WorkerError
+from lamina.protocol.executor import WorkerError
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 Reference = Callable[[list[int], int], list[int]]

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from lamina import LLM, SamplingParams
-from lamina.emulate import VARIABLE, DeviceTimes
-from lamina.engine.conductor import ConductorRules
-from lamina.engine.conductor.reasons import CHOICE, Reasons, Said
 from lamina.engine.engine import Engine
+from lamina.scheduler.conductor import ConductorConfig
+from lamina.scheduler.conductor.decision_log import CHOICE, DecisionLog, LogFields
+from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 WORKERS, CHUNK, BUSY = 2, 64, 0.85  # of the workers' time, that prompts ask for
@@ -38,7 +38,7 @@ def served(engine: Engine, comes: list[tuple[float, int]]) -> dict[int, float]:
         for output in engine.step() if engine.has_work else []:
             if output.times.first_token_s is not None:
                 first[output.request_id] = output.times.first_token_s - output.times.arrival_s
-    engine.settle()
+    engine.release_idle_blocks()
     return first
 
 
@@ -48,22 +48,22 @@ def test_a_first_token_is_foreseen_within_a_fifth(llama_path: Path, monkeypatch:
     monkeypatch.setenv(VARIABLE, msgspec.json.encode(DEVICES).decode())
     foreseen, queues = dict[int, float](), list[float]()
 
-    def note(name: str, said: Said) -> None:
+    def note(name: str, said: LogFields) -> None:
         if name == CHOICE and "ttft_s" in said:
             foreseen[said["request"]] = said["ttft_s"]
             queues.append(said["queue_s"])
 
     options = {"attention": "emulate", "prefill_workers": WORKERS, "prefill_chunk": CHUNK, "compute_threads": 1}
     with LLM(str(llama_path), max_num_seqs=64, enable_prefix_caching=False, **options) as llm:
-        promises = llm.engine.promises
-        promises.promise(ConductorRules())
+        promises = llm.engine.slo_admission
+        promises.set_config(ConductorConfig())
         for tokens in WARM:
             served(llm.engine, [(0.0, tokens)])
-        promises.reasons = Reasons(note)
+        promises.decision_log = DecisionLog(note)
         rng, at, comes = random.Random(4), 0.0, list[tuple[float, int]]()
         for _ in range(24):
             comes.append((at, rng.randint(CHUNK + 8, 400)))
-            at += rng.expovariate(BUSY * WORKERS / promises.conductor.fit.law.seconds(236))
+            at += rng.expovariate(BUSY * WORKERS / promises.conductor.prefill_latency.model.seconds(236))
         real = served(llm.engine, comes)
     assert len(foreseen) == 24
     assert sum(seconds > 0.05 for seconds in queues) > 5, "some have to wait"

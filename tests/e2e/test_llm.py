@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from lamina import LLM, SamplingParams, netstack
-from lamina.engine.rounds.steps import Round
-from lamina.engine.tuning.laws import RoundLaws
+from lamina.engine.tuning.round_time_model import RoundTimeModel
 from lamina.engine.tuning.tuner import Tuner
 from lamina.netstack import SCHEMES
+from lamina.scheduler.scheduler_output import Round
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -39,7 +39,7 @@ def test_tokens_are_those_of_transformers(
         pids, stats = llm.pools.pids, llm.stats()
         in_process = netstack.open(scheme, key=b"k" * 32).in_process
         assert len({*pids.values(), os.getpid()}) == (1 if in_process else 4), "each worker is its own process"
-        summary = llm.engine.info.summary
+        summary = llm.engine.worker_info.summary
         rows = stats["compute-0"]["rows"]
         layers = len(summary["q_bytes"])
         for worker in ("memory-0", "memory-1"):
@@ -86,7 +86,7 @@ class Restless(Tuner):
     """Another number of batches every few rounds."""
 
     def observe(self, done: Round) -> bool:
-        self.n, self.rounds = 1 + getattr(self, "rounds", 0) // 7 % 3, getattr(self, "rounds", 0) + 1
+        self.num_batches, self.rounds = 1 + getattr(self, "rounds", 0) // 7 % 3, getattr(self, "rounds", 0) + 1
         return True
 
 
@@ -96,9 +96,9 @@ def test_batches_are_dealt_anew_and_the_bits_stay(llama_path: Path, prompts: lis
     params, found = SamplingParams(temperature=0.0, max_tokens=60, logprobs=2, ignore_eos=True), []
     for options in ({"pipeline": 1}, {"plan": "auto:3"}):
         with LLM(str(llama_path), transport="loopback", deterministic=True, prefill_chunk=32, **options) as llm:
-            planned = llm.engine.info.summary.get("plan", "")
+            planned = llm.engine.worker_info.summary.get("plan", "")
             if planned:
-                llm.engine.follow(Restless(3, RoundLaws((1.0, 0.0), (1.0, 0.0, 0.0), 0.0, 2, {})))
+                llm.engine.set_tuner(Restless(3, RoundTimeModel((1.0, 0.0), (1.0, 0.0, 0.0), 0.0, 2, {})))
             begun = llm.stats()
             found.append([o.outputs[0].logprobs for o in llm.generate(prompts, params)])
             ended = llm.stats()
@@ -114,14 +114,14 @@ def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
     """One batch, three layers: its steps end on either replica in turn, and each has a link of its own."""
     with LLM(str(llama_path), transport="loopback", plan="auto:3") as llm:
         pools, piled = llm.pools, 0
-        replicas, wait = [m for m in pools._members if m.handle.role == "compute"], pools.wait
+        replicas, wait = [m for m in pools._registry if m.handle.role == "compute"], pools.wait
 
         def wait_late() -> Any:
             nonlocal piled
             deadline = time.monotonic() + 0.5  # the first and the last step are alone in flight
-            while not all(pools._members.has_news(m) for m in replicas) and time.monotonic() < deadline:
+            while not all(pools._registry.has_message(m) for m in replicas) and time.monotonic() < deadline:
                 select.select([], [], [], 0.0005)  # workers are threads, which want this process's turn
-            piled += all(pools._members.has_news(m) for m in replicas)
+            piled += all(pools._registry.has_message(m) for m in replicas)
             return wait()
 
         pools.wait = wait_late  # type: ignore[method-assign]
@@ -215,7 +215,7 @@ def test_weights_are_measured_at_the_start(
 ) -> None:
     """One worker says that it reads at 0.3 of the other's rate: it gets that part of the stored tokens."""
     rates = iter((30e9, 100e9))
-    monkeypatch.setattr("lamina.memory.worker.read_rate", lambda device: next(rates))
+    monkeypatch.setattr("lamina.workers.memory.memory_worker.measure_read_bandwidth", lambda device: next(rates))
     options: dict[str, Any] = {"memory_weights": "measured", "partition": "token", "memory_workers": 2}
     with caplog.at_level("INFO", "lamina"), LLM(str(llama_path), transport="loopback", **options) as llm:
         llm.generate([[first, *prompts[3] * 5] for first in (3, 4, 5, 6)], GREEDY)  # with nothing in common

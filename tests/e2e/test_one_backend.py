@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lamina import LLM, SamplingParams, attention
+from lamina import LLM, SamplingParams
+from lamina.ops import attention
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 TWO = {"transport": "loopback", "memory_workers": 2}
@@ -51,11 +52,11 @@ def test_who_lacks_the_others_backend_is_named(
 def test_where_the_first_lacks_it_all_take_the_next(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lacks(monkeypatch, "lamina-memory-0", "native", "numba", "cuda", "flashinfer")
     with LLM(llama_path, **TWO, partition="token") as llm:
-        assert llm.engine.info.summary["attention"] == "reference"
+        assert llm.engine.worker_info.summary["attention"] == "reference"
         assert len(llm.generate([[3, 4]], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
 
 
 def test_a_compute_worker_that_merges_nothing_needs_none(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lacks(monkeypatch, "lamina-compute-0", "native", "numba")
     with LLM(llama_path, **TWO) as llm:
-        assert llm.engine.info.summary["attention"] == "native"
+        assert llm.engine.worker_info.summary["attention"] == "native"

@@ -42,7 +42,7 @@ def test_two_groups_keep_prompts_and_fetch_from_each_other(llama_path: Path) -> 
     with LLM(str(llama_path), prefill_workers=4, prefill_pipeline=2, **OPTIONS) as llm:
         first = told(llm, shared)
         assert told(llm, shared) == first
-        assert len(llm.engine.info.stores) == 2, "one of each group"
+        assert len(llm.engine.worker_info.prefill_stores) == 2, "one of each group"
     with LLM(str(llama_path), **OPTIONS) as llm:
         assert told(llm, shared) == first
 

@@ -64,7 +64,7 @@ def test_a_request_that_is_cancelled_gives_its_blocks_back(llama_path: Path, pro
                 engine.step()
             for request in ids:
                 engine.cancel(request)
-            engine.settle()
+            engine.release_idle_blocks()
             assert engine.free_blocks == before
         whole = llm.generate(prompts, GREEDY)
         assert all(len(o.outputs[0].token_ids) == 24 for o in whole)
@@ -90,18 +90,18 @@ def test_a_driver_that_pauses_does_not_take_prefill_workers_for_hung(
 ) -> None:
     """The answers of both pools lie there for longer than a chunk may take."""
     with LLM(str(llama_path), transport="loopback", prefill_workers=1, prefill_chunk=8) as llm:
-        engine, pools, (prefill,) = llm.engine, llm.pools, llm.pools._members.prefill
+        engine, pools, (prefill,) = llm.engine, llm.pools, llm.pools._registry.prefill
         engine.add(prompts[0], GREEDY)
-        while not any(s.num_outputs for b in engine.scheduler.batches for s in b.running):
+        while not any(s.num_output_tokens for b in engine.scheduler.batches for s in b.running):
             engine.step()
         engine.add(prompts[3], GREEDY)
-        while not (pools._chunks and any(batch == 0 for batch, _ in engine._steps)):
+        while not (pools._pending_chunks and any(batch == 0 for batch, _ in engine._in_flight)):
             engine.step()
-        for member in (prefill, *pools._members.compute):
+        for member in (prefill, *pools._registry.compute):
             poller = select.poll()
             poller.register(member.link, select.POLLIN)
             assert poller.poll(60_000)
-        pools._chunks._since[0] -= 1000.0
+        pools._pending_chunks._since[0] -= 1000.0
         while engine.has_work:
             engine.step()
 
@@ -109,7 +109,7 @@ def test_a_driver_that_pauses_does_not_take_prefill_workers_for_hung(
 def test_no_room_for_a_prompt_is_told_with_the_flags_that_help(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamina.compute.prefill.main.available_bytes", lambda _: 1000)
+    monkeypatch.setattr("lamina.workers.prefill.main.available_bytes", lambda _: 1000)
     options: dict[str, Any] = {"transport": "loopback", "memory_workers": 1, "memory_addresses": "loopback://here"}
     with pytest.raises(ValueError, match=r"^a prefill worker takes \d+KiB .* --max-model-len or --prefill-workers$"):
         LLM(str(llama_path), prefill_workers=1, **options)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from lamina import LLM, SamplingParams
-from lamina.engine.conductor import ConductorRules
-from lamina.memory.pages.stored_blocks import StoredBlocks
+from lamina.observe.failpoints import FAILPOINT, Failpoint
 from lamina.observe.trace import Event
-from lamina.observe.tripwire import TRIPWIRE, Tripwire
+from lamina.scheduler.conductor import ConductorConfig
+from lamina.workers.memory.offload.block_bytes import BlockBytes
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -38,16 +38,16 @@ def test_tokens_are_the_same_whoever_has_computed_the_beginning(
     with LLM(str(llama_path), transport="loopback", deterministic=True, **options) as llm:
         before = 0.0
         for policy in ("auto", "mooncake", "cache-aware", "load-balance", "random"):
-            llm.engine.promises.promise(ConductorRules(policy=policy))
+            llm.engine.slo_admission.set_config(ConductorConfig(policy=policy))
             found = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
             assert found == expected, policy
             stats = llm.stats()
             rows = sum(stats[f"prefill-{w}"]["rows"] for w in range(workers)) - before
             before += rows
             assert rows <= len(prompts) * QUESTION + workers * documents * DOCUMENT, policy
-            assert llm.engine.promises.replicas is not None
+            assert llm.engine.slo_admission.num_page_replicas is not None
             llm.reset_prefix_cache()
-            assert llm.engine.promises.replicas == 0
+            assert llm.engine.slo_admission.num_page_replicas == 0
 
 
 @pytest.mark.long
@@ -59,13 +59,13 @@ def test_a_document_that_one_worker_has_comes_to_the_other(kv_cache_dtype: str, 
     with LLM(str(llama_path), transport="loopback", enable_prefix_caching=False, **options) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
     with LLM(str(llama_path), transport="loopback", **options) as llm:
-        llm.engine.promises.promise(ConductorRules(policy="mooncake"))
+        llm.engine.slo_admission.set_config(ConductorConfig(policy="mooncake"))
         tokens = [o.outputs[0].token_ids for part in (prompts[:1], prompts[1:]) for o in llm.generate(part, GREEDY)]
         assert tokens == expected
         stats = llm.stats()
         assert sorted(stats[f"prefill-{w}"]["fetched_bytes"] > 0 for w in range(2)) == [False, True]
         assert sum(stats[f"prefill-{w}"]["rows"] for w in range(2)) == DOCUMENT + len(prompts) * QUESTION
-        assert llm.engine.promises.replicas
+        assert llm.engine.slo_admission.num_page_replicas
 
 
 @pytest.mark.no_retry
@@ -75,18 +75,18 @@ def test_a_worker_dies_in_the_middle_of_a_transfer(
     victim: str, event: Event, llama_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Who has the document, or who gets it: nothing is lost, and nobody has half of it."""
-    prompts, wire = asked(1, 5), Tripwire(tmp_path / "wire")
-    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
+    prompts, wire = asked(1, 5), Failpoint(tmp_path / "wire")
+    monkeypatch.setenv(FAILPOINT, str(tmp_path / "wire"))
     with LLM(str(llama_path), prefill_workers=2, prefill_chunk=32, deterministic=True) as llm:
-        llm.engine.promises.promise(ConductorRules(policy="mooncake"))
+        llm.engine.slo_admission.set_config(ConductorConfig(policy="mooncake"))
         runs = list[list[list[int]]]()
         for times in (0, 2):
             llm.reset_prefix_cache()
             begun = llm.generate(prompts[:1], GREEDY)
             pids = llm.pools.pids
-            wire.set(pids[victim], event, times)
+            wire.arm(pids[victim], event, times)
             runs.append([o.outputs[0].token_ids for o in begun + llm.generate(prompts[1:], GREEDY)])
-        assert wire.tripped
+        assert wire.has_fired
         assert [worker for worker, pid in llm.pools.pids.items() if pid != pids[worker]] == [victim]
         assert runs[0] == runs[1]
 
@@ -105,28 +105,28 @@ def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory that is wrong: the prompt is computed instead, what decodes goes on, and nobody is replaced."""
-    prompts, had, gone = asked(1, 5), StoredBlocks.ids, list[int]()
+    prompts, had, gone = asked(1, 5), BlockBytes.ids, list[int]()
 
-    def forgetful(blocks: StoredBlocks, sequence: int, first: int, count: int) -> list[Sequence[int]] | None:
+    def forgetful(blocks: BlockBytes, sequence: int, first: int, count: int) -> list[Sequence[int]] | None:
         if threading.current_thread().name == "lamina-answer" and not gone:
             gone.append(sequence)
             return None
         return had(blocks, sequence, first, count)
 
     with LLM(str(llama_path), transport="loopback", prefill_workers=2, prefill_chunk=32, deterministic=True) as llm:
-        llm.engine.promises.promise(ConductorRules(policy="mooncake"))
-        before, view, runs = list(llm.pools._members), llm.engine.scheduler.view, list[list[list[int]]]()
+        llm.engine.slo_admission.set_config(ConductorConfig(policy="mooncake"))
+        before, view, runs = list(llm.pools._registry), llm.engine.scheduler.epoch, list[list[list[int]]]()
         for patched in (False, True):
             llm.reset_prefix_cache()
             begun = llm.generate(prompts[:1], GREEDY)
             if patched:
-                monkeypatch.setattr(StoredBlocks, "ids", forgetful)
+                monkeypatch.setattr(BlockBytes, "ids", forgetful)
             runs.append([o.outputs[0].token_ids for o in begun + llm.generate(prompts[1:], GREEDY)])
         assert gone
         assert runs[0] == runs[1]
-        assert list(llm.pools._members) == before, "all are who they were"
-        assert llm.engine.scheduler.view > view
-        assert llm.engine.promises.replicas, "and what others have is fetched again"
+        assert list(llm.pools._registry) == before, "all are who they were"
+        assert llm.engine.scheduler.epoch > view
+        assert llm.engine.slo_admission.num_page_replicas, "and what others have is fetched again"
 
 
 @pytest.mark.long
@@ -135,7 +135,7 @@ def test_a_worker_that_stands_still_is_replaced_while_the_other_serves(victim: s
     """Who has the document, or who is to have it: in time of a stop, and not of a step."""
     prompts = asked(1, 6)
     with LLM(str(llama_path), prefill_workers=2, prefill_chunk=32, deterministic=True) as llm:
-        llm.engine.promises.promise(ConductorRules(policy="mooncake"))
+        llm.engine.slo_admission.set_config(ConductorConfig(policy="mooncake"))
         runs = list[list[list[int]]]()
         for stops in (False, True):
             llm.reset_prefix_cache()

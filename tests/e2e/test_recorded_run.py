@@ -11,8 +11,8 @@ import pytest
 from lamina import LLM
 from lamina.cli.launch import main
 from lamina.observe.perfetto import read
-from lamina.planner.calibrate.drive import RunShape, drive
-from lamina.planner.calibrate.recorded import steps_of
+from lamina.tools.plan.calibrate.load_driver import RunShape, run_requests
+from lamina.tools.plan.calibrate.recorded_run import steps_of
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 
@@ -21,7 +21,7 @@ def test_a_recorded_run_is_fitted(llama_path: Path, tmp_path: Path, capsys: pyte
     trace, shape, answer = str(tmp_path / "run.json"), RunShape(4, 48), 24
     options = {"transport": "loopback", "prefill_chunk": 16, "enable_prefix_caching": False, "memory_workers": 2}
     with LLM(str(llama_path), trace=trace, **options) as llm:
-        real = drive(llm.engine, time.monotonic, shape.requests(answer), time.sleep, together=True)
+        real = run_requests(llm.engine, time.monotonic, shape.requests(answer), time.sleep, together=True)
     assert 0 < real.tbt_p50_s <= real.tbt_p99_s
     run = steps_of(read(trace), "--calibrate")
     assert (run.chunk, run.memory_workers, run.layers) == (16, 2, 3)

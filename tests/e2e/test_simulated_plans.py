@@ -10,11 +10,11 @@ import pytest
 
 from lamina import LLM, SamplingParams
 from lamina.engine.engine import Engine
-from lamina.engine.wire import Wire
-from lamina.planner.simulator.clock import VirtualClock
-from lamina.planner.simulator.lossless import LosslessWire
 from lamina.protocol.control import RunRound
-from lamina.protocol.plan import StepPlan
+from lamina.protocol.executor import Executor
+from lamina.protocol.step_plan import StepPlan
+from lamina.tools.plan.simulator.clock import VirtualClock
+from lamina.tools.plan.simulator.lossless import SimulatedExecutor
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 OPTIONS: dict[str, Any] = {
@@ -39,7 +39,7 @@ def arrivals(seed: int) -> list[tuple[int, list[int], int]]:
     return sorted((due, [rng.randrange(2, 300) for _ in range(prompt)], answer) for due, prompt, answer in asks)
 
 
-def plans_of(engine: Engine, wire: Wire, seed: int) -> list[list[StepPlan]]:
+def plans_of(engine: Engine, wire: Executor, seed: int) -> list[list[StepPlan]]:
     """Of every round, until all requests have come and ended. Host time has no part in it: requests come by rounds."""
     rounds, submit = list[list[StepPlan]](), wire.submit
 
@@ -54,14 +54,14 @@ def plans_of(engine: Engine, wire: Wire, seed: int) -> list[list[StepPlan]]:
             _, prompt, answer = left.pop(0)
             engine.add(prompt, SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0))
         engine.step()
-    engine.settle()
+    engine.release_idle_blocks()
     return rounds
 
 
-def simulated(real: Engine) -> tuple[Engine, LosslessWire]:
+def simulated(real: Engine) -> tuple[Engine, SimulatedExecutor]:
     """An engine with the same options, whose workers say of themselves what the real ones do."""
     clock = VirtualClock()
-    wire = LosslessWire(clock, real.info, lambda load: 0.001 * load.rows)
+    wire = SimulatedExecutor(clock, real.worker_info, lambda load: 0.001 * load.rows)
     return Engine(wire, real.config, clock), wire
 
 

@@ -22,12 +22,12 @@ from wiring import KEY, ROOT, SOON_S, connect, open_or_skip, spoil_payloads
 from lamina import netstack
 from lamina.netstack.bench import command as bench
 from lamina.netstack.bench import runs
-from lamina.netstack.bench.facts import RDMA_KNOBS, machine
 from lamina.netstack.bench.floods import in_pairs
-from lamina.netstack.bench.gemm import GemmBeside
+from lamina.netstack.bench.gemm_load import BackgroundGemm
 from lamina.netstack.bench.job import Job, Measured, Payloads, check_bytes, parse_size
+from lamina.netstack.bench.machine_facts import RDMA_KNOBS, machine
 from lamina.netstack.bench.patterns import DRIVERS, PATTERNS, WINDOWED, client_of, server_of
-from lamina.netstack.host import native
+from lamina.netstack.host import native_module
 
 FIGURES = {"p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %"}
 
@@ -45,7 +45,7 @@ def test_rounds_that_a_peer_names_take_no_memory() -> None:
         _, b = connect(fabric)
         for both in (False, True):
             with pytest.raises(netstack.ChannelError):
-                native.flood(b, b"abc", 0, 1 << 40, 2, False, both, 0.01)  # type: ignore[arg-type]
+                native_module.flood(b, b"abc", 0, 1 << 40, 2, False, both, 0.01)  # type: ignore[arg-type]
 
 
 @pytest.mark.long(but=["shm"])
@@ -91,7 +91,7 @@ def test_products_go_on_beside_a_measurement() -> None:
 
 @pytest.mark.no_retry
 def test_products_that_end_are_an_error_and_leave_no_process() -> None:
-    with GemmBeside(sorted(os.sched_getaffinity(0))) as load:
+    with BackgroundGemm(sorted(os.sched_getaffinity(0))) as load:
         assert load.facts()["gflop/s"] > 0.0
         process = load._process
         process.kill()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from wiring import KEY, SOON_S, send
 
 from lamina.netstack import Geometry, PeerFault, Terms
+from lamina.netstack.bootstrap.handshake import CHALLENGE, HELLO, PROOF_BYTES
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.meeting.handshake import CHALLENGE, HELLO, PROOF_BYTES
 
 MESSAGES = 6
 GEOMETRY = Geometry(slots=MESSAGES, slot_bytes=9000)  # as many slots as messages: no credit has to come back

@@ -20,8 +20,8 @@ from wiring import GEOMETRY, KEY, PATH, ROOT, SOON_S, START_S, connect, open_or_
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric
+from lamina.netstack.bootstrap import listener as meeting
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
-from lamina.netstack.meeting import listener as meeting
 
 SLOW = ("nic-model-proxy", STAND_IN)
 SCHEMES = [
@@ -178,7 +178,7 @@ def test_nothing_is_left_behind(fabric: Fabric, kill: bool) -> None:
 def test_nothing_is_left_when_both_sides_are_killed(fabric: Fabric) -> None:
     before = footprint()
     environment = os.environ | {"PEER_URL": f"{fabric.scheme}://", "PEER_KEY": KEY.hex(), "PYTHONPATH": PATH}
-    command = [sys.executable, str(Path(__file__).with_name("peer.py")), "listen"]
+    command = [sys.executable, str(Path(__file__).resolve().parents[1] / "support" / "netstack" / "peer.py"), "listen"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = server.stdout.readline().strip()

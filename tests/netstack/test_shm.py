@@ -24,7 +24,7 @@ from wiring import KEY, ROOT, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Geometry, HandshakeError, PeerFault, Terms
-from lamina.netstack.meeting.handshake import Hello, answer, offer, run
+from lamina.netstack.bootstrap.handshake import Hello, answer, offer, run
 
 EPOCH = 9
 SLOTS, SLOT_BYTES = 3, 5000
@@ -362,7 +362,7 @@ def median_wake_s(event: str) -> float:
 
 def test_without_the_native_module_the_error_names_the_fix() -> None:
     code = (
-        "import sys, lamina.netstack; sys.modules['lamina.netstack.host._native'] = None; "
+        "import sys, lamina.netstack; sys.modules['lamina.netstack.host._netstack'] = None; "
         "lamina.netstack.open('shm', key=b'k' * 32)"
     )
     done = subprocess.run(

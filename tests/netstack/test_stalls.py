@@ -14,7 +14,7 @@ from wiring import GEOMETRY, SOON_S, START_S, connect, open_or_skip, peer_proces
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric, Geometry
-from lamina.netstack.contract.terms import EPOCH_SHIFT
+from lamina.netstack.contract.channel_terms import EPOCH_SHIFT
 
 
 @pytest.fixture(params=["shm", "tcp", "verbs"])

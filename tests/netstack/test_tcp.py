@@ -20,9 +20,9 @@ from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Geometry, PeerFault, Terms
+from lamina.netstack.bootstrap.handshake import SEAL, Hello, offer, run
 from lamina.netstack.host import tcp
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.meeting.handshake import SEAL, Hello, offer, run
 
 EPOCH = 9
 ZERO = EPOCH << 48

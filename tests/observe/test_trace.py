@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.observe.collect import Tracer, clock_offset, span_cost_s
-from lamina.observe.trace import OFF, Event, Recorder, Recording, Span, spans
-from lamina.protocol.control import AskClock, AskTrace, ClockTime, ControlLink, Stop, Trace
-from lamina.workers.service import WorkerService
+from lamina.observe.trace import NULL_RECORDER, Event, Recorder, Recording, Span, spans
+from lamina.observe.trace_collection import Tracer, clock_offset, span_cost_s
+from lamina.protocol.control import ClockRequest, ClockTime, ControlLink, Stop, Trace, TraceRequest
+from lamina.workers.control_loop import ControlLoop
 
 TIMEOUT_S = 10.0
 AT = Span("", Event.PLAN, 7, 1 << 40, -1, -1, 0, 0.0, 0.0)  # batch 7 of a step beyond 32 bits
@@ -65,8 +65,8 @@ def test_several_threads_may_add() -> None:
 
 
 def test_off_keeps_nothing() -> None:
-    assert OFF.add(Event.SLICE, OFF.now(), AT) == 0.0
-    assert OFF.take() == (b"", 0)
+    assert NULL_RECORDER.add(Event.SLICE, NULL_RECORDER.now(), AT) == 0.0
+    assert NULL_RECORDER.take() == (b"", 0)
 
 
 def test_half_a_record_is_refused() -> None:
@@ -103,16 +103,16 @@ def test_the_offset_lies_within_its_uncertainty(offset: float, trips: list[tuple
 def test_a_worker_answers_while_it_works() -> None:
     """Its clock and its spans come from the thread that reads the link; another host's clock is set right."""
     ours, theirs = socket.socketpair()
-    worker = ControlLink(theirs, AskClock | AskTrace | Stop)
+    worker = ControlLink(theirs, ClockRequest | TraceRequest | Stop)
     driver = ControlLink(ours, ClockTime | Trace)
     trace, stopped = Recorder(4), threading.Event()
     for _ in range(6):
         trace.add(Event.WRITE, trace.now(), AT, 2)
-    WorkerService(worker, dict, lambda reason: stopped.set(), trace)
+    ControlLoop(worker, dict, lambda reason: stopped.set(), trace)
     before = trace.now()
-    driver.send(AskClock())
+    driver.send(ClockRequest())
     assert before <= driver.recv(TIMEOUT_S).now <= trace.now()
-    driver.send(AskTrace())
+    driver.send(TraceRequest())
     answer = driver.recv(TIMEOUT_S)
     assert answer.dropped == 2
     (true, *_), (moved, *_) = spans("a", answer.records), spans("a", answer.records, offset_s=50.0)
@@ -128,13 +128,13 @@ def test_gather_takes_what_is_there(tmp_path: pytest.TempPathFactory) -> None:
     path = str(tmp_path / "t.json")  # type: ignore[operator]
     tracer, ends = Tracer(path), [socket.socketpair() for _ in range(2)]
     ends[1][1].close()
-    worker = ControlLink(ends[0][1], AskTrace | Stop)
+    worker = ControlLink(ends[0][1], TraceRequest | Stop)
     trace = Recorder(4)
     done = trace.add(Event.WRITE, trace.now(), AT)
-    WorkerService(worker, dict, lambda reason: None, trace)
+    ControlLoop(worker, dict, lambda reason: None, trace)
     tracer.set_clock("memory-0", [(10.0, 1010.001, 10.002)])
     links = {f"memory-{i}": ControlLink(ours, Trace) for i, (ours, _) in enumerate(ends)}
-    tracer.gather(links, TIMEOUT_S)
+    tracer.collect(links, TIMEOUT_S)
     tracer.save()
     from lamina.observe.perfetto import read
 
@@ -150,6 +150,6 @@ def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: pytest.
         with pytest.raises(ValueError, match="--trace"):
             Tracer(path)
     off = Tracer("")
-    off.gather({}, 0.0)
+    off.collect({}, 0.0)
     off.save()
-    assert not off.on
+    assert not off.is_enabled

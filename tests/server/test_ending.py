@@ -97,7 +97,7 @@ def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> N
     place = tmp_path / "socket"
     with ended_all(tmp_path / "log", f"--uds={place}", "--health-timeout-s=2", "--max-recoveries=0") as (server, pids):
         assert len(pids) >= 4, "the engine, a compute worker, two memory workers"
-        workers = [p for p in pids if b"lamina.memory.main:" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        workers = [p for p in pids if b"lamina.workers.memory.main:" in Path(f"/proc/{p}/cmdline").read_bytes()]
         transport = httpx.HTTPTransport(uds=str(place))
         with httpx.Client(base_url="http://server", transport=transport, timeout=30) as http:
             assert http.get("/health").status_code == 200

@@ -16,10 +16,10 @@ import pytest
 from test_flow import until
 from wired import FATAL, ThreadEngine, WiredServer, over_a_wire
 
+from lamina.server.engine_client.open_prompts import GUILTY
+from lamina.server.engine_client.suspects import PROOF
 from lamina.server.journal.journal import Journal
 from lamina.server.journal.resume import finish_all
-from lamina.server.link.open_prompts import GUILTY
-from lamina.server.link.suspects import PROOF
 
 SOON_S = 60.0
 PATH = "/v1/completions"

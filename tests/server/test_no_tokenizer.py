@@ -15,14 +15,15 @@ import pytest
 from forked import ForkedProgram
 from running import MODEL, ROOT
 
-from lamina import LLM, front
+from lamina import LLM
+from lamina.api import frontend
 from lamina.cli.launch import main
-from lamina.config import flat, make_config
-from lamina.engine.promises import Promises
+from lamina.config.engine_config import EngineConfig
+from lamina.config.flat_options import flat_options, make_config
 from lamina.protocol.control import ControlLink
-from lamina.protocol.options.engine import EngineConfig
-from lamina.server.link import engine_process
-from lamina.server.link.messages import Start
+from lamina.scheduler.slo_admission import SloAdmission
+from lamina.server.engine_client import engine_process
+from lamina.server.engine_client.messages import StartEngine
 
 GIVEN_UP = "loading the tokenizer (--start-timeout-s) is not done after"
 
@@ -72,14 +73,14 @@ class NoPools:
 
 
 @pytest.mark.no_retry
-@pytest.mark.parametrize("module", [front, engine_process], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [frontend, engine_process], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("transport", ["loopback", "shm"])
 def test_it_is_given_up_and_workers_end(
     module: ModuleType, transport: str, stuck: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "Pools", NoPools)
     before, config = NoPools.closed, make_config({"transport": transport, "start_timeout_s": 0.2})
-    monkeypatch.setattr(module, "Engine", lambda *_, **__: SimpleNamespace(config=config, promises=Promises()))
+    monkeypatch.setattr(module, "Engine", lambda *_, **__: SimpleNamespace(config=config, promises=SloAdmission()))
     with pytest.raises(TimeoutError) as error:
         start_up(module, stuck, config)
     assert str(error.value) == f"{GIVEN_UP} 0.2 s"
@@ -87,11 +88,11 @@ def test_it_is_given_up_and_workers_end(
 
 
 def start_up(module: ModuleType, model: str, config: EngineConfig) -> None:
-    if module is front:
-        LLM(model, **flat(config))
+    if module is frontend:
+        LLM(model, **flat_options(config))
     else:
-        start = Start(model=model, tokenizer="", config=config)
-        engine_process._serve(ControlLink(socket.socket(), Start), start)
+        start = StartEngine(model=model, tokenizer="", config=config)
+        engine_process._serve(ControlLink(socket.socket(), StartEngine), start)
 
 
 def test_generate_gives_up(stuck: str, capsys: pytest.CaptureFixture[str]) -> None:

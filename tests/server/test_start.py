@@ -14,14 +14,15 @@ from running import MODEL, ROOT
 from transformers import AutoTokenizer
 
 from lamina.cli.serve import _say_ready, listener
-from lamina.models.tokens import load_tokenizer
-from lamina.server.config import ServerConfig
+from lamina.models.tokenizer import load_tokenizer
+from lamina.server.server_config import ServerConfig
 
 
 @pytest.mark.long
 def test_neither_server_nor_engine_process_imports_torch() -> None:
     code = (
-        "import sys, lamina.server.run, lamina.server.link.engine_process as e; from lamina.models.tokens import *;"
+        "import sys, lamina.server.run, lamina.server.engine_client.engine_process as e;"
+        "from lamina.models.tokenizer import *;"
         f"t = load_tokenizer({MODEL!r}); apply_chat_template(t, [dict(role='user', content='hi')]);"
         "Detokenizer(t).push([5, 6]); print('torch' in sys.modules)"
     )

@@ -14,7 +14,7 @@ from running import certificate
 from sockets import FOREVER, GOOD, Later, answer, post, run, serving
 from test_flow import until
 
-from lamina.server.door.connections import HEADERS, WAITING
+from lamina.server.middleware.http_connection import MAX_HEADERS, MAX_WAITING
 
 pytestmark = pytest.mark.timeout(60)
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -71,7 +71,7 @@ def test_headers_have_a_number_too(trailers: bool) -> None:
 
     async def work() -> None:
         async with serving(body_timeout_s=FOREVER) as place:
-            most = HEADERS - before.count(b": ")
+            most = MAX_HEADERS - before.count(b": ")
             reader, writer = await place.connect(before + b"a:\r\n" * most + b"\r\n")
             assert (await answer(reader))[0].startswith("HTTP/1.1 4" if trailers else "HTTP/1.1 200 OK")
             writer.close()
@@ -127,7 +127,7 @@ def test_who_does_not_read_is_cut_off() -> None:
 
     async def work() -> None:
         async with serving(slow_reader_timeout_s=1.0) as place:
-            reader, writer = await place.connect(GET.replace(b"version", b"openapi.json") * WAITING)
+            reader, writer = await place.connect(GET.replace(b"version", b"openapi.json") * MAX_WAITING)
             for _ in range(13):  # slow, and alive
                 await asyncio.sleep(0.1)
                 await reader.read(1 << 14)
@@ -187,7 +187,7 @@ def test_a_stream_that_nobody_reads_ends_its_prompt() -> None:
             await until(lambda: len(client.added) == 1)
             client.grow("x" * (1 << 20))
             await until(lambda: client.cancelled == [0])
-            assert not place.service.admission.completions
+            assert not place.service.queue_limit.completions
             writer.close()
 
     run(work())
@@ -258,8 +258,8 @@ def test_one_read_brings_no_more_requests_than_may_wait(one: bytes) -> None:
             connection.data_received(one * 5000)
             waiting = len(connection.pipeline)
             connection.data_received(one * 5000)
-            assert len(connection.pipeline) == waiting == WAITING + 1
-            for _ in range(1 + WAITING):
+            assert len(connection.pipeline) == waiting == MAX_WAITING + 1
+            for _ in range(1 + MAX_WAITING):
                 assert (await answer(reader))[1] == b'{"version":"0.1.0"}'
             status, body = await answer(reader)
             assert status == "HTTP/1.1 429 Too Many Requests"
@@ -360,7 +360,7 @@ def test_requests_that_wait_for_a_stream_before_them_count_with_their_bodies() -
             assert place.connections * len(body) < budget.limit, "each of those that are left has one of them at least"
             for writer in writers:
                 writer.close()
-            await until(lambda: not place.connections and not place.service.calls)
+            await until(lambda: not place.connections and not place.service.active_calls)
             assert budget.used == 0
 
     run(work())

@@ -16,31 +16,31 @@ from typing import Any
 
 import pytest
 from fake import http_of
-from fake_wire import FakeWire
+from fake_executor import FakeWire
 from msgspec import structs
 from running import ROOT
 from shipped import MODEL
 
-from lamina.config import make_config
-from lamina.models.tokens import load_tokenizer
-from lamina.observe.trace import OFF
+from lamina.config.flat_options import make_config
+from lamina.models.tokenizer import load_tokenizer
+from lamina.observe.trace import NULL_RECORDER
 from lamina.protocol.control import RunStep, StepDone
-from lamina.protocol.plan import Export, Import
-from lamina.protocol.tiers import TierFacts, Transferred
-from lamina.server.admission import Admission
-from lamina.server.answer.logprobs import TokenTexts
-from lamina.server.calls import Service
-from lamina.server.config import ServerConfig
+from lamina.protocol.offload_messages import OffloadFacts, TransferDone
+from lamina.protocol.step_plan import LoadKv, SaveKv
+from lamina.server.call import Service
+from lamina.server.engine_client import engine_process
+from lamina.server.engine_client.engine_client import EngineClient
+from lamina.server.engine_client.engine_process import serve_engine
+from lamina.server.engine_client.engine_restarts import EngineRestarts
+from lamina.server.engine_client.messages import StartEngine
 from lamina.server.journal.journal import Journal
-from lamina.server.link import engine_process
-from lamina.server.link.client import EngineClient
-from lamina.server.link.engine_process import serve_engine
-from lamina.server.link.messages import Start
-from lamina.server.link.restarts import EngineRestarts
-from lamina.server.request.prompts import Prompter
-from lamina.server.request.unsupported import UnknownFields
-from lamina.server.watch.gauges import EngineGauges
-from lamina.server.watch.metrics import Metrics
+from lamina.server.metrics.engine_metrics import EngineMetrics
+from lamina.server.metrics.http_metrics import ServerMetrics
+from lamina.server.queue_limit import QueueLimit
+from lamina.server.request.prompt_processing import PromptProcessor
+from lamina.server.request.unsupported_fields import UnknownFields
+from lamina.server.response.openai_logprobs import TokenTexts
+from lamina.server.server_config import ServerConfig
 
 VOCAB, BLOCK = 2048, 4
 ADMIN_KEY = "operator"
@@ -55,9 +55,9 @@ class StoringWire(FakeWire):
 
     def __init__(self) -> None:
         super().__init__(num_blocks=256)
-        tier = TierFacts(secret=b"s" * 32, identity=b"i" * 32, page=BLOCK, pages=[[]], medium="file")
-        self.ready = structs.replace(self.ready, vocab_size=VOCAB, tier=tier)
-        self.reports = deque[Transferred]()
+        tier = OffloadFacts(secret=b"s" * 32, identity=b"i" * 32, page_size=BLOCK, pages=[[]], backend="file")
+        self.ready = structs.replace(self.ready, vocab_size=VOCAB, storage=tier)
+        self.reports = deque[TransferDone]()
 
     def wait(self) -> Any:
         if not (self.done or self.flight):
@@ -66,18 +66,18 @@ class StoringWire(FakeWire):
 
     def _execute(self, step: RunStep) -> StepDone:
         for op in step.plan.ops:
-            if isinstance(op, Export | Import):
-                pages = len(op.keys) if isinstance(op, Export) else 0
-                error = "" if isinstance(op, Export) else "no such page"
-                self.reports.append(Transferred(view=0, id=op.id, pages=pages, error=error))
+            if isinstance(op, SaveKv | LoadKv):
+                pages = len(op.keys) if isinstance(op, SaveKv) else 0
+                error = "" if isinstance(op, SaveKv) else "no such page"
+                self.reports.append(TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=pages, error=error))
         done = super()._execute(step)
         for tokens in self.stored.values():
             if any(t >= FATAL and len(tokens) - at > t - FATAL for at, t in enumerate(tokens)):
                 raise KeyError("a defect of the engine")
-        scores = [[(d.token, -0.5, 1), *[(0, -1.0, 1)] * max(0, min(draw.logprobs, 5))] if draw.logprobs >= 0 else []
-                  for d, draw in zip(done.drawn, step.draws, strict=True)]  # fmt: skip
-        drawn = [structs.replace(d, logprobs=s) for d, s in zip(done.drawn, scores, strict=True)]
-        return structs.replace(done, drawn=drawn)
+        scores = [[(d.token_id, -0.5, 1), *[(0, -1.0, 1)] * max(0, min(draw.logprobs, 5))] if draw.logprobs >= 0 else []
+                  for d, draw in zip(done.sampled_tokens, step.sampling_requests, strict=True)]  # fmt: skip
+        drawn = [structs.replace(d, logprobs=s) for d, s in zip(done.sampled_tokens, scores, strict=True)]
+        return structs.replace(done, sampled_tokens=drawn)
 
 
 class WirePools:
@@ -89,7 +89,7 @@ class WirePools:
         self.wire = StoringWire()
         self.ready = self.wire.ready
         self.pids, self.hosts = {"memory-0": 0, "compute-0": 0}, {"memory-0": "localhost", "compute-0": "localhost"}
-        self.tracer = SimpleNamespace(recorder=OFF)
+        self.tracer = SimpleNamespace(recorder=NULL_RECORDER)
         self.elastic = SimpleNamespace(take_outcome=lambda: None, moved={}, plan=self._none, begin=self._none)
         self._stats: dict[str, dict[str, float]] | None = None
 
@@ -115,9 +115,9 @@ class WirePools:
 class ThreadEngine:
     """An engine on a thread, and the handle of it."""
 
-    role, index, pid, place, stopped = "engine", 0, 0, "", False
+    role, index, pid, host, is_stopped = "engine", 0, 0, "", False
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: StartEngine) -> None:
         self.sock, self._theirs = socket.socketpair()
         self.error: BaseException | None = None
 
@@ -129,14 +129,14 @@ class ThreadEngine:
 
         self.thread = threading.Thread(target=serve, daemon=True)
         self.thread.start()
-        engine_process.ControlLink(self.sock, Start).send(start)
+        engine_process.ControlLink(self.sock, StartEngine).send(start)
 
     def kill(self) -> None:
         """Ends it, without a word to its server."""
         with suppress(OSError):  # it has ended
             self._theirs.shutdown(socket.SHUT_RDWR)
 
-    def fate(self) -> str | None:
+    def exit_reason(self) -> str | None:
         return None if self.thread.is_alive() else "exited with status 1"
 
     @property
@@ -155,11 +155,11 @@ class WiredServer:
     def __init__(self, folder: Path, *, max_recoveries: int = 5, **options: Any) -> None:
         config = {"transport": "shm", "enable_prefix_caching": True, "scheduling_policy": "priority", "max_num_seqs": 8}
         config["max_recoveries"] = max_recoveries
-        self.start = Start(model=str(ROOT / MODEL), tokenizer="", config=make_config(config))
+        self.start = StartEngine(model=str(ROOT / MODEL), tokenizer="", config=make_config(config))
         self.engines = list[ThreadEngine]()
         self._folder, self._options = folder, options
 
-    def launch(self, start: Start) -> ThreadEngine:
+    def launch(self, start: StartEngine) -> ThreadEngine:
         """Raises ValueError for other workers than those of the first engine: the wire has these alone."""
         if start.config.topology != self.start.config.topology:
             raise ValueError("a test has the workers that it has")
@@ -171,14 +171,16 @@ class WiredServer:
         self.journal = Journal(config.journal, self.start.model, config.journal_bytes)
         restarts, first = EngineRestarts(self.start, self.launch), self.launch(self.start)
         self.client = await EngineClient.connect(first, lambda progress: None, restarts, self.journal)
-        tokenizer, metrics = load_tokenizer(self.start.model), Metrics("tiny", config.rules.limits)
-        gauges = EngineGauges(self.client, metrics.labels)
+        tokenizer, metrics = load_tokenizer(self.start.model), ServerMetrics("tiny", config.conductor_config.limits)
+        gauges = EngineMetrics(self.client, metrics.labels)
         metrics.registry.register(gauges)
-        self.client.on_step = metrics.stepped
+        self.client.on_step = metrics.on_step
         self.service = Service(
             config=config, names=["tiny"], root=self.start.model, client=self.client,
-            prompter=Prompter(tokenizer, self.client.ready), texts=TokenTexts(tokenizer), metrics=metrics,
-            gauges=gauges, admission=Admission(8, 64, 0, metrics.rejected), fields=UnknownFields(),
+            prompt_processor=PromptProcessor(tokenizer, self.client.ready), token_texts=TokenTexts(tokenizer),
+            metrics=metrics,
+            engine_metrics=gauges, queue_limit=QueueLimit(8, 64, 0, metrics.on_rejected),
+            unknown_fields=UnknownFields(),
             journal=self.journal,
         )  # fmt: skip
         self.http = http_of(self.service)

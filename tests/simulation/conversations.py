@@ -1,9 +1,9 @@
 """Conversations whose turns wait in one line, and whose KV sleeps in memory and on a disk: the experiment of
 CachedAttention's section 4 (arXiv 2403.19708) on a virtual clock.
 
-The policy is the product's: the line is told by engine.blocks.ahead, pages move as kv.media.layered moves them. What is
-modelled is the world: when sessions come, how long their turns are, how fast turns are served and the disk is read. A
-byte stands for a megabyte, and a page has 512 tokens.
+The policy is the product's: the line is told by scheduler.kv_manager.prefetch, pages move as kv.storage.layered moves
+them. What is modelled is the world: when sessions come, how long their turns are, how fast turns are served and the
+disk is read. A byte stands for a megabyte, and a page has 512 tokens.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from lamina.engine.blocks.ahead import Ahead, Load
-from lamina.engine.sequence import Sequence
-from lamina.kv.media import MediumPlace
-from lamina.kv.media.host import HostMedium
-from lamina.kv.media.layered import Layered
-from lamina.kv.pages import Atom, Page, Recipe
-from lamina.planner.simulator.clock import VirtualClock
-from lamina.protocol.placement import FIRST
+from lamina.kv.pages import Page, PageFragment, Provenance
+from lamina.kv.storage import StorageConfig
+from lamina.kv.storage.host import HostStorage
+from lamina.kv.storage.layered import TieredStorage
+from lamina.protocol.kv_placement import FIRST_LOCATION
 from lamina.request import CompletionOutput, SamplingParams
+from lamina.scheduler.kv_manager.prefetch import LoadableKv, PrefetchHints
+from lamina.scheduler.sequence import Sequence
+from lamina.tools.plan.simulator.clock import VirtualClock
 
 TOKENS = 512  # of a page
-ATOM = Atom(0, 0)
+ATOM = PageFragment(0, 0)
 SHARE = frozenset({ATOM})
 ONE_TURN = 0.27  # of all sessions, one in so many has one turn only
 AHEAD, LRU, FIFO = "ahead", "lru", "fifo"
@@ -98,10 +98,10 @@ class Conversations:
     def __init__(self, world: ConversationWorld, policy: str) -> None:
         self._world, self._clock, self._rng = world, VirtualClock(), random.Random(world.seed)
         self._page_bytes = round(world.kv_of_token * TOKENS)
-        place = MediumPlace(world.memory, policy=LRU if policy == AHEAD else policy)
-        self._memory = HostMedium(place)
-        self._medium = Layered(self._memory, HostMedium(place._replace(size=world.disk)))
-        self._ahead = Ahead((world.memory + world.disk) // self._page_bytes) if policy == AHEAD else None
+        place = StorageConfig(world.memory, policy=LRU if policy == AHEAD else policy)
+        self._memory = HostStorage(place)
+        self._medium = TieredStorage(self._memory, HostStorage(place._replace(total_bytes=world.disk)))
+        self._ahead = PrefetchHints((world.memory + world.disk) // self._page_bytes) if policy == AHEAD else None
         self._line = deque[Sequence]()
         self._talks: dict[int, _Talk] = {}  # by the request of the turn that waits
         self._busy = False
@@ -160,17 +160,17 @@ class Conversations:
         talk = self._talks.pop(self._line.popleft().request_id)
         self._load(talk)
         if self._ahead is not None:
-            for op in self._ahead.tell(list(self._line), self._to_load):
-                self._medium.expect(op.turn, op.keys)
+            for op in self._ahead.next_ops(list(self._line), self._to_load):
+                self._medium.hint(op.order, op.keys)
         self._clock.later(1 / self._world.served, lambda: self._end(talk))
 
     def _there(self, keys: tuple[bytes, ...]) -> int:
-        return next((n for n, key in enumerate(keys) if self._medium.held(key) is None), len(keys))
+        return next((n for n, key in enumerate(keys) if self._medium.lookup(key) is None), len(keys))
 
-    def _to_load(self, sequence: Sequence) -> Load | None:
+    def _to_load(self, sequence: Sequence) -> LoadableKv | None:
         keys = self._talks[sequence.request_id].keys()
         pages = self._there(keys)
-        return Load(pages * TOKENS, (FIRST,), keys[:pages]) if pages else None
+        return LoadableKv(pages * TOKENS, (FIRST_LOCATION,), keys[:pages]) if pages else None
 
     def _load(self, talk: _Talk) -> None:
         """The first page last, as transfers do."""
@@ -192,9 +192,9 @@ class Conversations:
         talk.history = min(self._world.window, talk.history + talk.lengths.pop())
         keys = talk.keys()
         for number in reversed(range(len(keys))):
-            if self._medium.held(keys[number]) is None:
+            if self._medium.lookup(keys[number]) is None:
                 self._medium.reserve(self._page_bytes)
-                page = Page(keys[number], number, TOKENS, b"", Recipe("prompt"))
+                page = Page(keys[number], number, TOKENS, b"", Provenance("prompt"))
                 self._medium.write(page, {ATOM: bytes(self._page_bytes)})
         if talk.lengths:
             self._clock.later(self._rng.expovariate(1 / self._world.thinks_s), lambda: self._ask(talk))
@@ -204,7 +204,7 @@ class Conversations:
     def _fetch(self) -> None:
         """What the disk was read for by now."""
         while self._disk_free_s <= self._clock.now:
-            if self._medium.fetch(SHARE) is None:
+            if self._medium.prefetch_next(SHARE) is None:
                 self._disk_free_s = self._clock.now
                 return
             self._disk_free_s += self._page_bytes / self._world.disk_rate

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from lamina.protocol.move_ops import MoveStripes, StripesCopied
-from lamina.protocol.placement import Place
+from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.migration_ops import CopyStripes, StripesCopied
 
 from .workers import SimMemory
 
@@ -27,14 +27,14 @@ class SimCopies:
         self._memory, self._rng, self._later, self._lives, self._say = memory, rng, later, lives, say
         self._begun: dict[int, set[int]] = {}  # copy -> memory workers that have its plan
 
-    def begin(self, number: int, op: MoveStripes) -> None:
+    def begin(self, number: int, op: CopyStripes) -> None:
         """Memory worker ``number`` has applied the plan of ``op``."""
         begun = self._begun.setdefault(op.sequence, set())
         begun.add(number)
         if len(begun) == len(self._memory):
             self._later(self._copy, op)
 
-    def _copy(self, op: MoveStripes) -> None:
+    def _copy(self, op: CopyStripes) -> None:
         if not all(self._lives("memory", worker.number) for worker in self._memory):
             return  # the view changes
         there = all({op.sequence, op.source} <= {*worker.tables.sequences} for worker in self._memory)
@@ -42,15 +42,15 @@ class SimCopies:
         for worker in self._memory:
             nbytes = self._take(worker, op) if there else 0
             error = "the link has ended" if nbytes and fails else ""
-            self._say(StripesCopied(view=0, sequence=op.sequence, nbytes=0 if error else nbytes, error=error))
+            self._say(StripesCopied(epoch=0, sequence=op.sequence, nbytes=0 if error else nbytes, error=error))
 
-    def _take(self, worker: SimMemory, op: MoveStripes) -> int:
+    def _take(self, worker: SimMemory, op: CopyStripes) -> int:
         """What ``worker`` is to have of it, as the one has it that gives."""
         tables, nbytes = worker.tables, 0
-        place, length = tables.place(op.source), tables.length(op.sequence)
+        place, length = tables.location(op.source), tables.length(op.sequence)
         for number in range(op.stripe * tables.stripe, -(-length // worker.size)):
             for group, window in enumerate(tables.windows):
-                block = worker.block(group, op.sequence, Place(op.lane), number)
+                block = worker.block(group, op.sequence, KvLocation(op.kv_shard), number)
                 if block is not None:
                     whole = next(x for w in self._memory for x in w.given(window, op.source, place, number))
                     block[:] = [stored * worker.weights[group] for stored in whole]

@@ -6,9 +6,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from lamina.engine.exodus import Exodus
-from lamina.protocol.groups import Capacity
-from lamina.protocol.plan import Keep
+from lamina.engine.evacuation import Evacuation
+from lamina.protocol.capacity import Capacity
+from lamina.protocol.step_plan import SurvivingKv
 
 from .scenario import PlannedChange
 from .workers import PoolShape, SimMemory
@@ -23,8 +23,8 @@ class SimElastic:
         self._rng, self._clock = rng, clock
         self._asked: tuple[PlannedChange, PoolShape] | None = None
         self._due_at = float("inf")
-        self._exits: Exodus | None = None  # of sequences, before that
-        self.stays: dict[int, int] = {}  # of the last change: lanes that keep their sequences; see ViewChanged
+        self._exits: Evacuation | None = None  # of sequences, before that
+        self.stays: dict[int, int] = {}  # of the last change: lanes that keep their sequences; see EpochChanged
         self._old: list[SimMemory] | None = None  # whose KV is to be moved
         self._dying: deque[tuple[str, int]] = deque()
         self.changes = 0  # that were made
@@ -37,14 +37,14 @@ class SimElastic:
     @property
     def due(self) -> bool:
         """Whether all who are to come are there, and all sequences have left that are to."""
-        return self._clock() >= self._due_at and (self._exits is None or self._exits.over())
+        return self._clock() >= self._due_at and (self._exits is None or self._exits.is_done())
 
     @property
     def due_at(self) -> float:
         """When they are there, or were; never, where sequences leave: that takes events of others."""
         return float("inf") if self._exits and self._clock() >= self._due_at else self._due_at
 
-    def begin(self, asked: PlannedChange, shape: PoolShape, exits: Exodus | None) -> None:
+    def begin(self, asked: PlannedChange, shape: PoolShape, exits: Evacuation | None) -> None:
         """Memory workers of ``shape`` are to be there."""
         self._asked, self._due_at = (asked, shape), self._clock() + self._rng.uniform(0.0, START_S)
         self._exits = exits
@@ -62,7 +62,9 @@ class SimElastic:
         self.changes += 1
         return shape
 
-    def move(self, memory: Sequence[SimMemory], keep: Sequence[Keep], die: Callable[[tuple[str, int]], None]) -> bool:
+    def move(
+        self, memory: Sequence[SimMemory], keep: Sequence[SurvivingKv], die: Callable[[tuple[str, int]], None]
+    ) -> bool:
         """Give ``memory`` the KV of ``keep``. False: somebody has died meanwhile, or what came was damaged; then some
         have all that they were to have, and others nothing.
         """
@@ -79,16 +81,16 @@ class SimElastic:
         return not dying
 
 
-def take(new: SimMemory, keep: Sequence[Keep], old: Sequence[SimMemory]) -> None:
+def take(new: SimMemory, keep: Sequence[SurvivingKv], old: Sequence[SimMemory]) -> None:
     """Have the KV of ``keep``, as one of the ``old`` workers has it where the sequence was."""
     new.tables.reconcile(keep, moved=True)
     new.written.reconcile(keep)
     for each in keep:
-        was = each.was or each.place
+        was = each.previous_location or each.location
         for group, window in enumerate(new.tables.windows):
-            start, _ = new.tables.table(group, each.sequence)
+            start, _ = new.tables.block_table(group, each.sequence)
             for number in range(start, -(-each.length // new.size)):
-                block = new.block(group, each.sequence, each.place, number)
+                block = new.block(group, each.sequence, each.location, number)
                 if block is not None:
                     count = min(new.size, each.length - number * new.size)
                     whole = next(x for w in old for x in w.given(window, each.sequence, was, number))

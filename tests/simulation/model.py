@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lamina.protocol.control import Draw, Drawn
-from lamina.sampling.history import Due
+from lamina.ops.sampling.token_history import PendingHistory
+from lamina.protocol.control import SampledToken, SamplingRequest
 
 VOCAB, EOS = 97, 96
 PRIME = 1_000_003
@@ -17,25 +17,27 @@ def value(token: int, position: int, seen: int) -> int:
     return (token * 31 + (position + 1) * 1009 + seen * 7 + 13) % PRIME
 
 
-def drawn(draw: Draw, seen: int, due: Mapping[int, Due], pending: int | None) -> Drawn:
+def drawn(draw: SamplingRequest, seen: int, due: Mapping[int, PendingHistory], pending: int | None) -> SampledToken:
     """A token; a pure function of what the row has seen, the draw's fields and the tokens that penalties count."""
-    if draw.known >= 0:
-        return Drawn(draw.sequence, draw.known, [(draw.known, -float(seen % 1000), 1 + seen % 7)])
-    number = seen + draw.seed % PRIME * (draw.index + 1)
-    forbidden = set(draw.banned)
-    if draw.adjust is not None:
-        state = due[draw.sequence]
-        rules = state.history.seen(state.told, pending)
-        forbidden |= {*rules.forbidden} | (
-            {*range(EOS)} - {*rules.allowed.tolist()} if rules.allowed is not None else set()
+    if draw.prompt_logprob_token >= 0:
+        return SampledToken(
+            draw.sequence, draw.prompt_logprob_token, [(draw.prompt_logprob_token, -float(seen % 1000), 1 + seen % 7)]
         )
-        counted = [*state.history.told[: state.told], *([] if pending is None else [pending])]
+    number = seen + draw.seed % PRIME * (draw.output_index + 1)
+    forbidden = set(draw.banned_token_ids)
+    if draw.logits_update is not None:
+        state = due[draw.sequence]
+        rules = state.history.logit_changes(state.num_tokens, pending)
+        forbidden |= {*rules.banned_token_ids} | (
+            {*range(EOS)} - {*rules.allowed_token_ids.tolist()} if rules.allowed_token_ids is not None else set()
+        )
+        counted = [*state.history.num_tokens[: state.num_tokens], *([] if pending is None else [pending])]
         number += sum((i + 1) * (t + 1) for i, t in enumerate(counted)) * 3
     token = EOS if number % ODDS == 0 else number % EOS
     while token in forbidden:
         token = (token + 1) % EOS
     logprobs = [(token, -float(number % 1000), 1 + number % 7)] if draw.logprobs >= 0 else []
-    return Drawn(draw.sequence, token, logprobs)
+    return SampledToken(draw.sequence, token, logprobs)
 
 
 def letters(tokens: Iterable[int]) -> str:
@@ -44,7 +46,7 @@ def letters(tokens: Iterable[int]) -> str:
 
 
 class Letters:
-    """The model's detokenizer, as engine.text.Pieces is for a real one."""
+    """The model's detokenizer, as engine.detokenizer.Pieces is for a real one."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         return letters(token_ids)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lamina.protocol.control import Drawn, RunStep
-from lamina.sampling.history import Due
+from lamina.ops.sampling.token_history import PendingHistory
+from lamina.protocol.control import RunStep, SampledToken
 
 
 @dataclass
@@ -13,7 +13,7 @@ class Passing:
     """A step on its way."""
 
     run: RunStep
-    due: list[dict[int, Due]]  # by replica
+    due: list[dict[int, PendingHistory]]  # by replica
     begun: set[int] = field(default_factory=set)  # memory workers that have applied the plan
     written: set[int] = field(default_factory=set)
     executed: bool = False
@@ -26,6 +26,6 @@ class Chunk:
     run: RunStep
     worker: int
     values: list[int] = field(default_factory=list)
-    drawn: list[Drawn] = field(default_factory=list)
+    drawn: list[SampledToken] = field(default_factory=list)
     stored: set[int] = field(default_factory=set)
     granted: set[int] = field(default_factory=set)

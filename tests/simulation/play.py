@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from lamina.engine.engine import Engine
-from lamina.planner.simulator.clock import VirtualClock
-from lamina.protocol.blocks.tables import BlockTables
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.request import RequestOutput
+from lamina.tools.plan.simulator.clock import VirtualClock
 
 from .model import Letters
 from .scenario import Arriving
@@ -96,7 +96,7 @@ class Play:
         engine, clock = self._engine, self._clock
         if not engine.has_work and self._left:
             self._wait_until(self._left[0][1].at_s)
-            self._take(engine.look())
+            self._take(engine.check_workers())
             self._check_view()
         while self._left and self._left[0][1].at_s <= clock.now:
             place, ask = self._left.pop(0)
@@ -123,7 +123,7 @@ class Play:
 
     def _check_tables(self, memory: Iterable[tuple[int, BlockTables]], holders: Sequence[Sequence[int]]) -> None:
         """At rest memory workers, by their numbers, hold what the ledger says. ``holders``: of each group of layers."""
-        ledger = self._engine._ledger
+        ledger = self._engine._accounting
         ledger.check_integrity()
         for number, tables in memory:
             tables.check_integrity()
@@ -133,12 +133,14 @@ class Play:
             groups = [g for g, of in enumerate(holders) if number in of]
             for here, group in enumerate(groups):
                 for sequence in ledger.sequences:
-                    (start, ids), (first, same) = (t.table(g, sequence) for t, g in ((tables, here), (ledger, group)))
+                    (start, ids), (first, same) = (
+                        t.block_table(g, sequence) for t, g in ((tables, here), (ledger, group))
+                    )
                     assert (start, len(ids)) == (first, len(same)), "the ledger has other blocks than a worker"
 
     def _check_all_is_free(self) -> None:
         """Of an engine that has settled."""
         engine = self._engine
         assert not engine.has_work
-        assert len(engine._ledger.sequences) == engine.scheduler.prefixes.num_retained, "sequences are left"
-        assert engine.free_blocks == engine._ledger.num_blocks
+        assert len(engine._accounting.sequences) == engine.scheduler.prefix_cache.num_retained, "sequences are left"
+        assert engine.free_blocks == engine._accounting.num_blocks

@@ -13,20 +13,20 @@ from dataclasses import replace
 from pprint import pformat
 from typing import Any, NamedTuple
 
-from lamina.config import make_config
-from lamina.engine.configured import check_room
+from lamina.config.engine_config import EngineConfig
+from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
-from lamina.engine.exodus import Exodus
+from lamina.engine.evacuation import Evacuation
+from lamina.engine.scheduler_factory import check_kv_capacity
 from lamina.netstack import HERE
-from lamina.planner.simulator.clock import VirtualClock
-from lamina.protocol.options.engine import EngineConfig
-from lamina.request import CompletionOutput, RequestOutput, Told
+from lamina.request import CompletionOutput, RequestOutput, ResumedCompletion
+from lamina.tools.plan.simulator.clock import VirtualClock
 
 from .elastic import capacity_of
 from .model import Letters
 from .play import MOST_STEPS, Play, ScenarioError, SoFar, in_order, is_broken, least
 from .scenario import Scenario, leaving, planned, scenario
-from .wire import SimWire
+from .wire import SimExecutor
 
 Completion = tuple[Any, ...]
 
@@ -46,7 +46,7 @@ class BegunRequest(NamedTuple):
     """
 
     place: int
-    told: list[Told]
+    told: list[ResumedCompletion]
     seen: dict[int, SoFar]
     scores: Any
     logprobs: list[Any]
@@ -64,7 +64,7 @@ class HeardByReaders(NamedTuple):
     @property
     def some(self) -> bool:
         """Whether the next engine goes on with a token of somebody."""
-        return any(one.tokens for request in self.asked for one in request.told)
+        return any(one.token_ids for request in self.asked for one in request.told)
 
 
 def check(of: Scenario) -> Played:
@@ -161,7 +161,7 @@ class EnginePlay(Play):
 
     def __init__(self, of: Scenario) -> None:
         clock = VirtualClock()
-        self._of, self._wire = of, SimWire(of, clock)
+        self._of, self._wire = of, SimExecutor(of, clock)
         super().__init__(of.asks, Engine(self._wire, config_of(of), clock), clock)
         self._changes = list(of.changes)
         self._views = self._wire.view
@@ -172,8 +172,8 @@ class EnginePlay(Play):
     def run(self) -> Played:
         assert self.take_steps(MOST_STEPS), "nothing comes to its end"
         engine = self._engine
-        engine.settle()
-        engine.rest()
+        engine.release_idle_blocks()
+        engine.finish_in_flight()
         self._check_rest()
         self._check_all_is_free()
         answers: list[tuple[Completion, ...]] = [()] * len(self._of.asks)
@@ -211,9 +211,9 @@ class EnginePlay(Play):
         self._left, self._ended = [(place, asks[place]) for place in heard.left], dict(heard.ended)
         for place, told, seen, scores, logprobs in heard.asked:
             ask = asks[place]
-            again = self._engine.add(list(ask.prompt), ask.sampling, make_pieces=Letters, told=told)
+            again = self._engine.add(list(ask.prompt), ask.sampling, make_pieces=Letters, resume_from=told)
             self._asked[again], self._logprobs[again] = (place, ask), logprobs
-            if any(one.tokens for one in told[:1]):
+            if any(one.token_ids for one in told[:1]):
                 self._scores[again] = scores
             self._seen |= {(again, i): one for i, one in seen.items()}
 
@@ -224,10 +224,10 @@ class EnginePlay(Play):
             asked = self._changes.pop(0)
             shape = self._of.layout_of(asked.workers, asked.num_blocks)
             with suppress(ValueError):
-                check_room(self._engine.scheduler, self._engine.info, capacity_of(shape))
+                check_kv_capacity(self._engine.scheduler, self._engine.worker_info, capacity_of(shape))
                 gone = range(asked.workers, len(self._wire.memory))
-                leave = self._engine.config.moves_sequences and gone
-                elastic.begin(asked, shape, Exodus(self._engine, gone) if leave else None)
+                leave = self._engine.config.migrates_sequences and gone
+                elastic.begin(asked, shape, Evacuation(self._engine, gone) if leave else None)
 
     def _check_view(self) -> None:
         if self._wire.view != self._views:
@@ -245,8 +245,8 @@ def _told(output: RequestOutput | None) -> tuple[Completion, ...]:
     return (*each, (str(output.prompt_logprobs),))
 
 
-def _as_told(of: CompletionOutput) -> Told:
-    return Told(index=of.index, tokens=list(of.token_ids))
+def _as_told(of: CompletionOutput) -> ResumedCompletion:
+    return ResumedCompletion(index=of.index, token_ids=list(of.token_ids))
 
 
 def main(first: int = 0, count: int = 1000) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from lamina.protocol.partition import Lanes
+from lamina.config.partition import KvShards
 from lamina.request import SamplingParams
 
 from .model import EOS
@@ -86,10 +86,10 @@ class Scenario:
         weights = self._weights(workers)
         stripe = 2 if self.partition in ("token", "spill") else 0
         if self.partition == "head" or workers == 1:
-            lanes = [Lanes()] * len(self.windows)
+            lanes = [KvShards()] * len(self.windows)
             holders = [list(range(workers))] * len(lanes)
             return PoolShape(list(self.windows), lanes, holders, 0, False, num_blocks, BLOCK, weights)
-        parts = [Lanes(tuple(w == owner for w in range(workers))) for owner in range(workers)]
+        parts = [KvShards(tuple(w == owner for w in range(workers))) for owner in range(workers)]
         each = [(window, lanes, [owner]) for window in self.windows for owner, lanes in enumerate(parts)]
         return PoolShape([w for w, _, _ in each], [x for _, x, _ in each], [h for _, _, h in each], stripe,
                       self.partition == "spill", num_blocks, BLOCK, weights)  # fmt: skip

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from lamina.engine.blocks.ahead import Ahead
+from lamina.scheduler.kv_manager.prefetch import PrefetchHints
 from simulation.conversations import AHEAD, FIFO, LRU, Conversations, ConversationWorld, TierHits
 
 LLAMA_13B = ConversationWorld(0.78, 128_000, 2_000_000, served=2.0)
@@ -50,6 +50,6 @@ def test_as_lru_where_nobody_waits() -> None:
 @pytest.mark.long
 def test_a_line_that_is_not_told_is_lru(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coming pages are ignored: that would be seen above."""
-    monkeypatch.setattr(Ahead, "tell", lambda self, waiting, find: [])
+    monkeypatch.setattr(PrefetchHints, "next_ops", lambda self, waiting, find: [])
     world = LLAMA_13B.scaled(0.1)
     assert Conversations(world, AHEAD).run() == played(LRU)

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from lamina.fleet.elastic import Elastic
-from lamina.fleet.members import LostError, Member
-from lamina.fleet.notices import Notices
-from lamina.fleet.parity import Parity
-from lamina.fleet.supervise import Supervisor
-from lamina.memory.sums import BlockSums
-from lamina.protocol.plan import Keep
+from lamina.executor.elastic import MemoryResizer
+from lamina.executor.kv_parity import KvParity
+from lamina.executor.supervisor import Supervisor
+from lamina.executor.termination_notice import TerminationNotices
+from lamina.executor.worker_registry import RegisteredWorker, WorkersLostError
+from lamina.protocol.step_plan import SurvivingKv
+from lamina.workers.memory.kv_checksums import BlockChecksums
 from simulation.play import is_broken
 from simulation.whole.crossed import HANG_S, crossed_fleet
 from simulation.whole.process import HANGS, TOLD
@@ -37,44 +37,48 @@ def test_every_stream_goes_on(part: int) -> None:
 
 def kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:
     """What a memory worker said as it came to rest counts, though it has died since."""
-    right, left, said = Supervisor._rest_of, Parity.left, dict[Member, dict[int, int]]()
+    right, left, said = (
+        Supervisor._await_quiesced,
+        KvParity.surviving_after_rebuild,
+        dict[RegisteredWorker, dict[int, int]](),
+    )
 
-    def rest_of(self: Supervisor, member: Member, deadline: float) -> dict[int, int]:
+    def rest_of(self: Supervisor, member: RegisteredWorker, deadline: float) -> dict[int, int]:
         said[member] = right(self, member, deadline)
         return said[member]
 
-    def all_that_was_said(self: Parity, kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:
-        return left(self, [said.get(m, own) for m, own in zip(self._members.memory, kept, strict=True)])
+    def all_that_was_said(self: KvParity, kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:
+        return left(self, [said.get(m, own) for m, own in zip(self._registry.memory, kept, strict=True)])
 
-    patch.setattr(Supervisor, "_rest_of", rest_of)
-    patch.setattr(Parity, "left", all_that_was_said)
+    patch.setattr(Supervisor, "_await_quiesced", rest_of)
+    patch.setattr(KvParity, "surviving_after_rebuild", all_that_was_said)
 
 
 def came_whole(patch: pytest.MonkeyPatch) -> None:
     """KV counts as moved, though somebody who gave it has died meanwhile."""
-    move = Elastic.move
+    move = MemoryResizer.move_kv
 
-    def moved(self: Elastic, keep: Sequence[Keep]) -> bool:
+    def moved(self: MemoryResizer, keep: Sequence[SurvivingKv]) -> bool:
         move(self, keep)
         return True
 
-    patch.setattr(Elastic, "move", moved)
+    patch.setattr(MemoryResizer, "move_kv", moved)
 
 
 def never_late(patch: pytest.MonkeyPatch) -> None:
     """Who is late is not made good."""
-    right = Supervisor.may_make_good
-    patch.setattr(Supervisor, "may_make_good", lambda self, loss: loss.ended and right(self, loss))
+    right = Supervisor.is_recoverable
+    patch.setattr(Supervisor, "is_recoverable", lambda self, loss: loss.ended and right(self, loss))
 
 
 def one_loss_at_a_time(patch: pytest.MonkeyPatch) -> None:
     """A loss behind another one ends the run."""
-    right = Supervisor.may_make_good
+    right = Supervisor.is_recoverable
 
-    def alone(self: Supervisor, loss: LostError) -> bool:
-        return not self._recoveries.under_way and right(self, loss)
+    def alone(self: Supervisor, loss: WorkersLostError) -> bool:
+        return not self._restart_budget.in_progress and right(self, loss)
 
-    patch.setattr(Supervisor, "may_make_good", alone)
+    patch.setattr(Supervisor, "is_recoverable", alone)
 
 
 # A mistake -> a scenario by its seed, which is right without it.
@@ -83,7 +87,10 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int]] = {
     "KV that came in part": (came_whole, 17),
     "who hangs is waited for": (never_late, 8),
     "a loss within a loss": (one_loss_at_a_time, 9),
-    "damage is not looked for": (lambda patch: patch.setattr(BlockSums, "begin", lambda self, steps: None), 0),
+    "damage is not looked for": (
+        lambda patch: patch.setattr(BlockChecksums, "verify_before_step", lambda self, steps: None),
+        0,
+    ),
 }
 
 
@@ -105,7 +112,7 @@ def test_who_is_told_to_end_gives_its_kv_away_first(monkeypatch: pytest.MonkeyPa
     told = [of for of in map(crossed_fleet, range(40)) if any(hit.how == TOLD for hit in of.hits)][:NOTICES]
     played = next(x for of in told if (x := (of, check_fleet(of)))[1].left)
     assert played[1].told
-    monkeypatch.setattr(Notices, "heed", lambda self: None)
+    monkeypatch.setattr(TerminationNotices, "poll", lambda self: None)
     assert not check_fleet(played[0]).left
 
 

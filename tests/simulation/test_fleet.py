@@ -11,24 +11,24 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from lamina.compute.main import ComputeServer
-from lamina.compute.prefill import PrefillWorker
-from lamina.compute.worker import ComputeWorker
-from lamina.engine.blocks.stripe_moves import StripeMoves
 from lamina.engine.engine import Engine
-from lamina.engine.sequence import Sequence
-from lamina.engine.wire import FewerError, ViewChanged
-from lamina.fleet.launchers import NoHostError
-from lamina.fleet.members import Members
-from lamina.fleet.pools import Pools
-from lamina.memory import moves
-from lamina.memory.main import MemoryServer
-from lamina.memory.rebuild import Rebuilder
-from lamina.memory.store import Store
+from lamina.executor.launchers import HostLostError
+from lamina.executor.worker_executor import WorkerExecutor
+from lamina.executor.worker_registry import WorkerRegistry
 from lamina.netstack import ChannelUnreachable, Terms
 from lamina.protocol.control import Connect, RunRound
-from lamina.protocol.plan import Keep, ProtocolError
-from lamina.workers.view import SILENT_S
+from lamina.protocol.executor import EpochChanged, ReducedCapacityError
+from lamina.protocol.step_plan import ProtocolError, SurvivingKv
+from lamina.scheduler.kv_manager.migration import KvMigration
+from lamina.scheduler.sequence import Sequence
+from lamina.workers.compute.compute_worker import ComputeWorker
+from lamina.workers.compute.main import ComputeServer
+from lamina.workers.epoch_channels import SILENT_S
+from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.memory.kv_transfer import reshard
+from lamina.workers.memory.kv_transfer.parity_rebuild import ParityRebuilder
+from lamina.workers.memory.main import MemoryServer
+from lamina.workers.prefill.prefill_worker import PrefillWorker
 from simulation.play import ScenarioError, is_broken
 from simulation.whole.network import SimChannel, SimFabric
 from simulation.whole.process import CUT, SimHost
@@ -117,12 +117,12 @@ class LastingCut:
 
         def begin(host: SimHost, role: str, index: int, threads: int = 0) -> Any:
             if self.left and not elsewhere:
-                raise NoHostError("no host has room")
+                raise HostLostError("no host has room")
             return start(host, role, index, threads)
 
         monkeypatch.setattr(SimChannel, "cut", cut_off)
         monkeypatch.setattr(SimFabric, "connect", reach)
-        monkeypatch.setattr(SimHost, "leave", leave)
+        monkeypatch.setattr(SimHost, "leave_epochs_before", leave)
         monkeypatch.setattr(SimHost, "start", begin)
 
 
@@ -152,9 +152,9 @@ def test_a_cut_that_lasts_sends_a_memory_worker_to_another_host(call: int, monke
 
 def test_where_no_other_host_has_room_it_says_how_many_could_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     LastingCut(monkeypatch, elsewhere=False)
-    with pytest.raises(FewerError, match="no host has room") as told:
+    with pytest.raises(ReducedCapacityError, match="no host has room") as told:
         play_fleet(cut_once(30))
-    assert told.value.left == {"memory_workers": 1}
+    assert told.value.workers_that_fit == {"memory_workers": 1}
 
 
 @pytest.mark.long
@@ -169,20 +169,20 @@ def test_engines_die_and_memory_workers_come_and_go() -> None:
 @pytest.mark.parametrize("mistake", ["", "the last one that leaves is not waited for"])
 def test_sequences_that_leave_keep_their_kv(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ranks, too: none is computed again, whose numbers would be right, and their last bits others."""
-    begun_anew, restart = list[int](), Sequence.restart
+    begun_anew, restart = list[int](), Sequence.reset_computed
 
     def counted(self: Sequence) -> None:
-        if self.num_outputs and self.id >= 0:
+        if self.num_output_tokens and self.id >= 0:
             begun_anew.append(self.request_id)
         restart(self)
 
-    def over_too_early(self: StripeMoves, running: Iterable[Sequence]) -> bool:
+    def over_too_early(self: KvMigration, running: Iterable[Sequence]) -> bool:
         there = any(self._is_leaving(s) for s in running if not s.finished)
         return self._copy is None and (self._fails or self._stuck or not there)
 
-    monkeypatch.setattr(Sequence, "restart", counted)
+    monkeypatch.setattr(Sequence, "reset_computed", counted)
     if mistake:
-        monkeypatch.setattr(StripeMoves, "is_over", over_too_early)
+        monkeypatch.setattr(KvMigration, "is_drained", over_too_early)
     played = [check_fleet(unhurt(seed)) for seed in (EXITS[:1] if mistake else EXITS)]
     assert sum(one.moved for one in played)
     assert all(one.changes for one in played)
@@ -209,17 +209,17 @@ def test_what_moves_while_all_decode_and_who_waits_to_take_a_place(part: int) ->
 
 def test_a_loss_that_counters_show_as_memory_workers_come_or_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread asks for them behind the halt and before KV moves: it moves from where it lay all the same."""
-    wait, struck = Pools.wait, list[Pools]()
+    wait, struck = WorkerExecutor.wait, list[WorkerExecutor]()
 
-    def struck_behind(self: Pools) -> Any:
+    def struck_behind(self: WorkerExecutor) -> Any:
         done = wait(self)
-        if isinstance(done, ViewChanged) and done.capacity is not None:
-            self._members.compute[0].handle.join(0.0)
+        if isinstance(done, EpochChanged) and done.capacity is not None:
+            self._registry.compute[0].handle.join(0.0)
             self.stats()
             struck.append(self)
         return done
 
-    monkeypatch.setattr(Pools, "wait", struck_behind)
+    monkeypatch.setattr(WorkerExecutor, "wait", struck_behind)
     monkeypatch.setattr(_FleetPlay, "_check_who_is_left", lambda play: None)  # who was struck was not hit by the host
     of = fleet_scenario(3)
     options = {**of.options, "partition": "request", "memory_workers": 3, "kv_memory": "1MiB"}
@@ -232,9 +232,9 @@ def test_a_loss_that_counters_show_as_memory_workers_come_or_go(monkeypatch: pyt
 @pytest.mark.parametrize("mistake", ["", "what sequences share comes for each of them"])
 def test_kv_comes_back_by_parity_in_however_many_messages(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a block each, as many as long prompts take: these are short."""
-    monkeypatch.setattr(moves, "SLOT_BYTES", 1)
+    monkeypatch.setattr(reshard, "SLOT_BYTES", 1)
     if mistake:
-        monkeypatch.setattr(Rebuilder, "_once", lambda self, layer, strip: strip)
+        monkeypatch.setattr(ParityRebuilder, "_transfer_strip", lambda self, layer, strip: strip)
     assert is_broken(check_fleet, planned_fleet(9)) == bool(mistake)
 
 
@@ -252,14 +252,14 @@ def test_a_scenario_is_played_again_as_it_was() -> None:
 def inbox_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What workers had said before a loss is still there behind it."""
 
-    def enter(self: Members, view: int, still: tuple[type[Any], ...] = ()) -> None:
-        self.view, self._still_heard = view, still
+    def enter(self: WorkerRegistry, view: int, still: tuple[type[Any], ...] = ()) -> None:
+        self.epoch, self._kinds_of_old_epochs = view, still
 
-    def said(self: Members, kind: type[Any]) -> list[Any]:
+    def said(self: WorkerRegistry, kind: type[Any]) -> list[Any]:
         return [message for member in self for message in member.inbox if isinstance(message, kind)]
 
-    monkeypatch.setattr(Members, "enter", enter)
-    monkeypatch.setattr(Members, "said", said)
+    monkeypatch.setattr(WorkerRegistry, "begin_epoch", enter)
+    monkeypatch.setattr(WorkerRegistry, "read_messages", said)
 
 
 def turns_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,9 +267,9 @@ def turns_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ComputeWorker.connect
 
     def wrong(self: ComputeWorker, *args: Any) -> None:
-        turns = self._turns
+        turns = self._tasks
         right(self, *args)
-        self._turns = turns
+        self._tasks = turns
 
     monkeypatch.setattr(ComputeWorker, "connect", wrong)
 
@@ -288,46 +288,46 @@ def chunks_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def steps_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a loss the rounds in flight are sent once more under the new view, and nothing is taken back."""
-    right, sent = Pools.submit, list[RunRound]()
+    right, sent = WorkerExecutor.submit, list[RunRound]()
 
-    def submit(self: Pools, new: RunRound) -> None:
+    def submit(self: WorkerExecutor, new: RunRound) -> None:
         sent.append(new)
         right(self, new)
 
     def change(self: Engine, change: Any) -> list[Any]:
         outputs = [output for done in change.done for output in self._postprocess(done)]
-        there = {s: min(kept.get(s, 0) for kept in change.kept) for s in self._ledger.sequences}
-        ready: Any = self.wire.resume([Keep(s, n) for s, n in there.items() if n])
-        self.scheduler.view = ready.view
+        there = {s: min(kept.get(s, 0) for kept in change.kept) for s in self._accounting.sequences}
+        ready: Any = self.executor.resume([SurvivingKv(s, n) for s, n in there.items() if n])
+        self.scheduler.epoch = ready.view
         for new in sent:
-            left = [s for s in new.steps if (s.plan.batch, s.plan.step) in self._steps]
-            steps = [structs.replace(s, plan=structs.replace(s.plan, view=ready.view)) for s in left]
+            left = [s for s in new.steps if (s.plan.batch, s.plan.step) in self._in_flight]
+            steps = [structs.replace(s, plan=structs.replace(s.plan, epoch=ready.view)) for s in left]
             if steps:
-                right(self.wire, RunRound(round=new.round, steps=steps))  # type: ignore[arg-type]
+                right(self.executor, RunRound(round=new.round, steps=steps))  # type: ignore[arg-type]
         return outputs
 
-    monkeypatch.setattr(Pools, "submit", submit)
+    monkeypatch.setattr(WorkerExecutor, "submit", submit)
     monkeypatch.setattr(Engine, "_change", change)
 
 
 def deaf_to_halts(self: MemoryServer, message: object) -> None:
     """It hears of a Connect alone."""
     if isinstance(message, Connect):
-        self._called = message.view
+        self._next_epoch = message.epoch
         if self._worker is not None:
-            self._worker.leave(message.view)
+            self._worker.leave_epochs_before(message.epoch)
 
 
 # A mistake -> a scenario by its seed, which is right without it.
 MISTAKES: dict[str, tuple[Mistake, int]] = {
     "plans are of an older view": (OF_THE_ENGINE["the view"], 0),
-    "no view is looked at": (replacing(Members, "_is_old", lambda self, message: False), 11),
+    "no view is looked at": (replacing(WorkerRegistry, "_is_old", lambda self, message: False), 11),
     "the inbox is not drained": (inbox_kept, 12),
     "turns are kept": (turns_kept, 3),
     "grants are kept": (chunks_kept, 2),
     "prompts are kept": (OF_THE_ENGINE["prompts"], 0),
     "the last tokens are kept": (OF_THE_ENGINE["num_drawing"], 1),
-    "no truncation": (replacing(Store, "reconcile", lambda self, keep: None), 0),
+    "no truncation": (replacing(KvStore, "reconcile", lambda self, keep: None), 0),
     "a block is used twice": (OF_THE_ENGINE["shared blocks"], 13),
     "a delta twice": (OF_THE_ENGINE["a delta twice"], 12),
     "a Halt is ignored": (replacing(MemoryServer, "_heed", deaf_to_halts), 0),

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from lamina.engine.conversations.terms import PLAIN
 from lamina.request import RequestOutput
-from lamina.server.link.live import LivePrompt
-from lamina.server.link.messages import Add, Delta
-from lamina.server.link.restarts import Hearing
+from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS
+from lamina.server.engine_client.engine_restarts import PromptProgress
+from lamina.server.engine_client.live_request import ActivePrompt
+from lamina.server.engine_client.messages import AddPrompt, Delta
 from simulation.model import Letters
 from simulation.run import EnginePlay, with_seeds
 from simulation.scenario import Scenario, scenario
@@ -32,7 +32,7 @@ def sent(message: Any) -> Any:
 class Reader:
     """What a client has of a prompt, as its server tells it, and what the server keeps for the next engine."""
 
-    hearing: Hearing
+    hearing: PromptProgress
     tokens: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     scores: dict[int, list[Any]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Reader:
 
     def take(self, delta: Delta) -> None:
         assert delta.index not in self.ends, "something behind the end"
-        self.tokens[delta.index] = self.tokens.get(delta.index, []) + delta.tokens
+        self.tokens[delta.index] = self.tokens.get(delta.index, []) + delta.token_ids
         self.texts[delta.index] = self.texts.get(delta.index, "") + delta.text
         self.scores[delta.index] = self.scores.get(delta.index, []) + (delta.logprobs or [])
         if delta.finish_reason is not None:
@@ -63,24 +63,26 @@ class ServedPlay(EnginePlay):
 
     def __init__(self, of: Scenario, readers: dict[int, Reader], left: Sequence[Any] | None = None) -> None:
         super().__init__(of)
-        self.readers, self._lives = readers, dict[int, LivePrompt]()
+        self.readers, self._lives = readers, dict[int, ActivePrompt]()
         if left is not None:
             self._left = list(left)
         for place, reader in readers.items():
             if not reader.ended:
-                add: Add = sent(reader.hearing.ask(place))
+                add: AddPrompt = sent(reader.hearing.request_message(place))
                 request = self._engine.add(
-                    add.prompt, add.params, make_pieces=Letters, told=add.told, accepted=add.accepted
+                    add.prompt, add.params, make_pieces=Letters, resume_from=add.resumed, accepted=add.accepted
                 )
-                self._lives[request], self._asked[request] = LivePrompt(add, request), (place, of.asks[place])
+                self._lives[request], self._asked[request] = ActivePrompt(add, request), (place, of.asks[place])
 
     def _take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             place, ask = self._asked[output.request_id]
             if place not in self.readers:
-                self.readers[place] = Reader(Hearing(list(ask.prompt), ask.sampling, PLAIN))
+                self.readers[place] = Reader(PromptProgress(list(ask.prompt), ask.sampling, DEFAULT_CACHE_OPTIONS))
             if output.request_id not in self._lives:
-                self._lives[output.request_id] = LivePrompt(self.readers[place].hearing.ask(place), output.request_id)
+                self._lives[output.request_id] = ActivePrompt(
+                    self.readers[place].hearing.request_message(place), output.request_id
+                )
             for delta in self._lives[output.request_id].deltas(output):
                 self.readers[place].take(sent(delta))
 
@@ -113,14 +115,14 @@ def test_readers_get_what_one_engine_would_have_told(part: int) -> None:
 
 @pytest.mark.parametrize("name", ["tokens", "chars", "ended"])
 def test_what_was_not_heard_is_missed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Hearing.ask
+    right = PromptProgress.request_message
     nothing: dict[str, Any] = {"tokens": [], "chars": 0, "ended": False}
 
-    def forgetful(self: Hearing, key: int) -> Add:
+    def forgetful(self: PromptProgress, key: int) -> AddPrompt:
         add = right(self, key)
-        told = [msgspec.convert({**msgspec.to_builtins(one), name: nothing[name]}, type(one)) for one in add.told]
-        return msgspec.structs.replace(add, told=told)
+        told = [msgspec.convert({**msgspec.to_builtins(one), name: nothing[name]}, type(one)) for one in add.resumed]
+        return msgspec.structs.replace(add, resumed=told)
 
-    monkeypatch.setattr(Hearing, "ask", forgetful)
+    monkeypatch.setattr(PromptProgress, "request_message", forgetful)
     with pytest.raises((AssertionError, ValueError)):
         test_readers_get_what_one_engine_would_have_told(0)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from lamina.lending import debtor, ledger
+from lamina.lending import debt_ledger, debtor
 from lamina.lending.creditor import Creditor
+from lamina.lending.debt_ledger import DebtLedger, LedgerEntry
 from lamina.lending.debtor import Debtor
-from lamina.lending.ledger import DebtLedger, LedgerEntry
 from simulation.lending.instance import SimInstance
 from simulation.lending.scenario import lending_scenario, rough
 from simulation.lending.world import BrokenLendingError, check_lending
@@ -52,7 +52,9 @@ def _old_heartbeats_too(self: DebtLedger, beat: Any, now: float) -> bool:
 
 def _keeps_late_grants(self: Debtor, message: Any, now: float) -> list[Any]:
     key = message.creditor, message.lease
-    self.loans[key] = debtor.Borrowed(*key, message.blocks, now + debtor.SAFE * message.lease_s, message.lease_s)
+    self.loans[key] = debtor.Borrowed(
+        *key, message.blocks, now + debtor.SAFETY_FACTOR * message.lease_s, message.lease_s
+    )
     return []
 
 
@@ -61,10 +63,10 @@ def _settles_all(self: Debtor, order: Any, now: float) -> list[Any]:
 
 
 def _no_cap(self: Creditor, debtor: str, blocks: int, now: float) -> str:
-    return "" if 0 < blocks <= self.free else "none is free"
+    return "" if 0 < blocks <= self.free_blocks else "none is free"
 
 
-def _asks_anew(self: Creditor, ask: Any, now: float, take: Any = Creditor.take) -> Any:
+def _asks_anew(self: Creditor, ask: Any, now: float, take: Any = Creditor.answer_request) -> Any:
     self._answered.clear()
     return take(self, ask, now)
 
@@ -81,7 +83,7 @@ def _renews_for_ever(self: Debtor, message: Any) -> None:
             loan.until += 2 * message.lease_s
 
 
-def _turns_away(self: Creditor, debtor: str, blocks: int, now: float, why: Any = Creditor._why_not) -> str:
+def _turns_away(self: Creditor, debtor: str, blocks: int, now: float, why: Any = Creditor._refusal_reason) -> str:
     return str(why(self, debtor, blocks, now) or ("it is not your turn" if debtor != self.name and blocks > 4 else ""))
 
 
@@ -90,7 +92,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a debtor counts a lease for longer": (debtor, "SAFE", 3.0),
     "an old heartbeat counts": (DebtLedger, "hear", _old_heartbeats_too),
     "a refusal is forgotten": (DebtLedger, "refusal", lambda self, message: None),
-    "four are proposed": (ledger, "MOST_CANDIDATES", 4),
+    "four are proposed": (debt_ledger, "MOST_CANDIDATES", 4),
     "leases never end": (Creditor, "expire", lambda self, now: []),
     "a late grant is kept": (Debtor, "_granted", _keeps_late_grants),
     "an ask that comes twice has two loans": (Creditor, "take", _asks_anew),

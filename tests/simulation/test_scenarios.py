@@ -9,24 +9,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from lamina.engine import scheduler as scheduler_module
-from lamina.engine.blocks.prefixes import Prefixes
-from lamina.engine.blocks.room import Room
-from lamina.engine.blocks.stripe_moves import StripeMoves
-from lamina.engine.blocks.swaps import Swaps
-from lamina.engine.blocks.tier import Tier
 from lamina.engine.engine import Engine
-from lamina.engine.kept import KeptKV
-from lamina.engine.prefill import Prefill
 from lamina.engine.request import Request
-from lamina.engine.rounds.early import EarlyDraws
-from lamina.engine.scheduler import Scheduler
-from lamina.engine.sequence import Sequence
-from lamina.fleet.arrivals import Arrivals
-from lamina.protocol.blocks.pool import BlockPool
-from lamina.protocol.blocks.tables import BlockTables
+from lamina.executor.step_reorder_buffer import StepReorderBuffer
+from lamina.protocol.blocks.block_pool import BlockPool
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.control import StepDone
-from lamina.protocol.move_ops import MoveStripes
+from lamina.protocol.migration_ops import CopyStripes
+from lamina.scheduler import scheduler as scheduler_module
+from lamina.scheduler.kv_manager.allocator import KvAllocator
+from lamina.scheduler.kv_manager.early_tokens import EarlyTokens
+from lamina.scheduler.kv_manager.migration import KvMigration
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.kv_manager.swap import SwapPolicy
+from lamina.scheduler.prefill_dispatch import PrefillDispatcher
+from lamina.scheduler.scheduler import Scheduler
+from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.surviving_kv import SurvivingTokens
 from simulation.copies import SimCopies
 from simulation.play import is_broken
 from simulation.run import ScenarioError, check, check_restart, play, smaller
@@ -95,19 +95,19 @@ def test_every_stream_goes_on_while_memory_workers_come_and_go(part: int) -> Non
 @pytest.mark.parametrize("mistake", ["", "nothing is copied", "where it lies is sure at once"])
 def test_sequences_leave_memory_workers_one_by_one(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of whom die in the midst of that."""
-    took, take, tend = list[int](), SimCopies._take, StripeMoves.tend
+    took, take, tend = list[int](), SimCopies._take, KvMigration.add_ops
 
-    def taken(self: SimCopies, worker: SimMemory, op: MoveStripes) -> int:
+    def taken(self: SimCopies, worker: SimMemory, op: CopyStripes) -> int:
         took.append(take(self, worker, op) if mistake != "nothing is copied" else 4)
         return took[-1]
 
-    def tended(self: StripeMoves, *args: Any, **options: Any) -> None:
+    def tended(self: KvMigration, *args: Any, **options: Any) -> None:
         tend(self, *args, **options)
         self._unsure.clear()
 
     monkeypatch.setattr(SimCopies, "_take", taken)
     if mistake == "where it lies is sure at once":
-        monkeypatch.setattr(StripeMoves, "tend", tended)
+        monkeypatch.setattr(KvMigration, "add_ops", tended)
     if mistake:
         assert any(is_broken(check, leaving(seed)) for seed in range(ENOUGH))
         return
@@ -119,13 +119,13 @@ def test_sequences_leave_memory_workers_one_by_one(mistake: str, monkeypatch: py
 @pytest.mark.long
 def test_what_is_kept_beside_the_pools_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """But that tokens are loaded, and not computed."""
-    loads, right = list[int](), Tier.load
+    loads, right = list[int](), OffloadIndex.begin_load
 
-    def load(self: Tier, sequence: Sequence, wanted: Any, spare_s: float) -> Any:
+    def load(self: OffloadIndex, sequence: Sequence, wanted: Any, spare_s: float) -> Any:
         loads.append(wanted.length)
         return right(self, sequence, wanted, spare_s)
 
-    monkeypatch.setattr(Tier, "load", load)
+    monkeypatch.setattr(OffloadIndex, "begin_load", load)
     for seed in range(0, SEEDS, 6):
         of = replace(scenario(seed), faults=())
         if "kv_offloading_size" in of.options:
@@ -160,26 +160,26 @@ def replacing(owner: Any, method: str, wrong: Callable[..., Any]) -> Callable[[p
 def prefill_keeping(part: str) -> Callable[[pytest.MonkeyPatch], None]:
     """One thing that prefill workers have stays with them."""
 
-    def wrong(self: Prefill) -> None:
+    def wrong(self: PrefillDispatcher) -> None:
         for worker in self._workers:
             if part != "prompts":
                 worker.prompts.clear()
             if part != "in_flight":
                 worker.in_flight.clear()
             if part != "held":
-                worker.held = -1
+                worker.num_held_tokens = -1
 
-    return replacing(Prefill, "roll_back", wrong)
+    return replacing(PrefillDispatcher, "roll_back", wrong)
 
 
 def scores_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Engine._roll_back
 
     def wrong(self: Engine, change: Any) -> Any:
-        before = [(s, s.num_scored) for r in self._requests.values() for s in r.sequences]
+        before = [(s, s.num_scored_prompt_tokens) for r in self._requests.values() for s in r.sequences]
         keep = right(self, change)
         for sequence, count in before:
-            sequence.num_scored = count
+            sequence.num_scored_prompt_tokens = count
         return keep
 
     monkeypatch.setattr(Engine, "_roll_back", wrong)
@@ -206,9 +206,9 @@ def old_view_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Engine.resume
 
     def wrong(self: Engine, ready: Any) -> None:
-        view = self.scheduler.view
+        view = self.scheduler.epoch
         right(self, ready)
-        self.scheduler.view = view
+        self.scheduler.epoch = view
 
     monkeypatch.setattr(Engine, "resume", wrong)
 
@@ -218,10 +218,10 @@ def waiting_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Scheduler.roll_back
 
     def wrong(self: Scheduler, *args: Any) -> Any:
-        before = [(s, s.num_drawing) for s in self.waiting]
+        before = [(s, s.num_output_placeholders) for s in self.waiting]
         keep = right(self, *args)
         for sequence, count in before:
-            sequence.num_drawing = count
+            sequence.num_output_placeholders = count
         return keep
 
     monkeypatch.setattr(Scheduler, "roll_back", wrong)
@@ -229,14 +229,14 @@ def waiting_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose KV is being loaded has rows at once."""
-    right = Tier.load
+    right = OffloadIndex.begin_load
 
-    def wrong(self: Tier, sequence: Sequence, wanted: Any, spare_s: float) -> Any:
+    def wrong(self: OffloadIndex, sequence: Sequence, wanted: Any, spare_s: float) -> Any:
         ops = right(self, sequence, wanted, spare_s)
-        sequence.num_loading, sequence.num_scheduled = 0, wanted.length
+        sequence.num_loading_tokens, sequence.num_computed_tokens = 0, wanted.length
         return ops
 
-    monkeypatch.setattr(Tier, "load", wrong)
+    monkeypatch.setattr(OffloadIndex, "begin_load", wrong)
 
 
 def holders_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,9 +244,9 @@ def holders_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Engine._roll_back
 
     def wrong(self: Engine, change: Any) -> Any:
-        before = self.info.holders
+        before = self.worker_info.holders
         keep = right(self, change)
-        self.info = msgspec.structs.replace(self.info, holders=before)
+        self.worker_info = msgspec.structs.replace(self.worker_info, holders=before)
         return keep
 
     monkeypatch.setattr(Engine, "_roll_back", wrong)
@@ -255,14 +255,14 @@ def holders_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def old_done_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is done counts, though one before it was not."""
 
-    def take(self: Arrivals) -> StepDone | None:
+    def take(self: StepReorderBuffer) -> StepDone | None:
         for batch, step in self._done:
             if step in self._queued.get(batch, ()):
                 self._queued[batch].remove(step)
                 return self._done.pop((batch, step))
         return None
 
-    monkeypatch.setattr(Arrivals, "take", take)
+    monkeypatch.setattr(StepReorderBuffer, "next_done", take)
 
 
 MISTAKES = {
@@ -291,59 +291,71 @@ MISTAKES = {
     "numbers of sequences": replacing(
         Scheduler,
         "roll_back",
-        lambda self, *args, right=Scheduler.roll_back: (setattr(self._newcomers, "_next_id", 0), right(self, *args))[1],
+        lambda self, *args, right=Scheduler.roll_back: (setattr(self._admission, "_next_id", 0), right(self, *args))[1],
     ),
     "prompts": prefill_keeping("prompts"),
     "chunks": prefill_keeping("in_flight"),
     "what prefill workers hold": prefill_keeping("held"),
     "the ledger": replacing(BlockTables, "reconcile", lambda self, keep: None),
-    "lost KV": replacing(KeptKV, "tokens", lambda self, wanted: wanted.length),
+    "lost KV": replacing(SurvivingTokens, "tokens", lambda self, wanted: wanted.length),
     "KV behind a window": replacing(
         BlockTables, "held_of", lambda self, keep: self._extents.held(self._sequences.get(keep.sequence))
     ),
     "retained KV": replacing(
-        Prefixes, "stay", lambda self, kept, right=Prefixes.stay: right(self, lambda keep: keep.length)
+        PrefixCache, "stay", lambda self, kept, right=PrefixCache.keep_surviving: right(self, lambda keep: keep.length)
     ),
     "shared blocks": replacing(BlockPool, "share", lambda self, blocks: None),
     "KV of another preempted one": replacing(
-        Tier, "save_own", lambda self, of, length, root, right=Tier.save_own: right(self, of, length, b"")
+        OffloadIndex,
+        "save_own",
+        lambda self, of, length, root, right=OffloadIndex.save_all_ops: right(self, of, length, b""),
     ),
     "KV behind a preempted one": replacing(
-        Swaps,
+        SwapPolicy,
         "find",
-        lambda self, of, right=Swaps.find: (load := right(self, of)) and load._replace(length=load.length - 1),
+        lambda self, of, right=SwapPolicy.find_loadable: (
+            (load := right(self, of)) and load._replace(length=load.length - 1)
+        ),
     ),
     "KV that is being loaded": rows_too_early,
-    "KV that was not loaded behind an open gate": replacing(EarlyDraws, "take", lambda self, sequence, drawn: False),
+    "KV that was not loaded behind an open gate": replacing(EarlyTokens, "take", lambda self, sequence, drawn: False),
     "KV that was not loaded": replacing(
-        Tier, "report", lambda self, said, right=Tier.report: right(self, msgspec.structs.replace(said, pages=64))
+        OffloadIndex,
+        "report",
+        lambda self, said, right=OffloadIndex.on_transfer_done: right(self, msgspec.structs.replace(said, pages=64)),
     ),
-    "transfers of an older view": replacing(Tier, "cancel", lambda self: None),
+    "transfers of an older view": replacing(OffloadIndex, "cancel", lambda self: None),
     "a beginning that was given back": replacing(
-        Tier, "keys_of", lambda self, of, length, right=Tier.keys_of, **more: right(self, of, length, **more)[::-1]
+        OffloadIndex,
+        "keys_of",
+        lambda self, of, length, right=OffloadIndex.keys_of, **more: right(self, of, length, **more)[::-1],
     ),
 }
 
 
 # Of what happens as memory workers come and go.
 PLANNED_MISTAKES = {
-    "where sequences lie": replacing(scheduler_module, "settle", lambda batches, found: []),
+    "where sequences lie": replacing(scheduler_module, "apply_locations", lambda batches, found: []),
     "who has no room": replacing(
-        scheduler_module, "settle", lambda *args, right=scheduler_module.settle: (right(*args), [])[1]
+        scheduler_module, "apply_locations", lambda *args, right=scheduler_module.apply_locations: (right(*args), [])[1]
     ),
     "where they were": replacing(
-        Room,
+        KvAllocator,
         "deal",
-        lambda self, keep, right=Room.deal: [msgspec.structs.replace(k, was=None) for k in right(self, keep)],
+        lambda self, keep, right=KvAllocator.reassign: [
+            msgspec.structs.replace(k, was=None) for k in right(self, keep)
+        ],
     ),
-    "who lends": keeping(Room, "deal", "loans"),
+    "who lends": keeping(KvAllocator, "deal", "loans"),
     "the ledger's blocks": replacing(BlockTables, "become", lambda self, other: None),
     "who holds what": holders_kept,
-    "what is retained": replacing(Prefixes, "lie", lambda self, kept: None),
+    "what is retained": replacing(PrefixCache, "lie", lambda self, kept: None),
     "who keeps pages": replacing(
-        Tier,
+        OffloadIndex,
         "learn",
-        lambda self, facts, holders, right=Tier.learn: right(self, facts, vars(self).setdefault("first", holders)),
+        lambda self, facts, holders, right=OffloadIndex.sync: right(
+            self, facts, vars(self).setdefault("first", holders)
+        ),
     ),
 }
 

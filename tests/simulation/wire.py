@@ -6,13 +6,23 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from lamina.engine.wire import Done, Report, ViewChanged
-from lamina.fleet.arrivals import Arrivals
-from lamina.planner.simulator.clock import VirtualClock
+from lamina.executor.step_reorder_buffer import StepReorderBuffer
+from lamina.ops.sampling.token_history import TokenHistories
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
-from lamina.protocol.plan import Drop, Export, Fork, Grant, Import, Keep, MoveStripes, New, Rows
-from lamina.protocol.tiers import GateOpened, TierFacts, Transferred
-from lamina.sampling.history import Histories
+from lamina.protocol.executor import Done, EpochChanged, Report
+from lamina.protocol.offload_messages import LoadReady, OffloadFacts, TransferDone
+from lamina.protocol.step_plan import (
+    CopyStripes,
+    DeletePages,
+    Fork,
+    LoadKv,
+    New,
+    PrefillGrant,
+    RowRange,
+    SaveKv,
+    SurvivingKv,
+)
+from lamina.tools.plan.simulator.clock import VirtualClock
 
 from .copies import SimCopies
 from .elastic import SimElastic, capacity_of
@@ -26,7 +36,7 @@ START_S = 1.0  # of a new worker
 Worker = tuple[str, int]
 
 
-class SimWire:
+class SimExecutor:
     """A Wire of simulated workers on a virtual clock, with losses by the scenario."""
 
     def __init__(self, scenario: Scenario, clock: VirtualClock) -> None:
@@ -52,44 +62,47 @@ class SimWire:
 
     def _begin_view(self) -> None:
         self._prefills = [SimPrefill(self.layout) for _ in range(self._num_prefill)]
-        self._histories = [Histories() for _ in range(self._replicas)]
+        self._histories = [TokenHistories() for _ in range(self._replicas)]
         self._queues: list[deque[list[Passing]]] = [deque() for _ in self.memory]  # of rounds, by memory worker
         self._jobs: dict[int, deque[Passing]] = {}  # batch -> its steps, not executed
         self._last: dict[int, dict[int, int]] = {}  # batch -> sequence -> token
         self._chunks: list[deque[Chunk]] = [deque() for _ in range(self._num_prefill)]
-        self._grants: list[dict[tuple[int, int], Grant]] = [{} for _ in self.memory]  # by prefill worker and step
+        self._grants: list[dict[tuple[int, int], PrefillGrant]] = [
+            {} for _ in self.memory
+        ]  # by prefill worker and step
         self._told: list[tuple[Worker, StepDone]] = []  # on their way to the driver
         self._inbox: list[StepDone] = []
         self._moved: deque[Report] = deque()
         self._copies = SimCopies(self.memory, self._rng, self._later, self._lives, self._moved.append)
-        self._arrivals = Arrivals()
+        self._arrivals = StepReorderBuffer()
 
     def _ready(self) -> ComputeReady:
         layout = self.layout
         return ComputeReady(
-            view=self.view, vocab_size=VOCAB, num_layers=3, max_model_len=MAX_LEN, dtype="float32",
-            eos_token_ids=[EOS], windows=layout.windows, lanes=layout.lanes, stripe=layout.stripe, stays=layout.stays,
+            epoch=self.view, vocab_size=VOCAB, num_layers=3, max_model_len=MAX_LEN, dtype="float32",
+            eos_token_ids=[EOS], windows=layout.windows, kv_shards=layout.lanes, stripe=layout.stripe,
+            single_shard=layout.stays,
             num_blocks=[[layout.num_blocks] * len(h) for h in layout.holders], holders=layout.holders,
-            block_size=layout.block_size, summary={}, tier=self._tier(),
+            block_size=layout.block_size, summary={}, storage=self._tier(),
         )  # fmt: skip
 
-    def _tier(self) -> TierFacts | None:
+    def _tier(self) -> OffloadFacts | None:
         if not self._keeps:
             return None
-        return TierFacts(secret=b"s" * 32, identity=b"", page=PAGE, pages=[list(w.medium) for w in self.memory],
-                         rooms=[MOST_KEPT] * len(self.memory), era=self._era)  # fmt: skip
+        return OffloadFacts(secret=b"s" * 32, identity=b"", page_size=PAGE, pages=[list(w.medium) for w in self.memory],
+                         capacities=[MOST_KEPT] * len(self.memory), era=self._era)  # fmt: skip
 
     # Wire:
     def submit(self, new: RunRound) -> None:
         new_ids = [op.sequence for step in new.steps for op in step.plan.ops if isinstance(op, New | Fork)]
         assert not self._ids & set(new_ids), "a sequence of a number that there was"
         self._ids |= set(new_ids)
-        assert all(step.plan.view == self.view for step in new.steps), "a plan of another view"
+        assert all(step.plan.epoch == self.view for step in new.steps), "a plan of another view"
         for step in new.steps:
             assert step.plan.step > self._numbers.get(step.plan.batch, -1), "a step of a number that there was"
             self._numbers[step.plan.batch] = step.plan.step
-        self._arrivals.expect(new)
-        jobs = [Passing(s, [h.learn(s.plan.ops, s.draws) for h in self._histories]) for s in new.steps]
+        self._arrivals.add_round(new)
+        jobs = [Passing(s, [h.update(s.plan.ops, s.sampling_requests) for h in self._histories]) for s in new.steps]
         for job in jobs:
             self._jobs.setdefault(job.run.plan.batch, deque()).append(job)
         for number, queue in enumerate(self._queues):
@@ -97,19 +110,19 @@ class SimWire:
             if len(queue) == 1:
                 self._go_on(number)
 
-    def prefill(self, worker: int, new: RunRound) -> None:
+    def submit_prefill(self, worker: int, new: RunRound) -> None:
         (run,) = new.steps
-        assert run.plan.view == self.view, "a chunk of another view"
+        assert run.plan.epoch == self.view, "a chunk of another view"
         self._chunks[worker].append(Chunk(run, worker))
         self._compute_next(worker)
 
-    def wait(self) -> Done | ViewChanged:
+    def wait(self) -> Done | EpochChanged:
         while True:
             if self._noticed or self.elastic.due:
                 return self._halt()
             if self._moved:
                 return self._moved.popleft()
-            if (done := self._arrivals.take()) is not None:
+            if (done := self._arrivals.next_done()) is not None:
                 return done
             if self._inbox:
                 return self._inbox.pop(0)
@@ -117,11 +130,11 @@ class SimWire:
             more = self.clock.advance(self._next_event()) or self._faults or self.elastic.under_way
             assert more, "nothing will ever happen any more"
 
-    def look(self) -> ViewChanged | None:
+    def check_workers(self) -> EpochChanged | None:
         self._let_faults_come()
         return self._halt() if self._dead or self.elastic.due else None
 
-    def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
+    def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
         if not self._dead and not self.elastic.move(self.memory, keep, self._die):
             return self._halt()
         self.clock.now += START_S
@@ -174,7 +187,7 @@ class SimWire:
 
         self.clock.later(NOTICED_S, notice)
 
-    def _halt(self) -> ViewChanged:
+    def _halt(self) -> EpochChanged:
         """All that live come to rest, and say what they have."""
         self._noticed = False
         silent = set[Worker]()
@@ -185,7 +198,7 @@ class SimWire:
                 self._hear(done)
         self._told.clear()
         steps = []
-        while (done_step := self._arrivals.take()) is not None:
+        while (done_step := self._arrivals.next_done()) is not None:
             steps.append(done_step)
         steps += self._inbox
         self._tear()
@@ -200,7 +213,7 @@ class SimWire:
             capacity = capacity_of(self.layout)
         self.view += 1  # what was to happen in the one before will not
         self._begin_view()
-        return ViewChanged(steps, reports, capacity, self.elastic.stays)
+        return EpochChanged(steps, reports, capacity, self.elastic.stays)
 
     def _tear(self) -> None:
         """Steps that were executed are written to their end; of others a memory worker may have some layers."""
@@ -211,11 +224,11 @@ class SimWire:
                     break
                 for job in jobs:
                     if job.executed:
-                        worker.written.done(job.run.plan.rows)
+                        worker.written.commit(job.run.plan.rows)
                     elif self._rng.random() < 0.5:
                         for row in job.run.plan.rows:
                             for position in range(row.first, row.first + row.count):
-                                worker.write(row.sequence, row.place, position, TORN)
+                                worker.write(row.sequence, row.location, position, TORN)
 
     def _later(self, work: object, *args: object) -> None:
         view = self.view
@@ -239,19 +252,19 @@ class SimWire:
             return
         worker = self.memory[number]
         for job in jobs:
-            assert job.run.plan.view == self.view
+            assert job.run.plan.epoch == self.view
             for op in job.run.plan.ops:
-                if isinstance(op, Grant):
+                if isinstance(op, PrefillGrant):
                     self._grants[number][op.worker, op.step] = op
             worker.begin(job.run.plan)
             for op in job.run.plan.ops:
-                if isinstance(op, Export | Import):
-                    assert op.id > worker.last_transfer, "transfers are numbered in the order of the plans"
-                    worker.last_transfer = op.id
+                if isinstance(op, SaveKv | LoadKv):
+                    assert op.transfer_id > worker.last_transfer, "transfers are numbered in the order of the plans"
+                    worker.last_transfer = op.transfer_id
                     self._later(self._transfer, number, op)
-                elif isinstance(op, Drop):
+                elif isinstance(op, DeletePages):
                     worker.drop(op)
-                elif isinstance(op, MoveStripes):
+                elif isinstance(op, CopyStripes):
                     self._copies.begin(number, op)
             job.begun.add(number)
             if not job.run.plan.rows:
@@ -278,36 +291,39 @@ class SimWire:
         run, plan, at = job.run, job.run.plan, 0
         last, ids, seen = self._last.get(plan.batch, {}), list[int](), list[int]()
         for row in plan.rows:
-            tokens = [last[row.sequence] if t == -1 else t for t in run.tokens[at : at + row.count]]
+            tokens = [last[row.sequence] if t == -1 else t for t in run.token_ids[at : at + row.count]]
             at += row.count
             ids += tokens
             seen += self._attend(row, tokens)
         due = job.due[plan.replica_of(3)]
-        choices = [drawn(d, seen[d.row], due, ids[d.row] if d.pending else None) for d in run.draws]
+        choices = [
+            drawn(d, seen[d.row], due, ids[d.row] if d.has_pending_token else None) for d in run.sampling_requests
+        ]
         if plan.rows:
-            drawn_now = zip(run.draws, choices, strict=True)
-            self._last[plan.batch] = {d.sequence: x.token for d, x in drawn_now if d.known < 0}
+            drawn_now = zip(run.sampling_requests, choices, strict=True)
+            self._last[plan.batch] = {d.sequence: x.token_id for d, x in drawn_now if d.prompt_logprob_token < 0}
         self._tell(
-            ("compute", plan.replica_of(3)), StepDone(view=plan.view, batch=plan.batch, step=plan.step, drawn=choices)
+            ("compute", plan.replica_of(3)),
+            StepDone(epoch=plan.epoch, batch=plan.batch, step=plan.step, sampled_tokens=choices),
         )
 
-    def _attend(self, row: Rows, tokens: list[int]) -> list[int]:
+    def _attend(self, row: RowRange, tokens: list[int]) -> list[int]:
         """What each row sees, itself included."""
         totals = []
         for position, token in enumerate(tokens, row.first):
             before = self._total(row, position, range(position))
             stored = value(token, position, before)
             for worker in self.memory:
-                worker.write(row.sequence, row.place, position, stored)
+                worker.write(row.sequence, row.location, position, stored)
             totals.append(before + self._total(row, position, range(position, position + 1)))
         return totals
 
-    def _total(self, row: Rows, position: int, span: range) -> int:
-        return sum([worker.total(row.sequence, row.place, position, span) for worker in self.memory])
+    def _total(self, row: RowRange, position: int, span: range) -> int:
+        return sum([worker.total(row.sequence, row.location, position, span) for worker in self.memory])
 
     def _write(self, number: int, job: Passing) -> None:
         if self._lives("memory", number):
-            self.memory[number].written.done(job.run.plan.rows)
+            self.memory[number].written.commit(job.run.plan.rows)
             job.written.add(number)
             self._if_round_is_over(number, self._queues[number][0])
 
@@ -316,14 +332,14 @@ class SimWire:
             self._queues[number].popleft()
             self._go_on(number)
 
-    def _transfer(self, number: int, op: Export | Import) -> None:
+    def _transfer(self, number: int, op: SaveKv | LoadKv) -> None:
         if self._lives("memory", number):
             self._later(self._report, op, self.memory[number].transfer(op, self._rng))
 
-    def _report(self, op: Export | Import, said: Transferred) -> None:
+    def _report(self, op: SaveKv | LoadKv, said: TransferDone) -> None:
         """Of a load whose rows may come early the end is told later, perhaps that it has failed."""
-        if isinstance(op, Import) and op.spare_s and not any(self.layout.windows):
-            self._moved.append(GateOpened(view=0, id=op.id))
+        if isinstance(op, LoadKv) and op.slack_s and not any(self.layout.windows):
+            self._moved.append(LoadReady(epoch=0, transfer_id=op.transfer_id))
             self._later(self._moved.append, said)
         else:
             self._moved.append(said)
@@ -343,7 +359,7 @@ class SimWire:
         if done.batch >= self._batches:
             self._inbox.append(done)
         else:
-            self._arrivals.add(done)
+            self._arrivals.on_step_done(done)
 
     # Prefill workers:
     def _compute_next(self, worker: int) -> None:
@@ -357,12 +373,12 @@ class SimWire:
         (row,), at = chunk.run.plan.rows, self._prefills[worker]
         at.begin(chunk.run.plan)
         seen = []
-        for i, token in enumerate(chunk.run.tokens):
-            values, total = at.add(Rows(row.sequence, row.first + i, 1, row.place), [token])
+        for i, token in enumerate(chunk.run.token_ids):
+            values, total = at.add(RowRange(row.sequence, row.first + i, 1, row.location), [token])
             chunk.values += values
             seen.append(total)
-        due = Histories().learn(chunk.run.plan.ops, chunk.run.draws)
-        chunk.drawn = [drawn(d, seen[d.row], due, None) for d in chunk.run.draws]
+        due = TokenHistories().update(chunk.run.plan.ops, chunk.run.sampling_requests)
+        chunk.drawn = [drawn(d, seen[d.row], due, None) for d in chunk.run.sampling_requests]
         for number in range(len(self.memory)):
             self._deliver(number)
         self._compute_next(worker)
@@ -382,13 +398,14 @@ class SimWire:
             return
         grant, memory = self._grants[number][chunk.worker, chunk.run.plan.step], self.memory[number]
         for position, stored in enumerate(chunk.values, grant.first):
-            memory.write(grant.sequence, grant.place, position, stored)
-        memory.written.done([grant.rows])
+            memory.write(grant.sequence, grant.location, position, stored)
+        memory.written.commit([grant.rows])
         chunk.stored.add(number)
         self._deliver(number)
         while self._chunks[chunk.worker] and len(self._chunks[chunk.worker][0].stored) == len(self.memory):
             over = self._chunks[chunk.worker].popleft()
             plan = over.run.plan
             self._tell(
-                ("prefill", chunk.worker), StepDone(view=plan.view, batch=plan.batch, step=plan.step, drawn=over.drawn)
+                ("prefill", chunk.worker),
+                StepDone(epoch=plan.epoch, batch=plan.batch, step=plan.step, sampled_tokens=over.drawn),
             )

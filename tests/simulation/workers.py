@@ -6,12 +6,23 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lamina.memory.written import WrittenTokens
-from lamina.protocol.blocks.tables import BlockTables
-from lamina.protocol.partition import Lanes
-from lamina.protocol.placement import Place, Placement
-from lamina.protocol.plan import Drop, Expect, Export, Fork, Free, Import, Keep, New, Rows, StepPlan
-from lamina.protocol.tiers import Transferred
+from lamina.config.partition import KvShards
+from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.kv_placement import KvLocation, KvPlacement
+from lamina.protocol.offload_messages import TransferDone
+from lamina.protocol.step_plan import (
+    DeletePages,
+    Fork,
+    Free,
+    LoadKv,
+    New,
+    PrefetchHint,
+    RowRange,
+    SaveKv,
+    StepPlan,
+    SurvivingKv,
+)
+from lamina.workers.memory.committed_tokens import CommittedTokens
 
 from .model import value
 
@@ -24,7 +35,7 @@ class PoolShape(NamedTuple):
     """The groups of all memory workers, and who holds them; see ComputeReady."""
 
     windows: list[int]
-    lanes: list[Lanes]
+    lanes: list[KvShards]
     holders: list[list[int]]
     stripe: int  # in blocks
     stays: bool
@@ -49,7 +60,7 @@ class SimMemory:
         self.number = number
         self.groups = [g for g, holders in enumerate(layout.holders) if number in holders]
         self.tables = layout.tables(self.groups)
-        self.written = WrittenTokens()
+        self.written = CommittedTokens()
         self.medium: dict[bytes, list[list[int]]] = {}  # by page
         self.last_transfer = -1
         self.expected: dict[int, int] = {}  # turns, and how many pages each needs
@@ -61,36 +72,38 @@ class SimMemory:
     def begin(self, plan: StepPlan) -> None:
         """Apply a plan; it must be one that can be."""
         for op in plan.ops:
-            if isinstance(op, Export):
+            if isinstance(op, SaveKv):
                 pages = enumerate(op.keys)
-                self._saves[op.id] = [(key, [list(b) for b in self._page(op, number)]) for number, key in pages]
-            elif isinstance(op, Expect):
+                self._saves[op.transfer_id] = [
+                    (key, [list(b) for b in self._page(op, number)]) for number, key in pages
+                ]
+            elif isinstance(op, PrefetchHint):
                 self._expect(op)
         for fork in (op for op in plan.ops if isinstance(op, Fork) and op.length % self.size):
-            assert self.written.of(fork.source) >= fork.length, f"{fork}: its last tokens are still on their way"
+            assert self.written.tokens_of(fork.source) >= fork.length, f"{fork}: its last tokens are still on their way"
         self.tables.apply(plan)
-        for blocks, copies in zip(self._blocks, self.tables.copies, strict=True):
+        for blocks, copies in zip(self._blocks, self.tables.pending_copies, strict=True):
             for _, target, stored in [(s, t, list(blocks[s])) for s, t in copies]:
                 blocks[target][:] = stored
         self.written.begin(plan)
 
-    def _expect(self, op: Expect) -> None:
+    def _expect(self, op: PrefetchHint) -> None:
         """Of turns that a driver tells, in their order; and takes back what it has told."""
         if not op.keys:
-            assert self.expected.pop(op.turn, 0), f"turn {op.turn} was never expected, or in an older view"
+            assert self.expected.pop(op.order, 0), f"turn {op.order} was never expected, or in an older view"
             return
-        assert self.expected.get(op.turn, 0) == op.first, f"turn {op.turn} has a gap"
-        assert op.turn >= max(self.expected, default=0), f"turn {op.turn} comes behind later ones"
-        self.expected[op.turn] = op.first + len(op.keys)
+        assert self.expected.get(op.order, 0) == op.first, f"turn {op.order} has a gap"
+        assert op.order >= max(self.expected, default=0), f"turn {op.order} comes behind later ones"
+        self.expected[op.order] = op.first + len(op.keys)
 
-    def write(self, sequence: int, place: Place, position: int, stored: int) -> None:
+    def write(self, sequence: int, place: KvLocation, position: int, stored: int) -> None:
         """As far as it is kept here."""
         number, at = divmod(position, self.size)
         for group, weight in enumerate(self.weights):
             if (block := self.block(group, sequence, place, number)) is not None:
                 block[at] = stored * weight
 
-    def total(self, sequence: int, place: Place, position: int, span: range) -> int:
+    def total(self, sequence: int, place: KvLocation, position: int, span: range) -> int:
         """Of what a query at ``position`` sees of the positions ``span`` and is kept here."""
         total, size, stop = 0, self.size, span.stop
         for group, window in enumerate(self.tables.windows):
@@ -100,24 +113,24 @@ class SimMemory:
                 total += sum(block if low <= start <= stop - size else block[max(0, low - start) : stop - start])
         return total
 
-    def _stored(self, group: int, sequence: int, place: Place, numbers: range) -> list[tuple[int, list[int]]]:
+    def _stored(self, group: int, sequence: int, place: KvLocation, numbers: range) -> list[tuple[int, list[int]]]:
         """Of these blocks, without those that others keep: the first position, and what is stored."""
-        lanes, blocks = self.tables.lanes[group], self._blocks[group]
-        if self.tables.stripe and not lanes.all:
+        lanes, blocks = self.tables.kv_shards[group], self._blocks[group]
+        if self.tables.stripe and not lanes.has_all:
             each = ((n, self.block(group, sequence, place, n)) for n in numbers)
             return [(n * self.size, block) for n, block in each if block is not None]
-        if place.lane not in lanes:
+        if place.kv_shard not in lanes:
             return []
-        start, ids = self.tables.table(group, sequence)
+        start, ids = self.tables.block_table(group, sequence)
         if numbers and numbers.start < start:
             raise AssertionError(f"memory worker {self.number} has given back block {numbers.start} of {sequence}")
         return [(n * self.size, blocks[ids[n - start]]) for n in numbers]
 
-    def transfer(self, op: Export | Import, rng: random.Random) -> Transferred:
+    def transfer(self, op: SaveKv | LoadKv, rng: random.Random) -> TransferDone:
         """Save pages into a medium of MOST_KEPT, or load them, of which some are lost."""
         done, gone = len(op.keys), list[bytes]()
-        if isinstance(op, Export):
-            for key, blocks in reversed(self._saves.pop(op.id)):
+        if isinstance(op, SaveKv):
+            for key, blocks in reversed(self._saves.pop(op.transfer_id)):
                 if not blocks:  # others keep it
                     continue
                 self.medium[key] = blocks
@@ -132,34 +145,40 @@ class SimMemory:
                     done = number
                 for block, stored in zip(blocks, self.medium.get(key, []), strict=False):
                     block[:] = stored
-            self.written.done([Rows(op.sequence, op.first, min(op.count, done * PAGE))])
-        return Transferred(view=0, id=op.id, pages=done, gone=gone, error="" if done == len(op.keys) else "lost")
+            self.written.commit([RowRange(op.sequence, op.first, min(op.count, done * PAGE))])
+        return TransferDone(
+            epoch=0,
+            transfer_id=op.transfer_id,
+            num_pages=done,
+            evicted=gone,
+            error="" if done == len(op.keys) else "lost",
+        )
 
-    def drop(self, op: Drop) -> None:
+    def drop(self, op: DeletePages) -> None:
         """Behind what is saved."""
         for key in op.keys:
             self.medium.pop(key, None)
 
-    def _page(self, op: Export | Import, number: int) -> list[list[int]]:
+    def _page(self, op: SaveKv | LoadKv, number: int) -> list[list[int]]:
         """The blocks of one that are kept here."""
         first = op.first + number * PAGE
-        place = op.place if isinstance(op, Import) else self.tables.place(op.sequence)
+        place = op.location if isinstance(op, LoadKv) else self.tables.location(op.sequence)
         numbers = range(first // self.size, -(-min(first + PAGE, op.first + op.count) // self.size))
         blocks = (self.block(group, op.sequence, place, n) for group in range(len(self.groups)) for n in numbers)
         return [block for block in blocks if block is not None]
 
-    def reconcile(self, keep: Sequence[Keep]) -> None:
+    def reconcile(self, keep: Sequence[SurvivingKv]) -> None:
         """Hold what ``keep`` says, and nothing else."""
         had = self.written.report()
         for each in keep:
-            held = self.tables.held_of(each)
+            held = self.tables.surviving_blocks(each)
             assert held is not None, f"memory worker {self.number} has not {each}"
             assert not any(held) or had.get(each.sequence, 0) >= each.length, f"{each} was never written"
         self.tables.reconcile(keep)
         self.written.reconcile(keep)
         self.expected.clear()
 
-    def given(self, window: int, sequence: int, place: Place, number: int) -> list[list[int]]:
+    def given(self, window: int, sequence: int, place: KvLocation, number: int) -> list[list[int]]:
         """Block ``number`` of a sequence, of the layers of a window, without weights; nothing where others keep it."""
         blocks = list[list[int]]()
         for group in (g for g, own in enumerate(self.tables.windows) if own == window):
@@ -167,13 +186,13 @@ class SimMemory:
                 blocks.append([stored // self.weights[group] for stored in block])
         return blocks
 
-    def block(self, group: int, sequence: int, place: Place, number: int) -> list[int] | None:
+    def block(self, group: int, sequence: int, place: KvLocation, number: int) -> list[int] | None:
         """What is stored of it; None where others keep it."""
         tables = self.tables
-        lane = tables.placement.lane_at(place, number)
-        if lane not in tables.lanes[group]:
+        lane = tables.placement.kv_shard_at(place, number)
+        if lane not in tables.kv_shards[group]:
             return None
-        start, ids = tables.table(group, sequence)
+        start, ids = tables.block_table(group, sequence)
         if number < start:
             raise AssertionError(f"memory worker {self.number} has given back block {number} of sequence {sequence}")
         at = ids[number - start] if not tables.stripe else tables.block_ids(group, sequence, number, number + 1)[0]
@@ -185,7 +204,7 @@ class SimPrefill:
 
     def __init__(self, layout: PoolShape) -> None:
         self._layout = layout
-        self._placement = Placement(max(len(x.pattern) for x in layout.lanes), layout.stripe, layout.stays)
+        self._placement = KvPlacement(max(len(x.pattern) for x in layout.lanes), layout.stripe, layout.stays)
         each = zip(layout.windows, layout.lanes, layout.holders, strict=True)
         self._groups = [(w, x, sum(layout.weight(g, h) for h in of)) for g, (w, x, of) in enumerate(each)]
         self._stored: dict[int, list[int]] = {}
@@ -199,18 +218,18 @@ class SimPrefill:
             elif isinstance(op, Free):
                 del self._stored[op.sequence]
 
-    def add(self, row: Rows, tokens: Sequence[int]) -> tuple[list[int], int]:
+    def add(self, row: RowRange, tokens: Sequence[int]) -> tuple[list[int], int]:
         """The values of more rows, and what the last one sees."""
         values, before = self._stored[row.sequence], row.first
         assert len(values) == before, "a chunk before the one before it"
         for position, token in enumerate(tokens, before):
-            values.append(value(token, position, self._total(values, row.place, position)))
-        return values[before:], self._total(values, row.place, len(values) - 1)
+            values.append(value(token, position, self._total(values, row.location, position)))
+        return values[before:], self._total(values, row.location, len(values) - 1)
 
-    def _total(self, values: Sequence[int], place: Place, position: int) -> int:
+    def _total(self, values: Sequence[int], place: KvLocation, position: int) -> int:
         """Of what a query there sees of ``values``, as all memory workers would have it."""
         total, size = 0, self._layout.block_size
-        lanes = [self._placement.lane_at(place, number) for number in range(-(-len(values) // size))]
+        lanes = [self._placement.kv_shard_at(place, number) for number in range(-(-len(values) // size))]
         for window, own, weight in self._groups:
             low = max(0, position - window + 1) if window else 0
             for number in range(low // size, len(lanes)):

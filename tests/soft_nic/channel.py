@@ -13,12 +13,12 @@ from collections.abc import Callable
 from mmap import mmap
 from time import monotonic
 
+from lamina.netstack.bootstrap.card_exchange import exchange_cards
+from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, drive, exchanged
+from lamina.netstack.bootstrap.lifeline import SLICE_S, WatchedChannel
+from lamina.netstack.bootstrap.listener import Meeting
+from lamina.netstack.contract.channel_terms import EPOCH_SHIFT, Geometry
 from lamina.netstack.contract.fabric import ChannelAborted, ChannelTimeout, HandshakeError, NoResource, Slot
-from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry
-from lamina.netstack.meeting.handshake import PeerSession, drive, exchanged
-from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel
-from lamina.netstack.meeting.listener import Meeting
-from lamina.netstack.meeting.swap import swap
 
 try:
     from . import _native as native
@@ -47,7 +47,7 @@ class NicModelChannel(WatchedChannel):
     """Owns ``sock``, whose peer has passed the handshake, once this returns; usable once the two have met."""
 
     def __init__(
-        self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool, proxied: bool = False
+        self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool, proxied: bool = False
     ) -> None:
         outbound, inbound = session.outbound, session.inbound
         if listening:
@@ -80,7 +80,9 @@ class NicModelChannel(WatchedChannel):
         where = len(self._inbox), os.getpid(), self._memory, os.fstat(self._memory).st_ino
         card = CARD.pack(self._number, secrets.randbits(32), native.INBOX_ADDRESS, *where)
         try:
-            yield from exchanged(self._sock, swap(self._session, card, self._reach, listening=self._listening))
+            yield from exchanged(
+                self._sock, exchange_cards(self._session, card, self._reach, listening=self._listening)
+            )
         except BaseException:
             self.close()
             raise

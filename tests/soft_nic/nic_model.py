@@ -13,12 +13,12 @@ from __future__ import annotations
 import socket
 from time import monotonic
 
+from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, Hello, offer, run
+from lamina.netstack.bootstrap.listener import Meeting, StreamListener
+from lamina.netstack.bootstrap.sockets import dial, open_place
 from lamina.netstack.contract.base import BaseFabric
+from lamina.netstack.contract.channel_terms import DEFAULT_LISTEN_TERMS, MAX_MESSAGE_BYTES, ListenTerms, Terms
 from lamina.netstack.contract.fabric import CONNECT_S, ChannelError, Fabric
-from lamina.netstack.contract.terms import MESSAGE_MOST, RECEPTION, Reception, Terms
-from lamina.netstack.meeting.handshake import Hello, PeerSession, offer, run
-from lamina.netstack.meeting.listener import Meeting, StreamListener
-from lamina.netstack.meeting.sockets import dial, open_place
 
 from .channel import NicModelChannel
 
@@ -30,7 +30,7 @@ class NicModelFabric(BaseFabric):
     spoken = "nicmodel"  # in a hello, which has 8 bytes for it
     proxied = False  # another thread rings for the one that posts
 
-    def listen(self, address: str = "", reception: Reception = RECEPTION) -> StreamListener:
+    def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> StreamListener:
         place = _endpoint(address or f"{LOCAL}:0")
         where = f"{self.scheme}://{place[0]}:{place[1]}"
         sock = open_place(socket.AF_INET, place, where, "port (0: any)")
@@ -46,8 +46,8 @@ class NicModelFabric(BaseFabric):
         place = _endpoint(self._address(url))
         hello = Hello(**vars(terms), scheme=self.spoken)
         for geometry in (terms.outbound, terms.inbound):
-            if geometry.slot_bytes > MESSAGE_MOST:
-                raise ValueError(f"{url}: slot_bytes is at most {MESSAGE_MOST} here, not {geometry.slot_bytes}")
+            if geometry.slot_bytes > MAX_MESSAGE_BYTES:
+                raise ValueError(f"{url}: slot_bytes is at most {MAX_MESSAGE_BYTES} here, not {geometry.slot_bytes}")
         sock = dial(socket.AF_INET, place, url, timeout_s)
         try:
             session = run(sock, offer(terms.key or self._key, hello), url, deadline=deadline)
@@ -61,13 +61,15 @@ class NicModelFabric(BaseFabric):
             sock.close()
             raise
 
-    def _welcome(self, sock: socket.socket, session: PeerSession) -> Meeting:
+    def _welcome(self, sock: socket.socket, session: AuthenticatedTerms) -> Meeting:
         try:
             return self._channel(sock, self._url(sock.getpeername()), session, listening=True).meeting()
         except ValueError as error:
             raise OSError(str(error)) from error
 
-    def _channel(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> NicModelChannel:
+    def _channel(
+        self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool
+    ) -> NicModelChannel:
         channel = NicModelChannel(sock, peer, session, listening=listening, proxied=self.proxied)
         self._opened.add(channel)
         return channel

@@ -5,10 +5,10 @@ events, each with the calls that it befalls:
 
     [{"call": "read", "after": 2, "times": 1, "fault": "lost"}, {"call": "write", "delay_s": 0.01}]
 
-The first line makes the third read raise AtomLostError, the second one makes all writes take longer. ``byte_s``:
+The first line makes the third read raise FragmentLostError, the second one makes all writes take longer. ``byte_s``:
 seconds for each byte that is read or written. Faults: ``lost``
-AtomLostError, ``full`` NoRoomError, ``broken`` MediumError, and ``flip``, which a medium must never do: a read returns
-a wrong bit as if it were right.
+FragmentLostError, ``full`` StorageFullError, ``broken`` StorageError, and ``flip``, which a medium must never do: a
+read returns a wrong bit as if it were right.
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ from typing import Any, Literal
 
 import msgspec
 
-from lamina.kv.media import PLUGINS, AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
-from lamina.kv.media.host import HostMedium
-from lamina.kv.pages import Atom, Page
+from lamina.kv.pages import Page, PageFragment
+from lamina.kv.storage import (
+    PLUGINS,
+    Bytes,
+    FragmentLostError,
+    StorageConfig,
+    StorageError,
+    StorageFullError,
+    StoredPage,
+)
+from lamina.kv.storage.host import HostStorage
 
 EMULATE_VARIABLE = "LAMINA_EMULATE_MEDIUM"
 _QUEUED_S = 0.05  # a call so soon after the previous one counts as queued: a thread that wakes late slows no medium
-_ERRORS = {"lost": AtomLostError, "full": NoRoomError, "broken": MediumError}
+_ERRORS = {"lost": FragmentLostError, "full": StorageFullError, "broken": StorageError}
 
 
 def environment(*script: Mapping[str, Any]) -> dict[str, str]:
@@ -43,7 +51,7 @@ def environment(*script: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-class Happening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class InjectedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An event that befalls calls ``after`` .. ``after + times`` of one kind, by their numbers in this worker."""
 
     call: Literal["reserve", "write", "read", "drop", "pages"]
@@ -53,16 +61,16 @@ class Happening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     byte_s: float = 0.0
     fault: Literal["", "lost", "full", "broken", "flip"] = ""
 
-    def meets(self, call: str, number: int) -> bool:
+    def applies_to(self, call: str, number: int) -> bool:
         """True if the event befalls call ``number`` of a kind."""
         return call == self.call and 0 <= number - self.after < (number + 1 if self.times is None else self.times)
 
 
-class Emulated:
+class EmulatedStorage:
     """A medium in host memory that does what the script says."""
 
-    def __init__(self, place: MediumPlace, script: list[Happening]) -> None:
-        self._inner = HostMedium(place)
+    def __init__(self, place: StorageConfig, script: list[InjectedFault]) -> None:
+        self._inner = HostStorage(place)
         self._script = script
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
@@ -73,59 +81,61 @@ class Emulated:
         self._happen("reserve")
         return self._inner.reserve(nbytes)
 
-    def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
+    def write(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
         """Write to host memory, late or not at all where the script says so."""
         self._happen("write", sum(memoryview(data).nbytes for data in atoms.values()))
         self._inner.write(page, atoms)
 
-    def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
+    def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
         """Read from host memory; the script may delay it, let it fail or flip one bit."""
         flip = self._happen("read", sum(memoryview(buffer).nbytes for buffer in into.values()))
         self._inner.read(key, into)
         if flip and into:
             memoryview(next(iter(into.values()))).cast("B")[0] ^= 1
 
-    def take(self, key: bytes, atoms: frozenset[Atom] | None = None) -> tuple[Page, dict[Atom, bytes]]:
-        """A page and its bytes: of ``atoms``, or all. It is no use of the page. Raises AtomLostError."""
+    def read_page(
+        self, key: bytes, atoms: frozenset[PageFragment] | None = None
+    ) -> tuple[Page, dict[PageFragment, bytes]]:
+        """A page and its bytes: of ``atoms``, or all. It is no use of the page. Raises FragmentLostError."""
         self._happen("read")
-        return self._inner.take(key, atoms)
+        return self._inner.read_page(key, atoms)
 
-    def held(self, key: bytes) -> HeldPage | None:
+    def lookup(self, key: bytes) -> StoredPage | None:
         """A page with its atoms that are here; None where there are none."""
         self._happen("pages")
-        return self._inner.held(key)
+        return self._inner.lookup(key)
 
-    def expect(self, turn: int, keys: Sequence[bytes]) -> None:
+    def hint(self, turn: int, keys: Sequence[bytes]) -> None:
         """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
-        self._inner.expect(turn, keys)
+        self._inner.hint(turn, keys)
 
-    def copied(self, key: bytes, *, yes: bool) -> None:
+    def mark_copied(self, key: bytes, *, yes: bool) -> None:
         """Note that another place has all that is here of a page, which is evicted first then."""
-        self._inner.copied(key, yes=yes)
+        self._inner.mark_copied(key, yes=yes)
 
-    def prolong(self, keys: Iterable[bytes], seconds: float) -> None:
+    def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
         """Keep these pages longer than others for so many seconds."""
-        self._inner.prolong(keys, seconds)
+        self._inner.set_retention(keys, seconds)
 
-    def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
+    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
         """Bring a page nearer, as the medium within does; None: there is none."""
-        return self._inner.fetch(atoms)
+        return self._inner.prefetch_next(atoms)
 
-    def drop(self, keys: Iterable[bytes]) -> None:
+    def delete(self, keys: Iterable[bytes]) -> None:
         """Give up pages of host memory."""
         self._happen("drop")
-        self._inner.drop(keys)
+        self._inner.delete(keys)
 
-    def divide(self, workers: int) -> list[bytes]:
+    def set_num_workers(self, workers: int) -> list[bytes]:
         """Have the part of one of so many."""
-        return self._inner.divide(workers)
+        return self._inner.set_num_workers(workers)
 
-    def pages(self) -> list[HeldPage]:
+    def pages(self) -> list[StoredPage]:
         """Pages in host memory; the most recently used last."""
         self._happen("pages")
         return self._inner.pages()
 
-    def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
+    def keys(self, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
         """Keys of the last used pages that have all of ``atoms``; the most recently used last."""
         self._happen("pages")
         return self._inner.keys(atoms, most)
@@ -139,7 +149,7 @@ class Emulated:
         with self._lock:
             number = self._calls[call]
             self._calls[call] += 1
-        met = [each for each in self._script if each.meets(call, number)]
+        met = [each for each in self._script if each.applies_to(call, number)]
         if delay_s := sum(each.delay_s for each in met):
             time.sleep(delay_s)
         if moves_s := nbytes * sum(each.byte_s for each in met):
@@ -158,10 +168,10 @@ class Emulated:
         time.sleep(max(0.0, left))
 
 
-def open_medium(place: MediumPlace) -> Emulated:
+def open_storage(place: StorageConfig) -> EmulatedStorage:
     """An empty one. Raises ValueError, also for a script that cannot be read."""
     try:
-        script = msgspec.json.decode(os.environ.get(EMULATE_VARIABLE) or "[]", type=list[Happening])
+        script = msgspec.json.decode(os.environ.get(EMULATE_VARIABLE) or "[]", type=list[InjectedFault])
     except msgspec.MsgspecError as e:
         raise ValueError(f"{EMULATE_VARIABLE}: {e}") from None
-    return Emulated(place, script)
+    return EmulatedStorage(place, script)

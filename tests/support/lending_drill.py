@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from street import DrillSizes, LendingStreet, Reading, until
+from lending_fixture import DrillSizes, LendingFixture, StreamReader, seconds_until
 
-from lamina.cli.drill.target import Target
-from lamina.protocol.options.declare import parse_size
+from lamina.config.option import parse_size
+from lamina.tools.drill.target import Target
 
 SILENCE_S = 300.0  # that fails a stream, and anything else that does not come
 SOON_S = 30.0
@@ -61,7 +61,7 @@ def run_drill(args: argparse.Namespace) -> int:
     for name in ("prompt", "tokens"):
         if getattr(args, name) < 2 * EARLY:
             raise ValueError(f"--{name} must be at least {2 * EARLY}, not {getattr(args, name)}")
-    scenes, street = list[Scene](), LendingStreet(args.model, sizes)
+    scenes, street = list[Scene](), LendingFixture(args.model, sizes)
     try:
         drill = LendingDrill(street, args.prompt, args.tokens)
         for name, play in SCENES.items():
@@ -87,8 +87,8 @@ def line_of(scene: Scene) -> str:
 class LendingDrill:
     """The same long request again and again."""
 
-    def __init__(self, street: LendingStreet, prompt: int, tokens: int) -> None:
-        self._street = street
+    def __init__(self, street: LendingFixture, prompt: int, tokens: int) -> None:
+        self._fixture = street
         ids = [(7 * n + 3) % 300 + 5 for n in range(prompt)]
         self._body: dict[str, Any] = {
             "prompt": ids, "temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "stream": True,
@@ -96,36 +96,36 @@ class LendingDrill:
         }  # fmt: skip
         self._wanted: list[int] = []
 
-    def calm(self) -> Scene:
+    def run_undisturbed(self) -> Scene:
         """A run without a fault."""
-        reading = self._begun(self._street.debtor)
-        lent = self._street.lent()
+        reading = self._begun(self._fixture.debtor)
+        lent = self._fixture.lent()
         self._wanted = reading.join().ids.get(0, [])
-        right = len(self._wanted) == self._body["max_tokens"] and lent.get(self._street.creditor_name, 0) > 0
+        right = len(self._wanted) == self._body["max_tokens"] and lent.get(self._fixture.creditor_name, 0) > 0
         return self._scene(reading, right, f"borrowed {_said(lent)}")
 
     def kill_creditor(self) -> Scene:
         """The host that lends dies: the sequence goes on with the memory of the other one."""
-        reading = self._begun(self._street.debtor)
-        before = self._street.lent()
-        self._street.creditor.end()
-        dead, lent = self._street.creditor_name, dict[str, int]()
+        reading = self._begun(self._fixture.debtor)
+        before = self._fixture.lent()
+        self._fixture.creditor.end()
+        dead, lent = self._fixture.creditor_name, dict[str, int]()
 
         def borrows_anew() -> bool:
             """True once another creditor lends. The ledger lists the loans of the dead one for a while."""
-            lent.update((name, blocks) for name, blocks in self._street.lent().items() if name != dead)
+            lent.update((name, blocks) for name, blocks in self._fixture.lent().items() if name != dead)
             return any(lent.values())
 
-        again = until(lambda: borrows_anew() or reading.over, SILENCE_S)
+        again = seconds_until(lambda: borrows_anew() or reading.has_ended, SILENCE_S)
         right = before.get(dead, 0) > 0 and again is not None and any(lent.values())
         return self._scene(reading, right, f"{_said(before)} was lost, and then borrowed {_said(lent)}")
 
     def recall(self) -> Scene:
         """The server that lends needs its memory itself."""
-        reading = self._begun(self._street.debtor)
-        lent = self._street.lent()
-        own = Reading(self._street.lender.url, self._body, SILENCE_S)
-        first = until(lambda: own.tokens or own.over, SILENCE_S)
+        reading = self._begun(self._fixture.debtor)
+        lent = self._fixture.lent()
+        own = StreamReader(self._fixture.lender.url, self._body, SILENCE_S)
+        first = seconds_until(lambda: own.tokens or own.has_ended, SILENCE_S)
         at = reading.tokens
         same = own.join().ids.get(0) == self._wanted
         right = same and any(lent.values()) and at < len(self._wanted)
@@ -134,60 +134,60 @@ class LendingDrill:
 
     def kill_ledger(self) -> Scene:
         """The ledger dies: loans go on, new ones wait."""
-        reading = self._begun(self._street.debtor)
-        self._street.ledger.end()
+        reading = self._begun(self._fixture.debtor)
+        self._fixture.ledger.end()
         what = "the loan went on; the next one waited until it was there again"
         scene = self._scene(reading, right=True, what=what)
-        back = until(lambda: not leased_bytes(self._street.debtor), SOON_S)
-        waiting = Reading(self._street.debtor.url, self._body, SILENCE_S)
-        early = until(lambda: waiting.tokens or waiting.over, WAITS_S)
-        self._street.start_ledger(self._street.place)
+        back = seconds_until(lambda: not leased_bytes(self._fixture.debtor), SOON_S)
+        waiting = StreamReader(self._fixture.debtor.url, self._body, SILENCE_S)
+        early = seconds_until(lambda: waiting.tokens or waiting.has_ended, WAITS_S)
+        self._fixture.start_ledger(self._fixture.place)
         same = waiting.join().ids.get(0) == self._wanted
         right = scene.right and back is not None and early is None and same
         return scene._replace(right=right)
 
     def cut_off(self) -> Scene:
         """The host that lends falls silent as KV is to move there, for longer than its lease."""
-        self._street.start_creditor()
-        until(lambda: self._street.creditor_name in self._street.lent(), SOON_S)
+        self._fixture.start_creditor()
+        seconds_until(lambda: self._fixture.creditor_name in self._fixture.lent(), SOON_S)
         self._await_rest()
-        reading, said = Reading(self._street.debtor.url, self._body, SILENCE_S), self._street.debtor.has_said
-        until(lambda: said("memory workers: 2 -> 3", reading.began) or reading.over, SILENCE_S)
-        go_on = self._street.stop(self._street.creditor)
+        reading, said = StreamReader(self._fixture.debtor.url, self._body, SILENCE_S), self._fixture.debtor.has_logged
+        seconds_until(lambda: said("memory workers: 2 -> 3", reading.has_begun) or reading.has_ended, SILENCE_S)
+        go_on = self._fixture.stop(self._fixture.creditor)
         try:
-            scene = self._scene(reading, said("memory workers: 2 -> 3", reading.began), "")
+            scene = self._scene(reading, said("memory workers: 2 -> 3", reading.has_begun), "")
         finally:
             go_on()
-        free = until(lambda: not self._street.lent().get(self._street.creditor_name, 1), SOON_S)
+        free = seconds_until(lambda: not self._fixture.lent().get(self._fixture.creditor_name, 1), SOON_S)
         what = f"silent until the last token; it had its blocks again {free or 0.0:.1f} s after it went on"
         return scene._replace(right=scene.right and free is not None, what=what + scene.what)
 
     def kill_debtor(self) -> Scene:
         """All its leases end."""
-        reading = self._begun(self._street.debtor)
-        lent = self._street.lent()
-        os.kill(self._street.debtor.pid_of("engine"), signal.SIGKILL)
-        back = until(lambda: not any(self._street.lent().values()), SOON_S)
+        reading = self._begun(self._fixture.debtor)
+        lent = self._fixture.lent()
+        os.kill(self._fixture.debtor.pid_of("engine"), signal.SIGKILL)
+        back = seconds_until(lambda: not any(self._fixture.lent().values()), SOON_S)
         reading.join()
         right = any(lent.values()) and back is not None and back < BACK_S
         return Scene("", right, f"{_said(lent)} came back, as the ledger knew {back or SOON_S:.1f} s later")
 
-    def _begun(self, server: Target) -> Reading:
+    def _begun(self, server: Target) -> StreamReader:
         """A stream of which some tokens have come, while nothing was on loan before."""
         self._await_rest()
-        reading = Reading(server.url, self._body, SILENCE_S)
-        until(lambda: reading.tokens >= EARLY or reading.over, SILENCE_S)
+        reading = StreamReader(server.url, self._body, SILENCE_S)
+        seconds_until(lambda: reading.tokens >= EARLY or reading.has_ended, SILENCE_S)
         return reading
 
     def _await_rest(self) -> None:
         """Wait until nothing is on loan: memory that is not needed goes back after a while."""
-        until(lambda: not any(self._street.lent().values()), SILENCE_S)
+        seconds_until(lambda: not any(self._fixture.lent().values()), SILENCE_S)
 
-    def _scene(self, reading: Reading, right: bool, what: str) -> Scene:
+    def _scene(self, reading: StreamReader, right: bool, what: str) -> Scene:
         """Wait for the stream's end, and compare its tokens with those of the run without a fault."""
         told = reading.join()
         same = not told.error and told.ids.get(0) == self._wanted
-        pause = told.pause_behind(reading.began)
+        pause = told.pause_after(reading.has_begun)
         return Scene("", right and same, what + (f"; other tokens: {told.error}" if not same else ""), pause)
 
 
@@ -202,7 +202,7 @@ def _said(lent: dict[str, int]) -> str:
 
 
 SCENES: dict[str, Callable[[LendingDrill], Scene]] = {
-    "nobody is hit": LendingDrill.calm,
+    "nobody is hit": LendingDrill.run_undisturbed,
     "creditor killed": LendingDrill.kill_creditor,
     "lent memory recalled": LendingDrill.recall,
     "ledger killed": LendingDrill.kill_ledger,

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from lamina.collective import RankPlace
-from lamina.collective.mesh import Mesh
-from lamina.collective.nccl import Nccl, open_group
+from lamina.ops.collective import RankLocation
+from lamina.ops.collective.mesh import MeshCollective
+from lamina.ops.collective.nccl import NcclCollective, open_group
 
 
-def open_over_gloo(mesh: Mesh, at: RankPlace) -> Nccl:
+def open_over_gloo(mesh: MeshCollective, at: RankLocation) -> NcclCollective:
     """One rank's end; all ranks of ``mesh`` open theirs together."""
 
     def make(store: Any) -> Any:
@@ -25,4 +25,4 @@ def open_over_gloo(mesh: Mesh, at: RankPlace) -> Nccl:
 
     opened = open_group(mesh, at, make)
     opened.group._set_default_timeout(timedelta(seconds=at.step_timeout_s))  # else its threads outlive the test
-    return Nccl(mesh, opened, torch.device("cpu"), at.step_timeout_s, lambda: lambda: True)
+    return NcclCollective(mesh, opened, torch.device("cpu"), at.step_timeout_s, lambda: lambda: True)

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from image import PYVERBS, ROOT, Image, program
 
-from lamina.processes import descendants_of, fields_of
+from lamina.utils.proc import descendants_of, stat_fields
 
 BOOT_S = 90.0
 KVM_BOOT_S = 15.0  # by the host's clock: else its processors are emulated
@@ -198,7 +198,7 @@ class Guest:
 
     def _ran_s(self) -> float:
         """Seconds that each of its processors has run, on average; the emulator's other threads count too."""
-        ticks = (int(n) for pid in descendants_of(self._process.pid) for n in fields_of(pid)[11:13])
+        ticks = (int(n) for pid in descendants_of(self._process.pid) for n in stat_fields(pid)[11:13])
         return sum(ticks) / TICK / self._processors
 
     def _said(self) -> str:

@@ -75,7 +75,7 @@ def test_every_message_crosses_a_wire_that_loses_packets(
 
 def test_a_host_that_vanishes_is_noticed_by_a_peer_that_only_waits(image: Image) -> None:
     """Soft-RoCE tries for ever: the channel's own time ends the wait."""
-    peer, key = ROOT / "tests/netstack/peer.py", f"PEER_KEY={KEY}"
+    peer, key = ROOT / "tests/support/netstack/peer.py", f"PEER_KEY={KEY}"
     with two_guests(image) as (here, there):
         here.start(python(f"{peer} listen", f"PEER_URL=verbs://{HERE}:0 {key}"))
         here.hear("verbs://", timeout_s=START_S)

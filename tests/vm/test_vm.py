@@ -17,8 +17,8 @@ SUITES = {
     "contract": "tests/contract/test_transports.py -k 'not pyverbs'",
     "contract by pyverbs": "tests/contract/test_transports.py -k pyverbs",
     "lies": "tests/netstack/rdma/test_verbs_faults.py "
-    "tests/netstack/meeting/test_listener.py tests/netstack/meeting/test_auto.py",
-    "ports": "tests/netstack/rdma/test_rdma_ports.py tests/netstack/rdma/test_rdma_quality.py",
+    "tests/netstack/bootstrap/test_listener.py tests/netstack/bootstrap/test_auto.py",
+    "ports": "tests/netstack/rdma/test_rdma_ports.py tests/netstack/rdma/test_traffic_class.py",
     "deaths and stops": "tests/netstack/test_processes.py tests/netstack/test_stalls.py",
 }
 LONG = (
@@ -37,7 +37,7 @@ def test_the_guest_reports_status_and_output(guest: Guest) -> None:
 def test_the_engine_was_built_and_loads(guest: Guest) -> None:
     """Else all that follows would prove pyverbs: install again where libibverbs-dev is."""
     done = guest.python(
-        "-c 'from lamina.netstack.host.native import verbs_fault; print([verbs_fault()])'", timeout_s=60
+        "-c 'from lamina.netstack.host.native_module import verbs_fault; print([verbs_fault()])'", timeout_s=60
     )
     assert (done.status, done.output) == (0, "['']\n")
 

@@ -15,7 +15,7 @@ struct Call {
   Step step;
   const Plan* plan;
   Operator op;
-  bool stored;  // k, v: a LayerStore's blocks, else the step's own rows
+  bool stored;  // k, v: a LayerCache's blocks, else the step's own rows
   const T* q;  // [R, Hq, D]
   const S *k, *v;
   const float *k_scale, *v_scale;  // of each row of k and v, or null

@@ -1,5 +1,5 @@
-// The kernels of lamina.attention.cuda, for one element type and head size. NVRTC compiles them at run time, nvcc and g++
-// in tests (tests/cuda_emulation). Blocks are single warps, which share nothing but L2.
+// The kernels of lamina.ops.attention.cuda, for one element type and head size. NVRTC compiles them at run time, nvcc
+// and g++ in tests (tests/cuda_emulation). Blocks are single warps, which share nothing but L2.
 //
 // HARDWARE-UNVERIFIED: compiled for sm_80, sm_90 and sm_100, and run warp by warp on a CPU, not on a GPU.
 //

@@ -1,4 +1,4 @@
-// Partial results and how two become one: lamina.attention.merge's arithmetic and tree, for a warp.
+// Partial results and how two become one: lamina.ops.attention.merge's arithmetic and tree, for a warp.
 #pragma once
 #include "attention/cuda/step.cuh"
 

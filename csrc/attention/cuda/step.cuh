@@ -3,8 +3,8 @@
 //
 // Words: a *query* is one query head of one row. Queries of one sequence that read the same KV head are numbered row by
 // row and computed together, `kQueries` of them in a *tile*. A *chunk* is 128 consecutive positions, a node (level, n) of
-// the merge tree covers chunks n << level .. (n + 1) << level (lamina/attention/merge.py). A *task* is one tile over one
-// node of the plan's level; one warp computes it, for one KV head.
+// the merge tree covers chunks n << level .. (n + 1) << level (lamina/ops/attention/merge.py). A *task* is one tile
+// over one node of the plan's level; one warp computes it, for one KV head.
 #pragma once
 #include "attention/cuda/warp.cuh"
 
@@ -17,7 +17,7 @@ LAMINA_DEVICE int least(int a, int b) { return a < b ? a : b; }
 LAMINA_DEVICE int most(int a, int b) { return a > b ? a : b; }
 LAMINA_DEVICE int parts(int n, int size) { return (n + size - 1) / size; }
 
-// lamina.kv.pool.RowTable of one sequence. The layout is cuda.py's SEQUENCE.
+// lamina.kv.paged_cache.RowTable of one sequence. The layout is cuda.py's SEQUENCE.
 struct Sequence {
   int row, first, count;  // its rows in the step: row .. row + count, at positions from first
   int low, high;  // the stored tokens that are meant: positions low .. high

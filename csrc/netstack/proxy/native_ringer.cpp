@@ -1,4 +1,4 @@
-// What lamina.netstack.host._native has of ringer.h. On its own, as native_device.cpp is.
+// What lamina.netstack.host._netstack has of ringer.h. On its own, as native_device.cpp is.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -98,7 +98,7 @@ PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
                        {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
                        {Py_tp_methods, methods},
                        {0, nullptr}};
-PyType_Spec spec = {"lamina.netstack.host._native.Ringer", sizeof(RingerObject), 0, Py_TPFLAGS_DEFAULT, slots};
+PyType_Spec spec = {"lamina.netstack.host._netstack.Ringer", sizeof(RingerObject), 0, Py_TPFLAGS_DEFAULT, slots};
 
 }  // namespace
 

@@ -87,7 +87,7 @@ PyMethodDef end_methods[] = {{"card", end_card, METH_NOARGS, nullptr},
                              {"close", end_close, METH_NOARGS, nullptr},
                              {nullptr, nullptr, 0, nullptr}};
 PyType_Slot end_slots[] = {{Py_tp_dealloc, slot(end_dealloc)}, {Py_tp_methods, end_methods}, {0, nullptr}};
-PyType_Spec end_spec = {"lamina.netstack.host._native.RdmaEnd", sizeof(RdmaEnd), 0,
+PyType_Spec end_spec = {"lamina.netstack.host._netstack.RdmaEnd", sizeof(RdmaEnd), 0,
                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, end_slots};
 
 }  // namespace

@@ -83,7 +83,7 @@ PyMethodDef pair_methods[] = {
     {"event", pair_event, METH_NOARGS, nullptr}, {"halt", pair_halt, METH_NOARGS, nullptr},
     {"close", pair_close, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyType_Slot pair_slots[] = {{Py_tp_dealloc, slot(pair_dealloc)}, {Py_tp_methods, pair_methods}, {0, nullptr}};
-PyType_Spec pair_spec = {"lamina.netstack.host._native.KernelPair", sizeof(KernelPair), 0,
+PyType_Spec pair_spec = {"lamina.netstack.host._netstack.KernelPair", sizeof(KernelPair), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, pair_slots};
 
 }  // namespace

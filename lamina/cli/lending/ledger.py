@@ -10,9 +10,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from lamina.fleet.lending.ledger_service import LedgerService
-from lamina.fleet.lending.links import LEDGER_NAME, key_of, open_link, parse_place
-from lamina.lending.messages import AskDebts, DebtsAre, LenderRow, OfLedger
+from lamina.executor.lending.ledger_service import LedgerService
+from lamina.executor.lending.lending_listener import LEDGER_NAME, key_of, open_link, parse_address
+from lamina.lending.lending_messages import DebtsReply, DebtsRequest, FromLedger, LenderRow
 from lamina.protocol.control import LinkClosedError
 
 SHOW_S = 5.0
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--silent-s must be 0.5 to 3600 seconds, not {args.silent_s:g}")
     if args.watch < 0.0:
         raise ValueError(f"--watch must be a number of seconds, not {args.watch:g}")
-    place, key = parse_place(args.place, "HOST:PORT"), key_of("the ledger")
+    place, key = parse_address(args.place, "HOST:PORT"), key_of("the ledger")
     if args.dry_run:
         print(f"would {args.order} the ledger at {args.place}")
         return 0
@@ -60,13 +60,13 @@ def _serve(place: tuple[str, int], key: bytes, silent_s: float) -> int:
 
 
 def _show(place: tuple[str, int], key: bytes, watch_s: float, as_json: bool) -> int:
-    link = open_link(place, key, OfLedger, name=f"show-{secrets.token_hex(4)}", peer=LEDGER_NAME, what="ledger")
+    link = open_link(place, key, FromLedger, name=f"show-{secrets.token_hex(4)}", peer=LEDGER_NAME, what="ledger")
     try:
         while True:
-            link.send(AskDebts())
+            link.send(DebtsRequest())
             answer = link.recv(SHOW_S)
-            assert isinstance(answer, DebtsAre)
-            print(json.dumps(facts_of(answer)) if as_json else table_of(answer), flush=True)
+            assert isinstance(answer, DebtsReply)
+            print(json.dumps(ledger_json(answer)) if as_json else ledger_table(answer), flush=True)
             if not watch_s:
                 return 0
             threading.Event().wait(watch_s)
@@ -76,7 +76,7 @@ def _show(place: tuple[str, int], key: bytes, watch_s: float, as_json: bool) -> 
         link.close()
 
 
-def facts_of(answer: DebtsAre) -> dict[str, Any]:
+def ledger_json(answer: DebtsReply) -> dict[str, Any]:
     """Blocks of 1 MiB."""
     return {
         "creditors": [
@@ -104,7 +104,7 @@ def remote_share(rows: Sequence[LenderRow]) -> float:
     return round(sum(row.num_lent for row in rows) / cap, 4) if cap else 0.0
 
 
-def table_of(answer: DebtsAre) -> str:
+def ledger_table(answer: DebtsReply) -> str:
     """For people: MiB."""
     lines = [f"{'creditor':40} {'free':>8} {'lent':>8} {'cap':>8}  debtors"]
     for row in answer.lenders:

@@ -9,11 +9,11 @@ import secrets
 import socket
 import threading
 
-from lamina.facts.room import free_bytes
-from lamina.fleet.lending.lend_service import BLOCK_BYTES, LendService
-from lamina.fleet.lending.links import key_of, parse_place
+from lamina.config.option import parse_size
+from lamina.executor.lending.lender_service import BLOCK_BYTES, LenderService
+from lamina.executor.lending.lending_listener import key_of, parse_address
+from lamina.facts.host_memory import free_bytes
 from lamina.lending.creditor import LendingTerms
-from lamina.protocol.options.declare import parse_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,16 +52,16 @@ def run(args: argparse.Namespace) -> int:
     if not blocks:
         raise ValueError(f"nothing is lent: {nbytes} bytes are less than a block of {BLOCK_BYTES}")
     cap = parse_size(args.debtor_cap, "--debtor-cap") // BLOCK_BYTES if args.debtor_cap else blocks
-    ledger, at = parse_place(args.ledger, "--ledger"), parse_place(args.address, "--address")
+    ledger, at = parse_address(args.ledger, "--ledger"), parse_address(args.address, "--address")
     key, host = key_of("lending"), socket.gethostname()
     if args.dry_run:
         print(f"would lend {blocks} MiB, {min(cap, blocks)} MiB to one debtor, by the ledger at {args.ledger}")
         return 0
-    terms = LendingTerms(blocks, min(cap, blocks), args.lease_s, place=args.place or host)
+    terms = LendingTerms(blocks, min(cap, blocks), args.lease_s, location=args.place or host)
     name = f"lend-{host[:24]}-{secrets.token_hex(4)}"
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     budget = {"most_cores": args.lend_cores, "most_gbps": args.lend_gbps}
-    service = LendService(at, ledger, key, name, blocks, terms, threads=args.threads, **budget)
+    service = LenderService(at, ledger, key, name, blocks, terms, threads=args.threads, **budget)
     try:
         print(f"{name} lends {blocks} MiB at {service.address}", flush=True)
         service.serve(threading.Event())

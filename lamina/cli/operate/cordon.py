@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .operators import add_server, ask, check_url, check_worker
+from .operator_client import add_server, check_url, check_worker, request
 
 ASK_S = 30.0  # for its answer, between two steps
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0 once it is so. Raises as ``ask``."""
+    """Exit status: 0 once it is so. Raises as ``request``."""
     worker = args.memory_worker
     check_worker(worker)
     check_url(args.url)
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         begin = "let sequences begin again" if args.undo else "have no new sequence begin"
         print(f"would {begin} on memory worker {worker} of {args.url}")
         return 0
-    left = ask(args, "/cordon", {"memory_worker": worker, "on": not args.undo}, ASK_S, "cordoned")["cordoned"]
+    left = request(args, "/cordon", {"memory_worker": worker, "on": not args.undo}, ASK_S, "cordoned")["cordoned"]
     where = f"no new sequence begins on memory worker {', '.join(map(str, left))}" if left else ""
     print(where or "sequences begin on all memory workers")
     return 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import time
 
-from lamina.facts.report import counted
+from lamina.facts.report import count_text
 
-from .operators import add_server, ask, check_timeout, check_url, check_worker
+from .operator_client import add_server, check_timeout, check_url, check_worker, request
 
 ASK_S = 10.0  # for one answer
 LOOK_S = 0.2
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0 once nothing is under way, or where that is not waited for; 1 where something still is. Raises as
-    ``ask``.
+    ``request``.
     """
     check_url(args.url)
     check_timeout(args.timeout_s, none=True)
@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"would have {args.url} {'take new requests again' if args.undo else 'take no new requests'}")
         return 0
     deadline = time.monotonic() + args.timeout_s
-    left = ask(args, "/drain", {"on": not args.undo}, ASK_S, "completions")["completions"]
+    left = request(args, "/drain", {"on": not args.undo}, ASK_S, "completions")["completions"]
     if args.undo:
         print("it takes new requests again")
         return 0
     while left and time.monotonic() < deadline:
         time.sleep(min(LOOK_S, max(0.0, deadline - time.monotonic())))
-        left = ask(args, "/drain", {"on": True}, ASK_S, "completions")["completions"]
-    print(f"it takes no new requests; {counted(left, 'completion')} under way")
+        left = request(args, "/drain", {"on": True}, ASK_S, "completions")["completions"]
+    print(f"it takes no new requests; {count_text(left, 'completion')} under way")
     return int(bool(left) and args.timeout_s > 0)
 
 
@@ -73,7 +73,7 @@ def _dismiss(args: argparse.Namespace) -> int:
         print(f"would have {who} of {args.url} give KV to the others, and end")
         return 0
     body = {"memory_worker": worker} if host is None else {"host": host}
-    answer = ask(args, "/drain", body, args.timeout_s or ASK_S, "memory_workers", "pause_s")
+    answer = request(args, "/drain", body, args.timeout_s or ASK_S, "memory_workers", "pause_s")
     left, pause_s = answer["memory_workers"], answer["pause_s"]
     print(f"{who} {'has' if host is None else 'have'} gone; {left} left; streams paused for {pause_s:.2f} s")
     return 0

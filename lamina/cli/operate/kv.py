@@ -9,10 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.facts.report import size, table
+from lamina.facts.report import size_text, table
 
 if TYPE_CHECKING:
-    from lamina.kv.store.folder import StoreFolder
+    from lamina.kv.disk_store.store_directory import StoreDirectory
 
 
 ACTIONS = {
@@ -38,23 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0, or 1 where something is damaged. Raises ValueError, OSError."""
-    from lamina.kv.store.folder import INDEX, StoreFolder
+    from lamina.kv.disk_store.store_directory import INDEX, StoreDirectory
 
     if args.tenant is not None and args.action != "purge":
         raise ValueError(f"--tenant goes with purge, not with {args.action}")
     path = Path(args.dir).expanduser()
     if path.is_dir() and not (path / INDEX).exists():  # its reader prints nothing then
         raise ValueError(f"DIR {args.dir}: no KV store is there: name the directory of --kv-store-dir")
-    with closing(StoreFolder(args.dir, "DIR", make=False)) as folder:
+    with closing(StoreDirectory(args.dir, "DIR", make=False)) as folder:
         if args.action == "stat" or args.dry_run:
             return _stat(folder, as_json=args.json)
         return _verify(folder, args) if args.action == "verify" else _purge(folder, args)
 
 
-def _stat(folder: StoreFolder, *, as_json: bool) -> int:
-    from lamina.kv.store.upkeep import summary_of
+def _stat(folder: StoreDirectory, *, as_json: bool) -> int:
+    from lamina.kv.disk_store.maintenance import store_summary
 
-    summary = summary_of(folder)
+    summary = store_summary(folder)
     names = [(part.identity.hex()[:16], part.tenant.hex(), part.pages) for part in summary.parts]
     if as_json:
         rows = [
@@ -64,24 +64,26 @@ def _stat(folder: StoreFolder, *, as_json: bool) -> int:
         text = json.dumps({"segments": summary.segments, "bytes": summary.nbytes, "stored": rows}, indent=2)
     else:
         cells = [
-            [model, tenant, str(pages), size(part.nbytes)]
+            [model, tenant, str(pages), size_text(part.nbytes)]
             for (model, tenant, pages), part in zip(names, summary.parts, strict=True)
         ]
         lines = table([["model", "tenant", "pages", "on disk"], *cells], left=(0, 1))
-        text = "\n".join([*lines, f"{summary.segments} segments, {size(summary.nbytes)}"])
+        text = "\n".join([*lines, f"{summary.segments} segments, {size_text(summary.nbytes)}"])
     print(text)
     return 0
 
 
-def _verify(folder: StoreFolder, args: argparse.Namespace) -> int:
-    from lamina.kv.store.folder import store_secret
-    from lamina.kv.store.upkeep import Damage, verify
+def _verify(folder: StoreDirectory, args: argparse.Namespace) -> int:
+    from lamina.kv.disk_store.maintenance import DamagedPage, verify
+    from lamina.kv.disk_store.store_directory import store_secret
 
     whole = damaged = 0
     for check in verify(folder, store_secret(folder, args.kv_key_file, make=False)):
-        if isinstance(check, Damage):
+        if isinstance(check, DamagedPage):
             damaged += 1
-            print(f"page {check.page.key.hex()[:16]}: {len(check.atoms)} atoms are damaged, the first: {check.why}")
+            print(
+                f"page {check.page.key.hex()[:16]}: {len(check.fragments)} atoms are damaged, the first: {check.reason}"
+            )
         else:
             whole += 1
     print(f"{whole} pages are whole, {damaged} are damaged")
@@ -96,9 +98,9 @@ def _tenant(key_id: str) -> bytes:
     return salt_of(bytes.fromhex(key_id), None)
 
 
-def _purge(folder: StoreFolder, args: argparse.Namespace) -> int:
-    from lamina.kv.store.folder import store_secret
-    from lamina.kv.store.upkeep import purge, purge_tenant
+def _purge(folder: StoreDirectory, args: argparse.Namespace) -> int:
+    from lamina.kv.disk_store.maintenance import purge, purge_tenant
+    from lamina.kv.disk_store.store_directory import store_secret
 
     if args.tenant is None:
         purge(folder)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from lamina.protocol.options.declare import flag
+from lamina.config.option import flag_name
 
-from .operators import add_server, ask, check_timeout, check_url
+from .operator_client import add_server, check_timeout, check_url, request
 
 SIZES = {
     "memory_workers": "memory workers, which share the KV cache and the attention over it",
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     add_server(parser)
     for name, help in SIZES.items():
-        parser.add_argument(flag(name), type=int, metavar="N", help=f"{help} (default: as many as there are)")
+        parser.add_argument(flag_name(name), type=int, metavar="N", help=f"{help} (default: as many as there are)")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="seconds to wait for its answer (default: 900)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be asked for, and exit")
 
@@ -32,16 +32,16 @@ def run(args: argparse.Namespace) -> int:
     """
     asked = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     if not asked:
-        raise ValueError(f"nothing is to change: give {', '.join(map(flag, SIZES))}")
+        raise ValueError(f"nothing is to change: give {', '.join(map(flag_name, SIZES))}")
     for name, number in asked.items():
         if number < (least := LEAST.get(name, 1)):
-            raise ValueError(f"{flag(name)} must be at least {least}, not {number}")
+            raise ValueError(f"{flag_name(name)} must be at least {least}, not {number}")
     check_url(args.url)
     check_timeout(args.timeout_s)
     if args.dry_run:
         print(f"would ask {args.url} for {_listed(asked)}")
         return 0
-    answer = ask(args, "/scale", asked, args.timeout_s, "before", "after", "pause_s")
+    answer = request(args, "/scale", asked, args.timeout_s, "before", "after", "pause_s")
     changed = {name: n for name, n in answer["after"].items() if answer["before"][name] != n}
     before = {name: answer["before"][name] for name in changed}
     if not changed:
@@ -53,4 +53,4 @@ def run(args: argparse.Namespace) -> int:
 
 def _listed(sizes: dict[str, int | str]) -> str:
     """As flags of ``serve``; a word is the plan by which batches are chosen."""
-    return ", ".join(f"{flag(name) if isinstance(n, int) else '--plan'} {n}" for name, n in sizes.items())
+    return ", ".join(f"{flag_name(name) if isinstance(n, int) else '--plan'} {n}" for name, n in sizes.items())

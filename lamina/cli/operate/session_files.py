@@ -48,6 +48,6 @@ def read_session(path: str, key_file: str) -> bytes:
 def _cipher(key_file: str):  # type: ignore[no-untyped-def]
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    from lamina.kv.store.folder import read_secret
+    from lamina.kv.disk_store.store_directory import read_secret
 
     return AESGCM(read_secret(key_file, "--key-file"))

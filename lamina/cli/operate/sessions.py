@@ -11,9 +11,9 @@ import os
 from urllib.parse import quote
 
 from lamina.facts.report import table
+from lamina.tools.plan import session_advice
 
-from . import sessions_advice
-from .operators import call, check_url
+from .operator_client import check_url, send_request
 from .session_files import read_session, write_session
 
 ASK_S = 10.0
@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", default="", help="whose sessions; better LAMINA_API_KEY")
     parser.add_argument("--json", action="store_true", help="list: print them as JSON")
     parser.add_argument("--dry-run", action="store_true", help="say what would be asked for, and exit")
-    sessions_advice.add_arguments(parser.add_argument_group("advise"))
+    session_advice.add_arguments(parser.add_argument_group("advise"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0. Raises ValueError where the asker can put it right, OSError where nobody answers, WorkerError."""
     if args.action == "advise":
-        return sessions_advice.run(args)
+        return session_advice.run(args)
     check_url(args.url)
     if (args.action in ("drop", "export")) != bool(args.id):
         raise ValueError("sessions drop and export need the session_id, sessions list and import take none")
@@ -54,20 +54,20 @@ def run(args: argparse.Namespace) -> int:
         return 0
     key = args.api_key or os.environ.get("LAMINA_API_KEY", "")
     if args.action == "drop":
-        call(args.url, f"/v1/sessions/{quote(args.id, safe='')}", key, ASK_S, method="DELETE")
+        send_request(args.url, f"/v1/sessions/{quote(args.id, safe='')}", key, ASK_S, method="DELETE")
         print(f"dropped {args.id}")
         return 0
     if args.action == "export":
-        answer = call(args.url, f"/v1/sessions/{quote(args.id, safe='')}/export", key, ASK_S, "session")
+        answer = send_request(args.url, f"/v1/sessions/{quote(args.id, safe='')}/export", key, ASK_S, "session")
         write_session(args.file, args.key_file, base64.b64decode(answer["session"]))
         print(f"wrote {args.id} to {args.file}")
         return 0
     if args.action == "import":
         session = base64.b64encode(read_session(args.file, args.key_file)).decode()
-        answer = call(args.url, "/v1/sessions/import", key, ASK_S, "id", "turns", body={"session": session})
+        answer = send_request(args.url, "/v1/sessions/import", key, ASK_S, "id", "turns", body={"session": session})
         print(f"took over {answer['id']}, {answer['turns']} turns")
         return 0
-    sessions = call(args.url, "/v1/sessions", key, ASK_S, "data")["data"]
+    sessions = send_request(args.url, "/v1/sessions", key, ASK_S, "data")["data"]
     if args.json:
         print(json.dumps(sessions, indent=2))
         return 0

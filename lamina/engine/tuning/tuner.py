@@ -9,56 +9,61 @@ from __future__ import annotations
 import logging
 import math
 
-from lamina.engine.rounds.steps import Round
+from lamina.scheduler.scheduler_output import Round
 
-from .laws import RoundLaws
+from .round_time_model import RoundTimeModel
 
 log = logging.getLogger(__name__)
-TIE = 0.02  # a gain too small for more batches, which wait longer for each token
-SAME_TOKENS = 1.1  # within this factor of those that were looked at last, nobody looks again
+MIN_GAIN = 0.02  # a gain too small for more batches, which wait longer for each token
+RETUNE_FACTOR = 1.1  # within this factor of those that were looked at last, nobody looks again
 
 
 class Tuner:
-    """``n``: the batches that are wanted now. ``reason``: what was chosen last and why, in one line."""
+    """``num_batches``: the batches that are wanted now. ``reason``: what was chosen last and why, in one line."""
 
-    def __init__(self, most: int, laws: RoundLaws) -> None:
+    def __init__(self, most: int, laws: RoundTimeModel) -> None:
         """``most``: batches."""
         self._most, self._laws = most, laws
         self._rows, self._tokens = 0, 0  # that were looked at last
-        self.n = 1
-        self.reason = f"1 batch until requests come; measured at the start: {laws.told()}"
+        self.num_batches = 1
+        self.reason = f"1 batch until requests come; measured at the start: {laws.describe()}"
         log.info("--plan auto: %s", self.reason)
 
     def observe(self, done: Round) -> bool:
         """A round was done; whether another choice has been made by that."""
-        if not done.steady or not self._differs(done):
+        if not done.is_decode_only or not self._load_changed(done):
             return False
         first, self._rows, self._tokens = not self._rows, done.rows, done.tokens
-        seconds = times_of(self._laws, self._most, done.rows, done.tokens)
-        wanted = self.n if seconds.get(self.n, math.inf) <= min(seconds.values()) * (1 + TIE) else chosen(seconds)
-        if wanted == self.n and not first:
+        seconds = round_seconds(self._laws, self._most, done.rows, done.tokens)
+        wanted = (
+            self.num_batches
+            if seconds.get(self.num_batches, math.inf) <= min(seconds.values()) * (1 + MIN_GAIN)
+            else choose_num_batches(seconds)
+        )
+        if wanted == self.num_batches and not first:
             return False
-        self.n = wanted
-        told = ", ".join(f"{s * 1e3:.1f} ms with {n}" for n, s in seconds.items())
+        self.num_batches = wanted
+        text = ", ".join(f"{s * 1e3:.1f} ms with {n}" for n, s in seconds.items())
         sequences = f"{done.rows} sequence" + "s" * (done.rows != 1)
         self.reason = (
-            f"{self.n} batch{'es' * (self.n > 1)}: a token of {sequences}, {done.tokens} tokens long together, takes "
-            f"{told}; measured at the start: {self._laws.told()}"
+            f"{self.num_batches} batch{'es' * (self.num_batches > 1)}: a token of {sequences}, {done.tokens} tokens "
+            f"long together, takes "
+            f"{text}; measured at the start: {self._laws.describe()}"
         )
         log.info("--plan auto: %s", self.reason)
         return True
 
-    def _differs(self, done: Round) -> bool:
-        same = self._tokens / SAME_TOKENS <= done.tokens <= self._tokens * SAME_TOKENS
+    def _load_changed(self, done: Round) -> bool:
+        same = self._tokens / RETUNE_FACTOR <= done.tokens <= self._tokens * RETUNE_FACTOR
         return done.rows != self._rows or not same
 
 
-def times_of(laws: RoundLaws, most: int, rows: int, tokens: float) -> dict[int, float]:
+def round_seconds(laws: RoundTimeModel, most: int, rows: int, tokens: float) -> dict[int, float]:
     """Seconds of a round, by the number of batches; no batch is empty."""
     return {n: laws.seconds(n, rows, tokens) for n in range(1, min(most, rows) + 1)}
 
 
-def chosen(seconds: dict[int, float]) -> int:
+def choose_num_batches(seconds: dict[int, float]) -> int:
     """The fewest batches of those that are as good as the best."""
     best = min(seconds.values())
-    return next(n for n, s in sorted(seconds.items()) if s <= best * (1 + TIE))
+    return next(n for n, s in sorted(seconds.items()) if s <= best * (1 + MIN_GAIN))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from lamina.protocol.partition import Lanes
-from lamina.protocol.placement import FIRST, Deal, Place, Placement
-from lamina.protocol.plan import Adopt, Keep, MoveStripes, Prune, Rows, Shift
+from lamina.config.partition import KvShards
+from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation, KvPlacement, ShardCounter
+from lamina.protocol.step_plan import CommitMigration, ContextShift, CopyStripes, DropBlocks, RowRange, SurvivingKv
 
-from .counts import blocks_of_one
+from .block_counts import max_blocks_of_sequence
 
 
 class PlanError(ValueError):
@@ -28,8 +28,8 @@ class Extent(NamedTuple):
     length: int  # tokens up to the end of its last rows
     first: int  # first position of its last rows: a replay of them must still find its window
     starts: tuple[int, ...]
-    place: Place = FIRST
-    dropped: tuple[int, ...] = ()  # of these, blocks that sparse groups keep no more, ascending
+    location: KvLocation = FIRST_LOCATION
+    dropped_blocks: tuple[int, ...] = ()  # of these, blocks that sparse groups keep no more, ascending
 
 
 class Extents:
@@ -39,65 +39,70 @@ class Extents:
         self,
         windows: Sequence[int],
         block_size: int,
-        lanes: Sequence[Lanes],
-        placement: Placement,
+        lanes: Sequence[KvShards],
+        placement: KvPlacement,
         sparse: Sequence[bool] = (),
     ) -> None:
         """``sparse[g]``: whether blocks may be dropped; such a group has no window, and all lanes. Empty: none."""
         self._windows, self._block_size = windows, block_size
         self._sparse = tuple(sparse) or (False,) * len(windows)
-        self._lanes, self._placement = lanes, placement
-        self._deals = [Deal(x, placement) for x in lanes]
+        self._kv_shards, self._placement = lanes, placement
+        self._shard_counters = [ShardCounter(x, placement) for x in lanes]
         self._windowed = any(windows)
-        self._keeps_all = all(x.all for x in lanes)  # wherever it lies
+        self._keeps_all_blocks = all(x.has_all for x in lanes)  # wherever it lies
         self.empty = Extent(0, 0, (0,) * len(windows))
 
-    def left(self, keep: Keep) -> Extent:
+    def extent_of_surviving(self, keep: SurvivingKv) -> Extent:
         """The extent of a sequence of which ``keep`` is kept: it has the blocks that its next row can see."""
         starts = (max(0, keep.length - w + 1) // self._block_size if w else 0 for w in self._windows)
-        return Extent(keep.length, keep.length, tuple(starts), keep.place)
+        return Extent(keep.length, keep.length, tuple(starts), keep.location)
 
-    def before(self, row: Rows) -> Extent:
+    def extent_before(self, row: RowRange) -> Extent:
         """The extent of a sequence that is not there yet, once all tokens before ``row`` are."""
-        return self.left(Keep(row.sequence, row.first, row.place)) if row.first else self.empty
+        return self.extent_of_surviving(SurvivingKv(row.sequence, row.first, row.location)) if row.first else self.empty
 
-    def held(self, extent: Extent | None) -> tuple[int, ...]:
+    def num_held_blocks(self, extent: Extent | None) -> tuple[int, ...]:
         """Blocks."""
         if extent is None:
             return (0,) * len(self._windows)
         stop = -(-extent.length // self._block_size)
-        if self._keeps_all and not extent.dropped:
+        if self._keeps_all_blocks and not extent.dropped_blocks:
             return tuple([max(0, stop - start) for start in extent.starts])
-        place = extent.place
+        place = extent.location
         if self._placement.stripe:
-            deals = zip(self._deals, extent.starts, strict=True)
-            held = tuple([deal.kept(place, stop) - deal.kept(place, min(start, stop)) for deal, start in deals])
+            deals = zip(self._shard_counters, extent.starts, strict=True)
+            held = tuple(
+                [deal.num_owned(place, stop) - deal.num_owned(place, min(start, stop)) for deal, start in deals]
+            )
         else:  # whole, in one lane
-            lanes = zip(self._lanes, extent.starts, strict=True)
-            held = tuple([stop - start if start < stop and place.lane in own else 0 for own, start in lanes])
-        if not extent.dropped:
+            lanes = zip(self._kv_shards, extent.starts, strict=True)
+            held = tuple([stop - start if start < stop and place.kv_shard in own else 0 for own, start in lanes])
+        if not extent.dropped_blocks:
             return held
-        return tuple(n - len(extent.dropped) * sparse for n, sparse in zip(held, self._sparse, strict=True))
+        return tuple(n - len(extent.dropped_blocks) * sparse for n, sparse in zip(held, self._sparse, strict=True))
 
-    def behind(self, extent: Extent, length: int) -> list[int]:
+    def num_blocks_after(self, extent: Extent, length: int) -> list[int]:
         """Blocks behind the whole ones of the first ``length`` tokens."""
         low, high = length // self._block_size, -(-extent.length // self._block_size)
-        return [deal.kept(extent.place, high) - deal.kept(extent.place, low) for deal in self._deals]
+        return [
+            deal.num_owned(extent.location, high) - deal.num_owned(extent.location, low)
+            for deal in self._shard_counters
+        ]
 
-    def most(self, place: Place, length: int, max_rows: int) -> list[int]:
+    def max_blocks(self, place: KvLocation, length: int, max_rows: int) -> list[int]:
         """The most blocks that a sequence of up to ``length`` tokens holds."""
         whole = -(-length // self._block_size)
         return [
-            min(deal.kept(place, whole), blocks_of_one(length, window, self._block_size, max_rows))
-            for deal, window in zip(self._deals, self._windows, strict=True)
+            min(deal.num_owned(place, whole), max_blocks_of_sequence(length, window, self._block_size, max_rows))
+            for deal, window in zip(self._shard_counters, self._windows, strict=True)
         ]
 
-    def shifted(self, extent: Extent, op: Shift) -> Extent:
+    def after_shift(self, extent: Extent, op: ContextShift) -> Extent:
         """Once ``op`` has taken out tokens and moved what is behind them. Raises PlanError."""
         self.check_whole(extent, op)
         size = self._block_size
-        unit = size * max(1, self._placement.stripe * self._placement.num_lanes)
-        if op.first < 0 or op.count < 1 or op.first % size or op.count % unit or extent.place.moved:
+        unit = size * max(1, self._placement.stripe * self._placement.num_kv_shards)
+        if op.first < 0 or op.count < 1 or op.first % size or op.count % unit or extent.location.moved_runs:
             raise PlanError(f"{op}: blocks have {size} tokens, and those of all lanes {unit}")
         length = extent.length - op.count
         if op.first > length:
@@ -107,71 +112,76 @@ class Extents:
         for window, start in zip(self._windows, starts, strict=True):
             if window and start * size > max(0, length - window + 1):
                 raise PlanError(f"{op}: tokens that a window of {window} then sees were given back")
-        return Extent(length, length, starts, extent.place)
+        return Extent(length, length, starts, extent.location)
 
-    def index(self, group: int, extent: Extent, number: int) -> int:
+    def table_index(self, group: int, extent: Extent, number: int) -> int:
         """Where the block ``number`` of a sequence, counted from its token 0, stands in the table of ``group``."""
-        deal, start = self._deals[group], extent.starts[group]
-        at = number - start if self._keeps_all else deal.kept(extent.place, number) - deal.kept(extent.place, start)
-        return at - bisect_left(extent.dropped, number) if extent.dropped and self._sparse[group] else at
+        deal, start = self._shard_counters[group], extent.starts[group]
+        at = (
+            number - start
+            if self._keeps_all_blocks
+            else deal.num_owned(extent.location, number) - deal.num_owned(extent.location, start)
+        )
+        return at - bisect_left(extent.dropped_blocks, number) if extent.dropped_blocks and self._sparse[group] else at
 
-    def numbers(self, group: int, extent: Extent) -> list[int]:
+    def block_numbers(self, group: int, extent: Extent) -> list[int]:
         """The blocks of a sequence that a group keeps, counted from its token 0."""
         numbers, stripe = range(extent.starts[group], -(-extent.length // self._block_size)), self._placement.stripe
-        if extent.dropped and self._sparse[group]:
-            gone = set(extent.dropped)
+        if extent.dropped_blocks and self._sparse[group]:
+            gone = set(extent.dropped_blocks)
             return [n for n in numbers if n not in gone]
         if not stripe:
-            return list(numbers) if extent.place.lane in self._lanes[group] else []
+            return list(numbers) if extent.location.kv_shard in self._kv_shards[group] else []
         stripes = range(numbers.start // stripe, -(-numbers.stop // stripe))
-        runs = self._placement.owned(self._lanes[group], extent.place, stripes)
+        runs = self._placement.owned_runs(self._kv_shards[group], extent.location, stripes)
         return [n for run in runs for n in range(run.start * stripe, run.stop * stripe) if n in numbers]
 
     def covers(self, extent: Extent, part: Extent) -> bool:
         """Whether who holds ``extent`` holds all of ``part``, of the same sequence, which may lie elsewhere."""
-        if extent.length < part.length or extent.dropped != part.dropped:
+        if extent.length < part.length or extent.dropped_blocks != part.dropped_blocks:
             return False
-        if extent.place == part.place:
-            held = zip(self.held(part), extent.starts, part.starts, strict=True)
+        if extent.location == part.location:
+            held = zip(self.num_held_blocks(part), extent.starts, part.starts, strict=True)
             return not any(n and a > b for n, a, b in held)
         groups = range(len(self._windows))
-        return all(set(self.numbers(g, part)) <= set(self.numbers(g, extent)) for g in groups)
+        return all(set(self.block_numbers(g, part)) <= set(self.block_numbers(g, extent)) for g in groups)
 
-    def alike(self, one: Place, other: Place, length: int) -> bool:
+    def same_owners(self, one: KvLocation, other: KvLocation, length: int) -> bool:
         """Whether the first ``length`` tokens of a sequence have the same owners at both places, as far as that counts
         here: a worker that keeps all tokens has them at every place.
         """
         stripe = self._placement.stripe * self._block_size
-        return self._keeps_all or self._placement.alike(one, other, -(-length // stripe) if stripe else 0)
+        return self._keeps_all_blocks or self._placement.same_owners(one, other, -(-length // stripe) if stripe else 0)
 
-    def advance(self, extent: Extent, row: Rows) -> Extent:
+    def advance(self, extent: Extent, row: RowRange) -> Extent:
         """The extent once ``row`` is planned: blocks that neither it nor the rows before it can see are given back."""
         if row.count < 1 or row.first < 0:
             raise PlanError(f"sequence {row.sequence}: {row.count} rows from position {row.first}")
         if row.first > extent.length:
             raise PlanError(f"sequence {row.sequence} has {extent.length} tokens, its rows start at {row.first}")
-        starts, place = extent.starts, extent.place
-        if extent.dropped and row.first // self._block_size <= extent.dropped[-1]:
+        starts, place = extent.starts, extent.location
+        if extent.dropped_blocks and row.first // self._block_size <= extent.dropped_blocks[-1]:
             raise PlanError(
-                f"sequence {row.sequence}: position {row.first} is not behind block {extent.dropped[-1]}, which was "
+                f"sequence {row.sequence}: position {row.first} is not behind block {extent.dropped_blocks[-1]}, "
+                f"which was "
                 f"dropped: free it and build it again"
             )
         if self._windowed:
             starts = self._starts(extent, row)
-        if row.place != place:
+        if row.location != place:
             self.check_place(row)
-            place = row.place
-        return Extent(row.first + row.count, row.first, starts, place, extent.dropped)
+            place = row.location
+        return Extent(row.first + row.count, row.first, starts, place, extent.dropped_blocks)
 
-    def in_block(self, extent: Extent, row: Rows) -> bool:
+    def stays_in_block(self, extent: Extent, row: RowRange) -> bool:
         """Whether ``row`` goes on in the last block that is held, where no window gives any back: a quick look, by
         which most rows are done with. False: look closer.
         """
         begun = row.first % self._block_size
         goes_on = row.first == extent.length and row.count > 0 and 0 < begun <= self._block_size - row.count
-        return goes_on and not self._windowed and row.place == extent.place
+        return goes_on and not self._windowed and row.location == extent.location
 
-    def _starts(self, extent: Extent, row: Rows) -> tuple[int, ...]:
+    def _starts(self, extent: Extent, row: RowRange) -> tuple[int, ...]:
         """The first block that is kept from ``row`` on, by group."""
         starts = []
         for window, start in zip(self._windows, extent.starts, strict=True):
@@ -184,57 +194,57 @@ class Extents:
             starts.append(max(start, unseen // self._block_size))
         return tuple(starts)
 
-    def pruned(self, extent: Extent, op: Prune) -> Extent:
+    def after_prune(self, extent: Extent, op: DropBlocks) -> Extent:
         """Once ``op`` has dropped blocks. Raises PlanError."""
         if not any(self._sparse):
             raise PlanError(f"sequence {op.sequence} is to lose blocks, and no layer is sparse")
-        whole, gone = extent.length // self._block_size, set(extent.dropped)
+        whole, gone = extent.length // self._block_size, set(extent.dropped_blocks)
         ascend = all(a < b for a, b in pairwise([-1, *op.blocks]))
         if not op.blocks or not ascend or op.blocks[-1] >= whole or not gone.isdisjoint(op.blocks):
             raise PlanError(
                 f"sequence {op.sequence} of {whole} whole blocks, {len(gone)} of them dropped, cannot lose {op.blocks}"
             )
-        return extent._replace(dropped=tuple(sorted(gone.union(op.blocks))))
+        return extent._replace(dropped_blocks=tuple(sorted(gone.union(op.blocks))))
 
-    def copied(self, extent: Extent, op: MoveStripes) -> Extent:
+    def after_copy(self, extent: Extent, op: CopyStripes) -> Extent:
         """Of the sequence that ``op`` begins, by that of its source. Raises PlanError."""
         self.check_whole(extent, op)
-        stripe, size, place = self._placement.stripe, self._block_size, Place(op.lane)
+        stripe, size, place = self._placement.stripe, self._block_size, KvLocation(op.kv_shard)
         first, stop = op.stripe * stripe, (op.stripe + op.count) * stripe
         if stripe:
-            there, length = self._placement.stays and 0 <= first < stop <= extent.length // size, stop * size
+            there, length = self._placement.single_shard and 0 <= first < stop <= extent.length // size, stop * size
         else:  # all of it
-            there, length = not (self._keeps_all or op.stripe or op.count) and extent.length > 0, extent.length
+            there, length = not (self._keeps_all_blocks or op.stripe or op.count) and extent.length > 0, extent.length
         if self._windowed or not there:
             raise PlanError(f"{op}: of {extent.length} tokens in stripes of {stripe * size}")
-        self.check_place(Rows(op.sequence, 0, 1, place))
+        self.check_place(RowRange(op.sequence, 0, 1, place))
         return Extent(length, length, (first,) * len(self._windows), place)
 
-    def adopted(self, extent: Extent, copy: Extent, op: Adopt) -> Extent:
+    def after_migration(self, extent: Extent, copy: Extent, op: CommitMigration) -> Extent:
         """Of a sequence that gets the blocks of ``copy``. Raises PlanError where it does not come to lie so by that."""
-        self.check_place(Rows(op.sequence, 0, 1, op.place))
-        unit, lane = max(1, self._placement.stripe) * self._block_size, self._placement.lane
+        self.check_place(RowRange(op.sequence, 0, 1, op.location))
+        unit, lane = max(1, self._placement.stripe) * self._block_size, self._placement.kv_shard_of
         whole = not self._placement.stripe
         stripes = range(copy.starts[0] * self._block_size // unit, -(-copy.length // unit))
         for number in range(-(-extent.length // unit)):
-            wanted = copy.place.lane if number in stripes else lane(extent.place, number)
-            if lane(op.place, number) != wanted:
+            wanted = copy.location.kv_shard if number in stripes else lane(extent.location, number)
+            if lane(op.location, number) != wanted:
                 raise PlanError(f"{op}: stripe {number} would not be in lane {wanted}")
         fits = copy.length == extent.length if whole else copy.length <= extent.length and not copy.length % unit
-        if copy.place.moved or copy.dropped or not fits:
+        if copy.location.moved_runs or copy.dropped_blocks or not fits:
             raise PlanError(f"{op}: sequence {op.copy} is no copy of it")
-        return extent._replace(place=op.place)
+        return extent._replace(location=op.location)
 
     @staticmethod
     def check_whole(extent: Extent, op: object) -> None:
         """Raises PlanError where some of a sequence was dropped: it is no source of anything."""
-        if extent.dropped:
-            raise PlanError(f"{len(extent.dropped)} blocks were dropped of a sequence, and then comes {op}")
+        if extent.dropped_blocks:
+            raise PlanError(f"{len(extent.dropped_blocks)} blocks were dropped of a sequence, and then comes {op}")
 
-    def check_place(self, row: Rows) -> None:
+    def check_place(self, row: RowRange) -> None:
         """Raises PlanError where a sequence cannot lie so."""
-        if not self._keeps_all:
+        if not self._keeps_all_blocks:
             try:
-                self._placement.check(row.place)
+                self._placement.check(row.location)
             except ValueError as e:
                 raise PlanError(f"sequence {row.sequence}: {e}") from None

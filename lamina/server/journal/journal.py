@@ -22,13 +22,21 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lamina.server.link.messages import Delta
+from lamina.server.engine_client.messages import Delta
 
-from .entry import Entry
-from .folder import Folder, model_digest
-from .following import DiskFailedError, FollowingSegment, begun, is_whole
-from .records import FORMAT, Accepted, Begun, Dropped, Grown, Heading, Unanswerable
-from .segment import Contents, Segment, framed
+from .journal_directory import JournalDirectory, model_digest
+from .journal_entry import JournalEntry
+from .journal_records import (
+    FORMAT,
+    AcceptedRecord,
+    DeltasRecord,
+    DroppedRecord,
+    FailedRecord,
+    HeaderRecord,
+    RestartsRecord,
+)
+from .next_segment import DiskFailedError, NextSegment, begin_segment, is_whole
+from .segment import Segment, SegmentContents, frame_record
 
 RETRY_S = 10.0  # to begin another segment
 
@@ -42,20 +50,20 @@ class Journal:
         """Open or begin it. ``size``: bytes that it may take, about. Raises ValueError for one that is not this
         server's to have, or is damaged: nothing has been changed then. Raises OSError.
         """
-        self._entries: dict[str, Entry] = {}
-        self._by_key: dict[int, Entry] = {}
+        self._entries: dict[str, JournalEntry] = {}
+        self._by_key: dict[int, JournalEntry] = {}
         self._next_key = 0
-        self._half = max(1, size // 2)
-        self._heading = Heading(format=FORMAT, model=model, digest=model_digest(model))
-        self._folder = Folder(path)
+        self._torn = max(1, size // 2)
+        self._header = HeaderRecord(format=FORMAT, model=model, digest=model_digest(model))
+        self._folder = JournalDirectory(path)
         self._path, self._written, self._synced = path, 0, 0
         self._next_try = 0.0  # of another segment
-        self._following: FollowingSegment | None = None
+        self._following: NextSegment | None = None
         self._behind_at = 0  # bytes that had been written as it was begun
         self._left = set[str]()  # answers that it does not have, as the segments before do
         self._syncing: asyncio.Future[None] | None = None
         self._full = False  # the last write has failed
-        self._unsure = False  # the last wait for the disk has failed
+        self._unsynced = False  # the last wait for the disk has failed
         self._begun_with = 0  # bytes of the segment's opening
         try:
             self._number, self._segment = self._open()
@@ -66,66 +74,68 @@ class Journal:
     def _open(self) -> tuple[int, Segment]:
         segments, size = self._folder.segments(), 0
         for place, (number, path) in enumerate(segments):
-            contents = Contents(path)
+            contents = SegmentContents(path)
             if place and place == len(segments) - 1 and not is_whole(contents.records):
                 log.warning("--journal: %s was not begun whole: left out, as the one before has all of it", path)
                 size = 0
                 break
             for at, record in enumerate(contents.records):
                 self._replay(record, first=at == 0, number=number)
-            if contents.torn:
-                log.warning("--journal: the last %d bytes of %s were not written whole: left out", contents.torn, path)
+            if contents.is_torn:
+                log.warning(
+                    "--journal: the last %d bytes of %s were not written whole: left out", contents.is_torn, path
+                )
             size = contents.end
         number = segments[-1][0] if segments else 0
         segment = Segment(self._folder.path_of(number), size)
         if not size:
-            begun(segment, self._opening(self.unfinished()), self._folder).note_synced(segment.size)
+            begin_segment(segment, self._opening(self.unfinished()), self._folder).note_synced(segment.size)
         return number, segment
 
     def _replay(self, record: Any, *, first: bool, number: int) -> None:
-        if first or isinstance(record, Heading):
+        if first or isinstance(record, HeaderRecord):
             self._check(record)
-        elif isinstance(record, Accepted):
-            self._enter(Entry(record))
-        elif isinstance(record, Grown):
+        elif isinstance(record, AcceptedRecord):
+            self._enter(JournalEntry(record))
+        elif isinstance(record, DeltasRecord):
             self._grow(record.deltas, number)
-        elif isinstance(record, Dropped):
+        elif isinstance(record, DroppedRecord):
             self._forget(record.id)
-        elif isinstance(record, Unanswerable) and (entry := self._entries.get(record.id)):
+        elif isinstance(record, FailedRecord) and (entry := self._entries.get(record.id)):
             entry.refuse(record, number)
-        elif isinstance(record, Begun):
+        elif isinstance(record, RestartsRecord):
             for answer_id, count in record.counts.items():
                 if entry := self._entries.get(answer_id):
-                    entry.times_begun = count
+                    entry.num_restarts = count
 
     def _check(self, heading: Any) -> None:
-        if not isinstance(heading, Heading) or heading.format != FORMAT:
+        if not isinstance(heading, HeaderRecord) or heading.format != FORMAT:
             text = "was written by another version of Lamina: finish it there, or name another directory"
             raise ValueError(f"--journal {self._path} {text}")
-        if heading.digest != self._heading.digest:
+        if heading.digest != self._header.digest:
             text = f"is of another model ({heading.model}): serve that one, or name another directory"
             raise ValueError(f"--journal {self._path} {text}")
 
-    def unfinished(self) -> list[Entry]:
+    def unfinished(self) -> list[JournalEntry]:
         """Requests that an earlier server has left, the oldest first."""
         return [entry for entry in self._entries.values() if not entry.ended]
 
-    def find(self, answer_id: str) -> Entry | None:
+    def find(self, answer_id: str) -> JournalEntry | None:
         """The request whose answer has that id."""
         return self._entries.get(answer_id)
 
-    def take_keys(self, count: int) -> list[int]:
+    def new_keys(self, count: int) -> list[int]:
         """Names for so many prompts, which the engine of no server of this journal has heard."""
         first, self._next_key = self._next_key, self._next_key + count
         return list(range(first, self._next_key))
 
-    async def accept(self, record: Accepted) -> Entry:
+    async def accept(self, record: AcceptedRecord) -> JournalEntry:
         """A request that is about to begin; on the disk when this returns. Raises OSError: then it is not there."""
-        while self._unsure:
-            await self._make_sure()
+        while self._unsynced:
+            await self._sync_all()
         self._append(record)
         self._note(record)
-        entry = Entry(record)
+        entry = JournalEntry(record)
         self._enter(entry)
         try:
             await self._sync()
@@ -134,36 +144,36 @@ class Journal:
             raise
         return entry
 
-    def grown(self, deltas: Sequence[Delta]) -> None:
+    def add_deltas(self, deltas: Sequence[Delta]) -> None:
         """Write the tokens of one step; those of requests that are not in the journal are ignored."""
         own = [d for d in deltas if d.key in self._by_key]
-        gaps = [d for d in own if self._by_key[d.key].gap_in == self._number]
-        if own and not self._try(Grown([d for d in own if d not in gaps] if gaps else own), Grown(own)):
+        gaps = [d for d in own if self._by_key[d.key].gap_segment == self._number]
+        if own and not self._try(DeltasRecord([d for d in own if d not in gaps] if gaps else own), DeltasRecord(own)):
             gaps = own
         self._grow(own, self._number)
         for delta in gaps:
             if entry := self._by_key.get(delta.key):
-                entry.gap_in = self._number
-        self._turn_over()
+                entry.gap_segment = self._number
+        self._next_segment()
 
     def drop(self, answer_id: str) -> None:
         """Drop an answer that has no reader. One that has ended stays; an unknown id is ignored."""
         entry = self._entries.get(answer_id)
         if entry is not None and not entry.ended:
-            self._try(Dropped(answer_id))
+            self._try(DroppedRecord(answer_id))
             self._forget(answer_id)
 
-    def begin_again(self, entry: Entry) -> None:
+    def restart(self, entry: JournalEntry) -> None:
         """This server computes what an earlier one has left."""
-        entry.times_begun += 1
-        self._try(Begun({entry.accepted.id: entry.times_begun}))
+        entry.num_restarts += 1
+        self._try(RestartsRecord({entry.accepted.id: entry.num_restarts}))
 
-    def put_off(self, entry: Entry) -> None:
+    def defer(self, entry: JournalEntry) -> None:
         """The same, which this server leaves to the next one: it ends in order."""
-        entry.times_begun -= 1
-        self._try(Begun({entry.accepted.id: entry.times_begun}))
+        entry.num_restarts -= 1
+        self._try(RestartsRecord({entry.accepted.id: entry.num_restarts}))
 
-    def refuse(self, record: Unanswerable) -> None:
+    def refuse(self, record: FailedRecord) -> None:
         """Write that a request cannot be finished."""
         self._try(record)
         self._entries[record.id].refuse(record, self._number)
@@ -172,11 +182,11 @@ class Journal:
         """Another server may have it. Idempotent."""
         following, self._following = self._following, None
         if following is not None:
-            following.left()
+            following.discard()
         self._segment.close()
         self._folder.close()
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: JournalEntry) -> None:
         self._entries[entry.accepted.id] = entry
         for prompt in entry.accepted.prompts:
             self._by_key[prompt.key] = entry
@@ -185,7 +195,7 @@ class Journal:
     def _grow(self, deltas: Iterable[Delta], number: int) -> None:
         for delta in deltas:
             if entry := self._by_key.get(delta.key):
-                entry.grow(delta, number)
+                entry.add_delta(delta, number)
 
     def _forget(self, answer_id: str) -> None:
         if entry := self._entries.pop(answer_id, None):
@@ -193,14 +203,14 @@ class Journal:
                 self._by_key.pop(prompt.key, None)
 
     def _append(self, record: Any) -> None:
-        data = framed(record)
+        data = frame_record(record)
         self._segment.append(data)
         self._written += len(data)
 
     def _note(self, record: Any) -> None:
         """Add a record to the next segment, if one is begun."""
         if self._following is not None:
-            self._following.add(framed(record))
+            self._following.add(frame_record(record))
 
     def _try(self, record: Any, whole: Any = None) -> bool:
         """Append it where that can be; whether it could. What is under way goes on without. ``whole``: the record for
@@ -232,43 +242,43 @@ class Journal:
             await asyncio.to_thread(self._segment.sync)
             self._synced = max(self._synced, written)
         except OSError:
-            self._unsure = True
+            self._unsynced = True
             raise
         finally:
             self._syncing = None
         self._segment.note_synced(size)
-        self._turn_over()  # while requests keep coming, a wait is nearly always pending
+        self._next_segment()  # while requests keep coming, a wait is nearly always pending
 
-    def _opening(self, entries: Iterable[Entry]) -> bytes:
+    def _opening(self, entries: Iterable[JournalEntry]) -> bytes:
         """The first records of a segment: all that is needed without the segments before."""
-        parts = [framed(self._heading)]
+        parts = [frame_record(self._header)]
         for entry in entries:
-            parts.append(framed(entry.accepted))
+            parts.append(frame_record(entry.accepted))
             if deltas := entry.deltas:
-                parts.append(framed(Grown(deltas)))
+                parts.append(frame_record(DeltasRecord(deltas)))
             if entry.refusal is not None:
-                parts.append(framed(entry.refusal))
-            if entry.times_begun:
-                parts.append(framed(Begun({entry.accepted.id: entry.times_begun})))
+                parts.append(frame_record(entry.refusal))
+            if entry.num_restarts:
+                parts.append(frame_record(RestartsRecord({entry.accepted.id: entry.num_restarts})))
         return b"".join(parts)
 
-    async def _make_sure(self) -> None:
+    async def _sync_all(self) -> None:
         """Have all that is known stand in another segment. Raises OSError where none is begun now."""
         self._follow()
         if self._following is None:
             raise OSError(errno.EIO, "its disk has failed")
         with suppress(OSError):
             await asyncio.shield(asyncio.wrap_future(self._following.work))
-        self._turn_over()
+        self._next_segment()
 
-    def _turn_over(self) -> None:
+    def _next_segment(self) -> None:
         """Begin another segment where this one is full, and go over to it once there is no wait for either."""
         if self._syncing is not None:
             return
         if self._following is not None:
             if self._following.work.done():
                 self._go_over()
-        elif self._segment.size >= max(self._half, 2 * self._begun_with) and not self._unsure:
+        elif self._segment.size >= max(self._torn, 2 * self._begun_with) and not self._unsynced:
             self._follow()
 
     def _follow(self) -> None:
@@ -276,11 +286,11 @@ class Journal:
         if self._following is not None or time.monotonic() < self._next_try:
             return
         self._next_try = time.monotonic() + RETRY_S  # where the disk is full
-        carried = list(self._entries.values()) if self._unsure else self.unfinished()
+        carried = list(self._entries.values()) if self._unsynced else self.unfinished()
         self._left, self._behind_at = self._entries.keys() - {e.accepted.id for e in carried}, self._written
-        before = None if self._unsure else self._segment
+        before = None if self._unsynced else self._segment
         try:
-            self._following = FollowingSegment(self._number + 1, self._folder, self._opening(carried), before)
+            self._following = NextSegment(self._number + 1, self._folder, self._opening(carried), before)
         except RuntimeError as e:  # there is no thread
             log.error("--journal %s: no other segment can be begun (%s)", self._path, e)
 
@@ -290,10 +300,10 @@ class Journal:
         if following is None:
             return
         try:
-            new = following.taken(self._segment)
+            new = following.take(self._segment)
         except DiskFailedError as e:
             log.error("--journal %s: its disk has failed (%s): another file gets all of it", self._path, e.strerror)
-            self._unsure, self._next_try = True, 0.0
+            self._unsynced, self._next_try = True, 0.0
             self._follow()
             return
         except OSError as e:
@@ -307,8 +317,8 @@ class Journal:
                 entry.ended_in = self._number
             elif entry.ended and entry.ended_in < before:
                 self._forget(answer_id)
-        self._remove(self._number if following.has_all else before)
-        self._unsure = False
+        self._remove(self._number if following.is_complete else before)
+        self._unsynced = False
 
     def _remove(self, before: int) -> None:
         """The segments before that one."""

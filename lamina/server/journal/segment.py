@@ -11,22 +11,22 @@ from typing import Any
 
 import msgspec
 
-from .records import RECORDS, Synced
+from .journal_records import JournalRecord, SyncedRecord
 
 _HEAD = struct.Struct("<III")  # bytes of the record, checksum of that number, checksum of the record
 _NUMBER = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(RECORDS).decode
-_SYNCED = _encode(Synced(0))[:-1]  # the beginning of each such record
+_decode = msgspec.msgpack.Decoder(JournalRecord).decode
+_SYNCED = _encode(SyncedRecord(0))[:-1]  # the beginning of each such record
 
 
-def framed(record: msgspec.Struct) -> bytes:
+def frame_record(record: msgspec.Struct) -> bytes:
     """A record as it stands in a file."""
     data = _encode(record)
     return _HEAD.pack(len(data), zlib.crc32(_NUMBER.pack(len(data))), zlib.crc32(data)) + data
 
 
-class Contents:
+class SegmentContents:
     """The records of a file, and the offset at which the last whole one ends.
 
     A host that loses its power may leave holes in bytes that were not on the disk yet, with whole records after them.
@@ -43,8 +43,8 @@ class Contents:
                 self.records.append(record)
         except msgspec.DecodeError:  # it is whole, and nothing that this version writes
             raise damaged(path, self.end) from None
-        self.torn = len(data) - self.end  # bytes behind a record that was not written whole
-        if self.torn and _synced(data, self.end) > self.end:
+        self.is_torn = len(data) - self.end  # bytes behind a record that was not written whole
+        if self.is_torn and _synced(data, self.end) > self.end:
             raise damaged(path, self.end)
 
 
@@ -65,7 +65,7 @@ def _synced(data: bytes, at: int) -> int:
     while at >= 0:
         with suppress(msgspec.DecodeError):
             entry = _record(data, at - _HEAD.size)
-            if entry is not None and isinstance(entry[0], Synced):
+            if entry is not None and isinstance(entry[0], SyncedRecord):
                 most = max(most, entry[0].size)
         at = data.find(_SYNCED, at + 1)
     return most
@@ -114,7 +114,7 @@ class Segment:
     def note_synced(self, size: int) -> None:
         """Write that so many bytes are on the disk, where that can be: without it a hole there counts as a tail."""
         with suppress(OSError):
-            self.append(framed(Synced(size)))
+            self.append(frame_record(SyncedRecord(size)))
 
     def close(self) -> None:
         """Idempotent."""

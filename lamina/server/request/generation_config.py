@@ -8,8 +8,8 @@ import msgspec
 
 from lamina.server.errors import ApiError
 
-from .decoding import MAX_FIELD
-from .unsupported import UNSUPPORTED, check_neutral
+from .json_decoding import MAX_FIELD
+from .unsupported_fields import UNSUPPORTED, check_neutral
 
 NAME = "generation_config"
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}

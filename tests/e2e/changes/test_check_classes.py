@@ -11,20 +11,20 @@ from typing import Any
 import careless
 import pytest
 
-from lamina.cli.check.faults import COMPUTE, MEMORY, PARITY, PREFILL, RANK, SERVED, Death
-from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, RANKS, Setting, quick, whole
-from lamina.cli.check.settings_run import Check
-from lamina.cli.check.verdict import Verdict
-from lamina.config import make_config
+from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
-from lamina.engine.kept import KeptKV
-from lamina.engine.sequence import Sequence
-from lamina.fleet.launchers import local
-from lamina.observe.tripwire import TRIPWIRE
-from lamina.server.link.restarts import Hearing
+from lamina.executor.launchers import local
+from lamina.observe.failpoints import FAILPOINT
+from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.surviving_kv import SurvivingTokens
+from lamina.server.engine_client.engine_restarts import PromptProgress
+from lamina.tools.check.fault_promises import COMPUTE, MEMORY, PARITY, PREFILL, RANK, SERVED, Death
+from lamina.tools.check.matrix import BASE, BASE_OPTIONS, FIXED, RANKS, Setting, full_settings, quick_settings
+from lamina.tools.check.runner import Check
+from lamina.tools.check.verdict import Verdict
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
-QUICK, ALL = quick(["reference"]), whole([], [], [])
+QUICK, ALL = quick_settings(["reference"]), full_settings([], [], [])
 BY_REQUEST = {"partition": "request"}
 
 
@@ -50,7 +50,7 @@ def ranked(based: Check) -> Check:
 
 def only(check: Check, settings: list[Setting]) -> Verdict:
     (verdict,) = check.run(settings)
-    assert TRIPWIRE not in os.environ
+    assert FAILPOINT not in os.environ
     return verdict
 
 
@@ -114,7 +114,7 @@ def tell_twice(patch: pytest.MonkeyPatch) -> None:
     roll_back = Engine._roll_back
 
     def twice(self: Engine, change: Any) -> Any:
-        for told in (s.output for s in self.scheduler.running if s.num_outputs):
+        for told in (s.output for s in self.scheduler.running if s.num_output_tokens):
             told.token_ids.append(told.token_ids[-1])
             told.logprobs.append(told.logprobs[-1])  # type: ignore[union-attr]
         return roll_back(self, change)
@@ -123,37 +123,37 @@ def tell_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def mistake_the_text(patch: pytest.MonkeyPatch) -> None:
-    restart = Sequence.restart
+    restart = Sequence.reset_computed
 
     def mistake(self: Sequence) -> None:
         restart(self)
-        if self.num_outputs:
+        if self.num_output_tokens:
             self.tokens[0] ^= 1
 
-    patch.setattr(Sequence, "restart", mistake)
+    patch.setattr(Sequence, "reset_computed", mistake)
 
 
 def lose_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KeptKV, "tokens", lambda self, wanted: 0)
+    patch.setattr(SurvivingTokens, "count", lambda self, wanted: 0)
 
 
 def forget_the_last_token(patch: pytest.MonkeyPatch) -> None:
-    ask = Hearing.ask
+    ask = PromptProgress.request_message
 
-    def forget(self: Hearing, key: int) -> Any:
-        for told in self._told.values():
-            told.tokens.pop()
+    def forget(self: PromptProgress, key: int) -> Any:
+        for told in self._received.values():
+            told.token_ids.pop()
         return ask(self, key)
 
-    patch.setattr(Hearing, "ask", forget)
+    patch.setattr(PromptProgress, "request_message", forget)
 
 
 def change_what_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(local.ROLES, "memory", ("tests.e2e.changes.careless", "serve_memory"))
+    patch.setitem(local.ROLES, "memory", ("tests.support.models.careless", "serve_memory"))
 
 
 def rebuild_other_values(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(local.ROLES, "memory", ("tests.e2e.changes.careless", "serve_rebuilt"))
+    patch.setitem(local.ROLES, "memory", ("tests.support.models.careless", "serve_rebuilt"))
     patch.setenv(careless.SOUND, "2")
 
 
@@ -207,7 +207,7 @@ def test_parity_of_which_something_is_wrong_brings_other_bits(based: Check, monk
 def test_a_prefill_worker_in_whose_place_another_one_computes_other_values(
     based: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(local.ROLES, "prefill", ("tests.e2e.changes.careless", "serve_prefill"))
+    monkeypatch.setitem(local.ROLES, "prefill", ("tests.support.models.careless", "serve_prefill"))
     monkeypatch.setenv(careless.FOLDER, str(tmp_path))
     verdict = only(based, row(PREFILL))
     assert (verdict.held, verdict.axis, verdict.exactness) == (False, "lost prefill worker", "token-equal"), verdict

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lamina import LLM, SamplingParams
-from lamina.engine.wire import WorkerError
 from lamina.netstack import Channel
-from lamina.workers.view import ViewFabric
+from lamina.protocol.executor import WorkerError
+from lamina.workers.epoch_channels import EpochFabric
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 # Penalties count on what workers were told before; log-probabilities show a wrong bit where a token would not.
@@ -29,12 +29,12 @@ def run(llm: LLM, prompts: list[list[int]], pauses: int) -> list[Any]:
     for pause in range(pauses):
         while min((len(outputs[i].outputs[0].token_ids) if i in outputs else 0) for i in ids) < 4 * (pause + 1):
             outputs |= {o.request_id: o for o in engine.step()}
-        outputs |= {o.request_id: o for o in engine.rest()}
+        outputs |= {o.request_id: o for o in engine.finish_in_flight()}
         assert any(engine.has_work and not outputs[i].finished for i in ids), "a fast sequence may have ended"
         engine.resume(llm.pools.connect())
     while engine.has_work:
         outputs |= {o.request_id: o for o in engine.step()}
-    engine.settle()
+    engine.release_idle_blocks()
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
 
 
@@ -92,7 +92,7 @@ def test_nothing_may_be_in_flight(llama_path: Path) -> None:
         llm.engine.step()
         with pytest.raises(ValueError, match="while steps are in flight"):
             llm.pools.connect()
-        llm.engine.rest()
+        llm.engine.finish_in_flight()
         ready = llm.pools.connect()
         llm.engine.resume(ready)
         while llm.engine.has_work:
@@ -102,12 +102,12 @@ def test_nothing_may_be_in_flight(llama_path: Path) -> None:
 def test_a_peer_has_the_time_of_a_start_to_listen(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A memory worker that has just been started imports for seconds before it does."""
     limits: list[float | None] = []
-    right = ViewFabric.connect
+    right = EpochFabric.connect
 
-    def connect(self: ViewFabric, *args: Any, **limit: float) -> Channel:
+    def connect(self: EpochFabric, *args: Any, **limit: float) -> Channel:
         limits.append(limit.get("timeout_s"))
         return right(self, *args, **limit)
 
-    monkeypatch.setattr(ViewFabric, "connect", connect)
+    monkeypatch.setattr(EpochFabric, "connect", connect)
     with LLM(str(llama_path), transport="loopback", prefill_workers=1, memory_workers=2, start_timeout_s=77.0):
         assert limits == [77.0] * 4

@@ -15,15 +15,15 @@ from running import eventually
 from test_spares import memory as resident
 
 from lamina import LLM, SamplingParams
-from lamina.engine.configured import check_room
-from lamina.engine.wire import WorkerError
-from lamina.fleet import notices
-from lamina.fleet.elastic import Changed, Elastic
-from lamina.fleet.seats import NotInPlaceError
-from lamina.kv import pool, slabs
-from lamina.memory import moves
-from lamina.memory.worker import MemoryWorker
-from lamina.protocol.plan import Keep
+from lamina.engine.scheduler_factory import check_kv_capacity
+from lamina.executor import termination_notice
+from lamina.executor.elastic import MemoryResizer, ResizeResult
+from lamina.executor.memory_worker_slots import ResizeNeedsRestartError
+from lamina.kv import arena, paged_cache
+from lamina.protocol.executor import WorkerError
+from lamina.protocol.step_plan import SurvivingKv
+from lamina.workers.memory.kv_transfer import reshard
+from lamina.workers.memory.memory_worker import MemoryWorker
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 # Penalties count on what workers were told before; log-probabilities show a wrong bit where a token would not.
@@ -37,25 +37,25 @@ def open_llm(path: Path, **options: Any) -> LLM:
 
 
 def change(llm: LLM, count: int, leaving: Sequence[int] = ()) -> None:
-    wanted = llm.pools.elastic.plan(count)
-    check_room(llm.engine.scheduler, llm.engine.info, wanted.capacity)
-    llm.pools.elastic.begin(wanted, leaving)
+    wanted = llm.pools.resizer.plan(count)
+    check_kv_capacity(llm.engine.scheduler, llm.engine.worker_info, wanted.capacity)
+    llm.pools.resizer.begin(wanted, leaving)
 
 
 def wait_for_room(llm: LLM) -> None:
-    while llm.pools.elastic._change and not llm.pools.elastic.due():
-        llm.pools._members.check()
+    while llm.pools.resizer._change and not llm.pools.resizer.is_ready():
+        llm.pools._registry.check()
 
 
-def steps(llm: LLM, outputs: dict[int, Any]) -> Iterator[Changed | None]:
+def steps(llm: LLM, outputs: dict[int, Any]) -> Iterator[ResizeResult | None]:
     while llm.engine.has_work:
         outputs |= {o.request_id: o for o in llm.engine.step()}
-        yield llm.pools.elastic.take_outcome()
+        yield llm.pools.resizer.take_outcome()
 
 
-def run(llm: LLM, sizes: Sequence[tuple[int, list[int]]] = ()) -> tuple[list[Any], list[Changed]]:
+def run(llm: LLM, sizes: Sequence[tuple[int, list[int]]] = ()) -> tuple[list[Any], list[ResizeResult]]:
     """Tokens and log-probabilities by prompt; in their midst there come to be so many memory workers."""
-    ids, outputs, found = [llm.engine.add(p, PARAMS) for p in PROMPTS], dict[int, Any](), list[Changed]()
+    ids, outputs, found = [llm.engine.add(p, PARAMS) for p in PROMPTS], dict[int, Any](), list[ResizeResult]()
     left, busy = list(sizes), False
     for outcome in steps(llm, outputs):
         if outcome is not None:
@@ -65,8 +65,8 @@ def run(llm: LLM, sizes: Sequence[tuple[int, list[int]]] = ()) -> tuple[list[Any
             change(llm, *left.pop(0))
             busy = True
             wait_for_room(llm)
-    llm.engine.settle()
-    llm.engine._ledger.check_integrity()
+    llm.engine.release_idle_blocks()
+    llm.engine._accounting.check_integrity()
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids], found
 
 
@@ -89,14 +89,14 @@ def counts(llm: LLM, role: str, name: str) -> float:
 def test_kv_moves_to_the_workers_that_there_are_bit_by_bit(
     options: dict[str, Any], sizes: list[tuple[int, list[int]]], tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, right_move, right = list[Any](), Elastic.move, slabs.fresh
+    made, right_move, right = list[Any](), MemoryResizer.move_kv, arena.huge_page_zeros
 
-    def move(self: Elastic, keep: Sequence[Keep]) -> bool:
+    def move(self: MemoryResizer, keep: Sequence[SurvivingKv]) -> bool:
         with monkeypatch.context() as patch:
-            patch.setattr(slabs, "fresh", lambda shape, dtype: (made.append(shape), right(shape, dtype))[1])
+            patch.setattr(arena, "huge_page_zeros", lambda shape, dtype: (made.append(shape), right(shape, dtype))[1])
             return right_move(self, keep)
 
-    monkeypatch.setattr(Elastic, "move", move)
+    monkeypatch.setattr(MemoryResizer, "move_kv", move)
     with open_llm(tiny_lm, transport="loopback", **options) as llm:
         wanted, _ = run(llm)
         rows = counts(llm, "compute", "rows") + counts(llm, "prefill", "rows")
@@ -104,16 +104,16 @@ def test_kv_moves_to_the_workers_that_there_are_bit_by_bit(
         assert found == wanted
         assert [o.error for o in outcomes] == [""] * len(sizes)
         assert all(o.moved_bytes for o in outcomes)
-        assert counts(llm, "compute", "loads") == len(llm.pools._members.compute)
+        assert counts(llm, "compute", "loads") == len(llm.pools._registry.compute)
         again = counts(llm, "compute", "rows") + counts(llm, "prefill", "rows") - rows
         assert again < rows + len(sizes) * 2 * llm.engine.config.batching.max_num_seqs, "a prompt was computed again"
-        assert len(llm.pools._members.memory) == sizes[-1][0]
+        assert len(llm.pools._registry.memory) == sizes[-1][0]
         uneven = options["partition"] == "head"  # two heads, three workers: some have a layer that they had no part of
         assert uneven or not made, "fresh memory was taken while streams paused"
-        prefixes = llm.engine.scheduler.prefixes
-        hit, known = prefixes.num_hit, run(llm)[0]
+        prefixes = llm.engine.scheduler.prefix_cache
+        hit, known = prefixes.num_hit_tokens, run(llm)[0]
         assert known == wanted
-        assert prefixes.num_hit - hit == 128 + 256, "what is retained has moved, too"
+        assert prefixes.num_hit_tokens - hit == 128 + 256, "what is retained has moved, too"
 
 
 BESIDE: dict[str, dict[str, Any]] = {
@@ -142,9 +142,9 @@ def test_what_lies_beside_the_pool_is_found_by_those_that_there_are(
         assert found == wanted
         assert [bool(o.error) or not o.moved_bytes for o in outcomes] == [False, False]
         assert counts(llm, "compute", "rows") < 2 * rows, "what is retained was found in the pool"
-        llm.engine.rest()
-        llm.engine.scheduler.give_up_retained()
-        llm.engine.settle()
+        llm.engine.finish_in_flight()
+        llm.engine.scheduler.evict_retained()
+        llm.engine.release_idle_blocks()
         before = loaded(llm)
         assert run(llm)[0] == wanted
         assert loaded(llm) > before
@@ -158,7 +158,7 @@ def test_a_part_without_room_for_a_sequence_leaves_all_as_it_is(tiny_lm: Path) -
     with open_llm(tiny_lm, transport="loopback", **size) as llm:
         _, (outcome,) = run(llm, [(3, [])])
         assert "--kv-offloading-size" in outcome.error
-        assert len(llm.pools._members.memory) == 2
+        assert len(llm.pools._registry.memory) == 2
 
 
 @pytest.mark.no_retry
@@ -169,9 +169,9 @@ def test_a_part_without_room_for_a_sequence_leaves_all_as_it_is(tiny_lm: Path) -
 def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
     victim: str, tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, killed = Elastic.move, list[int]()
+    right, killed = MemoryResizer.move_kv, list[int]()
 
-    def move(self: Elastic, keep: Sequence[Keep]) -> bool:
+    def move(self: MemoryResizer, keep: Sequence[SurvivingKv]) -> bool:
         if self._moves and not killed:
             there = {m.handle.index: m for m, order in self._moves if order.bind}
             going = [m for m, order in self._moves if not order.bind]
@@ -179,14 +179,14 @@ def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
             member = last.get(victim, there[0])
             killed.append(member.handle.pid)
             os.kill(member.handle.pid, signal.SIGKILL)
-            while victim == "gone" and member.handle.fate() is None:  # so that it takes no message any more
+            while victim == "gone" and member.handle.exit_reason() is None:  # so that it takes no message any more
                 pass
         return right(self, keep)
 
     partition = "request" if victim == "gone" else "head"  # by request the others have KV that is whole
     with open_llm(tiny_lm, transport="shm", dtype="float32", partition=partition) as llm:
         wanted, _ = run(llm)
-        monkeypatch.setattr(Elastic, "move", move)
+        monkeypatch.setattr(MemoryResizer, "move_kv", move)
         found, outcomes = run(llm, [(1, []) if victim == "goes" else (3, [])])
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
         assert killed
@@ -200,7 +200,7 @@ def test_workers_that_come_to_an_idle_engine_take_their_memory_once(
     caches: bool, tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether or not there is KV to move: of two stores beside each other a host may not have the second."""
-    workers, taken, made, right = list[MemoryWorker](), list[Any](), MemoryWorker.__init__, slabs.fresh
+    workers, taken, made, right = list[MemoryWorker](), list[Any](), MemoryWorker.__init__, arena.huge_page_zeros
     monkeypatch.setattr(MemoryWorker, "__init__", lambda self, *args: (workers.append(self), made(self, *args))[1])
     options = {"partition": "request", "transport": "loopback", "enable_prefix_caching": caches}
     with open_llm(tiny_lm, **options) as llm:
@@ -208,17 +208,17 @@ def test_workers_that_come_to_an_idle_engine_take_their_memory_once(
         for count in (3, 1, 2):
             taken.clear()
             with monkeypatch.context() as patch:
-                for module in (slabs, pool):
-                    patch.setattr(module, "fresh", lambda *asked: (taken.append(asked[0]), right(*asked))[1])
+                for module in (arena, paged_cache):
+                    patch.setattr(module, "huge_page_zeros", lambda *asked: (taken.append(asked[0]), right(*asked))[1])
                 change(llm, count)
                 wait_for_room(llm)
                 ahead, outcome = len(taken), None
                 while outcome is None:
-                    llm.engine.look()
-                    outcome = llm.pools.elastic.take_outcome()
+                    llm.engine.check_workers()
+                    outcome = llm.pools.resizer.take_outcome()
             assert outcome.error == ""
             assert len(taken) == ahead, "a store was taken beside the one that was made ready"
-            assert not any(w._room.slabs.nbytes for w in workers), "what was made ready is nobody's"
+            assert not any(w._preallocation.arena.nbytes for w in workers), "what was made ready is nobody's"
         assert run(llm)[0] == wanted
 
 
@@ -249,18 +249,18 @@ def all_have(pids: Sequence[int], nbytes: float) -> bool:
 @pytest.mark.long
 def test_one_that_is_to_go_may_die_before(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one takes its place, and goes."""
-    right, killed = Elastic.begin, list[int]()
+    right, killed = MemoryResizer.begin, list[int]()
 
-    def begin(self: Elastic, change: Any, leaving: Sequence[int] = ()) -> None:
+    def begin(self: MemoryResizer, change: Any, leaving: Sequence[int] = ()) -> None:
         right(self, change, leaving)
-        killed.append(self._members.memory[1].handle.pid)
+        killed.append(self._registry.memory[1].handle.pid)
         os.kill(killed[0], signal.SIGKILL)
 
-    monkeypatch.setattr(Elastic, "begin", begin)
+    monkeypatch.setattr(MemoryResizer, "begin", begin)
     with open_llm(tiny_lm, transport="shm", dtype="float32") as llm:
         wanted, _ = run(llm)
         ids = [llm.engine.add(p, PARAMS) for p in PROMPTS]
-        outputs, outcomes = dict[int, Any](), list[Changed]()
+        outputs, outcomes = dict[int, Any](), list[ResizeResult]()
         for outcome in steps(llm, outputs):
             outcomes += [outcome] if outcome else []
             if len(outputs) == len(ids) and not killed:
@@ -268,7 +268,7 @@ def test_one_that_is_to_go_may_die_before(tiny_lm: Path, monkeypatch: pytest.Mon
         assert [outputs[i].outputs[0].token_ids for i in ids] == [tokens for tokens, _ in wanted]
         assert killed
         assert [o.error for o in outcomes] == [""]
-        assert len(llm.pools._members.memory) == 1
+        assert len(llm.pools._registry.memory) == 1
 
 
 @pytest.mark.long
@@ -276,13 +276,13 @@ def test_a_spare_takes_any_of_the_places_that_there_are_by_then(tiny_lm: Path) -
     """Behind workers that came, and that went; it stays a spare meanwhile."""
     with open_llm(tiny_lm, transport="shm", dtype="float32", partition="request", spare_memory=1) as llm:
         wanted, _ = run(llm)
-        (first,) = [m.handle.pid for m in llm.pools._cohort.spares]
+        (first,) = [m.handle.pid for m in llm.pools._workers.spare_workers]
         for sizes, place in (([(3, [])], 2), ([(1, [0, 2])], 0)):
-            (spare,) = [m.handle.pid for m in llm.pools._cohort.spares]
+            (spare,) = [m.handle.pid for m in llm.pools._workers.spare_workers]
             found, outcomes = run(llm, sizes)
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
             assert [o.error for o in outcomes] == [""]
-            assert [m.handle.pid for m in llm.pools._cohort.spares] == [spare]
+            assert [m.handle.pid for m in llm.pools._workers.spare_workers] == [spare]
             os.kill(llm.pools.pids[f"memory-{place}"], signal.SIGKILL)
             found, _ = run(llm)
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
@@ -293,11 +293,11 @@ def test_a_spare_takes_any_of_the_places_that_there_are_by_then(tiny_lm: Path) -
 @pytest.mark.no_retry
 @pytest.mark.long
 def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = moves.checksum
+    right = reshard.checksum
     with open_llm(tiny_lm, transport="loopback", dtype="float32") as llm:
         wanted, _ = run(llm)
         sums = iter([bytes(16)])
-        monkeypatch.setattr(moves, "checksum", lambda data: next(sums, None) or right(data))
+        monkeypatch.setattr(reshard, "checksum", lambda data: next(sums, None) or right(data))
         found, (outcome,) = run(llm, [(1, [])])
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
         assert (outcome.error, outcome.moved_bytes) == ("", 0)
@@ -310,13 +310,15 @@ def test_what_is_damaged_before_it_goes_is_seen_before_anybody_attends_it(
     tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With checksums of all blocks: where it comes to it would have one that is right."""
-    right, done = Elastic.move, list[int]()
+    right, done = MemoryResizer.move_kv, list[int]()
 
-    def move(self: Elastic, keep: Sequence[Keep]) -> bool:
+    def move(self: MemoryResizer, keep: Sequence[SurvivingKv]) -> bool:
         if self._moves and not done:
             stores = (w._store for w in workers if w._store is not None)
-            store = next(store for store in stores if store.bind.worker == 0)  # who stays: who goes ends, and no more
-            (block, *_) = store.tables.table(0, keep[0].sequence)[1]
+            store = next(
+                store for store in stores if store.bind_request.worker == 0
+            )  # who stays: who goes ends, and no more
+            (block, *_) = store.tables.block_table(0, keep[0].sequence)[1]
             store.layers[0][0].kv.k.numpy()[block] += 1.0
             done.append(int(block))
         return right(self, keep)
@@ -325,7 +327,7 @@ def test_what_is_damaged_before_it_goes_is_seen_before_anybody_attends_it(
     monkeypatch.setattr(MemoryWorker, "__init__", lambda self, *args: (workers.append(self), made(self, *args))[1])
     with open_llm(tiny_lm, transport="loopback", dtype="float32", kv_checks=1.0) as llm:
         run(llm)
-        monkeypatch.setattr(Elastic, "move", move)
+        monkeypatch.setattr(MemoryResizer, "move_kv", move)
         with pytest.raises(WorkerError, match="is not what was written there"):
             run(llm, [(1, [])])
     assert done
@@ -335,18 +337,18 @@ def test_what_is_damaged_before_it_goes_is_seen_before_anybody_attends_it(
 def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
     with open_llm(tiny_lm, transport="loopback", max_num_seqs=8) as llm:
         with pytest.raises(ValueError, match="--memory-workers 0"):
-            llm.pools.elastic.plan(0)
+            llm.pools.resizer.plan(0)
         with pytest.raises(ValueError, match="memory"):
-            llm.pools.elastic.plan(900)
+            llm.pools.resizer.plan(900)
         with pytest.raises(ValueError, match="are to go"):
-            llm.pools.elastic.begin(llm.pools.elastic.plan(2), [5])
-        room = llm.pools.elastic.plan(1).capacity
+            llm.pools.resizer.begin(llm.pools.resizer.plan(2), [5])
+        room = llm.pools.resizer.plan(1).capacity
         short = room._replace(num_blocks=[[2] for _ in room.num_blocks])
         llm.engine.add(PROMPTS[2], PARAMS)
         for _ in range(8):
             llm.engine.step()
         with pytest.raises(ValueError, match="1 running sequences would have no room"):
-            check_room(llm.engine.scheduler, llm.engine.info, short)
+            check_kv_capacity(llm.engine.scheduler, llm.engine.worker_info, short)
         while llm.engine.has_work:
             llm.engine.step()
     ways: dict[str, dict[str, Any]] = {
@@ -354,8 +356,11 @@ def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
         "--plan auto has measured": {"plan": "auto", "memory_workers": 1},
     }
     for words, options in ways.items():
-        with LLM(str(tiny_lm), transport="loopback", **options) as llm, pytest.raises(NotInPlaceError, match=words):
-            llm.pools.elastic.plan(3)
+        with (
+            LLM(str(tiny_lm), transport="loopback", **options) as llm,
+            pytest.raises(ResizeNeedsRestartError, match=words),
+        ):
+            llm.pools.resizer.plan(3)
 
 
 @pytest.mark.long
@@ -366,25 +371,25 @@ def test_who_is_told_to_end_gives_its_kv_to_another_first(
     workers: int, partition: str, ends: list[int], tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that are told together, as all of a host are, go by one change of the view."""
-    monkeypatch.setattr(notices, "GATHER_S", 2.0 if len(ends) > 1 else 0.25)  # a busy host brings word late
+    monkeypatch.setattr(termination_notice, "GATHER_S", 2.0 if len(ends) > 1 else 0.25)  # a busy host brings word late
     options = {"partition": partition, "transport": "shm", "max_recoveries": 0}
     with open_llm(tiny_lm, memory_workers=workers, **options) as llm:
         wanted, _ = run(llm)
         rows, before = counts(llm, "compute", "rows"), llm.pools.pids
-        told, members = [before[f"memory-{n}"] for n in ends], llm.pools._members.memory
-        view = llm.pools.ready.view
+        told, members = [before[f"memory-{n}"] for n in ends], llm.pools._registry.memory
+        view = llm.pools.ready.epoch
         ids, outputs = [llm.engine.add(p, PARAMS) for p in PROMPTS], dict[int, Any]()
         for _ in steps(llm, outputs):
             if len(outputs) == len(ids) and llm.pools.pids == before:
                 for pid in told:
                     os.kill(pid, signal.SIGTERM)  # again and again, as some do
-                while not llm.pools.elastic.under_way and llm.pools.pids == before:
-                    llm.engine.look()
+                while not llm.pools.resizer.in_progress and llm.pools.pids == before:
+                    llm.engine.check_workers()
             wait_for_room(llm)
         found = [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
         assert found == wanted
         assert [name for name, pid in llm.pools.pids.items() if pid != before[name]] == [f"memory-{n}" for n in ends]
-        assert llm.pools.ready.view == view + 2, "one Halt, one meeting"
+        assert llm.pools.ready.epoch == view + 2, "one Halt, one meeting"
         for n, pid in zip(ends, told, strict=True):
             members[n].handle.join(30.0)
             assert not Path(f"/proc/{pid}").exists()
@@ -396,24 +401,24 @@ def test_who_is_told_to_end_gives_its_kv_to_another_first(
 def test_where_there_is_memory_for_one_they_go_one_by_one(
     tiny_lm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(notices, "GATHER_S", 2.0)
+    monkeypatch.setattr(termination_notice, "GATHER_S", 2.0)
     with open_llm(tiny_lm, memory_workers=3, partition="token", transport="shm", max_recoveries=0) as llm:
         wanted, _ = run(llm)
-        elastic, there = llm.pools.elastic, sum(llm.pools._cohort.kv_bytes[0])
+        elastic, there = llm.pools.resizer, sum(llm.pools._workers.kv_bytes[0])
         monkeypatch.setattr(elastic, "_free", lambda: there // 2 + there // 6)  # of a worker, and of a layer of all
         elastic.plan(3, [0])
         with pytest.raises(ValueError, match="free"):
             elastic.plan(3, [0, 2])
-        before, view, seen = llm.pools.pids, llm.pools.ready.view, dict[int, dict[str, int]]()
+        before, view, seen = llm.pools.pids, llm.pools.ready.epoch, dict[int, dict[str, int]]()
         ids, outputs = [llm.engine.add(p, PARAMS) for p in PROMPTS], dict[int, Any]()
         for _ in steps(llm, outputs):
             if len(outputs) == len(ids) and llm.pools.pids == before:
                 for n in (0, 2):
                     os.kill(before[f"memory-{n}"], signal.SIGTERM)
-                while not elastic.under_way and llm.pools.pids == before:
-                    llm.engine.look()
+                while not elastic.in_progress and llm.pools.pids == before:
+                    llm.engine.check_workers()
             wait_for_room(llm)
-            seen[llm.pools.ready.view] = llm.pools.pids
+            seen[llm.pools.ready.epoch] = llm.pools.pids
         found = [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
         assert found == wanted
         assert list(seen)[-2:] == [view + 2, view + 4], "two changes of the view"
@@ -429,7 +434,7 @@ def test_one_that_cannot_be_replaced_stays_until_it_ends(tiny_lm: Path, caplog: 
         told = llm.pools.pids["memory-1"]
         os.kill(told, signal.SIGTERM)
         while "keeps its KV until it ends" not in caplog.text:
-            llm.engine.look()
+            llm.engine.check_workers()
         assert llm.generate([PROMPTS[0]], PARAMS)[0].outputs[0].finish_reason == "length"
         assert llm.pools.pids["memory-1"] == told
 

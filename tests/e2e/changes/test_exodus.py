@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from lamina import LLM, SamplingParams
-from lamina.engine.configured import check_room, cordoned
-from lamina.engine.exodus import Exodus
-from lamina.fleet.elastic import Changed
-from lamina.protocol.move_ops import Adopt, MoveStripes
+from lamina.engine.evacuation import Evacuation
+from lamina.engine.scheduler_factory import check_kv_capacity, cordoned_workers
+from lamina.executor.elastic import ResizeResult
+from lamina.protocol.migration_ops import CommitMigration, CopyStripes
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, logprobs=1, frequency_penalty=0.4, ignore_eos=True)
@@ -28,7 +28,7 @@ class Left(NamedTuple):
     """What became of all: by prompt, and of the change."""
 
     answers: list[Any]
-    outcome: Changed | None
+    outcome: ResizeResult | None
     moves: list[int]  # sequences that were copied, in their order
     beside: list[int]  # rows of others in the plans between a copy's beginning and its end
 
@@ -39,10 +39,10 @@ def open_llm(path: Path, **options: Any) -> LLM:
 
 
 def leave(llm: LLM, going: Sequence[int], count: int) -> None:
-    engine, elastic = llm.engine, llm.pools.elastic
+    engine, elastic = llm.engine, llm.pools.resizer
     wanted = elastic.plan(count)
-    check_room(engine.scheduler, engine.info, wanted.capacity)
-    elastic.begin(wanted, going, exits=Exodus(engine, going))
+    check_kv_capacity(engine.scheduler, engine.worker_info, wanted.capacity)
+    elastic.begin(wanted, going, leaves_by_itself=Evacuation(engine, going))
 
 
 def run(llm: LLM, going: Sequence[int] = (), count: int = 0, at_a_copy: Callable[[], None] = lambda: None) -> Left:
@@ -55,11 +55,11 @@ def run(llm: LLM, going: Sequence[int] = (), count: int = 0, at_a_copy: Callable
         nonlocal under_way
         for step in new.steps:
             for op in step.plan.ops:
-                if isinstance(op, MoveStripes):
+                if isinstance(op, CopyStripes):
                     moves.append(op.source)
                     under_way = op.source
                     at_a_copy()
-                elif isinstance(op, Adopt):
+                elif isinstance(op, CommitMigration):
                     under_way = -1
             if under_way >= 0:
                 rows = [r.sequence for r in step.plan.rows]
@@ -70,13 +70,13 @@ def run(llm: LLM, going: Sequence[int] = (), count: int = 0, at_a_copy: Callable
     llm.pools.submit = watched  # type: ignore[method-assign]
     while llm.engine.has_work:
         outputs |= {o.request_id: o for o in llm.engine.step()}
-        outcome = llm.pools.elastic.take_outcome() or outcome
+        outcome = llm.pools.resizer.take_outcome() or outcome
         if not asked and len(outputs) == len(ids):
             leave(llm, going, count)
             asked = True
     del llm.pools.submit  # type: ignore[method-assign]
-    llm.engine.settle()
-    llm.engine._ledger.check_integrity()
+    llm.engine.release_idle_blocks()
+    llm.engine._accounting.check_integrity()
     return Left(
         [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids], outcome, moves, beside
     )
@@ -105,9 +105,9 @@ def test_they_leave_one_by_one_with_the_same_bits(
         assert left.outcome.moved_bytes == 0, "all had left before the pause"
         assert left.moves
         assert sum(left.beside) > len(left.moves), "nobody decoded meanwhile"
-        assert llm.engine.scheduler.moves.num_moved > 0
-        assert len(llm.pools._members.memory) == count
-        assert not cordoned(llm.engine.scheduler, llm.engine.info)
+        assert llm.engine.scheduler.migration.num_moved_blocks > 0
+        assert len(llm.pools._registry.memory) == count
+        assert not cordoned_workers(llm.engine.scheduler, llm.engine.worker_info)
         assert run(llm).answers == wanted
 
 
@@ -152,4 +152,4 @@ def test_a_death_in_the_midst_is_made_good_and_the_change_stands(place: int, tin
         assert killed
         assert left.outcome is not None
         assert left.outcome.error == ""
-        assert len(llm.pools._members.memory) == 2
+        assert len(llm.pools._registry.memory) == 2

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from forked import ForkedProgram
 
-from lamina import LLM, SamplingParams, attention
-from lamina.attention.reference import Reference
-from lamina.engine.wire import WorkerError
+from lamina import LLM, SamplingParams
+from lamina.ops import attention
+from lamina.ops.attention.reference import ReferenceAttention
+from lamina.protocol.executor import WorkerError
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -85,7 +86,7 @@ def test_a_stopped_worker_counts_as_hung_at_the_deadline(
     assert all(gone(pid) for pid in pids.values())
 
 
-class Broken(Reference):
+class Broken(ReferenceAttention):
     """An attention that fails."""
 
     def finish(self, *args: Any) -> None:
@@ -96,7 +97,7 @@ class Broken(Reference):
 def test_the_worker_that_failed_is_named_not_the_one_that_missed_it(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = ModuleType("lamina.attention.broken")
+    module = ModuleType("lamina.ops.attention.broken")
     module.open_backend = lambda device, dtype, store_dtype: Broken(device)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(attention.BACKENDS, "broken", "broken")
@@ -150,9 +151,9 @@ def test_nothing_is_left_when_the_driver_dies(how: signal.Signals, scheme: str, 
 @pytest.mark.parametrize(
     "serve",
     [
-        "lamina.compute.main:serve_compute",
-        "lamina.memory.main:serve_memory",
-        "lamina.compute.prefill.main:serve_prefill",
+        "lamina.workers.compute.main:serve_compute",
+        "lamina.workers.memory.main:serve_memory",
+        "lamina.workers.prefill.main:serve_prefill",
     ],
 )
 def test_a_worker_goes_with_its_driver_also_while_it_imports(serve: str) -> None:

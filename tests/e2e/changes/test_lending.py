@@ -15,12 +15,12 @@ import pytest
 from tiny import llama
 
 from lamina import LLM, SamplingParams
-from lamina.config import make_config
-from lamina.fleet.cohort import Cohort
-from lamina.fleet.lending import borrower
-from lamina.fleet.lending.ledger_service import LedgerService
-from lamina.fleet.lending.lend_service import LendService
-from lamina.fleet.lending.loan_links import LoanLinks
+from lamina.config.flat_options import make_config
+from lamina.executor.lending import borrower
+from lamina.executor.lending.borrower_links import BorrowerLinks
+from lamina.executor.lending.ledger_service import LedgerService
+from lamina.executor.lending.lender_service import LenderService
+from lamina.executor.worker_group import WorkerGroup
 from lamina.lending.creditor import LendingTerms
 
 KEY = "ab" * 32
@@ -57,15 +57,15 @@ class Lent:
         self._stack.callback(service.close)
         self._stack.callback(self._over.set)
 
-    def _creditor(self, name: str) -> LendService:
+    def _creditor(self, name: str) -> LenderService:
         place = "127.0.0.1", int(self.ledger.address.rpartition(":")[2])
-        service = LendService(HERE, place, bytes.fromhex(KEY), name, 1, LendingTerms(1, 1), threads=1)
+        service = LenderService(HERE, place, bytes.fromhex(KEY), name, 1, LendingTerms(1, 1), threads=1)
         self._run(service)
         return service
 
-    def guests(self) -> list[tuple[LendService, int]]:
+    def guests(self) -> list[tuple[LenderService, int]]:
         """Of memory workers that are members: who lends them, and their processes."""
-        names = [getattr(m.handle, "loan", None) for m in self.llm.pools._members.memory]
+        names = [getattr(m.handle, "loan", None) for m in self.llm.pools._registry.memory]
         members = {loan.creditor for loan in names if loan is not None}
         return [(s, g.process.pid) for s in self.creditors for g in s._guests.values() if s.name in members]
 
@@ -103,10 +103,10 @@ def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent, mon
     """As soon as short ones have made room there, so that a recall finds less to move."""
     monkeypatch.setattr(borrower, "UNUSED_S", 600.0)  # a slow host decodes for longer than an empty guest stays
     told(lent.llm, [LONG[::-1]])  # so somebody has lent
-    moves, pauses = lent.llm.engine.scheduler.moves, lent.llm.pools.elastic.moved
-    before, paused = moves.num_moved, pauses.total()
+    moves, pauses = lent.llm.engine.scheduler.migration, lent.llm.pools.resizer.moved_bytes
+    before, paused = moves.num_moved_blocks, pauses.total()
     assert [o.token_ids for r in lent.llm.generate(CROWD, CROWDED) for o in r.outputs] == lent.crowd
-    assert moves.num_moved > before
+    assert moves.num_moved_blocks > before
     assert pauses.total() == paused, "and no view changes for it"
 
 
@@ -132,11 +132,11 @@ def test_a_guest_that_goes_in_the_midst_costs_no_token(end: str, lent: Lent) -> 
 def test_what_is_not_needed_goes_back(lent: Lent) -> None:
     told(lent.llm, [LONG])
     for _ in range(3000):
-        lent.llm.engine.look()
-        if all(s.creditor.free == 1 for s in lent.creditors):
+        lent.llm.engine.check_workers()
+        if all(s.creditor.free_blocks == 1 for s in lent.creditors):
             break
         threading.Event().wait(0.02)
-    assert all(s.creditor.free == 1 for s in lent.creditors)
+    assert all(s.creditor.free_blocks == 1 for s in lent.creditors)
     assert told(lent.llm, [SHORT]) == lent.large[1:], "and short ones need none"
 
 
@@ -158,25 +158,25 @@ def test_what_an_engine_lends_comes_back_as_it_is_needed(lent: Lent) -> None:
         assert borrower._own is not None
         service = borrower._own.service
         place = "127.0.0.1", int(lent.ledger.address.rpartition(":")[2])
-        debtor = LoanLinks(place, bytes.fromhex(KEY), "d", socket.gethostname())
+        debtor = BorrowerLinks(place, bytes.fromhex(KEY), "d", socket.gethostname())
         stack.callback(debtor.close)
         until(lambda: service.name in lent.ledger._ledger.entries, "it does not tell what it would lend")
-        debtor.want(2)
+        debtor.request_blocks(2)
         until(lambda: debtor.arrived, "it lends nothing")
         guest = debtor.arrived.popleft()
-        assert borrower.lent == {"d": 2}
+        assert borrower.lent_blocks == {"d": 2}
 
         def heed() -> None:
-            until(lambda: guest.recalled, "it wants nothing back")
+            until(lambda: guest.is_recalled, "it wants nothing back")
             debtor.give_back(guest)
 
         heeding = threading.Thread(target=heed)
         heeding.start()
         assert told(llm, [LONG, SHORT]) == lent.large
         heeding.join()
-        assert set(service.lent) == {service.name}, "what it lacked has come back"
-        until(lambda: (llm.engine.look(), not service.lent)[1], "it keeps what it does not need")
-        debtor.want(1)
+        assert set(service.lent_blocks) == {service.name}, "what it lacked has come back"
+        until(lambda: (llm.engine.check_workers(), not service.lent_blocks)[1], "it keeps what it does not need")
+        debtor.request_blocks(1)
         until(lambda: debtor.arrived, "it is not lent again")
 
 
@@ -194,7 +194,7 @@ def test_without_a_creditor_a_request_ends_in_time(lent: Lent) -> None:
 def test_a_ledger_that_is_not_there_is_one_line_before_anything_starts(
     tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Cohort, "start", lambda *_: pytest.fail("workers are started"))
+    monkeypatch.setattr(WorkerGroup, "start", lambda *_: pytest.fail("workers are started"))
     borrowing = {"borrow": "4MiB", "ledger": "127.0.0.1:9", "transport": "shm", **SPILL}
     monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY)
     with pytest.raises(OSError, match=r"there is no ledger at 127\.0\.0\.1:9: Connection refused"):

@@ -18,11 +18,11 @@ from test_faults import gone, shared_memory
 from tiny import llama
 
 from lamina import LLM, SamplingParams
-from lamina.cli.check.settings_run import ReferenceModel
-from lamina.engine.wire import WorkerError
-from lamina.fleet.launchers import local
+from lamina.executor.launchers import local
+from lamina.observe.failpoints import FAILPOINT, Failpoint
 from lamina.observe.trace import Event
-from lamina.observe.tripwire import TRIPWIRE, Tripwire
+from lamina.protocol.executor import WorkerError
+from lamina.tools.check.runner import ReferenceModel
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 TOKENS = 40
@@ -90,7 +90,7 @@ def test_every_request_goes_on(case: str, llama_path: Path, prompts: list[list[i
     with LLM(str(llama_path), memory_workers=2, prefill_chunk=32, deterministic=True, **options) as llm:
         wanted = run(llm, prompts, {})
         pids = llm.pools.pids
-        spares = [member.handle.pid for member in llm.pools._cohort.spares]
+        spares = [member.handle.pid for member in llm.pools._workers.spare_workers]
         found = run(llm, prompts, {20 + 30 * i: victim for i, victim in enumerate(victims)})
         assert found == wanted
         for worker, pid in llm.pools.pids.items():
@@ -114,7 +114,7 @@ def test_one_whose_device_has_an_error_is_replaced_and_where_the_next_one_has_th
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The log has the traceback of each."""
-    monkeypatch.setitem(local.ROLES, role, ("tests.e2e.changes.careless", f"serve_failing_{role}"))
+    monkeypatch.setitem(local.ROLES, role, ("tests.support.models.careless", f"serve_failing_{role}"))
     monkeypatch.setenv(careless.FOLDER, str(tmp_path))
     monkeypatch.setenv(careless.FAILING, "1")
     with LLM(str(llama_path), memory_workers=2, deterministic=True) as llm:
@@ -144,7 +144,7 @@ def test_one_that_is_stopped_is_replaced_long_before_the_deadline_of_a_step(llam
         # One that owes nothing may stand still for as long as it likes; it is lost once there is something to do.
         idle = llm.pools.pids["memory-1"]
         os.kill(idle, signal.SIGSTOP)
-        assert llm.engine.look() == []
+        assert llm.engine.check_workers() == []
         assert llm.pools.pids["memory-1"] == idle
         assert llm.generate([[5, 6, 7]], PARAMS[0])[0].outputs[0].finish_reason == "length"
         assert llm.pools.pids["memory-1"] != idle
@@ -156,7 +156,7 @@ def test_one_whose_interpreter_stands_still_is_not_replaced(
     seconds: int, llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For longer than one may be stopped: it answers nothing and takes no CPU time, and goes on by itself."""
-    monkeypatch.setitem(local.ROLES, "memory", ("tests.e2e.changes.held_interpreter", "serve_memory"))
+    monkeypatch.setitem(local.ROLES, "memory", ("tests.support.models.held_interpreter", "serve_memory"))
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv(SECONDS, str(seconds))
     with LLM(str(llama_path), memory_workers=2) as llm:
@@ -171,7 +171,7 @@ def test_one_whose_interpreter_stands_still_is_not_replaced(
 @pytest.mark.slow
 def test_one_that_hangs_is_replaced_once_a_step_is_late(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that nobody sees to be stopped is as one that hangs."""
-    monkeypatch.setattr("lamina.fleet.standing.STOPPED_S", 1e9)
+    monkeypatch.setattr("lamina.executor.stall_detector.STOPPED_S", 1e9)
     options: dict[str, Any] = {"memory_workers": 2, "prefill_workers": 1, "step_timeout_s": 3.0, "max_recoveries": 100}
     with LLM(str(llama_path), **options) as llm:
         wanted = llm.generate([[5, 6, 7]] * 2, PARAMS[0])
@@ -265,7 +265,7 @@ def test_one_that_dies_while_nobody_asks_for_anything_is_replaced_too(llama_path
         os.kill(first["memory-0"], signal.SIGKILL)
         assert gone(first["memory-0"], 10.0)
         assert set(llm.stats()) == {"memory-1", "compute-0"}
-        assert llm.engine.look() == []
+        assert llm.engine.check_workers() == []
         assert set(llm.stats()) == {"memory-0", "memory-1", "compute-0"}
         os.kill(llm.pools.pids["compute-0"], signal.SIGKILL)
         assert llm.generate([[5, 6, 7]], PARAMS[0])[0].outputs[0].token_ids == wanted
@@ -279,13 +279,13 @@ AT = [("memory-0", Event.WAIT_Q), ("memory-1", Event.SEND_O), ("compute-0", Even
 def test_between_two_messages_of_a_layer(
     llama_path: Path, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wire = Tripwire(tmp_path / "wire")
-    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
+    wire = Failpoint(tmp_path / "wire")
+    monkeypatch.setenv(FAILPOINT, str(tmp_path / "wire"))
     with LLM(str(llama_path), memory_workers=2, prefill_chunk=32, deterministic=True) as llm:
         wanted = run(llm, prompts, {})
         for victim, event in AT:
             pids = llm.pools.pids
-            wire.set(pids[victim], event, 25)
+            wire.arm(pids[victim], event, 25)
             assert run(llm, prompts, {}) == wanted
-            assert wire.tripped, f"{victim} has not come to {event.name}"
+            assert wire.has_fired, f"{victim} has not come to {event.name}"
             assert [worker for worker, pid in llm.pools.pids.items() if pid != pids[worker]] == [victim]

@@ -10,9 +10,9 @@ import pytest
 from test_elastic import PARAMS, PROMPTS, counts, open_llm, run, steps
 
 from lamina import LLM
-from lamina.fleet.elastic import Changed
-from lamina.fleet.rates import REST_S, STRETCH_S, STRETCHES
-from lamina.server.link.reweigh import REASON, Reweigh
+from lamina.executor.elastic import ResizeResult
+from lamina.executor.load_balance import COOLDOWN_S, INTERVAL_S, NUM_INTERVALS
+from lamina.server.engine_client.rebalance import REASON, Rebalancer
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 TURNS = 1000.0
@@ -21,7 +21,7 @@ TURN_BYTES = 4e6
 
 @pytest.fixture(autouse=True)
 def _alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.memory.worker.read_rate", lambda device: 10e9)
+    monkeypatch.setattr("lamina.workers.memory.memory_worker.measure_read_bandwidth", lambda device: 10e9)
 
 
 class Watched:
@@ -29,35 +29,35 @@ class Watched:
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.now = llm, 0.0
-        self.reweigh = Reweigh(llm.engine, llm.pools, lambda: self.now)
-        workers = range(len(llm.pools._members.memory))
+        self.reweigh = Rebalancer(llm.engine, llm.pools, lambda: self.now)
+        workers = range(len(llm.pools._registry.memory))
         self.counters = {f"memory-{w}": dict.fromkeys(("stored_bytes", "attend_s", "turns"), 0.0) for w in workers}
 
     def pass_by(self, *rates: float) -> None:
         """So long that parts are others, where workers read so many bytes a second."""
-        for _ in range(STRETCHES + 1):
+        for _ in range(NUM_INTERVALS + 1):
             for counters, rate in zip(self.counters.values(), rates, strict=True):
                 counters["turns"] += TURNS
                 counters["stored_bytes"] += TURNS * TURN_BYTES
                 counters["attend_s"] += TURNS * TURN_BYTES / rate
-            self.now += STRETCH_S
-            self.reweigh.look({"compute-0": {"steps": 1.0}, **self.counters})
-        self.now += REST_S
+            self.now += INTERVAL_S
+            self.reweigh.update({"compute-0": {"steps": 1.0}, **self.counters})
+        self.now += COOLDOWN_S
 
 
-def run_beside(llm: LLM, rates: list[tuple[float, ...]]) -> tuple[list[Any], list[tuple[Changed, list[float]]]]:
+def run_beside(llm: LLM, rates: list[tuple[float, ...]]) -> tuple[list[Any], list[tuple[ResizeResult, list[float]]]]:
     """Tokens and log-probabilities by prompt; in their midst workers read at ``rates``, one after the other."""
     watched, ids, outputs = Watched(llm), [llm.engine.add(p, PARAMS) for p in PROMPTS], dict[int, Any]()
-    left, found = list(rates), list[tuple[Changed, list[float]]]()
+    left, found = list(rates), list[tuple[ResizeResult, list[float]]]()
     for outcome in steps(llm, outputs):
         if outcome is not None:
-            found.append((outcome, llm.pools.elastic.weights))
-        if left and len(outputs) == len(ids) and not llm.pools.elastic.under_way:
+            found.append((outcome, llm.pools.resizer.weights))
+        if left and len(outputs) == len(ids) and not llm.pools.resizer.in_progress:
             watched.pass_by(*left.pop(0))
-        while llm.pools.elastic._change and not llm.pools.elastic.due():
-            llm.pools._members.check()
-    llm.engine.settle()
-    llm.engine._ledger.check_integrity()
+        while llm.pools.resizer._change and not llm.pools.resizer.is_ready():
+            llm.pools._registry.check()
+    llm.engine.release_idle_blocks()
+    llm.engine._accounting.check_integrity()
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids], found
 
 

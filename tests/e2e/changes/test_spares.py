@@ -36,13 +36,13 @@ def told(llm: LLM) -> list[list[int]]:
 
 
 def spare_of(llm: LLM) -> int:
-    (spare,) = llm.pools._cohort.spares
+    (spare,) = llm.pools._workers.spare_workers
     return spare.handle.pid
 
 
 def has_its_pages(llm: LLM, spare: int) -> bool:
     """An idle engine gives spares their places as it looks, which a server does each second."""
-    return llm.engine.look() == [] and memory(spare, "RssAnon") > POOL
+    return llm.engine.check_workers() == [] and memory(spare, "RssAnon") > POOL
 
 
 @pytest.mark.long
@@ -87,17 +87,19 @@ def test_no_descriptor_is_left_of_who_has_gone(what: str, tmp_path: Path, caplog
     llama().save_pretrained(tmp_path)
     given = {"dtype": "float32", "memory_workers": 1, "transport": "shm", "partition": "request", "spare_memory": 1}
     with LLM(str(tmp_path), kv_memory="16MiB", max_recoveries=100, **given) as llm:  # type: ignore[arg-type]
-        wanted, counts, elastic = told(llm), list[Counter[str]](), llm.pools.elastic
+        wanted, counts, elastic = told(llm), list[Counter[str]](), llm.pools.resizer
         for turn in range(6):
             if what == "workers come and go":
                 elastic.begin(elastic.plan(1 + (turn + 1) % 2))
-                while elastic.under_way:
+                while elastic.in_progress:
                     assert told(llm) == wanted
-                assert eventually(lambda: elastic.reap() is None and not elastic._gone, SOON_S)
+                assert eventually(lambda: elastic.reap() is None and not elastic._dismissed, SOON_S)
             else:
                 dead = spare_of(llm) if what == "spares die" else llm.pools.pids["memory-0"]
                 os.kill(dead, signal.SIGKILL)
-                assert eventually(lambda pid=dead: llm.engine.look() == [] and dead_is_replaced(llm, pid), SOON_S)
+                assert eventually(
+                    lambda pid=dead: llm.engine.check_workers() == [] and dead_is_replaced(llm, pid), SOON_S
+                )
                 assert told(llm) == wanted
             caplog.clear()  # what was logged may name who has gone
             gc.collect()
@@ -107,5 +109,5 @@ def test_no_descriptor_is_left_of_who_has_gone(what: str, tmp_path: Path, caplog
 
 
 def dead_is_replaced(llm: LLM, pid: int) -> bool:
-    spares = [m.handle.pid for m in llm.pools._cohort.spares]
+    spares = [m.handle.pid for m in llm.pools._workers.spare_workers]
     return len(spares) == 1 and pid not in [*spares, *llm.pools.pids.values()]

@@ -13,9 +13,9 @@ from stand_in_device import stand_in_for_cpu
 from torch import Tensor
 
 from lamina import LLM, SamplingParams
-from lamina.collective import COLLECTIVES, RankPlace
-from lamina.collective.mesh import Mesh
-from lamina.collective.nccl import Nccl, Opened
+from lamina.ops.collective import COLLECTIVES, RankLocation
+from lamina.ops.collective.mesh import MeshCollective
+from lamina.ops.collective.nccl import NcclCollective, Opened
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 SCORED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12, logprobs=2, ignore_eos=True)
@@ -30,7 +30,7 @@ class Joined:
     def __init__(self) -> None:
         self.number = len(self.made)
         self.made.append(self)
-        self.group: Nccl | None = None
+        self.group: NcclCollective | None = None
         self.asked = self.done = 0
 
     def _allgather_base(self, found: Tensor, mine: Tensor, options: Any) -> None:
@@ -49,16 +49,16 @@ def gather(found: Tensor, mine: Tensor, number: int) -> None:
         found.copy_(mesh.all_gather(mine, mesh.size))
 
 
-def open_stand_in(mesh: Mesh, at: RankPlace) -> Nccl:
+def open_stand_in(mesh: MeshCollective, at: RankLocation) -> NcclCollective:
     joined = Joined()
-    joined.group = Nccl(mesh, Opened(joined, None), CPU, at.step_timeout_s, lambda: lambda: True)
+    joined.group = NcclCollective(mesh, Opened(joined, None), CPU, at.step_timeout_s, lambda: lambda: True)
     return joined.group
 
 
 def outputs(path: Path, prompts: list[list[int]], **options: Any) -> list[Any]:
     common = {"transport": "loopback", "memory_workers": 2, "tensor_parallel_size": 2, "prefill_chunk": 32}
     with LLM(str(path), **common, deterministic=True, gemm="torch", **options) as llm:
-        assert llm.engine.info.summary["collective"] == f"{options['collective']}: as asked"
+        assert llm.engine.worker_info.summary["collective"] == f"{options['collective']}: as asked"
         return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, SCORED)]
 
 
@@ -67,8 +67,12 @@ def outputs(path: Path, prompts: list[list[int]], **options: Any) -> list[Any]:
 def test_meetings_of_devices_are_part_of_graphs_and_change_no_bit(
     options: dict[str, Any], llama_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module: Any = ModuleType("lamina.collective.stand_in")
-    module.lacks, module.unfit, module.open_collective = lambda device: "", lambda ranks: "", open_stand_in
+    module: Any = ModuleType("lamina.ops.collective.stand_in")
+    module.lacks, module.why_unusable_together, module.open_collective = (
+        lambda device: "",
+        lambda ranks: "",
+        open_stand_in,
+    )
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(COLLECTIVES, "nccl", "stand_in")  # in place of the real one
     monkeypatch.setattr(Joined, "made", [])

@@ -50,10 +50,10 @@ def test_the_bits_are_those_of_the_host(
     assert found == wanted
     with_model = [d for d in made if d.places]
     assert len(with_model) == sum(not name.startswith("memory") for name in stats)
-    assert all(d.waits for d in with_model)
+    assert all(d.num_waits for d in with_model)
     if not options:
         (device,) = with_model
-        assert device.waits == 2 * LAYERS * stats["compute-0"]["steps"], "one for Q, one for K and V, none else"
+        assert device.num_waits == 2 * LAYERS * stats["compute-0"]["steps"], "one for Q, one for K and V, none else"
 
 
 def test_tokens_are_those_of_transformers(
@@ -76,9 +76,9 @@ def test_kv_comes_back_from_host_memory(llama_path: Path, monkeypatch: pytest.Mo
         for answers in (first, found):
             (output,) = llm.generate([prompt], SCORED)
             answers += [(o.token_ids, o.logprobs) for o in output.outputs]
-            llm.engine.rest()
-            llm.engine.scheduler.give_up_retained()
-            llm.engine.settle()
+            llm.engine.finish_in_flight()
+            llm.engine.scheduler.evict_retained()
+            llm.engine.release_idle_blocks()
         assert output.num_cached_tokens == 256
         assert sum(stats.get("kv_loaded_bytes", 0.0) for stats in llm.stats().values()) > 0
     assert found == first

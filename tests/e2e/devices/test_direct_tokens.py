@@ -14,7 +14,7 @@ from cuda_stand_in import STAND_IN, scheme_of
 from stand_in_gpu import stand_in_gpus
 
 from lamina import LLM, SamplingParams
-from lamina.fleet.launchers import local
+from lamina.executor.launchers import local
 from lamina.netstack import loopback
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]

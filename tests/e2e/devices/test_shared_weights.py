@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lamina import LLM, SamplingParams
-from lamina.gemm.native import open_backend
+from lamina.ops.gemm.native import open_backend
 
 PACKS = open_backend(1).packed_bytes(torch.bfloat16, 64, 64) > 0
 

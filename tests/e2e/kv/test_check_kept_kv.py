@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from families import FAMILIES
 
-from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, Setting, kept
-from lamina.cli.check.settings_run import Check
-from lamina.config import changed, make_config
-from lamina.engine.blocks import page_keys
-from lamina.engine.blocks.prefixes import Prefixes
-from lamina.kv.keys import page_key
-from lamina.kv.media.host import HostMedium
+from lamina.config.engine_config import EngineConfig
+from lamina.config.flat_options import make_config, replace_options
+from lamina.kv.page_keys import page_key
+from lamina.kv.storage.host import HostStorage
 from lamina.protocol.blocks.extents import Extents
-from lamina.protocol.options.engine import EngineConfig
-from lamina.protocol.placement import Place
+from lamina.protocol.kv_placement import KvLocation
+from lamina.scheduler.kv_manager import page_keys
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.tools.check.matrix import BASE, BASE_OPTIONS, FIXED, Setting, kv_reuse_settings
+from lamina.tools.check.runner import Check
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 KEPT = ("prefix cache", "restore", "preemption")
@@ -39,8 +39,8 @@ def test_families_keep_what_is_promised_of_kept_kv(name: str, window: int, dtype
     (family,) = [f for f in FAMILIES if f.name == name]
     more = {"sliding_window": window} if window else {}
     replace(family, options={**family.options, **more}).build().save_pretrained(tmp_path)
-    config = changed(EngineConfig(), BASE_OPTIONS)
-    verdicts = list(Check(str(tmp_path), config, [], 16, 0).run([BASE, *kept(dtype)]))
+    config = replace_options(EngineConfig(), BASE_OPTIONS)
+    verdicts = list(Check(str(tmp_path), config, [], 16, 0).run([BASE, *kv_reuse_settings(dtype)]))
     assert all(v.held for v in verdicts), [(v.axis, v.setting, v.note) for v in verdicts if not v.held]
     assert [v.exactness for v in verdicts if v.axis in KEPT] == ["bitwise"] * 5
 
@@ -51,7 +51,7 @@ def keeping(llama_path: Path) -> tuple[Check, list[Setting]]:
     pages = [[(7 * i + n) % 90 + 5 for i in range(128)] for n in (1, 40, 3)]
     prompts: Any = [[*first, *pages[2], 9] for first in pages[:2]]
     comparison = Check(str(llama_path), make_config(BASE_OPTIONS), prompts, max_tokens=8, seed=1)
-    restored = [s for s in kept("auto") if s.axis == "restore"]
+    restored = [s for s in kv_reuse_settings("auto") if s.axis == "restore"]
     assert [v.held for v in comparison.run([BASE, FIXED, *restored])] == [True] * 4
     return comparison, restored
 
@@ -60,14 +60,14 @@ def keeping(llama_path: Path) -> tuple[Check, list[Setting]]:
 def test_a_bit_that_flips_behind_its_checksum_is_found(
     keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = HostMedium.read
+    read = HostStorage.read
 
-    def flip(self: HostMedium, key: bytes, into: Any) -> None:
+    def flip(self: HostStorage, key: bytes, into: Any) -> None:
         read(self, key, into)
         for atom in list(into)[:1]:
             into[atom][3] ^= 0x10  # of an exponent
 
-    monkeypatch.setattr(HostMedium, "read", flip)
+    monkeypatch.setattr(HostStorage, "read", flip)
     comparison, restored = keeping
     assert [v.held for v in comparison.run(restored)] == [True, False]
 
@@ -90,14 +90,14 @@ def test_a_fork_in_the_wrong_lane_is_found(
     """Its rows say that what it begins with lies in the lane next to its source's; and nobody refuses the plan."""
     comparison, _ = keeping
     split = {"memory_workers": 2, "partition": partition}
-    cached = [replace(s, options={**s.options, **split}) for s in kept("auto") if s.axis == "prefix cache"]
+    cached = [replace(s, options={**s.options, **split}) for s in kv_reuse_settings("auto") if s.axis == "prefix cache"]
     assert [(v.held, v.exactness) for v in comparison.run(cached)] == [(True, "bitwise")] * 2
-    match = Prefixes.match
+    match = PrefixCache.longest_cached
 
-    def stray(self: Prefixes, beginnings: Any) -> Any:
+    def stray(self: PrefixCache, beginnings: Any) -> Any:
         hit = match(self, beginnings)
-        return hit and hit._replace(place=Place(1 - hit.place.lane))
+        return hit and hit._replace(location=KvLocation(1 - hit.location.kv_shard))
 
-    monkeypatch.setattr(Prefixes, "match", stray)
-    monkeypatch.setattr(Extents, "alike", lambda *_: True)
+    monkeypatch.setattr(PrefixCache, "longest_cached", stray)
+    monkeypatch.setattr(Extents, "same_owners", lambda *_: True)
     assert [v.held for v in comparison.run(cached)] == [True, False]

@@ -10,8 +10,8 @@ import pytest
 
 from lamina import LLM, SamplingParams
 from lamina.cli.launch import main
-from lamina.kv.media import AtomLostError, MediumPlace, open_medium
-from lamina.kv.pages import Atom
+from lamina.kv.pages import PageFragment
+from lamina.kv.storage import FragmentLostError, StorageConfig, open_storage
 from lamina.observe.perfetto import read
 from lamina.observe.trace import Event
 
@@ -82,15 +82,15 @@ def test_what_lies_before_the_last_token_is_zeros(llama_path: Path) -> None:
 
 
 def test_zeros_are_read_whatever_was_written() -> None:
-    medium = open_medium("zeros", MediumPlace(0))
+    medium = open_storage("zeros", StorageConfig(0))
     buffer = bytearray(b"x" * 10)
-    medium.read(b"k" * 32, {Atom(0, 0): buffer})
+    medium.read(b"k" * 32, {PageFragment(0, 0): buffer})
     assert buffer == bytes(10)
-    assert (medium.reserve(1 << 40), medium.pages(), medium.keys(frozenset(), 9), medium.fetch(frozenset())) == (
-        [], [], [], None,
+    assert (medium.reserve(1 << 40), medium.pages(), medium.keys(frozenset(), 9),
+        medium.prefetch_next(frozenset())) == ( [], [], [], None,
     )  # fmt: skip
-    with pytest.raises(AtomLostError):
-        medium.take(b"k" * 32)
+    with pytest.raises(FragmentLostError):
+        medium.read_page(b"k" * 32)
 
 
 @pytest.mark.parametrize(

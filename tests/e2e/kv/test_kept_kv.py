@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from lamina import LLM, RequestOutput, SamplingParams
-from lamina.kv.media import AtomLostError
-from lamina.kv.media.host import HostMedium
-from lamina.kv.pages import PAGE, Recipe
-from lamina.kv.store.folder import StoreFolder
-from lamina.kv.store.index import PageIndex
-from lamina.kv.store.upkeep import summary_of
-from lamina.memory.pages import transfers
-from lamina.memory.pages.transfers import Transfers
-from lamina.memory.store import Store
-from lamina.memory.worker import MemoryWorker
-from lamina.protocol.placement import FIRST
+from lamina.kv.disk_store.maintenance import store_summary
+from lamina.kv.disk_store.page_index import PageIndex
+from lamina.kv.disk_store.store_directory import StoreDirectory
+from lamina.kv.pages import PAGE, Provenance
+from lamina.kv.storage import FragmentLostError
+from lamina.kv.storage.host import HostStorage
+from lamina.protocol.kv_placement import FIRST_LOCATION
+from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.memory.memory_worker import MemoryWorker
+from lamina.workers.memory.offload import page_transfers
+from lamina.workers.memory.offload.page_transfers import PageTransfers
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 Reference = Callable[[list[int], int], list[int]]
@@ -103,7 +103,7 @@ def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path:
         ask(llm, PROMPT)
         never = ask(llm, turn)
         assert never.num_cached_tokens == 256
-        llm.engine.rest()
+        llm.engine.finish_in_flight()
     with LLM(str(llama_path), memory_workers=3, partition="token", block_size=64, **where) as llm:
         again = ask(llm, turn)
         assert again.num_cached_tokens == 256
@@ -125,8 +125,8 @@ def test_a_preempted_one_goes_on_bit_for_bit(way: dict[str, Any], llama_path: Pa
         with LLM(str(llama_path), **options) as llm:
             found.append([told(output) for output in llm.generate(prompts, params)])
             scheduler = llm.engine.scheduler
-            assert scheduler.swaps is not None
-            counted.append((scheduler.num_preemptions, scheduler.swaps.num_saved, loaded(llm) > 0))
+            assert scheduler.swap is not None
+            counted.append((scheduler.num_preemptions, scheduler.swap.num_swapped_tokens, loaded(llm) > 0))
     assert counted == [(0, 0, False), (1, 1, True), (1, 0, True)][: len(counted)], "its prompt's page is there anyway"
     never, swapped, *computed = found
     assert swapped == never
@@ -140,15 +140,15 @@ def test_a_load_that_fails_while_nothing_else_is_done(
 ) -> None:
     """The prompt is computed, or the request ends with an error; and the engine goes on."""
 
-    def lose(self: HostMedium, key: bytes, into: Any) -> None:
-        raise AtomLostError("it is not there")
+    def lose(self: HostStorage, key: bytes, into: Any) -> None:
+        raise FragmentLostError("it is not there")
 
     options = {**TINY, "kv_offloading_size": "64MiB", "memory_workers": 2, "kv_load_failure_policy": policy}
     with LLM(str(llama_path), **options) as llm:
         ask(llm, PROMPT)
-        llm.engine.rest()
-        llm.engine.scheduler.give_up_retained()
-        monkeypatch.setattr(HostMedium, "read", lose)
+        llm.engine.finish_in_flight()
+        llm.engine.scheduler.evict_retained()
+        monkeypatch.setattr(HostStorage, "read", lose)
         failed = ask(llm, [*PROMPT, 9])
         assert failed.outputs[0].finish_reason == {"recompute": "length", "fail": "error"}[policy]
         assert failed.num_cached_tokens in (0, None)
@@ -162,28 +162,28 @@ def test_a_request_that_is_cancelled_while_its_kv_is_loaded(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
 ) -> None:
     """Its blocks stay until the load has ended, and are all free then."""
-    read, may_go = HostMedium.read, threading.Event()
+    read, may_go = HostStorage.read, threading.Event()
 
-    def wait(self: HostMedium, key: bytes, into: Any) -> None:
+    def wait(self: HostStorage, key: bytes, into: Any) -> None:
         assert may_go.wait(30.0)
         read(self, key, into)
 
     with LLM(str(llama_path), kv_offloading_size="64MiB", memory_workers=2, **TINY) as llm:
         engine = llm.engine
         ask(llm, PROMPT)
-        engine.rest()
-        engine.scheduler.give_up_retained()
-        engine.settle()
+        engine.finish_in_flight()
+        engine.scheduler.evict_retained()
+        engine.release_idle_blocks()
         before = engine.free_blocks
-        monkeypatch.setattr(HostMedium, "read", wait)
+        monkeypatch.setattr(HostStorage, "read", wait)
         number = engine.add([*PROMPT, 9], PARAMS)
-        while not any(s.num_loading for b in engine.scheduler.batches for s in b.running):
+        while not any(s.num_loading_tokens for b in engine.scheduler.batches for s in b.running):
             engine.step()
         engine.cancel(number)
         assert engine.scheduler.num_running == 1, "it is being loaded"
         may_go.set()
-        engine.rest()
-        engine.settle()
+        engine.finish_in_flight()
+        engine.release_idle_blocks()
         assert engine.scheduler.num_running == 0
         assert engine.free_blocks == before
         assert ask(llm, [*PROMPT, 9]).outputs[0].token_ids == reference([*PROMPT, 9], 8)
@@ -193,7 +193,7 @@ def test_a_request_that_is_cancelled_while_its_kv_is_loaded(
 def test_pages_are_saved_as_they_fill(llama_path: Path, reference: Reference) -> None:
     """Long before their request ends, and as they would be found behind it, to the last token."""
     with LLM(str(llama_path), memory_workers=2, kv_offloading_size="64MiB", **TINY) as llm:
-        engine, tier = llm.engine, llm.engine.scheduler.tier
+        engine, tier = llm.engine, llm.engine.scheduler.offload_index
         assert tier is not None
         engine.add(PROMPT, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
         drawn = 0
@@ -201,19 +201,19 @@ def test_pages_are_saved_as_they_fill(llama_path: Path, reference: Reference) ->
             outputs = engine.step()
             (running,) = engine.scheduler.batches[0].running or [None]
             if running is not None and len(running.tokens) >= 384:
-                there = tier.num_there(tier.keys_of(running, 384), FIRST)
-                drawn = drawn or (running.num_outputs if there == 3 else 0)
+                there = tier.num_loadable_pages(tier.keys_of(running, 384), FIRST_LOCATION)
+                drawn = drawn or (running.num_output_tokens if there == 3 else 0)
         never = outputs[0].outputs[0].token_ids
         assert 84 <= drawn < 200, "the third page has 44 tokens of the prompt"
-        engine.rest()
-        engine.settle()  # it is retained now
-        engine.scheduler.give_up_retained()
+        engine.finish_in_flight()
+        engine.release_idle_blocks()  # it is retained now
+        engine.scheduler.evict_retained()
         again = ask(llm, [*PROMPT, *never[:100]])
         assert again.num_cached_tokens == 384
         assert again.outputs[0].token_ids == never[100:108]
-        engine.rest()
-        engine.settle()
-        engine.scheduler.give_up_retained()
+        engine.finish_in_flight()
+        engine.release_idle_blocks()
+        engine.scheduler.evict_retained()
         behind = ask(llm, said := [*PROMPT, *never, 7])
         assert behind.num_cached_tokens == 499, "three pages, and 115 tokens"
         assert behind.outputs[0].token_ids == reference(said, 8)
@@ -224,7 +224,7 @@ def test_what_is_to_be_saved_is_saved_though_others_end_before(
 ) -> None:
     """A memory worker hears that the driver ends once the compute worker has gone; behind a loss it saves no more."""
     gone, where = threading.Event(), {**TINY, "kv_store_dir": str(tmp_path / "kv")}
-    serve, abort, save = MemoryWorker.serve, MemoryWorker.abort, Transfers._save
+    serve, abort, save = MemoryWorker.serve, MemoryWorker.abort, PageTransfers._save
 
     def serve_until(self: MemoryWorker, *asked: Any) -> None:
         try:
@@ -238,8 +238,8 @@ def test_what_is_to_be_saved_is_saved_though_others_end_before(
     with monkeypatch.context() as patch:
         patch.setattr(MemoryWorker, "serve", serve_until)
         patch.setattr(MemoryWorker, "abort", behind(abort))
-        patch.setattr(Transfers, "_save", behind(save))
-        patch.setattr(transfers, "LAST_S", 30.0)
+        patch.setattr(PageTransfers, "_save", behind(save))
+        patch.setattr(page_transfers, "LAST_S", 30.0)
         with LLM(str(llama_path), **where) as llm:
             ask(llm, PROMPT)
     with LLM(str(llama_path), **where) as llm:
@@ -259,21 +259,21 @@ def test_another_model_finds_nothing(llama_path: Path, tmp_path: Path) -> None:
 def test_where_bits_count_another_build_finds_nothing(
     llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, recipes = [], set[Recipe]()
+    found, recipes = [], set[Provenance]()
     for build, fixed in itertools.product(("one", "two"), (True, False)):
         for room in ("compute.identity", "memory.worker"):
             monkeypatch.setattr(f"lamina.{room}.build_id", lambda build=build: build)
         where = {**TINY, "kv_store_dir": str(tmp_path / "kv"), "deterministic": fixed}
         with LLM(str(llama_path), **where) as llm:
             found.append(ask(llm, [*PROMPT, *range(5, 12)]).num_cached_tokens)
-            llm.engine.rest()  # until all is saved, however slow this machine is
+            llm.engine.finish_in_flight()  # until all is saved, however slow this machine is
         with (
-            closing(StoreFolder(str(where["kv_store_dir"]), make=False)) as folder,
+            closing(StoreDirectory(str(where["kv_store_dir"]), make=False)) as folder,
             closing(PageIndex(folder)) as index,
         ):
-            recipes |= {entry.page.recipe for entry in index.entries() if entry.page.tokens == PAGE}
+            recipes |= {entry.page.provenance for entry in index.entries() if entry.page.tokens == PAGE}
     assert found == [0, 0, 0, 256]
-    assert recipes == {Recipe("prompt", 64, "one", 1), Recipe("prompt", 64, "two", 1)}
+    assert recipes == {Provenance("prompt", 64, "one", 1), Provenance("prompt", 64, "two", 1)}
 
 
 @pytest.mark.long
@@ -290,12 +290,12 @@ def test_a_reset_is_not_forgotten_by_the_next_engine(llama_path: Path, tmp_path:
     where = {**TINY, "kv_store_dir": str(tmp_path / "kv"), "memory_workers": 2}
     with LLM(str(llama_path), **where) as llm:
         ask(llm, PROMPT)
-        llm.engine.rest()  # what is on its way to the directory is there
+        llm.engine.finish_in_flight()  # what is on its way to the directory is there
         llm.reset_prefix_cache()
         ask(llm, OTHERS[0])
-        llm.engine.rest()
-    with closing(StoreFolder(where["kv_store_dir"], make=False)) as folder:
-        assert sum(part.pages for part in summary_of(folder).parts) == 3, "of the one behind the reset"
+        llm.engine.finish_in_flight()
+    with closing(StoreDirectory(where["kv_store_dir"], make=False)) as folder:
+        assert sum(part.pages for part in store_summary(folder).parts) == 3, "of the one behind the reset"
     with LLM(str(llama_path), **where) as llm:
         assert ask(llm, [*PROMPT, 7]).num_cached_tokens == 0
         assert ask(llm, [*OTHERS[0], 7]).num_cached_tokens == 256
@@ -306,17 +306,17 @@ def test_a_reset_is_not_forgotten_by_the_next_engine(llama_path: Path, tmp_path:
 def test_blocks_that_are_free_are_zeros_and_pages_are_saved_before(llama_path: Path, *, wipes: bool) -> None:
     """Seen in the pool's own memory; the other one is the control."""
     options = {**TINY, "kv_offloading_size": "64MiB", "memory_workers": 2, "kv_memory": "260KB"}
-    earlier = [x for x in gc.get_objects() if isinstance(x, Store)]  # held, so that none is taken for a new one
+    earlier = [x for x in gc.get_objects() if isinstance(x, KvStore)]  # held, so that none is taken for a new one
     with LLM(str(llama_path), zero_on_free=wipes, **options) as llm:
         never = told(ask(llm, [*PROMPT[:256], 5]))
         for prompt in OTHERS:
             ask(llm, prompt)  # whose blocks were another one's, whose pages were still being saved
         again = ask(llm, [*PROMPT[:256], 5])
         assert (told(again), again.num_cached_tokens) == (never, 256)
-        llm.engine.rest()
+        llm.engine.finish_in_flight()
         llm.reset_prefix_cache()
-        llm.engine.settle()
-        pools = [x for x in gc.get_objects() if isinstance(x, Store) and not any(x is old for old in earlier)]
+        llm.engine.release_idle_blocks()
+        pools = [x for x in gc.get_objects() if isinstance(x, KvStore) and not any(x is old for old in earlier)]
         tensors = [x[:-1] for pool in pools for layer in pool.layers for piece in layer for x in piece.kv.tensors]
         assert len(tensors) == 2 * 2 * 3
         assert any(x.any() for x in tensors) != wipes

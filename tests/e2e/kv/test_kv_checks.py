@@ -10,9 +10,9 @@ import pytest
 from tiny import llama
 
 from lamina import LLM, SamplingParams
-from lamina.engine.wire import WorkerError
-from lamina.observe.trace import FLIP
-from lamina.observe.tripwire import TRIPWIRE, Tripwire
+from lamina.observe.failpoints import FAILPOINT, Failpoint
+from lamina.observe.trace import FLIP_BIT
+from lamina.protocol.executor import WorkerError
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=0)
@@ -31,17 +31,17 @@ def open_llm(path: Path, **options: Any) -> LLM:
     return LLM(str(path), **{**given, **options})
 
 
-def run(llm: LLM, tripwire: Tripwire, victim: str) -> list[tuple[list[int], list[float]]]:
+def run(llm: LLM, tripwire: Failpoint, victim: str) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities. A block of ``victim`` is damaged in their midst, of a sequence that decodes."""
     outputs, tripped = dict[int, Any](), False
     with llm.stream(PROMPTS, PARAMS) as stream:
         for output in stream:
             outputs[output.request_id] = output
             if victim and not tripped and sum(len(o.outputs[0].token_ids) for o in outputs.values()) > 30:
-                tripwire.set(llm.pools.pids[victim], FLIP, 1)
+                tripwire.arm(llm.pools.pids[victim], FLIP_BIT, 1)
                 tripped = True
         ids = stream.request_ids
-    assert not tripped or tripwire.tripped
+    assert not tripped or tripwire.has_fired
     scores = [[next(iter(x.values())).logprob for x in outputs[i].outputs[0].logprobs] for i in ids]
     return [(outputs[i].outputs[0].token_ids, each) for i, each in zip(ids, scores, strict=True)]
 
@@ -59,8 +59,8 @@ def run(llm: LLM, tripwire: Tripwire, victim: str) -> list[tuple[list[int], list
 def test_a_block_that_is_damaged_is_never_attended(
     options: dict[str, Any], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
-    tripwire = Tripwire(tmp_path / "wire")
+    monkeypatch.setenv(FAILPOINT, str(tmp_path / "wire"))
+    tripwire = Failpoint(tmp_path / "wire")
     with open_llm(checkpoint, kv_checks=1.0, **options) as llm:
         wanted, before = run(llm, tripwire, ""), llm.pools.pids
         told = run(llm, tripwire, "memory-0")
@@ -76,8 +76,8 @@ def test_who_looks_at_a_share_finds_it_some_steps_later(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 20 steps and more that attend it one looks at least, but for one run in 10^6."""
-    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
-    tripwire = Tripwire(tmp_path / "wire")
+    monkeypatch.setenv(FAILPOINT, str(tmp_path / "wire"))
+    tripwire = Failpoint(tmp_path / "wire")
     with open_llm(checkpoint, kv_checks=0.5) as llm:
         before = llm.pools.pids
         run(llm, tripwire, "memory-1")
@@ -87,8 +87,8 @@ def test_who_looks_at_a_share_finds_it_some_steps_later(
 @pytest.mark.long
 def test_who_does_not_look_attends_it(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above would show nothing."""
-    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
-    tripwire = Tripwire(tmp_path / "wire")
+    monkeypatch.setenv(FAILPOINT, str(tmp_path / "wire"))
+    tripwire = Failpoint(tmp_path / "wire")
     with open_llm(checkpoint) as llm:
         wanted, before = run(llm, tripwire, ""), llm.pools.pids
         assert run(llm, tripwire, "memory-0") != wanted
@@ -99,10 +99,10 @@ def test_who_does_not_look_attends_it(checkpoint: Path, tmp_path: Path, monkeypa
 def test_where_the_worker_is_a_thread_the_run_ends(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
-    tripwire = Tripwire(tmp_path / "wire")
+    monkeypatch.setenv(FAILPOINT, str(tmp_path / "wire"))
+    tripwire = Failpoint(tmp_path / "wire")
     with open_llm(checkpoint, kv_checks=1.0, transport="loopback") as llm:
-        tripwire.set(os.getpid(), FLIP, 1)
+        tripwire.arm(os.getpid(), FLIP_BIT, 1)
         with pytest.raises(WorkerError, match="KV block .* is not what was written there"):
             llm.generate(PROMPTS, PARAMS)
 

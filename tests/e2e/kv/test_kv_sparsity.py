@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lamina import LLM, RequestOutput, SamplingParams
-from lamina.protocol.sparse_ops import Scored
+from lamina.protocol.sparse_ops import BlockScoresReport
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 SHIPPED = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model")
@@ -34,7 +34,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def dropped(llm: LLM) -> int:
-    evictions = llm.engine.scheduler.evictions
+    evictions = llm.engine.scheduler.pruner
     return 0 if evictions is None else evictions.num_dropped
 
 
@@ -52,7 +52,9 @@ def sparse(llama_path: Path, dense: Any) -> Any:
         lost = dropped(llm)
         assert lost == (400 - 128) // 16 + (333 + 15 - 128) // 16
         mixed = told(llm.generate(PROMPTS, [DENSE, DENSE, PARAMS]))
-        assert llm.engine.scheduler.prefixes.num_hit == 0, "nobody begins with what a sparse sequence has left"
+        assert llm.engine.scheduler.prefix_cache.num_hit_tokens == 0, (
+            "nobody begins with what a sparse sequence has left"
+        )
         assert (mixed, dropped(llm)) == (dense, lost), "the last one is below its budget"
     assert answers[2] == dense[2]
     assert [x[0][1] for x in answers[:2]] != [x[0][1] for x in dense[:2]], "it makes a difference, or shows nothing"
@@ -82,11 +84,13 @@ def selecting(llama_path: Path, dense: Any) -> Any:
     """By one memory worker. Who asks for all has all, and nothing that others have approximated."""
     with LLM(str(llama_path), **SELECT) as llm:
         answers = told(llm.generate(PROMPTS, PARAMS))
-        hits = llm.engine.scheduler.prefixes.num_hit
+        hits = llm.engine.scheduler.prefix_cache.num_hit_tokens
         assert told(llm.generate(PROMPTS, [DENSE, DENSE, PARAMS]))[:2] == dense[:2]
-        assert llm.engine.scheduler.prefixes.num_hit - hits < len(PROMPTS[2]), "of the last one alone"
+        assert llm.engine.scheduler.prefix_cache.num_hit_tokens - hits < len(PROMPTS[2]), "of the last one alone"
         again = told(llm.generate(PROMPTS, PARAMS))
-        assert llm.engine.scheduler.prefixes.num_hit - hits > 700, "all KV is there, for those who select too"
+        assert llm.engine.scheduler.prefix_cache.num_hit_tokens - hits > 700, (
+            "all KV is there, for those who select too"
+        )
         assert [[one[0] for one in x] for x in again] == [[one[0] for one in x] for x in answers]
     assert answers[2] == dense[2], "below its budget"
     assert [x[0][1] for x in answers[:2]] != [x[0][1] for x in dense[:2]], "it makes a difference, or shows nothing"
@@ -129,9 +133,9 @@ def test_more_sequences_fit() -> None:
             params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
             with llm.stream(prompts, params) as stream:
                 most.append(max(llm.engine.scheduler.num_running for _ in stream))
-            llm.engine.settle()
+            llm.engine.release_idle_blocks()
             preempted = llm.engine.scheduler.num_preemptions
-            assert set(llm.engine.free_blocks) == {min(counts) for counts in llm.engine.info.num_blocks}
+            assert set(llm.engine.free_blocks) == {min(counts) for counts in llm.engine.worker_info.num_blocks}
     assert (most[1] >= 2 * most[0], preempted) == (True, 0), most
 
 
@@ -147,7 +151,7 @@ def test_what_is_kept_is_not_frozen_on_the_prompt() -> None:
             for _ in stream:
                 for one in llm.engine.scheduler.batches[0].running:
                     blocks = range(1, -(-len(one.tokens) // 16))
-                    kept = sorted(set(blocks) - set(one.scores.dropped)) if one.scores else kept
+                    kept = sorted(set(blocks) - set(one.block_scores.dropped_blocks)) if one.block_scores else kept
     assert len(kept) < 30, "it has lost some"
     assert sum(number * 16 >= 520 for number in kept) > 0.3 * len(kept), kept
 
@@ -160,21 +164,21 @@ def test_one_that_was_lost_loses_the_same_blocks_again_and_goes_on_with_the_same
     params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)  # blocks go twice
     with LLM(str(llama_path), **{**EVICT, "memory_workers": 2, "transport": "shm"}) as llm:
         want, once = tokens_of(llm.generate(LONG, params)), dropped(llm)
-        evictions, before = llm.engine.scheduler.evictions, list[int]()
+        evictions, before = llm.engine.scheduler.pruner, list[int]()
         assert evictions is not None
-        report = evictions.report
+        report = evictions.on_scores
 
         def kill() -> None:
             if not before:
                 before.append(dropped(llm) - once)
-                os.kill(llm.engine.wire.pids["memory-0"], signal.SIGKILL)  # type: ignore[attr-defined]
+                os.kill(llm.engine.executor.pids["memory-0"], signal.SIGKILL)  # type: ignore[attr-defined]
 
-        def told(said: Scored) -> None:
+        def told(said: BlockScoresReport) -> None:
             report(said)
             if evictions._due and when.startswith("scores"):
                 kill()
 
-        monkeypatch.setattr(evictions, "report", told)
+        monkeypatch.setattr(evictions, "on_scores", told)
         got = dict[int, list[int]]()
         with llm.stream(LONG, params) as stream:
             for output in stream:

@@ -9,9 +9,9 @@ import pytest
 from emulated_medium import environment
 
 from lamina import LLM, SamplingParams
-from lamina.engine.blocks.swaps import Swaps
 from lamina.observe.perfetto import read
 from lamina.observe.trace import Event
+from lamina.scheduler.kv_manager.swap import SwapPolicy
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -27,7 +27,7 @@ WAYS: list[dict[str, Any]] = [
 @pytest.fixture
 def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """First rows are thought to take so long that a gate opens behind the first layer."""
-    monkeypatch.setattr(Swaps, "compute_s", lambda self, tokens: 1e3)
+    monkeypatch.setattr(SwapPolicy, "prefill_estimate_s", lambda self, tokens: 1e3)
 
 
 def script(monkeypatch: pytest.MonkeyPatch, *happenings: dict[str, Any]) -> None:
@@ -41,8 +41,8 @@ def asked_twice(llm: LLM, prompt: list[int] = PROMPT) -> tuple[list[int], list[i
     for _ in range(2):
         (output,) = llm.generate([prompt], PARAMS)
         tokens.append(output.outputs[0].token_ids)
-        llm.engine.rest()
-        llm.engine.scheduler.give_up_retained()
+        llm.engine.finish_in_flight()
+        llm.engine.scheduler.evict_retained()
     return tokens[0], tokens[1], output.num_cached_tokens or 0
 
 
@@ -80,9 +80,9 @@ def test_tokens_of_a_load_that_fails_behind_its_gate_count_for_nothing(
     script(monkeypatch, {"call": "read", "delay_s": 0.01}, {"call": "read", "after": 4, "times": 1, "fault": fault})
     with LLM(str(llama_path), **OPTIONS, **way) as llm:
         computed, loaded, cached = asked_twice(llm)
-        view = llm.engine.scheduler.view
+        view = llm.engine.scheduler.epoch
         assert llm.generate([PROMPT[:40]], PARAMS)[0].outputs[0].token_ids
-        assert llm.engine.scheduler.view == view == 1
+        assert llm.engine.scheduler.epoch == view == 1
     assert (loaded, cached) == (computed, 128)
 
 
@@ -94,11 +94,11 @@ def test_who_is_cancelled_while_it_is_loaded_leaves_nothing(llama_path: Path, mo
         asked_twice(llm)
         number = llm.engine.add(PROMPT, PARAMS)
         loading = llm.engine.scheduler
-        while not any(s.num_loading and s.num_scheduled for b in loading.batches for s in b.running):
+        while not any(s.num_loading_tokens and s.num_computed_tokens for b in loading.batches for s in b.running):
             llm.engine.step()
         llm.engine.cancel(number)
-        llm.engine.settle()
-        llm.engine.rest()
+        llm.engine.release_idle_blocks()
+        llm.engine.finish_in_flight()
         assert asked_twice(llm)[2] == 256
         llm.reset_prefix_cache()
         llm.generate([[5, 6, 7]], PARAMS)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lamina import LLM, SamplingParams
-from lamina.engine.conversations.sessions import SessionFacts, SessionName
-from lamina.engine.conversations.terms import KVTerms
-from lamina.engine.conversations.turns import SessionBusyError
+from lamina.scheduler.sessions.cache_options import CacheOptions
+from lamina.scheduler.sessions.session_table import SessionInfo, SessionName
+from lamina.scheduler.sessions.session_turns import SessionBusyError
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 Reference = Callable[[list[int], int], list[int]]
@@ -38,11 +38,11 @@ def test_a_session_outlives_what_has_no_name(llama_path: Path, reference: Refere
         said, _ = turn(llm, "mine", text(1, 150))
         for number in range(2, 8):
             turn(llm, None, text(number, 150))
-        assert llm.sessions() == [SessionFacts("mine", 1, 161, "pool")]
+        assert llm.sessions() == [SessionInfo("mine", 1, 161, "pool")]
         more, cached = turn(llm, "mine", [*said, *text(9, 20)])
         assert cached == 161
         assert more[-12:] == reference(more[:-12], 12)
-        assert llm.sessions() == [SessionFacts("mine", 2, 193, "pool")]
+        assert llm.sessions() == [SessionInfo("mine", 2, 193, "pool")]
         assert dict(llm.engine.scheduler.sessions.hits) == {"pool": 1}
         (waited,) = llm.engine.scheduler.sessions.waits.items()
         assert waited[0] == "pool"
@@ -62,12 +62,12 @@ def test_what_others_share_stays(llama_path: Path) -> None:
         second, cached = turn(llm, "b", [*system, *text(2, 130)])
         assert cached == 256
         llm.drop_session("a")
-        llm.engine.rest()  # what is on its way beside the pool is there
-        llm.engine.scheduler.give_up_retained()
+        llm.engine.finish_in_flight()  # what is on its way beside the pool is there
+        llm.engine.scheduler.evict_retained()
         _, cached = turn(llm, None, [*first, 7])
         assert cached == 256, "two pages are the other's too, the third one was its own"
-        llm.engine.rest()  # what is on its way beside the pool is there
-        llm.engine.scheduler.give_up_retained()
+        llm.engine.finish_in_flight()  # what is on its way beside the pool is there
+        llm.engine.scheduler.evict_retained()
         assert turn(llm, "b", [*second, 7])[1] == len(second) - 1
         assert dict(llm.engine.scheduler.sessions.hits) == {"host": 1}
 
@@ -76,8 +76,8 @@ def test_one_that_was_put_out_of_the_pool_wakes_from_beside_it(llama_path: Path,
     with LLM(str(llama_path), memory_workers=2, kv_offloading_size="16MiB", **OPTIONS) as llm:
         said, _ = turn(llm, "mine", text(1, 270))
         assert llm.sessions()[0].tier == "pool"
-        llm.engine.rest()  # what is on its way beside the pool is there
-        llm.engine.scheduler.give_up_retained()
+        llm.engine.finish_in_flight()  # what is on its way beside the pool is there
+        llm.engine.scheduler.evict_retained()
         turn(llm, None, text(3, 40))
         assert llm.sessions()[0].tier == "host"
         more, cached = turn(llm, "mine", [*said, *text(9, 20)])
@@ -95,7 +95,7 @@ def test_refusals_leave_the_session_as_it_was(llama_path: Path) -> None:
             llm.generate([said], SamplingParams(n=2), session_id="mine")
         with pytest.raises(ValueError, match="one prompt, not 2"):
             llm.generate([said, said], PARAMS, session_id="mine")
-        asked = llm._asked([said], PARAMS, KVTerms(session=SessionName(b"", "mine")))
+        asked = llm._asked([said], PARAMS, CacheOptions(session=SessionName(b"", "mine")))
         with llm._stream(asked, finished_only=False):
             for call in (lambda: turn(llm, "mine", said), lambda: llm.drop_session("mine")):
                 with pytest.raises(SessionBusyError, match="under way"):
@@ -122,6 +122,6 @@ def test_a_replay_goes_on_behind_a_restart_with_other_workers(
                     said[name], cached = turn(llm, name, prompt)
                     assert said[name][len(prompt) :] == reference(prompt, 12)
                     found.append(cached)
-            llm.engine.rest()  # what is on its way to the directory is there
+            llm.engine.finish_in_flight()  # what is on its way to the directory is there
         assert found[:2] == ([0, 0] if "partition" not in start else [172, 172])
         assert min(found[2:]) >= 128, "the second turn of each wakes in the pool"

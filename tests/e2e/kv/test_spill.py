@@ -112,5 +112,5 @@ def test_a_loan_goes_home_while_its_sequence_decodes(transport: str, path: str) 
         wanted = said(llm)
     with LLM(path, transport=transport, **SPILL, **TINY) as llm:
         assert said(llm) == wanted
-        assert llm.engine.scheduler.moves.num_moved > 0
+        assert llm.engine.scheduler.migration.num_moved_blocks > 0
         assert sum(w["moved_bytes"] for name, w in llm.stats().items() if name.startswith("memory")) > 0

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from lamina import LLM, RequestOutput, SamplingParams
-from lamina.engine.conversations.sessions import SessionName
-from lamina.engine.conversations.terms import KVTerms
+from lamina.scheduler.sessions.cache_options import CacheOptions
+from lamina.scheduler.sessions.session_table import SessionName
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 LIMIT, FIRST, STEP = 512, 128, 128
@@ -107,7 +107,7 @@ def test_a_session_is_cut_and_goes_on(llama_path: Path, options: dict[str, Any],
             said += output.outputs[0].token_ids
             cached = (len(said) - discarded - 1) // 32 * 32
         assert discarded == 512
-        assert llm.engine.scheduler.leaves.num_shifts >= 2
+        assert llm.engine.scheduler.session_cache.num_shifts >= 2
         alike = [
             torch.allclose(a.keys, b.keys, atol=1e-2)
             for a, b in zip(mirror.cache.layers, naive.cache.layers, strict=True)
@@ -145,7 +145,7 @@ def test_tokens_that_are_named_go_from_the_middle_of_a_session(llama_path: Path)
             assert output.outputs[0].token_ids == mirror.answer(left[mirror.length :], 12)
             said += output.outputs[0].token_ids
             mirror.keep((len(said) - gone - 1) // 32 * 32)
-        assert llm.engine.scheduler.leaves.num_shifts == 2
+        assert llm.engine.scheduler.session_cache.num_shifts == 2
         for wrong, words in (((200, 328), "multiple of 128"), ((0, 128), "--keep-first"), ((256, 2048), "between")):
             with pytest.raises(ValueError, match=words):
                 llm.generate([said], PARAMS, session_id="mine", kv_discard=[wrong])
@@ -165,8 +165,8 @@ def test_a_session_that_has_lost_tokens_wakes_from_a_directory(
     with LLM(str(llama_path), **OPTIONS, **store, memory_workers=2) as llm:
         (output,) = llm.generate([said], PARAMS, session_id="mine")
         said += output.outputs[0].token_ids
-        llm.engine.settle()
-        llm.engine.rest()
+        llm.engine.release_idle_blocks()
+        llm.engine.finish_in_flight()
     assert output.outputs[0].token_ids == mirror.answer(said[:440], 12)
     mirror.keep(384)
     mirror.shift(128, 128)
@@ -212,7 +212,7 @@ def test_the_next_turn_may_come_at_once_and_its_salt_counts(llama_path: Path) ->
     with LLM(str(llama_path), memory_workers=1, **OPTIONS) as llm:
 
         def turn(prompt: list[int], salt: bytes) -> RequestOutput:
-            number = llm.engine.add(prompt, PARAMS, terms=KVTerms(salt, name))
+            number = llm.engine.add(prompt, PARAMS, terms=CacheOptions(salt, name))
             while True:
                 for output in llm.engine.step():
                     if output.request_id == number and output.finished:
@@ -223,4 +223,4 @@ def test_the_next_turn_may_come_at_once_and_its_salt_counts(llama_path: Path) ->
             output = turn(said, salt)
             assert bool(output.num_cached_tokens) == cached
             said += [*output.outputs[0].token_ids, *text(2, 100)]
-        llm.engine.settle()
+        llm.engine.release_idle_blocks()

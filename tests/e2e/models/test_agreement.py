@@ -10,8 +10,8 @@ import torch
 from tiny import llama
 
 from lamina import LLM, SamplingParams
-from lamina.cli.check.agreement import compare
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes
+from lamina.tools.check.agreement import compare
 
 COUNT = 20
 
@@ -77,7 +77,7 @@ def test_error_of_each_dtype_is_bounded(
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True)
     with LLM(str(llama_path), transport="loopback", memory_workers=2, dtype=dtype) as llm:
-        assert llm.engine.info.dtype == dtype
+        assert llm.engine.worker_info.dtype == dtype
         outputs = llm.generate(prompts, params)
     rounded = llama().to(getattr(torch, dtype)).double()  # the same weights, everything else in fp64
     error = 0.0

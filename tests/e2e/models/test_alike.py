@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from lamina import LLM
-from lamina.compute.model_server import ModelServer
-from lamina.fleet.same_model import OF_THE_MODEL
+from lamina.executor.model_consistency import OF_THE_MODEL
+from lamina.workers.compute.model_server import ModelServer
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 OTHER: dict[str, Any] = {
@@ -31,14 +31,14 @@ def test_the_one_that_differs_is_named(
     options: dict[str, Any], role: str, number: int, label: str, llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(OTHER) == set(OF_THE_MODEL)
-    name, ready = "", ModelServer.ready
+    name, ready = "", ModelServer.ready_message
 
     def changed(self: ModelServer, *args: Any) -> Any:
         said = ready(self, *args)
-        other = (self.role, self.start.number) == (role, number)
+        other = (self.role, self.start.replica) == (role, number)
         return msgspec.structs.replace(said, **{name: OTHER[name]}) if other else said
 
-    monkeypatch.setattr(ModelServer, "ready", changed)
+    monkeypatch.setattr(ModelServer, "ready_message", changed)
     for name in OTHER:
         with pytest.raises(ValueError, match=f"^{label} has another model than compute-0: {name} is .* every host"):
             LLM(str(llama_path), transport="loopback", **options)

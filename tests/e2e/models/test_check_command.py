@@ -17,19 +17,19 @@ import torch
 from families import FAMILIES, Family
 from torch import Tensor
 
-from lamina import attention
-from lamina.attention.reference import Reference
-from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, LENDING, Exactness, Resize, Setting
-from lamina.cli.check.settings_run import Check
 from lamina.cli.launch import main
-from lamina.compute.worker import ComputeWorker
-from lamina.config import make_config
-from lamina.fleet.elastic import Change, Elastic
-from lamina.fleet.launchers import local
-from lamina.kv.pool import LayerStore, WriteIndex
-from lamina.kv.stored import StoredRows
-from lamina.memory import worker as memory
-from lamina.memory.moves import Mover
+from lamina.config.flat_options import make_config
+from lamina.executor.elastic import MemoryResizer, ResizePlan
+from lamina.executor.launchers import local
+from lamina.kv.paged_cache import LayerCache, SlotMapping
+from lamina.kv.stored_format import StoredRows
+from lamina.ops import attention
+from lamina.ops.attention.reference import ReferenceAttention
+from lamina.tools.check.matrix import BASE, BASE_OPTIONS, FIXED, LENDING, Exactness, Resize, Setting
+from lamina.tools.check.runner import Check
+from lamina.workers.compute.compute_worker import ComputeWorker
+from lamina.workers.memory import memory_worker as memory
+from lamina.workers.memory.kv_transfer.reshard import KvTransfer
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 NAMES = ("gpt2", "llama-gqa", "gemma2", "falcon-mqa", "mixtral")
@@ -132,7 +132,7 @@ def test_own_prompts(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [r["prompts"] for r in found["runs"]] == [2, 2]
 
 
-class Careless(Reference):
+class Careless(ReferenceAttention):
     """An attention that is slightly wrong."""
 
     def finish(self, op: Any, prepared: Any, stored: Any, q: Tensor, kv: StoredRows, out: Tensor) -> None:
@@ -140,7 +140,7 @@ class Careless(Reference):
         out.mul_(1.05)
 
 
-class Broken(Reference):
+class Broken(ReferenceAttention):
     """An attention that fails."""
 
     def finish(self, *args: Any) -> None:
@@ -148,9 +148,9 @@ class Broken(Reference):
 
 
 @pytest.fixture
-def add_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Reference]], None]:
-    def add(backend: type[Reference]) -> None:
-        module = ModuleType("lamina.attention.added")
+def add_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[ReferenceAttention]], None]:
+    def add(backend: type[ReferenceAttention]) -> None:
+        module = ModuleType("lamina.ops.attention.added")
         module.open_backend = lambda device, dtype, store_dtype: backend(device)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(attention.BACKENDS, "added", "added")
@@ -160,7 +160,7 @@ def add_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Reference]], 
 
 @pytest.mark.long
 def test_a_wrong_attention_gives_status_1_and_its_axis(
-    llama_path: Path, add_backend: Callable[[type[Reference]], None], capsys: pytest.CaptureFixture[str]
+    llama_path: Path, add_backend: Callable[[type[ReferenceAttention]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     add_backend(Careless)
     assert main(["check", str(llama_path), "--axis", "attention", "--max-tokens", "8"]) == 1
@@ -182,12 +182,12 @@ SPLIT = Setting("memory workers", Exactness.BITWISE, BASE, {"memory_workers": 2}
 
 @pytest.mark.long
 def test_a_forgetful_memory_worker_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = LayerStore.write
+    write = LayerCache.write
 
-    def forget(self: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
+    def forget(self: LayerCache, at: SlotMapping, rows: StoredRows) -> None:
         write(self, at, StoredRows(rows.k * 0.0, rows.v * 0.0))
 
-    monkeypatch.setattr(LayerStore, "write", forget)
+    monkeypatch.setattr(LayerCache, "write", forget)
     (found,) = based.run([SPLIT])
     assert (found.held, found.exactness) == (False, "nothing")
     assert found.logit_error > 0.01
@@ -195,12 +195,12 @@ def test_a_forgetful_memory_worker_is_found(based: Check, monkeypatch: pytest.Mo
 
 @pytest.mark.long
 def test_a_single_bit_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = LayerStore.write
+    write = LayerCache.write
 
-    def jog(self: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
+    def jog(self: LayerCache, at: SlotMapping, rows: StoredRows) -> None:
         write(self, at, StoredRows(rows.k, torch.nextafter(rows.v, torch.full_like(rows.v, torch.inf))))
 
-    monkeypatch.setattr(LayerStore, "write", jog)
+    monkeypatch.setattr(LayerCache, "write", jog)
     (found,) = based.run([SPLIT])
     assert (found.held, found.exactness) == (False, "token-equal")
     assert "first difference" in found.note
@@ -213,7 +213,7 @@ def test_rounding_that_depends_on_batch_mates_is_found(based: Check, monkeypatch
         return tuple(x * (1 + 1e-6 * rows) if x.is_floating_point() else x for x in self._call_plain(index, inputs))
 
     monkeypatch.setattr(ComputeWorker, "_call_fixed", uneven)
-    alone = Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True)
+    alone = Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, runs_alone=True)
     fixed, mates = based.run([FIXED, alone])
     assert fixed.held
     assert (mates.held, mates.exactness) == (False, "token-equal")
@@ -222,7 +222,7 @@ def test_rounding_that_depends_on_batch_mates_is_found(based: Check, monkeypatch
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_lost_worker_is_a_breach_and_the_check_goes_on(
-    based: Check, add_backend: Callable[[type[Reference]], None]
+    based: Check, add_backend: Callable[[type[ReferenceAttention]], None]
 ) -> None:
     add_backend(Broken)
     lost, kept = based.run([Setting("attention", Exactness.BOUNDED, BASE, {"attention": "added"}), SPLIT])
@@ -256,27 +256,27 @@ PLANNED = Setting(
 
 @pytest.mark.long
 def test_kv_that_is_damaged_as_it_moves_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = Mover._put
+    put = KvTransfer._put
 
-    def forget(self: Mover, run: Any, blocks: Any) -> None:
+    def forget(self: KvTransfer, run: Any, blocks: Any) -> None:
         put(self, run, [x * 0 for x in blocks])
 
     (sound,) = based.run([PLANNED])
     assert (sound.held, sound.exactness) == (True, "bitwise"), sound.note
     assert re.fullmatch("bytes of KV moved: [1-9][0-9]*", sound.note), sound.note
-    monkeypatch.setattr(Mover, "_put", forget)
+    monkeypatch.setattr(KvTransfer, "_put", forget)
     (found,) = based.run([PLANNED])
     assert (found.held, found.exactness) == (False, "nothing")
 
 
 def test_a_change_that_comes_to_nothing_is_a_broken_promise(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Elastic.begin
+    begin = MemoryResizer.begin
 
-    def begin_late(self: Elastic, change: Change, leaving: Sequence[int] = ()) -> None:
+    def begin_late(self: MemoryResizer, change: ResizePlan, leaving: Sequence[int] = ()) -> None:
         begin(self, change, leaving)
         self._deadline = -math.inf
 
-    monkeypatch.setattr(Elastic, "begin", begin_late)
+    monkeypatch.setattr(MemoryResizer, "begin", begin_late)
     (verdict,) = based.run([PLANNED])
     assert verdict.held is False
     assert "memory workers could not come or go: new memory workers took too long" in verdict.note

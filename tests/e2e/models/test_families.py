@@ -18,12 +18,12 @@ import torch
 from families import FAMILIES, FIRST_TOKEN, MAX_LEN, VOCAB, Case, Family, each_family
 from torch import Tensor
 
-import lamina.cli.check.agreement
+import lamina.tools.check.agreement
 from lamina import LLM, SamplingParams
-from lamina.attention.spec import AttentionSpec
 from lamina.converter import SlicedProgram
 from lamina.models.convert import layer_shapes
-from lamina.protocol.plan import LayerShape
+from lamina.ops.attention.spec import AttentionSpec
+from lamina.protocol.step_plan import LayerShape
 
 PROMPTS = (19, 1, 7, 30)  # tokens; some shorter, some longer than the windows
 NEW_TOKENS = 64
@@ -270,11 +270,11 @@ def test_tokens_over_memory_workers_are_those_of_transformers(transport: str, fa
     memory = ["memory-0", "memory-1"]
     assert len({os.getpid(), *(pids[w] for w in memory)}) == 3, "memory workers are processes of their own"
     rows = sum(PROMPTS) + len(PROMPTS) * (NEW_TOKENS - 1)
-    sent = llm.engine.info.summary
+    sent = llm.engine.worker_info.summary
     wire = rows * (sum(sent["q_bytes"]) + sum(sent["kv_bytes"]))
     assert sum(stats[w]["bytes_received"] for w in memory) >= wire
     assert all(stats[w]["bytes_received"] > (0 if family.kv_heads % 2 else wire / 2) for w in memory)
-    agreement = lamina.cli.check.agreement.compare(model, outputs)
+    agreement = lamina.tools.check.agreement.compare(model, outputs)
     assert agreement.identical, agreement
     assert agreement.num_tokens == len(PROMPTS) * NEW_TOKENS
     assert min(len(set(o.outputs[0].token_ids)) for o in outputs) >= LEAST_DISTINCT

@@ -15,8 +15,8 @@ from checkpoints import llama_config, write_checkpoint
 from worker_processes import workers_of
 
 from lamina import LLM
-from lamina.memory.footprint import resident
 from lamina.models.load import load as load_model
+from lamina.workers.memory.resident_memory import resident
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 SAMPLE_S = 0.2  # looking at gigabytes takes a good part of that, and keeps the workers from mapping meanwhile
@@ -106,7 +106,7 @@ def mapped_weights(pid: int) -> int:
 def load(path: Path, spread: dict[str, Any]) -> Loaded:
     with Held() as memory, LLM(str(path), **OPTIONS, **spread) as llm:
         memory.sample()
-        load_s = float(llm.engine.info.summary["load_s"])
+        load_s = float(llm.engine.worker_info.summary["load_s"])
     return Loaded(memory.most, load_s)
 
 

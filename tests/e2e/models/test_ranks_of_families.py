@@ -13,12 +13,12 @@ import torch
 from families import FAMILIES, VOCAB, Family
 from torch import Tensor
 
-from lamina import collective
 from lamina.converter import SlicedProgram
 from lamina.converter.rows import stand_in_attention
 from lamina.models.convert import convert_model
 from lamina.models.errors import ModelError
 from lamina.models.load import LoadedModel, load
+from lamina.ops import collective
 
 NAMES = (
     "llama-gqa", "mixtral", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "qwen3-moe",
@@ -42,7 +42,7 @@ class Meeting:
 
 
 class Rank:
-    """One end of a meeting; see lamina.collective.Collective."""
+    """One end of a meeting; see lamina.ops.collective.Collective."""
 
     wait_s = 0.0
 

@@ -22,9 +22,9 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 PLAN = """
 import dataclasses, json, sys
-from lamina.cli.memory_table import workers_memory
-from lamina.config import make_config
-from lamina.memory.store import available_bytes
+from lamina.cli.common.memory_table import workers_memory
+from lamina.config.flat_options import make_config
+from lamina.workers.memory.kv_store import available_bytes
 rows = workers_memory(sys.argv[1], make_config(json.loads(sys.argv[2])), available_bytes())
 print(json.dumps([{**dataclasses.asdict(row), "total": row.total} for row in rows]))
 """

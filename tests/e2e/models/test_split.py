@@ -10,7 +10,7 @@ from families import Case, each_family
 from split import MemoryWorkers, SplitRunner
 from test_families import LEAST_DISTINCT, LEAST_MARGIN, RED, SHORT, TOLERANCE, compare, decode
 
-from lamina.fleet.launchers import local
+from lamina.executor.launchers import local
 
 OVER_TCP = ("llama-gqa", "gpt2", "gpt-oss")
 

@@ -12,8 +12,8 @@ from families import FAMILIES, MAX_LEN
 
 from lamina.models.convert import convert_model, layer_shapes
 from lamina.models.errors import UnsupportedModelError
-from lamina.models.shifts import with_rotary
-from lamina.protocol.plan import LayerShape
+from lamina.models.key_rotation import find_rotary
+from lamina.protocol.step_plan import LayerShape
 
 
 def proved(name: str, frequencies: float = 1.0) -> list[LayerShape]:
@@ -24,7 +24,7 @@ def proved(name: str, frequencies: float = 1.0) -> list[LayerShape]:
     for module_name, buffer in told.named_buffers():
         if module_name.endswith("inv_freq"):
             buffer.mul_(frequencies)
-    return with_rotary(program, told, layer_shapes(program), torch.float32, MAX_LEN, torch.device("cpu"))
+    return find_rotary(program, told, layer_shapes(program), torch.float32, MAX_LEN, torch.device("cpu"))
 
 
 @pytest.mark.long(but=["ALiBi"])

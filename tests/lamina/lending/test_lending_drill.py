@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from lending_drill import SCENES, Scene, line_of, main
-from street import DrillSizes
+from lending_fixture import DrillSizes
 
 from lamina.cli.launch import main as launch
-from lamina.config import make_config
-from lamina.fleet.lending.lend_service import BLOCK_BYTES
+from lamina.config.flat_options import make_config
+from lamina.executor.lending.lender_service import BLOCK_BYTES
 
 SERVED = {"partition": "spill", "ledger": "a:1", "transport": "shm"}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from programs import ROOT, build, run
 
-from lamina.netstack.contract.layout import StructLayout
+from lamina.netstack.contract.struct_layout import StructLayout
 
-MODULES = {"memory": "lamina.netstack.host._native", "mlx5": "soft_nic._native"}
+MODULES = {"memory": "lamina.netstack.host._netstack", "mlx5": "soft_nic._native"}
 Told = dict[str, tuple[int, dict[str, tuple[int, int]]]]
 
 

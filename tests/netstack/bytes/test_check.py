@@ -15,7 +15,7 @@ from wiring import KEY, PATH, ROOT
 
 from lamina.netstack import checksum
 
-native = pytest.importorskip("lamina.netstack.host.native", exc_type=ImportError)
+native = pytest.importorskip("lamina.netstack.host.native_module", exc_type=ImportError)
 COUNTERS = st.one_of(st.integers(0, 3), st.integers(0, (1 << 64) - 1))
 
 
@@ -104,7 +104,7 @@ def test_without_libcrypto_what_must_be_encrypted_is_refused_in_one_line(named: 
         "             lambda: plain.listen('192.0.2.1:0')):\n"
         "    try: call()\n"
         "    except ChannelError as error: print(error)\n"
-        "from lamina.netstack.host.native import seal\n"
+        "from lamina.netstack.host.native_module import seal\n"
         "try: seal(bytes(32), 0, b'x')\n"
         "except OSError as error: print(error)\n"
     )

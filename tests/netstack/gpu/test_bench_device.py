@@ -21,7 +21,7 @@ from lamina import netstack
 from lamina.netstack import Channel, Fabric
 from lamina.netstack.bench import command as bench
 from lamina.netstack.bench import device as bench_device
-from lamina.netstack.bench.device import Mail, kernel_launches
+from lamina.netstack.bench.device import KernelMessage, kernel_launches
 from lamina.netstack.bench.job import PAYLOADS, SLOTS, Job
 from lamina.netstack.bench.patterns import client_of, server_of
 from lamina.netstack.cuda.driver import Driver
@@ -121,14 +121,14 @@ def test_the_clock_runs_between_the_kernels_alone(
     """What the client's host does is not in it, however long that takes; what delays the answer is."""
     job = Job("rtt", "device", query=64, rounds=4)
     a, b = connect(fabric, geometry=job.geometry())
-    real, client = Mail.check, threading.current_thread()
+    real, client = KernelMessage.check, threading.current_thread()
 
-    def slow(self: Mail, n: int, payload: bytes, peer: str) -> float:
+    def slow(self: KernelMessage, n: int, payload: bytes, peer: str) -> float:
         if (threading.current_thread() is client) == (slow_side == "client"):
             threading.Event().wait(0.2)
         return real(self, n, payload, peer)
 
-    monkeypatch.setattr(Mail, "check", slow)
+    monkeypatch.setattr(KernelMessage, "check", slow)
     assert [s > 0.1 for s in run(fabric, a, b, job)[1:]] == [slow_side == "server"] * 3
 
 

@@ -22,16 +22,16 @@ from wiring import KEY, ROOT, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack import Channel, DeviceChannel, Geometry
+from lamina.netstack.bootstrap.handshake import drive
 from lamina.netstack.cuda import driver as cuda_driver
-from lamina.netstack.cuda.calls import COPY_BLOCKS, LONG_BYTES
+from lamina.netstack.cuda.channel_memory import clear_inbox, inbox_bytes, stride
 from lamina.netstack.cuda.cuda import (
     CudaChannel,
-    receive_card,
+    receive_descriptor,
 )
 from lamina.netstack.cuda.driver import SIGNATURES, AllocationProperties, CudaError, CudaStream, Driver, Pinned, Shared
-from lamina.netstack.cuda.ends import clear_inbox, inbox_bytes, stride
-from lamina.netstack.host.native import ABORTED, CREDIT_AT, FAULT, OK, SLOTS_AT, TIMEOUT
-from lamina.netstack.meeting.handshake import drive
+from lamina.netstack.cuda.kernel_launches import COPY_BLOCKS, LONG_BYTES
+from lamina.netstack.host.native_module import ABORTED, CREDIT_AT, FAULT, OK, SLOTS_AT, TIMEOUT
 
 SMALL = Geometry(slots=3, slot_bytes=200)
 LONG_NS = 5_000_000_000
@@ -113,12 +113,12 @@ def test_what_was_written_is_there_before_a_peer_hears_of_it() -> None:
 def test_one_graph_is_replayed_over_many_laps() -> None:
     """What changes from one replay to the next is in device memory: seqno, slot, length, tag."""
     fabric, a, b = ends(epoch=65535)
-    driver = a.lend().driver
+    driver = a.hand_to_device().driver
     memory = [Pinned(driver, 4096) for _ in range(2)]
     streams = [CudaStream(driver) for _ in range(2)]
     out, into = (m.address for m in memory)
     graphs = []
-    for view, stream, base in ((a.lend(), streams[0], out), (b.lend(), streams[1], into)):
+    for view, stream, base in ((a.hand_to_device(), streams[0], out), (b.hand_to_device(), streams[1], into)):
         with stream.capture() as graph:  # bytes, tag, status, payload
             if base == out:
                 view.send(stream.number, base + 256, base, base + 8, LONG_NS, base + 40)
@@ -148,7 +148,7 @@ def test_many_blocks_copy_a_long_message(monkeypatch: pytest.MonkeyPatch) -> Non
     a, b = connect(fabric, geometry=Geometry(slots=2, slot_bytes=2 * LONG_BYTES))
     assert isinstance(a, CudaChannel)
     assert isinstance(b, CudaChannel)
-    driver, launched, launch = a.lend().driver, list[tuple[str, int]](), Driver.launch
+    driver, launched, launch = a.hand_to_device().driver, list[tuple[str, int]](), Driver.launch
 
     def told(self: Driver, stream: int, kernel: str, *arguments: int, blocks: int = 1) -> None:
         launched.append((kernel, blocks))
@@ -169,12 +169,12 @@ def test_many_blocks_copy_a_long_message(monkeypatch: pytest.MonkeyPatch) -> Non
         launched.clear()
         parts = (start, start + first)
         if second:
-            a.lend().send_two(stream.number, at + parts[0], at + parts[1], *rest, most)
+            a.hand_to_device().send_two(stream.number, at + parts[0], at + parts[1], *rest, most)
         else:
-            a.lend().send(stream.number, at + parts[0], *rest, most)
+            a.hand_to_device().send(stream.number, at + parts[0], *rest, most)
         stream.synchronize()
         view[:8] = (first + second).to_bytes(8, "little")
-        b.lend().receive_due(stream.number, at + came, at, at + 16, at + 64, LONG_NS, at + 52, most)
+        b.hand_to_device().receive_due(stream.number, at + came, at, at + 16, at + 64, LONG_NS, at + 52, most)
         stream.synchronize()
         assert bytes(view[48:56]) == bytes(8)
         total = first + second
@@ -211,7 +211,7 @@ def test_two_runs_of_bytes_are_one_message() -> None:
     fabric, a, b = ends()
     assert isinstance(a, DeviceChannel)
     assert not isinstance(netstack.open("loopback", key=KEY).listen(), DeviceChannel)
-    driver, side = a.lend().driver, a.lend()
+    driver, side = a.hand_to_device().driver, a.hand_to_device()
     assert a.gpu == 0
     mail, stream = Mail(driver), CudaStream(driver)
     mail.view[64:264], mail.view[512:712] = bytes(range(200)), bytes(range(200, 0, -1))
@@ -241,7 +241,7 @@ def test_two_runs_of_bytes_are_one_message() -> None:
 @pytest.mark.parametrize("wrong", ["nothing", "tag", "longer", "shorter"])
 def test_a_message_that_is_not_due_is_told_and_not_taken(wrong: str) -> None:
     fabric, a, b = ends()
-    side, mail, stream = b.lend(), Mail(b.lend().driver), CudaStream(b.lend().driver)
+    side, mail, stream = b.hand_to_device(), Mail(b.hand_to_device().driver), CudaStream(b.hand_to_device().driver)
     note, target = mail.view[512:592], mail.view[1024:1224]
     mail.view[:8], mail.view[16:20] = (9).to_bytes(8, "little"), b"due!"
     came = bytes(9 + (wrong == "longer") - (wrong == "shorter")).replace(b"\0", b"x")
@@ -270,7 +270,7 @@ def test_a_message_that_is_not_due_is_told_and_not_taken(wrong: str) -> None:
 def test_what_is_launched_once_the_channel_is_closed_touches_no_memory() -> None:
     """A worker's thread may still be launching while the fabric is closed by another."""
     fabric, _, b = ends()
-    driver, side = b.lend().driver, b.lend()
+    driver, side = b.hand_to_device().driver, b.hand_to_device()
     mail, stream, launched = Mail(driver), CudaStream(driver), list[str]()
     b.close()
     launch, read = driver.launch, driver.read
@@ -278,7 +278,7 @@ def test_what_is_launched_once_the_channel_is_closed_touches_no_memory() -> None
     driver.read = lambda *place: pytest.fail("memory was read that is given back")  # type: ignore[method-assign]
     side.receive_due(stream.number, mail.payload, mail.nbytes, mail.tag, mail.payload + 448, LONG_NS, mail.status)
     side.send(stream.number, mail.payload, mail.nbytes, mail.tag, LONG_NS, mail.status)
-    b.take_back()
+    b.take_from_device()
     driver.launch, driver.read = launch, read  # type: ignore[method-assign]
     assert not launched
     with pytest.raises(netstack.ChannelAborted):
@@ -290,18 +290,18 @@ def test_what_is_launched_once_the_channel_is_closed_touches_no_memory() -> None
 
 def test_a_channel_that_is_closed_is_not_lent() -> None:
     fabric, a, b = ends()
-    b.lend()
+    b.hand_to_device()
     for end in (a, b):
         end.close()
         with pytest.raises(netstack.ChannelAborted):
-            end.lend()
+            end.hand_to_device()
     fabric.close()
 
 
 def test_a_graph_is_launched_before_its_channel_is_closed_or_not_at_all() -> None:
     """A close waits for who is about to launch one, and finds its kernels; later ones find it closed."""
     fabric, _, b = ends()
-    side, mail, stream = b.lend(), Mail(b.lend().driver), CudaStream(b.lend().driver)
+    side, mail, stream = b.hand_to_device(), Mail(b.hand_to_device().driver), CudaStream(b.hand_to_device().driver)
     with stream.capture() as graph:
         side.receive_due(stream.number, mail.payload, mail.nbytes, mail.tag, mail.payload + 448, LONG_NS, mail.status)
     closing = threading.Thread(target=b.close)
@@ -326,7 +326,7 @@ def test_a_graph_is_launched_before_its_channel_is_closed_or_not_at_all() -> Non
 def test_a_kernel_that_waits_ends_with_its_peer_and_says_why(end: str) -> None:
     """Long before its own time has passed: a thread waits for the end of the life line."""
     fabric, a, b = ends()
-    side, mail, stream = b.lend(), Mail(b.lend().driver), CudaStream(b.lend().driver)
+    side, mail, stream = b.hand_to_device(), Mail(b.hand_to_device().driver), CudaStream(b.hand_to_device().driver)
     timeout_ns = LONG_NS // 50 if end == "time" else 100 * LONG_NS
     side.receive(stream.number, mail.payload, 200, mail.nbytes, mail.tag, timeout_ns, mail.status)
     if end == "peer aborts":
@@ -352,8 +352,8 @@ def test_a_kernel_that_waits_ends_with_its_peer_and_says_why(end: str) -> None:
 
 def test_kernels_that_use_a_channel_have_ended_when_it_is_closed() -> None:
     fabric, _, b = ends()
-    mail, stream = Mail(b.lend().driver), CudaStream(b.lend().driver)
-    b.lend().receive(stream.number, mail.payload, 200, mail.nbytes, mail.tag, 100 * LONG_NS, mail.status)
+    mail, stream = Mail(b.hand_to_device().driver), CudaStream(b.hand_to_device().driver)
+    b.hand_to_device().receive(stream.number, mail.payload, 200, mail.nbytes, mail.tag, 100 * LONG_NS, mail.status)
     b.close()
     assert mail.result() == ABORTED
     stream.close()
@@ -376,8 +376,8 @@ def test_what_no_honest_peer_writes_ends_the_channel(at: int, value: int, call: 
     if call == "reserve":
         for _ in range(SMALL.slots):
             a.reserve(1)  # of nothing that was put
-    inbox = int.from_bytes(victim.lend().driver.read(victim.lend().channel + 8, 8), "little")
-    victim.lend().driver.write(inbox + at, value.to_bytes(8, "little"))
+    inbox = int.from_bytes(victim.hand_to_device().driver.read(victim.hand_to_device().channel + 8, 8), "little")
+    victim.hand_to_device().driver.write(inbox + at, value.to_bytes(8, "little"))
     with pytest.raises(netstack.PeerFault, match="protocol"):
         victim.wait_signal(timeout_s=SOON_S) if call == "wait_signal" else victim.reserve(1, timeout_s=SOON_S)
     with pytest.raises(netstack.PeerFault):
@@ -424,9 +424,9 @@ def test_a_card_that_is_not_what_the_terms_say_is_refused(spoil: str, tmp_path: 
         socket.send_fds(there, [card], [] if spoil == "no descriptor" else [file.fileno()])
         if spoil != "not device memory":
             with pytest.raises(OSError):
-                drive(receive_card(here, 100), "peer", deadline=monotonic() + SOON_S)
+                drive(receive_descriptor(here, 100), "peer", deadline=monotonic() + SOON_S)
             return
-        fd = drive(receive_card(here, 100), "peer", deadline=monotonic() + SOON_S)
+        fd = drive(receive_descriptor(here, 100), "peer", deadline=monotonic() + SOON_S)
         driver = Driver()
         with pytest.raises(CudaError, match="cuMemImport"):
             Shared(driver, 100, fd)

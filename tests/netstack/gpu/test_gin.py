@@ -27,17 +27,17 @@ from test_namespaces import Cable, cable, pull_out  # noqa: F401 - a fixture
 from wiring import KEY, ROOT, SOON_S, connect, send
 
 from lamina import netstack
+from lamina.netstack.bootstrap import handshake
+from lamina.netstack.bootstrap.card_exchange import exchange_cards
+from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, Hello
+from lamina.netstack.bootstrap.listener import StreamListener
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, HOST_NOTICED_S
-from lamina.netstack.cuda.calls import KERNELS_OF_CALLS
+from lamina.netstack.cuda.channel_memory import inbox_bytes
 from lamina.netstack.cuda.driver import CudaStream, Pinned
-from lamina.netstack.cuda.ends import inbox_bytes
+from lamina.netstack.cuda.kernel_launches import KERNELS_OF_CALLS
 from lamina.netstack.gin import compiler, gin, nccl
-from lamina.netstack.host.native import ABORTED, OK, TIMEOUT
+from lamina.netstack.host.native_module import ABORTED, OK, TIMEOUT
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.meeting import handshake
-from lamina.netstack.meeting.handshake import Hello, PeerSession
-from lamina.netstack.meeting.listener import StreamListener
-from lamina.netstack.meeting.swap import swap
 
 SMALL = netstack.Geometry(slots=3, slot_bytes=257)
 HERE = Path(__file__).resolve().parent
@@ -126,7 +126,7 @@ def test_kernels_that_wait_hear_of_what_nccl_reports(library: ctypes.CDLL, fabri
     """Before their time is over, though no call of the host looks."""
     a, b = connect(fabric, geometry=SMALL)
     assert isinstance(b, gin.GinChannel)
-    driver, side = b._driver, b.lend()
+    driver, side = b._driver, b.hand_to_device()
     mail, stream = Pinned(driver, 4096), CudaStream(driver)
     at = mail.address
     library.fake_nccl_fail(6)
@@ -214,7 +214,7 @@ def test_who_waits_for_nccl_holds_up_nobody(fabric: netstack.Fabric, monkeypatch
     """The connector has made its communicator, the listener has not yet; another peer gets in meanwhile."""
     assert isinstance(fabric, gin.GinFabric)
     made, may_end = threading.Event(), threading.Event()
-    link = gin.GinWay._link
+    link = gin.GinProvider._link
 
     def slowly(*arguments: Any, listening: bool) -> gin.GinLink:
         own = link(*arguments, listening=listening)
@@ -224,7 +224,7 @@ def test_who_waits_for_nccl_holds_up_nobody(fabric: netstack.Fabric, monkeypatch
             made.set()
         return own
 
-    monkeypatch.setattr(gin.GinWay, "_link", slowly)
+    monkeypatch.setattr(gin.GinProvider, "_link", slowly)
     terms = netstack.Terms(outbound=SMALL, inbound=SMALL)
     listener = fabric.listen()
     with closing(TcpFabric(KEY)) as tcp, ThreadPoolExecutor(2) as pool:
@@ -257,7 +257,9 @@ def test_a_peer_that_leaves_meanwhile_is_given_up_at_once(
         with socket.create_connection((host, int(port)), SOON_S) as sock:
             session = handshake.run(sock, handshake.offer(KEY, hello), listener.url, deadline=deadline)
             card = gin.CARD.pack(gin.MAGIC, 23203, b"fakenccl\2\0/fake-nccl-of-nobody")
-            handshake.run(sock, swap(session, card, lambda _: None, listening=False), listener.url, deadline=deadline)
+            handshake.run(
+                sock, exchange_cards(session, card, lambda _: None, listening=False), listener.url, deadline=deadline
+            )
 
     with ThreadPoolExecutor(1) as pool:
         left = pool.submit(leave)
@@ -283,7 +285,7 @@ def test_bulk_has_a_context_of_its_own_where_nccl_makes_two(
     assert isinstance(a, gin.GinChannel)
     assert isinstance(b, gin.GinChannel)
     mail, streams = Pinned(a._driver, 4096), [CudaStream(a._driver) for _ in range(2)]
-    sides, at = (a.lend(), b.lend()), mail.address
+    sides, at = (a.hand_to_device(), b.hand_to_device()), mail.address
     mail.view[:8] = (5).to_bytes(8, "little")
     for sends, takes in zip((sides[0].bulk, sides[0]), (sides[1].bulk, sides[1]), strict=True):
         mail.view[512:517] = b"bulk!" if sends is sides[0].bulk else b"first"
@@ -308,7 +310,7 @@ def test_bulk_has_a_context_of_its_own_where_nccl_makes_two(
 
 @pytest.mark.parametrize("listening", [False, True])
 def test_a_window_for_hosts_has_no_place_for_bulk(listening: bool) -> None:
-    session = PeerSession(scheme="gin", outbound=SMALL, inbound=netstack.Geometry(slots=9, slot_bytes=5000))
+    session = AuthenticatedTerms(scheme="gin", outbound=SMALL, inbound=netstack.Geometry(slots=9, slot_bytes=5000))
     lanes, nbytes = gin.places_of(session, listening=listening)
     more, more_bytes = gin.places_of(replace(session, kernels=True), listening=listening)
     assert lanes == more[:1]
@@ -325,7 +327,7 @@ def test_gin_answers_no_trials(fabric: netstack.Fabric) -> None:
         listener = tcp.listen()
         fabric.join(listener)
         (door,) = listener._doors.values()
-        assert sorted(door.ways) == ["gin", "tcp"]
+        assert sorted(door.welcome_by_scheme) == ["gin", "tcp"]
 
 
 @pytest.mark.parametrize(
@@ -404,7 +406,7 @@ def test_a_peer_of_another_nccl_is_refused_by_name(fabric: netstack.Fabric) -> N
     listener = fabric.listen()
     with closing(netstack.open("gin", key=KEY)) as other, ThreadPoolExecutor(1) as pool:
         assert isinstance(other, gin.GinFabric)
-        assert isinstance(other._way, gin.GinWay)
+        assert isinstance(other._way, gin.GinProvider)
         other._way._nccl.version = 23301
         accepted = pool.submit(listener.accept, timeout_s=3.0)
         with pytest.raises(netstack.HandshakeError):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from compiled import made_by
 
-from lamina.netstack.cuda.calls import COPY_BLOCKS, KERNELS_OF_CALLS
 from lamina.netstack.cuda.driver import FLAGS, NVRTC_SIGNATURES, THREADS, compiled, load, nvrtc_names
+from lamina.netstack.cuda.kernel_launches import COPY_BLOCKS, KERNELS_OF_CALLS
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 SOURCE = CSRC / "netstack" / "kernels" / "kernels.cu"

@@ -47,7 +47,7 @@ class Both:
 
     def __init__(self) -> None:
         self.fabric, a, b = ends()
-        self.sides, self.driver = (a.lend(), b.lend()), Driver()
+        self.sides, self.driver = (a.hand_to_device(), b.hand_to_device()), Driver()
         self.mails = [Pinned(self.driver, 4096) for _ in range(2)]
         self.streams = [CudaStream(self.driver) for _ in range(2)]
 
@@ -75,7 +75,7 @@ def busy(both: Both, end: int) -> Iterator[Callable[[], None]]:
     key, lock = connect(other, geometry=SMALL)
     assert isinstance(lock, CudaChannel)
     at = both.mails[end].address + 2048
-    lock.lend().receive(both.streams[end].number, at, 200, at, at + 8, LONG_NS, at + 48)
+    lock.hand_to_device().receive(both.streams[end].number, at, 200, at, at + 8, LONG_NS, at + 48)
     yield lambda: send(key, b"go on")
     other.close()
 
@@ -129,7 +129,7 @@ def test_a_message_is_received_while_the_next_one_is_still_computed() -> None:
 
 def test_what_is_sent_to_an_end_that_has_left_is_told() -> None:
     fabric, a, b = ends()
-    side, driver = a.lend(), Driver()
+    side, driver = a.hand_to_device(), Driver()
     mail, stream = Pinned(driver, 4096), CudaStream(driver)
     b.abort("no more heads")
     side.send(stream.number, mail.address + 1024, mail.address, mail.address + 16, LONG_NS, mail.address + 48)
@@ -143,14 +143,14 @@ def test_what_is_sent_to_an_end_that_has_left_is_told() -> None:
 def test_memory_is_there_until_both_ends_have_left(dropped: bool, stand_in: ctypes.CDLL) -> None:
     fabric, a, b = ends()
     before = stand_in.fake_cuda_live()
-    assert a.lend() is not a.lend()
+    assert a.hand_to_device() is not a.hand_to_device()
     lent = stand_in.fake_cuda_live()
     assert lent > before, "made when it is lent, not before"
     b.close()
     with pytest.raises(netstack.ChannelAborted):
-        b.lend()
+        b.hand_to_device()
     with pytest.raises(netstack.PeerFault, match="closed"):
-        a.lend()
+        a.hand_to_device()
     assert stand_in.fake_cuda_live() == lent
     if dropped:
         del a
@@ -196,7 +196,7 @@ def test_a_fabric_that_is_closed_ends_what_it_accepted() -> None:
 
 def test_a_driver_that_fails_is_told_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
     fabric, a, _ = ends()
-    side, driver = a.lend(), Driver()
+    side, driver = a.hand_to_device(), Driver()
     stream = CudaStream(driver)
 
     def fails(*_: object, **__: object) -> None:

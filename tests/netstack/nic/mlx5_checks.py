@@ -19,18 +19,18 @@ from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack import Geometry
+from lamina.netstack.bootstrap.listener import StreamListener
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 from lamina.netstack.cuda import kernel_channel
+from lamina.netstack.cuda.channel_memory import inbox_bytes
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
-from lamina.netstack.cuda.ends import inbox_bytes
-from lamina.netstack.host.native import ABORTED, FAILED
-from lamina.netstack.meeting.listener import StreamListener
-from lamina.netstack.mlx5.card import FENCED, LanedCard
+from lamina.netstack.host.native_module import ABORTED, FAILED
 from lamina.netstack.mlx5.channel import MLX5, Mlx5Channel
 from lamina.netstack.mlx5.gpu_memory import joined
-from lamina.netstack.mlx5.mlx5 import KernelWay, Mlx5Fabric
-from lamina.netstack.rdma import native_way
-from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS
+from lamina.netstack.mlx5.laned_card import FENCED, LanedCard
+from lamina.netstack.mlx5.mlx5 import Mlx5Fabric, Mlx5Provider
+from lamina.netstack.rdma import native_backend
+from lamina.netstack.rdma.traffic_class import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS
 
 LOCAL_WRITE, REMOTE_WRITE = 1, 2  # of ibv_access_flags
 
@@ -99,7 +99,7 @@ def test_mlx5_credits_of_kernels_ride_on_messages() -> None:
 
     def move(sender: Mlx5Channel, receiver: Mlx5Channel, messages: int, *, bulk: bool = False) -> None:
         for stream, end in zip(streams, (sender, receiver), strict=True):
-            side, rest = end.lend(), (at, at + 16, at + 64, int(SOON_S * 1e9), at + 48)
+            side, rest = end.hand_to_device(), (at, at + 16, at + 64, int(SOON_S * 1e9), at + 48)
             side = side.bulk if bulk else side
             for _ in range(messages):
                 if end is sender:
@@ -126,10 +126,10 @@ def test_mlx5_credits_of_kernels_ride_on_messages() -> None:
     move(a, b, 2)
     move(a, b, 2, bulk=True)
     for end in (a, b):
-        end.take_back()
+        end.take_from_device()
     assert requests()[2:] == [60 + 1, 0], "one for both lanes"
     move(a, b, 2, bulk=True)
-    b.take_back()
+    b.take_from_device()
     assert requests()[2:] == [61 + 1, 0], "also where the first has nothing to tell"
     for _ in range(4):
         a.reserve(1, timeout_s=SOON_S)
@@ -155,7 +155,7 @@ def test_mlx5_a_thread_rings_where_the_gpu_may_not(
     monkeypatch.setenv("FAKE_CUDA_RINGS_NOTHING", "1")
     proxied = netstack.open("mlx5", key=KEY)
     assert isinstance(proxied, Mlx5Fabric)
-    assert isinstance(proxied._way, KernelWay)
+    assert isinstance(proxied._way, Mlx5Provider)
     monkeypatch.delenv("FAKE_CUDA_RINGS_NOTHING")
     fabric = netstack.open("mlx5", key=KEY)
     a, b = connect(proxied, fabric.listen(), geometry=SMALL)
@@ -250,7 +250,7 @@ def test_mlx5_rings_are_the_host_s_where_the_gpu_s_cannot_be(variable: str, monk
 def test_mlx5_what_is_launched_while_kernels_wait_is_loaded_before() -> None:
     """To load a kernel may wait for all that runs (lazy loading), such as one that waits for a peer."""
     fabric, a, _ = ends()
-    a.lend()
+    a.hand_to_device()
     before = dict(a._driver._functions)
     a.close()
     assert a._driver._functions == before
@@ -281,7 +281,7 @@ def test_mlx5_kernels_that_wait_hear_of_their_device() -> None:
     """Not of a port that is down: it may come up again."""
     fabric, a, b = ends()
     driver = Driver()
-    side, mail, stream = b.lend(), Pinned(driver, 4096), CudaStream(driver)
+    side, mail, stream = b.hand_to_device(), Pinned(driver, 4096), CudaStream(driver)
     mail.view[:8] = (5).to_bytes(8, "little")
 
     def receive() -> int:
@@ -308,8 +308,8 @@ def test_mlx5_kernels_that_wait_for_an_o_hear_of_bulk_that_was_lost() -> None:
     """K and V were sent by a queue pair that died: nobody answers them, and the other one is well."""
     fabric, a, b = ends()
     driver = Driver()
-    side, mail, stream = a.lend(), Pinned(driver, 4096), CudaStream(driver)
-    b.lend()
+    side, mail, stream = a.hand_to_device(), Pinned(driver, 4096), CudaStream(driver)
+    b.hand_to_device()
     FAKE.fake_mlx5_silence(number_of(a, 1))
     mail.view[:8], at = (5).to_bytes(8, "little"), mail.address
     start = time.monotonic()
@@ -438,11 +438,11 @@ def test_mlx5_a_queue_pair_is_as_the_operator_wants_it(infiniband: bool, monkeyp
     """Of each lane, on either kind of network. A peer may write, and nothing else; nothing may be reordered."""
     monkeypatch.setenv(TRAFFIC_CLASS, "106")
     monkeypatch.setenv(SERVICE_LEVEL, "3")
-    monkeypatch.setattr(native_way, "partition_index", lambda _, key: {None: 0, 0x8001: 5}[key])
+    monkeypatch.setattr(native_backend, "partition_index", lambda _, key: {None: 0, 0x8001: 5}[key])
     monkeypatch.setenv(PARTITION, "0x8001")
     if infiniband:
-        ports = [replace(port, link="InfiniBand") for port in native_way._ports()]
-        monkeypatch.setattr(native_way, "_ports", lambda: ports)
+        ports = [replace(port, link="InfiniBand") for port in native_backend._ports()]
+        monkeypatch.setattr(native_backend, "_ports", lambda: ports)
         monkeypatch.setenv("FAKE_MLX5_IS_INFINIBAND", "1")
         monkeypatch.setenv(SERVICE_LEVEL, "11")  # of four bits
     fabric, a, b = ends()

@@ -19,15 +19,15 @@ from wiring import KEY, SOON_S, beyond_memory, connect
 
 from lamina import netstack
 from lamina.netstack.auto import AutoFabric
+from lamina.netstack.bootstrap import handshake
+from lamina.netstack.bootstrap.listener import HANDSHAKE_S, StreamListener
+from lamina.netstack.bootstrap.self_test import SIZES
 from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.meeting import handshake
-from lamina.netstack.meeting.listener import HANDSHAKE_S, StreamListener
-from lamina.netstack.meeting.trial import SIZES
 from lamina.netstack.mlx5 import mlx5
 from lamina.netstack.mlx5.channel import Mlx5Channel, NicLane
-from lamina.netstack.mlx5.trial import KernelCalls
-from lamina.netstack.rdma.quality import TIMEOUT
+from lamina.netstack.mlx5.kernel_self_test import KernelSelfTestCalls
+from lamina.netstack.rdma.traffic_class import TIMEOUT
 
 
 @pytest.mark.parametrize(("kernels", "deaf"), [(True, False), (False, False), (True, True)])
@@ -123,15 +123,15 @@ def test_mlx5_is_not_taken_where_kernels_get_another_byte(
     nth: int, listens: bool, fabric: AutoFabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There by the queue of bulk, or back."""
-    honest, bent = KernelCalls.send, list[bytes]()
+    honest, bent = KernelSelfTestCalls.send, list[bytes]()
 
-    def send(calls: KernelCalls, tag: bytes, payload: bytes, deadline: float) -> None:
+    def send(calls: KernelSelfTestCalls, tag: bytes, payload: bytes, deadline: float) -> None:
         if tag[-1] == len(SIZES) + nth and (calls._out.lane_of_bulk is None) != listens:
             payload = payload[:-1] + bytes([payload[-1] ^ 1])
             bent.append(tag)
         honest(calls, tag, payload, deadline)
 
-    monkeypatch.setattr(KernelCalls, "send", send)
+    monkeypatch.setattr(KernelSelfTestCalls, "send", send)
     a, b = connect(fabric, beyond_memory(fabric), geometry=SMALL, kernels=True)
     assert f"a message of {SIZES[nth]} bytes came with others than were sent" in fabric.reason
     assert len(bent) == 1
@@ -154,7 +154,7 @@ def test_mlx5_a_trial_that_is_answered_ends_with_its_fabric() -> None:
     FAKE.fake_mlx5_deafen(True)
     with ThreadPoolExecutor(2) as pool:
         accepting = pool.submit(listener.accept, timeout_s=SOON_S)
-        asking = pool.submit(other.try_out, listener.url.replace("tcp", "mlx5"), terms, timeout_s=SOON_S)
+        asking = pool.submit(other.self_test, listener.url.replace("tcp", "mlx5"), terms, timeout_s=SOON_S)
         deadline = time.monotonic() + SOON_S
         while not answering() and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -14,7 +14,7 @@ import pytest
 from compiled import made_by
 from wiring import ROOT
 
-from lamina.netstack.host._native import mlx5_fault
+from lamina.netstack.host._netstack import mlx5_fault
 
 NODE, DEVICE = "1:5", "mlx5_0"  # of /dev/zero, which stands behind the device's node
 FILES = {

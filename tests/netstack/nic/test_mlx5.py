@@ -25,7 +25,15 @@ TOKENS = ["tests/e2e/devices/test_direct_tokens.py"]
 def passed(tests: list[str], expression: str, folder: Path, *, firmware: bool = True) -> int:
     """How many tests pass on such a machine; none fails, and none is skipped. ``firmware``: it takes commands."""
     command = [sys.executable, "-m", "pytest", "-p", "mlx5_without_nic", "-p", "no:cacheprovider", "-m", "not slow"]
-    paths = os.pathsep.join([str(HERE), str(HERE.with_name("rdma")), str(ROOT / "tests"), PATH])
+    paths = os.pathsep.join(
+        [
+            str(HERE),
+            str(HERE.with_name("rdma")),
+            str(ROOT / "tests" / "support"),
+            str(ROOT / "tests" / "support" / "netstack"),
+            PATH,
+        ]
+    )
     environment = mlx5_stand_in.environment(folder) | {"PYTHONPATH": paths}
     if not firmware:
         del environment["FAKE_MLX5_HAS_FIRMWARE"]

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.netstack import HandshakeError
-from lamina.netstack.mlx5.card import FENCED, HEAD, STRICT, LanedCard, opened_lanes
-from lamina.netstack.rdma.card import WIRE, Card, Route
+from lamina.netstack.mlx5.laned_card import FENCED, HEAD, STRICT, LanedCard, opened_lanes
+from lamina.netstack.rdma.card import WIRE, ConnectionCard, QueuePairAddress
 
-ROUTE = Route(IPv6Address("::ffff:10.9.0.1").packed, lid=0, number=17, psn=0xFFFFFF, mtu=3)
-FIRST, BULK = Card(ROUTE, 8192, 1, 4096), Card(replace(ROUTE, number=18), 8192, 2, 1 << 20)
+ROUTE = QueuePairAddress(IPv6Address("::ffff:10.9.0.1").packed, lid=0, number=17, psn=0xFFFFFF, mtu=3)
+FIRST, BULK = ConnectionCard(ROUTE, 8192, 1, 4096), ConnectionCard(replace(ROUTE, number=18), 8192, 2, 1 << 20)
 LISTENER = LanedCard((FIRST, BULK))
-CONNECTOR = LanedCard((FIRST, Card(replace(ROUTE, number=18), 0, 0, 0)))
+CONNECTOR = LanedCard((FIRST, ConnectionCard(replace(ROUTE, number=18), 0, 0, 0)))
 ALONE = LanedCard((FIRST,))  # of either, for hosts
 
 

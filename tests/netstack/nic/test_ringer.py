@@ -9,7 +9,7 @@ from time import monotonic
 
 from wiring import SOON_S
 
-from lamina.netstack.host.native import Ringer
+from lamina.netstack.host.native_module import Ringer
 
 NOTHING = 2**64 - 1  # kNoDoorbell
 Word = ctypes.c_uint64

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lamina.netstack.doctor import Machine, rdma_device
-from lamina.netstack.rdma.native_way import NativeWay, _gids
-from lamina.netstack.rdma.ports import Port, Wanted, lack, named, partition_index, ports
+from lamina.netstack.rdma.native_backend import LibibverbsProvider, _gids
+from lamina.netstack.rdma.rdma_ports import Port, Wanted, gid_names, partition_index, ports, why_no_port
 
 NONE = "0000:0000:0000:0000:0000:0000:0000:0000"
 LOCAL, MAPPED = "fe80:0000:0000:0000:5054:00ff:fe12:3456", "0000:0000:0000:0000:0000:ffff:0a09:0001"
@@ -46,7 +46,7 @@ def test_no_folder_is_no_port(tmp_path: Path) -> None:
 
 
 def test_only_the_first_of_many_gids_are_named() -> None:
-    assert named({n: (f"fe80::{n}", "") for n in range(256)}).endswith(", 7 (fe80::7) and 248 more")
+    assert gid_names({n: (f"fe80::{n}", "") for n in range(256)}).endswith(", 7 (fe80::7) and 248 more")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_cannot_serve_is_named_with_its_fix(wanted: str, words: str, tmp_pa
     device(tmp_path, "down", state="1: DOWN")
     device(tmp_path, "iwarp", node="4: RNIC")
     device(tmp_path, "nogid", gids=(NONE, NONE))
-    said = lack(ports(tmp_path), wanted)
+    said = why_no_port(ports(tmp_path), wanted)
     assert "\n" not in said
     assert re.search(words, said), said
     ok, detail, fix = rdma_device(Machine(tmp_path, wanted=wanted))
@@ -102,8 +102,8 @@ def test_what_cannot_serve_is_named_with_its_fix(wanted: str, words: str, tmp_pa
 def test_any_port_that_serves_is_enough(tmp_path: Path) -> None:
     device(tmp_path, "a_down", state="1: DOWN")
     device(tmp_path, "rxe0")
-    assert lack(ports(tmp_path), "") == ""
-    assert lack(ports(tmp_path), ":1:3") == ""
+    assert why_no_port(ports(tmp_path), "") == ""
+    assert why_no_port(ports(tmp_path), ":1:3") == ""
 
 
 def test_a_partition_is_found_by_its_members(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_the_kernels_list_is_that_of_libibverbs() -> None:
         with Context(name=port.device) as context:
             table = [g for g in context.query_gid_table(2000) if g.port_num == port.number]
             assert {g.gid_index for g in table} == port.gids.keys()
-            assert lack(found, f"{port.device}:{port.number}:{table[0].gid_index}") == ""
-            assert f"has no GID {1999}" in lack(found, f"{port.device}:{port.number}:1999")
+            assert why_no_port(found, f"{port.device}:{port.number}:{table[0].gid_index}") == ""
+            assert f"has no GID {1999}" in why_no_port(found, f"{port.device}:{port.number}:1999")
 
 
 @pytest.mark.rdma
@@ -154,4 +154,4 @@ def test_a_gid_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(ImportError, match="not 'x:y'"):
         RdmaDevice("x:y")
     with pytest.raises(ImportError, match=r"1 has no GID 1999; choose of 0"):
-        NativeWay(f"{active[0].device}:1:1999", spin_s=0.0)
+        LibibverbsProvider(f"{active[0].device}:1:1999", spin_s=0.0)

@@ -14,8 +14,8 @@ import pytest
 from wiring import PATH, ROOT
 
 from lamina.netstack import Geometry, HandshakeError
-from lamina.netstack.meeting.handshake import PeerSession, Steps
-from lamina.netstack.meeting.swap import swap
+from lamina.netstack.bootstrap.card_exchange import exchange_cards
+from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, Steps
 
 STAND_IN = str(Path(__file__).with_name("verbs_stand_in.py"))
 GEOMETRY = Geometry(slots=1, slot_bytes=1)
@@ -26,11 +26,11 @@ def drive(change: Callable[[int, bytes], bytes], secret: bytes = SECRET) -> list
     """Both sides against each other, ``change(n, frame)`` between them; the cards that were reached, listener first."""
     reached: list[bytes] = []
 
-    def session(secret: bytes) -> PeerSession:
-        return PeerSession(scheme="verbs", outbound=GEOMETRY, inbound=GEOMETRY, secret=secret)
+    def session(secret: bytes) -> AuthenticatedTerms:
+        return AuthenticatedTerms(scheme="verbs", outbound=GEOMETRY, inbound=GEOMETRY, secret=secret)
 
-    connector: Steps = swap(session(SECRET), b"connector's", reached.append, listening=False)
-    listener: Steps = swap(session(secret), b"the listener"[1:], reached.append, listening=True)
+    connector: Steps = exchange_cards(session(SECRET), b"connector's", reached.append, listening=False)
+    listener: Steps = exchange_cards(session(secret), b"the listener"[1:], reached.append, listening=True)
     next(listener)
     card, _, _ = next(connector)
     answer, _, _ = listener.send(change(0, card))

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.netstack import HandshakeError
-from lamina.netstack.rdma.card import LIDS, MTU_NAMES, WIRE, Card, Route, opened
+from lamina.netstack.rdma.card import LIDS, MTU_NAMES, WIRE, ConnectionCard, QueuePairAddress, parse_card
 
-ROCE = Route(IPv6Address("::ffff:10.9.0.1").packed, lid=0, number=17, psn=0xFFFFFF, mtu=3)
-HONEST = Card(ROCE, nbytes=1 << 20, key=0xFFFFFFFF, address=(1 << 64) - (1 << 20))
+ROCE = QueuePairAddress(IPv6Address("::ffff:10.9.0.1").packed, lid=0, number=17, psn=0xFFFFFF, mtu=3)
+HONEST = ConnectionCard(ROCE, nbytes=1 << 20, key=0xFFFFFFFF, address=(1 << 64) - (1 << 20))
 
 
-def read(card: Card, our_lid: int = 0) -> Card:
-    return opened(card.pack(), inbox_bytes=1 << 20, our_lid=our_lid)
+def read(card: ConnectionCard, our_lid: int = 0) -> ConnectionCard:
+    return parse_card(card.pack(), inbox_bytes=1 << 20, our_lid=our_lid)
 
 
 def test_an_honest_card_passes_to_the_ends_of_its_ranges() -> None:
@@ -74,7 +74,7 @@ def test_an_inbox_of_another_size_is_refused(nbytes: int) -> None:
 @pytest.mark.parametrize("text", [b"", HONEST.pack()[:-1], HONEST.pack() + b"x"])
 def test_a_card_of_another_length_is_refused(text: bytes) -> None:
     with pytest.raises(HandshakeError, match=f"{len(text)} bytes, not {WIRE.size}"):
-        opened(text, inbox_bytes=1 << 20, our_lid=0)
+        parse_card(text, inbox_bytes=1 << 20, our_lid=0)
 
 
 @given(at=st.integers(0, WIRE.size - 1), byte=st.integers(0, 255), lid=st.sampled_from([0, 9]))
@@ -92,7 +92,7 @@ def test_any_bytes_are_refused_or_a_card(text: bytes, is_begun: bool) -> None:
 def _holds(text: bytes, our_lid: int) -> None:
     """Whatever passes is what it packs to, and within what a NIC is asked for."""
     try:
-        card = opened(text, inbox_bytes=1 << 20, our_lid=our_lid)
+        card = parse_card(text, inbox_bytes=1 << 20, our_lid=our_lid)
     except HandshakeError:
         return
     assert card.pack() == text

@@ -33,8 +33,8 @@ class Liar:
         self, n: int, *, seqno: int | None = None, length: int = 5, credit: int = 0, immediate: int | None = None
     ) -> None:
         """Message n, from 0, as a put writes it but for what is given; its payload is whatever was staged."""
+        from lamina.netstack.rdma.nic_backend import stride
         from lamina.netstack.rdma.verbs_channel import COUNT, DATA_SENT, HEADER
-        from lamina.netstack.rdma.way import stride
 
         end, at = self.end, n % SMALL.slots * stride(SMALL)
         said = n + 1 if seqno is None else seqno
@@ -59,10 +59,10 @@ class Liar:
 
 def python_fabric() -> Fabric:
     pytest.importorskip("pyverbs.device")
-    from lamina.netstack.rdma.pyverbs_way import PyverbsWay
+    from lamina.netstack.rdma.pyverbs_backend import PyverbsProvider
     from lamina.netstack.rdma.verbs import VerbsFabric
 
-    return VerbsFabric(KEY, way=PyverbsWay("", spin_s=0.0))
+    return VerbsFabric(KEY, way=PyverbsProvider("", spin_s=0.0))
 
 
 @pytest.fixture(params=["engine", "python"])

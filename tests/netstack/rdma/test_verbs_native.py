@@ -12,7 +12,7 @@ import pytest
 from programs import build, run
 from wiring import PATH, ROOT
 
-from lamina.netstack.host.native import verbs_fault
+from lamina.netstack.host.native_module import verbs_fault
 
 HERE = Path(__file__).resolve().parent
 CHECKS = [str(HERE / name) for name in ("verbs_native_checks.py", "verbs_rights_checks.py")]

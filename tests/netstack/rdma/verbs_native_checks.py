@@ -18,11 +18,11 @@ from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric, Geometry
+from lamina.netstack.bootstrap.listener import StreamListener
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
-from lamina.netstack.meeting.listener import StreamListener
-from lamina.netstack.rdma import native_way
-from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TIMEOUT, TRAFFIC_CLASS
-from lamina.netstack.rdma.way import stride
+from lamina.netstack.rdma import native_backend
+from lamina.netstack.rdma.nic_backend import stride
+from lamina.netstack.rdma.traffic_class import PARTITION, SERVICE_LEVEL, TIMEOUT, TRAFFIC_CLASS
 
 QP_FATAL, QP_ACCESS_ERR, PORT_ERR, DEVICE_FATAL = 1, 3, 10, 8  # of ibv_event_type
 CREDIT = 1 << 31
@@ -99,7 +99,7 @@ def ends() -> Iterator[Ends]:
 def test_a_queue_pair_is_as_the_operator_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRAFFIC_CLASS, "106")
     monkeypatch.setenv(SERVICE_LEVEL, "3")
-    monkeypatch.setattr(native_way, "partition_index", lambda _, key: {None: 0, 0x8001: 5}[key])
+    monkeypatch.setattr(native_backend, "partition_index", lambda _, key: {None: 0, 0x8001: 5}[key])
     monkeypatch.setenv(PARTITION, "0x8001")
     for timeout in (14, 18):
         fabric = opened("fake0:1:1")
@@ -218,7 +218,7 @@ def test_a_peer_whose_memory_takes_long_holds_up_no_other() -> None:
 
 def test_memory_for_a_peer_that_was_dropped_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """And as long as it is being pinned it counts."""
-    monkeypatch.setattr(native_way, "PINNING_MOST", 1)
+    monkeypatch.setattr(native_backend, "PINNING_MOST", 1)
     fabric = opened()
     listener = fabric.listen()
     assert isinstance(listener, StreamListener)
@@ -270,7 +270,7 @@ def test_a_port_that_goes_down_may_come_up_again(ends: Ends) -> None:
 
 
 def test_a_nic_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_way, "STALL_S", 0.4)
+    monkeypatch.setattr(native_backend, "STALL_S", 0.4)
     fabric = opened()
     a, _b = connect(fabric, geometry=SMALL)
     FAKE.fake_silence(number_of(a))

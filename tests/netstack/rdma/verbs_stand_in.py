@@ -164,10 +164,10 @@ def install() -> None:
 def main() -> None:
     install()
     from lamina import netstack
-    from lamina.netstack.rdma.pyverbs_way import PyverbsWay
+    from lamina.netstack.rdma.pyverbs_backend import PyverbsProvider
     from lamina.netstack.rdma.verbs import VerbsFabric
 
-    fabric = VerbsFabric(b"k" * 32, way=PyverbsWay("", spin_s=0.0))
+    fabric = VerbsFabric(b"k" * 32, way=PyverbsProvider("", spin_s=0.0))
     listener, inbox = fabric.listen(), netstack.Geometry(slots=1, slot_bytes=1 << 17)
     source = fabric.register(memoryview(bytearray(1 << 17)))
     with ThreadPoolExecutor(1) as pool:

@@ -6,8 +6,8 @@ import ctypes
 import os
 from collections.abc import Callable
 
-from lamina.netstack.rdma import native_way
-from lamina.netstack.rdma.ports import Gids, Port
+from lamina.netstack.rdma import native_backend
+from lamina.netstack.rdma.rdma_ports import Gids, Port
 
 FAKE = ctypes.CDLL(os.environ["FAKE_VERBS"])  # whose name the engine then finds in place of the system's
 PORT = Port("fake0", 1, "ACTIVE", "Ethernet", gids={0: ("fe80::1", "RoCE v2"), 1: ("fe80::2", "RoCE v2")})
@@ -17,4 +17,4 @@ def ports(*, gids: Callable[[str, int], Gids] | None = None) -> list[Port]:
     return [PORT]
 
 
-native_way.ports = ports  # type: ignore[assignment]
+native_backend.ports = ports  # type: ignore[assignment]

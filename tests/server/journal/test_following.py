@@ -43,7 +43,7 @@ def grow_full(journal: Journal, key: int) -> int:
     """Until another segment is begun; the next token."""
     token = 0
     while journal._following is None:
-        journal.grown([delta(key, token)])
+        journal.add_deltas([delta(key, token)])
         token += 1
     return token
 

@@ -18,14 +18,14 @@ from running import MODEL, ROOT
 
 from lamina.cli.launch import main
 from lamina.request import SamplingParams
-from lamina.server.answer.heads import new_request
+from lamina.server.engine_client.messages import Delta, encode_scores
 from lamina.server.journal import journal as journal_module
-from lamina.server.journal.entry import Entry
-from lamina.server.journal.folder import model_digest
 from lamina.server.journal.journal import Journal
-from lamina.server.journal.records import FORMAT, Accepted, KeptPrompt, Unanswerable
-from lamina.server.link.messages import Delta, encode_scores
-from lamina.server.request.protocol import Sampling
+from lamina.server.journal.journal_directory import model_digest
+from lamina.server.journal.journal_entry import JournalEntry
+from lamina.server.journal.journal_records import FORMAT, AcceptedRecord, FailedRecord, JournalPrompt
+from lamina.server.request.openai_protocol import Sampling
+from lamina.server.response.response_head import new_accepted_request
 
 PATH = str(ROOT / MODEL)
 SIZE = 1 << 20
@@ -35,14 +35,14 @@ def opened(path: Path, size: int = SIZE, model: str = PATH) -> Journal:
     return Journal(str(path), model, size)
 
 
-def request(journal: Journal, prompts: int = 1, n: int = 1) -> Accepted:
-    kept = [KeptPrompt(key, [5, 6, key], "text", 40 + key) for key in journal.take_keys(prompts)]
+def request(journal: Journal, prompts: int = 1, n: int = 1) -> AcceptedRecord:
+    kept = [JournalPrompt(key, [5, 6, key], "text", 40 + key) for key in journal.new_keys(prompts)]
     params = SamplingParams(n=n, temperature=0.5, stop=["x"], logit_bias={3: 1.0})
-    asked = new_request("cmpl", "tiny", params, Sampling.model_validate({}), b"")
-    return Accepted(**{f: getattr(asked, f) for f in asked.__struct_fields__ if f != "prompts"}, prompts=kept)
+    asked = new_accepted_request("cmpl", "tiny", params, Sampling.model_validate({}), b"")
+    return AcceptedRecord(**{f: getattr(asked, f) for f in asked.__struct_fields__ if f != "prompts"}, prompts=kept)
 
 
-def accepted(journal: Journal, prompts: int = 1, n: int = 1) -> Entry:
+def accepted(journal: Journal, prompts: int = 1, n: int = 1) -> JournalEntry:
     return asyncio.run(journal.accept(request(journal, prompts, n)))
 
 
@@ -58,7 +58,7 @@ def delta(key: int, token: int, index: int = 0, end: str | None = None) -> Delta
     return Delta(
         key=key,
         index=index,
-        tokens=[token],
+        token_ids=[token],
         text=f"<{token}>",
         logprobs=[encode_scores([(token, -0.5, 1)])],
         finish_reason=end,
@@ -67,14 +67,14 @@ def delta(key: int, token: int, index: int = 0, end: str | None = None) -> Delta
 
 def shown(journal: Journal) -> list[tuple[str, bool, list[tuple[int, int, list[int], str]]]]:
     entries = journal._entries.values()
-    return [(e.accepted.id, e.ended, [(d.key, d.index, [*d.tokens], d.text) for d in e.deltas]) for e in entries]
+    return [(e.accepted.id, e.ended, [(d.key, d.index, [*d.token_ids], d.text) for d in e.deltas]) for e in entries]
 
 
 def test_what_was_accepted_and_has_grown_is_there_for_the_next_server(tmp_path: Path) -> None:
     journal = opened(tmp_path / "j")
     first, second, gone = accepted(journal, prompts=2, n=2), accepted(journal), accepted(journal)
-    journal.grown([delta(0, 7), delta(1, 8, index=1), delta(2, 9, end="stop")])
-    journal.grown([delta(0, 10), delta(77, 1)])  # of nobody here
+    journal.add_deltas([delta(0, 7), delta(1, 8, index=1), delta(2, 9, end="stop")])
+    journal.add_deltas([delta(0, 10), delta(77, 1)])  # of nobody here
     journal.drop(gone.accepted.id)
     journal.drop(second.accepted.id)  # has ended: its reader leaving changes nothing
     was = shown(journal)
@@ -88,10 +88,10 @@ def test_what_was_accepted_and_has_grown_is_there_for_the_next_server(tmp_path: 
     (left,) = again.unfinished()
     assert left.accepted == first.accepted
     assert left.params_of(1).seed == 41
-    assert [left.open_of(key) for key in left.keys] == [2, 2]
+    assert [left.unfinished_of(key) for key in left.keys] == [2, 2]
     assert again.find(second.accepted.id) is not None
-    assert again.take_keys(1) == [4]  # the one that was dropped counts, too
-    again.refuse(Unanswerable(id=first.accepted.id, status=400, message="too long", code="invalid_value"))
+    assert again.new_keys(1) == [4]  # the one that was dropped counts, too
+    again.refuse(FailedRecord(id=first.accepted.id, status=400, message="too long", code="invalid_value"))
     again.close()
     last = opened(tmp_path / "j")
     assert not last.unfinished()
@@ -102,11 +102,11 @@ def test_what_a_reader_does_with_a_delta_does_not_change_the_journal(tmp_path: P
     journal = opened(tmp_path / "j")
     entry = accepted(journal)
     given = delta(0, 7)
-    journal.grown([given])
-    given.tokens.append(99)
+    journal.add_deltas([given])
+    given.token_ids.append(99)
     assert given.logprobs is not None
     given.logprobs.append(encode_scores([(99, 0.0, 1)]))
-    assert entry.deltas[0].tokens == [7]
+    assert entry.deltas[0].token_ids == [7]
     assert entry.deltas[0].logprobs == [encode_scores([(7, -0.5, 1)])]
     journal.close()
 
@@ -117,9 +117,9 @@ def test_a_tail_that_was_not_written_whole_is_left_out_wherever_it_was_cut(
     journal = opened(tmp_path / "j")
     file = tmp_path / "j" / "segment-00000000"
     accepted(journal)
-    journal.grown([delta(0, 7)])
+    journal.add_deltas([delta(0, 7)])
     whole, before = file.stat().st_size, shown(journal)
-    journal.grown([delta(0, 8)])
+    journal.add_deltas([delta(0, 8)])
     journal.close()
     data = file.read_bytes()
     tails = [data[whole:][:cut] for cut in (1, 11, 12, 20)] + [data[whole:-1], bytes(100)]
@@ -129,7 +129,7 @@ def test_a_tail_that_was_not_written_whole_is_left_out_wherever_it_was_cut(
         again = opened(tmp_path / "j")
         assert shown(again) == before
         assert f"the last {len(tail)} bytes" in caplog.text
-        again.grown([delta(0, 9)])
+        again.add_deltas([delta(0, 9)])
         again.close()
         last = opened(tmp_path / "j")
         assert shown(last)[0][2] == [(0, 0, [7, 9], "<7><9>")]
@@ -146,7 +146,7 @@ def test_holes_behind_the_last_wait_for_the_disk_are_a_tail_and_not_damage(tmp_p
     file = tmp_path / "j" / "segment-00000000"
     synced, before = file.stat().st_size, shown(journal)
     for token in range(400):
-        journal.grown([delta(0, token)])
+        journal.add_deltas([delta(0, token)])
     journal.close()
     whole = file.read_bytes()
     for hole in (synced, synced + 1, synced + 1000):
@@ -173,7 +173,7 @@ def test_after_a_failed_wait_for_the_disk_another_segment_has_all(
 ) -> None:
     journal = opened(tmp_path / "j")
     first, ended = accepted(journal), accepted(journal)
-    journal.grown([delta(0, 7), delta(1, 8, end="stop")])
+    journal.add_deltas([delta(0, 7), delta(1, 8, end="stop")])
     before, fails = shown(journal), [True]
 
     def sync(fd: int) -> None:
@@ -193,7 +193,7 @@ def test_after_a_failed_wait_for_the_disk_another_segment_has_all(
         journal._next_try = 0.0
         last = accepted(journal)
     assert [path.name for _, path in journal._folder.segments()] == ["segment-00000001"]
-    journal.grown([delta(0, 9)])
+    journal.add_deltas([delta(0, 9)])
     was = shown(journal)
     journal.close()
     again = opened(tmp_path / "j")
@@ -209,7 +209,7 @@ def test_so_it_has_where_the_wait_has_failed_as_a_full_segment_was_to_end(
     """Linux tells of it once: the next wait would say that all is there."""
     journal, waits = opened(tmp_path / "j"), list[int]()
     _, ended = accepted(journal), accepted(journal)
-    journal.grown([delta(0, 7), delta(1, 8, end="stop")])
+    journal.add_deltas([delta(0, 7), delta(1, 8, end="stop")])
     was = shown(journal)
 
     def sync(fd: int) -> None:
@@ -231,7 +231,7 @@ def test_so_it_has_where_the_wait_has_failed_as_a_full_segment_was_to_end(
 def test_damage_in_the_midst_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     journal = opened(tmp_path / "j")
     accepted(journal)
-    journal.grown([delta(0, 7)])
+    journal.add_deltas([delta(0, 7)])
     journal.close()
     file = tmp_path / "j" / "segment-00000000"
     data = file.read_bytes()
@@ -358,14 +358,14 @@ def test_without_room_a_request_is_not_accepted_and_the_journal_stays_as_it_was(
 def test_without_room_what_is_under_way_goes_on_and_leaves_no_gap(tmp_path: Path) -> None:
     journal, file = opened(tmp_path / "j"), tmp_path / "j" / "segment-00000000"
     accepted(journal), accepted(journal)
-    journal.grown([delta(0, 7)])
+    journal.add_deltas([delta(0, 7)])
     with no_room_behind(file, 8):
-        journal.grown([delta(0, 8)])
-    journal.grown([delta(0, 9), delta(1, 5)])  # there is room again: of the first one a token is missing
-    assert [d.tokens for e in journal.unfinished() for d in e.deltas] == [[7, 8, 9], [5]]
+        journal.add_deltas([delta(0, 8)])
+    journal.add_deltas([delta(0, 9), delta(1, 5)])  # there is room again: of the first one a token is missing
+    assert [d.token_ids for e in journal.unfinished() for d in e.deltas] == [[7, 8, 9], [5]]
     journal.close()
     again = opened(tmp_path / "j")
-    assert [d.tokens for e in again.unfinished() for d in e.deltas] == [[7], [5]]
+    assert [d.token_ids for e in again.unfinished() for d in e.deltas] == [[7], [5]]
     again.close()
 
 
@@ -375,7 +375,7 @@ def test_what_could_not_be_cut_off_a_full_disk_is_cut_off_before_the_next_record
     """Where files are copied as they are written, a full disk has no room to make one shorter."""
     journal, right = opened(tmp_path / "j"), os.write
     accepted(journal)
-    journal.grown([delta(0, 7)])
+    journal.add_deltas([delta(0, 7)])
 
     def half(fd: int, data: memoryview) -> int:
         right(fd, data[: len(data) // 2])
@@ -388,11 +388,11 @@ def test_what_could_not_be_cut_off_a_full_disk_is_cut_off_before_the_next_record
         full.setattr(os, "write", half)
         full.setattr(os, "ftruncate", none)
         for token in (8, 9):
-            journal.grown([delta(0, token)])
+            journal.add_deltas([delta(0, token)])
     second = accepted(journal)
     journal.close()
     again = opened(tmp_path / "j")
-    assert [d.tokens for e in again.unfinished() for d in e.deltas] == [[7]]
+    assert [d.token_ids for e in again.unfinished() for d in e.deltas] == [[7]]
     assert again.find(second.accepted.id) is not None
     again.close()
 
@@ -400,12 +400,12 @@ def test_what_could_not_be_cut_off_a_full_disk_is_cut_off_before_the_next_record
 def test_a_full_segment_is_followed_by_another_and_the_oldest_goes(tmp_path: Path) -> None:
     journal = opened(tmp_path / "j", size=4000)
     stays = accepted(journal)
-    journal.grown([delta(0, 7)])
+    journal.add_deltas([delta(0, 7)])
     ended = []
     while journal._number < 3:
         entry = accepted(journal)
         ended.append(entry.accepted.id)
-        journal.grown([delta(entry.keys[0], 8, end="stop")])
+        journal.add_deltas([delta(entry.keys[0], 8, end="stop")])
         assert os.listdir(tmp_path / "j").__len__() <= 4  # the lock, two segments, and one that begins
     was = shown(journal)
     assert journal.find(ended[0]) is None
@@ -426,10 +426,10 @@ def test_a_server_that_ends_as_it_begins_a_segment_loses_nothing_that_was_told(
     place = tmp_path / "j"
     journal = opened(place)
     first, second = accepted(journal, n=2), accepted(journal)
-    journal.begin_again(first)
-    journal.grown([delta(0, 7), delta(0, 8, index=1), delta(1, 9)])
+    journal.restart(first)
+    journal.add_deltas([delta(0, 7), delta(0, 8, index=1), delta(1, 9)])
     accepted(journal, prompts=9)
-    journal.grown([delta(0, 10)])
+    journal.add_deltas([delta(0, 10)])
     was = shown(journal)
     turn_over(journal)
     assert shown(journal) == was
@@ -443,12 +443,12 @@ def test_a_server_that_ends_as_it_begins_a_segment_loses_nothing_that_was_told(
         caplog.clear()
         again = opened(place)
         assert shown(again) == was, f"{cut} bytes were written"
-        assert [e.times_begun for e in again.unfinished()] == [1, 0, 0]
+        assert [e.num_restarts for e in again.unfinished()] == [1, 0, 0]
         assert ("was not begun whole" in caplog.text) == (cut < begun_with)
-        again.grown([delta(1, 11)])
+        again.add_deltas([delta(1, 11)])
         again.close()
         last = opened(place)
-        assert last._entries[second.accepted.id].deltas[0].tokens == [9, 11]
+        assert last._entries[second.accepted.id].deltas[0].token_ids == [9, 11]
         last.close()
 
 
@@ -460,7 +460,7 @@ def test_files_that_are_no_segments_and_old_ones_that_cannot_go_end_nothing(
     (tmp_path / "j" / "segment-00000000").chmod(0o640)
     while journal._number < 2:
         entry = accepted(journal)
-        journal.grown([delta(entry.keys[0], 8, end="stop")])
+        journal.add_deltas([delta(entry.keys[0], 8, end="stop")])
     assert "old segments stay" in caplog.text
     (tmp_path / "j" / "segment-00000000").chmod(0o600)
     journal.close()

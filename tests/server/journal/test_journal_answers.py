@@ -15,18 +15,18 @@ import pytest
 from fake import FakeClient, http_of, make_service
 from running import MODEL, ROOT, Running, alive, eventually
 
-from lamina.engine.conversations.terms import PLAIN, KVTerms
-from lamina.request import Blame, SamplingParams
+from lamina.request import ErrorOrigin, SamplingParams
+from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.server import run
-from lamina.server.calls import Service
+from lamina.server.call import Service
+from lamina.server.engine_client.engine_client import EngineGoneError
+from lamina.server.engine_client.messages import Delta, encode_scores
+from lamina.server.engine_client.open_prompts import DeltaWatch, PromptRefusedError
+from lamina.server.engine_client.reply_queue import ReplyQueue
 from lamina.server.errors import ApiError
 from lamina.server.journal.journal import Journal
-from lamina.server.journal.records import Accepted, KeptPrompt
+from lamina.server.journal.journal_records import AcceptedRecord, JournalPrompt
 from lamina.server.journal.resume import finish_all
-from lamina.server.link.client import EngineGoneError
-from lamina.server.link.messages import Delta, encode_scores
-from lamina.server.link.open_prompts import DeltaWatch, PromptRefusedError
-from lamina.server.link.reply_feed import ReplyFeed
 
 BODY: dict[str, Any] = {"prompt": ["def f(", "import"], "n": 2, "max_tokens": 5, "logprobs": 1, "echo": True,
                         "cache_salt": "mine", "kv_discard": [[128, 256]]}  # fmt: skip
@@ -49,8 +49,8 @@ class KeptClient(FakeClient):
         return params
 
     def add(  # type: ignore[override]
-        self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch, *, key: int,
-        heard: list[Delta] | None = None, terms: KVTerms = PLAIN, name: str = "",
+        self, prompt: list[int], params: SamplingParams, feed: ReplyQueue, meter: DeltaWatch, *, key: int,
+        heard: list[Delta] | None = None, terms: CacheOptions = DEFAULT_CACHE_OPTIONS, name: str = "",
     ) -> int:  # fmt: skip
         self.keys.append(key)
         self.terms.append(terms)
@@ -61,7 +61,7 @@ class KeptClient(FakeClient):
             self.hanging = key
         for index in range(0 if self.hold or self.error or key == self.hanging else params.n):
             for delta in self._deltas(key, index, params, last=index == params.n - 1):
-                self.journal.grown([delta])
+                self.journal.add_deltas([delta])
                 feed.push(delta)
         return key
 
@@ -136,7 +136,15 @@ def left_behind(service: Service, error: ApiError | None) -> str:
             assert (under_way.status_code, under_way.json()["status"]) == (202, "in_progress")
             assert under_way.headers["retry-after"] == "1"
             service.journal.grown(
-                [Delta(key=entry.keys[0], index=1, tokens=[300], text="xy", logprobs=[encode_scores([(300, -1.0, 1)])])]
+                [
+                    Delta(
+                        key=entry.keys[0],
+                        index=1,
+                        token_ids=[300],
+                        text="xy",
+                        logprobs=[encode_scores([(300, -1.0, 1)])],
+                    )
+                ]
             )
             for call in list(service.calls):
                 call.abort(error) if error else call.close()
@@ -171,7 +179,7 @@ def test_what_a_server_leaves_is_finished_by_the_next_one(service: Service, tmp_
     assert client.terms == service.client.terms, "whoever shared their KV then may do so now"
     assert all(terms.salt and terms.discard == ((128, 256),) for terms in client.terms)
     assert [params.seed for _, params in client.added] == [prompt.seed for prompt in entry.accepted.prompts]
-    assert second.admission.completions == 0
+    assert second.queue_limit.completions == 0
     journal.close()
 
 
@@ -186,7 +194,7 @@ def test_whose_client_reads_slowly_as_the_engine_is_lost_is_finished(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has not read that the engine is gone when its server ends, which breaks off its stream."""
-    monkeypatch.setattr(run, "TOLD_S", 0.0)
+    monkeypatch.setattr(run, "PROGRESS_S", 0.0)
 
     async def end() -> None:
         assert isinstance(service.client, KeptClient)
@@ -212,10 +220,10 @@ def test_what_cannot_be_finished_is_said(service: Service, tmp_path: Path) -> No
     client.error = EngineGoneError("it died")  # stays for the next one
     asyncio.run(finish_all(gone, journal, journal.unfinished()))
     assert len(journal.unfinished()) == 1
-    client.error = PromptRefusedError("max_tokens does not fit", Blame.CLIENT)
+    client.error = PromptRefusedError("max_tokens does not fit", ErrorOrigin.CLIENT)
     asyncio.run(finish_all(gone, journal, journal.unfinished()))
     assert not journal.unfinished()
-    assert gone.admission.completions == 0
+    assert gone.queue_limit.completions == 0
     journal.close()
     last = next_server(tmp_path)
     answer = ask(last, "GET", f"/v1/completions/{answer_id}")
@@ -226,10 +234,10 @@ def test_what_cannot_be_finished_is_said(service: Service, tmp_path: Path) -> No
 
 def test_a_request_that_ends_each_server_is_given_up_and_no_other_with_it(service: Service, tmp_path: Path) -> None:
     assert service.journal is not None
-    kept = [KeptPrompt(key, [5, 6], "text", 40) for key in service.journal.take_keys(4)]
+    kept = [JournalPrompt(key, [5, 6], "text", 40) for key in service.journal.new_keys(4)]
     fields = {"kind": "cmpl", "model": "tiny", "created": 1, "params": SamplingParams(max_tokens=2)}
     for prompt in kept:
-        asyncio.run(service.journal.accept(Accepted(id=f"cmpl-{prompt.key}", prompts=[prompt], **fields)))
+        asyncio.run(service.journal.accept(AcceptedRecord(id=f"cmpl-{prompt.key}", prompts=[prompt], **fields)))
     poison, begun = kept[1].key, list[list[int]]()
 
     async def live(then: Service, journal: Journal, client: KeptClient) -> None:
@@ -268,7 +276,7 @@ def test_servers_that_end_in_order_are_not_counted(service: Service, tmp_path: P
         while not client.keys:
             await asyncio.sleep(0)
         (entry,) = journal.unfinished()
-        assert entry.times_begun == 1
+        assert entry.num_restarts == 1
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -276,7 +284,7 @@ def test_servers_that_end_in_order_are_not_counted(service: Service, tmp_path: P
     journal.close()
     last = next_server(tmp_path)
     assert last.journal is not None
-    assert [entry.times_begun for entry in last.journal.unfinished()] == [0]
+    assert [entry.num_restarts for entry in last.journal.unfinished()] == [0]
     last.journal.close()
 
 

@@ -24,15 +24,15 @@ from test_journal_answers import KeptClient
 from test_layers import ask, error_of, run
 
 from lamina.request import SamplingParams
-from lamina.server.answer import answers, rows
-from lamina.server.answer.room import answer_costs, take_room
-from lamina.server.answer.rows import Rows, encode, pieces
-from lamina.server.calls import Service
-from lamina.server.door.budget import MemoryBudget
+from lamina.server.call import Service
+from lamina.server.engine_client.messages import Delta, Outputs, PromptTimes, detach, encode_scores
 from lamina.server.errors import ApiError
 from lamina.server.journal.journal import Journal
-from lamina.server.journal.records import Accepted
-from lamina.server.link.messages import Delta, Outputs, Times, detach, encode_scores
+from lamina.server.journal.journal_records import AcceptedRecord
+from lamina.server.middleware.budget import MemoryBudget
+from lamina.server.response import event_stream, rows
+from lamina.server.response.room import answer_costs, take_room
+from lamina.server.response.rows import Rows, encode, pieces
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
@@ -63,14 +63,14 @@ def scored_deltas(key: int, index: int, params: SamplingParams, length: int, *, 
     entries = None if params.logprobs is None else [scores(n) for n in range(Scored.tokens)]
     many = range(Scored.tokens // 2)
     first = Delta(
-        key=key, index=index, tokens=[5 + n for n in many], text="a" * 100, logprobs=entries and entries[:100]
+        key=key, index=index, token_ids=[5 + n for n in many], text="a" * 100, logprobs=entries and entries[:100]
     )
     if params.prompt_logprobs is not None and index == 0:
         of_prompt = [scores(n) for n in range(50)]
         first.prompt_logprobs = [encode_scores(None), *(of_prompt[n % 50] for n in range(length - 1))]
     rest = Delta(
-        key=key, index=index, tokens=[9 + n for n in many], text="é" * 100, logprobs=entries and entries[100:],
-        finish_reason="length", times=Times(0.1, 0.1, 0.1) if last else None,
+        key=key, index=index, token_ids=[9 + n for n in many], text="é" * 100, logprobs=entries and entries[100:],
+        finish_reason="length", times=PromptTimes(0.1, 0.1, 0.1) if last else None,
     )  # fmt: skip
     return [first, rest]
 
@@ -78,7 +78,7 @@ def scored_deltas(key: int, index: int, params: SamplingParams, length: int, *, 
 @contextmanager
 def made_in_pieces(monkeypatch: pytest.MonkeyPatch, *, always: bool) -> Iterator[None]:
     with monkeypatch.context() as patched:
-        patched.setattr(answers, "LARGE", 0 if always else 1 << 40)
+        patched.setattr(event_stream, "LARGE", 0 if always else 1 << 40)
         patched.setattr(rows, "PIECE", 100)
         patched.setattr(rows, "ROW_UNITS", 50)
         yield
@@ -224,7 +224,7 @@ def test_a_large_answer_keeps_no_other_request_waiting(stream: bool) -> None:
 def test_log_probabilities_stay_encoded_in_memory() -> None:
     """Each of them took 150 bytes once it was decoded, and 500 in an answer under way."""
     entries = [scores(n) for n in range(2000)]
-    frame = msgspec.msgpack.encode(Outputs([Delta(key=1, index=0, tokens=[5] * 2000, text="", logprobs=entries)]))
+    frame = msgspec.msgpack.encode(Outputs([Delta(key=1, index=0, token_ids=[5] * 2000, text="", logprobs=entries)]))
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -241,9 +241,9 @@ def test_log_probabilities_stay_encoded_in_memory() -> None:
 LENGTHS = [100, 50]
 
 
-def accepted(kind: Any = "cmpl", *, echo: bool = False, **params: Any) -> Accepted:
+def accepted(kind: Any = "cmpl", *, echo: bool = False, **params: Any) -> AcceptedRecord:
     made = SamplingParams(**{"max_tokens": 10, **params})
-    return Accepted(id="a", kind=kind, model="m", created=0, params=made, prompts=[], echo=echo)
+    return AcceptedRecord(id="a", kind=kind, model="m", created=0, params=made, prompts=[], echo=echo)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def accepted(kind: Any = "cmpl", *, echo: bool = False, **params: Any) -> Accept
          {"prompt": 800, "logprobs": 20 * 2 * 150, "echo": 150 * 2 * 40}),
     ],
 )  # fmt: skip
-def test_an_answer_costs_what_its_request_may_bring(asked: Accepted, costs: dict[str, int]) -> None:
+def test_an_answer_costs_what_its_request_may_bring(asked: AcceptedRecord, costs: dict[str, int]) -> None:
     assert answer_costs(asked, LENGTHS, READY) == costs
 
 
@@ -304,7 +304,7 @@ def test_what_alone_would_take_too_much_is_refused_by_its_field(path: str, body:
     error = error_of(ask("POST", path, service, json=body))
     assert (error["param"], error["code"]) == (param, "answer_too_large")
     assert "--limits answer-total" in error["message"]
-    assert (service.answers.used, service.bodies.used, service.admission.completions) == (0, 0, 0)
+    assert (service.answers.used, service.bodies.used, service.queue_limit.completions) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -317,7 +317,7 @@ def test_room_is_taken_until_an_answer_is_sent_or_its_client_leaves(stream: bool
     async def work() -> None:
         async with http_of(service) as http:
             asked = [asyncio.create_task(http.post(COMPLETIONS, json=body))]
-            await until(lambda: len(service.calls) == 1)
+            await until(lambda: len(service.active_calls) == 1)
             assert service.answers.used > 2_500_000
             refused = await http.post(COMPLETIONS, json=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -326,7 +326,7 @@ def test_room_is_taken_until_an_answer_is_sent_or_its_client_leaves(stream: bool
             plain = await http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 200})
             assert plain.status_code == 200, "one completion without log-probabilities needs no room"
             asked[0].cancel()
-            await until(lambda: not service.calls)
+            await until(lambda: not service.active_calls)
             assert service.answers.used == 0
             assert (await http.post(COMPLETIONS, json=body)).status_code == 200
 

@@ -13,12 +13,12 @@ import pytest
 from fake import READY, FakeClient, make_service
 from test_layers import ask, error_of
 
-from lamina.engine.conversations.sessions import SessionCopy, SessionName
-from lamina.engine.conversations.turns import SessionBusyError, Spoken, said_in
-from lamina.server.app import layered, make_app
-from lamina.server.calls import Service
-from lamina.server.link.messages import AskSessions, SessionsAre, State
-from lamina.server.sessions import PortedSession
+from lamina.scheduler.sessions.session_table import SessionCopy, SessionName
+from lamina.scheduler.sessions.session_turns import SessionBusyError, TranscriptDigest, messages_transcript
+from lamina.server.app import make_app, with_middleware
+from lamina.server.call import Service
+from lamina.server.engine_client.messages import EngineState, SessionsReply, SessionsRequest
+from lamina.server.session_routes import PortedSession
 from lamina.server.tenants import salt_of
 
 
@@ -94,12 +94,12 @@ def test_a_second_request_while_the_session_runs_is_refused_at_once(stream: bool
     body = {"messages": talk("hi"), "max_tokens": 2, "session_id": "mine", "stream": stream}
 
     async def work() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(layered(make_app(service), service))
+        transport = httpx.ASGITransport(with_middleware(make_app(service), service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             first = asyncio.create_task(http.post("/v1/chat/completions", json=body))
             while not client.added:
                 await asyncio.sleep(0)
-            found = [await http.post("/v1/chat/completions", json=body), await http.delete("/v1/sessions/mine")]
+            found = [await http.post("/v1/chat/completions", json=body), await http.delete_ops("/v1/sessions/mine")]
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
             client.hold = False
@@ -115,7 +115,7 @@ def test_metrics_tell_tiers() -> None:
     service = make_service()
     client = service.client
     assert isinstance(client, FakeClient)
-    client.state = State(
+    client.state = EngineState(
         running=0,
         waiting=0,
         free_blocks=[48],
@@ -173,7 +173,7 @@ def test_a_long_session_comes_as_long_as_it_may_be(tokens: int, status: int) -> 
     assert isinstance(client, FakeClient)
     client.ready = msgspec.structs.replace(READY, max_model_len=20_000)
     copy = SessionCopy(identity=b"i" * 32, name="m" * 256, turns=9, salt=b"s" * 64, tokens=b"t" * 4 * tokens)
-    spoken = Spoken("messages", 1 << 20, b"d" * 32)
+    spoken = TranscriptDigest("messages", 1 << 20, b"d" * 32)
     data = msgspec.msgpack.encode(PortedSession(copy, spoken))
     response = taken(service, base64.b64encode(data).decode())
     assert response.status_code == status
@@ -205,15 +205,15 @@ def test_a_refused_import_leaves_the_session_as_it_was() -> None:
 def test_no_turn_begins_while_the_engine_takes_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = make_service(), make_service()
     assert chat(old, "hi").status_code == 200
-    name, busy, answer = SessionName(salt_of(b"", None), "mine"), list[str](), new.client.ask
+    name, busy, answer = SessionName(salt_of(b"", None), "mine"), list[str](), new.client.query
 
-    async def slow(question: AskSessions) -> SessionsAre:
+    async def slow(question: SessionsRequest) -> SessionsReply:
         with pytest.raises(SessionBusyError) as refused:
-            new.turns.begin(name, said_in(talk("something else")))
+            new.session_turns.begin(name, messages_transcript(talk("something else")))
         busy.append(str(refused.value))
         return await answer(question)
 
-    monkeypatch.setattr(new.client, "ask", slow)
+    monkeypatch.setattr(new.client, "send_request", slow)
     assert taken(new, ported(old).json()["session"]).status_code == 200
     assert len(busy) == 1
     assert chat(new, "hi", "yes?", "more").status_code == 200
@@ -223,7 +223,7 @@ def test_a_session_that_speaks_is_not_copied() -> None:
     service = make_service()
     assert chat(service, "hi").status_code == 200
     data, name = ported(service).json()["session"], SessionName(salt_of(b"", None), "mine")
-    service.turns.begin(name, said_in(talk("hi")))
+    service.session_turns.begin(name, messages_transcript(talk("hi")))
     for response in (ported(service), taken(service, data)):
         assert response.status_code == 409
         assert error_of(response)["code"] == "session_busy"

@@ -15,10 +15,10 @@ from running import Running, eventually
 from test_layers import ask, error_of
 
 from lamina.cli.launch import main
-from lamina.kv.keys import tenant_of
-from lamina.kv.store.folder import StoreFolder
-from lamina.kv.store.upkeep import summary_of
-from lamina.server.calls import Service
+from lamina.kv.disk_store.maintenance import store_summary
+from lamina.kv.disk_store.store_directory import StoreDirectory
+from lamina.kv.page_keys import tenant_of
+from lamina.server.call import Service
 from lamina.server.tenants import salt_of
 
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -152,8 +152,8 @@ def test_each_key_has_a_data_key_on_disk_that_can_be_destroyed_alone(
         for key in ("one", "two"):
             body = {"prompt": [7] * 300, "max_tokens": 2}
             assert http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).is_success
-    with closing(StoreFolder(str(kv), make=False)) as store:
-        assert eventually(lambda: [part.pages for part in summary_of(store).parts] == [3, 3], 60)
+    with closing(StoreDirectory(str(kv), make=False)) as store:
+        assert eventually(lambda: [part.pages for part in store_summary(store).parts] == [3, 3], 60)
     assert main(purge) == 2
     assert "another server has it open" in capsys.readouterr().err
     server.kill()

@@ -21,9 +21,9 @@ import httpx
 import pytest
 from running import MODEL, Running
 
-from lamina.cli.bench.client import Timed, body_of, drive, open_client
-from lamina.cli.bench.report import summary
 from lamina.cli.launch import main
+from lamina.tools.bench.bench_report import summary
+from lamina.tools.bench.openai_client import TimedRequest, body_of, open_client, send_all
 
 pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
 FIRST_S, GAP_S, TOKENS = 0.06, 0.03, 6
@@ -67,7 +67,7 @@ def test_known_delays_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     selector = SleepsTakeNoTime()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now_s  # type: ignore[method-assign]
-    monkeypatch.setattr("lamina.cli.bench.client.time", SimpleNamespace(perf_counter=loop.time))
+    monkeypatch.setattr("lamina.tools.bench.openai_client.time", SimpleNamespace(perf_counter=loop.time))
 
     async def work() -> dict[str, float]:
         server = await asyncio.start_server(_answer, "127.0.0.1")
@@ -75,8 +75,8 @@ def test_known_delays_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
         async with server, open_client(f"http://127.0.0.1:{port}", "", 10) as http:
             good = body_of("/v1/chat/completions", "m", "hello", TOKENS)
             bad = body_of("/v1/chat/completions", "m", "refuse", TOKENS)
-            requests = [Timed(0.1 * i, good) for i in range(5)] + [Timed(0.5, bad)]
-            return summary(await drive(http, "/v1/chat/completions", requests))
+            requests = [TimedRequest(0.1 * i, good) for i in range(5)] + [TimedRequest(0.5, bad)]
+            return summary(await send_all(http, "/v1/chat/completions", requests))
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         report = runner.run(work())
@@ -139,7 +139,7 @@ def test_agrees_with_a_stopwatch_at_the_wire(
     """
     for _ in range(TRIES):
         watch = Stopwatch()
-        monkeypatch.setattr("lamina.cli.bench.client.open_client", watch.open_client)
+        monkeypatch.setattr("lamina.tools.bench.openai_client.open_client", watch.open_client)
         flags = ("--num-prompts=20", "--random-input-len=24", "--random-output-len=8", "--max-concurrency=4")
         found = _bench(capsys, server.url, *flags, "--num-warmups=0", "--timeout-s=60")
         assert (found["completed"], found["total_input_tokens"], found["total_output_tokens"]) == (20, 480, 160)

@@ -8,7 +8,7 @@ import pytest
 from forked import ForkedProgram
 from running import MODEL, START_S, Running
 
-from lamina.engine.tuning.alone import FIRST, STEP
+from lamina.engine.tuning.unloaded_latency import FIRST, STEP
 
 
 @pytest.mark.long(but=["flags0---slo-tbt 0.001ms is below what a step of one completion takes alone, "])

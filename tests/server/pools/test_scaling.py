@@ -15,10 +15,10 @@ from test_recovering import BODY, health, texts
 
 from lamina.cli.launch import main
 from lamina.cli.operate.scale import _listed
-from lamina.config import make_config
-from lamina.protocol.options.declare import MEASURED
+from lamina.config.flat_options import make_config
+from lamina.config.option import MEASURED
 from lamina.server.errors import ApiError
-from lamina.server.scaling import _sizes, on_host, resized
+from lamina.server.operator_routes import _sizes, scaled_config, workers_on_host
 
 pytestmark = pytest.mark.timeout(300)
 KEY = "the-operator"
@@ -52,7 +52,7 @@ def cordon(server: Running, *flags: str) -> int:
 
 
 def is_memory_worker(pid: int) -> bool:
-    return b"lamina.memory.main:" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"lamina.workers.memory.main:" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def memory_workers(server: Running) -> int:
@@ -160,11 +160,11 @@ def test_a_drain_that_says_two_things_drains_nobody(scalable: Running, body: dic
 def test_a_host_is_left_by_its_memory_workers_alone() -> None:
     at = {"memory-0": "10.0.0.2", "memory-1": "10.0.0.3", "memory-2": "10.0.0.3", "compute-0": "10.0.0.2"}
     ready = msgspec.structs.replace(READY, hosts=at)
-    assert on_host(ready, "10.0.0.3") == [1, 2]
+    assert workers_on_host(ready, "10.0.0.3") == [1, 2]
     with pytest.raises(ApiError, match="--host 10.0.0.2: compute-0 is there, too"):
-        on_host(ready, "10.0.0.2")
+        workers_on_host(ready, "10.0.0.2")
     with pytest.raises(ApiError, match=r"no worker is there; they are on 10.0.0.2, 10.0.0.3"):
-        on_host(ready, "10.0.0.4")
+        workers_on_host(ready, "10.0.0.4")
 
 
 def test_nobody_scales_without_the_operators_key(scalable: Running, client: httpx.Client) -> None:
@@ -205,9 +205,12 @@ def test_who_says_how_many_batches_takes_the_place_of_a_plan() -> None:
         "--memory-workers 2, --prefill-workers 0, --tensor-parallel-size 1, --plan auto:3"
     )
     for n in (1, 2):
-        told = resized(planned, {"pipeline": n})
+        told = scaled_config(planned, {"pipeline": n})
         assert (told.topology.plan, told.topology.pipeline, told.topology.memory_weights) == ("", n, MEASURED)
         assert _sizes(told)["pipeline"] == n != _sizes(planned)["pipeline"]
-    more = resized(planned, {"memory_workers": 4})
+    more = scaled_config(planned, {"memory_workers": 4})
     assert (more.topology.plan, more.topology.memory_workers) == ("auto:3", 4)
-    assert resized(make_config({}), {"pipeline": 2}).topology.memory_weights == make_config({}).topology.memory_weights
+    assert (
+        scaled_config(make_config({}), {"pipeline": 2}).topology.memory_weights
+        == make_config({}).topology.memory_weights
+    )

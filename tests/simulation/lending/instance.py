@@ -9,7 +9,7 @@ import msgspec
 
 from lamina.lending.creditor import Creditor, LendingTerms
 from lamina.lending.debtor import BorrowingTerms, Debtor, Outgoing
-from lamina.lending.messages import GiveBack, LeaseLeft, LoanAsk, LoanGranted, Renew
+from lamina.lending.lending_messages import GiveBack, LeaseRemainder, LoanGranted, LoanRequest, Renew
 
 from .scenario import LendingScenario
 
@@ -27,14 +27,14 @@ class SimInstance:
         self._asks = 0
         terms = LendingTerms(of.cap, of.debtor_cap, of.lease_s, of.threshold, place)
         self.creditor = Creditor(name, of.blocks, terms, self._busy)
-        self.debtor = Debtor(name, BorrowingTerms(place, answer_s=0.5, again_s=0.4))
+        self.debtor = Debtor(name, BorrowingTerms(place, answer_s=0.5, retry_s=0.4))
 
     @property
     def local(self) -> int:
         return self.creditor.lent_to(self.name)
 
     def _busy(self) -> str:
-        return "it borrows itself" if self._one_way and (self.debtor.seeks or self.debtor.blocks) else ""
+        return "it borrows itself" if self._one_way and (self.debtor.is_seeking or self.debtor.num_borrowed) else ""
 
     def want(self, data: int) -> list[Outgoing]:
         """From now on it has so many blocks of data."""
@@ -54,15 +54,15 @@ class SimInstance:
     def hear(self, sender: str, message: msgspec.Struct) -> list[Outgoing]:
         """What it says to a message."""
         now, out = self.now(), list[Outgoing]()
-        if isinstance(message, LoanAsk):
-            if (answer := self.creditor.take(message, now)) is not None:
+        if isinstance(message, LoanRequest):
+            if (answer := self.creditor.answer_request(message, now)) is not None:
                 out.append((sender, answer))
         elif isinstance(message, Renew):
             out.append((sender, self.creditor.renew(message, now)))
         elif isinstance(message, GiveBack):
             self.creditor.give_back(message)
         else:
-            out += self.debtor.hear(message, now)
+            out += self.debtor.on_message(message, now)
             self.creditor.freeze(self.debtor.frozen_until(now))
         return out + self.settle_down()
 
@@ -73,7 +73,7 @@ class SimInstance:
         home_first = self._rng.random() < 0.5
         if home_first:
             self._shrink_home()
-        spare = self.local + self.debtor.blocks - self.data
+        spare = self.local + self.debtor.num_borrowed - self.data
         for loan in list(self.debtor.loans.values()):
             count = min(spare, loan.blocks)
             if count > 0:
@@ -81,29 +81,29 @@ class SimInstance:
                 spare -= count
         self._shrink_home()
         self._grow_home(now)
-        self.swapped = self.data - self.local - self.debtor.blocks
-        self.debtor.wanted = 0 if self._one_way and self.creditor.lent else self.swapped
+        self.swapped = self.data - self.local - self.debtor.num_borrowed
+        self.debtor.num_wanted = 0 if self._one_way and self.creditor.lent_blocks else self.swapped
         return out
 
     def _recall(self) -> list[Outgoing]:
         """Now and then, and not as an answer: else two who lend each other would go on for ever."""
-        if not ((self._recalls or self._one_way) and self.swapped and self.creditor.lent):
+        if not ((self._recalls or self._one_way) and self.swapped and self.creditor.lent_blocks):
             return []
         held = {lease.number: lease.debtor for lease in self.creditor.leases.values()}
         return [(held[order.lease], order) for order in self.creditor.recall(self.swapped)]
 
     def _shrink_home(self) -> None:
         """Give its own leases of its own memory back as far as its data does not need them."""
-        spare = self.local + self.debtor.blocks - self.data
+        spare = self.local + self.debtor.num_borrowed - self.data
         for lease in [x for x in self.creditor.leases.values() if x.debtor == self.name]:
             if (count := min(spare, len(lease.blocks))) > 0:
-                left = LeaseLeft(lease.number, len(lease.blocks) - count)
+                left = LeaseRemainder(lease.number, len(lease.blocks) - count)
                 self.creditor.give_back(GiveBack(debtor=self.name, left=left))
                 spare -= count
 
     def _grow_home(self, now: float) -> None:
-        more = min(self.creditor.free, self.data - self.local - self.debtor.blocks)
+        more = min(self.creditor.free_blocks, self.data - self.local - self.debtor.num_borrowed)
         if more > 0:
             self._asks += 1
-            answer = self.creditor.take(LoanAsk(debtor=self.name, number=self._asks, blocks=more), now)
+            answer = self.creditor.answer_request(LoanRequest(debtor=self.name, number=self._asks, blocks=more), now)
             assert isinstance(answer, LoanGranted), "an instance has its own free blocks"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lamina.lending.ledger import LedgerEntry
-from lamina.lending.messages import (
-    MOST_CANDIDATES,
+from lamina.lending.debt_ledger import LedgerEntry
+from lamina.lending.lending_messages import (
+    MAX_CANDIDATES,
     Candidates,
+    CandidatesRequest,
+    CreditorRefused,
     Freeze,
     Heartbeat,
-    LoanAsk,
     LoanGranted,
     LoanRefused,
-    Query,
-    Refusing,
+    LoanRequest,
     Settle,
 )
 
@@ -46,7 +46,7 @@ class LendingOracle:
         creditor = one.creditor
         blocks = [b for lease in creditor.leases.values() for b in lease.blocks]
         assert len(blocks) == len(set(blocks)), f"{one.name}: a block has two debtors"
-        assert len(blocks) + creditor.free == creditor.size, f"{one.name}: blocks are lost"
+        assert len(blocks) + creditor.free_blocks == creditor.size, f"{one.name}: blocks are lost"
         lent: dict[str, int] = {}
         for lease in creditor.leases.values():
             if lease.debtor != one.name:
@@ -65,7 +65,7 @@ class LendingOracle:
         assert not (self._of.one_way and owes and lent), f"{one.name} owes {owes}, and lends {lent}"
 
     def _data(self, one: SimInstance) -> None:
-        places = one.local, one.debtor.blocks, one.swapped
+        places = one.local, one.debtor.num_borrowed, one.swapped
         assert sum(places) == one.data, (
             f"{one.name} uses {one.data} blocks, and has at home, on loan, in swap: {places}"
         )
@@ -94,7 +94,7 @@ class LendingOracle:
         has = len(lease.blocks) if lease is not None and lease.debtor == debtor.name else 0
         assert has >= blocks, f"{debtor.name} thinks that it has {blocks} blocks of {creditor.name}, who lends it {has}"
 
-    def answered(self, one: SimInstance, ask: LoanAsk, fits: bool, answer: object) -> bool:
+    def answered(self, one: SimInstance, ask: LoanRequest, fits: bool, answer: object) -> bool:
         """First come, first served: an ask that fits is granted at once, another one is not. An ask that comes twice
         has one answer. Returns whether the answer is a new one.
         """
@@ -107,7 +107,7 @@ class LendingOracle:
         self._answers[one.name, ask.debtor] = ask.number, answer
         return True
 
-    def fits(self, one: SimInstance, ask: LoanAsk) -> bool:
+    def fits(self, one: SimInstance, ask: LoanRequest) -> bool:
         """Whether a loan has room, counted anew."""
         now, creditor = one.now(), one.creditor
         live = [x for x in creditor.leases.values() if x.until > now]
@@ -116,7 +116,7 @@ class LendingOracle:
         had = sum(len(x.blocks) for x in live if x.debtor == ask.debtor)
         of = self._of
         room = min(of.blocks - used, of.cap - lent, of.debtor_cap - had)
-        if of.one_way and (debts_of(one) or one.debtor.seeks):
+        if of.one_way and (debts_of(one) or one.debtor.is_seeking):
             return False
         return ask.blocks <= room and not one.debtor.frozen_until(now)
 
@@ -130,9 +130,9 @@ class LendingOracle:
         """An instance sends this."""
         self._sent[beat.name, beat.number] = beat, self._changed.get(beat.name, 0)
 
-    def came(self, message: Heartbeat | Refusing) -> None:
+    def came(self, message: Heartbeat | CreditorRefused) -> None:
         """To the ledger."""
-        if isinstance(message, Refusing):
+        if isinstance(message, CreditorRefused):
             self._refused[message.creditor] = max(message.beat, self._refused.get(message.creditor, -1))
         else:
             self._newest[message.name] = max(message.number, self._newest.get(message.name, 0))
@@ -144,7 +144,7 @@ class LendingOracle:
 
     def entry(self, entry: LedgerEntry, others: Mapping[str, SimInstance]) -> None:
         """It is wrong by what has changed since the last heartbeat, and by no more."""
-        beat, name = entry.beat, entry.beat.name
+        beat, name = entry.heartbeat, entry.heartbeat.name
         assert beat.number == self._newest[name], f"the ledger has an old heartbeat of {name}"
         sent, before = self._sent[name, beat.number]
         assert beat == sent, f"the ledger has made up {beat}"
@@ -153,10 +153,10 @@ class LendingOracle:
             wrong = sum(abs(had.get(d, 0) - has.get(d, 0)) for d in had.keys() | has.keys())
             assert wrong <= self._changed.get(name, 0) - before, f"the ledger is wrong of {name} by {wrong} blocks"
 
-    def proposed(self, query: Query, answer: Candidates) -> None:
+    def proposed(self, query: CandidatesRequest, answer: Candidates) -> None:
         """At most three, none of whom has refused since its last heartbeat."""
         names = [c.name for c in answer.creditors]
-        assert len(names) <= MOST_CANDIDATES, f"{len(names)} creditors for one query"
+        assert len(names) <= MAX_CANDIDATES, f"{len(names)} creditors for one query"
         assert len({*names, query.debtor}) == len(names) + 1, f"{names} for {query.debtor}"
         for name in names:
             assert self._newest[name] > self._refused.get(name, -1), f"{name} has refused, and sent no heartbeat since"

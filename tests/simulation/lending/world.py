@@ -9,11 +9,19 @@ from typing import NamedTuple
 
 import msgspec
 
+from lamina.lending.debt_ledger import DebtLedger
 from lamina.lending.debtor import LEDGER, Outgoing
-from lamina.lending.ledger import DebtLedger
-from lamina.lending.messages import Freeze, Frozen, Heartbeat, LoanAsk, Query, Refusing, Settle
+from lamina.lending.lending_messages import (
+    CandidatesRequest,
+    CreditorRefused,
+    Freeze,
+    Frozen,
+    Heartbeat,
+    LoanRequest,
+    Settle,
+)
 from lamina.lending.settler import Settler
-from lamina.planner.simulator.clock import VirtualClock
+from lamina.tools.plan.simulator.clock import VirtualClock
 
 from .instance import SimInstance
 from .oracle import LendingOracle, debts_of
@@ -88,11 +96,13 @@ class LendingWorld:
         self._act(big, lambda: big.want(wanted))
         self._run(self.of.calm_s)
         assert big.swapped == 0, f"{big.name} wants {wanted} blocks of {reach}, and {big.swapped} are in swap"
-        self._borrowed = max(self._borrowed, big.debtor.blocks)
+        self._borrowed = max(self._borrowed, big.debtor.num_borrowed)
         self._act(big, lambda: big.want(0))
         self._run(2.0)
         for one in self.instances.values():
-            assert one.creditor.free == one.creditor.size, f"{one.name}: blocks of {one.creditor.leases} are lost"
+            assert one.creditor.free_blocks == one.creditor.size, (
+                f"{one.name}: blocks of {one.creditor.leases} are lost"
+            )
 
     # Instances:
     def _start(self, index: int) -> None:
@@ -133,7 +143,7 @@ class LendingWorld:
 
     def _act(self, one: SimInstance, work: Callable[[], list[Outgoing]]) -> None:
         out = work()
-        self._borrowed = max(self._borrowed, one.debtor.blocks)
+        self._borrowed = max(self._borrowed, one.debtor.num_borrowed)
         self.oracle.instance(one, self.instances)
         for to, message in out:
             self._send(one.name, to, message)
@@ -184,17 +194,17 @@ class LendingWorld:
             return
         if isinstance(message, Heartbeat):
             self.oracle.came(message)
-            ledger.hear(message, self.clock.now)
+            ledger.on_heartbeat(message, self.clock.now)
             self.oracle.entry(ledger.entries[message.name], self.instances)
-        elif isinstance(message, Refusing):
+        elif isinstance(message, CreditorRefused):
             self.oracle.came(message)
-            ledger.refusal(message)
-        elif isinstance(message, Query):
+            ledger.on_refusal(message)
+        elif isinstance(message, CandidatesRequest):
             answer = ledger.answer(message, self.clock.now)
             self.oracle.proposed(message, answer)
             self._send(LEDGER, sender, answer)
         elif isinstance(message, Frozen):
-            for to, order in self._settler.hear(message, self.clock.now):
+            for to, order in self._settler.on_message(message, self.clock.now):
                 self._send(LEDGER, to, order)
 
     # The network:
@@ -214,7 +224,7 @@ class LendingWorld:
         if to == LEDGER:
             self._tell_ledger(sender, message)
         elif (one := self.instances.get(to)) is not None:
-            if isinstance(message, LoanAsk):
+            if isinstance(message, LoanRequest):
                 self._watch(one, sender, message)
             elif isinstance(message, Settle):
                 self._settle(one, message)
@@ -229,13 +239,13 @@ class LendingWorld:
         before, owed = debts_of(one), {c: one.debtor.owed_to(c) for c in debts_of(one)}
 
         def hear() -> list[Outgoing]:
-            out = one.debtor.hear(order, one.now())
+            out = one.debtor.on_message(order, one.now())
             self._settled += self.oracle.settled(one, order, before, owed)
             return out + one.settle_down()
 
         self._act(one, hear)
 
-    def _watch(self, one: SimInstance, sender: str, ask: LoanAsk) -> None:
+    def _watch(self, one: SimInstance, sender: str, ask: LoanRequest) -> None:
         """An ask is answered at once, as the oracle counts, but where it has come before."""
 
         def hear() -> list[Outgoing]:

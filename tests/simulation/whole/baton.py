@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lamina.planner.simulator.clock import VirtualClock
+from lamina.tools.plan.simulator.clock import VirtualClock
 
 FOREVER = float("inf")
 GIVE_UP = 0.1  # of waits that would be none, others get the baton first
@@ -32,7 +32,7 @@ class Life(Protocol):
         ...
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether it stands still by a signal."""
         ...
 
@@ -40,7 +40,7 @@ class Life(Protocol):
 class LongLife:
     """Of whoever is never hit."""
 
-    ended = stopped = False
+    ended = is_stopped = False
 
 
 class Strand:
@@ -56,7 +56,7 @@ class Strand:
     def is_due(self, now: float) -> bool:
         """Whether it would do something now; an error of what it waits for is its own to raise."""
         life = self.life
-        if life.ended or life.stopped:
+        if life.ended or life.is_stopped:
             return life.ended
         if self.until <= now:
             return True
@@ -169,14 +169,14 @@ class Baton:
             now = self.clock.now
             if due := [strand for strand in self._strands if strand.is_due(now)]:
                 return self._rng.choice(due)
-            until = min(strand.until for strand in self._strands if not strand.life.stopped)
+            until = min(strand.until for strand in self._strands if not strand.life.is_stopped)
             if not self.clock.advance(until) and until == FOREVER:
                 waiting = ", ".join(strand.name for strand in self._strands)
                 self._failures.append(AssertionError(f"nothing will ever happen any more: {waiting} wait"))
 
 
 class _Over:
-    ended, stopped = True, False
+    ended, is_stopped = True, False
 
 
 class BatonCondition(threading.Condition):

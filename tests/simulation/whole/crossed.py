@@ -48,7 +48,7 @@ def _in_moves(of: FleetScenario, rng: random.Random) -> FleetScenario:
     gone = tuple(sorted(rng.sample(range(there), there - wanted))) if wanted < there else ()
     victims = rng.sample(range(max(there, wanted)), k=min(rng.choice((1, 1, 2)), max(there, wanted)))
     victims = [rng.choice(gone)] if gone and rng.random() < 0.7 else victims
-    message = rng.choice(("Recut", "Recut", "Recut", "MakeRoom"))
+    message = rng.choice(("Recut", "Recut", "Recut", "PrepareStore"))
     hits = tuple(Strike(("memory", w), rng.randint(1, 2 * AT_ONCE), DIES, message) for w in victims)
     change = FleetChange(rng.uniform(0.0, 0.1), wanted, gone)
     options = {**of.options, "partition": partition, "memory_workers": there}

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from lamina.attention.spec import AttentionSpec
-from lamina.collective import Joining
 from lamina.converter.graph import RowTensor
-from lamina.protocol.plan import LayerShape
+from lamina.ops.attention.spec import AttentionSpec
+from lamina.ops.collective import RankCollectives
+from lamina.protocol.step_plan import LayerShape
 from simulation.model import EOS, VOCAB
 
 PRIME = 2_147_483_647
@@ -99,7 +99,7 @@ class IntegerModel:
     rank: int = 0
     size: int = 1
     slices: Sequence[Any] = ()
-    group: Joining | None = None  # the other ranks
+    group: RankCollectives | None = None  # the other ranks
 
     vocab_size, eos_token_ids, weight_bytes = VOCAB, (EOS,), 0
 

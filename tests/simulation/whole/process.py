@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from lamina import gemm
-from lamina.compute.main import ComputeServer
-from lamina.compute.model_server import MESSAGES, CutModel, ModelServer
-from lamina.compute.prefill.main import PrefillServer
-from lamina.fleet.links import FROM_WORKERS, Link
-from lamina.memory.main import FROM_DRIVER, MemoryServer
-from lamina.memory.worker import MemoryWorker
-from lamina.observe.trace import FLIP, Silent
+from lamina.config.engine_config import EngineConfig
+from lamina.config.resolve import max_sequence_length
+from lamina.executor.control_links import FROM_WORKERS, Link
+from lamina.observe.trace import FLIP_BIT, NullRecorder
+from lamina.ops import gemm
 from lamina.protocol.control import Failed, LinkClosedError, StartCompute, StartMemory
-from lamina.protocol.options.engine import EngineConfig
-from lamina.protocol.options.resolve import sequence_limit
-from lamina.protocol.recut import Leaving
-from lamina.workers.surroundings import Surroundings
+from lamina.protocol.reshard import TerminationNotice
+from lamina.workers.compute.main import ComputeServer
+from lamina.workers.compute.model_server import MESSAGES, CutModel, ModelServer
+from lamina.workers.memory.main import FROM_DRIVER, MemoryServer
+from lamina.workers.memory.memory_worker import MemoryWorker
+from lamina.workers.prefill.main import PrefillServer
+from lamina.workers.runtime import Runtime
 
 from .baton import Baton, BatonCondition, BatonQueue, Slain
 from .integers import BITS, IntegerModel
@@ -70,17 +70,17 @@ class SimDriver:
         """A message of its links."""
 
 
-class Damaging(Silent):
+class Damaging(NullRecorder):
     """Has a memory worker damage its KV once somebody wants it."""
 
     def __init__(self, process: SimProcess) -> None:
         super().__init__()
         self._process, self.wanted, self.count = process, False, 0
 
-    def due(self, event: int) -> bool:
-        return self.wanted and event == FLIP
+    def is_due(self, event: int) -> bool:
+        return self.wanted and event == FLIP_BIT
 
-    def done(self, event: int) -> None:
+    def on_failpoint_passed(self, event: int) -> None:
         """A bit of K has changed, in one block. K is the code of a position here, which is found all the same: so V of
         that block changes, too.
         """
@@ -105,16 +105,16 @@ class _Integers(ModelServer):
 
     module: IntegerModel
 
-    def cut(self) -> CutModel:
+    def load_and_cut(self) -> CutModel:
         """In slices it is already."""
         model = self.module.of_rank(self.start.rank, self.start.topology.tensor_parallel_size)
-        max_len = sequence_limit(self.start.model.max_model_len, 1 << BITS)
+        max_len = max_sequence_length(self.start.model.max_model_len, 1 << BITS)
         partition = self._partition(model.layers, max_len)
         loaded = _LoadedIntegers(model, model, model.eos_token_ids)
-        part, backend = self.own_part(model, len(model.layers)), gemm.get("torch", 1)
+        part, backend = self.own_slices(model, len(model.layers)), gemm.get("torch", 1)
         return CutModel(part, loaded, model.layers, torch.float32, max_len, partition, backend)
 
-    def runnable(self, cut: CutModel, group: Any = None) -> IntegerModel:
+    def compile(self, cut: CutModel, group: Any = None) -> IntegerModel:
         """As it is, but for the other ranks that its slices meet."""
         model: IntegerModel = cut.program
         model.group = group
@@ -132,13 +132,13 @@ class IntegerPrefillServer(_Integers, PrefillServer):
 class SimProcess:
     """A worker's process, and its handle. Each call of the network and of the control link counts."""
 
-    place = ""
+    host = ""
     sock: Any = None
 
     def __init__(self, host: SimHost, role: str, index: int, pid: int) -> None:
         self.role, self.index, self.pid = role, index, pid
         self._host, self._fate = host, ""
-        self.ended = self.was_hit = self.stopped = self.hangs = False
+        self.ended = self.was_hit = self.is_stopped = self.hangs = False
         self.fabric: SimFabric | None = None
         self.server: Any = None
         self.damaging = Damaging(self)
@@ -173,8 +173,8 @@ class SimProcess:
             self._host.cuts += 1
             channel.cut()
         elif how == STOPS:
-            self.stopped = True
-            self._host.baton.wait(lambda: not self.stopped)
+            self.is_stopped = True
+            self._host.baton.wait(lambda: not self.is_stopped)
         elif how == HANGS:
             self.hangs = True
             self._host.baton.wait(lambda: not self.hangs)
@@ -182,7 +182,7 @@ class SimProcess:
             self.damaging.wanted = True
         elif how == TOLD and self.role == "memory":
             with suppress(LinkClosedError):
-                self._link.send(Leaving())
+                self._link.send(TerminationNotice())
         elif how == DIES:
             self.kill()
             raise Slain
@@ -192,7 +192,7 @@ class SimProcess:
         assert not isinstance(message, Failed), f"it fails: {message.text}"
         self._host.passed(self, type(message).__name__)
 
-    def fate(self) -> str | None:
+    def exit_reason(self) -> str | None:
         return self._fate or None
 
     def join(self, timeout_s: float) -> None:
@@ -221,7 +221,7 @@ class SimProcess:
             self._end("exited with status 0")
             return
         baton = self._host.baton
-        around = Surroundings(
+        around = Runtime(
             baton.clock, self.start, self.start, partial(BatonQueue, baton), self.open, partial(BatonCondition, baton),
             self._end_at_once,
         )  # fmt: skip
@@ -269,7 +269,7 @@ class SimHost:
         self._hitting = False
         self.driver.counts = False
         for process in self.processes:
-            process.stopped = process.hangs = process.damaging.wanted = False
+            process.is_stopped = process.hangs = process.damaging.wanted = False
 
     def bury(self) -> None:
         """The driver was killed: its links end, its workers follow, and another one begins. Raises AssertionError where
@@ -278,7 +278,7 @@ class SimHost:
         self._hitting = False
         for process in self.processes:
             process.control.close()
-            if process.stopped or process.hangs:
+            if process.is_stopped or process.hangs:
                 process.kill()
         left = self.baton.wait(lambda: all(p.ended for p in self.processes), GONE_S)
         assert left, f"without a driver: {', '.join(p.role for p in self.processes if not p.ended)}"
@@ -310,7 +310,7 @@ class SimHost:
     def launch(self, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> SimHost:
         return self
 
-    def share(self, role: str, index: int) -> int:
+    def thread_count(self, role: str, index: int) -> int:
         return 0
 
     def start(self, role: str, index: int, threads: int = 0) -> SimProcess:
@@ -320,17 +320,17 @@ class SimHost:
     def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> SimProcess:
         return self.start(role, number)
 
-    def seat(self, role: str, number: int, index: int) -> None: ...
+    def promote_spare(self, role: str, number: int, index: int) -> None: ...
 
-    def leave(self, role: str, index: int) -> None: ...
+    def avoid_host(self, role: str, index: int) -> None: ...
 
-    def may_replace(self, lost: Any) -> bool:
+    def can_replace(self, lost: Any) -> bool:
         return True
 
-    def grow(self, role: str, count: int) -> bool:
+    def set_capacity(self, role: str, count: int) -> bool:
         return True
 
-    def keep(self, role: str, numbers: Sequence[int]) -> None: ...
+    def keep_workers(self, role: str, numbers: Sequence[int]) -> None: ...
 
     def close(self) -> None: ...
 

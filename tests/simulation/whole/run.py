@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lamina.config import make_config
-from lamina.engine.configured import check_room
+from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
-from lamina.engine.exodus import Exodus
-from lamina.engine.wire import ViewChanged
-from lamina.fleet.pools import Pools
+from lamina.engine.evacuation import Evacuation
+from lamina.engine.scheduler_factory import check_kv_capacity
+from lamina.executor.worker_executor import WorkerExecutor
 from lamina.netstack import HERE
-from lamina.planner.simulator.clock import VirtualClock
 from lamina.protocol.control import ComputeReady
-from lamina.protocol.plan import Keep
-from lamina.request import Told
+from lamina.protocol.executor import EpochChanged
+from lamina.protocol.step_plan import SurvivingKv
+from lamina.request import ResumedCompletion
+from lamina.tools.plan.simulator.clock import VirtualClock
 from simulation.model import EOS, Letters, letters
 from simulation.play import MOST_STEPS, Play, ScenarioError, SoFar, is_broken, least
 from simulation.scenario import BLOCK, MAX_LEN, Arriving
@@ -90,7 +90,7 @@ def smaller_fleet(of: FleetScenario) -> FleetScenario:
     return least(of, ("hits", "asks", "changes", "deaths"), lambda less: is_broken(check_fleet, less))
 
 
-class _WatchedPools(Pools):
+class _WatchedPools(WorkerExecutor):
     """Tells when all have met anew."""
 
     met: Callable[[], None] | None = None
@@ -98,14 +98,14 @@ class _WatchedPools(Pools):
     @property
     def there(self) -> set[Any]:
         """The processes of all who have a place, or wait for one."""
-        return {member.handle for member in (*self._members, *self._cohort.spares)}
+        return {member.handle for member in (*self._registry, *self._workers.spare_workers)}
 
     @property
     def memory(self) -> list[Any]:
         """The processes of memory workers, by number."""
-        return [member.handle for member in self._members.memory]
+        return [member.handle for member in self._registry.memory]
 
-    def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
+    def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
         answer = super().resume(keep)
         if self.met and isinstance(answer, ComputeReady):
             self.met()
@@ -140,12 +140,12 @@ class _FleetPlay(Play):
                 self._go_on()
         engine, view, hits = self._engine, -1, self._host.hits
         self._host.end()
-        while view != engine.scheduler.view:  # who has died unnoticed is replaced
-            view = engine.scheduler.view
+        while view != engine.scheduler.epoch:  # who has died unnoticed is replaced
+            view = engine.scheduler.epoch
             self._baton.sleep(REST_S)
-            self._take(engine.look())
-            engine.settle()
-            engine.rest()
+            self._take(engine.check_workers())
+            engine.release_idle_blocks()
+            engine.finish_in_flight()
         self._baton.sleep(REST_S)
         self._check_rest()
         self._check_all_is_free()
@@ -158,7 +158,10 @@ class _FleetPlay(Play):
             self._ended[place] = list(self._heard(request).values())
         tokens = sum(self._check_answer(self._of.asks[place], seen) for place, seen in self._ended.items())
         assert len(self._ended) == len(self._of.asks), "a request without an answer"
-        moved, left = self._moved + engine.scheduler.moves.num_moved, self._pools.elastic.moved["leave"]
+        moved, left = (
+            self._moved + engine.scheduler.migration.num_moved_blocks,
+            self._pools.resizer.moved_bytes["leave"],
+        )
         return FleetPlayed(hits[DIES], hits[STOPS], self._host.cuts, view, tokens, preemptions, self._clock.now,
                            self._engines, self._changed, moved, hits[HANGS], hits[TOLD], left,
                            self._host.num_damaged)  # fmt: skip
@@ -174,7 +177,7 @@ class _FleetPlay(Play):
         """The engine has died: another one goes on with what readers have, as a server's does."""
         while True:
             self._engines += 1
-            self._moved += self._engine.scheduler.moves.num_moved
+            self._moved += self._engine.scheduler.migration.num_moved_blocks
             self._options["memory_workers"] = len(self._pools.memory) - self._options.get("kv_parity", 0)
             self._host.bury()
             with suppress(EngineDied):  # so does the next one, perhaps, as it starts
@@ -187,10 +190,14 @@ class _FleetPlay(Play):
                 self._ended[place] = list(seen.values())
                 continue
             told = [
-                Told(index=i, tokens=list(one.tokens), chars=len(one.text), ended=bool(one.reason))
+                ResumedCompletion(
+                    index=i, token_ids=list(one.tokens), num_chars=len(one.text), is_finished=bool(one.reason)
+                )
                 for i, one in seen.items()
             ]
-            again = self._engine.add(list(ask.prompt), ask.sampling, make_pieces=Letters, told=told, accepted=True)
+            again = self._engine.add(
+                list(ask.prompt), ask.sampling, make_pieces=Letters, resume_from=told, accepted=True
+            )
             self._asked[again] = place, ask
             self._seen |= {(again, i): one for i, one in seen.items()}
 
@@ -200,17 +207,17 @@ class _FleetPlay(Play):
 
     def _look_round(self) -> None:
         """Changes, one at a time; what would need KV to be computed again is refused, as the server does."""
-        engine, elastic = self._engine, self._pools.elastic
+        engine, elastic = self._engine, self._pools.resizer
         outcome = elastic.take_outcome()
         self._changed += outcome is not None and not outcome.error
-        while self._changes and self._changes[0].at_s <= self._clock.now and not elastic.under_way:
+        while self._changes and self._changes[0].at_s <= self._clock.now and not elastic.in_progress:
             asked = self._changes.pop(0)
             with suppress(ValueError):
                 change = elastic.plan(asked.workers)
-                check_room(engine.scheduler, engine.info, change.capacity)
+                check_kv_capacity(engine.scheduler, engine.worker_info, change.capacity)
                 gone = asked.leaving or range(asked.workers, len(self._pools.memory))
-                exits = Exodus(engine, gone) if engine.config.moves_sequences and gone else None
-                elastic.begin(change, asked.leaving, exits=exits)
+                exits = Evacuation(engine, gone) if engine.config.migrates_sequences and gone else None
+                elastic.begin(change, asked.leaving, leaves_by_itself=exits)
 
     def _wait_until(self, at_s: float) -> None:
         self._baton.sleep(at_s - self._clock.now)
@@ -223,10 +230,10 @@ class _FleetPlay(Play):
         stores = [process.memory._store for process in self._pools.memory]
         tables = [(w, store.tables) for w, store in enumerate(stores) if store is not None]
         assert len(tables) == len(stores), "a memory worker has no store"
-        if not self._pools.elastic.under_way:
-            ready = [process.memory._room.slabs.nbytes for process in self._pools.memory]
+        if not self._pools.resizer.in_progress:
+            ready = [process.memory._room.arena.nbytes for process in self._pools.memory]
             assert not any(ready), f"memory that was made ready is nobody's: {ready} bytes"
-        self._check_tables(tables, self._engine.info.holders)
+        self._check_tables(tables, self._engine.worker_info.holders)
 
     def _check_answer(self, ask: Arriving, answer: Sequence[SoFar]) -> int:
         """Exactly its tokens; so many there are."""

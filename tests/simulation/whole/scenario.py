@@ -16,7 +16,7 @@ LAST_CALLS = 40, 120, 400  # at which somebody is hit
 HOWS = DIES, DIES, DIES, STOPS, CUT
 SOON_CALL = 60
 LAST_DEATHS = 60, 200, 600  # calls at which an engine dies
-LONG = 200  # tokens of a context, of which more than one chunk of attention.merge is had
+LONG = 200  # tokens of a context, of which more than one chunk of ops.attention.merge is had
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,191 @@
+// lamina.ops.gemm._gemm: the linear layers of linear.h as a Python object. lamina/ops/gemm/_gemm.pyi documents it.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "engine_object.h"
+#include "gemm/calls.h"
+#include "pool.h"
+
+namespace {
+
+using namespace lamina;
+using namespace lamina::gemm;
+
+struct Engine {
+  static constexpr const char* kLeast = "AVX2, FMA and F16C";
+
+  Engine(std::size_t threads, const Variant* v) : pool(threads), variant(v), scratch(threads) {
+    calls = {this, [](void* e, const Problem& p, const void* x) { static_cast<Engine*>(e)->linear(p, x); },
+             [](void* e, Pool::Piece piece, void* job, std::size_t count) {
+               auto* const engine = static_cast<Engine*>(e);
+               std::lock_guard<std::mutex> turn(engine->mutex);
+               engine->pool.run(piece, job, count);
+             },
+             pool.size()};
+  }
+
+  // Callers take turns: the buffers below are those of one call.
+  void linear(Problem p, const void* x) {
+    std::lock_guard<std::mutex> turn(mutex);
+    const Kernel& kernel = p.packed ? variant->packing->kernel : variant->kernels[static_cast<int>(p.type)];
+    const Plan plan = kernel.plan(p);
+    p.x = static_cast<const float*>(x);
+    if (plan.x) {
+      float* const to = reserve(prepared, plan.x);
+      pool.each((p.rows + kRowsPrepared - 1) / kRowsPrepared, SIZE_MAX, [&](std::size_t piece, std::size_t) {
+        const std::size_t begin = piece * kRowsPrepared;
+        kernel.prepare(p, x, begin, std::min(begin + kRowsPrepared, p.rows), to);
+      });
+      p.x = to;
+    }
+    for (auto& s : scratch) reserve(s, plan.scratch);
+    Job job{this, p, kernel.columns, piece_cols(p, plan)};
+    pool.run(run_piece, &job, (p.cols + job.cols - 1) / job.cols);
+  }
+
+  // Bytes of w in the variant's own order; 0 where it has none for the type.
+  std::size_t packed_bytes(Type type, std::size_t cols, std::size_t k_size) const {
+    return type == Type::kBf16 && variant->packing ? variant->packing->bytes(cols, k_size) : 0;
+  }
+
+  void pack(const Problem& p, void* to) {
+    std::lock_guard<std::mutex> turn(mutex);
+    PackJob job{p, variant->packing, to, piece_cols(p, variant->packing->kernel.plan(p))};
+    pool.run(
+        [](void* data, std::size_t piece, std::size_t) {
+          const auto& job = *static_cast<PackJob*>(data);
+          const std::size_t begin = piece * job.cols, end = begin + job.cols;
+          job.packing->pack(job.problem, begin, end < job.problem.cols ? end : job.problem.cols, job.to);
+        },
+        &job, (p.cols + job.cols - 1) / job.cols);
+  }
+
+  std::mutex mutex;
+  Pool pool;
+  Calls calls{};
+
+ private:
+  struct Job {
+    Engine* engine;
+    Problem problem;
+    decltype(Kernel::columns) columns;
+    std::size_t cols;  // of a piece
+  };
+
+  struct PackJob {
+    Problem problem;
+    const Packing* packing;
+    void* to;
+    std::size_t cols;  // of a piece
+  };
+
+  static void run_piece(void* data, std::size_t piece, std::size_t thread) {
+    const auto& job = *static_cast<Job*>(data);
+    const std::size_t begin = piece * job.cols, end = begin + job.cols;
+    job.columns(job.problem, begin, end < job.problem.cols ? end : job.problem.cols,
+                job.engine->scratch[thread].data());
+  }
+
+  // Whole panels, some pieces for each thread: one that lost its core to another process then holds up little.
+  std::size_t piece_cols(const Problem& p, const Plan& plan) const {
+    const std::size_t pieces = 4 * pool.size(), panels = (p.cols + plan.cols * pieces - 1) / (plan.cols * pieces);
+    return pool.size() == 1 ? p.cols : panels * plan.cols;
+  }
+
+  // Room for `floats`, at a multiple of 64 bytes.
+  static float* reserve(std::vector<float>& memory, std::size_t floats) {
+    constexpr std::size_t kAlign = 64;
+    if (memory.size() < floats + kAlign / sizeof(float)) memory.resize(floats + kAlign / sizeof(float));
+    const auto at = reinterpret_cast<std::uintptr_t>(memory.data());
+    return reinterpret_cast<float*>((at + kAlign - 1) / kAlign * kAlign);
+  }
+
+  const Variant* variant;
+  std::vector<std::vector<float>> scratch;  // of each thread
+  std::vector<float> prepared;              // x
+};
+
+using Object = EngineObject<Engine, variants, kVariants>;
+
+// `count` numbers of `args`, of which number `type` is a Type. False with an error set where they are not.
+bool numbers(const char* name, PyObject* const* args, Py_ssize_t given, Py_ssize_t count, int type,
+             unsigned long long* v) {
+  if (given != count)
+    return PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, count, given), false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    v[i] = PyLong_AsUnsignedLongLong(args[i]);
+    if (v[i] == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return false;
+  }
+  if (v[type] > 2) return PyErr_Format(PyExc_ValueError, "type %llu is none of 0, 1, 2", v[type]), false;
+  return true;
+}
+
+void* pointer(unsigned long long v) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(v)); }
+
+PyObject* engine_packed_bytes(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[3];
+  if (!numbers("packed_bytes", args, count, 3, 0, v)) return nullptr;
+  return PyLong_FromSize_t(Object::engine_of(self).packed_bytes(static_cast<Type>(v[0]), v[1], v[2]));
+}
+
+PyObject* engine_pack(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[6];
+  if (!numbers("pack", args, count, 6, 2, v)) return nullptr;
+  const Problem p{static_cast<Type>(v[2]), nullptr, pointer(v[0]), nullptr, nullptr, 1, v[3], v[4], v[5]};
+  if (!Object::engine_of(self).packed_bytes(p.type, p.cols, p.k_size))
+    return PyErr_Format(PyExc_ValueError, "no weights of type %llu are packed here", v[2]);
+  Py_BEGIN_ALLOW_THREADS;
+  Object::engine_of(self).pack(p, pointer(v[1]));
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[9];
+  if (!numbers("linear", args, count, 9, 4, v)) return nullptr;
+  const auto at = [&](int i) { return pointer(v[i]); };
+  const auto type = static_cast<Type>(v[4]);
+  const bool packed = !v[8];
+  if (packed && !Object::engine_of(self).packed_bytes(type, v[6], v[7]))
+    return PyErr_Format(PyExc_ValueError, "no weights of type %llu are packed here", v[4]);
+  const Problem p{type, nullptr, at(1), at(2), at(3), v[5], v[6], v[7], v[8], packed};
+  bool fits = true;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    Object::engine_of(self).linear(p, at(0));
+  } catch (const std::bad_alloc&) {
+    fits = false;
+  }
+  Py_END_ALLOW_THREADS;
+  if (!fits) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+// What other native modules may do with an engine. The capsule does not keep it alive.
+PyObject* engine_calls(PyObject* self, PyObject*) {
+  return PyCapsule_New(&Object::engine_of(self).calls, Calls::kName, nullptr);
+}
+
+PyMethodDef engine_methods[] = {
+    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_linear)), METH_FASTCALL, nullptr},
+    {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_pack)), METH_FASTCALL, nullptr},
+    {"packed_bytes", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_packed_bytes)), METH_FASTCALL,
+     nullptr},
+    {"calls", engine_calls, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+int exec(PyObject* module) { return Object::add_to(module, "lamina.ops.gemm._gemm.Engine", engine_methods); }
+
+PyMethodDef methods[] = {{"usable", Object::usable, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(exec)}, {0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_gemm", nullptr, 0, methods, slots, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__gemm() { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,121 @@
+// lamina.ops.rows._rows: programs of program.h as Python objects. lamina/ops/rows/_rows.pyi documents them.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "rows/objects.h"
+
+namespace {
+
+using namespace lamina;
+using namespace lamina::rows;
+
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* engine;
+  Py_buffer table;
+  const char* variant;
+  if (!PyArg_ParseTuple(args, "Oy*s", &engine, &table, &variant)) return nullptr;
+  PyObject* const capsule = PyObject_CallMethod(engine, "calls", nullptr);
+  const auto* calls =
+      capsule ? static_cast<const gemm::Calls*>(PyCapsule_GetPointer(capsule, gemm::Calls::kName)) : nullptr;
+  Py_XDECREF(capsule);
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  ProgramObject* self = nullptr;
+  const std::string name = variant;
+  const bool known = name.empty() ? avx2 : name == "avx2" ? avx2 : name == "avx512" && avx512;
+  if (!calls) {
+  } else if (!known) {
+    PyErr_Format(PyExc_ValueError, "this CPU has no %s", *variant ? variant : "AVX2, FMA and F16C");
+  } else if ((self = reinterpret_cast<ProgramObject*>(type->tp_alloc(type, 0)))) {
+    self->program = new (std::nothrow) Program;
+    self->engine = Py_NewRef(engine);
+    const auto* numbers = static_cast<const std::int64_t*>(table.buf);
+    Reader in{numbers, numbers + table.len / 8};
+    if (self->program) {
+      self->program->calls = calls;
+      self->program->run = avx512 && name != "avx2" ? kAvx512 : kAvx2;
+      read(*self->program, in);
+    }
+    if (!self->program || in.failed) {
+      if (self->program)
+        PyErr_Format(PyExc_ValueError, "number %zd of the table makes no sense",
+                     static_cast<Py_ssize_t>(in.at - numbers));
+      else
+        PyErr_NoMemory();
+      Py_CLEAR(self);
+    }
+  }
+  PyBuffer_Release(&table);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void dealloc(PyObject* object) {
+  auto* const self = reinterpret_cast<ProgramObject*>(object);
+  delete self->program;
+  Py_XDECREF(self->engine);
+  free_object(object);
+}
+
+// run(rows, first, last, arena, *given)
+PyObject* program_run(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+  const Program& program = *reinterpret_cast<ProgramObject*>(object)->program;
+  if (count != static_cast<Py_ssize_t>(4 + program.given))
+    return PyErr_Format(PyExc_TypeError, "run takes %zu arguments, not %zd", 4 + program.given, count);
+  long long head[3];
+  for (int i = 0; i < 3; ++i) {
+    head[i] = PyLong_AsLongLong(args[i]);
+    if (head[i] == -1 && PyErr_Occurred()) return nullptr;
+  }
+  const auto rows = static_cast<std::int64_t>(head[0]);
+  if (rows < 1 || head[1] < 0 || head[1] > head[2] || head[2] > static_cast<long long>(program.instructions.size()))
+    return PyErr_Format(PyExc_ValueError, "no instructions %lld to %lld on %lld rows", head[1], head[2], head[0]);
+  Slot few[64];
+  std::vector<Slot> many;
+  Slot* slots = few;
+  if (program.row_bytes.size() > 64) {
+    many.resize(program.row_bytes.size());
+    slots = many.data();
+  }
+  char* arena = nullptr;
+  for (std::size_t i = 0; i <= program.given; ++i) {
+    const unsigned long long at = PyLong_AsUnsignedLongLong(args[3 + i]);
+    if (at == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
+    char* const pointer = reinterpret_cast<char*>(static_cast<std::uintptr_t>(at));
+    if (i)
+      slots[i - 1] = {pointer, program.row_bytes[i - 1]};
+    else
+      arena = pointer;
+  }
+  for (std::size_t i = program.given; i < program.row_bytes.size(); ++i)
+    slots[i] = {arena + program.at[i - program.given] * rows, program.row_bytes[i]};
+  bool fits = true, good = true;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    good = execute(program, slots, rows, static_cast<std::size_t>(head[1]), static_cast<std::size_t>(head[2]));
+  } catch (const std::bad_alloc&) {
+    fits = false;
+  }
+  Py_END_ALLOW_THREADS;
+  if (!fits) return PyErr_NoMemory();
+  if (!good) return PyErr_Format(PyExc_IndexError, "a row looks up what the table has not");
+  Py_RETURN_NONE;
+}
+
+PyMethodDef program_methods[] = {{"run", method(program_run), METH_FASTCALL, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyType_Slot program_slots[] = {
+    {Py_tp_new, slot(make)}, {Py_tp_dealloc, slot(dealloc)}, {Py_tp_methods, program_methods}, {0, nullptr}};
+PyType_Spec program_spec = {"lamina.ops.rows._rows.Program", sizeof(ProgramObject), 0, Py_TPFLAGS_DEFAULT, program_slots};
+
+int exec(PyObject* module) { return Types::add(module, {&program_spec, &chain_spec}); }
+
+PyModuleDef_Slot slots[] = {{Py_mod_exec, slot(exec)}, {0, nullptr}};
+PyModuleDef definition = Types::definition("Slices as tables of instructions.", slots);
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__rows() { return PyModuleDef_Init(&definition); }

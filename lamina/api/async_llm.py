@@ -1,0 +1,261 @@
+"""``lamina.AsyncLLM``: an LLM for asyncio, with many callers at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import weakref
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lamina.engine.engine_thread import EngineThread
+from lamina.engine.streams import RequestOutputCollector
+from lamina.models.tokenizer import token_ids
+from lamina.protocol.executor import WorkerError
+from lamina.request import RequestOutput, SamplingParams
+from lamina.scheduler.sessions.cache_options import CacheOptions
+
+from .frontend import Frontend
+from .prompts import Prompt, priority_list, prompt_list
+
+INLINE_CHARS = 512  # shorter text is made tokens at once: a change of threads would take longer
+
+
+class AsyncLLM:
+    """``LLM`` for asyncio: any number of ``generate`` at once, whose requests are decoded in common batches.
+
+    The constructor takes what ``LLM`` takes, and waits until the workers are ready. The engine has a thread of its own.
+
+        async with AsyncLLM("path/to/model", memory_workers=2) as llm:
+            async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32), "my-request"):
+                print(output.outputs[0].text)
+
+    Raises ValueError, in one line that names the option and the fix, for anything a user can put right; WorkerError
+    when a worker process is lost.
+    """
+
+    def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
+        """``model``, ``tokenizer`` and ``options`` are those of ``LLM``. ``progress`` shows the start on a terminal."""
+        front = self._front = Frontend(model, tokenizer, progress, options)
+        if front.tokenizer is not None:
+            token_ids(front.tokenizer, "")  # sets it up: from now on several threads use it
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
+        self._engine = EngineThread(front.streams, front.pools, _wake, _closed)
+        self._live: dict[str, _LoopFeed] = {}  # by request_id
+        self._names = itertools.count()
+        self._lock = threading.RLock()  # of the two; a garbage collector may come by while it is held
+        self._finalizer = weakref.finalize(self, _shut_down, self._engine, self._tokenizing)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncStream:
+        """Complete one prompt (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}): an asynchronous iterator
+        of a RequestOutput each time that it has grown. Each has all that there is by then, and changes no more; who
+        looks late gets one output with all that has grown.
+
+        The request is queued by this call. ``request_id`` names it in its outputs and for ``abort``; None = any name.
+        ``priority``: with scheduling_policy "priority", those with a lower number come first.
+        Breaking off, cancelling the task, or closing the iterator cancels the request. The iterator raises ValueError
+        for a prompt that cannot be served, WorkerError when a worker is lost; this call ValueError for a name in use.
+        """
+        self._check()
+        prompts = prompt_list(prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"generate takes one prompt, not {len(prompts)}: call it for each, they run together")
+        params = self._front.default_params() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
+        (number,) = priority_list(1, priority)
+        feed = self._register(request_id)
+        add = partial(self._add, prompts[0], params, CacheOptions(priority=number), feed)
+        if isinstance(prompts[0], str) and len(prompts[0]) > INLINE_CHARS:
+            try:
+                self._tokenizing.submit(add)
+            except RuntimeError:  # another thread shuts down
+                self._forget(feed)
+                raise _closed() from None
+        else:
+            add()
+        return AsyncStream(self, feed)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its iterator yields the output so far, with finish_reason "abort". Ignores unknown names."""
+        with self._lock:
+            feed = self._live.get(request_id)
+        if feed is not None:
+            with suppress(RuntimeError):  # it has been shut down
+                self._tokenizing.submit(self._engine.abort, feed)  # behind its tokens
+
+    async def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer, or None."""
+        return self._front.tokenizer
+
+    async def reset_prefix_cache(self) -> bool:
+        """Find no KV of earlier requests any more; requests that come behind this are computed whole. Always True."""
+        self._check()
+        self._engine.reset_prefix_cache()
+        return True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._engine.is_running
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the engine has ended, by ``shutdown`` or by an error."""
+        return not self._engine.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has ended by an error."""
+        return self._engine.error is not None
+
+    @property
+    def dead_error(self) -> WorkerError:
+        """What every caller gets once the engine has ended by an error."""
+        return WorkerError(str(self._engine.error or "the engine has not failed"))
+
+    async def check_health(self) -> None:
+        """Raises ``dead_error`` where ``errored``, ValueError after ``shutdown``. Workers that are lost while nothing
+        is decoded are noticed within seconds.
+        """
+        self._check()
+
+    def shutdown(self) -> None:
+        """End the engine and its workers; iterators that are not at their ends raise ValueError. Idempotent. It waits
+        for a step to end, and for processes: within a running event loop take ``async with``, or asyncio.to_thread.
+        """
+        self._finalizer()
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    def _check(self) -> None:
+        if self.errored:
+            raise self.dead_error
+        if not self._engine.is_running or not self._finalizer.alive:
+            raise _closed()
+
+    def _register(self, request_id: str | None) -> _LoopFeed:
+        with self._lock:
+            name = f"request-{next(self._names)}" if request_id is None else str(request_id)
+            if (other := self._live.get(name)) is not None and other.is_unfinished:
+                raise ValueError(f"request_id {name!r} is in use: give each request one of its own, or None")
+            self._live[name] = feed = _LoopFeed(name=name)
+        return feed
+
+    def _add(self, prompt: str | list[int], params: SamplingParams, terms: CacheOptions, feed: _LoopFeed) -> None:
+        try:
+            if not feed.dropped:
+                self._engine.add(replace(self._front.engine_request(prompt, params), cache_options=terms), feed)
+        except Exception as error:  # noqa: BLE001 - a tokenizer's own, too: nobody must wait for ever
+            feed.fail(error)
+            _wake([feed])
+
+    def _forget(self, feed: _LoopFeed) -> None:
+        with self._lock:
+            if self._live.get(feed.name) is feed:
+                del self._live[feed.name]
+        self._engine.drop(feed)
+
+
+class AsyncStream(AsyncIterator[RequestOutput]):
+    """The outputs of one request as it grows; see ``AsyncLLM.generate``. One task at a time reads it."""
+
+    def __init__(self, llm: AsyncLLM, feed: _LoopFeed) -> None:
+        self._llm = llm
+        self._feed = feed
+
+    @property
+    def request_id(self) -> str:
+        """The request's name."""
+        return self._feed.name
+
+    async def __anext__(self) -> RequestOutput:
+        if self._feed.dropped:
+            raise StopAsyncIteration
+        try:
+            output = await self._feed.next()
+        except BaseException:
+            self._close()
+            raise
+        if output is None:
+            self._close()
+            raise StopAsyncIteration
+        return output
+
+    async def aclose(self) -> None:
+        """Cancel the request, where it is unfinished. Idempotent."""
+        self._close()
+
+    def _close(self) -> None:
+        if not self._feed.dropped:
+            self._llm._forget(self._feed)
+
+    def __del__(self) -> None:
+        self._close()
+
+
+class _LoopFeed(RequestOutputCollector):
+    """A feed whose reader waits in an event loop."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+        self.name = name
+        self.loop: asyncio.AbstractEventLoop | None = None  # of its reader, once that has looked
+        self.arrived = asyncio.Event()
+
+    async def next(self) -> RequestOutput | None:
+        """The output, once it has grown; None at the end."""
+        self.loop = asyncio.get_running_loop()  # before the look: later outputs wake it
+        while True:
+            self.arrived.clear()
+            unfinished = self.is_unfinished  # before the look, which then misses nothing
+            if (output := self.get_nowait()) is not None or not unfinished:
+                return output
+            await self.arrived.wait()
+
+
+def _wake(feeds: list[Any]) -> None:
+    """The readers of ``feeds``: one call into each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_LoopFeed]] = {}
+    for feed in feeds:
+        if feed.loop is not None:
+            by_loop.setdefault(feed.loop, []).append(feed)
+    for loop, waiting in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(_set, waiting)
+
+
+def _set(feeds: list[_LoopFeed]) -> None:
+    for feed in feeds:
+        feed.arrived.set()
+
+
+def _closed() -> ValueError:
+    return ValueError("this AsyncLLM is closed: create a new one")
+
+
+def _shut_down(engine: EngineThread, tokenizing: ThreadPoolExecutor) -> None:
+    tokenizing.shutdown(wait=False)  # what is left there finds the engine closed, and tells its reader
+    engine.stop()

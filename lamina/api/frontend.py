@@ -1,0 +1,164 @@
+"""What ``LLM`` and ``AsyncLLM`` share: a model's pools, engine and tokenizer, and the way of a prompt to the engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from lamina import netstack
+from lamina.config.flat_options import make_config, replace_options
+from lamina.engine.engine import Engine
+from lamina.engine.streams import EngineRequest, RequestStreams
+from lamina.engine.tuning.profiling import tune_num_batches
+from lamina.executor.transport_choice import choose_transport
+from lamina.executor.worker_executor import WorkerExecutor
+from lamina.models.checkpoint import peek_config
+from lamina.models.generation_defaults import AUTO, default_sampling_params
+from lamina.models.tokenizer import Detokenizer, TokenSpeller, bad_words_ids, load_in_background, token_ids
+from lamina.request import Metric, SamplingParams
+from lamina.utils.progress import progress_bar
+
+from .vllm_compat import PASTED, translate_vllm_options
+
+_DTYPES = {"half": "float16", "float": "float32"}  # vLLM's names
+logger = logging.getLogger(__name__)
+MAX_LOGPROBS = 20  # where an LLM is not given another limit, as vLLM has it
+
+
+def metrics_of(engine: Engine) -> list[Metric]:
+    """What the engine counts, by the names under which vLLM's scripts look for it."""
+    scheduler = engine.scheduler
+    used = (
+        1.0 - free / all_
+        for free, all_ in zip(engine.free_blocks, map(min, engine.worker_info.num_blocks), strict=True)
+    )
+    counts = {
+        "num_requests_running": scheduler.num_unfinished,
+        "num_requests_waiting": scheduler.num_waiting,
+        "kv_cache_usage_perc": max(used),
+        "num_preemptions": scheduler.num_preemptions,
+        "prefix_cache_queries": scheduler.prefix_cache.num_queried_tokens,
+        "prefix_cache_hits": scheduler.prefix_cache.num_hit_tokens,
+    }
+    return [Metric(f"vllm:{name}", float(value)) for name, value in counts.items()]
+
+
+class Frontend:
+    """The pools, the engine and the tokenizer of an ``LLM``, started. Raises as ``LLM`` does."""
+
+    _defaults: Mapping[str, Any] = MappingProxyType({})  # of SamplingParams
+    _max_logprobs = MAX_LOGPROBS
+    _speller: TokenSpeller | None = None
+
+    def __init__(self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any]) -> None:
+        generation_config = options.pop("generation_config", AUTO)
+        self._max_logprobs = _checked_limit(options.pop("max_logprobs", MAX_LOGPROBS))
+        config, _ = choose_transport(make_config(our_option_names(options)))
+        model = _checked_model(model)
+        if isinstance(model, str):
+            peek_config(model, trust_remote_code=config.model.trust_remote_code)
+        elif config.batching.enable_prefix_caching is None and not config.offload.backend:  # its weights may change
+            config = replace_options(config, {"enable_prefix_caching": False})
+        remote = config.model.trust_remote_code
+        self._defaults = default_sampling_params(model, generation_config, trust_remote_code=remote)
+        with progress_bar(progress) as on_progress:
+            source = model if tokenizer is None else tokenizer
+            here = not isinstance(model, str) or netstack.in_process(config.launch.scheme)
+            limit_s = config.deadlines.start_timeout_s
+            loading = load_in_background(source, trust_remote_code=remote, here=here, limit_s=limit_s)
+            self.pools = WorkerExecutor(model, config, on_progress)
+            try:
+                self.tokenizer = loading.result(limit_s)
+                self.engine = Engine(self.pools, config, trace=self.pools.tracer.recorder)
+                self.pools.set_engine(self.engine)
+                tune_num_batches(self.engine, on_progress)
+            except BaseException:
+                self.pools.close()
+                raise
+        self.streams = RequestStreams(self.engine)
+
+    def default_params(self) -> SamplingParams:
+        """Of prompts that come with none."""
+        return SamplingParams(**self._defaults)
+
+    def engine_request(self, prompt: str | list[int], params: SamplingParams) -> EngineRequest:
+        """A prompt as the engine takes it. Raises ValueError for one that is no tokens and cannot become some."""
+        params = params.clone()  # the caller may set other values for the next request
+        ids = self._encode(prompt)
+        self._check_logprobs(params)
+        if params.bad_words and params.bad_words_token_ids is not None:
+            raise ValueError("bad_words and bad_words_token_ids say the same of other tokens: leave one out")
+        if params.bad_words and self.tokenizer is not None:
+            params.bad_words_token_ids = bad_words_ids(self.tokenizer, params.bad_words)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-self._is_cacheable(params) :]
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: pass tokenizer= or use stop_token_ids")
+        make_pieces, spell = None, None
+        if self.tokenizer is not None and params.detokenize:
+            tokenizer, skip = self.tokenizer, params.skip_special_tokens
+            make_pieces = lambda: Detokenizer(tokenizer, ids, skip_special_tokens=skip)  # noqa: E731
+            self._speller = spell = self._speller or TokenSpeller(tokenizer)
+        text = prompt if isinstance(prompt, str) else None
+        return EngineRequest(prompt=ids, params=params, text=text, make_detokenizer=make_pieces, decode_token=spell)
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most = self._max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and most >= 0 and not 0 <= count <= most:
+                wanted = "-1, the whole vocabulary" if count == -1 else count
+                raise ValueError(f"{name} must be at most {most}, not {wanted}: start with max_logprobs={count}")
+
+    def _is_cacheable(self, params: SamplingParams) -> int:
+        """How many of a prompt's last tokens."""
+        kept = params.truncate_prompt_tokens or 0
+        return kept if kept > 0 else max(1, self.engine.worker_info.max_model_len - (params.max_tokens or 1))
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError("text prompts need a tokenizer: pass tokenizer= or prompts as token ids")
+        return token_ids(self.tokenizer, prompt)
+
+
+def our_option_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` by our names where they or their values have another one in vLLM; None is the default. Of those that
+    mean nothing here the log tells. Raises ValueError.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    pasted = {name: given.pop(name) for name in options if name in PASTED and name in given}
+    replacements, lines = translate_vllm_options(pasted, given)
+    if both := next((name for name in replacements if name in given), None):
+        raise ValueError(f"{' '.join(pasted)} and {both} say the same: leave one out")
+    for line in lines:
+        logger.warning(line)
+    dtype = given.get("dtype")
+    by_dtype = {"dtype": _DTYPES[dtype]} if isinstance(dtype, str) and dtype in _DTYPES else {}
+    return {**given, **replacements, **by_dtype}
+
+
+def _checked_limit(count: Any) -> int:
+    if type(count) is not int or count < -1:
+        raise ValueError(f"max_logprobs must be at least 0, or -1 for the whole vocabulary, not {count!r}")
+    return count
+
+
+def _checked_model(model: Any) -> Any:
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if isinstance(model, str):
+        if not model:
+            raise ValueError("model is empty: give a directory, a hub id or a torch.nn.Module")
+        return model
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a directory, a hub id or a torch.nn.Module, not {type(model).__name__}")
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise ValueError("model has weights that are not on the CPU: call model.to('cpu') first")
+    return model

@@ -1,0 +1,370 @@
+"""``lamina.LLM``: a model, its two pools and its tokenizer behind one object."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+from msgspec import structs
+
+from lamina.engine.lockstep import Lockstep
+from lamina.engine.streams import EngineRequest, RequestOutputCollector
+from lamina.models.tokenizer import apply_chat_template
+from lamina.request import Metric, RequestOutput, SamplingParams
+from lamina.request.unsupported_options import check_arguments, unsupported_attribute
+from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
+from lamina.scheduler.sessions.session_table import SessionInfo, SessionName
+from lamina.scheduler.sessions.session_turns import messages_transcript, prompt_transcript
+from lamina.scheduler.sessions.token_ranges import parse_ranges
+from lamina.utils.progress import counting_bar
+
+from .frontend import Frontend, metrics_of
+from .prompts import Prompt, conversation_list, params_list, priority_list, prompt_list
+
+Conversation = Sequence[dict[str, Any]]
+
+
+class LLM:
+    """Decodes a Hugging Face causal LM with its attention and KV cache on memory workers.
+
+    ``model`` is a directory, a hub id, or a ``torch.nn.Module`` (which then computes in this process and is left as it
+    was). Options are the fields of the structs in ``config``. Use it as a context manager, or call ``close``:
+    worker processes live as long as the object.
+
+        with LLM("path/to/model", memory_workers=2) as llm:
+            print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
+
+    One thread at a time uses it: a second one gets a RuntimeError. ``AsyncLLM`` is for many callers at once.
+    Raises ValueError, in one line that names the option and the fix, for anything a user can put right; WorkerError
+    when a worker process is lost.
+    """
+
+    def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
+        """``tokenizer``: a Hugging Face tokenizer, a path, or None for the model's own (a module has none).
+
+        ``progress``: show a bar on stderr while workers start and load. ``generation_config``: where defaults of
+        sampling come from: "auto" = the model's generation_config.json, "none", or a directory that has one.
+        ``max_logprobs``: the most that a request may ask for, 20 where it is not given; -1 = the whole vocabulary.
+        """
+        self._front = Frontend(model, tokenizer, progress, options)
+        self.pools, self.engine = self._front.pools, self._front.engine
+        self._using = threading.Lock()
+        self._dropped: deque[RequestOutputCollector] = (
+            deque()
+        )  # by streams that the garbage collector took, on any thread
+        self._finalizer = weakref.finalize(self, self.pools.close)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer, or None."""
+        return self._front.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """``tokenizer``, by vLLM's name."""
+        return self._front.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Of prompts that come with none: what the model's generation_config.json says, by the rule of vLLM."""
+        return self._front.default_params()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+        session_id: str | None = None,
+        kv_discard: Sequence[tuple[int, int]] = (),
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
+        order, each finished.
+
+        One SamplingParams serves all prompts, a list gives each its own; None: ``get_default_sampling_params``. Ctrl-C
+        ends the workers. ``use_tqdm``: a bar of finished prompts on stderr, where that is a terminal; or what makes
+        the bar, called as tqdm. ``priority``: with scheduling_policy "priority", prompts with a lower number come
+        first; else any but 0 is refused. ``session_id``: the one prompt is the next turn of that session
+        (docs/sessions.md); raises SessionBusyError while another is under way, ValueError where it does not begin with
+        the prompt of the turn before. ``kv_discard``: first and stop of tokens of the one prompt that it is to lose,
+        and its session for ever, where contexts may be truncated. ``others``: arguments of vLLM's, which are taken
+        where they ask for nothing.
+        """
+        check_arguments("LLM.generate", others)
+        batch = prompt_list(prompts)
+        priorities = priority_list(len(batch), priority)
+        return self._generate(batch, sampling_params, use_tqdm, _terms(session_id, kv_discard), priorities)
+
+    def _generate(
+        self,
+        batch: list[str | list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        terms: CacheOptions,
+        priorities: list[int],
+        messages: Conversation | None = None,
+    ) -> list[RequestOutput]:
+        asked = self._asked(batch, sampling_params, terms, messages)
+        asked = [
+            replace(a, cache_options=structs.replace(a.cache_options, priority=p))
+            for a, p in zip(asked, priorities, strict=True)
+        ]
+        with (
+            self._stream(asked, finished_only=True) as stream,
+            counting_bar(use_tqdm, len(stream.request_ids), "Processed prompts") as count,
+        ):
+            finished = {}
+            for output in stream:
+                finished[output.request_id] = output
+                count()
+        return [finished[request_id] for request_id in stream.request_ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Stream:
+        """Like ``generate``, but yields a RequestOutput each time it has grown: all that there is of it by then, which
+        changes no more. Text never shrinks again.
+
+        The requests are queued by this call. While another iterator is read they go on, too; who looks late gets one
+        output with all that has grown. Closing the iterator, or dropping it, cancels what is unfinished.
+        """
+        return self._stream(self._asked(prompt_list(prompts), sampling_params), finished_only=False)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
+        session_id: str | None = None,
+        kv_discard: Sequence[tuple[int, int]] = (),
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template,
+        or into ``chat_template`` (Jinja). ``continue_final_message``: go on with the last message, with
+        ``add_generation_prompt`` False. ``tools``: as the template writes them; what the model answers stays text.
+        ``chat_template_kwargs``: variables of the template. ``session_id``: see ``generate``; all messages are given
+        with each turn. ``kv_discard``, ``others``: as of ``generate``.
+
+        Raises ValueError for a model without a chat template and for messages that the template refuses.
+        """
+        check_arguments("LLM.chat", others)
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer: pass tokenizer=")
+        conversations = conversation_list(messages)
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=False: pass that, too")
+        options = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            options["continue_final_message"] = True
+        options |= {k: v for k, v in (("chat_template", chat_template), ("tools", tools)) if v is not None}
+        prompts: list[str | list[int]] = [apply_chat_template(self.tokenizer, c, **options) for c in conversations]
+        priorities, terms = priority_list(len(prompts), priority), _terms(session_id, kv_discard)
+        return self._generate(prompts, sampling_params, use_tqdm, terms, priorities, conversations[0])
+
+    def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:
+        """Token ids whose continuations the caller chooses, a token of each at a time, by the logits of all.
+
+        Raises ValueError for prompts that cannot be served, also all together.
+        """
+        self._check_open()
+        use = partial(_Use, self)
+        return Lockstep(self.engine, prompts, max_tokens, step=self._step, settle=self._settle, use=use)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like "memory-0"."""
+        self._check_open()
+        return self.pools.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """How many completions run and wait, the share of KV blocks in use (0 to 1, of the fullest layer group),
+        preemptions, and tokens that were looked for and found in the prefix cache: by vLLM's names ("vllm:...").
+        """
+        self._check_open()
+        return metrics_of(self.engine)
+
+    def reset_prefix_cache(self) -> None:
+        """Find no KV of finished requests any more: prompts are computed whole until others have left theirs."""
+        self._check_open()
+        with _Use(self):
+            self.engine.reset_prefix_cache()
+
+    def sessions(self) -> list[SessionInfo]:
+        """Facts of all sessions: name, turns, tokens of KV that the last turn has left, and the tier that has them."""
+        self._check_open()
+        return self._front.streams.sessions()
+
+    def drop_session(self, session_id: str) -> bool:
+        """Forget a session and give up its KV, also beside the pool, but for pages that others have too. False: there
+        is no such session. Raises SessionBusyError while a turn of it is under way.
+        """
+        self._check_open()
+        with _Use(self):
+            dropped = self._front.streams.drop_session(session_id)
+            self._settle()
+        return dropped
+
+    def close(self) -> None:
+        """End the workers and give everything back. Idempotent."""
+        self._finalizer()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(unsupported_attribute(name))
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _asked(
+        self,
+        batch: list[str | list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
+        messages: Conversation | None = None,
+    ) -> list[EngineRequest]:
+        self._check_open()
+        if terms != DEFAULT_CACHE_OPTIONS and len(batch) != 1:
+            raise ValueError(f"session_id and kv_discard go with one prompt, not {len(batch)}: call it for each")
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = params_list(len(batch), given)
+        asked = [self._front.engine_request(p, params) for p, params in zip(batch, each, strict=True)]
+        if terms != DEFAULT_CACHE_OPTIONS:
+            transcript = prompt_transcript(batch[0]) if messages is None else messages_transcript(messages)
+            asked = [replace(asked[0], cache_options=terms, transcript=transcript)]
+        return asked
+
+    def _stream(self, asked: list[EngineRequest], *, finished_only: bool) -> Stream:
+        feed = RequestOutputCollector(len(asked), finished_only=finished_only)
+        with _Use(self):
+            self._front.streams.add(asked, feed)
+        return Stream(self, feed)
+
+    def _next(self, feed: RequestOutputCollector) -> RequestOutput | None:
+        """What has grown; None at the end."""
+        with _Use(self):
+            while (output := feed.get_nowait()) is None and feed.is_unfinished:
+                self._step()
+                if self.engine.idle and feed.is_unfinished:
+                    raise ValueError(
+                        "a request has no room beside rows whose tokens are being chosen: go on with those first, or "
+                        "start with more max_num_seqs or kv_memory"
+                    )
+        return output
+
+    def _step(self) -> None:
+        self._check_open()
+        self._cancel_dropped()
+        self._advance(self._front.streams.step)
+
+    def _settle(self) -> None:
+        if not self.pools.is_closed:
+            self._advance(self._front.streams.release_idle_blocks)
+
+    def _drop(self, feed: RequestOutputCollector) -> None:
+        with _Use(self):
+            self._dropped.append(feed)
+
+    def _collect(self, feed: RequestOutputCollector) -> None:
+        """``_drop`` for a garbage collector, which may come on any thread, in the midst of anything."""
+        self._dropped.append(feed)
+        with suppress(RuntimeError, ValueError), _Use(self):  # where it is in use: when that use ends
+            pass
+
+    def _release(self) -> None:
+        """The end of a use. Where no request is left, the steps in flight are taken in."""
+        try:
+            if self._dropped:
+                self._cancel_dropped()
+                self._settle()
+        finally:
+            self._using.release()
+
+    def _cancel_dropped(self) -> None:
+        while self._dropped:
+            self._front.streams.drop(self._dropped.popleft())
+
+    def _advance(self, go_on: Callable[[], object]) -> None:
+        try:
+            go_on()
+        except BaseException:
+            self.close()  # a step may be half read
+            raise
+
+    def _check_open(self) -> None:
+        if self.pools.is_closed:
+            raise ValueError("this LLM is closed: create a new one")
+
+
+def _terms(session_id: str | None, kv_discard: Sequence[tuple[int, int]]) -> CacheOptions:
+    """Of the one prompt of a call."""
+    session = None if session_id is None else SessionName(b"", session_id)
+    return CacheOptions(session=session, discard_ranges=parse_ranges(kv_discard))
+
+
+class _Use:
+    """One thread, and one call, uses an LLM at a time."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def __enter__(self) -> None:
+        if not self._llm._using.acquire(blocking=False):
+            raise RuntimeError(
+                "this LLM is in use by another thread: one at a time may use it; take lamina.AsyncLLM for many"
+            )
+
+    def __exit__(self, *exc: object) -> None:
+        self._llm._release()
+
+
+class Stream(Iterator[RequestOutput]):
+    """The outputs of some requests as they grow; see ``LLM.stream``. A context manager, too."""
+
+    def __init__(self, llm: LLM, feed: RequestOutputCollector) -> None:
+        self._llm = llm
+        self._feed = feed
+
+    @property
+    def request_ids(self) -> list[int]:
+        """The ids of the stream's requests, in the order of their prompts."""
+        return list(self._feed.request_ids)
+
+    def __next__(self) -> RequestOutput:
+        if self._feed.dropped:
+            raise StopIteration
+        output = self._llm._next(self._feed)
+        if output is None:
+            self.close()
+            raise StopIteration
+        return output
+
+    def close(self) -> None:
+        """Cancel what is unfinished. Idempotent."""
+        if not self._feed.dropped:
+            self._llm._drop(self._feed)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._feed.dropped:
+            self._llm._collect(self._feed)

@@ -1,0 +1,140 @@
+"""Options of vLLM's engine that people paste, as arguments of ``LLM`` and as flags: the name of the same option here,
+the options that mean nothing here, and the replacement for options that do not exist here. Values of flags are text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+
+def _no(value: Any) -> bool:
+    """The opposite of a switch."""
+    return not value
+
+
+def _number(value: Any) -> Any:
+    """The number that a flag's text spells; other values as they are."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+# They do the same thing: its name here, and what becomes of the value. None asks for nothing.
+_SAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "enforce_eager": ("cuda_graphs", _no),
+    "kv_cache_memory_bytes": ("kv_memory", str),
+    "max_num_batched_tokens": ("prefill_chunk", _number),
+}
+_CHUNKS = "prompts are always computed in chunks, of --prefill-chunk tokens"
+_GRAPHS = "--no-cuda-graphs switches graphs off"
+_FILES = "weights are mapped from their files"
+_TEXT = "prompts are text here"
+# Options that mean nothing here, with any value -> the reason.
+_NOTHING: dict[str, str] = {
+    "enable_chunked_prefill": _CHUNKS,
+    "max_num_partial_prefills": _CHUNKS,
+    "long_prefill_token_threshold": _CHUNKS,
+    "swap_space": "preempted sequences are computed again, or saved by --preemption-mode swap",
+    "max_seq_len_to_capture": _GRAPHS,
+    "cudagraph_capture_sizes": _GRAPHS,
+    "compilation_config": _GRAPHS,
+    "disable_custom_all_reduce": "--collective says how ranks add up",
+    "disable_cascade_attn": "--attention says what computes attention",
+    "disable_hybrid_kv_cache_manager": "layers with a window always give back what they see no more",
+    "disable_log_stats": "LLM.get_metrics and GET /metrics always count",
+    "async_scheduling": "rounds are always queued ahead",
+    "use_tqdm_on_load": "LLM(progress=True) shows a bar while workers start",
+    "max_parallel_loading_workers": _FILES,
+    "limit_mm_per_prompt": _TEXT,
+    "mm_processor_kwargs": _TEXT,
+    "mm_processor_cache_gb": _TEXT,
+    "allowed_local_media_path": _TEXT,
+    "max_loras": "there are no adapters here",
+    "max_lora_rank": "there are no adapters here",
+    "max_cpu_loras": "there are no adapters here",
+}
+_ADAPTER = "merge the adapter into the weights (merge_and_unload of peft), and give that directory as MODEL"
+_TOOLS = "no tools are called here: text comes as the model writes it"
+_OF_MODEL = "give the directory of that revision as MODEL (hf download MODEL --revision REVISION)"
+_WORKERS = "requests go to one engine: start a server for each share of them, behind a balancer"
+# Option -> the values that ask for nothing, besides None; its replacement.
+_INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
+    "revision": (("main",), _OF_MODEL),
+    "code_revision": (("main",), _OF_MODEL),
+    "tokenizer_revision": (("main",), "give a directory as --tokenizer"),
+    "pipeline_parallel_size": (
+        (1,), "--pipeline n rotates n batches over n - 1 replicas; layers are not shared out"
+    ),
+    "data_parallel_size": ((1,), _WORKERS),
+    "distributed_executor_backend": (("mp", "uni"), "--launcher and --ray-address say where workers are started"),
+    "tokenizer_mode": (("auto", "hf", "fast"), "--tokenizer takes a Hugging Face tokenizer"),
+    "load_format": (("auto", "safetensors", "hf"), "weights are read from safetensors"),
+    "config_format": (("auto", "hf"), "the configuration is read from config.json"),
+    "runner": (("auto", "generate"), "models generate text here"),
+    "task": (("auto", "generate"), "models generate text here"),
+    "convert": (("auto", "none"), "models generate text here"),
+    "model_impl": (("auto", "transformers"), "the model's code is that of transformers"),
+    "quantization": ((), "weights are used as they are; --kv-cache-dtype int8 stores K and V in 8 bits"),
+    "cpu_offload_gb": ((0, 0.0), "weights stay on the compute worker's device"),
+    "num_gpu_blocks_override": ((), "--kv-memory SIZE says what each memory worker keeps for KV"),
+    "speculative_config": (({},), "greedy tokens are the same without it: leave it out"),
+    "kv_transfer_config": (({},), "--kv-store-dir and --prefill-workers move KV here"),
+    "enable_lora": ((False,), _ADAPTER),
+    "lora_modules": ((), _ADAPTER),
+    "enable_auto_tool_choice": ((False,), _TOOLS),
+    "tool_call_parser": (("",), _TOOLS),
+    "enable_expert_parallel": ((False,), "--tensor-parallel-size shares the weights of experts, too"),
+    "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
+    "enable_return_routed_experts": ((False,), "no experts are reported"),
+    "skip_tokenizer_init": ((False,), "ask with detokenize=False and prompts as token ids"),
+    "logprobs_mode": (("raw_logprobs",), "log-probabilities are those before penalties and temperature"),
+    "logits_processors": (([],), "lamina.wrap(model).generate takes logits_processor"),
+    "hf_overrides": (({},), "change config.json in a directory of your own, and give that as MODEL"),
+    "hf_token": ((True,), "set HF_TOKEN in the environment"),
+    "download_dir": ((), "set HF_HOME in the environment"),
+    "override_generation_config": (({},), "--generation-config takes a directory that has a generation_config.json"),
+    "structured_outputs_config": (({},), "outputs follow no grammar or schema here"),
+    "reasoning_parser": (("",), "text comes as the model writes it"),
+    "attention_config": (({},), "--attention says what computes attention"),
+    "attention_backend": (("auto",), "--attention says what computes attention"),
+}  # fmt: skip
+# The same where a pool is on a GPU; elsewhere it means nothing.
+_GPU = ("gpu_memory_utilization", "--kv-memory SIZE says what each memory worker keeps for KV")
+_DEVICES = ("compute_device", "memory_device")
+# Which of them are switches, without a value as flags.
+SWITCHES = frozenset({
+    "enforce_eager", "enable_chunked_prefill", "disable_custom_all_reduce", "disable_cascade_attn",
+    "disable_hybrid_kv_cache_manager", "disable_log_stats", "async_scheduling", "use_tqdm_on_load", "enable_lora",
+    "enable_prompt_embeds", "enable_return_routed_experts", "skip_tokenizer_init", "enable_auto_tool_choice",
+    "enable_expert_parallel",
+})  # fmt: skip
+PASTED: Collection[str] = (*_SAME, *_NOTHING, *_INSTEAD, _GPU[0])
+
+
+def translate_vllm_options(pasted: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``pasted`` by the names that they have here, and a line for each that means nothing here and is left out;
+    ``options``: those that go beside them. Raises ValueError, with what to use, for one that has no counterpart and
+    asks for something.
+    """
+    on_gpu = any(str(options.get(name, "")).startswith("cuda") for name in _DEVICES)
+    nothing = _NOTHING if on_gpu else _NOTHING | dict([_GPU])
+    replacements, lines = dict[str, Any](), list[str]()
+    for name, value in pasted.items():
+        if value is None:
+            continue
+        if name in _SAME:
+            here, changed = _SAME[name]
+            replacements[here] = changed(value)
+        elif name in nothing:
+            lines.append(f"{_flag(name)} is left out: {nothing[name]}")
+        elif str(value) not in map(str, _INSTEAD.get(name, ((), ""))[0]):
+            raise ValueError(f"{_flag(name)} is not here: {replacement_of(name)}")
+    return replacements, lines
+
+
+def replacement_of(name: str) -> str:
+    """What to use where there is no such option; empty: nobody knows."""
+    return dict([_GPU]).get(name) or _INSTEAD.get(name, ((), ""))[1]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

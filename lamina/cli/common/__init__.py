@@ -1,0 +1,1 @@
+"""Modules shared by sub-commands: flags, the parser, checks before a start, tables of memory."""

@@ -1,0 +1,187 @@
+"""What can be checked of a model and a configuration before anything is started; for ``--dry-run``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from lamina import netstack
+from lamina.config.engine_config import EngineConfig
+from lamina.config.resolve import ModelLimits, check_model, check_names
+from lamina.env import cluster_key
+from lamina.executor.transport_choice import choose_transport
+from lamina.facts.host_memory import check_kv_memory_fits
+from lamina.facts.report import count_text
+from lamina.models.checkpoint import peek_config
+
+from .phrases import collective_text
+
+
+def check(model: str, config: EngineConfig) -> int:
+    """The longest sequence, in tokens. Raises what a start would: ValueError, naming the flag and the fix; ImportError
+    or OSError where this machine lacks what the transport or a backend needs.
+    """
+    from lamina.models.checkpoint import find_checkpoint
+
+    _check_names(config)
+    elsewhere = config.launch.may_span_hosts  # weights, room and the transport are for its hosts to have
+    if elsewhere:
+        netstack.check_scheme(config.launch.scheme)
+    else:
+        _open(config.launch.scheme, config.devices.rdma_device)
+    directory = find_checkpoint(model, trust_remote_code=config.model.trust_remote_code, weights=not elsewhere)
+    return _check_checkpoint(directory, config)
+
+
+def _open(scheme: str, rdma_device: str) -> None:
+    """Says what the transport has to do without on this host. Raises as ``check``."""
+    with closing(netstack.open(scheme, key=cluster_key(), device=rdma_device)) as fabric:
+        for remark in fabric.remarks:
+            print(f"lamina-launch: --transport {scheme}: {remark}", file=sys.stderr)
+
+
+def _check_checkpoint(directory: Path, config: EngineConfig) -> int:
+    """Imports torch and transformers, seconds that nobody waits for whom ``check`` has refused by now."""
+    from lamina.executor.kv_storage import check_store
+    from lamina.models.checkpoint import check_one_dtype, check_room, check_weights, read_config
+    from lamina.models.load import max_model_len
+    from lamina.workers import device_selection
+    from lamina.workers.memory.kv_store import available_bytes
+
+    model_config = read_config(directory, trust_remote_code=config.model.trust_remote_code)
+    limit = check_model(config, _facts(model_config, max_model_len(model_config)))
+    if config.launch.may_span_hosts:
+        return limit
+    _check_cores(config)
+    check_store(config.offload)
+    compute, memory = device_selection.check(config)
+    check_weights(directory)
+    if config.model.dtype == "auto":
+        check_one_dtype(directory)
+    free = available_bytes()
+    if compute.type == "cpu":
+        check_room(directory, config.topology.replicas + config.topology.prefill_groups, free)
+    if memory.type == "cpu":
+        check_kv_memory_fits(config, free)
+    return limit
+
+
+def _check_cores(config: EngineConfig) -> None:
+    if config.devices.cores:
+        from lamina.executor.launchers.local import cores_by_role
+
+        in_process = netstack.in_process(config.launch.scheme)
+        cores_by_role(config, {role: 0 if in_process else count for role, count in config.topology.num_workers.items()})
+
+
+def stated_limit(model: str, config: EngineConfig) -> int:
+    """Tokens that no sequence exceeds, as far as the flags and config.json say it at once; a start may find less."""
+    _check_names(config)
+    raw = peek_config(model, trust_remote_code=config.model.trust_remote_code)
+    own = raw.get("text_config", raw).get("max_position_embeddings")
+    return config.model.max_model_len or (own if isinstance(own, int) else sys.maxsize)
+
+
+def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limit: int) -> Any:
+    """The model's tokenizer. Raises ValueError for prompts that sequences of ``limit`` tokens do not hold, TimeoutError
+    where it is not loaded within --start-timeout-s.
+    """
+    from lamina.models.tokenizer import load_in_background, token_ids
+
+    remote, limit_s = config.model.trust_remote_code, config.deadlines.start_timeout_s
+    tokenizer = load_in_background(model, trust_remote_code=remote, here=True, limit_s=limit_s).result()
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer, which --prompt needs")
+    for prompt in prompts:
+        count = len(token_ids(tokenizer, prompt))
+        if not count:
+            raise ValueError(f"--prompt {prompt!r} is empty: it needs at least one token")
+        if count >= limit:
+            raise ValueError(f"a prompt has {count} tokens; at most {limit - 1} fit (--max-model-len {limit})")
+    return tokenizer
+
+
+def truncation_message(tokenizer: Any, prompts: Sequence[str], max_tokens: int, limit: int) -> str:
+    """What to say of ``max_tokens`` that not all of the prompts leave room for; "" where they do."""
+    from lamina.models.tokenizer import token_ids
+
+    longest = max(len(token_ids(tokenizer, prompt)) for prompt in prompts)
+    if longest + max_tokens <= limit:
+        return ""
+    return (
+        f"--max-tokens {max_tokens} is cut to {limit - longest} behind a prompt of {longest} tokens: a sequence has "
+        f"at most {limit} (--max-model-len)"
+    )
+
+
+def workers_that_would_start(model: str, config: EngineConfig) -> str:
+    """The workers of a run and what they take of memory. Raises ValueError where this host has less, naming the fix."""
+    if config.launch.may_span_hosts:
+        from .cluster_plan import cluster_plan
+
+        return cluster_plan(model, config)
+    topology = config.topology
+    compute = count_text(topology.num_compute, "compute worker")
+    memory = count_text(topology.num_workers["memory"], "memory worker")
+    if topology.tensor_parallel_size > 1:
+        compute += f" ({count_text(topology.replicas, 'replica')} x {topology.tensor_parallel_size} ranks)"
+    if topology.prefill_workers:
+        compute += ", " + count_text(topology.prefill_workers, "prefill worker")
+        compute += f" (each prompt by {topology.prefill_pipeline})" if topology.prefill_pipeline > 1 else ""
+    config, why = choose_transport(config)
+    started = f"would start {compute} and {memory} over {config.launch.scheme} for {model}"
+    started += f": {why}" if why else ""
+    return "\n".join([started, *collective_text(config), _memory_text(model, config)])
+
+
+def _memory_text(model: str, config: EngineConfig) -> str:
+    from lamina.facts.worker_memory import check_fits, memory_text
+    from lamina.models.errors import UnsupportedModelError
+    from lamina.workers.memory.kv_store import available_bytes
+
+    from .memory_table import workers_memory
+
+    free = available_bytes()
+    try:
+        workers = workers_memory(model, config, free)
+    except UnsupportedModelError as error:  # some operators run on data alone: a start may well do
+        return f"  memory: not known without the weights: {error}"
+    check_fits(workers, free)
+    lent = config.topology.of_rank([w.tokens for w in workers if w.name.startswith("memory")], 0)
+    if not any(lent):
+        return memory_text(workers, free)
+    text = f"  one sequence: {max(lent):,} tokens at home, {sum(lent):,} with what others lend"
+    topology, asked = config.topology, config.devices.kv_bytes()
+    if topology.may_borrow and asked:
+        more = topology.extra_kv_bytes(asked) / (asked * topology.memory_workers - topology.lent_bytes(asked))
+        by = f"--borrow {topology.borrow}" if topology.borrow else "what is lent, once it is back"
+        text += f", {int(sum(lent) * (1 + more)):,} with {by}"
+    return "\n".join([memory_text(workers, free), text])
+
+
+def _check_names(config: EngineConfig) -> None:
+    from lamina.observe.trace_collection import check_trace_path
+    from lamina.ops.attention import BACKENDS, check_store
+    from lamina.ops.gemm import BACKENDS as LINEAR
+
+    check_trace_path(config.launch.trace)
+    check_names(config, BACKENDS, LINEAR)
+    check_store(config.kv.attention, config.kv.kv_cache_dtype)
+
+
+def _facts(model: Any, max_len: int) -> ModelLimits:
+    text, heads = model.get_text_config(), _kv_heads(model)
+    layers, dim = getattr(text, "num_hidden_layers", 0), getattr(text, "head_dim", 0)
+    return ModelLimits(max_len, heads, 2 * layers * heads * (dim or 0), getattr(text, "sliding_window", None) or 0)
+
+
+def _kv_heads(config: Any) -> int:
+    """By the names that configurations have for it; 0 where it has another (the workers check the real shapes)."""
+    text = config.get_text_config()
+    for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head"):
+        if isinstance(value := getattr(text, name, None), int):
+            return value
+    return 0

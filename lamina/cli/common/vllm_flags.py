@@ -1,0 +1,48 @@
+"""Flags of vLLM's server that people paste, and forms of others: by what name the same thing goes here. Those of its
+engine are options, too (``lamina.api.vllm_compat``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+# They do the same thing. A flag takes the place of a flag alone; what follows it stays.
+_SAME = {
+    "--disable-log-requests": "--no-log-requests",
+    "--no-enable-log-requests": "--no-log-requests",
+    "--enable-log-requests": "--log-requests",
+    "-tp": "--tensor-parallel-size",
+}
+_VALUES = {("--dtype", "half"): "float16", ("--dtype", "float"): "float32"}
+_LISTS = frozenset({"--served-model-name"})  # separate values there, one value with commas here
+# They mean nothing here, and are taken with a line that says so.
+_NOTHING = {
+    "--enable-server-load-tracking": "GET /load always counts",
+    "--disable-uvicorn-access-log": "there is none; --no-log-requests leaves out a line for every request",
+}
+
+
+def translated(args: Sequence[str], known: Collection[str]) -> list[str]:
+    """``args`` with flags and values by the names that they have here, less those that mean nothing here, of which a
+    line on stderr tells; ``known``: the flags that there are.
+    """
+    out, model_first = list[str](), bool(args) and not args[0].startswith("-")  # else one value may be the MODEL
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        if flag.startswith("--") and "_" in flag:
+            flag = flag.replace("_", "-")
+            arg = flag + equals + value
+        if flag in _NOTHING and flag not in known:
+            print(f"{arg} is left out: {_NOTHING[flag]}", file=sys.stderr)
+            continue
+        if out[-2:-1] and out[-2] in _LISTS & {*known} and model_first and not arg.startswith("-"):
+            out[-1] += f",{arg}"
+            continue
+        here = _SAME.get(flag, flag)
+        if here in known and flag not in known:
+            arg = here + equals + value
+        if equals and (here, value) in _VALUES:
+            arg = f"{here}={_VALUES[here, value]}"
+        out.append(_VALUES.get((out[-1] if out else "", arg), arg))
+    return out

@@ -1,0 +1,112 @@
+"""What an operator asks of a server that runs: the flags for it, the question, and what a refusal means."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+from lamina.protocol.executor import WorkerError
+
+BAD_REQUEST_STATUSES = (400, 401, 404, 409)  # by the asker's fault
+MAX_TIMEOUT_S = 1e9  # that a socket can wait
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """The server, and the key to it."""
+    parser.add_argument("url", help="of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--admin-key", default="", help="the key that the server was given; better LAMINA_ADMIN_KEY")
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError for what is no address of a server."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        known = known and bool(parts.netloc.encode("idna"))
+    except ValueError:  # of the port, or of a name
+        known = False
+    if not known:
+        raise ValueError(f"{url!r} is no address of a server: give one such as http://127.0.0.1:8000")
+
+
+def check_timeout(limit_s: float, *, none: bool = False) -> None:
+    """``none``: whether 0 is one. Raises ValueError for what is no time to wait."""
+    if not 0.0 <= limit_s <= MAX_TIMEOUT_S or not (limit_s or none):
+        raise ValueError(f"--timeout-s must be a number of seconds{', or 0' if none else ''}, not {limit_s:g}")
+
+
+def check_worker(number: int) -> None:
+    """Raises ValueError for what is no number of a memory worker."""
+    if number < 0:
+        raise ValueError(f"--memory-worker {number}: memory workers are counted from 0")
+
+
+def request(args: argparse.Namespace, path: str, body: Mapping[str, Any], limit_s: float, *has: str) -> dict[str, Any]:
+    """What the server answers, which ``has`` these fields, within so many seconds. Raises ValueError where the asker
+    can put it right, OSError where nobody answers, WorkerError where the server cannot.
+    """
+    key = args.admin_key or os.environ.get("LAMINA_ADMIN_KEY", "")
+    if not key:
+        raise ValueError("the server's key is needed: set LAMINA_ADMIN_KEY, here and where the server starts")
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("LAMINA_ADMIN_KEY, or --admin-key, has characters that no request bears: take ASCII letters")
+    return send_request(args.url, path, key, limit_s, *has, body=body, missing="start it with LAMINA_ADMIN_KEY set")
+
+
+def send_request(
+    server: str,
+    path: str,
+    key: str,
+    limit_s: float,
+    *has: str,
+    method: str | None = None,
+    body: Mapping[str, Any] | None = None,
+    missing: str = "",
+) -> dict[str, Any]:
+    """As ``request``, with ``key`` where it is not empty. ``method``: None = POST with a body, else GET; ``missing``:
+    how the server comes to have ``path``.
+    """
+    url, headers = server.rstrip("/") + path, {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=limit_s) as response:
+            return _answer(url, response.read(), has)
+    except urllib.error.HTTPError as error:
+        with error:
+            status, text = error.code, _words(error.read())
+    except TimeoutError:
+        raise OSError(f"{url} has not answered for {limit_s:g} s") from None
+    except (urllib.error.URLError, HTTPException, ConnectionError) as error:
+        reason = getattr(error, "reason", "") or f"{type(error).__name__}: {error}"
+        raise OSError(f"{url} does not answer: {reason}") from None
+    if status == 404 and missing:
+        raise ValueError(f"this server has no {path}: {missing}")
+    raise (ValueError if status in BAD_REQUEST_STATUSES else WorkerError)(text or f"status {status}")
+
+
+def _answer(url: str, text: bytes, has: Sequence[str]) -> dict[str, Any]:
+    """Raises OSError where it is none of a server of Lamina."""
+    try:
+        answer: dict[str, Any] = json.loads(text)
+        if isinstance(answer, dict) and all(name in answer for name in has):
+            return answer
+    except ValueError:
+        pass
+    raise OSError(f"{url} has answered something else: is it the address of a server of Lamina?")
+
+
+def _words(text: bytes) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,37 @@
+"""The options of conversations that are longer than the context."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from .option import Choices, Options
+
+PAGE_TOKENS = 128  # kv.pages.PAGE, which is above
+OVERFLOWS = ("refuse", "truncate")
+
+
+class OverflowOptions(Options, frozen=True, kw_only=True):
+    """What becomes of a prompt that is too long, and of its session's KV."""
+
+    context_overflow: Annotated[
+        str,
+        Choices(OVERFLOWS),
+        "a prompt that is longer than the context: refuse it, or truncate it, which discards a part behind its "
+        "beginning; a session keeps the rest of its KV, which moves",
+    ] = "refuse"
+    truncate_ratio: Annotated[float, Meta(gt=0.0, lt=0.75), "part of the context that is discarded at once"] = 0.5
+    keep_first: Annotated[int, Meta(ge=0), "tokens at the beginning that are never discarded, whole pages of 128"] = (
+        PAGE_TOKENS
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_first % PAGE_TOKENS:
+            raise ValueError(f"--keep-first {self.keep_first} is not whole pages: use a multiple of {PAGE_TOKENS}")
+
+    @property
+    def truncates_context(self) -> bool:
+        """Whether too long a prompt is served."""
+        return self.context_overflow == "truncate"

@@ -1,0 +1,368 @@
+"""The options of an engine, each declared once: name, type, default, range and help text.
+
+The engine reads these structs, and a start message embeds the structs that its worker needs. A struct checks its own
+fields, where it is made and where it is decoded; ``resolve`` checks which options go together. Flags of
+``lamina-launch`` and keywords of ``LLM`` have the names of the fields.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from lamina.netstack import HERE, beyond_host
+from lamina.netstack.contract.channel_terms import NAME_BYTES
+from lamina.utils.cpu_cores import Cores
+
+from .context_overflow import OverflowOptions
+from .offload import OffloadOptions
+from .option import (
+    Choices,
+    Options,
+    ParsedBy,
+    check_size,
+    flag_name,
+    parse_core_lists,
+    parse_list,
+    parse_size,
+    strip_torch_prefix,
+)
+from .sparsity import SparsityOptions
+from .topology import TopologyOptions
+
+CHUNK_TOKENS = 128  # of ops.attention.merge, which needs torch
+MOST_THREADS = 1024
+PLACEMENTS = ("pack", "spread")
+LAUNCHERS = ("auto", "local", "ray", "static")  # of fleet.launcher, which is a room above
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored_format, which needs torch
+_DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,4})?")
+
+
+class ModelOptions(Options, frozen=True, kw_only=True):
+    """The model, as compute and prefill workers load and run it."""
+
+    dtype: Annotated[
+        str,
+        Choices(DTYPES),
+        ParsedBy(strip_torch_prefix),
+        "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16",
+    ] = "auto"
+    max_model_len: Annotated[int, Meta(ge=0), "tokens of a sequence, prompt included; 0 = the model's own limit"] = 0
+    trust_remote_code: Annotated[bool, "run Python code that ships with the model"] = False
+    deterministic: Annotated[
+        bool,
+        "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
+    ] = False
+    gemm: Annotated[str, "operators of the compute workers: native, torch, or auto (the first that works)"] = "auto"
+    cuda_graphs: Annotated[
+        bool, "on GPUs, slices of up to 256 rows, and memory workers' rounds of decoding, run as CUDA graphs"
+    ] = True
+
+
+class KVOptions(SparsityOptions, frozen=True, kw_only=True):
+    """How memory workers store K and V and attend them."""
+
+    kv_cache_dtype: Annotated[
+        str,
+        Choices(KV_CACHE_DTYPES),
+        "of stored K and V: auto (as --dtype), or 8 bits with a scale for each token and head: int8, fp8 (E4M3)",
+    ] = "auto"
+    block_size: Annotated[int, Meta(ge=1), "tokens in a KV block"] = 32
+    overlap: Annotated[bool, "memory workers attend stored tokens on Q alone, while K and V are still projected"] = True
+    attention: Annotated[
+        str, "attention of the memory workers: native, numba, reference, or auto (the first that works)"
+    ] = "auto"
+
+    kv_checks: Annotated[
+        float,
+        Meta(ge=0.0, le=1.0),
+        "share of a step's KV blocks whose checksums memory workers compare before they attend them; a worker with "
+        "damaged memory is replaced. 1 = all blocks, 0 = none",
+    ] = 0.0
+    zero_on_free: Annotated[
+        bool, "write zeros over K and V when their blocks become free, so that they stay in no memory"
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if CHUNK_TOKENS % self.block_size:
+            raise ValueError(f"--block-size must divide {CHUNK_TOKENS}, not {self.block_size}: use 16, 32 or 64")
+        self.check_budget(self.block_size)
+
+
+class BatchingOptions(Options, frozen=True, kw_only=True):
+    """How requests are put together into steps."""
+
+    max_num_seqs: Annotated[int, Meta(ge=1), "sequences that decode at once"] = 64
+    prefill_chunk: Annotated[
+        int, Meta(ge=1), "prompt tokens in a step at most; other requests decode between chunks"
+    ] = 512
+    enable_prefix_caching: Annotated[
+        bool | None,
+        "keep the KV of finished requests while nobody needs its blocks, for prompts that begin with the same tokens; "
+        "unset = yes, unless the model is a torch.nn.Module, whose weights may change",
+    ] = None
+    preemption_mode: Annotated[
+        str,
+        Choices(PREEMPTION_MODES),
+        "KV of a sequence that gives its blocks to others: computed again (recompute), or kept in "
+        "--kv-offloading-size or --kv-store-dir (swap); auto = the way that takes less time, as measured; with "
+        "--deterministic swap, where there is such a place",
+    ] = "auto"
+    scheduling_policy: Annotated[
+        str,
+        Choices(SCHEDULING_POLICIES),
+        "which request comes first: fcfs, by arrival; priority, by the number that requests name, a lower one first, "
+        "then by arrival. Any client may name a number: priority is for servers whose clients trust each other",
+    ] = "fcfs"
+    seed: Annotated[int, Meta(ge=0), "seeds of requests that name none follow from this one"] = 0
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a step at most: every sequence decodes one token, beside one prefill chunk."""
+        return self.max_num_seqs + self.prefill_chunk
+
+
+class DeviceOptions(Options, frozen=True, kw_only=True):
+    """What workers take of their hosts: devices, memory, threads, cores."""
+
+    compute_device: Annotated[
+        str,
+        "device of compute and prefill workers: cpu; cuda (a GPU for each, in turn); cuda:N; or auto (cuda where "
+        "torch has it). The default is not auto while GPUs are not yet measured",
+    ] = "cpu"
+    memory_device: Annotated[str, "the same for memory workers; the KV cache is in the memory of this device"] = "cpu"
+    memory_sms: Annotated[
+        int,
+        Meta(ge=0),
+        "multiprocessors of its GPU that a memory worker may use, so that others are left for compute workers; 0 = all",
+    ] = 0
+    rdma_device: Annotated[
+        str,
+        "with --transport verbs, mlx5 or auto: the RDMA device of each worker, NAME, NAME:PORT or NAME:PORT:GID_INDEX; "
+        "empty = on each host the one of its LAMINA_RDMA_DEVICE, else the nearest",
+    ] = ""
+    kv_memory: Annotated[
+        str, ParsedBy(check_size), "memory for KV blocks on each memory worker, such as 512MiB or 4GiB"
+    ] = "auto"
+    prefill_kv_memory: Annotated[
+        str,
+        ParsedBy(check_size),
+        "memory on each prefill worker for K and V of prompts, such as 4GiB: of the prompt under way, and of earlier "
+        "ones with which later prompts may begin; auto = room for 8 of the longest, for all workers together at most "
+        "an eighth of the free memory",
+    ] = "auto"
+    compute_threads: Annotated[int, Meta(ge=0, le=MOST_THREADS), "threads of the compute worker; 0 = all cores"] = 0
+    memory_threads: Annotated[
+        int, Meta(ge=0, le=MOST_THREADS), "threads of each memory worker; 0 = an equal share of the cores"
+    ] = 0
+    cores: Annotated[
+        tuple[Cores, ...] | str,
+        ParsedBy(parse_core_lists),
+        "cores of each worker (compute workers, then memory workers, then prefill workers), such as 0-3/4,5/6,7; "
+        "auto = cores of their own where they work at once; empty = the system places them",
+    ] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("compute_device", "memory_device"):
+            if not _DEVICE.fullmatch(getattr(self, name)):
+                raise ValueError(f"{flag_name(name)} must be cpu, cuda, cuda:N or auto, not {getattr(self, name)!r}")
+        self.kv_bytes()
+        self.prefill_kv_bytes()
+
+    def prefill_kv_bytes(self) -> int:
+        """``prefill_kv_memory`` in bytes; 0 = choose at start. Raises ValueError on anything else than a size."""
+        return 0 if self.prefill_kv_memory == "auto" else parse_size(self.prefill_kv_memory, "--prefill-kv-memory")
+
+    def kv_bytes(self) -> int:
+        """``kv_memory`` in bytes; 0 = choose at start. Raises ValueError on anything else than a size."""
+        return 0 if self.kv_memory == "auto" else parse_size(self.kv_memory, "--kv-memory")
+
+
+class LaunchOptions(Options, frozen=True, kw_only=True):
+    """Where workers are started, and how they talk."""
+
+    transport: Annotated[
+        str,
+        "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5, gin; "
+        "empty = shm, or loopback where all workers compute on one GPU, or auto over Ray",
+    ] = ""
+    memory_addresses: Annotated[
+        tuple[str, ...], ParsedBy(parse_list), "where memory workers listen, one each, by comma; empty = any free place"
+    ] = ()
+    launcher: Annotated[
+        str,
+        Choices(LAUNCHERS),
+        "who starts the workers: local (this process, here), ray, static (you, by commands that are printed), or auto "
+        "(ray with --ray-address, else local)",
+    ] = "auto"
+    ray_address: Annotated[
+        str,
+        "start workers through Ray: auto (this host's cluster), HOST:PORT, or the YAML of `lamina-launch cluster`; "
+        "empty = on this machine",
+    ] = ""
+    ray_wait_s: Annotated[
+        float, "over Ray: seconds to wait for hosts that the cluster has not yet, which its autoscaler may start"
+    ] = 0.0
+    driver_address: Annotated[
+        str, "with --launcher static: where workers come to this process, HOST:PORT; port 0 = any free one"
+    ] = "127.0.0.1:0"
+    driver_name: Annotated[
+        str,
+        "with --launcher static: the name by which workers ask for this process alone, among others with the same "
+        "key; empty = a new one at each start, which the printed commands have",
+    ] = ""
+    hosts: Annotated[
+        str,
+        "with --launcher static: the YAML of the hosts that get workers, as for `lamina-launch cluster`; empty = the "
+        "hosts where people run the commands",
+    ] = ""
+    placement: Annotated[
+        str, Choices(PLACEMENTS), "over Ray: workers on few hosts, near each other (pack), or on many (spread)"
+    ] = "pack"
+    compute_on: Annotated[
+        str, "over Ray: a property of hosts for compute workers: a resource, a type of GPU, or LABEL=VALUE"
+    ] = "lamina_compute"
+    memory_on: Annotated[str, "over Ray: the same for memory workers"] = "lamina_memory"
+    max_recoveries: Annotated[
+        int,
+        Meta(ge=0),
+        "recoveries in ten minutes, with --launcher local or ray: a lost worker is replaced, and all requests go on; "
+        "one recovery more ends the run. 0 = the first loss ends it",
+    ] = 5
+    spare_compute: Annotated[
+        int,
+        Meta(ge=0),
+        "with --launcher local or ray, on CPUs: compute workers that are loaded and wait to take the place of a lost "
+        "one; a multiple of --tensor-parallel-size",
+    ] = 0
+    spare_memory: Annotated[
+        int, Meta(ge=0), "the same for memory workers; each has taken --kv-memory before it takes a place"
+    ] = 0
+    ledger: Annotated[
+        str, "with --borrow or --lend: the ledger of lenders, HOST:PORT of `lamina-launch ledger serve`"
+    ] = ""
+    borrow_wait_s: Annotated[
+        float, Meta(gt=0.0), "with --borrow: seconds that a request waits for memory that nobody lends; then it fails"
+    ] = 60.0
+    lend_address: Annotated[
+        str, "with --lend: the address to which borrowers come, HOST:PORT; port 0 = any free one"
+    ] = "127.0.0.1:0"
+    lend_gbps: Annotated[
+        float,
+        Meta(ge=0.0),
+        "with --lend: no new loan while borrowers read more than so many gigabits of K and V here in a second; 0 = no "
+        "limit",
+    ] = 0.0
+    trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
+        ""
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.ray_wait_s < float("inf"):
+            raise ValueError(f"--ray-wait-s must be a number of seconds, not {self.ray_wait_s}")
+        host, colon, port = self.driver_address.rpartition(":")
+        if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16) or (
+            ":" in host and not (host.startswith("[") and host.endswith("]"))
+        ):
+            raise ValueError(f"--driver-address must be HOST:PORT, such as 10.0.0.1:7000, not {self.driver_address!r}")
+        if (length := len(self.driver_name.encode())) > NAME_BYTES:
+            raise ValueError(f"--driver-name has at most {NAME_BYTES} bytes, not {length}: shorten it")
+
+    @property
+    def launcher_name(self) -> str:
+        """The launcher that starts the workers, by its name in executor.launchers.LAUNCHERS."""
+        return self.launcher if self.launcher != "auto" else "ray" if self.ray_address else "local"
+
+    @property
+    def num_spares(self) -> dict[str, int]:
+        """Workers of each role that wait to take the place of a lost one."""
+        return {"compute": self.spare_compute, "memory": self.spare_memory}
+
+    @property
+    def may_span_hosts(self) -> bool:
+        """Whether workers may be on other hosts."""
+        return self.launcher_name != "local"
+
+    @property
+    def is_static(self) -> bool:
+        """Whether people start the workers, each once."""
+        return self.launcher_name == "static"
+
+    @property
+    def scheme(self) -> str:
+        """``transport``, as it is opened: one that reaches other hosts where workers may be there."""
+        chosen = self.transport or HERE
+        return beyond_host(chosen) if self.may_span_hosts else chosen
+
+
+class Deadlines(Options, frozen=True, kw_only=True):
+    """How long anybody waits."""
+
+    start_timeout_s: Annotated[float, "seconds for loading, cutting and binding"] = 600.0
+    step_timeout_s: Annotated[float, "seconds for one step before a worker counts as hung"] = 60.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("start_timeout_s", "step_timeout_s"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{flag_name(name)} must be a positive number of seconds, not {getattr(self, name)}")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about an engine except its model. ``config.make_config`` makes it of flat names."""
+
+    model: ModelOptions = ModelOptions()
+    kv: KVOptions = KVOptions()
+    batching: BatchingOptions = BatchingOptions()
+    topology: TopologyOptions = TopologyOptions()
+    devices: DeviceOptions = DeviceOptions()
+    launch: LaunchOptions = LaunchOptions()
+    deadlines: Deadlines = Deadlines()
+    offload: OffloadOptions = OffloadOptions()
+    overflow: OverflowOptions = OverflowOptions()
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether the KV of finished requests serves prompts that begin alike."""
+        return self.batching.enable_prefix_caching is not False
+
+    @property
+    def migrates_stripes(self) -> bool:
+        """Whether stripes may go to another memory worker while their sequence decodes."""
+        return self.topology.partition == "spill" and self._copies
+
+    @property
+    def migrates_sequences(self) -> bool:
+        """Whether whole sequences may go from a memory worker that is to go, while all others decode."""
+        return self.topology.partition == "request" and self._copies
+
+    @property
+    def migrates_kv(self) -> bool:
+        """Whether either may."""
+        return self.migrates_stripes or self.migrates_sequences
+
+    @property
+    def _copies(self) -> bool:
+        """Whether memory workers may copy KV to each other while they serve."""
+        plain = not (
+            self.offload.backend or self.overflow.truncates_context or self.kv.drops_blocks or self.kv.selects_blocks
+        )
+        return self.devices.memory_device == "cpu" and plain
+
+    def gpu_index(self, role: str, index: int) -> int:
+        """A worker's number among the workers of a host, which take its GPUs in turn: compute workers first, memory
+        workers last.
+        """
+        compute = self.topology.num_compute
+        before = {"compute": 0, "prefill": compute}
+        elsewhere = self.devices.compute_device == "cpu"
+        return index + before.get(role, 0 if elsewhere else compute + self.topology.prefill_workers)

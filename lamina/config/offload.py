@@ -1,0 +1,88 @@
+"""The options of KV that is kept beside the memory workers' pools."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from .option import Choices, Options, ParsedBy, check_size, parse_seconds, parse_size
+
+LOAD_FAILURE_POLICIES = ("recompute", "fail")
+NO_EXPIRY = 1 << 60  # bytes, of what takes no room
+POLICIES = ("lru", "fifo", "lfu", "length")  # see kv.eviction_policy, which has one rank for each
+
+
+class OffloadOptions(Options, frozen=True, kw_only=True):
+    """Where the KV of finished requests is kept besides, for prompts that begin like them."""
+
+    kv_offloading_size: Annotated[
+        str,
+        ParsedBy(check_size),
+        "host memory of all memory workers together for the KV of finished requests, beside the pool, such as 4GiB; "
+        "with --kv-store-dir it lies in front of the disk; empty = none",
+    ] = ""
+    kv_store_dir: Annotated[
+        str, "directory in which memory workers keep the KV of finished requests, also for later starts; empty = none"
+    ] = ""
+    kv_key_file: Annotated[
+        str, "file with the secret of --kv-store-dir, 64 hexadecimal digits; empty = one that is made in the directory"
+    ] = ""
+    kv_store_size: Annotated[str, ParsedBy(check_size), "the most bytes in --kv-store-dir, such as 100GiB"] = "10GiB"
+    kv_store_ttl: Annotated[
+        str,
+        "how long --kv-store-dir keeps pages that nobody uses, such as 12h or 7d; empty = until others need the room",
+    ] = ""
+    kv_eviction_policy: Annotated[
+        str,
+        Choices(POLICIES),
+        "pages that give way first in host memory or in --kv-store-dir: used the longest ago (lru), the first to come "
+        "(fifo), used the fewest times (lfu), furthest from the beginning of their sequence (length)",
+    ] = "lru"
+    kv_load_failure_policy: Annotated[
+        str,
+        Choices(LOAD_FAILURE_POLICIES),
+        "a request whose KV cannot be loaded: compute its KV anew (recompute), or end it with an error (fail)",
+    ] = "recompute"
+    decode_only: Annotated[
+        bool,
+        "give every prompt K and V of zeros in place of its own, and compute its last token alone: to measure decoding "
+        "without prompts, as the paper does; the answers mean nothing",
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_key_file and not self.kv_store_dir:
+            raise ValueError("--kv-key-file is the secret of --kv-store-dir: name that too, or leave this one out")
+        if self.kv_store_ttl and not self.kv_store_dir:
+            raise ValueError("--kv-store-ttl is for what lies in --kv-store-dir: name that too, or leave this one out")
+        parse_seconds(self.kv_store_ttl, "--kv-store-ttl")
+        parse_size(self.kv_store_size, "--kv-store-size")
+        if self.kv_offloading_size:
+            parse_size(self.kv_offloading_size, "--kv-offloading-size")
+        if self.decode_only and self.backend != "zeros":
+            raise ValueError(f"--decode-only has K and V of zeros, and keeps none: leave it out, or {self.flag}")
+
+    @property
+    def flag(self) -> str:
+        """The option by which there is a medium."""
+        return (
+            "--kv-store-dir" if self.kv_store_dir else "--kv-offloading-size" if self.memory_bytes else "--decode-only"
+        )
+
+    @property
+    def backend(self) -> str:
+        """By its name in kv.storage.MEDIA; empty: none."""
+        if self.kv_store_dir:
+            return "layered" if self.kv_offloading_size else "file"
+        return "host" if self.kv_offloading_size else "zeros" if self.decode_only else ""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all memory workers together; of a layered medium those of the disk."""
+        if self.backend == "zeros":
+            return NO_EXPIRY
+        return parse_size(self.kv_store_size, "--kv-store-size") if self.kv_store_dir else self.memory_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the hosts' memory, of all memory workers together."""
+        return parse_size(self.kv_offloading_size, "--kv-offloading-size") if self.kv_offloading_size else 0

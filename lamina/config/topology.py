@@ -1,0 +1,186 @@
+"""How many workers of each kind there are, and how they share the work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
+
+from msgspec import Meta
+
+from .option import MEASURED, Choices, Options, ParsedBy, parse_size, parse_weights
+from .partition import PARTITIONS
+
+_T = TypeVar("_T")
+MAX_WORKERS = 1024
+MAX_BATCHES = MAX_WORKERS + 1
+COLLECTIVES = ("auto", "mesh", "nccl")  # of collective, which is a room above
+
+
+class TopologyOptions(Options, frozen=True, kw_only=True):
+    """How many workers of each kind there are, and how they share the work."""
+
+    memory_workers: Annotated[
+        int, Meta(ge=1, le=MAX_WORKERS), "memory workers, which share the KV cache and the attention over it"
+    ] = 2
+    memory_weights: Annotated[
+        tuple[float, ...] | str,
+        ParsedBy(parse_weights),
+        "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory, at "
+        "the start and while a server runs; empty = equal parts",
+    ] = ()
+    partition: Annotated[
+        str,
+        Choices(tuple(PARTITIONS)),
+        "how memory workers share the KV cache: by KV heads (head; by tokens of a head where heads do not divide), by "
+        "tokens of every sequence (token), by whole sequences (request), or by whole sequences but for parts that do "
+        "not fit (spill)",
+    ] = "head"
+    kv_parity: Annotated[
+        int,
+        Meta(ge=0, le=1),
+        "1 = one more memory worker keeps the exclusive or of all others' K and V: KV of a lost one comes back over "
+        "--transport, and is not computed again; 0 = none",
+    ] = 0
+    pipeline: Annotated[
+        int | str,
+        "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 replicas",
+    ] = 1
+    plan: Annotated[
+        str,
+        "auto:n = measure at the start how long both pools and their link take, and serve by it: up to n batches, on "
+        "n - 1 replicas, and --memory-weights measured; auto = auto:2; empty = as the options say",
+    ] = ""
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(ge=1),
+        "compute workers that share the weights of a replica, a part each; must divide the memory workers",
+    ] = 1
+    collective: Annotated[
+        str,
+        Choices(COLLECTIVES),
+        "how these ranks add up their parts: mesh (through the hosts, over --transport), nccl (from GPU to GPU), or "
+        "auto (nccl where each rank has a GPU of one host to itself, else mesh)",
+    ] = "auto"
+    prefill_workers: Annotated[
+        int,
+        Meta(ge=0, le=MAX_WORKERS),
+        "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them",
+    ] = 0
+    prefill_pipeline: Annotated[
+        int,
+        Meta(ge=1, le=MAX_WORKERS),
+        "prefill workers that compute a prompt together: each has a run of the model's layers, and chunks go from one "
+        "to the next; must divide --prefill-workers",
+    ] = 1
+    borrow: Annotated[
+        str,
+        "the most KV memory to borrow from other deployments while there is too little here, such as 8GiB; with "
+        "--ledger and --partition spill; empty = none",
+    ] = ""
+    lend: Annotated[
+        float,
+        Meta(ge=0.0, le=0.9),
+        "the part of --kv-memory that other deployments may have while it is not needed here, such as 0.25; with "
+        "--ledger and --partition spill; 0 = none",
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.borrow_bytes  # noqa: B018 - or it raises
+        if self.memory_weights != MEASURED:
+            parse_weights(self.memory_weights)
+        if isinstance(self.pipeline, str):
+            more = f": use --plan {self.pipeline}, which measures it" if re.match("auto", self.pipeline) else ""
+            raise ValueError(f"--pipeline must be a number of batches, not {self.pipeline}{more}")
+        if self.pipeline < 1:
+            raise ValueError(f"--pipeline must be at least 1, not {self.pipeline}")
+        if self.plan and not re.fullmatch(r"auto(:[1-9][0-9]*)?", self.plan):
+            raise ValueError(f"--plan must be auto, or auto:n for up to n batches, not {self.plan}")
+        if self.plan and self.pipeline > 1:
+            raise ValueError(
+                f"--plan {self.plan} chooses --pipeline: leave that out, or say --plan auto:{self.pipeline}"
+            )
+        if self.max_batches > MAX_BATCHES:
+            name = "--plan auto:n" if self.plan else "--pipeline"
+            raise ValueError(f"{name} must be at most {MAX_BATCHES}, not {self.max_batches}")
+
+    @property
+    def borrow_bytes(self) -> int:
+        """``borrow`` in bytes. Raises ValueError on anything else than a size."""
+        return parse_size(self.borrow, "--borrow") if self.borrow else 0
+
+    @property
+    def may_borrow(self) -> bool:
+        """Whether memory workers on loan may come, of other deployments or of what this one lends them."""
+        return bool(self.borrow) or self.lend > 0.0
+
+    @property
+    def loan_flag(self) -> str:
+        """By which they may."""
+        return "--borrow" if self.borrow else "--lend"
+
+    def lent_bytes(self, kv_bytes: int) -> int:
+        """Of ``kv_bytes`` on each memory worker, what lies outside of the pool for others to have, all together."""
+        return self.memory_workers * int(self.lend * kv_bytes)
+
+    def pool_bytes(self, kv_bytes: int) -> int:
+        """Of ``kv_bytes`` of a memory worker, its part of the pool."""
+        return kv_bytes - int(self.lend * kv_bytes)
+
+    def extra_kv_bytes(self, kv_bytes: int) -> int:
+        """That may come beside the pool, of others or of what is lent, with ``kv_bytes`` on each memory worker."""
+        return self.borrow_bytes + self.lent_bytes(kv_bytes)
+
+    @property
+    def measures_pipeline(self) -> bool:
+        """Whether the number of batches and the parts of the work are measured."""
+        return bool(self.plan)
+
+    @property
+    def measures_weights(self) -> bool:
+        """Whether the memory workers' parts of the work are measured."""
+        several = self.memory_workers > self.tensor_parallel_size
+        return self.memory_weights == MEASURED or (self.measures_pipeline and several and not self.memory_weights)
+
+    @property
+    def max_batches(self) -> int:
+        """The most batches that take turns."""
+        return int(self.plan.partition(":")[2] or 2) if self.plan else int(self.pipeline)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights, each on ``tensor_parallel_size`` compute workers."""
+        return max(1, self.max_batches - 1)
+
+    @property
+    def overlaps_pools(self) -> bool:
+        """Whether both pools work at the same time, and not in turns."""
+        return self.max_batches > 1 or self.prefill_workers > 0
+
+    @property
+    def prefill_groups(self) -> int:
+        """How many prompts prefill workers compute at a time: each by a group of ``prefill_pipeline`` of them."""
+        return self.prefill_workers // self.prefill_pipeline
+
+    @property
+    def num_compute(self) -> int:
+        """Compute workers: of every replica, one for each rank."""
+        return self.replicas * self.tensor_parallel_size
+
+    @property
+    def num_workers(self) -> dict[str, int]:
+        """Role -> its workers."""
+        memory = self.memory_workers + self.kv_parity
+        return {"memory": memory, "compute": self.num_compute, "prefill": self.prefill_workers}
+
+    @property
+    def normalized_weights(self) -> list[float]:
+        """Each memory worker's part of the work, in any unit; equal ones where they are to be measured."""
+        if isinstance(self.memory_weights, str) or not self.memory_weights:
+            return [1.0] * self.memory_workers
+        return list(self.memory_weights)
+
+    def of_rank(self, each: Sequence[_T], rank: int) -> list[_T]:
+        """Of ``each``, which has an entry for each memory worker, the entries of the memory workers of ``rank``."""
+        return list(each[rank :: self.tensor_parallel_size])

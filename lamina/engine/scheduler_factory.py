@@ -1,0 +1,225 @@
+"""The scheduler of an engine, by its options and what its workers have said."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable
+
+from msgspec import structs
+
+from lamina.config.engine_config import EngineConfig
+from lamina.config.sparsity import parse_error_budget
+from lamina.observe.trace import Recorder
+from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.capacity import Capacity, num_usable_blocks
+from lamina.protocol.control import ComputeReady
+from lamina.protocol.prefill_stages import max_grants_in_flight
+from lamina.protocol.prefix_fetch import prompt_cache_tokens
+from lamina.protocol.step_plan import BindReply
+from lamina.scheduler.conductor.decision_log import DecisionLog
+from lamina.scheduler.conductor.latency_model import PrefillPipelineShape, TransferLatency, TransferLatencyEstimator
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.kv_manager.prompt_store import PromptCache, PromptPageKeys
+from lamina.scheduler.kv_manager.swap import SwapPolicy
+from lamina.scheduler.prefill_dispatch import PrefillDispatcher
+from lamina.scheduler.scheduler import Scheduler
+from lamina.scheduler.slo_admission import SloAdmission
+from lamina.scheduler.sparsity.pruning import BlockPruner
+from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
+
+NONCE_BYTES = 16
+INITIAL_TRANSFER_BYTES_PER_S = 1e9  # from one prefill worker to another, until some were sent
+
+
+def new_block_tables(info: ComputeReady) -> BlockTables:
+    """The memory workers' blocks, all free."""
+    return BlockTables(
+        info.windows,
+        num_usable_blocks(info.num_blocks),
+        info.block_size,
+        info.kv_shards,
+        info.stripe,
+        info.single_shard,
+        info.sparse,
+    )
+
+
+def check_kv_capacity(scheduler: Scheduler, info: ComputeReady, capacity: Capacity) -> None:
+    """Raises ValueError where memory workers of ``capacity`` have no room for the KV of all that runs."""
+    if lacking := scheduler.sequences_without_room(new_block_tables(structs.replace(info, **capacity._asdict()))):
+        raise ValueError(
+            f"the KV of {lacking} running sequences would have no room: take more --memory-workers, or wait until some "
+            f"have ended"
+        )
+
+
+def cordoned_workers(scheduler: Scheduler, info: ComputeReady) -> list[int]:
+    """Memory workers on which no new sequence begins."""
+    return sorted({worker for group in scheduler.cordoned for worker in info.holders[group]})
+
+
+def cordon(scheduler: Scheduler, info: ComputeReady, worker: int, *, on: bool) -> None:
+    """Have no new sequence begin on a memory worker, or have them begin there again. Under tensor parallelism the same
+    holds for those of the other ranks that have the same sequences. Raises ValueError where that cannot be.
+    """
+    there = sorted({w for holders in info.holders for w in holders})
+    if worker not in there:
+        raise ValueError(f"memory worker {worker}: there are memory workers 0 to {there[-1]}")
+    if info.stripe or all(lanes.has_all for lanes in info.kv_shards):
+        raise ValueError(
+            "each memory worker has a part of every sequence, so none can go without new ones: that is for several "
+            "workers with --partition request; have it drained instead"
+        )
+    lanes = next(own for own, holders in zip(info.kv_shards, info.holders, strict=True) if worker in holders)
+    groups = {group for group, own in enumerate(info.kv_shards) if own == lanes}
+    closed = scheduler.cordoned | groups if on else scheduler.cordoned - groups
+    if len(closed) == len(info.kv_shards):
+        raise ValueError(f"memory worker {worker} is the last one on which sequences begin: let them begin on another")
+    scheduler.cordoned.clear()
+    scheduler.cordoned.update(closed)
+
+
+def build_scheduler(
+    config: EngineConfig,
+    info: ComputeReady,
+    ledger: BlockTables,
+    num_batches: int,
+    promises: SloAdmission,
+    clock: Callable[[], float],
+    scheduler_class: type[Scheduler] = Scheduler,
+) -> Scheduler:
+    """``num_batches``: that take turns at first. ``promises``: to those that come. ``clock``: seconds."""
+    batching, topology = config.batching, config.topology
+    tier, prefixes = _tier(config, ledger, info), _prefixes(config, ledger, clock)
+    stores = _stores(config, info, promises, prefixes.page_size)
+    budget = parse_error_budget(config.kv.kv_error_budget)
+    scheduler = scheduler_class(
+        ledger,
+        max_num_seqs=batching.max_num_seqs,
+        prefill_chunk=batching.prefill_chunk,
+        aligned=config.model.deterministic,
+        num_batches=num_batches,
+        num_layers=info.num_layers,
+        num_replicas=topology.replicas,
+        prefill=PrefillDispatcher(
+            topology.prefill_groups,
+            batching.prefill_chunk,
+            topology.max_batches,
+            promises,
+            stores,
+            max_grants_in_flight(topology.prefill_pipeline, info.windows),
+        ),
+        prefixes=prefixes,
+        tier=tier,
+        swaps=_swaps(config, tier),
+        evictions=_evictions(config, info),
+        shadows=ReferenceDecoder(config.kv, budget) if budget else None,
+        homes=topology.memory_workers if topology.may_borrow else 0,
+        moving_ranks=topology.tensor_parallel_size if config.migrates_kv else 0,
+        view=info.epoch,
+    )
+    promises.has_prefill_workers, promises.has_prompt_caches = (
+        prefixes.num_cached_or_pending,
+        prefixes.num_shared_tokens,
+    )
+    _explain(promises, info)
+    return scheduler
+
+
+def _explain(promises: SloAdmission, info: ComputeReady) -> None:
+    if promises.decision_log:
+        promises.decision_log.info = info
+
+
+def _stores(config: EngineConfig, info: ComputeReady, promises: SloAdmission, page: int) -> list[PromptCache]:
+    """Of prefill workers; none where they have no room for more than a prompt each, or nothing is to be kept of
+    prompts. ``promises`` knows the keys then.
+    """
+    stores, keys = list[PromptCache](), PromptPageKeys(page)
+    for worker, bound in enumerate(info.prefill_stores if page else []):
+        room = prompt_cache_tokens(
+            bound.windows, bound.num_blocks, info.block_size, info.max_model_len, config.batching
+        )
+        if room is None:
+            stores.clear()
+            break
+        blocks = BlockTables(bound.windows, bound.num_blocks, info.block_size)
+        stores.append(PromptCache(worker, promises.conductor.directory, keys, blocks, room))
+    promises.keys = keys if stores else None
+    learned = promises.conductor.transfer_latency
+    promises.conductor.transfer_latency = (learned or _transfers(info)) if stores else None
+    return stores
+
+
+def _transfers(info: ComputeReady) -> TransferLatencyEstimator | None:
+    """From one prefill worker to another, until some are seen. None where a window leaves no whole prompt, or nobody
+    says what a token takes.
+    """
+    if any(window for bound in info.prefill_stores for window in bound.windows):
+        return None
+    stored = [sum(bound.num_blocks) * info.block_size for bound in info.prefill_stores]
+    per_token = max(bound.kv_bytes / tokens for bound, tokens in zip(info.prefill_stores, stored, strict=True))
+    return (
+        TransferLatencyEstimator(TransferLatency.at_rate(INITIAL_TRANSFER_BYTES_PER_S / per_token))
+        if per_token
+        else None
+    )
+
+
+def refresh_prefill_stores(
+    scheduler: Scheduler, config: EngineConfig, info: ComputeReady, stores: list[BindReply]
+) -> ComputeReady:
+    """``info`` with the stores that prefill workers have now. A worker that has taken a lost one's place may have
+    another size of it; behind the loss all are empty.
+    """
+    _explain(scheduler.prefill.slo_admission, info)
+    if stores == info.prefill_stores:
+        return info
+    info = structs.replace(info, prefill_stores=stores)
+    scheduler.prefill.reset_caches(
+        _stores(config, info, scheduler.prefill.slo_admission, scheduler.prefix_cache.page_size)
+    )
+    return info
+
+
+def build_slo_admission(config: EngineConfig, clock: Callable[[], float], trace: Recorder) -> SloAdmission:
+    """Nothing is promised at first. ``clock``: seconds, for what prompts take. ``trace``: of its reasons."""
+    staged = PrefillPipelineShape(config.topology.prefill_pipeline, config.batching.prefill_chunk)
+    promises = SloAdmission(config.topology.prefill_groups, config.batching.max_num_seqs, clock, staged)
+    stages = staged.stages if config.topology.prefill_workers else 0
+    promises.decision_log = DecisionLog(trace.note, stages) if trace.notes is not None else None
+    return promises
+
+
+def _prefixes(config: EngineConfig, ledger: BlockTables, clock: Callable[[], float]) -> PrefixCache:
+    """Where bits count, a prefix ends where a fresh prompt would have been cut."""
+    batching, fixed = config.batching, config.model.deterministic
+    page = math.lcm(ledger.block_size, batching.prefill_chunk if fixed else 1)
+    kept = page if config.caches_prefixes else 0
+    return PrefixCache(ledger, kept, prompts_only=fixed, exact=not fixed, clock=clock)
+
+
+def _evictions(config: EngineConfig, info: ComputeReady) -> BlockPruner | None:
+    if not config.kv.drops_blocks:
+        return None
+    return BlockPruner(config.kv, info.block_size, len({w for group in info.holders for w in group}))
+
+
+def _tier(config: EngineConfig, ledger: BlockTables, info: ComputeReady) -> OffloadIndex | None:
+    """None: nothing is kept beside the pools. Where bits count, a prompt is loaded as it is forked."""
+    if info.storage is None:
+        return None
+    if info.storage.is_complete and any(info.windows):
+        raise ValueError("--decode-only loads whole prompts, and layers of this model have a window: leave it out")
+    fixed = config.model.deterministic
+    whole = math.lcm(info.storage.page_size, config.batching.prefill_chunk if fixed else 1)
+    return OffloadIndex(info.storage, ledger, info.holders, whole=whole, prompts_only=fixed)
+
+
+def _swaps(config: EngineConfig, tier: OffloadIndex | None) -> SwapPolicy | None:
+    if tier is None or tier.is_complete:
+        return None
+    mode, fixed = config.batching.preemption_mode, config.model.deterministic
+    return SwapPolicy(tier, mode, secrets.token_bytes(NONCE_BYTES), fixed=fixed)

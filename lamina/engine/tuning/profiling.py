@@ -1,0 +1,131 @@
+"""What both pools take, measured on a started engine by made-up prompts before anybody asks for anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from statistics import median
+
+from lamina.engine.engine import Engine
+from lamina.request import RequestOutput, SamplingParams
+from lamina.utils.progress import OnProgress
+
+from .round_time_model import RoundMeasurement, fit_round_times
+from .tuner import Tuner
+
+ROWS = (1, 4, 16)
+SHORT, LONG = 8, 512  # tokens of a prompt
+WARM, TRIAL = 2, 7  # rounds
+NUM_LONG_PROMPTS = 4  # long prompts
+EXTRA_TOKENS = 6  # tokens that a sequence may have beyond these, since a round is queued ahead
+
+
+def tune_num_batches(engine: Engine, on_progress: OnProgress, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Where the options have a plan made: measure, and have the engine take as many batches as are the fastest.
+    ``on_progress`` is given the shapes that are done. Raises ValueError where sequences are too short, WorkerError.
+    """
+    topology = engine.config.topology
+    if not topology.measures_pipeline or topology.max_batches == 1:
+        return
+    shapes, measured = _shapes(engine), list[RoundMeasurement]()
+    total = len(shapes) + topology.max_batches - 1
+    for rows, prompt in shapes:
+        on_progress("measuring", len(measured), total)
+        measured.append(_measured(engine, rows, prompt, 1, clock))
+    laws, last = fit_round_times(measured, topology.replicas), measured[-1]
+    for n in range(2, min(topology.max_batches, last.rows) + 1):  # pools that work at once may share cores or memory
+        on_progress("measuring", len(measured) + n - 2, total)
+        took = _measured(engine, last.rows, shapes[-1][1], n, clock).round_s
+        laws.extra_batch_s[n] = took / laws.seconds(n, last.rows, last.tokens)
+    engine.set_tuner(Tuner(topology.max_batches, laws))
+
+
+def _shapes(engine: Engine) -> list[tuple[int, int]]:
+    """Sequences and tokens of their prompts, as far as there is room for them."""
+    batching, limit, room = engine.config.batching, engine.worker_info.max_model_len, engine.scheduler.max_sequences_of
+    least = SHORT + _answer(engine, 1, SHORT)
+    if limit < least:
+        raise ValueError(
+            f"--plan auto measures by sequences of {least} tokens, and --max-model-len is {limit}: raise it, or say "
+            f"how many batches, by --pipeline"
+        )
+
+    def most(rows: int, prompt: int) -> int:
+        fit = (r for r in range(rows, 0, -1) if prompt + _answer(engine, r, prompt) <= limit)
+        return max(1, min(next(fit, 1), batching.max_num_seqs, int(room(prompt + _answer(engine, rows, prompt)))))
+
+    rows = sorted({most(r, SHORT) for r in ROWS})
+    few = min(rows[-1], NUM_LONG_PROMPTS)
+    long = max(SHORT, min(LONG, 2 * batching.prefill_chunk, limit - _answer(engine, few, 2 * batching.prefill_chunk)))
+    while long > SHORT and room(long + _answer(engine, 1, long)) < 1:
+        long = max(SHORT, long // 2)
+    return [*((r, SHORT) for r in rows), (most(few, long), long)]
+
+
+def _answer(engine: Engine, rows: int, prompt: int) -> int:
+    """Tokens of a sequence, of which the first ones come while prompts of others are computed."""
+    return rows * -(-prompt // engine.config.batching.prefill_chunk) + WARM + TRIAL + EXTRA_TOKENS
+
+
+class _Probe:
+    """So many made-up sequences, all of which decode."""
+
+    def __init__(self, engine: Engine, rows: int, prompt: int) -> None:
+        self._engine = engine
+        vocab, answer = engine.worker_info.vocab_size, _answer(engine, rows, prompt)
+        params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0, seed=0)
+        prompts = [[(i + 1) % vocab] * prompt for i in range(rows)]
+        self._asked = [engine.add(ids, params, cacheable=False, accepted=True) for ids in prompts]
+        self._first: RequestOutput | None = None  # of the sequence that was asked first
+        begun = set[int]()
+        while len(begun) < rows:
+            begun |= self._note(engine.step())
+            if engine.idle:
+                raise ValueError(
+                    f"--plan auto: {rows} sequences of {prompt + answer} tokens have no room: raise --kv-memory"
+                )
+
+    def _note(self, outputs: Iterable[RequestOutput]) -> set[int]:
+        outputs = list(outputs)
+        self._first = next((o for o in outputs if o.request_id == self._asked[0]), self._first)
+        return {output.request_id for output in outputs}
+
+    def finish_in_flight(self) -> int:
+        """Take in all that is under way; tokens of the first sequence."""
+        self._note(self._engine.finish_in_flight())
+        return len(self._first.outputs[0].token_ids) if self._first else 0
+
+    def times(self, count: int, clock: Callable[[], float]) -> list[float]:
+        """Of so many tokens of the first sequence."""
+        ends = list[float]()
+        while len(ends) < count:
+            if self._asked[0] in self._note(self._engine.step()):
+                ends.append(clock())
+        return ends
+
+    def cancel(self) -> None:
+        """Nothing of it stays."""
+        for request in self._asked:
+            self._engine.cancel(request)
+        self._engine.release_idle_blocks()
+
+
+def _measured(engine: Engine, rows: int, prompt: int, n: int, clock: Callable[[], float]) -> RoundMeasurement:
+    engine.scheduler.set_num_batches(n)
+    probe = _Probe(engine, rows, prompt)
+    since, before = probe.finish_in_flight(), engine.executor.stats()
+    times = probe.times(WARM + TRIAL, clock)
+    steps, after = probe.finish_in_flight() - since, engine.executor.stats()
+    probe.cancel()
+    spent = {w: {k: max(0.0, v - before.get(w, {}).get(k, 0.0)) for k, v in s.items()} for w, s in after.items()}
+    compute = [s for w, s in spent.items() if w.startswith("compute-")]
+    computed_s = sum(s.get("slice_s", 0.0) + s.get("sample_s", 0.0) for s in compute)
+    attended_s = max((s.get("attend_s", 0.0) + s.get("write_s", 0.0) for s in spent.values()), default=0.0)
+    return RoundMeasurement(
+        rows=rows,
+        tokens=rows * (prompt + since + steps / 2),
+        slices_s=computed_s / engine.config.topology.tensor_parallel_size / steps,
+        attention_s=attended_s / steps,
+        round_s=median(b - a for a, b in pairwise(times[WARM - 1 :])),
+    )

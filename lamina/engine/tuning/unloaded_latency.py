@@ -1,0 +1,73 @@
+"""Times that are promised, beside those of a request alone, measured on a started engine before anybody asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lamina.engine.engine import Engine
+from lamina.request import SamplingParams
+from lamina.scheduler.conductor.overload import NO_LIMITS, SloLimits
+from lamina.utils.progress import OnProgress
+
+NUM_TRIES = 5  # of which the best counts: the first steps of a process are slow, and others may have the cores
+FIRST, STEP = "the first token of a prompt of 1 token", "a step of one completion"
+NUM_TOKENS = 4  # between tokens, of each
+
+
+class UnloadedLatency(NamedTuple):
+    """Seconds of the shortest request there is, on an engine that has no other: to its first token, between two."""
+
+    ttft_s: float
+    tbt_s: float
+
+
+def check_slo(
+    engine: Engine, limits: SloLimits, on_progress: OnProgress, clock: Callable[[], float] = time.perf_counter
+) -> None:
+    """Raises ValueError, which names the flag, where a prompt of one token alone comes later than ``limits``, or its
+    steps take longer, each of several times. ``on_progress`` is given how often it was tried. Nothing of it stays, and
+    whoever keeps a trace is not told of it. Raises WorkerError.
+    """
+    if limits == NO_LIMITS:
+        return
+    promises, best = engine.slo_admission, UnloadedLatency(float("inf"), float("inf"))
+    reasons, promises.decision_log = promises.decision_log, None
+    try:
+        for number in range(NUM_TRIES):
+            on_progress("measuring", number, NUM_TRIES)
+            best = UnloadedLatency(*map(min, best, _measure(engine, clock)))
+            if best.ttft_s <= limits.ttft_s and best.tbt_s <= limits.tbt_s:
+                return
+    finally:
+        promises.decision_log = reasons
+    if best.ttft_s > limits.ttft_s:
+        raise ValueError(_below("--slo-ttft", limits.ttft_s, FIRST, best.ttft_s))
+    raise ValueError(_below("--slo-tbt", limits.tbt_s, STEP, best.tbt_s))
+
+
+def _measure(engine: Engine, clock: Callable[[], float]) -> UnloadedLatency:
+    """No time at all of what there is none: gaps where sequences are too short, all where it has no room."""
+    count, ends = min(NUM_TOKENS + 1, engine.worker_info.max_model_len - 1), [clock()]
+    params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0, seed=0)
+    request = engine.add([1 % engine.worker_info.vocab_size], params, cacheable=False, accepted=True)
+    while engine.has_work:
+        if engine.step():
+            ends.append(clock())
+        elif engine.idle:
+            engine.cancel(request)
+    engine.release_idle_blocks()
+    begun, first, last = ends[0], ends[min(1, len(ends) - 1)], ends[-1]
+    return UnloadedLatency(
+        first - begun, (last - first) / max(1, len(ends) - 2)
+    )  # the mean: tokens may come two by two
+
+
+def _below(name: str, limit_s: float, what: str, took_s: float) -> str:
+    took = f"{what} takes alone, {_spelt(took_s)}, the best of {NUM_TRIES}"
+    return f"{name} {_spelt(limit_s)} is below what {took}: raise it"
+
+
+def _spelt(seconds: float) -> str:
+    return f"{seconds:.3g}s" if seconds >= 1 else f"{1e3 * seconds:.3g}ms"

@@ -1,0 +1,59 @@
+"""The counters of all workers, asked for and collected without waiting for anybody."""
+
+from __future__ import annotations
+
+import time
+
+from lamina.protocol.control import Stats, StatsRequest
+from lamina.protocol.executor import Clock
+
+from .worker_registry import RegisteredWorker, WorkerRegistry
+
+WAIT_COUNTERS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
+
+
+class CounterCollector:
+    """One round of questions at a time. One thread uses it."""
+
+    def __init__(self, members: WorkerRegistry, clock: Clock = time.monotonic) -> None:
+        self._registry, self._clock = members, clock
+        self._asked_at: float | None = None
+        self._answers: dict[str, dict[str, float]] = {}  # by the workers' labels
+
+    @property
+    def pending_workers(self) -> list[RegisteredWorker]:
+        """The workers that have yet to answer."""
+        return [] if self._asked_at is None else [m for m in self._registry if m.label not in self._answers]
+
+    def request(self) -> None:
+        """Ask every worker, unless some have yet to answer. Raises WorkersLostError."""
+        if self._asked_at is None:
+            self._asked_at, self._answers = self._clock(), {}
+            for member in self._registry:
+                self._registry.send(member, StatsRequest())
+
+    def collect(self, limit_s: float, words: str) -> dict[str, dict[str, float]] | None:
+        """The counters, once all workers have answered; None before that, and where nobody has asked.
+
+        Raises WorkersLostError where a worker is lost, or has not answered for ``limit_s``; ``words``: the purpose, for
+        the error. A stopped worker raises nothing: the supervisor replaces it, or it answers once it goes on.
+        """
+        self._answers |= {m.label: s.values for m, s in self._registry.take_arrived(Stats)}
+        if self._asked_at is None:
+            return None
+        if not (silent := self.pending_workers):
+            self._asked_at = None
+            return self._answers
+        if self._clock() - self._asked_at > limit_s and (late := [m for m in silent if not m.handle.is_stopped]):
+            raise self._registry.timeout_error(late, words)
+        return None
+
+
+def has_progress(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]]) -> bool:
+    """Whether some worker has done something between two readings of all counters. To wait is not to do something."""
+    return any(
+        before.get(worker, {}).get(name) != value
+        for worker, values in now.items()
+        for name, value in values.items()
+        if name not in WAIT_COUNTERS
+    )

@@ -1,0 +1,425 @@
+"""Memory workers come or go while all others run on: one change of the view, in which KV moves and nothing is loaded.
+
+Before any worker rests, the new workers are started, have imported all modules and taken their memory, and the staying
+ones have taken memory for one layer more, since KV passes to its new layout layer by layer. Then all workers come to
+rest, the engine lays its sequences out over the next members, these take their parts of the KV from the workers that
+have it, and all meet anew. A leaving worker ends once its KV is confirmed elsewhere. Where a worker dies meanwhile, its
+KV, and perhaps KV of others, is computed again: the change stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from lamina.config.engine_config import EngineConfig
+from lamina.config.topology import TopologyOptions
+from lamina.engine.evacuation import Evacuation
+from lamina.facts.host_memory import free_bytes, not_enough_memory_message
+from lamina.protocol.capacity import Capacity, capacity_of_all_ranks, combined_capacity
+from lamina.protocol.control import Failed, LinkClosedError, MemoryReady, Stop
+from lamina.protocol.executor import Clock
+from lamina.protocol.reshard import PrepareStore, Reshard, ReshardDone, StorePrepared, TerminationNotice
+from lamina.protocol.step_plan import BindRequest, SurvivingKv
+
+from .memory_worker_slots import (
+    ResizeNeedsRestartError,
+    binds_of,
+    check_capacity,
+    check_resizable,
+    order_after_removal,
+    reorder_workers,
+    visible_addresses,
+)
+from .stall_detector import STOPPED_S, StallDetector
+from .worker_group import WorkerGroup
+from .worker_registry import JOIN_S, RegisteredWorker, WorkerRegistry, WorkersLostError
+
+log = logging.getLogger(__name__)
+LISTEN_S = 0.05  # to workers that move KV, before a look at workers that leave
+
+
+class ResizePlan(NamedTuple):
+    """What there is to be. ``binds``: rank -> of its memory workers."""
+
+    topology: TopologyOptions
+    binds: list[list[BindRequest]]
+    capacity: Capacity
+
+
+class ResizeResult(NamedTuple):
+    """What became of a change. ``error``: there was none, and why; ``pause_s``: in which no step was done."""
+
+    error: str = ""
+    pause_s: float = 0.0
+    moved_bytes: int = 0
+    reason: str = "scale"
+
+
+class MemoryResizer:
+    """At most one change at a time. One thread uses it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        members: WorkerRegistry,
+        cohort: WorkerGroup,
+        clock: Clock = time.monotonic,
+        free: Callable[[], int] = free_bytes,
+    ) -> None:
+        """``free``: bytes that this host could give to processes."""
+        self._config, self._registry, self._workers = config, members, cohort
+        self._clock, self._free = clock, free
+        self._extra_bytes = config.topology.extra_kv_bytes(config.devices.kv_bytes())
+        self.moved_bytes = Counter[str]()  # bytes of KV, by the reason of changes
+        self._reason = ""  # of the change that was begun last
+        self._change: ResizePlan | None = None  # asked for, and not under way yet
+        self._number = 0  # of the last one
+        self._leaving_members: list[int] = []  # memory workers, by that change
+        self._exits: Evacuation | None = None  # of that change
+        self._to_connect = False  # before them: memory workers are to be able to copy
+        self.new_shards: dict[int, int] = {}  # lanes of the last change, before and behind it; see EpochChanged
+        self._leaving: list[RegisteredWorker] = []  # the same of the change that is under way
+        self._coming: dict[RegisteredWorker, str] = {}  # workers that were started -> their URL; empty: unknown yet
+        self._preparing: dict[
+            RegisteredWorker, PrepareStore
+        ] = {}  # workers without their memory yet, and the order for it
+        self._deadline = self._paused_at = 0.0
+        self._moves: list[
+            tuple[RegisteredWorker, Reshard]
+        ] = []  # of the change that is under way, without what is kept
+        self._moved_bytes = 0
+        self._outcome: ResizeResult | None = None
+        self._on_result = True  # whether somebody wants it
+        self._dismissed: dict[RegisteredWorker, float] = {}  # who was dismissed, and when it is to have ended
+        self._stall_detector = StallDetector[RegisteredWorker](clock)
+
+    def plan(self, count: int, replaced: Sequence[int] = (), weights: Sequence[float] = ()) -> ResizePlan:
+        """A change to ``count`` memory workers. For the same count, ``replaced``: workers that others replace;
+        ``weights``: new parts of the work. Raises ValueError where that cannot be, ResizeNeedsRestartError.
+        """
+        topology, binds = self._workers.topology, self._workers.memory_binds
+        if topology.may_borrow:
+            raise ValueError(
+                f"{topology.loan_flag}: memory workers come and go by what is lent, and nobody scales them beside that"
+            )
+        check_resizable(self._config, same=bool(weights))
+        size = topology.tensor_parallel_size
+        if count < 1 or count % size:
+            raise ValueError(f"--memory-workers {count}: it must be a multiple of --tensor-parallel-size {size}")
+        parts = tuple(weights) or topology.memory_weights
+        wanted = structs.replace(topology, memory_workers=count, memory_weights=parts)
+        asked, had = self._config.devices.kv_bytes(), self._workers.kv_bytes
+        backend = self._workers.backend
+        by_rank = [binds_of(wanted, r, bind, backend, asked, sum(had[r])) for r, bind in enumerate(binds)]
+        more = sum(bind.kv_bytes for rank in by_rank for bind in rank) - sum(map(sum, had))
+        # Staying workers hold a layer twice while it moves.
+        more += sum(b.kv_bytes // len(b.layers) for rank in by_rank for b in rank[: len(had[0])])
+        more += sum(by_rank[w % len(by_rank)][w // len(by_rank)].kv_bytes for w in replaced)  # it has its own till then
+        if not self._config.launch.may_span_hosts and more > (free := self._free()):
+            raise ValueError(not_enough_memory_message(more, free))
+        ranks = [combined_capacity(check_capacity(rank), lambda w, r=r: w * size + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
+        return ResizePlan(wanted, by_rank, capacity_of_all_ranks(ranks))
+
+    def plan_borrowed(self, coming: Sequence[int], leaving: Collection[int]) -> ResizePlan:
+        """A change to the present memory workers without ``leaving``, and with one on loan for each number of bytes in
+        ``coming``. Raises ValueError, ResizeNeedsRestartError.
+        """
+        check_resizable(self._config)
+        cohort, (bind,) = self._workers, self._workers.memory_binds
+        kv_bytes = [n for worker, n in enumerate(cohort.kv_bytes[0]) if worker not in leaving] + list(coming)
+        wanted = structs.replace(cohort.topology, memory_workers=len(kv_bytes))
+        made = binds_of(wanted, 0, bind, cohort.backend)
+        binds = [structs.replace(each, kv_bytes=n) for each, n in zip(made, kv_bytes, strict=True)]
+        return ResizePlan(wanted, [binds], combined_capacity(check_capacity(binds, self._extra_bytes)))
+
+    def begin(
+        self,
+        change: ResizePlan,
+        leaving: Sequence[int] = (),
+        coming: Sequence[RegisteredWorker] = (),
+        *,
+        on_result: bool = True,
+        reason: str = "scale",
+        leaves_by_itself: Evacuation | None = None,
+    ) -> None:
+        """Start the workers that come, without a wait.
+
+        ``leaving``: memory workers that leave; empty: the last ones; where the number stays, others replace them.
+        ``coming``: workers that were started already. ``on_result``: whether ``take_outcome`` gives the outcome.
+        ``leaves_by_itself``: moves of sequences before the change.
+        Raises ValueError, ResizeNeedsRestartError, OSError.
+        """
+        there, count = self._registry.memory, change.topology.memory_workers
+        gone, size = list(leaving) or list(range(count, len(there))), change.topology.tensor_parallel_size
+        if self._change is not None:
+            raise ValueError("memory workers come or go already: wait until they have")
+        if len(there) - len(gone) > count or not set(gone) <= set(range(len(there))):
+            raise ValueError(f"memory workers {gone} are to go, of {len(there)}, and {count} are to stay")
+        fresh = gone if count == len(there) else range(len(order_after_removal(there, gone, size)), count)
+        most = len(there) + len(fresh) if count == len(there) else max(count, len(there))
+        if not self._workers.plan_resize(most):  # who is to go may die, and be replaced, before
+            raise ResizeNeedsRestartError("its launcher starts no more workers while others run")
+        self._change, self._number, self._leaving_members, self._on_result, self._reason = (
+            change,
+            self._number + 1,
+            gone,
+            on_result,
+            reason,
+        )
+        self._deadline = self._clock() + self._config.deadlines.start_timeout_s
+        try:
+            self._coming = dict.fromkeys(coming, "")
+            for index in list(fresh)[len(coming) :]:
+                self._coming[self._workers.start_extra("memory", index)] = ""
+        except (OSError, ValueError) as error:
+            self._fail(str(error), notify=False)  # or an answer to the next one that asks
+            raise
+        after = reorder_workers(there, gone, list(self._coming), size)
+        places = [self._workers.storage.config_for(i, count, self._workers.identity) for i in range(count)]
+        rooms = [PrepareStore(change.binds[i % size][i // size], places[i], self._number) for i in range(count)]
+        self._preparing = dict(zip(after, rooms, strict=True))
+        for member in (m for m in after if m not in self._coming):
+            self._send(member, self._preparing[member])
+        self._exits, self._to_connect = leaves_by_itself, leaves_by_itself is not None
+        self._workers.moves_stripes |= self._to_connect
+
+    @property
+    def weights(self) -> list[float]:
+        """Each memory worker's part of the work, in any unit."""
+        return self._workers.topology.normalized_weights
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a change was asked for that is not over."""
+        return bool(self._change or self._moves or self._paused_at)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a change is to come for which not all are there yet."""
+        return self._change is not None and not self.is_ready()
+
+    def is_ready(self) -> bool:
+        """Whether all who are to come are there, and may take part; who cannot ends the change."""
+        if self._change is None:
+            return False
+        for member in list(self._preparing):
+            try:
+                answer = self._answer_of(member)
+            except LinkClosedError:
+                answer = f"{member.handle.exit_reason() or 'closed its control link'} as it started"
+            except TimeoutError:
+                answer = "stands still in the midst of a message"
+            if answer:
+                self._fail(f"{member.name}: {answer}")
+                return False
+        if not self._preparing:
+            return self._to_connect or self._exits is None or self._exits.is_done()
+        if self._clock() > self._deadline:
+            limit = f"--start-timeout-s {self._config.deadlines.start_timeout_s:g}"
+            self._fail(f"new memory workers took too long to start ({limit})")
+        return False
+
+    def commit(self, paused_at: float) -> Capacity | None:
+        """All workers are at rest: the change that is due holds from now on. None: no change is due."""
+        self.new_shards = {}
+        if self._change is None or self._to_connect or not self.is_ready():
+            return None
+        change, before, coming = self._change, self._registry.memory, self._coming
+        self._change, self._coming, self._paused_at, self._moved_bytes = None, {}, paused_at, 0
+        self._leaving, size = [before[i] for i in self._leaving_members], change.topology.tensor_parallel_size
+        after = reorder_workers(before, self._leaving_members, list(coming), size)
+        stay = [before.index(m) for m in after if m not in coming]
+        self._workers.plan_resize(len(after), stay if len(after) != len(before) else ())
+        seats = (
+            after if self._exits is not None else before if self._leaving_members and len(after) == len(before) else []
+        )
+        self.new_shards = {i: seats[::size].index(m) for i, m in enumerate(before[::size]) if m in seats}
+        if self._exits is not None:
+            self._exits.finish()
+        self._exits, self._workers.moves_stripes = None, self._config.migrates_stripes
+        partitions = [bind.partition for bind in self._workers.memory_binds]
+        for member in before:
+            self._registry.remove(member)
+        for index, member in enumerate(after):
+            member.handle.index = index
+            self._registry.append(member)
+        self._workers.set_topology(change.topology, [[b.kv_bytes for b in r] for r in change.binds], coming)
+        self._moves = [
+            x
+            for r in range(size)
+            for x in self._orders(before[r::size], after[r::size], partitions[r], change.binds[r])
+        ]
+        log.info("memory workers: %d -> %d", len(before), len(after))
+        return change.capacity
+
+    def move_kv(self, keep: Sequence[SurvivingKv]) -> bool:
+        """Have KV moved to where it is to be, where a change is under way. Whether it is there; else all who lack it
+        have none. Raises WorkersLostError.
+        """
+        moves, self._moves = self._moves, []
+        leaving, self._leaving = (self._leaving, []) if moves else ([], self._leaving)
+        try:
+            self._send_reshard(
+                moves, leaving, list(keep)
+            )  # of nothing, too: the memory that was made ready becomes the store
+            answers = self._answers([m for m, _ in moves if m not in leaving], leaving)
+        finally:
+            self._dismiss(leaving)
+        for error in (a.error for a in answers if a.error):
+            log.warning("KV could not be moved, and is computed again: %s", error)
+        self._moved_bytes = sum(a.nbytes for a in answers)
+        return not any(a.error for a in answers)
+
+    def _send_reshard(
+        self,
+        moves: Sequence[tuple[RegisteredWorker, Reshard]],
+        leaving: Sequence[RegisteredWorker],
+        keep: list[SurvivingKv],
+    ) -> None:
+        """Tell all, also where one is lost: nobody may go on with KV that lies as before. Raises WorkersLostError."""
+        lost: WorkersLostError | None = None
+        for member, order in moves:
+            send = self._send if member in leaving else self._registry.send
+            try:
+                send(member, structs.replace(order, epoch=self._registry.epoch, surviving=keep))
+            except WorkersLostError as error:
+                lost = lost or error
+        if lost is not None:
+            raise lost
+
+    def _answers(self, owing: Sequence[RegisteredWorker], leaving: Sequence[RegisteredWorker]) -> list[ReshardDone]:
+        """Of all, or of those so far and an error where one that goes gives no more, or one hangs: behind the first
+        answer it takes a step's time, and as long again. Who it is shows as all come to rest. Raises WorkersLostError.
+        """
+        limits, answers, begun = self._config.deadlines, dict[RegisteredWorker, ReshardDone](), self._clock()
+        deadline = begun + limits.start_timeout_s
+        while owing := [m for m in owing if m not in answers]:
+            answer, now = dict(self._registry.take_arrived(ReshardDone)), self._clock()
+            answers |= answer
+            deadline = min(deadline, now + max(now - begun, limits.step_timeout_s)) if answer else deadline
+            stopped = self._stall_detector.update([m for m in leaving if m.handle.is_stopped])
+            lost = dict.fromkeys(stopped, f"has been stopped for {STOPPED_S:g} s")
+            lost |= dict.fromkeys([m for m in owing if m not in answers and now > deadline], "takes too long")
+            if lost := lost | {m: fate for m in leaving if (fate := self._exit_reason(m)) is not None}:
+                error = ", ".join(f"{m.name} {how}" for m, how in lost.items())
+                return [*answers.values(), ReshardDone(epoch=self._registry.epoch, error=error)]
+            if answers.keys().isdisjoint(owing):
+                self._registry.listen(LISTEN_S)
+        return list(answers.values())
+
+    def _exit_reason(self, leaving: RegisteredWorker) -> str | None:
+        """Why one that goes gives no more KV; None: it does, or has given all."""
+        with suppress(LinkClosedError, TimeoutError):  # its process has ended, or will have
+            answer = self._registry.receive_from(leaving)
+            if isinstance(answer, ReshardDone) and answer.error:
+                return f"gives no more: {answer.error}"
+        return leaving.handle.exit_reason()
+
+    def finish(self) -> None:
+        """All have met anew."""
+        if self._to_connect and self._exits is not None:
+            self._to_connect = False
+            self._exits.begin()
+        if self._paused_at:
+            changed = ResizeResult("", self._clock() - self._paused_at, self._moved_bytes, self._reason)
+            self.moved_bytes[self._reason] += changed.moved_bytes
+            log.info("KV has moved: %d bytes, %.3f s", changed.moved_bytes, changed.pause_s)
+            self._outcome, self._paused_at = changed if self._on_result else None, 0.0
+
+    def take_outcome(self) -> ResizeResult | None:
+        """Of the last change, once it is over, and once only."""
+        self.reap()
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def reap(self) -> None:
+        """Wait for the processes of those that have gone; who takes long ends by force."""
+        now = self._clock()
+        for member in [m for m, due in self._dismissed.items() if now > due or m.handle.exit_reason() is not None]:
+            member.handle.join(0.0)
+            del self._dismissed[member]
+
+    def close(self) -> None:
+        """End all who are not members. Idempotent."""
+        self._dismiss([*self._coming, *self._leaving])
+        for member, due in self._dismissed.items():
+            member.handle.join(max(0.0, due - self._clock()))
+        self._coming, self._change, self._leaving, self._leaving_members, self._dismissed = {}, None, [], [], {}
+
+    def _orders(
+        self, before: list[RegisteredWorker], after: list[RegisteredWorker], partition: Any, binds: list[BindRequest]
+    ) -> list[tuple[RegisteredWorker, Reshard]]:
+        """Of one rank: who is told what, but for the KV that is kept."""
+        peers = before + [m for m in after if m not in before]
+        peers.sort(key=lambda m: not self._workers.address_of(m).key)  # the later one connects: guests need no key
+        addresses = [self._workers.address_of(m) for m in peers]
+        return [
+            (
+                member,
+                Reshard(
+                    epoch=0,
+                    bind=binds[after.index(member)] if member in after else None,
+                    before=partition,
+                    after=binds[0].partition,
+                    surviving=[],
+                    peers=visible_addresses(addresses[me], addresses),
+                    own_index=me,
+                    sources=[peers.index(m) for m in before],
+                    targets=[peers.index(m) for m in after],
+                    timeout_s=self._config.deadlines.step_timeout_s,
+                ),
+            )
+            for me, member in enumerate(peers)
+        ]
+
+    def _answer_of(self, member: RegisteredWorker) -> str:
+        """What one that prepares has said; why it cannot, or nothing. Raises LinkClosedError."""
+        if member not in self._coming:
+            prepared = [x for x in member.inbox if isinstance(x, StorePrepared)]
+            for message in prepared:
+                member.inbox.remove(message)
+            prepared = [x for x in prepared if x.resize_number == self._number]
+            if prepared or member not in self._registry.memory:  # a replacement of a dead worker begins anew
+                del self._preparing[member]
+            return next((x.error for x in prepared), "")
+        message = self._registry.receive_from(member)
+        if isinstance(message, MemoryReady):
+            self._coming[member] = message.url
+            member.link.send(self._preparing[member])
+        elif isinstance(message, StorePrepared):
+            del self._preparing[member]
+            return message.error
+        elif isinstance(message, TerminationNotice):  # heeded once it has a place
+            member.inbox.append(message)
+        return message.text if isinstance(message, Failed) else ""
+
+    @staticmethod
+    def _send(member: RegisteredWorker, message: Any) -> None:
+        with suppress(LinkClosedError):  # its end is told to the listener of its link
+            member.link.send(message)
+
+    def _fail(self, why: str, *, notify: bool = True) -> None:
+        log.warning("memory workers stay as they are: %s", why)
+        self._dismiss(self._coming)
+        self._workers.plan_resize(len(self._registry.memory))
+        for member in self._registry.memory:
+            self._send(member, PrepareStore(None))
+        self._change, self._leaving_members, self._coming, self._preparing = None, [], {}, {}
+        if self._exits is not None:
+            self._exits.cancel()
+        self._exits, self._to_connect, self._workers.moves_stripes = None, False, self._config.migrates_stripes
+        self._outcome = ResizeResult(why, reason=self._reason) if notify and self._on_result else None
+
+    def _dismiss(self, members: Iterable[RegisteredWorker]) -> None:
+        """Have them end; nobody waits until their memory is the host's again."""
+        for member in members:
+            self._send(member, Stop())
+            member.link.close()
+            self._dismissed[member] = self._clock() + JOIN_S

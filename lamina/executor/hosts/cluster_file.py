@@ -1,0 +1,212 @@
+"""A cluster's YAML: its hosts, what each has, and how to get there. Documented by examples/h100_h20.yaml."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lamina.facts.hardware import DEVICES
+
+from .worker_placement import RACK, Host
+
+PORT = 6379  # Ray's
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_SUFFIXES = (".yaml", ".yml")
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$)({_LABEL}\.)*(?!\d+$){_LABEL}")  # RFC 1123; what ends in digits is an address
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostEntry:
+    """One host of the file: ``compute`` and ``memory`` are how many workers of each kind it takes."""
+
+    address: str  # IP or name, as the file has it
+    ip: str = ""  # of a name, once it is looked up
+    compute: int = 0
+    memory: int = 0
+    device: str = ""  # of each worker, by its name in facts.hardware; "" = the host's own memory and cores
+    rack: str = ""
+    cores: int = 0  # 0 = unknown here, all there
+
+    @property
+    def ip_or_name(self) -> str:
+        """The host's IP; its name where that was not looked up."""
+        return self.ip or self.address
+
+    def resources(self) -> dict[str, float]:
+        """The resources of the host that Ray is told."""
+        named = {"lamina_compute": self.compute, "lamina_memory": self.memory}
+        return {name: float(count) for name, count in named.items() if count}
+
+    def labels(self) -> dict[str, str]:
+        """The same, of its labels."""
+        named = {RACK: self.rack, "lamina_device": self.device}
+        return {name: value for name, value in named.items() if value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """``hosts[0]`` is the head, where Ray's own state is."""
+
+    hosts: tuple[HostEntry, ...]
+    port: int = PORT
+    ssh: tuple[str, ...] = field(default=SSH)  # a command that takes a host and a command line; for other hosts
+    python: str = ""  # with Lamina and Ray, on every host; "" = the one that runs this
+    path: str = ""  # of the file
+
+    @property
+    def head(self) -> str:
+        """The address of the head as ``--ray-address`` takes it."""
+        host = self.hosts[0].ip_or_name
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    def planned(self) -> list[Host]:
+        """The hosts as Ray will know them: where workers have devices, it finds a GPU for each."""
+        gpus = [{"GPU": float(h.compute + h.memory)} if h.device else {} for h in self.hosts]
+        return [
+            Host(
+                name=f"{number:04}-{h.address}", address=h.ip_or_name, resources=h.resources() | gpus[number],
+                labels=h.labels(), cores=h.cores or 1,
+            )
+            for number, h in enumerate(self.hosts)
+        ]  # fmt: skip
+
+    def looked_up(self) -> Cluster:
+        """The same cluster with the IPs of all hosts. Raises ValueError for a name that leads to none that other hosts
+        reach.
+        """
+        hosts = tuple(
+            replace(h, ip=look_up(h.address, f"{self.path}: host {number}", alone=len(self.hosts) == 1))
+            for number, h in enumerate(self.hosts)
+        )
+        for number, host in enumerate(hosts):
+            if twin := next((h for h in hosts[:number] if h.ip == host.ip), None):
+                raise ValueError(
+                    f"{self.path}: {twin.address} and {host.address} are one host, {host.ip}: name it once"
+                )
+        return replace(self, hosts=hosts)
+
+
+def is_file(address: str) -> bool:
+    """Whether a --ray-address names a cluster's YAML."""
+    return address.endswith(_SUFFIXES)
+
+
+def head_address(address: str) -> str:
+    """``auto``, or HOST:PORT, of a --ray-address in any of its forms. Raises ValueError."""
+    if is_file(address):
+        return read_cluster(address).looked_up().head
+    if address == "auto":
+        return address
+    host, colon, port = address.rpartition(":")
+    if not colon or (":" in host and not host.endswith("]")):
+        host, port = address, str(PORT)
+    if "://" in address or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"--ray-address {address} is not auto, HOST, HOST:PORT or a .yaml file")
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def is_local(address: str) -> bool:
+    """Whether an IP address is one of this host, or a name is this host's own; no name is looked up."""
+    try:
+        version = ipaddress.ip_address(address).version
+    except ValueError:
+        return address in ("localhost", socket.gethostname().lower())
+    with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def read_cluster(path: str) -> Cluster:
+    """Raises ValueError that names the file and the entry, ImportError without PyYAML."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(f"{path} needs PyYAML: pip install 'lamina[ray]'") from error
+    try:
+        contents = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    table = _table(contents, path, {"hosts", "port", "ssh", "python"})
+    entries = table.get("hosts")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path}: hosts must be a list with at least one host")
+    hosts = tuple(_host(entry, f"{path}: host {number}") for number, entry in enumerate(entries))
+    if len({h.address for h in hosts}) < len(hosts):
+        raise ValueError(f"{path}: two hosts have the same address")
+    ssh, python = table.get("ssh", list(SSH)), table.get("python", "")
+    if not (isinstance(ssh, list) and ssh and all(isinstance(word, str) for word in ssh)):
+        raise ValueError(f"{path}: ssh must be a list of words, such as [ssh, -o, BatchMode=yes]")
+    if not isinstance(python, str):
+        raise ValueError(f"{path}: python must be a path")
+    port = _count(table, "port", path, PORT)
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"{path}: port must be 1..65535, not {port}")
+    return Cluster(hosts=hosts, port=port, ssh=tuple(ssh), python=python, path=path)
+
+
+def _host(entry: Any, where: str) -> HostEntry:
+    table = _table(entry, where, {"address", "compute", "memory", "device", "rack", "cores"})
+    address, device = _address(table.get("address"), where), str(table.get("device", "")).lower()
+    if device and device not in DEVICES:
+        raise ValueError(f"{where}: device {device} is not one of {', '.join(DEVICES)}")
+    compute, memory, cores = (_count(table, name, where, 0) for name in ("compute", "memory", "cores"))
+    return HostEntry(
+        address=address, compute=compute, memory=memory, device=device, rack=str(table.get("rack", "")), cores=cores
+    )
+
+
+def _address(address: Any, where: str) -> str:
+    """An IP address in its shortest form, or a host's name in lower case."""
+    text = str(address)
+    try:
+        ip = ipaddress.ip_address(text)
+    except ValueError:
+        if not isinstance(address, str) or not _NAME.fullmatch(text.lower()):
+            raise ValueError(f"{where}: address must be an IP address or the name of a host, not {address!r}") from None
+        return text.lower()
+    if ip.is_unspecified or ip.is_multicast:
+        raise ValueError(f"{where}: address {text} is no host's own")
+    return str(ip)
+
+
+def look_up(address: str, where: str, *, alone: bool) -> str:
+    """The IP of a host, of its name as this host knows it: IPv4 before IPv6. ``alone``: nobody else has to reach it."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        pass
+    try:
+        addresses = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(
+            f"{where}: {address} cannot be looked up ({error.strerror}): give a name that this host knows, or the IP"
+        ) from None
+    ips = sorted(
+        (ipaddress.ip_address(place[0]) for *_, place in addresses), key=lambda ip: (ip.is_loopback, ip.version)
+    )
+    if ips[0].is_loopback and not alone:
+        raise ValueError(f"{where}: {address} is {ips[0]} here, which other hosts cannot reach: give its IP")
+    return str(ips[0])
+
+
+def _table(table: Any, where: str, known: set[str]) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: must be a table with {', '.join(sorted(known))}")
+    if unknown := sorted(str(k) for k in set(table) - known):
+        raise ValueError(f"{where}: unknown entry {unknown[0]}; known: {', '.join(sorted(known))}")
+    return table
+
+
+def _count(table: dict[str, Any], name: str, where: str, default: int) -> int:
+    value = table.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{where}: {name} must be a whole number, not {value!r}")
+    return value

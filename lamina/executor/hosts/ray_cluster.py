@@ -1,0 +1,122 @@
+"""Ray as this process has it: loaded with its token, joined to a cluster, asked for the hosts there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from .cluster_file import head_address
+from .ray_token import offer_token
+from .worker_placement import Host
+
+MIN_RAY_VERSION = (2, 52)  # the first with tokens
+REACH_S = 10.0
+ANSWER_S = 2.0  # for a host that lives, however busy: Linux answers
+UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # whether Ray copies the current directory of `uv run` to all hosts
+
+
+@contextmanager
+def joined(address: str) -> Iterator[Any]:
+    """In the Ray cluster of a --ray-address; out of it again at the end, unless this process was in one before."""
+    ray = load()
+    owned = not ray.is_initialized()
+    if owned:
+        join(ray, address)
+    try:
+        yield ray
+    finally:
+        if owned:
+            ray.shutdown()
+
+
+def load() -> Any:
+    """Ray, loaded so that it shows its token. Raises ImportError, ValueError."""
+    if find_spec("ray") is None:
+        raise ImportError("--ray-address needs Ray 2.52 or newer: pip install 'lamina[ray]'")
+    offer_token()
+    os.environ.setdefault(UV_RUN, "0")  # hosts have Lamina; Ray looks when it is loaded
+    ray = import_module("ray")
+    if not ray.is_initialized():
+        import_module("ray._raylet").Config.initialize("")  # it may have been loaded, and have looked, before
+    import_module("ray.exceptions")
+    if tuple(int(n) for n in ray.__version__.split(".")[:2]) < MIN_RAY_VERSION:
+        raise ImportError(f"--ray-address needs Ray 2.52 or newer, not {ray.__version__}: pip install -U 'ray>=2.52'")
+    return ray
+
+
+def join(ray: Any, asked: str) -> None:
+    """The Ray cluster of a --ray-address. Raises ValueError."""
+    address = head_address(asked)
+    host, _, port = address.rpartition(":")
+    try:
+        if host:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()  # Ray itself tries for minutes
+        with _own_signals():
+            ray.init(
+                address=address, job_config=_job(), log_to_driver=False, logging_level="ERROR", configure_logging=False
+            )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise ValueError(f"--ray-address {asked}: {first_line(error)}") from error
+
+
+def hosts_of(ray: Any, *, whole: bool = False) -> list[Host]:
+    """The living hosts of the cluster that this process is in, with what is free there; ``whole``: with what they
+    have in all.
+    """
+    free = import_module("ray._private.state").available_resources_per_node()  # Ray has no public call for it
+    return [
+        Host(
+            name=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            resources={k: float(v) for k, v in (node["Resources"] if whole else free.get(node["NodeID"], {})).items()},
+            labels=node["Labels"],
+            cores=int(node["Resources"].get("CPU", 1)),
+            port=node["NodeManagerPort"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def is_reachable(host: Host) -> bool:
+    """Whether a host's Ray takes connections."""
+    try:
+        socket.create_connection((host.address, host.port), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _job() -> Any:
+    """This process as a job of Ray's, whose workers import what their hosts have. Ray by itself has them import from
+    the directories of this process and of its script before all others. The field is part of Ray's protocol.
+    """
+
+    class OwnPathJob(import_module("ray.job_config").JobConfig):  # type: ignore[misc]
+        def _get_proto_job_config(self) -> Any:
+            job = super()._get_proto_job_config()
+            del job.py_driver_sys_path[:]
+            return job
+
+    return OwnPathJob()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; what it is for is the program's to say."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # not the main thread: Ray took nothing
+            signal.signal(signal.SIGTERM, before)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

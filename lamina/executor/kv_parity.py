@@ -1,0 +1,97 @@
+"""What a lost memory worker had comes back from the others, where one more keeps the parity of all (--kv-parity)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from lamina.config.engine_config import EngineConfig
+from lamina.protocol.executor import Clock
+from lamina.protocol.reshard import RebuildKv, ReshardDone
+from lamina.protocol.step_plan import BindRequest, SurvivingKv
+from lamina.workers.compute.kv_parity import parity_bind
+
+if TYPE_CHECKING:
+    from .worker_group import WorkerGroup
+    from .worker_registry import WorkerRegistry
+
+log = logging.getLogger(__name__)
+TokensBySequence = dict[int, int]  # sequence -> tokens
+
+
+class KvParity:
+    """Of one engine; without --kv-parity it does nothing. The parity worker is the last one."""
+
+    def __init__(self, config: EngineConfig, members: WorkerRegistry, cohort: WorkerGroup, clock: Clock) -> None:
+        self._wanted, self._limit = bool(config.topology.kv_parity), config.deadlines.start_timeout_s
+        self._silent_s = config.deadlines.step_timeout_s  # of a peer that others give up
+        self._registry, self._workers, self._clock = members, cohort, clock
+        self._lost: int | None = None  # whose KV is to come back
+
+    @property
+    def needs_rebuild(self) -> bool:
+        """Whether KV of one is to come back."""
+        return self._lost is not None
+
+    def surviving_after_rebuild(self, kept: list[TokensBySequence]) -> list[TokensBySequence]:
+        """For each memory worker that attends, its KV once a single lost worker's KV is back; behind the loss of
+        several, theirs is gone. ``kept``: what all have, the parity worker last.
+        """
+        if not self._wanted:
+            return kept
+        lost = [i for i, member in enumerate(self._registry.memory) if member in self._registry.lost_workers]
+        self._lost = lost[0] if len(lost) == 1 else None
+        if self._lost is not None:
+            kept[self._lost] = _least([report for i, report in enumerate(kept) if i != self._lost])
+        *others, parity = kept
+        return [_least([report, parity]) for report in others]
+
+    def rebuild(self, keep: Sequence[SurvivingKv]) -> bool:
+        """Have all other memory workers send their share of the KV of ``surviving`` to the worker in the lost one's
+        place. Returns whether that KV is there; else it is to be computed again. Raises WorkersLostError.
+        """
+        place, self._lost = self._lost, None
+        if place is None or not keep:
+            return True
+        memory, begun = self._registry.memory, self._clock()
+        others = [i for i in range(len(memory)) if i != place]
+        order = RebuildKv(
+            epoch=self._registry.epoch,
+            bind=None,
+            surviving=list(keep),
+            peers=[self._workers.address_of(member) for member in memory],
+            own_index=0,
+            sources=others,
+            targets=[place],
+            timeout_s=self._silent_s,
+        )
+        for me, member in enumerate(memory):
+            bind = self._bind_of(place) if me == place else None
+            self._registry.send(member, structs.replace(order, own_index=me, bind=bind))
+        purpose = "to rebuild KV"
+        answers, limit_s = list[ReshardDone](), self._limit
+        for _ in memory:
+            answers.append(self._registry.wait_for(memory, ReshardDone, limit_s, purpose))
+            limit_s = min(self._limit, max(self._clock() - begun, self._silent_s))  # as long again; else one hangs
+            if error := answers[-1].error:  # whoever is left may hang, and says nothing
+                log.warning("KV could not be rebuilt, and is computed again: %s", error)
+                return False
+        nbytes, seconds = sum(answer.nbytes for answer in answers), self._clock() - begun
+        log.info("KV of memory worker %d is back: %d bytes came, %.3f s", place, nbytes, seconds)
+        return True
+
+    def _bind_of(self, place: int) -> BindRequest:
+        """Of the store that the one in that place had."""
+        (first,), (kv_bytes,), backend = self._workers.memory_binds, self._workers.kv_bytes, self._workers.backend
+        if place == len(kv_bytes):
+            return parity_bind(first, backend, kv_bytes[0])
+        kv = structs.replace(first.kv, attention=backend) if place else first.kv
+        return structs.replace(first, worker=place, kv=kv, kv_bytes=kv_bytes[place])
+
+
+def _least(reports: Sequence[Mapping[int, int]]) -> TokensBySequence:
+    """Of each sequence what all have."""
+    return {sequence: min(report.get(sequence, 0) for report in reports) for sequence in reports[0]}

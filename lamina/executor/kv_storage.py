@@ -1,0 +1,128 @@
+"""Where memory workers keep pages beside their pools, as the driver tells them; and transfers that are under way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from msgspec import structs
+
+from lamina.config.engine_config import EngineConfig
+from lamina.config.offload import OffloadOptions
+from lamina.config.option import parse_seconds
+from lamina.kv.disk_store.store_directory import SECRET, StoreDirectory, begin_era, read_secret, store_era, store_secret
+from lamina.kv.page_keys import ERA_BYTES, SECRET_BYTES
+from lamina.kv.pages import PAGE
+from lamina.protocol.control import ComputeReady, RunRound
+from lamina.protocol.offload_messages import OffloadConfig, OffloadFacts, StoredPages
+from lamina.protocol.sparse_ops import ScoreBlocks
+from lamina.protocol.step_plan import CopyStripes, LoadKv, SaveKv
+
+log = logging.getLogger(__name__)
+
+
+class KvStorage:
+    """The tier of one engine. ``server``: its name, which no other engine has. Raises ValueError for a directory that
+    cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig, server: str) -> None:
+        self._options, self._server, self._chunk = config.offload, server, config.batching.prefill_chunk
+        self._ranks = config.topology.tensor_parallel_size
+        self._secret, self._era = _keys_of(config.offload)
+        self.is_per_host = bool(config.offload.kv_store_dir and config.launch.may_span_hosts)  # each has a directory
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there is one."""
+        return bool(self._options.backend)
+
+    def config_for(self, index: int, workers: int, identity: bytes) -> OffloadConfig | None:
+        """Of memory worker ``index`` of so many; None where nothing is kept."""
+        if not self.is_enabled:
+            return None
+        return OffloadConfig(
+            backend=self._options.backend,
+            total_bytes=self._options.total_bytes,
+            workers=workers,
+            policy=self._options.kv_eviction_policy,
+            identity=identity,
+            rank=index % self._ranks,
+            ranks=self._ranks,
+            chunk_tokens=self._chunk,
+            ttl_s=parse_seconds(self._options.kv_store_ttl, "--kv-store-ttl"),
+            directory=self._options.kv_store_dir,
+            secret=self._secret,
+            server=self._server,
+            memory_bytes=self._options.memory_bytes,
+        )
+
+    def begin_era(self) -> bytes:
+        """Have no engine find the present pages any more, this one or a later one. Returns the era, which is a part of
+        later keys.
+        """
+        self._era = secrets.token_bytes(ERA_BYTES)
+        if self._options.kv_store_dir:
+            try:
+                with closing(StoreDirectory(self._options.kv_store_dir)) as folder:
+                    self._era = begin_era(folder)
+            except (OSError, ValueError) as error:
+                log.error("the next start will find the pages from before the reset: %s", error)
+        return self._era
+
+    def complete_facts(self, ready: ComputeReady, identity: bytes, replies: Sequence[StoredPages]) -> ComputeReady:
+        """With what memory workers have ``replies``, in their order."""
+        if not self.is_enabled:
+            return ready
+        tier = OffloadFacts(
+            secret=self._secret, identity=identity, page_size=PAGE, pages=_left(replies),
+            backend=self._options.backend, capacities=[each.capacity for each in replies], era=self._era,
+            is_complete=self._options.decode_only,
+        )  # fmt: skip
+        return structs.replace(ready, storage=tier)
+
+
+def _left(replies: Sequence[StoredPages]) -> list[list[bytes]]:
+    """What each has told of, but for what another one has given up since."""
+    gone = {key for each in replies for key in each.evicted}
+    return [[key for key in each.keys if key not in gone] for each in replies]
+
+
+def _keys_of(options: OffloadOptions) -> tuple[bytes, bytes]:
+    """Secret and era of the store, so that a later start finds its pages; nobody finds those of the host's memory
+    again.
+    """
+    if not options.kv_store_dir:
+        return secrets.token_bytes(SECRET_BYTES), b""
+    with closing(StoreDirectory(options.kv_store_dir)) as folder:
+        return store_secret(folder, options.kv_key_file), store_era(folder)
+
+
+def check_store(options: OffloadOptions) -> None:
+    """Raises ValueError where a start would refuse the directory of the store, or its secret; makes neither."""
+    if not options.kv_store_dir:
+        return
+    path = Path(options.kv_store_dir).expanduser().absolute()
+    if os.path.lexists(path):
+        with closing(StoreDirectory(options.kv_store_dir, make=False)) as folder:
+            if options.kv_key_file or folder.read(SECRET) is not None:
+                store_secret(folder, options.kv_key_file, make=False)
+            store_era(folder)
+        return
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"--kv-store-dir {options.kv_store_dir}: it cannot be made in {path.parent}: name one that you may write"
+        )
+    if options.kv_key_file:
+        read_secret(options.kv_key_file, "--kv-key-file")
+
+
+def num_reports(new: RunRound) -> int:
+    """Of each memory worker, on what a round begins: transfers, scores, and copies of stripes."""
+    return sum(
+        isinstance(op, SaveKv | LoadKv | ScoreBlocks | CopyStripes) for step in new.steps for op in step.plan.ops
+    )

@@ -1,0 +1,312 @@
+"""The launcher ``local``: workers on this machine, as processes or, for a transport that stays in one, as threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from lamina.config.engine_config import EngineConfig
+from lamina.env import PACKED
+from lamina.facts.host_memory import check_kv_memory_fits, free_bytes
+from lamina.netstack.own_python import own_environment, own_python
+from lamina.utils import cpu_cores
+from lamina.utils.proc import cpu_ns_if_stopped
+
+from . import WorkerHandle
+from .zygote_client import START, NoForkError, ZygoteExitedError
+
+log = logging.getLogger(__name__)
+
+# With these OpenMP lays its threads on cores as it is loaded, which the warm process has done with its own cores.
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+# role -> (module, its function that serves one control socket)
+ROLES = {
+    "memory": ("lamina.workers.memory.main", "serve_memory"),
+    "compute": ("lamina.workers.compute.main", "serve_compute"),
+    "prefill": ("lamina.workers.prefill.main", "serve_prefill"),
+    "engine": ("lamina.server.engine_client.engine_process", "serve_engine"),
+    "footprint": ("lamina.workers.memory.resident_memory", "serve_footprint"),
+}
+
+
+JOIN_AFTER_KILL_S = 10.0  # for a killed process to be gone
+STARTERS = {"engine"}  # roles that start workers of their own
+
+
+class Process(Protocol):
+    """A worker's process, whoever is its parent."""
+
+    pid: int
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether it has ended, within so many seconds."""
+        ...
+
+    @property
+    def exit_status(self) -> int | None:
+        """Exit status, or minus its signal, once it has ended; None = nobody knows."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class SpawnedProcess:
+    """A process that imports its modules by itself, as opposed to a forked one."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self.kill = process.kill
+        self._process = process
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s) if timeout_s else self._process.poll()
+        return self._process.returncode is not None
+
+    @property
+    def exit_status(self) -> int | None:
+        return self._process.returncode
+
+
+class ProcessWorker:
+    """A worker that is its own process: forked from the warm process, or ``python -m lamina.workers``."""
+
+    host = ""
+
+    def __init__(self, role: str, index: int, threads: int = 0, on: cpu_cores.Cores = (), **env: str) -> None:
+        """``threads`` of OpenMP; 0 = what the environment says, else all cores. ``on``: its cores; empty = any.
+        ``env``: what its environment has besides.
+        """
+        self.role, self.index = role, index
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            self._process = start(role, theirs, threads, on, **env)
+        self.pid = self._process.pid
+        self._spent: int | None = None  # CPU time, if it stood still at the last look
+
+    def exit_reason(self) -> str | None:
+        return exit_status_text(self._process.exit_status) if self._process.has_ended() else None
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, or minus the signal that ended it; None while it runs, and where nobody knows."""
+        return self._process.exit_status if self._process.has_ended() else None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Not of one that has run since it stood still at the last look, as one does that is slowed down by signals."""
+        before, self._spent = self._spent, cpu_ns_if_stopped(self.pid)
+        return self._spent is not None and before in (None, self._spent)
+
+    def join(self, timeout_s: float) -> None:
+        if not self._process.has_ended(timeout_s):
+            self._process.kill()
+            self._process.has_ended(JOIN_AFTER_KILL_S)
+
+
+class ThreadWorker:
+    """A worker on a thread of the driver's process; ``extra`` goes to its serve function behind the socket."""
+
+    host = ""
+
+    def __init__(self, role: str, index: int, *extra: Any) -> None:
+        self.role, self.index, self.pid = role, index, os.getpid()
+        self.sock, theirs = socket.socketpair()
+        module, function = ROLES[role]
+        serve: Callable[..., None] = getattr(import_module(module), function)
+        self._thread = threading.Thread(target=serve, args=(theirs, *extra), name=f"lamina-{role}-{index}", daemon=True)
+        self._thread.start()
+
+    is_stopped = False  # or nobody here could look
+
+    def exit_reason(self) -> str | None:
+        return None if self._thread.is_alive() else "ended"
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+
+class LocalLauncher:
+    """All workers on this machine; they end by their control links alone."""
+
+    def __init__(self, key: bytes, wanted: Mapping[str, int], on: Mapping[str, Sequence[cpu_cores.Cores]]) -> None:
+        """``on``: the cores of each worker of a role; empty = any. LAMINA_PACKED_WEIGHTS of the workers is a file in
+        memory, this launcher's own and empty: its first user fills it.
+        """
+        self.key = key
+        self._wanted, self._on = dict(wanted), {role: list(each) for role, each in on.items()}
+        self._packed = open(os.memfd_create("lamina-packed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb")  # noqa: SIM115
+
+    def thread_count(self, role: str, index: int) -> int:
+        return len(self._cores(role, index)) or max(1, len(os.sched_getaffinity(0)) // self._wanted[role])
+
+    def start(self, role: str, index: int, threads: int = 0) -> ProcessWorker:
+        packed = f"/proc/{os.getpid()}/fd/{self._packed.fileno()}"
+        return ProcessWorker(role, index, threads, self._cores(role, index), **{PACKED: packed})
+
+    def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> ProcessWorker:
+        return self.start(role, number, threads)
+
+    def promote_spare(self, role: str, number: int, index: int) -> None:
+        """All are on this host, and with --cores there are no spares."""
+
+    def avoid_host(self, role: str, index: int) -> None:
+        """There is no other host."""
+
+    def _cores(self, role: str, index: int) -> cpu_cores.Cores:
+        """Of one in the place of a worker that somebody else had lent, those of the last one here."""
+        return self._on[role][min(index, len(self._on[role]) - 1)]
+
+    def can_replace(self, lost: WorkerHandle) -> bool:
+        return True
+
+    def set_capacity(self, role: str, count: int) -> bool:
+        had = self._on[role]
+        if count > len(had) and any(any(each) for each in self._on.values()):  # cores were dealt out at the start
+            return False
+        self._wanted[role], self._on[role] = count, [*had, *[cpu_cores.Cores()] * count][:count]
+        return True
+
+    def keep_workers(self, role: str, numbers: Sequence[int]) -> None:
+        self._on[role] = [self._on[role][n] for n in numbers]
+        self._wanted[role] = len(numbers)
+
+    def close(self) -> None:
+        self._packed.close()
+
+
+def open_launcher(
+    config: EngineConfig, key: bytes, wanted: Mapping[str, int], without: Collection[str] = ()
+) -> LocalLauncher:
+    if config.devices.memory_device == "cpu":  # of a GPU's memory its worker knows
+        check_kv_memory_fits(config, free_bytes())
+    on = {role: [cpu_cores.Cores()] * count for role, count in wanted.items()}
+    if config.devices.cores:
+        on = cores_by_role(config, wanted)
+        log.info("--cores: %s", "; ".join(_lines(on)) or "fewer than workers: the system places them")
+    return LocalLauncher(key, wanted, on)
+
+
+def cores_by_role(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[cpu_cores.Cores]]:
+    """The cores of each worker, by role, as ``--cores`` says. Raises ValueError where that does not fit."""
+    roles = "compute", "memory", "prefill"
+    counts = [wanted.get(role, 0) for role in roles]
+    if not all(counts[:2]):
+        raise ValueError(f"--cores: with --transport {config.launch.transport} workers are threads of this process")
+    lists = cpu_cores.assign_cores(
+        config.devices.cores, counts, core_topology(), at_once=config.topology.overlaps_pools
+    )
+    return dict(zip(roles, lists, strict=True))
+
+
+def _lines(on: Mapping[str, Sequence[cpu_cores.Cores]]) -> Iterator[str]:
+    for role, each in on.items():
+        yield from (f"{role} worker {i} on {cpu_cores.core_list_text(x)}" for i, x in enumerate(each) if x)
+
+
+def core_topology() -> list[int]:
+    """Cores that this process may use; those of a node of memory, and the threads of a core, beside each other."""
+
+    def place_of(core: int) -> tuple[int, ...]:
+        here = Path(f"/sys/devices/system/cpu/cpu{core}")
+        node = next((int(p.name[4:]) for p in here.glob("node[0-9]*")), 0)
+        try:
+            return node, int((here / "topology/core_id").read_text()), core
+        except (OSError, ValueError):
+            return node, core, core
+
+    return sorted(os.sched_getaffinity(0), key=place_of)
+
+
+def start(role: str, control: socket.socket, threads: int, on: cpu_cores.Cores, **env: str) -> Process:
+    """The process of a worker, with ``env`` in its environment besides. Forked from the warm process: what that has
+    imported need not be imported again.
+    """
+    arguments = ["--cores", ",".join(map(str, on))] if on else []
+    serve, own = ":".join(ROLES[role]), {**worker_environment(threads), **env}
+    if any(own.get(name) for name in BINDING):
+        return SpawnedProcess(spawn(role, control, threads, arguments, (), **env))
+    for _ in range(2):  # a warm process that has died is replaced
+        if (warm := START.get(own)) is None:
+            break
+        try:
+            return warm.fork(serve, arguments, own, control, cores=on, starts=role in STARTERS)
+        except ZygoteExitedError as error:
+            START.forget(warm)
+            gone, why = warm, error
+        except NoForkError as error:
+            START.give_up(warm, error)
+            break
+    else:
+        START.give_up(gone, why)
+    return SpawnedProcess(spawn(role, control, threads, arguments, (), **env))
+
+
+def spawn(
+    role: str, control: socket.socket, threads: int = 0, more: Sequence[str] = (), fds: Sequence[int] = (), **env: str
+) -> subprocess.Popen[bytes]:
+    """A fresh process of a worker, with its end of the control link, ``more`` arguments and inherited descriptors."""
+    module, function = ROLES[role]
+    words = ["lamina.workers", f"{module}:{function}", "--control-fd", str(control.fileno()), *more]
+    command, environ = own_python("-m", *words, environ={**worker_environment(threads), **env})
+    return subprocess.Popen(
+        command,
+        pass_fds=[control.fileno(), *fds],
+        stdin=subprocess.DEVNULL,
+        env=environ,
+        process_group=0,  # Ctrl-C is the driver's to handle, also while the worker still imports
+    )
+
+
+def spawn_supervised(
+    role: str, sock: socket.socket, keys: bytes, threads: int, fds: Sequence[int] = (), **env: str
+) -> tuple[subprocess.Popen[bytes], int]:
+    """A worker's process with its control link to a driver elsewhere, and its life line: that ends with this process,
+    however that ends. Raises OSError where this host starts no more processes.
+    """
+    theirs, life_line = os.pipe()
+    with suppress(BrokenPipeError):
+        os.write(life_line, keys)
+    try:
+        return spawn(role, sock, threads, ["--life-line-fd", str(theirs)], [theirs, *fds], **env), life_line
+    except OSError:
+        os.close(life_line)
+        raise
+    finally:
+        os.close(theirs)
+
+
+def exit_status_text(status: int | None) -> str:
+    """How a process with this exit status ended; None = nobody knows it."""
+    if status is None:
+        return "ended, after the warm process that could have told how"
+    return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """The environment of a worker's process; ``threads`` of OpenMP, 0 = as here."""
+    # Both pools may share these cores: OpenMP threads that spin at the end of a loop take them from the other pool, and
+    # on a busy machine from the very thread that they wait for (measured: 10 times slower steps).
+    defaults = {"OMP_WAIT_POLICY": "passive"}
+    # Told at start, OpenMP makes no more threads than asked for; told later, it wakes them for the smallest loop.
+    wanted = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    # No worker computes with numpy: its OpenBLAS need not start a thread for each core, and no process with more than
+    # one thread forks.
+    always = {"OPENBLAS_NUM_THREADS": "1"}
+    return own_environment({**defaults, **os.environ, **wanted, **always})

@@ -1,0 +1,95 @@
+"""A warden looks after one worker on its host, for a driver that is elsewhere. Strings of JSON go in and out."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from subprocess import Popen
+from typing import Any
+
+from lamina import __version__
+from lamina.netstack import ChannelError
+from lamina.netstack.contract.cluster_key import KEY, KEY_FILE
+from lamina.utils.proc import cpu_ns_if_stopped
+
+from .local import exit_status_text, spawn_supervised
+from .remote_links import ControlListener
+
+ARRIVAL_S = 60.0  # a driver that has asked for a worker and does not come is given up
+LOOK_S = 0.1  # whether the worker stands still
+
+
+class NodeAgent:
+    """Starts the worker once its driver has connected; both its own end and the driver's end the worker.
+
+    ``listen`` and ``kill`` return at once, all others wait: each is called from a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._order: dict[str, Any] = {}
+        self._process: Popen[bytes] | None = None
+        self._life_line = -1
+        self._started, self._ended = threading.Event(), threading.Event()
+        self._fate = ""
+        self._spent: int | None = None  # CPU time, if the worker stood still at the last look
+
+    def listen(self, order: str) -> str:
+        """``order``: {role, threads, key, host, name, driver}; the key in hexadecimal, host: the interface that the
+        driver reaches, name and driver: of the two ends of the control link.
+
+        Answers {port, version, auth}; ``auth`` is how Ray's own doors are kept here.
+        """
+        self._order = json.loads(order)
+        at, key = self._order, bytes.fromhex(self._order["key"])
+        listener = ControlListener(at["host"], key, at["name"], at["driver"])
+        threading.Thread(target=self._serve, args=(listener,), name="lamina-warden", daemon=True).start()
+        return json.dumps({"port": listener.port, "version": __version__, "auth": os.environ.get("RAY_AUTH_MODE", "")})
+
+    def wait_started(self) -> str:
+        """Waits until the worker runs. Answers {pid}, or {error} where the driver did not come."""
+        self._started.wait(ARRIVAL_S)
+        if self._process is None:
+            return json.dumps({"error": self._fate or "the driver did not come"})
+        return json.dumps({"pid": self._process.pid})
+
+    def wait_stopped_change(self, known: bool) -> str:
+        """Waits until it is no longer ``known`` whether the worker stands still by a signal, or until its end. Answers
+        whether it does; see ProcessWorker.is_stopped.
+        """
+        still = known
+        while still == known and not self._ended.wait(LOOK_S):
+            before, self._spent = self._spent, cpu_ns_if_stopped(self._process.pid) if self._process else None
+            still = self._spent is not None and before in (None, self._spent)
+        return json.dumps(still and not self._ended.is_set())
+
+    def exit_reason(self) -> str:
+        """Waits for the worker's end. Answers how it ended, in words."""
+        self._ended.wait()
+        return self._fate
+
+    def kill(self) -> None:
+        """By force."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _serve(self, listener: ControlListener) -> None:
+        try:
+            self._spawn(listener)
+        except (ChannelError, OSError) as error:
+            self._fate = str(error)
+        finally:
+            listener.close()
+            self._started.set()
+        if self._process is not None:
+            self._fate = exit_status_text(self._process.wait())
+        self._ended.set()
+
+    def _spawn(self, listener: ControlListener) -> None:
+        sock, keys = listener.accept(ARRIVAL_S)
+        order = self._order
+        # One and the same key for the data, whatever this host's own environment says.
+        with sock:
+            self._process, self._life_line = spawn_supervised(
+                order["role"], sock, keys, order["threads"], **{KEY: order["key"], KEY_FILE: ""}
+            )

@@ -1,0 +1,107 @@
+"""Control links to workers on other hosts: TCP between peers that have proven the cluster's key to each other."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from lamina.netstack import Geometry, HandshakeError, ListenTerms
+from lamina.netstack.bootstrap.handshake import SEAL, AuthenticatedTerms, Hello, offer, run
+from lamina.netstack.bootstrap.listener import StreamListener
+from lamina.protocol.encrypted_socket import EncryptedSocket
+
+SCHEME = "control"
+_NO_SLOTS = Geometry(slots=1, slot_bytes=64)  # the handshake covers an inbox of each side; here is none
+
+
+class ControlListener:
+    """Where the other end of control links comes, on one interface of this host. Owned by who made it; close it."""
+
+    def __init__(self, host: str, key: bytes, name: str, driver: str, *, port: int = 0, links: int = 1) -> None:
+        """``name``: of this end, which the other one wants; ``driver``: of the only one that ``accept`` takes; port 0 =
+        any free one. ``links``: that may be there at once. Raises OSError, with the reason.
+        """
+        self._driver = driver
+        sock = socket.socket(_family(host))
+        try:
+            if port:  # somebody's choice, which a service that has just ended may have had
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen()
+        except OSError as error:
+            sock.close()
+            raise OSError(f"cannot listen at {host_port(host, port)}: {error.strerror}") from error
+        self.port: int = sock.getsockname()[1]
+        self._listener = StreamListener(
+            sock, f"{SCHEME}://{host_port(host, self.port)}", key, SCHEME, screen=lambda _: None, welcome=_welcome,
+            must_seal=lambda _: True, reception=ListenTerms(name=name, inbox_bytes=128, channels=links),
+        )  # fmt: skip
+
+    def accept(self, timeout_s: float) -> tuple[socket.socket, bytes]:
+        """The connection of the driver, who has proven the key, and its keys. Raises ChannelTimeout, ChannelAborted,
+        and HandshakeError where another one comes who holds the key.
+        """
+        name, sock, keys = self.accept_any(timeout_s)
+        if name != self._driver:
+            sock.close()
+            raise HandshakeError(f"{name!r} came in place of the driver, {self._driver!r}")
+        return sock, keys
+
+    def accept_any(self, timeout_s: float) -> tuple[str, socket.socket, bytes]:
+        """The name, connection and keys of the next one who has proven the key. Raises as ``accept``, but for names."""
+        peer: Any = self._listener.accept(timeout_s=timeout_s)
+        return peer.session.name, peer.sock, b"".join(peer.session.keys(listening=True))
+
+    def close(self) -> None:
+        """Ends an accept in progress too."""
+        self._listener.close()
+
+
+def connect(host: str, port: int, key: bytes, timeout_s: float, *, name: str, peer: str) -> EncryptedSocket:
+    """This end of a control link to a ControlListener; ``name`` and ``peer``: of both ends. Raises ChannelTimeout,
+    HandshakeError, OSError.
+    """
+    sock, keys = connect_inheritable(host, port, key, timeout_s, name=name, peer=peer)
+    return EncryptedSocket(sock.detach(), keys)
+
+
+def connect_inheritable(
+    host: str, port: int, key: bytes, timeout_s: float, *, name: str, peer: str
+) -> tuple[socket.socket, bytes]:
+    """Connect as ``connect`` does, for a process that inherits the socket: the connection and its keys."""
+    deadline = monotonic() + timeout_s
+    sock = socket.create_connection((host, port), timeout=timeout_s)
+    try:
+        hello = Hello(scheme=SCHEME, outbound=_NO_SLOTS, inbound=_NO_SLOTS, cipher=SEAL, name=name, peer=peer)
+        session = run(sock, offer(key, hello), f"{SCHEME}://{host_port(host, port)}", deadline=deadline)
+        return sock, b"".join(session.keys(listening=False))
+    except BaseException:
+        sock.close()
+        raise
+
+
+def any_port(host: str) -> str:
+    """``host``:0, as transports take it."""
+    return host_port(host, 0)
+
+
+def host_port(host: str, port: int) -> str:
+    """``host``:``port``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(eq=False)
+class _Peer:
+    sock: socket.socket
+    session: AuthenticatedTerms
+
+
+def _welcome(sock: socket.socket, session: AuthenticatedTerms) -> Any:
+    return _Peer(sock, session)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET

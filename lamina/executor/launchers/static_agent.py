@@ -1,0 +1,164 @@
+"""The warden of the launcher ``static``: somebody starts it by hand, on the host of one worker.
+
+It comes to the driver, says which worker it is for, and waits for its order. The messages of the two are below, in
+their order; their link is a control link of its own, beside that of the worker.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from subprocess import Popen, TimeoutExpired
+
+import msgspec
+
+from lamina import __version__
+from lamina.config.engine_config import MOST_THREADS
+from lamina.netstack import ChannelError, ChannelTimeout, HandshakeError
+from lamina.protocol.control import ControlLink, LinkClosedError
+from lamina.protocol.encrypted_socket import EncryptedSocket
+from lamina.workers.worker_process import ORPHAN_EXIT_S
+
+from .local import exit_status_text, spawn_supervised
+from .remote_links import connect_inheritable, host_port
+
+AGENT_NAME = "warden"  # the name of its end of the link; the driver has one of its own, which the command line says
+ANY = -1
+ROLES = ("compute", "memory", "prefill")
+REACH_S = 10.0
+AGAIN_S = 0.2  # between tries to reach a driver that is not up yet
+
+
+class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="came"):
+    """Warden -> driver, first. Answered by Begin once all have come, by WorkerRefused or by End."""
+
+    role: str
+    index: int = ANY
+    host: str  # IP, where the worker will listen
+    cores: int
+    version: str
+
+
+class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
+    """Driver -> warden: start the worker, with a control link whose end has this name. Answered by Began."""
+
+    role: str
+    index: int
+    threads: int
+    name: str
+
+
+class WorkerRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """Driver -> warden: it is of no use, and why."""
+
+    text: str
+
+
+class WorkerStarted(msgspec.Struct, frozen=True, tag="began"):
+    pid: int
+
+
+class WorkerExited(msgspec.Struct, frozen=True, tag="ended"):
+    """Warden -> driver, last."""
+
+    exit_reason: str
+
+
+class KillWorker(msgspec.Struct, frozen=True, tag="end"):
+    """Driver -> warden: end the worker by force, if there is one."""
+
+
+class StaticWorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as the command line names it."""
+
+    role: str
+    index: int = ANY  # the driver chooses
+    driver: tuple[str, int]
+    driver_name: str  # which another driver of the same key has not
+    host: str = ""  # IP of this host; "" = that by which the driver is reached
+
+    @property
+    def label(self) -> str:
+        return self.role if self.index == ANY else f"{self.role}-{self.index}"
+
+
+def run_agent(worker: StaticWorkerSpec, key: bytes, wait_s: float) -> int:
+    """Look after one worker until its end. Exit status: 0 = it ended in order, or none was needed; 1 = it or the driver
+    was lost. Raises ValueError where the driver refuses it, OSError where none is reached within ``wait_s``.
+    """
+    sock, keys = _reach(worker, key, wait_s)
+    host = worker.host or sock.getsockname()[0]
+    link = ControlLink(EncryptedSocket(sock.detach(), keys), StartWorker | WorkerRefused | KillWorker)
+    at = host_port(*worker.driver)
+    try:
+        cores = len(os.sched_getaffinity(0))
+        link.send(AgentHello(role=worker.role, index=worker.index, host=host, cores=cores, version=__version__))
+        _say(f"{worker.label} has come to {at} from {host}")
+        order = link.recv()
+        if isinstance(order, StartWorker):
+            return _serve(link, order, worker, key)
+    except LinkClosedError:
+        _say(f"the driver at {at} is gone")
+        return 1
+    finally:
+        link.close()
+    if isinstance(order, WorkerRefused):
+        raise ValueError(f"{worker.label} is not taken by the driver at {at}: {order.text}")
+    _say(f"the driver at {at} has ended")
+    return 0
+
+
+def _serve(link: ControlLink, order: StartWorker, worker: StaticWorkerSpec, key: bytes) -> int:
+    if order.role != worker.role or not 1 <= order.threads <= MOST_THREADS:
+        raise ValueError(f"the driver asks {worker.label} for {order.role}-{order.index}, threads {order.threads}")
+    try:
+        sock, keys = connect_inheritable(*worker.driver, key, REACH_S, name=order.name, peer=worker.driver_name)
+    except ChannelError as error:
+        raise OSError(f"no control link for {order.role}-{order.index}: {error}") from error
+    with sock:
+        process, life_line = spawn_supervised(order.role, sock, keys, order.threads)
+    link.send(WorkerStarted(pid=process.pid))
+    _say(f"{order.role}-{order.index} runs with pid {process.pid}")
+    threading.Thread(target=_obey, args=(link, process), name="lamina-warden", daemon=True).start()
+    status = process.wait()
+    os.close(life_line)
+    fate = exit_status_text(status)
+    _say(f"{order.role}-{order.index} {fate}")
+    link.send(WorkerExited(exit_reason=fate))
+    return 0 if status == 0 else 1
+
+
+def _obey(link: ControlLink, process: Popen[bytes]) -> None:
+    """End the worker when the driver says so, or is gone and the worker does not notice."""
+    try:
+        link.recv()
+    except LinkClosedError:
+        with suppress(TimeoutExpired):
+            process.wait(2 * ORPHAN_EXIT_S)
+    process.kill()
+
+
+def _reach(worker: StaticWorkerSpec, key: bytes, wait_s: float) -> tuple[socket.socket, bytes]:
+    """The driver, who may come up later than this."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return connect_inheritable(
+                *worker.driver, key, min(REACH_S, wait_s), name=AGENT_NAME, peer=worker.driver_name
+            )
+        except HandshakeError as error:
+            raise ValueError(f"{error}: are the cluster's key and --driver-name here the driver's?") from error
+        except (OSError, ChannelTimeout) as error:
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"no driver at {host_port(*worker.driver)} within {wait_s:g} s (--wait-s): {error}"
+                ) from error
+        threading.Event().wait(AGAIN_S)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")

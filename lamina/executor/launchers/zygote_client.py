@@ -1,0 +1,352 @@
+"""Workers forked from the warm process of this driver (``lamina.workers.zygote``); where that cannot be, from none.
+
+A driver has one warm process, started with its first worker and kept for its life: two engines share it, and a worker
+that starts workers, such as a server's engine, uses the one that it was forked from. Workers go on when it dies. What
+imports may have read of the environment is the same for a warm process and its workers: where it has changed, the next
+worker has a new one, and the one before ends with the last of its workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from lamina.netstack.own_python import own_python
+from lamina.workers import worker_process
+
+log = logging.getLogger(__name__)
+MIN_RESTART_S = "the process that workers are forked from has ended: another one takes its place, and imports first"
+
+# Modules that workers import, in an order that suits each worker: torch without transformers first.
+MODULES = (
+    "torch", "lamina.workers.memory.main", "lamina.workers.memory.memory_worker",
+    "lamina.workers.memory.kv_transfer.reshard", "lamina.workers.memory.memory_bandwidth", "lamina.netstack.host.shm",
+    "lamina.workers.compute.main", "lamina.workers.prefill.main", "lamina.ops.attention.reference",
+    "lamina.server.engine_client.engine_process", "lamina.models.convert", "lamina.models.load",
+    "transformers:PreTrainedModel", "transformers:PreTrainedTokenizerFast", "transformers:GenerationMixin",
+    "transformers.models.auto.modeling_auto", "torch.export._trace", "torch._subclasses.schema_check_mode",
+    "torch.fx.experimental.validator", "torch._inductor.sizevars", "sympy.tensor.tensor",
+    "torch._export.passes.replace_set_grad_with_hop_pass", "torch._export.passes.replace_autocast_with_hop_pass",
+    "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.compiler_bisector", "transformers.modeling_layers",
+    "transformers.processing_utils", "lamina.models.load:make_tables()", "lamina.ops.attention.native?",
+    "lamina.ops.gemm.native?", "lamina.ops.rows.program?", "lamina.ops.rows.native_slices?",
+    "lamina.ops.sampling.native?",
+)  # fmt: skip
+# Variables that nothing reads while it is imported: a worker may have others than its warm process.
+LATE = ("LAMINA_", "PYTEST_", "OMP_NUM_THREADS", "PWD", "OLDPWD", "CUDA_VISIBLE_DEVICES")
+FORK_S = 60.0  # for a worker to be forked, the imports of a busy machine included
+STATUS_S = 1.0  # for the warm process to tell how a worker has ended
+
+
+class NoForkError(OSError):
+    """No worker can be forked here, and why."""
+
+
+class ZygoteExitedError(NoForkError):
+    """The warm process has ended: another one may fork."""
+
+
+class ForkedProcess:
+    """A worker's process, which is the warm process's child. Safe from any thread."""
+
+    def __init__(self, pid: int, pidfd: int, line: socket.socket) -> None:
+        """``pidfd`` and ``line`` are this object's from now on."""
+        self.pid = pid
+        self._pidfd, self._line = pidfd, line
+        self._lock = threading.Lock()
+        self._status: int | None = None
+        self._ended = False
+
+    def __del__(self) -> None:
+        os.close(self._pidfd)
+        self._line.close()
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether it has ended, within so many seconds."""
+        with self._lock:
+            if not self._ended and _readable(self._pidfd, timeout_s):
+                reply = _receive(self._line, STATUS_S)[0]
+                self._status = reply.get("status")
+                self._ended = True
+            return self._ended
+
+    @property
+    def exit_status(self) -> int | None:
+        """Exit status, or minus its signal, once it has ended; None where the warm process ended before it."""
+        return self._status
+
+    def kill(self) -> None:
+        """By force. It may have ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+class ZygoteClient:
+    """The driver's end of a warm process, its own or one that it was forked from."""
+
+    def __init__(self, environment: Mapping[str, str], door: socket.socket) -> None:
+        self.environment = import_time_environment(environment)
+        self._order_socket = door
+
+    def fork(
+        self,
+        serve: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        control: socket.socket,
+        *,
+        cores: Sequence[int] = (),
+        starts: bool = False,
+    ) -> ForkedProcess:
+        """A worker that serves ``control``. ``cores``: empty = those of the calling thread; ``starts``: whether it
+        starts workers of its own. Raises NoForkError, ZygoteExitedError.
+        """
+        reply = {
+            "serve": serve,
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "cores": list(cores) or sorted(os.sched_getaffinity(0)),
+            "umask": _umask(),
+            "limits": _limits(),
+        }
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ExitStack() as after:
+            after.callback(theirs.close)
+            file = after.enter_context(open(os.memfd_create("lamina-order"), "wb"))  # of no name: it bears keys
+            file.write(json.dumps(reply).encode())
+            file.flush()
+            directory = os.open(".", os.O_PATH | os.O_DIRECTORY)
+            after.callback(os.close, directory)
+            standard = [duplicate_standard_stream(fd, after) for fd in (1, 2)]
+            fds = [file.fileno(), theirs.fileno(), directory, *standard, control.fileno()]
+            fds += [self._order_socket.fileno()] if starts else []
+            try:
+                socket.send_fds(self._order_socket, [b"0"], fds, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            except OSError as error:
+                ours.close()
+                raise ZygoteExitedError(f"the warm process takes no order ({error.strerror})") from error
+        deadline = time.monotonic() + FORK_S
+        while not (answered := _readable(ours.fileno(), min(1.0, FORK_S))) and time.monotonic() < deadline:
+            pass  # who did not wake up would count as hung
+        if not answered:
+            ours.close()
+            raise NoForkError(f"the warm process has not answered for {FORK_S:g} s")
+        answer, passed = _receive(ours, 0.0)
+        if "pid" in answer and passed:
+            return ForkedProcess(answer["pid"], passed[0], ours)
+        ours.close()
+        if "refused" in answer:
+            raise NoForkError(f"the warm process forks none: {answer['refused']}")
+        raise ZygoteExitedError("the warm process has ended")
+
+    def close(self) -> None:
+        self._order_socket.close()
+
+
+class OwnedZygote(ZygoteClient):
+    """Started by this process, and ended by its end, however that comes."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Returns before it has imported anything."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(environment, ours)
+        held, self._life_line = os.pipe()
+        fds = [theirs.fileno(), held]
+        ends = ["--door-fd", str(fds[0]), "--life-line-fd", str(fds[1])]
+        with ExitStack() as after:
+            after.callback(theirs.close)
+            after.callback(os.close, held)
+            out, err = (duplicate_standard_stream(fd, after) for fd in (1, 2))
+            before = signal.pthread_sigmask(
+                signal.SIG_BLOCK, worker_process.END_SIGNALS
+            )  # inherited, until it ignores them
+            after.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+            command, environ = own_python("-m", "lamina.workers.zygote", *ends, *MODULES, environ=environment)
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environ,
+                process_group=0,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def retire(self) -> None:
+        """Give the process no more orders; it ends with the last of its workers."""
+        super().close()
+
+    def close(self) -> None:
+        """End the process by force: it has nothing to lose. Its workers go on."""
+        super().close()
+        os.close(self._life_line)
+        self._process.kill()
+        self._process.wait()
+
+    def close_in_child(self) -> None:
+        """In a child of this process, which would keep it alive."""
+        super().close()
+        os.close(self._life_line)
+
+
+class ZygoteManager:
+    """This process's way to its warm process. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._own: OwnedZygote | None = None
+        self._retired: list[OwnedZygote] = []
+        self._parent: ZygoteClient | None = None
+        self._failed_environments: list[
+            Mapping[str, str]
+        ] = []  # environments whose workers are fresh processes from now on
+        self._closed = False
+
+    def get(self, environment: Mapping[str, str]) -> ZygoteClient | None:
+        """The warm process for workers with this environment; where it is a new one, it still imports. None where one
+        has failed with this environment, and once this process ends.
+        """
+        wanted = import_time_environment(environment)
+        with self._lock:
+            self._reap()
+            if self._closed or wanted in self._failed_environments:
+                return None
+            if worker_process.door_fd is not None:  # this process was forked from one
+                self._parent = ZygoteClient(os.environ, socket.socket(fileno=worker_process.door_fd))
+                worker_process.door_fd = None
+            if self._parent is not None and self._parent.environment == wanted:
+                return self._parent
+            if self._own is not None and not self._own.is_alive:
+                log.warning("%s", MIN_RESTART_S)
+            if self._own is None or not self._own.is_alive or self._own.environment != wanted:
+                self._retire()
+                self._own = OwnedZygote(environment)
+            return self._own
+
+    def _retire(self) -> None:
+        """The one before is to end by itself."""
+        if self._own is not None:
+            self._own.retire()
+            self._retired.append(self._own)
+            self._own = None
+
+    def _reap(self) -> None:
+        """Close the retired processes that have ended by themselves."""
+        for ended in [warm for warm in self._retired if not warm.is_alive]:
+            self._retired.remove(ended)
+            ended.close()
+
+    def forget(self, warm: ZygoteClient) -> None:
+        """Forget a warm process that has ended: the next one is new, and this process's own."""
+        with self._lock:
+            if warm is self._parent:
+                self._parent = None
+            elif warm is self._own:
+                self._own = None
+            else:
+                return
+        log.warning("%s", MIN_RESTART_S)
+        warm.close()
+
+    def give_up(self, warm: ZygoteClient, why: object) -> None:
+        """Workers of its environment are fresh processes from now on: no other one waits for it in vain."""
+        with self._lock:
+            reply = bool(self._failed_environments)
+            self._failed_environments.append(warm.environment)
+            if warm is self._own:
+                self._retire()
+            elif warm is self._parent:
+                self._parent = None
+                warm.close()
+        if not reply:
+            log.warning("workers start as fresh processes, which takes longer: %s", why)
+
+    def close(self) -> None:
+        """For good, at the end of this process."""
+        with self._lock:
+            self._closed = True
+            left, self._own, self._retired = [*self._retired, *([self._own] if self._own else [])], None, []
+        for warm in left:
+            warm.close()
+
+    def reset_in_child(self) -> None:
+        """In a child of this process: what it has here is its parent's."""
+        left = [*self._retired, *([self._own] if self._own else [])]
+        self._own, self._retired, self._lock = None, [], threading.Lock()
+        for warm in left:
+            warm.close_in_child()
+
+    @property
+    def pid(self) -> int | None:
+        """Of this process's own warm process."""
+        return self._own.pid if self._own is not None else None
+
+
+def import_time_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that imports may have read."""
+    return {name: value for name, value in environment.items() if not name.startswith(LATE)}
+
+
+def duplicate_standard_stream(fd: int, after: ExitStack) -> int:
+    """Descriptor 1 or 2 of this process; where it is closed, one of /dev/null, which ``after`` closes."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        fd = os.open(os.devnull, os.O_WRONLY)
+        after.callback(os.close, fd)
+    return fd
+
+
+def _readable(fd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+
+def _receive(line: socket.socket, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+    """The next answer and its descriptors; empty where there is none."""
+    if not _readable(line.fileno(), timeout_s):
+        return {}, []
+    try:
+        data, fds, _, _ = socket.recv_fds(line, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        answer = json.loads(data) if data else {}
+    except (OSError, ValueError):
+        return {}, []
+    return (answer if isinstance(answer, dict) else {}), fds
+
+
+def _umask() -> int:
+    """os.umask would change it for a moment, in all threads."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
+
+
+def _limits() -> dict[str, tuple[int, int]]:
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {name: resource.getrlimit(getattr(resource, name)) for name in names}
+
+
+START = ZygoteManager()
+atexit.register(START.close)
+os.register_at_fork(after_in_child=START.reset_in_child)

@@ -1,0 +1,247 @@
+"""How an engine borrows, first of what it lends itself (``--lend``): it asks for the memory that its scheduler lacks. A
+loan joins as one more memory worker, on which no sequence begins, and leaves again when it is not needed, is wanted
+back, or is lost.
+
+Loans come and go by the same change of the view as an operator's workers (executor/elastic.py): KV moves, nothing is
+loaded. A worker of this host takes the place of a guest that dies, until the next change lets it go.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from lamina.config.engine_config import EngineConfig
+from lamina.engine.scheduler_factory import check_kv_capacity
+from lamina.executor.elastic import MemoryResizer
+from lamina.executor.worker_group import WorkerGroup
+from lamina.executor.worker_registry import RegisteredWorker, WorkerRegistry
+from lamina.protocol.control import LinkClosedError
+
+from .borrower_links import BorrowerLinks, GuestWorker
+from .colocated_lender import ColocatedLender, overload_reason
+from .lender_service import BLOCK_BYTES
+from .lending_listener import key_of, parse_address
+
+if TYPE_CHECKING:
+    from lamina.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.1
+MOMENT_S = 0.01
+SPARE = 1.1  # times what is lacking is asked for, as layers with windows need some of it
+UNUSED_S = 3.0  # that loans stay, once they are not needed
+STRANDED_S = 1.0  # without a question, the line is another one
+
+
+class Borrower:
+    """``update`` is for the engine's thread, between steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        members: WorkerRegistry,
+        cohort: WorkerGroup,
+        elastic: MemoryResizer,
+        links: BorrowerLinks,
+        own: ColocatedLender | None = None,
+    ) -> None:
+        """``own``: what this engine lends itself, of which it borrows first."""
+        self._own = own
+        self._registry, self._workers, self._resizer, self._links = members, cohort, elastic, links
+        self._most = config.topology.borrow_bytes // BLOCK_BYTES  # of others
+        self._homes, self._wait_s = config.topology.memory_workers, config.launch.borrow_wait_s
+        self._engine: Engine | None = None
+        self._looked = self._asked = self._stranded = 0.0
+        self._unused: float | None = None  # since when
+        self._pause: Callable[[], object] = lambda: time.sleep(MOMENT_S)
+
+    def set_engine(self, engine: Engine) -> None:
+        """Borrow for this engine from now on."""
+        self._engine, engine.capacity_probe = engine, self.probe_capacity
+
+    @property
+    def by_creditor(self) -> dict[str, int]:
+        """Bytes."""
+        return {name: blocks * BLOCK_BYTES for name, blocks in self._links.by_creditor.items()}
+
+    @property
+    def refusals(self) -> int:
+        return self._links.refusals
+
+    @property
+    def debt_cycles(self) -> int | None:
+        """Among all deployments, as the ledger said last; None: it has said nothing."""
+        return self._links.debt_cycles
+
+    def probe_capacity(self) -> str | None:
+        """Asked where waiting requests have no room and nothing else runs: "" while memory may still come, else the
+        reason why none will.
+        """
+        if self._engine is None or not self._engine.scheduler.waiting:
+            return None
+        now = time.monotonic()
+        if now - self._asked > STRANDED_S:
+            self._stranded = now
+        self._asked = now
+        self.update()
+        if self._resizer.in_progress or now - self._stranded < self._wait_s:
+            self._pause()
+            return ""
+        self._stranded = now
+        limit = f"--borrow-wait-s {self._wait_s:g}"
+        return f"it does not fit into the memory here, and nobody has lent {self._lacking()} MiB more in time ({limit})"
+
+    def update(self) -> None:
+        """Have guests come or go, where that is due."""
+        now = time.monotonic()
+        if self._engine is None or now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        self._resizer.reap()
+        if self._resizer.in_progress:
+            return
+        if (gone := next((i for i, m in enumerate(self._registry.memory) if self._is_to_leave(i, m)), -1)) >= 0:
+            self._release(gone, "recall")
+        elif self._links.arrived:
+            self._add_guests([self._links.arrived.popleft() for _ in range(len(self._links.arrived))])
+        else:
+            self._ask(now)
+
+    @property
+    def lent_blocks(self) -> dict[str, int] | None:
+        """Blocks of this deployment by who has them, itself too; None where it lends none."""
+        return self._own.lent_blocks if self._own is not None else None
+
+    def close(self) -> None:
+        """Give all back, and lend nothing more."""
+        self._links.close()
+        if self._own is not None:
+            self._own.close()
+
+    def _is_to_leave(self, index: int, member: RegisteredWorker) -> bool:
+        handle = member.handle
+        return index >= self._homes and not (isinstance(handle, GuestWorker) and not handle.is_recalled)
+
+    def _add_guests(self, guests: list[GuestWorker]) -> None:
+        guests = [guest for guest in guests if self._is_of_use(guest)]
+        if not guests:
+            return
+        try:
+            change, members = self._resizer.plan_borrowed([g.nbytes for g in guests], []), list[RegisteredWorker]()
+            for index, guest in enumerate(guests, len(self._registry.memory)):
+                guest.index = index
+                members.append(self._registry.prepare(guest, on_loan=True))
+                with suppress(LinkClosedError):  # its end is noticed as it is to take its place
+                    members[-1].link.send(self._workers.start_borrowed(guest, guest.key))
+            self._resizer.begin(change, coming=members, reason="borrow")
+        except (ValueError, OSError) as error:
+            log.warning("what others lend is of no use: %s", error)
+            for guest in guests:
+                guest.join(0.0)
+
+    def _is_of_use(self, guest: GuestWorker) -> bool:
+        """Else it has gone back."""
+        if why := self._refusal(guest.nbytes):
+            log.warning("what %s lends is of no use: %s", guest.loan.creditor, why)
+            guest.sock.close()  # it ends by itself, as nobody has told it anything
+            guest.join(0.0)
+        return not why
+
+    def _refusal(self, nbytes: int) -> str:
+        """Why one more memory worker of so many bytes is of no use: it is too small for a stripe, say; "" = it is."""
+        try:
+            self._resizer.plan_borrowed([nbytes], [])
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _release(self, index: int, reason: str) -> None:
+        try:
+            self._resizer.begin(self._resizer.plan_borrowed([], [index]), [index], reason=reason)
+        except (ValueError, OSError) as error:
+            log.warning("memory worker %d stays: %s", index, error)
+
+    def _ask(self, now: float) -> None:
+        """For what the first one in line lacks, of others once it has all of its own that is of use; what was borrowed
+        and is not needed goes back after a while.
+        """
+        assert self._engine is not None
+        lacking, guests = self._lacking(), len(self._registry.memory) - self._homes
+        if self._own is not None:  # whoever borrows lends nothing: so no debts go round in a circle
+            borrows = "it borrows itself" if lacking or self._links.is_seeking else ""
+            self._own.local_need = borrows or overload_reason(self._engine.slo_admission.counts())
+        coming = self._links.borrowed_blocks - sum(self._workers.kv_bytes[0][self._homes :]) // BLOCK_BYTES
+        wanted = lacking if coming <= 0 else 0
+        own = min(wanted, self._links.own_unrequested)
+        if own and not self._refusal(own * BLOCK_BYTES):
+            self._links.reclaim(own)
+        else:
+            own = 0
+        self._links.request_blocks(0 if own else min(wanted, self._most - self._links.borrowed_from_others))
+        if lacking or not guests or coming > 0:
+            self._unused = None
+        elif self._unused is None:
+            self._unused = now
+        elif now - self._unused > UNUSED_S:
+            self._unused, last = now, self._first_to_go()
+            if self._fits_without(last):
+                self._release(last, "return")
+
+    def _first_to_go(self) -> int:
+        """Of the guests: those of others before its own, the last one that came."""
+        handles = [member.handle for member in self._registry.memory[self._homes :]]
+        others = [
+            i for i, h in enumerate(handles) if isinstance(h, GuestWorker) and h.loan.creditor != self._links.name
+        ]
+        return self._homes + (others or range(len(handles)))[-1]
+
+    def _fits_without(self, index: int) -> bool:
+        assert self._engine is not None
+        try:
+            capacity = self._resizer.plan_borrowed([], [index]).capacity
+            check_kv_capacity(self._engine.scheduler, self._engine.worker_info, capacity)
+        except ValueError:
+            return False
+        return True
+
+    def _lacking(self) -> int:
+        """Blocks to be lent, for whole stripes of the sequence that is to run next, beside those that are free here.
+        0: it waits for something else.
+        """
+        assert self._engine is not None
+        engine = self._engine
+        first = next((s for s in engine.scheduler.waiting if not s.finished), None)
+        if first is None:
+            return 0
+        info, stripe = engine.worker_info, max(1, engine.worker_info.stripe)
+        whole = sum(min(n) for n, w in zip(info.num_blocks, info.windows, strict=True) if not w)
+        free = sum(n // stripe for n, window in zip(engine.free_blocks, info.windows, strict=True) if not window)
+        stripes = -(-first.max_len // (stripe * info.block_size)) - free
+        if stripes <= 0:
+            return 0
+        of_block = sum(self._workers.kv_bytes[0]) / max(1, whole)
+        return math.ceil(SPARE * (stripes * stripe + 1) * of_block / BLOCK_BYTES) + 1  # and a null block
+
+
+def open_borrower(
+    config: EngineConfig, members: WorkerRegistry, cohort: WorkerGroup, elastic: MemoryResizer
+) -> Borrower:
+    """Raises ValueError, OSError where there is no ledger, or it refuses this process."""
+    key, host = key_of(config.topology.loan_flag), socket.gethostname()
+    ledger = parse_address(config.launch.ledger, "--ledger")
+    name = f"engine-{host[:16]}-{secrets.token_hex(4)}"
+    own = ColocatedLender(config, ledger, key, name) if config.topology.lend else None
+    try:
+        links = BorrowerLinks(ledger, key, name, host, own.service if own is not None else None)
+    except BaseException:
+        if own is not None:
+            own.close()
+        raise
+    return Borrower(config, members, cohort, elastic, links, own)

@@ -1,0 +1,133 @@
+"""Who sits where among memory workers once some have gone and others have come, and whether their memory suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from msgspec import structs
+
+from lamina.config.engine_config import EngineConfig
+from lamina.config.topology import TopologyOptions
+from lamina.netstack import made_at_start
+from lamina.protocol.capacity import partition_of
+from lamina.protocol.control import Address
+from lamina.protocol.migration_ops import MigrationPeer
+from lamina.protocol.step_plan import BindReply, BindRequest
+
+from .worker_registry import RegisteredWorker
+
+MAX_MIGRATION_WORKERS = 16  # memory workers of which each may have a channel to each other one
+
+
+class ResizeNeedsRestartError(ValueError):
+    """Workers can come or go so only where all of them are started anew, and why."""
+
+
+def check_resizable(config: EngineConfig, *, same: bool = False) -> None:
+    """Raises ResizeNeedsRestartError where memory workers can come or go only with a new start of all; with ``same``,
+    where the present ones cannot get other parts of the work.
+    """
+    if made_at_start(config.launch.scheme):
+        raise ResizeNeedsRestartError(f"--transport {config.launch.transport} makes all channels at the start")
+    if config.overflow.truncates_context:
+        raise ResizeNeedsRestartError("--context-overflow cuts sessions at stripes")
+    if config.kv.drops_blocks or config.kv.selects_blocks:
+        raise ResizeNeedsRestartError(f"--kv-sparsity {config.kv.kv_sparsity} has sequences that cannot be moved")
+    if config.devices.memory_device != "cpu":
+        raise ResizeNeedsRestartError(f"KV is on --memory-device {config.devices.memory_device}")
+    if not same and (config.launch.memory_addresses or config.topology.measures_weights):
+        raise ResizeNeedsRestartError("each memory worker has an address, or a part of the work, of its own")
+    if config.topology.kv_parity:
+        raise ResizeNeedsRestartError("one more keeps the parity of as many memory workers as there are (--kv-parity)")
+    if not same and config.topology.measures_pipeline:
+        raise ResizeNeedsRestartError(f"--plan {config.topology.plan} has measured the memory workers that there are")
+
+
+def reorder_workers(
+    there: Sequence[RegisteredWorker], gone: Collection[int], coming: Sequence[RegisteredWorker], size: int
+) -> list[RegisteredWorker]:
+    """The memory workers behind a change, in order. As many ``coming`` workers as go take the places of ``gone``; else
+    they follow those that stay (``order_after_removal``).
+    """
+    if len(coming) == len(gone):
+        new = iter(coming)
+        return [next(new) if i in gone else member for i, member in enumerate(there)]
+    return order_after_removal(there, gone, size) + list(coming)
+
+
+def order_after_removal(there: Sequence[RegisteredWorker], gone: Collection[int], size: int) -> list[RegisteredWorker]:
+    """The memory workers ``there`` without those numbered ``gone``, in an order by which each of ``size`` ranks keeps
+    its own. Raises ValueError where ranks would keep unequal numbers.
+    """
+    ranks = [[m for i, m in enumerate(there) if i % size == rank and i not in gone] for rank in range(size)]
+    if len({len(rank) for rank in ranks}) > 1:
+        raise ValueError(
+            f"memory workers {', '.join(map(str, sorted(gone)))} cannot go: memory worker w is rank w mod {size}'s "
+            f"(--tensor-parallel-size), and each rank must keep as many"
+        )
+    return [member for each in zip(*ranks, strict=True) for member in each]
+
+
+def visible_addresses(own: Address, addresses: Sequence[Address]) -> list[Address]:
+    """``addresses``, as the one at ``own`` may know them: who has a key of its own hears of no other's."""
+    return [structs.replace(each, key=b"") for each in addresses] if own.key else list(addresses)
+
+
+def migration_peers(workers: Sequence[Address], own: Address) -> list[MigrationPeer]:
+    """The memory workers of a rank, by number, as the worker at ``own`` is told of them, for stripes that move between
+    them. It connects to workers with a key of their own, and to those before it; the others come to it. More than
+    MAX_MIGRATION_WORKERS workers do not meet: no copy between them succeeds.
+    """
+    order = {each: (not each.key, number) for number, each in enumerate(workers)}
+    peers, is_small = list[MigrationPeer](), len(workers) <= MAX_MIGRATION_WORKERS
+    for each in workers:
+        meets, first = is_small and each != own and not (each.key and own.key), order[each] < order[own]
+        reached = MigrationPeer(each.name, connects=True, url=each.url, key=each.key)
+        peers.append(reached if meets and first else MigrationPeer(each.name, is_awaited=meets))
+    return peers
+
+
+def binds_of(
+    wanted: TopologyOptions, rank: int, first: BindRequest, backend: str, asked: int = 0, had: int = 0
+) -> list[BindRequest]:
+    """Of the memory workers that a rank is to have, by that of its ``first`` one and the ``backend`` of the others.
+    ``asked``: bytes of each by --kv-memory; without it they share the bytes that there were.
+    """
+    weights = wanted.of_rank(wanted.normalized_weights, rank)
+    partition = partition_of(wanted.partition, first.layers, weights, first.max_model_len)
+    others = structs.replace(first.kv, attention=backend)
+    return [
+        structs.replace(
+            first,
+            worker=worker,
+            partition=partition,
+            kv=others if worker else first.kv,
+            kv_bytes=asked or int(had * weight / sum(weights)),
+        )
+        for worker, weight in enumerate(weights)
+    ]
+
+
+def check_capacity(binds: Sequence[BindRequest], more: int = 0) -> list[BindReply]:
+    """What memory workers of a rank will say. Raises ValueError where they cannot hold a sequence together, with
+    ``more`` bytes that they may borrow.
+    """
+    # They need torch, which whoever only starts workers does without.
+    from lamina.workers.compute.kv_capacity import check_longest_sequence
+    from lamina.workers.memory.kv_store import store_shape
+
+    forms = [store_shape(bind, bind.kv_bytes) for bind in binds]
+    bounds = [
+        BindReply(
+            windows=f.windows,
+            kv_shards=f.kv_shards,
+            sparse=f.sparse,
+            stripe=f.stripe,
+            single_shard=bind.partition.single_shard,
+            num_blocks=f.num_blocks,
+        )
+        for bind, f in zip(binds, forms, strict=True)
+    ]
+    own = sum(bind.kv_bytes for bind in binds)
+    check_longest_sequence(bounds, binds[0].max_model_len, binds[0].kv.block_size, own, more)
+    return bounds

@@ -1,0 +1,72 @@
+"""Whom workers that have the model are told to meet under a view. Policy: no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lamina.config.topology import TopologyOptions
+from lamina.protocol.control import Address, Connect, Loaded
+from lamina.protocol.prefix_fetch import ConnectPrefillPeers
+
+
+class RendezvousState(NamedTuple):
+    """Compute workers that are there: of one replica behind the other its ranks. ``names``: which they prove."""
+
+    topology: TopologyOptions
+    names: Sequence[str]
+    loaded: Sequence[Loaded]
+
+    @property
+    def replicas(self) -> int:
+        """As many as are there, which may be fewer than there are to be."""
+        return len(self.names) // self.topology.tensor_parallel_size
+
+    def connect_message(self, view: int, place: int, memory: list[Address], kv_bytes: list[int]) -> Connect:
+        """Of the compute worker in a place: its replica's ranks, and the replicas before and behind it.
+        ``memory_addresses``: the memory workers of its rank.
+        """
+        size, workers = self.topology.tensor_parallel_size, len(self.names)
+        first = place - place % size
+        ranks = [self._at(i, self.loaded[i].rank_url) for i in range(first, first + size)] if size > 1 else []
+        following, previous, ring = (place + size) % workers, (place - size) % workers, self.replicas > 1
+        return Connect(
+            epoch=view,
+            replica=place // size,
+            replicas=self.replicas,
+            memory_addresses=memory,
+            topology=self.topology,
+            rank_addresses=ranks,
+            next_replica=self._at(following, self.loaded[following].pipeline_url) if ring else None,
+            previous_replica=self.names[previous] if ring else "",
+            kv_bytes=kv_bytes,
+        )
+
+    def _at(self, place: int, url: str) -> Address:
+        return Address(url, self.names[place])
+
+
+def prefill_connections(
+    topology: TopologyOptions, names: Sequence[str], loaded: Sequence[Loaded], *, fetches: bool
+) -> Iterator[tuple[int, ConnectPrefillPeers]]:
+    """The place of each prefill worker that meets others, and the workers that it meets: workers of its stage in all
+    groups, where they fetch from each other, and the stages before and behind it in its own group.
+    """
+    stages = topology.prefill_pipeline
+    for place in range(len(names) if stages > 1 or fetches else 0):
+        group, stage = divmod(place, stages)
+        peers = [Address(loaded[i].prefix_url, names[i]) for i in range(stage, len(names), stages)] if fetches else []
+        last = stage + 1 == stages
+        following = None if last else Address(loaded[place + 1].pipeline_url, names[place + 1])
+        yield (
+            place,
+            ConnectPrefillPeers(
+                peers=peers, own_index=group, previous_stage=names[place - 1] if stage else "", next_stage=following
+            ),
+        )
+
+
+def num_weight_copies(roles: Sequence[str], topology: TopologyOptions) -> int:
+    """Of the weights, that compute and prefill workers of such roles have together."""
+    parts = {"compute": topology.tensor_parallel_size, "prefill": topology.prefill_pipeline}
+    return sum(-(-roles.count(role) // workers) for role, workers in parts.items())

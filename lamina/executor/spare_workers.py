@@ -1,0 +1,169 @@
+"""Workers that are started and loaded, and have met nobody: one of them takes the place of a worker that is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from lamina.protocol.control import Failed, LinkClosedError
+from lamina.protocol.reshard import PrepareStore
+from lamina.protocol.step_plan import BindRequest
+
+from .worker_registry import RegisteredWorker, WorkerRegistry
+
+if TYPE_CHECKING:
+    from .worker_group import WorkerGroup
+
+log = logging.getLogger(__name__)
+END_S = 2.0  # for all of them to end with their links
+
+
+class SpareWorkers:
+    """Spare workers, so many of each role, for the ranks of a replica in turn. Nobody listens to a spare until it is
+    taken. One of memory workers takes the memory of a pool ahead, the largest that its rank has: another place that
+    needs no more has it from there, and what is too much goes back.
+    """
+
+    def __init__(self, cohort: WorkerGroup, members: WorkerRegistry, counts: dict[str, int]) -> None:
+        """``cohort``: whose places they may take."""
+        self._workers, self._registry, self._counts = cohort, members, counts
+        self._ready: dict[tuple[str, int], RegisteredWorker] = {}  # role and number among the spares
+        self._starting: set[tuple[str, int]] = set()  # wanted spares that may still come up
+        self._pools: list[BindRequest] = []  # by rank, what a memory worker is to have memory for
+        self._warned: dict[RegisteredWorker, BindRequest] = {}
+
+    def __iter__(self) -> Iterator[RegisteredWorker]:
+        return iter(self._ready.values())
+
+    def start_missing(self, wait_s: float = 0.0) -> None:
+        """Start the missing spares; they load while other workers compute. A spare that takes longer than ``wait_s`` to
+        come up is left to ``finish_starting``. Raises OSError, ValueError.
+        """
+        self._pools = [
+            structs.replace(bind, worker=own.index(max(own)), kv_bytes=max(own))
+            for bind, own in zip(self._workers.memory_binds, self._workers.kv_bytes, strict=False)
+        ]
+        for (role, number), spare in self._ready.items():
+            self._make_ready(role, number, spare)
+        each = {(role, number) for role, count in self._counts.items() for number in range(count)}
+        self._starting = each - self._ready.keys()
+        self.finish_starting(wait_s)
+
+    def finish_starting(self, wait_s: float = 0.0) -> None:
+        """Go on with those that were still to come up. Raises as ``start_missing``: then one of them does not come."""
+        for key in sorted(self._starting):
+            self._bring(*key, wait_s)
+
+    def _bring(self, role: str, number: int, wait_s: float) -> None:
+        self._starting.discard((role, number))
+        spare = self._start(role, number, wait_s)
+        if spare is None:
+            self._starting.add((role, number))
+            return
+        with self._registry.is_ending:
+            if self._registry.closed:  # by another thread, which does not know of it
+                self._registry.fence(spare)
+                return
+            self._ready[role, number] = spare
+        self._make_ready(role, number, spare)
+
+    def _start(self, role: str, number: int, wait_s: float) -> RegisteredWorker | None:
+        """As if for one of the places that there are: which one it takes is told as it meets the others."""
+        cohort, launcher = self._workers, self._workers.launcher
+        assert launcher is not None
+        index = number % cohort.topology.num_workers[role]
+        handle = launcher.start_spare(role, number, cohort.threads(role, index), wait_s)
+        if handle is None:
+            return None
+        handle.index = index
+        return cohort.prepare_extra(handle)
+
+    def _make_ready(self, role: str, number: int, spare: RegisteredWorker) -> None:
+        """Have a memory worker take its memory, unless it has it."""
+        pool = self._pools[number % len(self._pools)] if self._pools and role == "memory" else None
+        if pool is not None and self._warned.get(spare) != pool.unconnected:
+            self._warned[spare] = pool.unconnected
+            with suppress(LinkClosedError):  # its end is noticed as it is to take a place
+                spare.link.send(PrepareStore(pool))
+
+    def exited(self) -> list[RegisteredWorker]:
+        """The spares that have ended, and take no place any more."""
+        gone = {key: member for key, member in self._ready.items() if member.handle.exit_reason() is not None}
+        for key, member in gone.items():
+            log.warning("the spare %s %s", member.name, member.handle.exit_reason())
+            self._let_go(key)
+            self._registry.fence(member)
+        return list(gone.values())
+
+    def take_for(self, lost: RegisteredWorker, ranks: int, left_s: float = 0.0) -> RegisteredWorker | None:
+        """One for the place of ``lost``, which it has from now on; None where there is none that lives, and whose host
+        others reach. ``ranks``: of a compute worker's replica; it has the weights of its own rank alone. ``left_s``: of
+        which one that still comes up is waited for half, as it is there sooner than one that is yet to be started.
+        """
+        coming = [key for key in sorted(self._starting) if _may_take(key, lost, ranks) and not lost.unreachable_peer]
+        spare = self._pick(lost, ranks)
+        while spare is None and coming and left_s > 0.0:
+            role, number = key = coming.pop(0)
+            log.info("a spare %s worker that comes up is waited for, %.1f s at most", role, left_s / 2)
+            spare = self._awaited(role, number, lost, ranks, left_s / 2)
+            left_s = 0.0 if key in self._starting else left_s
+        return spare
+
+    def _awaited(
+        self, role: str, number: int, lost: RegisteredWorker, ranks: int, wait_s: float
+    ) -> RegisteredWorker | None:
+        try:
+            self._bring(role, number, wait_s)
+        except (OSError, ValueError) as error:
+            log.warning("there are fewer spares than asked for: %s", error)
+        return self._pick(lost, ranks)
+
+    def _pick(self, lost: RegisteredWorker, ranks: int) -> RegisteredWorker | None:
+        """Of those that are there."""
+        role, index, place = lost.handle.role, lost.handle.index, lost.handle.host
+        for (kind, number), member in list(self._ready.items()):
+            if lost.unreachable_peer and place and member.handle.host == place:
+                continue
+            if _may_take((kind, number), lost, ranks):
+                self._let_go((kind, number))
+                if not (why := self._defect(member)):
+                    log.info("a spare takes the place of %s worker %d (pid %d)", role, index, member.handle.pid)
+                    if self._workers.launcher is not None:
+                        self._workers.launcher.promote_spare(role, number, index)
+                    member.handle.index = index
+                    return member
+                log.warning("the spare %s cannot take a place: %s", member.name, why)
+                self._registry.fence(member)
+        return None
+
+    def _let_go(self, key: tuple[str, int]) -> None:
+        self._warned.pop(self._ready.pop(key), None)
+
+    def _defect(self, member: RegisteredWorker) -> str:
+        """Why it takes no place; or nothing. What it has said is kept for who listens to it from now on."""
+        try:
+            while (message := self._registry.receive_from(member)) is not None:
+                if isinstance(message, Failed):
+                    return message.text
+                member.inbox.append(message)
+        except (LinkClosedError, TimeoutError):
+            return member.handle.exit_reason() or "its control link has ended"
+        return member.handle.exit_reason() or ("stopped" if member.handle.is_stopped else "")
+
+    def close(self) -> None:
+        """End them. Idempotent."""
+        there, self._ready, self._warned, self._starting = list(self._ready.values()), {}, {}, set()
+        for member in there:
+            member.link.close()
+        for member in there:
+            member.handle.join(END_S)
+
+
+def _may_take(key: tuple[str, int], lost: RegisteredWorker, ranks: int) -> bool:
+    """Whether the spare of that role and number is for the place of ``lost``."""
+    (kind, number), role = key, lost.handle.role
+    return kind == role and (role != "compute" or number % ranks == lost.handle.index % ranks)

@@ -1,0 +1,59 @@
+"""Memory workers that somebody wants to end soon, with SIGTERM: others have their KV before they do."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from lamina.protocol.executor import Clock
+from lamina.protocol.reshard import TerminationNotice
+
+from .elastic import MemoryResizer
+from .worker_registry import RegisteredWorker, WorkerRegistry
+
+log = logging.getLogger(__name__)
+GATHER_S = 0.25  # behind the first one, for all that are told to end with it: a host's are, one by one
+
+
+class TerminationNotices:
+    """Those that are told together go together. Who cannot be replaced so stays until it ends, and is lost then."""
+
+    def __init__(self, members: WorkerRegistry, elastic: MemoryResizer, clock: Clock = time.monotonic) -> None:
+        self._registry, self._resizer, self._clock = members, elastic, clock
+        self._leaving: dict[RegisteredWorker, float] = {}  # who has said so, and when
+
+    def poll(self) -> None:
+        """Begin to replace workers that were told to end; not while memory workers come or go. Does not wait."""
+        self._resizer.reap()
+        self._gather()
+        if self._resizer.in_progress or not self._leaving or self._clock() - min(self._leaving.values()) < GATHER_S:
+            return
+        leaving, self._leaving = list(self._leaving), {}
+        if (error := self._replace(leaving)) and len(leaving) > 1:
+            self._leaving = dict.fromkeys(leaving[1:], 0.0)  # one by one, as their memory is not there twice for all
+            leaving, error = leaving[:1], self._replace(leaving[:1])
+        names = ", ".join(member.name for member in leaving)
+        if error:
+            log.warning("%s: told to end, and keeps its KV until it ends: %s", names, error)
+        else:
+            log.warning("%s: told to end; another one takes its KV, and all requests go on", names)
+
+    def _gather(self) -> None:
+        there = self._registry.memory
+        self._leaving = {member: at for member, at in self._leaving.items() if member in there}
+        for member in there:
+            notices = [message for message in member.inbox if isinstance(message, TerminationNotice)]
+            for message in notices:
+                member.inbox.remove(message)
+            if notices:
+                self._leaving.setdefault(member, self._clock())
+
+    def _replace(self, leaving: list[RegisteredWorker]) -> str:
+        """Why that cannot be; or nothing."""
+        there = self._registry.memory
+        gone = sorted(there.index(member) for member in leaving)
+        try:
+            self._resizer.begin(self._resizer.plan(len(there), gone), gone, on_result=False, reason="leave")
+        except (ValueError, OSError) as error:
+            return str(error)
+        return ""

@@ -1,0 +1,412 @@
+"""Both pools as the engine sees them: started together, given steps, ended together. Every wait has a deadline."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from lamina.config.engine_config import EngineConfig
+from lamina.observe.trace import Event, Recorder
+from lamina.observe.trace_collection import ROUND_TRIPS, Tracer
+from lamina.protocol.control import ClockRequest, ClockTime, ComputeReady, RunRound, Stats, StatsRequest, StepDone
+from lamina.protocol.executor import Clock, Done, EpochChanged, Report, WorkerError
+from lamina.protocol.offload_messages import LoadReady
+from lamina.protocol.step_plan import SurvivingKv
+
+from .control_links import Links
+from .counter_collection import CounterCollector
+from .elastic import MemoryResizer
+from .kv_storage import num_reports
+from .launchers import Launcher, open_launcher
+from .step_reorder_buffer import PendingChunks, StepReorderBuffer
+from .supervisor import Supervisor
+from .termination_notice import TerminationNotices
+from .worker_group import WorkerGroup
+from .worker_registry import (
+    JOIN_AFTER_LOSS_S,
+    JOIN_S,
+    BadInputError,
+    RegisteredWorker,
+    WorkerRegistry,
+    WorkersLostError,
+)
+
+if TYPE_CHECKING:
+    from lamina.engine.engine import Engine
+
+    from .lending.borrower import Borrower
+
+STATS_S = 5.0
+LOCAL_HOST = "localhost"
+LATE_STATS_S = 1.0  # a worker that waits for another one in vain knows more than we do: let it speak first
+
+
+class WorkerExecutor:
+    """Memory workers, the replicas of the model on compute workers, prefill workers, and the engine's links to them."""
+
+    borrower: Borrower | None = None  # where memory may be borrowed, once all have started
+
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig,
+        on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+        clock: Clock = time.monotonic,
+        links: Links | None = None,
+        launch: Callable[..., Launcher] = open_launcher,
+    ) -> None:
+        """``model``: path, hub id, or an nn.Module, which then runs in this process. ``links``, ``launch``: of a
+        simulation. Raises ValueError, WorkerError.
+        """
+        self._config, self._clock = config, clock
+        self._registry = WorkerRegistry(self._gather, self._after_end, links, clock)
+        self.tracer = Tracer(config.launch.trace or os.environ.get("LAMINA_TRACE", ""))
+        self._workers = WorkerGroup(
+            config, self._registry, on_progress, trace=self.tracer.is_enabled, clock=clock, launch=launch
+        )
+        self._supervisor = Supervisor(config, self._registry, self._workers, clock)
+        self.resizer = MemoryResizer(config, self._registry, self._workers, clock)
+        self._termination_notices = TerminationNotices(self._registry, self.resizer, clock)
+        self._loss: WorkersLostError | None = None  # that is to be made good
+        self.is_recovering = False  # whether one is being made good
+        self._meanwhile: Callable[[], None] = lambda: None
+        self._registry.on_tick = self._check_health
+        self._batches = config.topology.max_batches
+        self._lock = threading.Lock()  # one reader of the links at a time: run or stats
+        self._expect_nothing()
+        try:
+            with self._end_on_error():
+                if config.topology.may_borrow:  # whose ledger may not be there
+                    from .lending.borrower import open_borrower
+
+                    self.borrower = open_borrower(config, self._registry, self._workers, self.resizer)
+                self._workers.start(model)
+                self.ready = self._workers.connect()
+                self._read_clocks()
+                self._workers.spare_workers.start_missing(config.deadlines.start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def set_engine(self, engine: Engine) -> None:
+        """The engine that uses these pools from now on, for which memory may be borrowed."""
+        if self.borrower is not None:
+            self.borrower.set_engine(engine)
+
+    def connect(self) -> ComputeReady:
+        """Have all workers meet anew, under the next view, with all that they have loaded and stored. No step may be in
+        flight. Raises WorkerError, ValueError.
+        """
+        if len(self._steps_in_flight) or self._pending_chunks:
+            raise ValueError("workers cannot be connected anew while steps are in flight: wait for them first")
+        with self._lock, self._end_on_error():
+            self.ready = self._workers.connect()
+        self._expect_nothing()
+        return self.ready
+
+    def _expect_nothing(self) -> None:
+        self._counters = CounterCollector(self._registry, self._clock)
+        self._steps_in_flight = StepReorderBuffer()
+        self._reports, self._progress_at = 0, 0.0  # reports of memory workers that are to come, and the last one's time
+        topology = self._config.topology
+        self._pending_chunks = PendingChunks(topology.prefill_groups, topology.prefill_pipeline)
+
+    @contextmanager
+    def _end_on_error(self) -> Iterator[None]:
+        """Where a worker is lost meanwhile, nobody can do anything useful any more: end all others, and soon."""
+        try:
+            yield
+        except WorkersLostError as e:
+            words = self._supervisor.exit_message(e)
+            self._registry.shut_down(JOIN_AFTER_LOSS_S)
+            raise WorkerError(words) from None
+        except BadInputError:
+            self._registry.shut_down(JOIN_S)
+            raise
+
+    @contextmanager
+    def _note_loss(self) -> Iterator[None]:
+        """Where a loss can be made good, the next ``wait`` or ``check_workers`` says so; else ``_end_on_error``."""
+        with self._end_on_error():
+            try:
+                yield
+            except WorkersLostError as loss:
+                if not self._supervisor.is_recoverable(loss):
+                    raise
+                self._loss = self._loss or loss
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Name of each worker -> its process; without those on loan, whose processes are their hosts'."""
+        return {m.label: m.handle.pid for m in self._registry if m.handle.pid}
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Name of each worker -> the address of its host, by which others reach it; HERE: this one."""
+        places = {m.label: m.handle.host.rpartition(":")[0].strip("[]") for m in self._registry}
+        return {label: place or LOCAL_HOST for label, place in places.items()}
+
+    def submit(self, new: RunRound) -> None:
+        """Queue a round for the compute workers. Where one is lost, ``wait`` says so."""
+        self._steps_in_flight.add_round(new)
+        self._expect_reports(num_reports(new) * len(self._registry.memory))
+        with self._note_loss():
+            for member in self._registry.compute:
+                self._registry.send(member, new)
+
+    def submit_prefill(self, worker: int, new: RunRound) -> None:
+        """Queue a chunk of a prompt, a round of one step, for a prefill worker, or all of the group of that number.
+        Where one is lost, ``wait`` says so.
+        """
+        self._pending_chunks.on_sent(worker, self._clock())
+        with self._note_loss():
+            for member in self._pending_chunks.group_workers(worker, self._registry.prefill):
+                self._registry.send(member, new)
+
+    def _expect_reports(self, reports: int) -> None:
+        if reports and not self._reports:
+            self._progress_at = self._clock()
+        self._reports += reports
+
+    def wait(self) -> Done | EpochChanged:
+        """The next step, transfer or score that has ended, or the loss of a worker. Raises WorkerError when one cannot
+        be replaced.
+        """
+        start = self.tracer.recorder.now()
+        done: Done | None = None
+        with self._lock:
+            if self._loss is None:
+                self._termination_notices.poll()
+            if not self._must_quiesce():
+                with self._note_loss():
+                    done = self._next_done()
+                    if isinstance(done, StepDone):
+                        self.tracer.recorder.add(Event.WAIT_DONE, start, done)
+            return self._quiesce() if done is None else done
+
+    def check_workers(self) -> EpochChanged | None:
+        """Whether a worker has been lost, without a wait. Raises WorkerError when one cannot be replaced."""
+        with self._lock:
+            if self._loss is None:
+                self._update_loans()
+                with self._note_loss():
+                    self._registry.check()
+                    self._supervisor.check_health(self._waited_for())
+                    self._termination_notices.poll()
+            return self._quiesce() if self._must_quiesce() else None
+
+    def _must_quiesce(self) -> bool:
+        """Whether the view is to change: behind a loss, or as workers come or go."""
+        due = self._loss is not None or self.resizer.is_ready()
+        with self._note_loss():
+            due = due or self._workers.degraded.is_any_loaded()
+        return due or self._loss is not None
+
+    def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
+        """Replace who was lost, and have all meet anew with the KV of ``keep`` alone. Another EpochChanged where others
+        are lost meanwhile; raises WorkerError where that cannot be.
+        """
+        with self._lock, self._recovery():
+            with self._note_loss():  # where one was noticed since, KV moves first: it is laid out so by now
+                if not self.resizer.move_kv(keep) or self._loss or not self._supervisor.rebuild(keep):
+                    return self._quiesce()
+                self._resume_workers(keep)
+                self.resizer.finish()
+            return self.ready if self._loss is None else self._quiesce()
+
+    def begin_era(self) -> bytes:
+        """Have no page beside the pools found any more; what keys hang on from now on."""
+        return self._workers.storage.begin_era()
+
+    def _resume_workers(self, keep: Sequence[SurvivingKv]) -> None:
+        ready = self._supervisor.resume([structs.replace(each, previous_location=None) for each in keep])
+        if (ready.num_blocks, ready.kv_shards) != (self.ready.num_blocks, self.ready.kv_shards):
+            blocks, had = ready.num_blocks, self.ready.num_blocks
+            raise WorkersLostError(f"memory workers have {blocks} KV blocks in place of {had} behind a loss", [])
+        self._read_clocks()
+        self._expect_nothing()
+        self.ready = ready
+
+    def _quiesce(self) -> EpochChanged:
+        """What was done before a loss, or before memory workers come or go, and what is left of the KV."""
+        paused_at = self._clock()
+        with self._end_on_error(), self._recovery():
+            loss, self._loss = self._loss, None
+            kept = self._supervisor.quiesce(loss)
+            steps = list[StepDone]()
+            for done in self._registry.read_messages(StepDone):
+                if done.batch >= self._batches:
+                    steps.append(done)
+                else:
+                    self._steps_in_flight.on_step_done(done)
+            while (next_done := self._steps_in_flight.next_done()) is not None:
+                steps.append(next_done)
+            self._expect_nothing()
+            capacity = None if loss or self._registry.lost_workers else self.resizer.commit(paused_at)
+            if capacity is not None:
+                self.ready = structs.replace(self.ready, **capacity._asdict())
+        return EpochChanged(steps, kept, capacity, self.resizer.new_shards)
+
+    @contextmanager
+    def _recovery(self) -> Iterator[None]:
+        self.is_recovering = True
+        try:
+            self._meanwhile()  # whoever looks on is to know at once
+            yield
+        except (ValueError, OSError) as error:  # of a place where all went well before
+            self._registry.shut_down(JOIN_AFTER_LOSS_S)
+            raise self._supervisor.no_replacement_message(error) from error
+        finally:
+            self.is_recovering = False
+
+    def _next_done(self) -> Done:
+        while (done := self._steps_in_flight.next_done()) is None:
+            done = self._receive()
+            if isinstance(done, Report):
+                self._reports -= not isinstance(done, LoadReady)  # its transfer goes on
+                self._progress_at = self._clock()
+                return done
+            if done.batch >= self._batches:  # of a prefill worker, whose only link keeps the order
+                break
+            self._steps_in_flight.on_step_done(done)
+        self._note(done)
+        return done
+
+    def _receive(self) -> Any:
+        limit, steps = self._config.deadlines.step_timeout_s, len(self._steps_in_flight)
+        owing = self._pending_chunks.busy_workers(self._registry.prefill)
+        what = "a step" if steps else "a chunk of a prompt" if owing else "KV to be saved, loaded, scored or moved"
+        if steps or not (owing or self._reports):
+            owing = self._registry.compute + owing
+        owing = owing + (self._registry.memory if self._reports else [])
+        text = f"for {what} (--step-timeout-s {limit:g})"
+        return self._registry.wait_for(owing, Done, limit + LATE_STATS_S, text)
+
+    def _note(self, done: StepDone) -> None:
+        """Steps of compute workers must not hide that a prefill worker hangs. One that has answered does not, however
+        long the driver has not listened.
+        """
+        now, limit, first = self._clock(), self._config.deadlines.step_timeout_s, self._batches
+        if self._reports and now - self._progress_at > limit + LATE_STATS_S:
+            silent = [m for m in self._registry.memory if not self._registry.has_message(m)]
+            if silent:
+                raise self._registry.timeout_error(
+                    silent, f"to save, load, score or move KV (--step-timeout-s {limit:g})"
+                )
+        if done.batch >= first:
+            self._pending_chunks.on_done(done.batch - first, now)
+        for group in self._pending_chunks.late_groups(self._registry.prefill, now, limit + LATE_STATS_S):
+            if not self._registry.has_message(group[-1]):
+                raise self._registry.timeout_error(group, f"for a chunk of a prompt (--step-timeout-s {limit:g})")
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """The counters of every worker, by the names of ``pids``; of one that is lost there are none."""
+        with self._lock:
+            there = [m for m in self._registry if m not in self._registry.lost_workers]
+            for member in there:
+                with self._note_loss():
+                    self._registry.send(member, StatsRequest())
+            counters = {member.label: self._stats_of(member) for member in there}
+        return {label: values for label, values in counters.items() if values is not None}
+
+    def _stats_of(self, member: RegisteredWorker) -> dict[str, float] | None:
+        """None where it is lost, or late, or was stopped while it owes nothing else."""
+        answers = list[dict[str, float] | None]()
+        while not answers and member not in self._registry.lost_workers:
+            with self._note_loss():
+                answers.append(self._answer_of(member))
+            if self._loss is not None and member in self._loss.workers:
+                break
+        return answers[0] if answers else None
+
+    def _answer_of(self, member: RegisteredWorker) -> dict[str, float] | None:
+        try:
+            answer: Stats = self._registry.wait_for([member], Stats, *self._counters_limit)
+        except WorkersLostError as loss:
+            if member not in loss.workers or not member.handle.is_stopped:
+                raise
+            return None
+        return answer.values
+
+    def call_periodically(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called a few times a second while ``wait`` is called or waits."""
+        self._meanwhile = call
+
+    def _check_health(self) -> None:
+        self._supervisor.check_health(self._waited_for())
+        self._update_loans()
+        self._meanwhile()
+
+    def _update_loans(self) -> None:
+        if self.borrower is not None and not self.is_recovering:
+            self.borrower.update()
+
+    def _waited_for(self) -> list[RegisteredWorker]:
+        """Who has something to do, or to say. All others may stand still."""
+        if self.is_recovering:
+            return list(self._registry)
+        steps = len(self._steps_in_flight) > 0
+        lending = self._registry.prefill if self._pending_chunks else []  # one may wait for KV of another
+        computing = self._registry.compute * (steps or bool(lending)) + lending  # they pass on grants
+        return (
+            (self._registry.memory if computing or self._reports else []) + computing + self._counters.pending_workers
+        )
+
+    def request_stats(self) -> None:
+        """Ask every worker for its counters, unless some have yet to answer; for the thread that calls ``wait``."""
+        with self._note_loss():
+            if self._loss is None and not self.is_recovering:
+                self._counters.request()
+
+    @property
+    def has_pending_stats(self) -> bool:
+        """Whether some worker has yet to answer ``request_stats``."""
+        return bool(self._counters.pending_workers)
+
+    def collect_stats(self) -> dict[str, dict[str, float]] | None:
+        """The counters of all workers, once all have answered; None before that, and where nobody has asked."""
+        counters = None
+        with self._note_loss():
+            if self._loss is None and not self.is_recovering:
+                counters = self._counters.collect(*self._counters_limit)
+        return counters
+
+    @property
+    def _counters_limit(self) -> tuple[float, str]:
+        limit_s = self._config.deadlines.step_timeout_s
+        return limit_s + LATE_STATS_S, f"to report its counters (--step-timeout-s {limit_s:g})"
+
+    def close(self) -> None:
+        """End all workers: ask, wait, then by force. Idempotent."""
+        self._registry.shut_down(JOIN_S)
+
+    def _gather(self, limit_s: float) -> None:
+        self.tracer.collect({m.label: m.link for m in self._registry}, limit_s)
+
+    def _after_end(self) -> None:
+        if self.borrower is not None:
+            self.borrower.close()
+        self.resizer.close()
+        self._workers.close()
+        self.tracer.save()
+
+    def _read_clocks(self) -> None:
+        for member in self._registry if self.tracer.is_enabled else []:
+            trips = []
+            for _ in range(ROUND_TRIPS):
+                asked = Recorder.now()
+                self._registry.send(member, ClockRequest())
+                answer = self._registry.wait_for([member], ClockTime, STATS_S, "to read its clock")
+                trips.append((asked, answer.now, Recorder.now()))
+            self.tracer.set_clock(member.label, trips)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the workers have been ended, by ``close`` or because one was lost."""
+        return self._registry.closed

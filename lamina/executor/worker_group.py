@@ -1,0 +1,419 @@
+"""The workers of one engine: started and loaded once, connected as often as needed.
+
+Each Connect begins a view. Members reports workers that are lost on the way; the others stay as they are, and may be
+connected again.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from lamina import netstack
+from lamina.config.engine_config import EngineConfig
+from lamina.config.topology import TopologyOptions
+from lamina.env import cluster_key
+from lamina.protocol.control import (
+    Address,
+    ComputeReady,
+    Connect,
+    LinkClosedError,
+    Loaded,
+    MemoryReady,
+    Progress,
+    Rate,
+    RateRequest,
+    StartCompute,
+    StartMemory,
+)
+from lamina.protocol.executor import Clock
+from lamina.protocol.offload_messages import StoredPages
+from lamina.protocol.prefix_fetch import can_fetch_prefixes
+from lamina.protocol.step_plan import BindRequest, SurvivingKv
+
+from .degraded_replicas import DegradedReplicas
+from .kv_storage import KvStorage
+from .launchers import Launcher, WorkerHandle, open_launcher
+from .launchers.local import ThreadWorker
+from .load_balance import weights_across_ranks
+from .memory_worker_slots import migration_peers
+from .model_consistency import check_same_model, merged_ready
+from .rendezvous import RendezvousState, num_weight_copies, prefill_connections
+from .spare_workers import SpareWorkers
+from .worker_registry import RegisteredWorker, WorkerRegistry
+
+log = logging.getLogger(__name__)
+
+
+class WorkerGroup:
+    """``start`` once, then ``connect`` again and again. All waits of either end by --start-timeout-s."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        members: WorkerRegistry,
+        on_progress: Callable[[str, int, int], None],
+        *,
+        trace: bool = False,
+        clock: Clock = time.monotonic,
+        launch: Callable[..., Launcher] = open_launcher,
+    ) -> None:
+        """``members``: empty so far. ``trace``: whether workers record spans; ``launch``: see open_launcher."""
+        self._config, self._registry, self._on_progress = config, members, on_progress
+        self._trace, self._clock, self._launch_by = trace, clock, launch
+        self._incarnation = secrets.token_hex(8)  # part of all workers' names: no other engine's has it
+        self._one_process = netstack.in_process(config.launch.scheme)
+        self._starting = f"to start (--start-timeout-s {config.deadlines.start_timeout_s:g})"
+        self._deadline = 0.0
+        self.launcher: Launcher | None = None
+        self._compute_key = b""
+        self._model: Any = None
+        self.topology = config.topology  # with the memory workers' parts of the work, once they are measured
+        self._urls = WeakKeyDictionary[RegisteredWorker, str]()  # of memory workers
+        self._loaded = WeakKeyDictionary[RegisteredWorker, Loaded]()  # of compute and prefill workers
+        self._sent_model = False  # whether these have got the order to load
+        self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them, less one
+        self._size = config.topology.tensor_parallel_size  # ranks of a replica
+        self._names = members.worker_names
+        self._keys = WeakKeyDictionary[WorkerHandle, bytes]()  # of memory workers on loan, which have their own
+        self.storage = KvStorage(config, self._incarnation)
+        self.moves_stripes = config.migrates_stripes  # whether memory workers meet each other, to copy KV
+        self.spare_workers = SpareWorkers(self, members, config.launch.num_spares)
+        self.degraded = DegradedReplicas(config, members, self.start_extra, clock)
+        self.kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
+        self.memory_binds: list[BindRequest] = []  # rank -> of its first memory worker, once it is known
+        self.backend = ""  # of the memory workers' attention, once it is known
+        self.epoch = 0
+
+    def start(self, model: Any) -> None:
+        """Have all workers load ``model``: path, hub id, or an nn.Module, which then runs in this process.
+
+        Raises WorkersLostError, and ValueError with what a user can put right.
+        """
+        if self._config.launch.spare_compute and not isinstance(model, str):
+            raise ValueError("--spare-compute: the compute worker of a torch.nn.Module is a thread of this process")
+        self._model = model
+        self._begin()
+        for phase in (self._launch, self._open_memory, self._measure_memory_rates, self._load):
+            phase()
+
+    def connect(self, keep: Sequence[SurvivingKv] | None = None) -> ComputeReady:
+        """Have all workers meet under a new view. No step may be in flight. ``keep``: the KV that stays; None = all.
+        Returns what compute workers say.
+
+        Raises WorkersLostError, and ValueError with what a user can put right.
+        """
+        self._registry.begin_epoch(self.next_epoch())
+        self._begin()
+        readies: dict[str, ComputeReady] = {}
+        self._connect_memory(keep)
+        self._connect_compute(readies)
+        self._connect_prefill(readies, None if keep is None else [])  # prompts under way begin anew
+        stored = [self._answer(m, StoredPages) for m in self._registry.memory if self.storage.is_enabled]
+        check_same_model(readies)
+        ranks = list(readies.values())[: self._size]
+        self.kv_bytes, self.backend = [ready.kv_bytes for ready in ranks], ranks[0].summary.get("attention", "")
+        self.memory_binds = [ready.bind for ready in ranks if ready.bind is not None]
+        log.info(
+            "view %d: %s", self.epoch, ", ".join(f"{m.label} is pid {m.handle.pid or '?'}" for m in self._registry)
+        )
+        ready = merged_ready([*readies.values()], self.topology)
+        ready = msgspec.structs.replace(ready, replicas=self._rendezvous_state.replicas)
+        return self.storage.complete_facts(ready, self.identity, stored)
+
+    def next_epoch(self) -> int:
+        """Its number; there is no way back."""
+        self.epoch += 1
+        return self.epoch
+
+    def can_replace(self, member: RegisteredWorker) -> bool:
+        """Whether another worker can be started in its place. A thread cannot: it might go on."""
+        launcher = self.launcher
+        return not (launcher is None or isinstance(member.handle, ThreadWorker)) and launcher.can_replace(member.handle)
+
+    def has_answered(self, member: RegisteredWorker) -> bool:
+        """Whether it has answered its first message."""
+        return member in self._urls or member in self._loaded
+
+    def replace(self) -> None:
+        """Start others in the places of those that are lost, and fenced, and have them load; nobody waits for replicas
+        without which others go on. Again where it was broken off. Raises as ``start``.
+        """
+        self._begin()
+        self._on_progress = lambda stage, done, total: None  # who looked has gone on
+        self._loaded.update(self.degraded.rejoin())
+        for lost in [m for m in self._registry if m in self._registry.lost_workers]:
+            if lost.unreachable_peer and self.launcher is not None:
+                self.launcher.avoid_host(lost.handle.role, lost.handle.index)
+            spare = self.spare_workers.take_for(lost, self._size)
+            if spare is None and self.degraded.drop_replica(lost):
+                continue
+            spare = spare or self.spare_workers.take_for(lost, self._size, self._deadline - self._clock())
+            member = spare or self._registry.prepare(
+                self._worker_name(self._start_one(lost.handle.role, lost.handle.index))
+            )
+            self._registry.replace(lost, member)
+            if spare is None:
+                self._send_start(member)
+        self._await_starts()
+
+    def plan_resize(self, count: int, stay: Sequence[int] = ()) -> bool:
+        """Whether ``count`` memory workers can serve from now on. ``stay``: numbers of the staying ones, in order."""
+        launcher = None if self._one_process or self._config.topology.may_borrow else self.launcher
+        if launcher is not None and stay:
+            launcher.keep_workers("memory", stay)
+        return launcher is None or launcher.set_capacity("memory", count)
+
+    def set_topology(
+        self, topology: TopologyOptions, kv_bytes: list[list[int]], coming: Mapping[RegisteredWorker, str]
+    ) -> None:
+        """Go on with other memory workers, the ``coming`` ones at their URLs; the next ``connect`` tells all."""
+        self.topology, self.kv_bytes = topology, kv_bytes
+        self._urls.update(coming)
+        self._config = msgspec.structs.replace(self._config, topology=topology)
+
+    def address_of(self, member: RegisteredWorker) -> Address:
+        """Of a memory worker."""
+        return Address(self._urls[member], self._name(member.handle), self._keys.get(member.handle, b""))
+
+    def start_borrowed(self, handle: WorkerHandle, key: bytes) -> StartMemory:
+        """The first message to a memory worker on loan, whose peers reach it by ``key``."""
+        self._keys[handle], self._names[handle] = key, f"guest-{secrets.token_hex(4)}-{self._incarnation}"
+        return self._start_memory(handle)
+
+    def close(self) -> None:
+        """End the spares, and give back what the launcher holds. Idempotent."""
+        self.spare_workers.close()
+        self.degraded.close()
+        if self.launcher is not None:
+            self.launcher.close()
+
+    def start_extra(self, role: str, index: int) -> RegisteredWorker:
+        """A worker that is none of the members yet, and loads. Raises OSError, ValueError."""
+        return self.prepare_extra(self._start_one(role, index))
+
+    def prepare_extra(self, handle: WorkerHandle) -> RegisteredWorker:
+        """The same of one that was started."""
+        spare = self._registry.prepare(self._worker_name(handle))
+        first = self._first_message(spare)
+        if isinstance(first, StartCompute):  # nobody listens: it must not wait until somebody does
+            first = msgspec.structs.replace(first, progress=False)
+        with suppress(LinkClosedError):  # its end is noticed as it is to take a place
+            spare.link.send(first)
+        return spare
+
+    def _begin(self) -> None:
+        self._deadline = self._clock() + self._config.deadlines.start_timeout_s
+
+    def _launch(self) -> None:
+        config, counts = self._config, self._config.topology.num_workers
+        module = None if isinstance(self._model, str) else self._model  # LLM has checked it
+        here = self._one_process or module is not None
+        threaded = {"memory": self._one_process, "compute": here, "prefill": here}
+        wanted = {role: 0 if threaded[role] else count for role, count in counts.items()}
+        self.launcher = launcher = self._launch_by(config, key := cluster_key(), wanted)
+        self._compute_key = key if here else launcher.key
+        for role, count in counts.items():
+            for index in range(count):
+                extra = (module,) if module is not None and role != "memory" else ()
+                self._started[role, index] = int(threaded[role]) - 1
+                thread = ThreadWorker(role, index, *extra) if threaded[role] else None
+                self._registry.add(thread or self._worker_name(self._start_one(role, index)))
+
+    def _start_one(self, role: str, index: int) -> WorkerHandle:
+        if self._one_process:
+            return ThreadWorker(role, index)
+        assert self.launcher is not None
+        return self.launcher.start(role, index, threads=self.threads(role, index))
+
+    def _worker_name(self, handle: WorkerHandle) -> WorkerHandle:
+        place = handle.role, handle.index
+        self._started[place] = before = self._started.get(place, -1) + 1
+        self._names[handle] = f"{place[0]}-{place[1]}-{self._incarnation}" + f"-{before}" * bool(before)
+        return handle
+
+    def _open_memory(self) -> None:
+        """Memory workers listen."""
+        for member in self._registry.memory:
+            self._send_start(member)
+        try:
+            self._await_starts()
+        except ValueError as e:
+            named = self._config.launch.memory_addresses
+            raise type(e)(f"--memory-addresses: {e}" if named else str(e)) from None
+
+    def _measure_memory_rates(self) -> None:
+        """Where the memory workers' parts of the work are to be measured. All measure at once, as they will read."""
+        if not self.topology.measures_weights:
+            return
+        for member in self._registry.memory:
+            self._registry.send(member, RateRequest())
+        size, rates = self._size, [self._answer(member, Rate).read_bytes_s for member in self._registry.memory]
+        weights = tuple(weights_across_ranks(rates, size))
+        self.topology = msgspec.structs.replace(self.topology, memory_weights=weights)
+
+    def _load(self) -> None:
+        """Compute and prefill workers load the model, all at once."""
+        for member in self._registry.compute + self._registry.prefill:
+            self._send_start(member)
+        self._on_progress("starting workers", 1, 1)
+        self._sent_model = True
+        self._await_starts()
+
+    def _send_start(self, member: RegisteredWorker) -> None:
+        self._registry.send(member, self._first_message(member))
+
+    def _first_message(self, member: RegisteredWorker) -> StartMemory | StartCompute:
+        path, handle = self._model if isinstance(self._model, str) else "", member.handle
+        return self._start_memory(handle) if handle.role == "memory" else self._start_compute(path, handle)
+
+    def _await_starts(self) -> None:
+        """The first answers of all that were told, and have not answered yet."""
+        for member in self._registry.memory:
+            if member not in self._urls:
+                self._urls[member] = self._answer(member, MemoryReady).url
+        for member in self._registry.compute + self._registry.prefill if self._sent_model else []:
+            if member not in self._loaded:
+                self._loaded[member] = self._answer(member, Loaded)
+
+    def _connect_memory(self, keep: Sequence[SurvivingKv] | None) -> None:
+        """Memory workers let go of whom they had, and wait for those that come now."""
+        left, memory = None if keep is None else list(keep), self._registry.memory
+        peers = [self.address_of(m) for m in memory] if self.storage.is_per_host else []
+        for member in memory:
+            rank = member.handle.index % self._size
+            joining = [
+                self._name(m.handle) for m in self._registry.compute[rank :: self._size] + self._registry.prefill
+            ]
+            place = self.storage.config_for(member.handle.index, len(memory), self.identity)
+            movers = migration_peers(self._memory_of(rank), self.address_of(member)) if self.moves_stripes else []
+            message = Connect(
+                epoch=self.epoch,
+                joining_names=joining,
+                surviving=left,
+                storage=place,
+                peers=peers,
+                migration_peers=movers,
+            )
+            self._registry.send(member, message)
+
+    @property
+    def identity(self) -> bytes:
+        """Of the model."""
+        return self._loaded[self._registry.compute[0]].identity
+
+    def _connect_compute(self, readies: dict[str, ComputeReady]) -> None:
+        """Ranks meet, replicas form their ring and come to the memory workers, one after the other."""
+        for place, member in enumerate(self._registry.compute):
+            rank = place % self._size
+            own = self.kv_bytes[rank] if self.kv_bytes else []
+            self._registry.send(
+                member, self._rendezvous_state.connect_message(self.epoch, place, self._memory_of(rank), own)
+            )
+        for member in self._registry.compute:
+            readies[member.label] = self._answer(member, ComputeReady)
+
+    def _connect_prefill(self, readies: dict[str, ComputeReady], keep: list[SurvivingKv] | None) -> None:
+        """Connect prefill workers after the replicas, one at a time."""
+        for member in self._registry.prefill:
+            memory, replicas = self._memory_of(member.handle.index % self._size), self._rendezvous_state.replicas
+            meeting = Connect(
+                epoch=self.epoch, replicas=replicas, memory_addresses=memory, topology=self.topology, surviving=keep
+            )
+            self._registry.send(member, meeting)
+            readies[member.label] = self._answer(member, ComputeReady)
+        there, topology, config = self._registry.prefill, self.topology, self._config
+        ready, names = [readies[m.label] for m in there], [self._name(m.handle) for m in there]
+        fetches = config.caches_prefixes and can_fetch_prefixes(ready, config.batching, topology.prefill_groups)
+        for place, order in prefill_connections(topology, names, [self._loaded[m] for m in there], fetches=fetches):
+            self._registry.send(there[place], order)
+
+    @property
+    def _rendezvous_state(self) -> RendezvousState:
+        there = self._registry.compute
+        return RendezvousState(self.topology, [self._name(m.handle) for m in there], [self._loaded[m] for m in there])
+
+    def _memory_of(self, rank: int) -> list[Address]:
+        return self.topology.of_rank([self.address_of(m) for m in self._registry.memory], rank)
+
+    def _answer(self, member: RegisteredWorker, kind: Any) -> Any:
+        """The message of ``kind`` that ``member`` owes."""
+        while True:
+            left = self._deadline - self._clock()
+            message = self._registry.wait_for([member], Progress | kind, left, self._starting)
+            if isinstance(message, kind):
+                return message
+            if member is self._registry.compute[0]:  # they all do the same
+                self._on_progress(message.stage, message.done, message.total)
+
+    def threads(self, role: str, index: int) -> int:
+        """Memory workers of one host run at the same time, the compute worker while they rest; its ranks, if it has
+        several, at the same time too. In one process all share torch's threads: those are left as they are. 0 = all
+        cores.
+        """
+        config, launcher = self._config, self.launcher
+        if role != "memory" and (config.devices.compute_threads or self._size == 1):
+            return config.devices.compute_threads
+        chosen = config.devices.memory_threads if role == "memory" else 0
+        return chosen or (0 if self._one_process or launcher is None else launcher.thread_count(role, index))
+
+    def _start_memory(self, handle: WorkerHandle) -> StartMemory:
+        config, index, own = self._config, handle.index, self._keys.get(handle, b"")
+        named = config.launch.memory_addresses
+        return StartMemory(
+            scheme=config.launch.scheme,
+            address=named[index] if named else handle.host,
+            name=self._name(handle),
+            key=own or (self.launcher.key if self.launcher else b""),
+            threads=0 if own else self.threads("memory", index),
+            devices=config.devices,
+            device_number=self._gpu_number(handle),
+            device_users=1 if handle.host else config.gpu_index("memory", self.topology.memory_workers),
+            trace=self._trace,
+        )
+
+    def _start_compute(self, path: str, handle: WorkerHandle) -> StartCompute:
+        config = self._config
+        return StartCompute(
+            path=path,
+            model=config.model,
+            kv=config.kv,
+            batching=config.batching,
+            topology=self.topology,
+            devices=config.devices,
+            deadlines=config.deadlines,
+            replica=handle.index // self._size,
+            rank=handle.index % self._size,
+            weight_copies=self._copies(handle),
+            device_number=self._gpu_number(handle),
+            threads=self.threads(handle.role, handle.index),
+            scheme=config.launch.scheme,
+            address=handle.host,
+            name=self._name(handle),
+            key=self._compute_key,
+            trace=self._trace,
+            needs_identity=self.storage.is_enabled,
+            rotates_keys=self._config.overflow.truncates_context,
+        )
+
+    def _gpu_number(self, handle: WorkerHandle) -> int:
+        """The GPU of a worker on this host. On other hosts the launcher gives each worker GPUs of its own."""
+        return 0 if handle.host else self._config.gpu_index(handle.role, handle.index)
+
+    def _copies(self, handle: WorkerHandle) -> int:
+        """Of the weights on a worker's host, for the first one there; behind a loss all others have them already."""
+        if self.kv_bytes:
+            return 0
+        here = [m.handle for m in self._registry.compute + self._registry.prefill if m.handle.host == handle.host]
+        return num_weight_copies([h.role for h in here], self.topology) if here[0] is handle else 0
+
+    def _name(self, handle: WorkerHandle) -> str:
+        """Which a worker proves to its peers: no other one has had it, nor will."""
+        return self._names.setdefault(handle, f"{handle.role}-{handle.index}-{self._incarnation}")

@@ -1,0 +1,68 @@
+"""Whether this host has memory for the KV blocks that are asked for. Without torch: whoever starts workers asks too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.config.option import size_flag
+
+if TYPE_CHECKING:
+    from lamina.config.engine_config import EngineConfig
+
+
+def free_bytes() -> int:
+    """Memory that this host could give to processes now."""
+    with open("/proc/meminfo") as f:
+        fields = dict(line.split(":") for line in f)
+    return int(fields["MemAvailable"].split()[0]) << 10
+
+
+def memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory of this host, or the part of it that this process's control group may have."""
+    with open(proc / "meminfo") as f:
+        fields = dict(line.split(":") for line in f)
+    total = int(fields["MemTotal"].split()[0]) << 10
+    return min([total, *_group_limits(proc, cgroups)])
+
+
+def _group_limits(proc: Path, cgroups: Path) -> Iterator[int]:
+    """The limits of this process's control groups and of those above them, in both versions of the file system."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+        place = Path(group.lstrip("/"))
+        for folder in (place, *place.parents):
+            try:
+                yield int((mount / folder / name).read_text())
+            except (OSError, ValueError):  # no such file here, or "max"
+                continue
+
+
+def check_kv_memory_fits(config: EngineConfig, free: int) -> None:
+    """Raises ValueError where ``free`` bytes of this host are less than --kv-memory on all memory workers, and on their
+    spares.
+    """
+    spares = config.launch.spare_memory
+    workers = config.topology.num_workers["memory"] + spares
+    if (asked := config.devices.kv_bytes() * workers) > free:
+        on = f" on {workers} memory workers" if workers > 1 else ""
+        on += f", {spares} of them spare" if spares else ""
+        raise ValueError(
+            f"--kv-memory {config.devices.kv_memory}{on}: {not_enough_memory_message(asked, free, workers)}"
+        )
+
+
+def not_enough_memory_message(asked: int, free: int, workers: int = 1, where: str = "here") -> str:
+    """What to say of KV blocks of ``asked`` bytes on so many workers together, and the --kv-memory that is too much."""
+    from .report import size_text
+
+    below = size_flag(free // workers)
+    return f"KV blocks take {size_text(asked)}, {size_text(free)} are free {where}: lower --kv-memory below {below}"

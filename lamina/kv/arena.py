@@ -1,0 +1,136 @@
+"""Memory of this host for KV blocks, in huge pages, and what a store gives up of it for the next one.
+
+The kernel zeroes each page that a process writes first: of all that a store takes, this takes longest. So memory is
+taken ahead of its use, and the layers of one store take over that of another. What lies in it then are numbers of the
+same dtype: as in a block that another sequence has had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from math import prod
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE = 2 << 20
+MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since 5.14
+MAX_POPULATE_BYTES = 64 << 20  # bytes, before a look whether it is still wanted
+_libc = ctypes.CDLL(None)  # its calls leave other Python threads running
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class HugePageArena:
+    """Memory of the pool that no layer has now. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # as they were made or used last
+        self._most = 0  # the most tensors that are kept
+        self._lock = threading.Lock()
+
+    def prepare(self, shapes: Iterable[Shape], slack: int = 0) -> None:
+        """Take memory for tensors of these shapes, and touch it; of each there may be ``slack`` bytes more, whose pages
+        come when first written. Raises as ``huge_page_zeros``.
+        """
+        for shape, dtype in shapes:
+            slab = huge_page_zeros(shape, dtype, slack)
+            prefault([slab])
+            with self._lock:
+                self._free.append(slab)
+                self._most += 1
+
+    def can_allocate(self, shapes: Iterable[Shape]) -> bool:
+        """Whether all of these, taken one after the other, would lie in memory that is here."""
+        with self._lock:
+            free = list(self._free)
+        for shape, dtype in shapes:
+            slab = _best_fit(free, prod(shape) * dtype.itemsize, dtype)
+            free = [x for x in free if x is not slab]
+            if slab is None:
+                return False
+        return True
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor with whatever lies there; where nothing that is free is large enough fresh zeros, whose pages come
+        when first written. Raises as ``huge_page_zeros``.
+        """
+        nbytes = prod(shape) * dtype.itemsize
+        with self._lock:
+            slab = _best_fit(self._free, nbytes, dtype)
+            self._free = [x for x in self._free if x is not slab]
+        if slab is None:
+            return huge_page_zeros(shape, dtype)
+        whole = torch.empty(0, dtype=torch.uint8).set_(slab.untyped_storage())
+        _let_go(whole, nbytes, slab.nbytes)
+        taken: Tensor = whole[:nbytes].view(dtype).view(*shape)
+        return taken
+
+    def release(self, tensors: Sequence[Tensor]) -> None:
+        """For the next ones that are taken. Nobody else may use these. Of more than were prepared, and than these, the
+        smallest go back to the host.
+        """
+        with self._lock:
+            free = sorted([*self._free, *tensors], key=_capacity, reverse=True)
+            self._free = free[: max(self._most, len(tensors))]
+
+    def clear(self) -> None:
+        """Give all free memory back to the host."""
+        with self._lock:
+            self._free, self._most = [], 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are free here."""
+        with self._lock:
+            return sum(x.nbytes for x in self._free)
+
+
+def huge_page_zeros(shape: Sequence[int], dtype: torch.dtype, slack: int = 0) -> Tensor:
+    """Zeros in huge pages where the kernel has them: with small ones a core reads half as fast (madvise(2)). ``slack``:
+    bytes of its storage that lie behind them. Raises OSError, OverflowError, RuntimeError where the host has no room.
+    """
+    nbytes = prod(shape) * dtype.itemsize
+    size = -(-(nbytes + slack) // HUGE_PAGE) * HUGE_PAGE
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    with suppress(OSError, ValueError, AttributeError):  # a kernel without: small pages
+        # Not the rest behind the last whole one, for which the kernel would take a huge page too.
+        memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+    return whole[:nbytes].view(dtype).view(*shape)
+
+
+def prefault(tensors: Iterable[Tensor], wanted: Callable[[], bool] = lambda: True) -> None:
+    """Have the host's memory for tensors of ``huge_page_zeros``, until nobody has ``wanted`` it any more: what is
+    missing shows now, not when a token is first written. Before Linux 5.14 nothing happens.
+    """
+    for each in tensors:
+        start, stop = each.data_ptr(), each.data_ptr() + -(-each.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        for low in range(start, stop, MAX_POPULATE_BYTES):
+            if not wanted():
+                return
+            _madvise(low, min(MAX_POPULATE_BYTES, stop - low), MADV_POPULATE_WRITE)
+
+
+def _best_fit(free: Sequence[Tensor], nbytes: int, dtype: torch.dtype) -> Tensor | None:
+    fitting = [x for x in free if x.dtype == dtype and _capacity(x) >= nbytes]
+    return min(fitting, key=_capacity, default=None)
+
+
+def _capacity(slab: Tensor) -> int:
+    return slab.untyped_storage().nbytes()
+
+
+def _let_go(whole: Tensor, low: int, high: int) -> None:
+    """Give the host back the whole huge pages from ``low`` to ``high``, up to which the tensor was used."""
+    low, high = (-(-n // HUGE_PAGE) * HUGE_PAGE for n in (low, high))
+    if low < high:
+        _madvise(whole.data_ptr() + low, high - low, mmap.MADV_DONTNEED)
+
+
+def _madvise(start: int, nbytes: int, advice: int) -> None:
+    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), advice)

@@ -1,0 +1,106 @@
+"""What the index of a store has in its tables, and how pages and records lie in their rows.
+
+A page's row names the set of atoms that its records have together (``held``). There are few such sets, as there are
+few partitions; so who needs certain atoms asks for the pages of some sets, and reads no record.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lamina.kv.pages import Page, PageFragment, Provenance
+
+from .encryption import TAG_BYTES
+
+VERSION = 2
+SCHEMA = """
+CREATE TABLE segments (id INTEGER PRIMARY KEY AUTOINCREMENT, size INTEGER NOT NULL);
+CREATE TABLE sets (id INTEGER PRIMARY KEY, atoms BLOB NOT NULL UNIQUE);
+CREATE TABLE pages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, identity BLOB NOT NULL, key BLOB NOT NULL, number INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, tenant BLOB NOT NULL, source TEXT NOT NULL, chunk INTEGER NOT NULL, build TEXT NOT NULL,
+    ranks INTEGER NOT NULL, came INTEGER NOT NULL, used INTEGER NOT NULL, uses INTEGER NOT NULL,
+    held INTEGER NOT NULL REFERENCES sets (id), UNIQUE (identity, key)
+);
+CREATE TABLE records (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, page INTEGER NOT NULL REFERENCES pages (id) ON DELETE CASCADE,
+    segment INTEGER NOT NULL REFERENCES segments (id) ON DELETE CASCADE, at INTEGER NOT NULL, size INTEGER NOT NULL,
+    encrypted INTEGER NOT NULL, salt BLOB NOT NULL, atoms BLOB NOT NULL
+);
+CREATE INDEX records_by_page ON records (page);
+CREATE INDEX records_by_segment ON records (segment);
+CREATE TABLE clock (now INTEGER NOT NULL);
+INSERT INTO clock VALUES (0);
+"""
+AGES = "CREATE TABLE IF NOT EXISTS ages (at INTEGER PRIMARY KEY, tick INTEGER NOT NULL)"  # of the clock, by second
+PROLONGED = (  # pages, as long as they are there
+    "CREATE TABLE IF NOT EXISTS prolonged_pages (page INTEGER PRIMARY KEY REFERENCES pages (id) ON DELETE CASCADE,"
+    " until INTEGER NOT NULL)"
+)
+PAGE = "key, number, tokens, tenant, source, chunk, build, ranks"
+RECORD = "id, segment, at, size, encrypted, salt, atoms"
+_ATOM = struct.Struct(f"<III{TAG_BYTES}s")  # layer, head, bytes, tag
+_NAME = struct.Struct("<II")  # layer, head
+
+
+class RecordExtent(NamedTuple):
+    """Bytes ``at .. at + size`` of a segment."""
+
+    segment: int
+    at: int
+    size: int
+
+
+class EncryptedFragment(NamedTuple):
+    """The facts of an atom that lies in a record."""
+
+    nbytes: int
+    tag: bytes
+
+
+class Record(NamedTuple):
+    """Some atoms of a page, one behind the other in the order of ``fragments``."""
+
+    extent: RecordExtent
+    encrypted: bool
+    salt: bytes
+    fragments: dict[PageFragment, EncryptedFragment]
+    id: int = 0  # given by the index; of two records with one atom, that of the greater one counts
+
+
+class PageEntry(NamedTuple):
+    """A page of the index, its records in the order in which they came."""
+
+    page: Page
+    records: list[Record]
+
+
+def page_from_row(row: tuple[object, ...]) -> Page:
+    """Of columns PAGE."""
+    key, number, tokens, tenant, *recipe = row
+    return Page(key, number, tokens, tenant, Provenance(*recipe))  # type: ignore[arg-type]
+
+
+def record_from_row(row: Iterable[object]) -> Record:
+    """Of columns RECORD."""
+    number, segment, at, size, encrypted, salt, atoms = row
+    table = _ATOM.iter_unpack(atoms)  # type: ignore[arg-type]
+    known = {PageFragment(layer, head): EncryptedFragment(nbytes, tag) for layer, head, nbytes, tag in table}
+    return Record(RecordExtent(segment, at, size), bool(encrypted), salt, known, number)  # type: ignore[arg-type]
+
+
+def pack_fragments(atoms: dict[PageFragment, EncryptedFragment]) -> bytes:
+    """The bytes of sealed atoms, as ``record_from_row`` reads them."""
+    return b"".join(_ATOM.pack(*atom, *sealed) for atom, sealed in atoms.items())
+
+
+def pack_fragment_set(atoms: Iterable[PageFragment]) -> bytes:
+    """The same for the same atoms in any order."""
+    return b"".join(_NAME.pack(*atom) for atom in sorted(atoms))
+
+
+def unpack_fragment_set(atoms: bytes) -> frozenset[PageFragment]:
+    """The set of atoms that ``pack_fragment_set`` has packed."""
+    return frozenset(map(PageFragment._make, _NAME.iter_unpack(atoms)))

@@ -1,0 +1,210 @@
+"""The directory of a store: nobody else reads it, and the workers of one server at a time have it open."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from lamina.kv.page_keys import ERA_BYTES, SECRET_BYTES
+
+LOCK, SECRET, ERA, INDEX, KEY, SEGMENT, DRAFT = "lock", "secret", "era", "index.db", "key-", "segment-", "new-"
+_LOCK_S = 10.0  # for the first worker of a server to look after what an earlier one left
+_POLL_S = 0.02
+
+
+class StoreDirectory:
+    """An open directory. Files in it are named by their names alone, and no link is followed."""
+
+    def __init__(self, path: str, flag: str = "--kv-store-dir", *, make: bool = True) -> None:
+        """``flag``: what errors call it. Raises ValueError: it is not there, another's, or readable by others."""
+        self.path = Path(path).expanduser().absolute()
+        self.name = f"{flag} {path}"
+        try:
+            if make:
+                with suppress(FileExistsError):
+                    self.path.mkdir(mode=0o700)
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as e:
+            raise ValueError(f"{self.name}: {e.strerror}: name a directory, no link, that you may write") from None
+        self._lock = -1
+        try:
+            self._check(os.fstat(self.fd), str(self.path), 0o700)
+        except ValueError:
+            self.close()
+            raise
+
+    def open(self, name: str, flags: int) -> int:
+        """A file of the store, 0600 where it is made. Raises OSError; ValueError where it is not a store's."""
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{self.name}: {name} is no file: name another directory")
+            self._check(status, str(self.path / name), 0o600)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def read(self, name: str) -> bytes | None:
+        """A small file; None where it is not there. Raises as ``open``."""
+        try:
+            fd = self.open(name, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            return file.read(4096)
+
+    def create(self, name: str, data: bytes) -> bytes:
+        """A small file, whole or not at all; returns its contents, which are another's who was there first."""
+        draft = self._draft(data)
+        try:
+            with suppress(FileExistsError):
+                os.link(draft, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+        finally:
+            os.unlink(draft, dir_fd=self.fd)
+        self.sync()
+        kept = self.read(name)
+        if kept is None:
+            raise FileNotFoundError(f"{self.path / name} has gone")
+        return kept
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a small file, which may exist: behind a crash it has the old contents or the new. Raises OSError."""
+        os.rename(self._draft(data), name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        self.sync()
+
+    def _draft(self, data: bytes) -> str:
+        """A new file that has ``data``, on the disk; its name."""
+        draft = f"{DRAFT}{secrets.token_hex(8)}"
+        with os.fdopen(self.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return draft
+
+    def remove(self, name: str) -> None:
+        """A file; it may be gone already. Raises OSError."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.fd)
+
+    def list_names(self) -> list[str]:
+        """Of all files."""
+        return sorted(os.listdir(self.fd))
+
+    def sync(self) -> None:
+        """Behind it, which files there are outlives the host. Raises OSError."""
+        os.fsync(self.fd)
+
+    def lock(self, server: str) -> bool:
+        """Join the workers of ``server``. True: nobody else has the store open, nor gets it before ``allow_others``.
+
+        Raises ValueError: another server has it open.
+        """
+        self._lock = self.open(LOCK, os.O_RDWR | os.O_CREAT)
+        end = time.monotonic() + _LOCK_S
+        while True:
+            if self._try(fcntl.LOCK_EX):
+                os.ftruncate(self._lock, 0)
+                os.pwrite(self._lock, server.encode(), 0)
+                return True
+            if self._try(fcntl.LOCK_SH):
+                self._check_server(server)
+                return False
+            if time.monotonic() > end:
+                raise ValueError(f"{self.name}: somebody looks after it for more than {_LOCK_S:.0f} s: try again")
+            time.sleep(_POLL_S)  # flock knows no deadline
+
+    def allow_others(self, server: str) -> None:
+        """Let the other workers of ``server`` in. Raises ValueError: another server was faster."""
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # gives the lock up for a moment
+        self._check_server(server)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for fd in (self._lock, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock = self.fd = -1
+
+    def _try(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _check_server(self, server: str) -> None:
+        if os.pread(self._lock, 4096, 0).decode(errors="replace") != server:
+            raise ValueError(f"{self.name}: another server has it open; end that, or name another directory")
+
+    def _check(self, status: os.stat_result, path: str, mode: int) -> None:
+        if status.st_uid != os.geteuid():
+            raise ValueError(f"{self.name}: {path} is another user's: name a directory of your own")
+        if status.st_mode & 0o077:
+            text = f"others may read {path} (mode {stat.S_IMODE(status.st_mode):o})"
+            raise ValueError(f"{self.name}: {text}, and KV tells prompts: chmod {mode:o} {path}")
+
+
+def store_secret(folder: StoreDirectory, key_file: str = "", *, make: bool = True) -> bytes:
+    """The secret, SECRET_BYTES long, from which keys of pages and of data follow. It is read from ``key_file``, or from
+    the directory, where ``make`` makes a missing one. Raises ValueError.
+    """
+    if not key_file:
+        text = folder.read(SECRET)
+        if text is None and not make:
+            raise ValueError(f"{folder.name}: its secret is not there: name its file by --kv-key-file")
+        text = text or folder.create(SECRET, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
+        return _decoded(text, f"{folder.name}: {folder.path / SECRET}")
+    return read_secret(key_file, "--kv-key-file")
+
+
+def read_secret(key_file: str, flag: str) -> bytes:
+    """SECRET_BYTES of a file of one's own. Raises ValueError, which names ``flag``."""
+    path = Path(key_file).expanduser()
+    name = f"{flag} {key_file}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as e:
+        raise ValueError(f"{name}: {e.strerror}: name a file, no link, made by openssl rand -hex 32") from None
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            raise ValueError(f"{name}: it is another user's: name a file of your own")
+        if status.st_mode & 0o077:
+            raise ValueError(
+                f"{name}: others may read it (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 {key_file}"
+            )
+        return _decoded(file.read(4096) if stat.S_ISREG(status.st_mode) else b"", name)
+
+
+def store_era(folder: StoreDirectory) -> bytes:
+    """Of the pages that are found; empty before the first reset. Raises ValueError for a file that has none."""
+    text = folder.read(ERA)
+    with suppress(ValueError):
+        era = bytes.fromhex((text or b"").decode("ascii").strip())
+        if text is None or len(era) == ERA_BYTES:
+            return era
+    raise ValueError(
+        f"{folder.name}: {folder.path / ERA} is damaged: remove it, and pages from before a reset are found"
+    )
+
+
+def begin_era(folder: StoreDirectory) -> bytes:
+    """Another one: no page that there is will be found. Raises OSError."""
+    era = secrets.token_bytes(ERA_BYTES)
+    folder.replace(ERA, era.hex().encode() + b"\n")
+    return era
+
+
+def _decoded(text: bytes, name: str) -> bytes:
+    with suppress(ValueError):
+        secret = bytes.fromhex(text.decode("ascii").strip())
+        if len(secret) == SECRET_BYTES:
+            return secret
+    raise ValueError(f"{name}: a secret is {2 * SECRET_BYTES} hexadecimal digits: make one by openssl rand -hex 32")

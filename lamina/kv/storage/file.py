@@ -1,0 +1,254 @@
+"""Pages in files of a directory, which all workers of one server on this host share (lamina.kv.disk_store)."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+from lamina.kv.disk_store.encryption import DataKeys, IntegrityError
+from lamina.kv.disk_store.index_schema import PageEntry, RecordExtent
+from lamina.kv.disk_store.page_index import PageIndex
+from lamina.kv.disk_store.page_records import Records
+from lamina.kv.disk_store.segments import Segments
+from lamina.kv.disk_store.store_directory import StoreDirectory, store_secret
+from lamina.kv.eviction_policy import EvictionRank, PageUsage, eviction_rank
+from lamina.kv.fetch_window import FetchWindow
+from lamina.kv.pages import Page, PageFragment
+
+from . import Bytes, FragmentLostError, StorageConfig, StorageError, StorageFullError, StoredPage
+
+_TRIES = 3  # of a read whose records were replaced meanwhile
+_SPARE_PART = 64  # of a worker's share that becomes free at once, at least: each time all of its pages are ranked
+_CLOSE_S = 60.0
+_EXPIRES_PART = 1 / 64  # of the time for which pages are kept, between two looks for those that are older
+
+
+class FileStorage:
+    """One worker's end of the store."""
+
+    def __init__(self, place: StorageConfig, clock: Callable[[], float] = time.time) -> None:
+        """``clock``: seconds, which go on while nobody has the store open."""
+        self._identity = place.identity
+        self._encrypt = place.encrypt
+        self._policy, self._expected = eviction_rank(place.policy), FetchWindow()
+        self._ttl_s, self._clock, self._expires_s = place.ttl_s, clock, 0.0
+        self._writing = threading.Lock()  # free space has one keeper
+        self._quiet = threading.Condition()
+        self._num_calls = 0
+        self._closed = False
+        with ExitStack() as undo:
+            folder = StoreDirectory(place.directory)
+            undo.callback(folder.close)
+            first = folder.lock(place.server)
+            keys = DataKeys(folder, place.secret or store_secret(folder))
+            self._index = PageIndex(folder)
+            undo.callback(self._index.close)
+            self._segments = Segments(folder, self._index, place.total_bytes, place.workers)
+            undo.callback(self._segments.close)
+            if first:
+                self._segments.recover()
+                folder.allow_others(place.server)
+            self._segments.lock_unowned()
+            self._expire()
+            self._records = Records(self._segments, keys)
+            self._undo = undo.pop_all()
+
+    def reserve(self, nbytes: int) -> list[bytes]:
+        """Make room for ``nbytes`` of atoms: old pages' files go. Raises StorageFullError, StorageError."""
+        with self._call(), self._writing:
+            given = self._expire()
+            if nbytes > self._segments.share:
+                raise StorageFullError(f"{nbytes} bytes are more than this worker's part of it, {self._segments.share}")
+            if not self._segments.make_room(nbytes):
+                self._expected.retained_until = self._index.retained_keys(int(self._clock()))
+                try:
+                    given += self._index.evict(self._segments.own, self._enough(nbytes), self._rank)
+                finally:
+                    self._segments.refresh()
+                if not self._segments.make_room(nbytes):
+                    given += self._segments.rebuild(nbytes)
+                if not self._segments.make_room(nbytes):
+                    raise StorageFullError(f"no room for {nbytes} bytes in the segments that this worker writes")
+            return given
+
+    def _expire(self) -> list[bytes]:
+        """Now and then: what was not used for long. Their keys."""
+        now = self._clock()
+        if not self._ttl_s or now < self._expires_s:
+            return []
+        self._expires_s = now + max(1.0, self._ttl_s * _EXPIRES_PART)
+        return self._index.expire(int(now), self._ttl_s)
+
+    def write(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
+        """Seal the atoms and add them to the page's files. Raises StorageFullError, StorageError; ValueError for a page
+        that is there otherwise.
+        """
+        if not atoms:
+            raise ValueError("a write has at least one atom")
+        views = {atom: memoryview(data).cast("B") for atom, data in atoms.items()}
+        nbytes = sum(view.nbytes for view in views.values())
+        with self._call():
+            with self._writing:
+                extent = self._segments.allocate(nbytes)
+            if extent is None:
+                raise StorageFullError(f"no room for {nbytes} bytes")
+            try:
+                self._index.add(self._identity, page, self._records.put(page, extent, views, encrypt=self._encrypt))
+            finally:
+                with self._writing:
+                    self._segments.commit(extent)
+
+    def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
+        """Open the page's atoms into the buffers. Raises FragmentLostError, StorageError; ValueError for a wrong
+        length."""
+        views = {atom: memoryview(buffer).cast("B") for atom, buffer in into.items()}
+        with self._call():
+            self._read(key, lambda entry: views)
+            self._index.note_use(self._identity, key)
+
+    def read_page(
+        self, key: bytes, atoms: frozenset[PageFragment] | None = None
+    ) -> tuple[Page, dict[PageFragment, bytes]]:
+        """A page and its bytes: of ``fragments``, or all. It is no use of the page. Raises FragmentLostError."""
+
+        def room(entry: PageEntry | None) -> dict[PageFragment, memoryview]:
+            sizes = (
+                {atom: part.nbytes for record in entry.records for atom, part in record.fragments.items()}
+                if entry
+                else {}
+            )
+            return {a: memoryview(bytearray(n)) for a, n in sizes.items() if atoms is None or a in atoms}
+
+        with self._call():
+            entry, views = self._read(key, room)
+        if not views:
+            raise FragmentLostError("no such atom is here")
+        return entry.page, {atom: bytes(view) for atom, view in views.items()}
+
+    def lookup(self, key: bytes) -> StoredPage | None:
+        """A page with its atoms that are here; None where there are none."""
+        with self._call():
+            entry = self._index.lookup(self._identity, key)
+        return None if entry is None else _held(entry)
+
+    def hint(self, turn: int, keys: Sequence[bytes]) -> None:
+        """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
+        self._expected.hint(turn, keys)
+
+    def mark_copied(self, key: bytes, *, yes: bool) -> None:
+        """Whether another place has all that is here of a page, which goes first then."""
+        (self._expected.copied_keys.add if yes else self._expected.copied_keys.discard)(key)
+
+    def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
+        """Have these pages give way behind others for so many seconds; the next server knows it too."""
+        with self._call():
+            now = self._clock()
+            self._index.set_retention(self._identity, keys, int(now), int(now + seconds))
+
+    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
+        """None: there is one place, so no page is brought nearer."""
+        return None
+
+    def _rank(self, use: PageUsage) -> EvictionRank:
+        return self._expected.rank(use, self._policy)
+
+    def _read(
+        self, key: bytes, room: Callable[[PageEntry | None], dict[PageFragment, memoryview]]
+    ) -> tuple[PageEntry, dict[PageFragment, memoryview]]:
+        """Fill buffers that ``room`` has for a page."""
+        entry = self._index.lookup(self._identity, key)
+        for _ in range(_TRIES):
+            views = room(entry)
+            try:
+                return self._fill(entry, views), views
+            except IntegrityError as e:
+                before, entry = entry, self._index.lookup(self._identity, key)
+                if entry == before:
+                    raise FragmentLostError(f"an atom is damaged: {e}") from None
+        raise FragmentLostError("the page is replaced again and again")
+
+    def _fill(self, entry: PageEntry | None, views: Mapping[PageFragment, memoryview]) -> PageEntry:
+        """Raises IntegrityError, FragmentLostError, OSError."""
+        newest = {atom: record for record in (entry.records if entry else []) for atom in record.fragments}
+        if entry is None or not views.keys() <= newest.keys():
+            raise FragmentLostError("no such atom is here")
+        for atom, view in views.items():
+            if view.nbytes != (nbytes := newest[atom].fragments[atom].nbytes):
+                raise ValueError(f"an atom of {nbytes} bytes, and a buffer of {view.nbytes}")
+        for record in entry.records:
+            self._records.get(entry.page, record, {a: view for a, view in views.items() if newest[a] is record})
+        return entry
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Remove the files of these pages, of all workers. Raises StorageError."""
+        with self._call():
+            self._index.drop(self._identity, keys)
+
+    def set_num_workers(self, workers: int) -> list[bytes]:
+        """Have the part of one of so many: other segments are for others to take. Returns as reserve; raises
+        StorageError.
+        """
+        with self._call(), self._writing:
+            return self._segments.set_num_workers(workers)
+
+    def pages(self) -> list[StoredPage]:
+        """The pages of this identity on disk; the most recently used last. Raises StorageError."""
+        with self._call():
+            return [_held(entry) for entry in self._index.entries(self._identity)]
+
+    def keys(self, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
+        """Keys of the last used pages that have all of ``atoms``, out of the index. Raises StorageError."""
+        with self._call():
+            return self._index.keys(self._identity, atoms, most)
+
+    def close(self) -> None:
+        """Close the index; files stay for the next one. Waits for calls of other threads."""
+        with self._quiet:
+            self._closed = True
+            if not self._quiet.wait_for(lambda: not self._num_calls, _CLOSE_S):
+                return  # a disk that does not answer: the files stay open until the process ends
+        self._undo.close()
+
+    def _enough(self, nbytes: int) -> Callable[[RecordExtent], bool]:
+        """Whether the extents that it was told of are enough."""
+        freed = 0
+
+        def enough(extent: RecordExtent) -> bool:
+            nonlocal freed
+            self._segments.mark_free(extent)
+            freed += extent.size
+            return freed * _SPARE_PART >= self._segments.share and self._segments.has_room(nbytes)
+
+        return enough
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._quiet:
+            if self._closed:
+                raise StorageError("the medium is closed")
+            self._num_calls += 1
+        try:
+            yield
+        except OSError as e:
+            kind = StorageFullError if e.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+            raise kind(f"the KV store: {e.strerror}") from e
+        except sqlite3.Error as e:
+            raise StorageError(f"the KV store's index: {e}") from e
+        finally:
+            with self._quiet:
+                self._num_calls -= 1
+                self._quiet.notify_all()
+
+
+def _held(entry: PageEntry) -> StoredPage:
+    atoms = frozenset[PageFragment]().union(*(record.fragments for record in entry.records))
+    return StoredPage(entry.page, atoms, sum(record.extent.size for record in entry.records))
+
+
+def open_storage(place: StorageConfig) -> FileStorage:
+    """Open the store, made where there is none. Raises ValueError."""
+    return FileStorage(place)

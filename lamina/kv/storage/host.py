@@ -1,0 +1,213 @@
+"""Pages in the host's memory, of one process. A checksum of each atom is kept beside it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from lamina.kv.eviction_policy import EvictionQueue, eviction_rank
+from lamina.kv.fetch_window import FetchWindow
+from lamina.kv.pages import Page, PageFragment
+from lamina.netstack.checksum import checksum
+
+from . import Bytes, FragmentLostError, StorageConfig, StorageError, StorageFullError, StoredPage
+
+
+class _StoredFragment(NamedTuple):
+    data: bytes
+    sum: bytes
+
+
+class _HostPage(NamedTuple):
+    page: Page
+    fragments: dict[PageFragment, _StoredFragment]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(copy.data) for copy in self.fragments.values())
+
+
+class HostStorage:
+    """A worker's part of the size is all that it takes, without what Python adds."""
+
+    def __init__(self, place: StorageConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: seconds."""
+        self._clock = clock
+        self._whole, self.size = (
+            place.total_bytes,
+            place.total_bytes // place.workers,
+        )  # bytes: of all workers, of this one
+        self._lock = threading.Lock()
+        self._pages: dict[bytes, _HostPage] | None = {}  # the most recently used last
+        self._expected, rank = FetchWindow(), eviction_rank(place.policy)
+        self._tier = EvictionQueue(place.policy, self.size, lambda use: self._expected.rank(use, rank))
+        self._until: dict[bytes, float] = {}  # of prolonged pages
+        self._ends: list[tuple[float, bytes]] = []  # a heap: when to look at a page, at its end or before
+        self._expected.retained_until = self._until
+
+    def reserve(self, nbytes: int) -> list[bytes]:
+        """Make room for ``nbytes`` in the shared buffer: the least recently used pages go. Raises StorageFullError."""
+        with self._lock:
+            lying = self._open()
+            if nbytes > self.size:
+                raise StorageFullError(f"{nbytes} bytes are more than this worker's part of it, {self.size}")
+            self._expire_retention()
+            given = self._tier.evict(room=nbytes)
+            for key in given:
+                del lying[key]
+                self._until.pop(key, None)
+            return given
+
+    def write(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
+        """Copy the atoms into the page. Raises StorageFullError; ValueError for a page that is there otherwise."""
+        if not atoms:
+            raise ValueError("a write has at least one atom")
+        new = {atom: _StoredFragment(bytes(data), checksum(data)) for atom, data in atoms.items()}
+        with self._lock:
+            old = self._open().get(page.key)
+            if old is not None and not page.is_same_page(old.page):
+                raise ValueError("another page has this key")
+            lying = _HostPage(page, (old.fragments if old is not None and old.page == page else {}) | new)
+            more = lying.nbytes - (old.nbytes if old is not None else 0)
+            if self._tier.nbytes + more > self.size:
+                raise StorageFullError(f"no room for {more} bytes: {self._tier.nbytes} of {self.size} are taken")
+            self._use(lying)
+
+    def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
+        """Copy the page's atoms into the buffers. Raises FragmentLostError; ValueError for a buffer's length."""
+        views = {atom: memoryview(buffer).cast("B") for atom, buffer in into.items()}
+        with self._lock:
+            lying = self._open().get(key)
+            if lying is None or not into.keys() <= lying.fragments.keys():
+                raise FragmentLostError("no such atom is here")
+            self._use(lying)
+        for atom, view in views.items():
+            if view.nbytes != len(lying.fragments[atom].data):
+                raise ValueError(f"an atom of {len(lying.fragments[atom].data)} bytes, and a buffer of {view.nbytes}")
+        for atom, view in views.items():
+            view[:] = lying.fragments[atom].data
+            if checksum(view) != lying.fragments[atom].sum:
+                raise FragmentLostError(f"an atom is damaged: layer {atom.layer}, head {atom.head}")
+
+    def read_page(
+        self, key: bytes, atoms: frozenset[PageFragment] | None = None
+    ) -> tuple[Page, dict[PageFragment, bytes]]:
+        """A page and its bytes: of ``fragments``, or all. It is no use of the page. Raises FragmentLostError."""
+        with self._lock:
+            lying = self._open().get(key)
+        there = {} if lying is None else {a: c for a, c in lying.fragments.items() if atoms is None or a in atoms}
+        if lying is None or not there:
+            raise FragmentLostError("no such atom is here")
+        if any(checksum(copy.data) != copy.sum for copy in there.values()):
+            raise FragmentLostError("an atom is damaged")
+        return lying.page, {atom: copy.data for atom, copy in there.items()}
+
+    def lookup(self, key: bytes) -> StoredPage | None:
+        """What is here of one page; None where it is not."""
+        with self._lock:
+            lying = self._open().get(key)
+            return None if lying is None else StoredPage(lying.page, frozenset(lying.fragments), lying.nbytes)
+
+    def hint(self, turn: int, keys: Sequence[bytes]) -> None:
+        """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
+        with self._lock:
+            self._tier.update_ranks(self._expected.hint(turn, keys))
+
+    def mark_copied(self, key: bytes, *, yes: bool) -> None:
+        """Whether another place has all that is here of a page, which goes first then."""
+        with self._lock:
+            (self._expected.copied_keys.add if yes else self._expected.copied_keys.discard)(key)
+            self._tier.update_ranks([key])
+
+    def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
+        """Have these pages give way behind others for so many seconds."""
+        with self._lock:
+            lying, end = self._open(), self._clock() + seconds
+            for key in keys:
+                if key in lying and self._until.get(key, 0.0) < end:
+                    if key not in self._until:  # else its entry is put back where it comes too early
+                        heappush(self._ends, (end, key))
+                    self._until[key] = end
+                    self._tier.update_ranks([key])
+            if len(self._ends) > 2 * len(self._until) + 64:  # most are of pages that are gone
+                self._ends = sorted((end, key) for key, end in self._until.items())
+
+    def retention_left_s(self, key: bytes) -> float:
+        """For how many seconds a page is still prolonged."""
+        with self._lock:
+            return max(0.0, self._until.get(key, 0.0) - self._clock())
+
+    def _expire_retention(self) -> None:
+        """Pages whose time has passed go as others do."""
+        while self._ends and self._ends[0][0] <= self._clock():
+            _, key = heappop(self._ends)
+            end = self._until.get(key, 0.0)
+            if end > self._clock():
+                heappush(self._ends, (end, key))
+            elif self._until.pop(key, None) is not None:
+                self._tier.update_ranks([key])
+
+    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
+        """None: there is one place, so no page is brought nearer."""
+        return None
+
+    def set_num_workers(self, workers: int) -> list[bytes]:
+        """Have the part of one of so many; pages that have no room in it go with the next ``reserve``."""
+        with self._lock:
+            self.size = self._tier.size = self._whole // workers
+        return []
+
+    def __contains__(self, key: object) -> bool:
+        with self._lock:
+            return key in self._open()
+
+    def next_victim(self, room: int) -> bytes | None:
+        """The page that goes next where ``room`` bytes are wanted; None: there is as much."""
+        with self._lock:
+            self._open()
+            self._expire_retention()
+            return self._tier.next_victim(room=room)
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Give up these pages, all atoms of all workers."""
+        with self._lock:
+            lying = self._open()
+            for key in keys:
+                lying.pop(key, None)
+                self._until.pop(key, None)
+                self._tier.forget(key)
+
+    def pages(self) -> list[StoredPage]:
+        """The pages held; the most recently used last."""
+        with self._lock:
+            return [StoredPage(each.page, frozenset(each.fragments), each.nbytes) for each in self._open().values()]
+
+    def keys(self, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
+        """Keys of the last used pages that have all of ``fragments``; the most recently used last."""
+        with self._lock:
+            there = [key for key, each in self._open().items() if atoms <= each.fragments.keys()]
+        return there[-most:]
+
+    def close(self) -> None:
+        """Give up all pages; later calls raise StorageError."""
+        with self._lock:
+            self._pages = None
+
+    def _open(self) -> dict[bytes, _HostPage]:
+        if self._pages is None:
+            raise StorageError("the medium is closed")
+        return self._pages
+
+    def _use(self, lying: _HostPage) -> None:
+        known = self._open()
+        known.pop(lying.page.key, None)
+        known[lying.page.key] = lying
+        self._tier.record_use(lying.page.key, lying.page.number, lying.nbytes)
+
+
+def open_storage(place: StorageConfig) -> HostStorage:
+    """An empty one. Raises ValueError."""
+    return HostStorage(place)

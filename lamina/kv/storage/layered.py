@@ -1,0 +1,262 @@
+"""Host memory before a directory: pages are written to memory, go on to the disk where memory has no more room for
+them, and come back before they are needed (CachedAttention section 3.3, arXiv 2403.19708).
+
+A page that was fetched keeps its place on the disk until others need that. Where nobody waits, a page that was read
+from the disk goes to memory as well, so that what is used stays there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from lamina.kv.fetch_window import FetchWindow, fetch_window_size, items_to_fetch
+from lamina.kv.pages import Page, PageFragment
+
+from . import Bytes, FragmentLostError, StorageBackend, StorageConfig, StorageError, StorageFullError, StoredPage, file
+from .host import HostStorage
+
+_SPARE_PART = 16  # of memory, one in so many bytes stays free where nothing is written, so that nobody waits for a disk
+_CLOSE_S = 2.0  # for pages to go to the disk at the end, the most recently used first
+_MOST_READ = 256  # pages that were read from the disk and go to memory
+
+
+class TieredStorage:
+    """Reads of one page and moves of another do not wait for each other."""
+
+    def __init__(self, memory: HostStorage, disk: StorageBackend, spare: int | None = None) -> None:
+        """``spare``: bytes of memory that stay free; None = a part of it."""
+        self._memory, self._disk, self._spare = memory, disk, spare
+        self._moves = threading.Lock()  # of pages between both
+        self._reserved = 0  # bytes of memory for a write that is to come
+        self._page_bytes = 0  # of the largest that there was
+        self._change_lock = threading.Lock()  # for the pages that are expected
+        self._expected = FetchWindow()
+        self._dirty: set[bytes] = set()  # pages of memory that the disk has not, or not as they are now
+        self._split: set[bytes] = set()  # pages of memory of which the disk has atoms that memory has not
+        self._lost: set[bytes] = set()  # keys of expected pages that are not there
+        self._read: deque[bytes] = deque(maxlen=_MOST_READ)
+
+    def reserve(self, nbytes: int) -> list[bytes]:
+        """Make room in memory for ``nbytes``: what gives way goes to the disk. Keys of what is nowhere any more."""
+        with self._moves:
+            if nbytes > self._memory.size:
+                return self._lost_of(self._disk.reserve(nbytes))
+            given = self._make_room(nbytes)
+            self._reserved = nbytes
+            return given
+
+    def write(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
+        """Add the atoms to the page, in memory; what has no room there goes to the disk at once. Raises as both do."""
+        with self._moves:
+            self._reserved = 0
+            old = self._disk.lookup(page.key)
+            if old is not None and not page.is_same_page(old.page):
+                raise ValueError("another page has this key")
+            if old is not None and old.page != page:
+                self._disk.delete([page.key])
+            try:
+                self._memory.write(page, atoms)
+                self._dirty.add(page.key)
+                here = self._memory.lookup(page.key)
+                if old is not None and old.page == page and here is not None and not old.fragments <= here.fragments:
+                    self._split.add(page.key)
+            except StorageFullError:
+                self._write_through(page, atoms)
+            self._page_bytes = max(self._page_bytes, sum(memoryview(data).nbytes for data in atoms.values()))
+
+    def _write_through(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
+        together = dict[PageFragment, Bytes]()
+        with suppress(FragmentLostError):
+            old, there = self._memory.read_page(page.key)
+            together |= there if old == page else {}
+        self._disk.write(page, together | dict(atoms))
+        self._evict_from_memory(page.key)
+
+    def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
+        """Fill the buffers from memory, and from the disk with what is not there. Raises FragmentLostError,
+        ValueError."""
+        held = self._memory.lookup(key)
+        here = {atom: buffer for atom, buffer in into.items() if held is not None and atom in held.fragments}
+        try:
+            if here:
+                self._memory.read(key, here)
+        except FragmentLostError:  # it has moved meanwhile
+            here = {}
+        if len(here) < len(into) or held is None:
+            self._disk.read(key, {atom: buffer for atom, buffer in into.items() if atom not in here})
+            self._read.append(key)
+
+    def read_page(
+        self, key: bytes, atoms: frozenset[PageFragment] | None = None
+    ) -> tuple[Page, dict[PageFragment, bytes]]:
+        """A page and its bytes, the newer ones where both places have some. Raises FragmentLostError."""
+        copy: tuple[Page, dict[PageFragment, bytes]] | None = None
+        for place in (self._disk, self._memory):  # what is in memory is newer
+            with suppress(FragmentLostError):
+                page, there = place.read_page(key, atoms)
+                copy = page, (copy[1] if copy is not None else {}) | there
+        if copy is None:
+            raise FragmentLostError("no such atom is here")
+        return copy
+
+    def lookup(self, key: bytes) -> StoredPage | None:
+        """A page with the atoms that either place has; None where neither has any."""
+        return _both(self._disk.lookup(key), self._memory.lookup(key))
+
+    def hint(self, turn: int, keys: Sequence[bytes]) -> None:
+        """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
+        self._memory.hint(turn, keys)
+        self._disk.hint(turn, keys)
+        with self._change_lock:
+            self._expected.hint(turn, keys)
+            self._lost.difference_update(keys)
+
+    def mark_copied(self, key: bytes, *, yes: bool) -> None:
+        """Whether another place has all that is here of a page, which goes first then."""
+        self._memory.mark_copied(key, yes=yes)
+
+    def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
+        """Have these pages give way behind others for so many seconds, in both places."""
+        pages = list(keys)
+        self._memory.set_retention(pages, seconds)
+        self._disk.set_retention(pages, seconds)
+
+    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
+        """Bring the next page of the fetch window from the disk to memory; None: there is none."""
+        with self._moves:
+            while (key := self._next()) is not None:
+                try:
+                    page, there = self._disk.read_page(key, atoms)
+                except FragmentLostError:
+                    self._lost.add(key)
+                    continue
+                nbytes = sum(map(len, there.values()))
+                self._page_bytes = max(self._page_bytes, nbytes)
+                given = self._make_room(nbytes + self._kept_free)
+                try:
+                    self._memory.write(page, there)
+                except StorageFullError:  # of memory that is smaller than a page
+                    self._lost.add(key)
+                else:
+                    held = self._disk.lookup(key)
+                    self._disk.mark_copied(key, yes=held is not None and held.fragments <= there.keys())
+                return given
+            return None
+
+    @property
+    def _kept_free(self) -> int:
+        """Bytes of memory: no page of the fetch window has to go for them."""
+        spare = self._memory.size // _SPARE_PART if self._spare is None else self._spare
+        return max(spare, self._reserved, self._page_bytes)
+
+    def _next(self) -> bytes | None:
+        """The page that is to come to memory next."""
+        room = self._memory.size - self._kept_free
+        window = fetch_window_size(max(0, room), self._page_bytes) if self._page_bytes else 1
+        with self._change_lock:
+            for key in items_to_fetch(self._expected.first_pages(window), window, self._memory):
+                if key not in self._lost:
+                    return key
+            while self._read and not self._expected:
+                key = self._read.popleft()
+                if key not in self._memory:
+                    return key
+        return None
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Give up these pages in both places."""
+        gone = list(keys)
+        with self._moves:
+            self._evict_from_memory(*gone)
+            self._disk.delete(gone)
+
+    def set_num_workers(self, workers: int) -> list[bytes]:
+        """Have the part of one of so many in both places. What memory has no room for any more goes to the disk with
+        the next ``reserve``.
+        """
+        with self._moves:
+            self._memory.set_num_workers(workers)
+            return self._lost_of(self._disk.set_num_workers(workers))
+
+    def pages(self) -> list[StoredPage]:
+        """The pages of both places, each once; those of memory last."""
+        pages = {each.page.key: each for each in self._disk.pages()}
+        for each in self._memory.pages():
+            both = _both(pages.pop(each.page.key, None), each)
+            pages |= {each.page.key: both} if both is not None else {}
+        return list(pages.values())
+
+    def keys(self, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
+        """Keys of the last used pages that have all of ``fragments`` in both places together, those of memory last."""
+        keys = dict.fromkeys(self._disk.keys(atoms, most))
+        for each in self._memory.pages():
+            both = each if atoms <= each.fragments else self.lookup(each.page.key)
+            if both is not None and atoms <= both.fragments:
+                keys.pop(each.page.key, None)
+                keys[each.page.key] = None
+        return list(keys)[-most:]
+
+    def close(self) -> None:
+        """Write what is in memory alone to the disk, as far as there are room and time, and close both."""
+        with self._moves, suppress(StorageError):
+            limit = time.monotonic() + _CLOSE_S
+            for each in reversed(self._memory.pages()):
+                if time.monotonic() < limit:
+                    self._demote(each.page.key)
+        self._memory.close()
+        self._disk.close()
+
+    def _make_room(self, nbytes: int) -> list[bytes]:
+        given = list[bytes]()
+        while (key := self._memory.next_victim(nbytes)) is not None:
+            given += self._demote(key)
+        return given
+
+    def _demote(self, key: bytes) -> list[bytes]:
+        """Move a page from memory to the disk. Keys of pages that are nowhere any more."""
+        given, left_s = list[bytes](), self._memory.retention_left_s(key)
+        try:
+            page, atoms = self._memory.read_page(key)
+            held = None if key in self._dirty else self._disk.lookup(key)
+            if held is None or held.page != page or not atoms.keys() <= held.fragments:
+                given += self._disk.reserve(sum(map(len, atoms.values())))
+                if key not in given or key not in self._split:  # else its other part has given way: it is not whole
+                    self._disk.write(page, atoms)
+                    if left_s:
+                        self._disk.set_retention([key], left_s)
+                    given = [each for each in given if each != key]
+        except StorageError:
+            given.append(key)
+            with suppress(StorageError):
+                self._disk.delete([key])
+        self._evict_from_memory(key)
+        return self._lost_of(given)
+
+    def _evict_from_memory(self, *keys: bytes) -> None:
+        """Note that pages are in memory no more."""
+        self._memory.delete(keys)
+        self._dirty.difference_update(keys)
+        self._split.difference_update(keys)
+        for key in keys:
+            self._disk.mark_copied(key, yes=False)
+
+    def _lost_of(self, given: Sequence[bytes]) -> list[bytes]:
+        """Of pages that the disk has given up: those of which not all is in memory, and from now on nothing."""
+        self._evict_from_memory(*self._split.intersection(given))
+        return [key for key in given if key not in self._memory]
+
+
+def _both(disk: StoredPage | None, memory: StoredPage | None) -> StoredPage | None:
+    if disk is None or memory is None:
+        return memory or disk
+    return StoredPage(memory.page, memory.fragments | disk.fragments, memory.nbytes + disk.nbytes)
+
+
+def open_storage(place: StorageConfig) -> TieredStorage:
+    """Open the directory, made where there is none. Raises ValueError."""
+    memory = HostStorage(place._replace(total_bytes=place.memory_bytes))
+    return TieredStorage(memory, file.open_storage(place))

@@ -1,0 +1,128 @@
+"""Who has how much, as far as heartbeats have told: it proposes creditors, and lends nothing itself (gManager, arXiv
+2401.02669 section 4.3). When it is gone, new loans wait, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .lending_messages import (
+    MAX_CANDIDATES,
+    MAX_NAMES,
+    Candidate,
+    Candidates,
+    CandidatesRequest,
+    CreditorRefused,
+    Heartbeat,
+)
+
+
+@dataclass
+class LedgerEntry:
+    """An instance by its last heartbeat. ``promised``: blocks for which it was named first since; ``refused``: the
+    heartbeat after which it has refused somebody.
+    """
+
+    heartbeat: Heartbeat
+    received_at: float
+    promised: int = 0
+    refused: int = -1
+
+    def free_blocks_for(self, debtor: str) -> int:
+        """Blocks that ``debtor`` may expect."""
+        had = sum(d.blocks for d in self.heartbeat.lent if d.debtor == debtor)
+        return max(0, min(self.heartbeat.free - self.promised, self.heartbeat.debtor_cap - had))
+
+
+MAX_LATE_REFUSALS = 16  # heartbeats
+FORGET_FACTOR = 10  # times as long as an instance may be silent: until then an old heartbeat is known as such
+
+
+class DebtLedger:
+    """``silent_s``: without a heartbeat for so long an instance is thought dead. Clocks of others play no part."""
+
+    def __init__(self, silent_s: float = 10.0) -> None:
+        self.entries: dict[str, LedgerEntry] = {}
+        self._early: dict[str, int] = {}  # refusals of creditors before their first heartbeat: name -> the heartbeat
+        self._silent_s = silent_s
+
+    def on_heartbeat(self, beat: Heartbeat, now: float) -> bool:
+        """Whether it is news: heartbeats may come in any order, and twice."""
+        entry = self.entries.get(beat.name)
+        if entry is None:
+            refused = min(self._early.pop(beat.name, -1), beat.number + MAX_LATE_REFUSALS)
+            self.entries[beat.name] = LedgerEntry(beat, now, refused=refused)
+        elif beat.number > entry.heartbeat.number:
+            entry.heartbeat, entry.received_at, entry.promised = beat, now, 0
+        else:
+            return False
+        return True
+
+    def on_refusal(self, message: CreditorRefused) -> None:
+        """Its creditor is not proposed before a heartbeat that it sends after that. No more than ``MAX_LATE_REFUSALS``
+        of them can be on their way: a debtor that names one of the far future silences nobody for good. A ledger that
+        has begun anew may hear of a refusal before it hears an older heartbeat.
+        """
+        if (entry := self.entries.get(message.creditor)) is None:
+            self._early[message.creditor] = max(message.beat, self._early.pop(message.creditor, -1))
+            if len(self._early) > MAX_NAMES:
+                del self._early[next(iter(self._early))]
+        else:
+            entry.refused = max(entry.refused, min(message.beat, entry.heartbeat.number + MAX_LATE_REFUSALS))
+
+    def answer(self, query: CandidatesRequest, now: float) -> Candidates:
+        """At most three that may lend, the nearest first, and of those as near the one with most space. Who is named
+        first has that much less space for the next query, until its next heartbeat: so queries spread.
+        """
+        able = [
+            (e, e.free_blocks_for(query.debtor)) for e in self.live_instances(now) if self._may_lend(e, query.debtor)
+        ]
+        best = heapq.nsmallest(MAX_CANDIDATES, (x for x in able if x[1]), key=lambda x: _order(x[0], x[1], query))
+        if best:
+            best[0][0].promised += min(query.blocks, best[0][1])
+        named = tuple(Candidate(e.heartbeat.name, e.heartbeat.address, room) for e, room in best)
+        return Candidates(number=query.number, creditors=named)
+
+    def live_instances(self, now: float) -> list[LedgerEntry]:
+        """Of those that are not silent."""
+        return [e for e in self.entries.values() if now - e.received_at <= self._silent_s]
+
+    def forget(self, now: float) -> None:
+        """Let go of those that have been silent for very long."""
+        for name in [n for n, e in self.entries.items() if now - e.received_at > FORGET_FACTOR * self._silent_s]:
+            del self.entries[name]
+
+    def debts(self, now: float) -> dict[tuple[str, str], int]:
+        """(debtor, creditor) -> blocks."""
+        return {
+            (d.debtor, e.heartbeat.name): d.blocks
+            for e in self.live_instances(now)
+            for d in e.heartbeat.lent
+            if d.blocks
+        }
+
+    def thresholds(self, now: float) -> dict[str, int]:
+        """Of each instance the least that it gives back at a time."""
+        return {e.heartbeat.name: e.heartbeat.threshold for e in self.live_instances(now)}
+
+    def _may_lend(self, entry: LedgerEntry, debtor: str) -> bool:
+        return entry.heartbeat.name != debtor and entry.heartbeat.number > entry.refused
+
+
+def _order(entry: LedgerEntry, room: int, query: CandidatesRequest) -> tuple[int, bool, int, str]:
+    return distance(entry.heartbeat.place, query.place), room < query.blocks, -room, entry.heartbeat.name
+
+
+def distance(place: str, other: str) -> int:
+    """Of two places: parts of their names that they do not share, from the narrowest up to where they agree."""
+    ours, theirs = place.split("/"), other.split("/")
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return max(len(ours), len(theirs)) - same
+
+
+def totals(entries: Iterable[LedgerEntry]) -> tuple[int, int]:
+    """Blocks that are lent, and that are free to be."""
+    beats = [e.heartbeat for e in entries]
+    return sum(d.blocks for b in beats for d in b.lent), sum(b.free for b in beats)

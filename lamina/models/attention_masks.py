@@ -1,0 +1,51 @@
+"""What a model's attention masks mean: models build them from rules (which key does a query see), and a rule is read
+here on integer indices, with no tensors, so that it can be read while a model is being traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+MaskRule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query position, key position) -> visible
+
+_QUERIES = 24  # query positions looked at, besides the last
+
+
+class _Indices(np.ndarray):
+    """Positions as the rules of transformers expect them: an array with the few tensor methods that they call."""
+
+    __array_priority__ = 2000.0  # above a tensor's: arrays take tensors in, not the other way round
+    device = "cpu"
+
+    def to(self, *args: Any, **kwargs: Any) -> _Indices:
+        return self
+
+    def new_ones(self, shape: tuple[int, ...], dtype: Any = None) -> _Indices:
+        return np.ones(shape, dtype=bool).view(_Indices)
+
+    def new_zeros(self, shape: tuple[int, ...], dtype: Any = None) -> _Indices:
+        return np.zeros(shape, dtype=bool).view(_Indices)
+
+
+def sliding_window_of(rule: MaskRule, length: int) -> int | None:
+    """The window of a causal rule over ``length`` positions: tokens that a query sees, itself included; 0 = all.
+
+    None if the rule is anything but causal with one window, or depends on data.
+    """
+    keys = np.arange(length, dtype=np.int32).view(_Indices)
+    queries = np.unique(np.linspace(0, length - 1, min(length, _QUERIES)).astype(np.int32)).view(_Indices)
+    try:
+        visible = np.asarray(rule(0, 0, queries[:, None], keys[None, :]))
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
+        return None
+    if visible.dtype != np.bool_:
+        return None
+    visible = np.broadcast_to(visible, (len(queries), length))
+    seen = int(visible[-1].sum())
+    age = np.asarray(queries)[:, None] - np.asarray(keys)[None, :]
+    if seen == 0 or not np.array_equal(visible, (age >= 0) & (age < seen)):
+        return None
+    return 0 if seen == length else seen

@@ -1,0 +1,335 @@
+"""Routes every attention of a Hugging Face causal LM through the operator at which the converter cuts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lamina.ops.attention.op import ATTENTION_OP
+from lamina.ops.attention.spec import AttentionSpec
+
+from .attention_masks import MaskRule, sliding_window_of
+from .errors import UnsupportedModelError
+from .rotary_embedding import freeze_frequencies
+from .shims import shim_for
+
+# Keywords of transformers' attention interface that say nothing about what is computed here. Any other keyword that is
+# not None must be one that AttentionSpec expresses.
+_HARMLESS = frozenset(
+    {
+        "position_ids",  # K arrives rotated
+        "use_cache",
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "training",
+        "deterministic",  # of flash attention
+        "use_top_left_mask",
+        "target_dtype",
+    }
+)
+# Layouts of packed batches: rows here are always of one token.
+_PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+
+
+class WeightShard(NamedTuple):
+    """Which part of a model's weights this is. ``heads``: query and KV heads of each of its attentions, all ranks'."""
+
+    rank: int = 0
+    size: int = 1
+    heads: tuple[tuple[int, int], ...] = ()
+
+    def own_heads(self, x: Tensor, whole: int, dim: int) -> Tensor:
+        """This part's heads of ``x``, which has them along ``dim``: the ``whole`` model's, or these already."""
+        each = whole // self.size
+        return x.narrow(dim, self.rank * each, each) if self.size > 1 and x.shape[dim] == whole else x
+
+
+WHOLE_MODEL = WeightShard()
+
+
+@dataclass(frozen=True)
+class RoutedLayer:
+    """One attention that a forward pass went through."""
+
+    name: str  # dotted name of the attention module
+    module: nn.Module
+    spec: AttentionSpec
+    heads: tuple[int, int]  # of Q, and of K and V
+
+
+class AttentionRouter:
+    """Receives the attention of every layer, in order, and says what it means as an AttentionSpec.
+
+    ``layers`` holds what the latest forward pass went through. While ``local`` is true, something that depends on
+    nothing but the token itself stands in for attention, so that a pass can run; otherwise it is the operator, which
+    can only be traced.
+    """
+
+    def __init__(self, model: nn.Module, max_model_len: int, part: WeightShard = WHOLE_MODEL) -> None:
+        self.layers: list[RoutedLayer] = []
+        self.local = False
+        self._part = part
+        self._max_model_len = max_model_len
+        self._names: dict[int, str] = {id(m): name for name, m in model.named_modules()}
+        self._masks: list[tuple[Tensor, int | None]] = []  # a mask of this pass and the window that it means
+
+    def begin(self, *_: Any) -> None:
+        """A forward pass starts."""
+        self.layers, self._masks = [], []
+
+    def mask(
+        self,
+        *,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        mask_function: MaskRule,
+        device: Any = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        **_: Any,
+    ) -> Tensor:
+        """transformers' mask interface: notes what the mask means and returns one that carries no information."""
+        window = sliding_window_of(mask_function, self._max_model_len)
+        if window is None and allow_is_causal_skip and (local_size or 0) >= self._max_model_len:
+            window = 0  # a rule over padding that cannot be read while tracing, but is plainly causal up to local_size
+        mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool, device=device)
+        self._masks.append((mask, window))
+        return mask
+
+    def interface(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """transformers' attention interface: q [R, Hq, T, D], k, v [R, Hkv, T, ..] -> [R, T, Hq, Dv]."""
+        unknown = [k for k, v in others.items() if v is not None and k not in _HARMLESS and k not in _PACKING]
+        if unknown:
+            raise self._refused(module, f"passes {', '.join(unknown)} to its attention, which cannot be expressed")
+        if dropout:
+            raise self._refused(module, f"drops out attention weights (dropout={dropout}): call model.eval() first")
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        if is_causal is False:
+            raise self._refused(module, "is not causal (is_causal=False): a token would attend to later ones")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        o = self.attend(
+            module,
+            query,
+            key,
+            value,
+            mask=attention_mask,
+            scale=scale,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        return o, None
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float,
+        window: int | None = None,
+        own_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        """One attention: [R, Hq, T, D], [R, Hkv, T, D], [R, Hkv, T, Dv] -> [R, T, Hq, Dv].
+
+        ``window`` is what the layer says beside its mask, for kernels that take no mask: it must agree with the mask.
+        ``own_window`` is a window that the layer applies itself, on top of its mask. Raises UnsupportedModelError.
+        """
+        if not isinstance(scale, int | float):
+            raise self._refused(module, "scales its scores by a tensor, which cannot be expressed")
+        if key.shape[2] != query.shape[2]:
+            raise self._refused(module, f"attends to {key.shape[2]} keys for {query.shape[2]} tokens without a cache")
+        query, key = query.to(value.dtype), key.to(value.dtype)  # some rotate in fp32; messages have one dtype
+        spec = AttentionSpec(
+            scale=float(scale),
+            window=self._window(module, mask, window, own_window),
+            softcap=float(softcap or 0.0),
+            sinks=sinks is not None,
+            alibi=slopes is not None,
+        )
+        layer = len(self.layers)
+        if layer < len(self._part.heads):
+            q_heads, kv_heads = self._part.heads[layer]
+            own, query = self._part.own_heads, self._part.own_heads(query, q_heads, 1)
+            key, value = own(key, kv_heads, 1), own(value, kv_heads, 1)
+            sinks, slopes = (x if x is None else own(x, q_heads, 0) for x in (sinks, slopes))
+        self.layers.append(RoutedLayer(self._name(module), module, spec, (query.shape[1], key.shape[1])))
+        if self.local:
+            return _local(query, key, value)
+        if slopes is not None:
+            slopes = slopes.to(query.device)
+        o: Tensor = ATTENTION_OP(query, key, value, layer, spec.encode(), sinks, slopes)
+        return o
+
+    def _window(self, module: nn.Module, mask: Tensor | None, stated: int | None, own: int | None) -> int:
+        """The window that counts: the mask's, since that is what transformers' default attention obeys."""
+        known = {w for m, w in self._masks if mask is None or m is mask}
+        if mask is not None and not known:
+            raise self._refused(module, "alters its mask, by what cannot be expressed")
+        if None in known:
+            raise self._refused(
+                module, f"has a mask that is not causal with one window within {self._max_model_len} tokens"
+            )
+        windows = [w for w in known if w is not None]
+        if len(windows) > 1:
+            raise self._refused(module, f"has no mask: unclear which of the windows {sorted(windows)} it means")
+        stated = 0 if stated is None or not 0 < stated < self._max_model_len else int(stated)
+        window = windows[0] if windows else stated
+        if stated and stated != window:
+            raise self._refused(module, f"states a window of {stated} tokens but its mask means {window or 'all'}")
+        if own is not None and 0 < own < self._max_model_len:
+            window = min(window or own, own)
+        return window
+
+    def _name(self, module: nn.Module) -> str:
+        return self._names.get(id(module), type(module).__name__)
+
+    def _refused(self, module: nn.Module, reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"layer {len(self.layers)} ({self._name(module)}) {reason}")
+
+
+@contextlib.contextmanager
+def routed_attention(
+    model: nn.Module, *, max_model_len: int, experts: str = "grouped_mm", part: WeightShard = WHOLE_MODEL
+) -> Iterator[AttentionRouter]:
+    """While open, every attention of ``model`` goes through a Router, and a forward pass can be traced.
+
+    ``max_model_len`` is in tokens: what only matters to longer texts is left out. ``experts``: transformers' name of
+    how experts are computed; its default loops over them, depending on data. ``part``: of the heads, that the model's
+    attention is to have. On exit, and on any exception, the
+    model, its configuration and transformers' registries are as they were found. Raises UnsupportedModelError.
+    """
+    router = AttentionRouter(model, max_model_len, part)
+    name = f"lamina_{id(router):x}"
+    with _registered(name, router), _unchanged(model), contextlib.closing(_Hook(model, router)):
+        for module in model.modules():
+            module.training = False
+            if (shim := shim_for(module)) is not None:
+                setattr(module, shim.method, functools.partial(shim.function, router.attend, module))
+        for config in _configs(model):
+            config._attn_implementation = name
+            config._experts_implementation = experts
+        freeze_frequencies(model, max_model_len)
+        yield router
+
+
+class DecodeStep(nn.Module):
+    """``(input_ids [R, 1], position_ids [R, 1]) -> logits [R, 1, V]``: R tokens of R texts, or of one, with no cache.
+
+    The arguments that the model's own forward takes decide what it is given.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._accepts = inspect.signature(model.forward).parameters
+        if "input_ids" not in self._accepts:
+            raise UnsupportedModelError(f"{type(model).__name__}.forward takes no input_ids: not a causal LM")
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        """Both int64. Rows do not see each other but through attention. No positions: the model numbers its tokens."""
+        # Without a mask of ones, transformers looks for texts packed into one row and makes masks of data.
+        arguments: dict[str, Any] = {
+            "position_ids": position_ids,
+            "attention_mask": torch.ones_like(input_ids),
+            "use_cache": False,
+            "return_dict": True,
+        }
+        output = self.model(
+            input_ids=input_ids, **{k: v for k, v in arguments.items() if k in self._accepts and v is not None}
+        )
+        logits: Tensor = output.logits
+        return logits
+
+
+def _local(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """In place of attention: a function of each token's own q, k and v, which also feels how q and k are rotated."""
+    group = query.shape[1] // value.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    gate = 1.0 + torch.tanh(query.mean(-1, keepdim=True)) + torch.tanh(key.mean(-1, keepdim=True))
+    return (gate * value).transpose(1, 2).contiguous()
+
+
+class _Hook:
+    def __init__(self, model: nn.Module, router: AttentionRouter) -> None:
+        self._handle = model.register_forward_pre_hook(router.begin)
+
+    def close(self) -> None:
+        self._handle.remove()
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every configuration object in the model, each once."""
+    configs: dict[int, Any] = {}
+    todo = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
+    while todo:
+        config = todo.pop()
+        if id(config) not in configs and hasattr(config, "_attn_implementation"):
+            configs[id(config)] = config
+            todo += [v for k in config.sub_configs if (v := getattr(config, k, None)) is not None]
+    return list(configs.values())
+
+
+@contextlib.contextmanager
+def _registered(name: str, router: AttentionRouter) -> Iterator[None]:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTIONS
+
+    # Models may keep interfaces of their own, which share these class-wide mappings.
+    MASKS.register(name, router.mask)
+    ATTENTIONS.register(name, router.interface)
+    try:
+        yield
+    finally:
+        del MASKS._global_mapping[name]
+        del ATTENTIONS._global_mapping[name]
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back every attribute of the model's modules and configurations: which object it was, not its contents."""
+    tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+    owners: list[Any] = [*model.modules(), *_configs(model)]
+    saved = [(o, dict(vars(o)), {t: vars(o)[t].copy() for t in tables if t in vars(o)}) for o in owners]
+    try:
+        yield
+    finally:
+        for owner, attributes, contents in saved:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+            for table, content in contents.items():
+                attributes[table].clear()
+                attributes[table].update(content)

@@ -1,0 +1,137 @@
+"""A model without its weights, cut: the work of a step as it is served, for sums that need no device."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import tempfile
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lamina.converter import ConversionError, SlicedProgram
+from lamina.converter.explain import facts_of
+from lamina.converter.stamp import layer_stack, stamp
+from lamina.facts.roofline import AttentionWork, GemmWork
+from lamina.kv.stored_format import head_bytes, stored_dtype
+from lamina.ops.attention.spec import AttentionSpec
+
+from .checkpoint import find_checkpoint, read_config
+from .convert import convert_model
+from .load import from_config, max_model_len
+from .tensor_parallel_shard import ShardPlan, plan_shard
+from .unsupported_models import num_layers
+
+
+class CutPlan(NamedTuple):
+    """A model without weights, cut. ``shard``: of the rank that it is a part for, if there are several."""
+
+    model: nn.Module
+    program: SlicedProgram
+    shard: ShardPlan | None
+
+
+def plan_cuts(
+    model: str, *, dtype: str = "auto", trust_remote_code: bool = False, hoist: bool = False, ranks: int = 1
+) -> CutPlan:
+    """``model``: a directory, a hub id or a configuration file. With ``ranks``, the part of the first one. A few layers
+    are captured and the rest stamped if that is provably the same, else all are captured.
+    """
+    config = configuration(model, trust_remote_code=trust_remote_code)
+    limit, keep = max_model_len(config), not trust_remote_code
+    module = from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    if ranks > 1:
+        shard = plan_shard(module, 0, ranks, limit)
+        shard.shrink_to_shard(module)
+        shard.attach_collectives(module)
+        program = convert_model(module, max_model_len=limit, hoist=hoist, part=shard.weight_shard, keep=keep)
+        return CutPlan(module, program, shard)
+
+    def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
+        less = _with_layers(config, num_layers(module), few)
+        small = from_config(less, dtype=dtype, trust_remote_code=trust_remote_code)
+        program = convert_model(small, max_model_len=limit, hoist=hoist, keep=keep)
+        return program, layer_stack(small, few)[1], _layer_entries(less, few)
+
+    total, stamped = num_layers(module), None
+    with suppress(ConversionError):  # where layers are in no list, all of them are captured
+        name, layers = layer_stack(module, total)
+        stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
+    whole = stamped or convert_model(module, max_model_len=limit, hoist=hoist, keep=keep)
+    return CutPlan(module, whole, None)
+
+
+def configuration(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of a directory, a hub id or a configuration file."""
+    path = Path(model).expanduser()
+    if not path.is_file():
+        directory = find_checkpoint(model, trust_remote_code=trust_remote_code, weights=False)
+        return read_config(directory, trust_remote_code=trust_remote_code)
+    with tempfile.TemporaryDirectory() as directory_of_one:
+        shutil.copyfile(path, Path(directory_of_one) / "config.json")
+        return read_config(Path(directory_of_one), trust_remote_code=trust_remote_code)
+
+
+def gemm_work(program: SlicedProgram) -> list[GemmWork]:
+    """Products with weights, of all slices."""
+    return [
+        GemmWork(weight_bytes=g.weight_bytes, itemsize=g.itemsize, flops_per_token=g.flops_per_token)
+        for f in facts_of(program)
+        for g in f.gemms
+    ]
+
+
+def attention_work(program: SlicedProgram, kv_cache_dtype: str = "auto") -> list[AttentionWork]:
+    """The attention work of all layers. Messages carry K and V in the model's dtype, whatever they are stored as."""
+    return [
+        AttentionWork(
+            kv_bytes=call.k.shape[0]
+            * head_bytes(call.k.shape[-1], call.v.shape[-1], stored_dtype(kv_cache_dtype, call.k.dtype)),
+            flops=2 * call.q.shape[0] * (call.q.shape[-1] + call.v.shape[-1]),
+            window=AttentionSpec.decode(call.rest[1]).window,
+            message_bytes=call.q_bytes + call.kv_bytes + call.out_bytes,
+        )
+        for call in program.calls
+    ]
+
+
+def attention_calls(program: SlicedProgram) -> list[tuple[int, ...]]:
+    """Of each layer what model_facts.Attentions has, its count left out."""
+    return [
+        (
+            call.q.shape[0],
+            call.k.shape[0],
+            work.kv_bytes,
+            call.q_bytes,
+            call.kv_bytes,
+            call.out_bytes,
+            work.flops,
+            work.window,
+        )
+        for call, work in zip(program.calls, attention_work(program), strict=True)
+    ]
+
+
+def _layer_lists(config: Any, num_layers: int) -> dict[str, list[Any]]:
+    """The configuration's entries that have one value for each layer."""
+    text = config.get_text_config(decoder=True)
+    return {k: v for k, v in vars(text).items() if isinstance(v, list) and len(v) == num_layers}
+
+
+def _layer_entries(config: Any, num_layers: int) -> list[Hashable]:
+    lists = _layer_lists(config, num_layers)
+    return [json.dumps({k: v[i] for k, v in lists.items()}, default=str) for i in range(num_layers)]
+
+
+def _with_layers(config: Any, num_layers: int, few: int) -> Any:
+    """The configuration with its first ``few`` layers."""
+    less = copy.deepcopy(config)
+    text = less.get_text_config(decoder=True)
+    text.num_hidden_layers = few
+    for key, values in _layer_lists(config, num_layers).items():
+        setattr(text, key, values[:few])
+    return less

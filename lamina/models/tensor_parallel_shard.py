@@ -1,0 +1,229 @@
+"""A rank's part of a model: which pieces of which weights, and how what it computes becomes whole again.
+
+All of it follows from the model's own plan (transformers' ``base_model_tp_plan`` and ``_tp_plan``), which names a style
+for each module or weight. Weights that no plan names are whole on every rank. In two things a rank goes its own way:
+its part of the logits stays with it, and where a plan makes Q, K and V whole, it goes on with its own heads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lamina.ops.collective.op import ALL_GATHER_OP, ALL_REDUCE_OP
+
+from .attention_routing import DecodeStep, WeightShard, routed_attention
+from .errors import UnsupportedModelError
+
+MAX_REPLICATED_SHARE = 1.1  # of the weights that a rank may have
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # plans have an asterisk there
+
+Forward = Callable[..., Any]
+
+
+class ShardedDim(NamedTuple):
+    """Dimension ``dim`` (from the end) of a weight is dealt to the ranks; where ``pieces`` lie side by side in it, each
+    one of them.
+    """
+
+    dim: int
+    pieces: int = 1
+
+    def spans(self, part: WeightShard, width: int) -> list[slice]:
+        """The parts of a dimension of ``width`` that belong to ``part``."""
+        piece, each = width // self.pieces, width // self.pieces // part.size
+        return [slice(i * piece + part.rank * each, i * piece + (part.rank + 1) * each) for i in range(self.pieces)]
+
+    def local_shape(self, part: WeightShard, shape: torch.Size) -> list[int]:
+        """The shape of the part of a weight of ``shape`` that belongs to ``part``."""
+        sizes = list(shape)
+        sizes[self.dim] //= part.size
+        return sizes
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How a model is cut for ``weight_shard``: weight name -> its cut, and module name -> its style."""
+
+    weight_shard: WeightShard
+    sharded_dims: dict[str, ShardedDim]
+    styles: dict[str, str]
+
+    def shrink_to_shard(self, model: nn.Module) -> None:
+        """Replace the weights of a model on the meta device by those of ``weight_shard``, still without contents."""
+        for name, cut in self.sharded_dims.items():
+            owner, _, key = name.rpartition(".")
+            module = model.get_submodule(owner)
+            whole = module._parameters[key]
+            if whole is not None:
+                shape = cut.local_shape(self.weight_shard, whole.shape)
+                module._parameters[key] = nn.Parameter(whole.new_empty(shape), requires_grad=False)
+
+    def attach_collectives(self, model: nn.Module) -> None:
+        """Make the modules of a model with the weights of ``weight_shard`` meet those of the other ranks where they
+        must."""
+        for name, style in self.styles.items():
+            module = model.get_submodule(name)
+            if (forward := STYLES[style].forward) is not None:
+                module.forward = forward(module, self.weight_shard)
+
+
+def plan_shard(model: nn.Module, rank: int, size: int, max_model_len: int) -> ShardPlan:
+    """How a whole model, on the meta device, is cut for a rank.
+
+    Raises UnsupportedModelError, with what would work, where ``size`` ranks cannot share it.
+    """
+    styles = _styles(model)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    cuts = {name: cut for name, w in weights.items() if (cut := _cut_of(name, w.dim(), styles)) is not None}
+    heads = _heads(model, max_model_len)
+    widths = {f"the {kv} KV heads of attention {i}": kv for i, (_, kv) in enumerate(heads)}
+    widths |= {f"the {weights[n].shape[c.dim]} of {n}": weights[n].shape[c.dim] // c.pieces for n, c in cuts.items()}
+    _check_size(size, widths)
+    part = WeightShard(rank, size, tuple(heads))
+    shard = ShardPlan(part, cuts, {n: s for n, s in styles.items() if n not in weights})
+    _check_share(model, weights, shard)
+    return shard
+
+
+def _styles(model: nn.Module) -> dict[str, str]:
+    """Module or weight -> its style. Raises UnsupportedModelError."""
+    hf: Any = model
+    kind, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
+    names = [n for n, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False)) if n]
+    planned = {n: plan[w] for n in names if (w := _LAYER_NUMBER.sub(".*", n)) in plan}
+    if strange := next((n for n, style in planned.items() if style not in STYLES), None):
+        raise UnsupportedModelError(
+            f"--tensor-parallel-size: {kind} is to have {strange} cut as {planned[strange]!r}, which is not known here"
+        )
+    if len(set(planned.values()) - {"colwise_gather_output", "embedding_rowwise"}) == 0:
+        raise UnsupportedModelError(
+            f"--tensor-parallel-size: {kind} has no plan in transformers for how its layers are cut: leave it at 1"
+        )
+    ends: dict[str, Any] = {"embedding_rowwise": hf.get_input_embeddings(), "colwise": hf.get_output_embeddings()}
+    names_of = {id(m): n for n, m in model.named_modules()}
+    return {**planned, **{names_of[id(module)]: style for style, module in ends.items()}}
+
+
+def _cut_of(name: str, ndim: int, styles: dict[str, str]) -> ShardedDim | None:
+    style = styles.get(name) or styles.get(name.rpartition(".")[0])
+    return None if style is None else STYLES[style].shard_dim(ndim)
+
+
+def _heads(model: nn.Module, max_model_len: int) -> list[tuple[int, int]]:
+    """Query and KV heads of every attention."""
+    ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    # The other way of experts asks for bfloat16 where there is no data.
+    with routed_attention(model, max_model_len=max_model_len, experts="batched_mm") as router, torch.no_grad():
+        router.local = True
+        DecodeStep(model)(ids, ids)
+    return [layer.heads for layer in router.layers]
+
+
+def _check_size(size: int, widths: dict[str, int]) -> None:
+    common = math.gcd(*widths.values())
+    if common % size:
+        what = next(text for text, width in widths.items() if width % size)
+        fits = [str(n) for n in range(1, min(common, 1024) + 1) if common % n == 0]
+        raise UnsupportedModelError(f"--tensor-parallel-size {size} does not divide {what}: use {' or '.join(fits)}")
+
+
+def _check_share(model: nn.Module, weights: dict[str, nn.Parameter], shard: ShardPlan) -> None:
+    size, distinct = shard.weight_shard.size, {id(w): (n, w) for n, w in weights.items()}.values()
+    whole = sum(w.numel() for _, w in distinct)
+    own = sum(w.numel() // (size if n in shard.sharded_dims else 1) for n, w in distinct)
+    if own > MAX_REPLICATED_SHARE * whole / size:
+        raise UnsupportedModelError(
+            f"--tensor-parallel-size {size}: by its plan each rank of {type(model).__name__} would have "
+            f"{own / whole:.0%} of the weights: use fewer ranks"
+        )
+
+
+def _columns(ndim: int) -> ShardedDim | None:
+    return ShardedDim(-min(ndim, 2))
+
+
+def _packed_columns(ndim: int) -> ShardedDim | None:
+    return ShardedDim(-2, 2) if ndim > 1 else ShardedDim(-1)
+
+
+def _rows(ndim: int) -> ShardedDim | None:
+    return ShardedDim(-1) if ndim > 1 else None
+
+
+def _packed_rows(ndim: int) -> ShardedDim | None:
+    return ShardedDim(-1, 2) if ndim > 1 else None
+
+
+def _whole(ndim: int) -> ShardedDim | None:
+    return None
+
+
+def _gathered(module: Any, part: WeightShard) -> Forward:
+    inner = module.forward
+    return lambda x: ALL_GATHER_OP(inner(x), part.size)
+
+
+def _reduced(module: Any, part: WeightShard) -> Forward:
+    inner = module.forward
+    return lambda *args, **kwargs: ALL_REDUCE_OP(inner(*args, **kwargs))
+
+
+def _reduced_linear(module: Any, part: WeightShard) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        width = module.weight.shape[-1]
+        if x.shape[-1] != width:
+            x = x[..., part.rank * width : (part.rank + 1) * width]
+        y: Tensor = ALL_REDUCE_OP(F.linear(x, module.weight))
+        return y if module.bias is None else y + module.bias
+
+    return forward
+
+
+def _reduced_lookup(module: Any, part: WeightShard) -> Forward:
+    inner, count = module.forward, module.weight.shape[0]
+    module.padding_idx = None  # matters to gradients alone, and may lie outside of this part
+
+    def forward(ids: Tensor) -> Tensor:
+        own = ids - part.rank * count
+        here = (own >= 0) & (own < count)
+        rows = inner(own.clamp(0, count - 1)) * here.unsqueeze(-1)
+        return ALL_REDUCE_OP(rows)  # type: ignore[no-any-return]
+
+    return forward
+
+
+class Style(NamedTuple):
+    """``shard_dim``: a weight's number of dimensions -> its cut. ``forward``: of a module -> what replaces its
+    forward."""
+
+    shard_dim: Callable[[int], ShardedDim | None]
+    forward: Callable[[Any, WeightShard], Forward] | None = None
+
+
+# The names are transformers'. Styles that differ in gradients alone are the same here.
+STYLES = {
+    "colwise": Style(_columns),
+    "colwise_gather_output": Style(_columns, _gathered),
+    "colwise_rep": Style(_columns, _gathered),
+    "packed_colwise": Style(_packed_columns),
+    "packed_rowwise": Style(_packed_rows),
+    "rowwise": Style(_rows, _reduced_linear),
+    "rowwise_split_input": Style(_rows, _reduced_linear),
+    "rowwise_rep": Style(_rows, _reduced_linear),
+    "embedding_rowwise": Style(_columns, _reduced_lookup),
+    "embedding_colwise": Style(_rows, _gathered),
+    "moe_tp_experts": Style(_whole, _reduced),
+    "all_reduce": Style(_whole, _reduced),
+    "local_params": Style(_whole),
+    "mla_kv_a_proj": Style(_whole),
+    "replicate": Style(_whole),
+    "replicated_with_grad_allreduce": Style(_whole),
+}

@@ -1,0 +1,1 @@
+"""Computation on tensors: attention, linear layers, collectives, sampling, programs on rows."""

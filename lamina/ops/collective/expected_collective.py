@@ -1,0 +1,37 @@
+"""Which collective --collective will give the ranks of a replica, as far as that is known before they are there: in
+words, without torch and without a look at any device.
+"""
+
+from __future__ import annotations
+
+from . import AUTO
+
+BETWEEN_GPUS = "nccl"
+OVER_HOSTS = "mesh"
+AS_ASKED = "as asked"
+NO_GPU = "not every rank computes on a GPU"
+OWN_GPU = "every rank has a GPU of this host to itself"
+APART = "ranks are on several hosts, and NCCL does not authenticate them"
+OPEN = "what it sends between hosts is neither authenticated nor encrypted"
+
+
+def expected_collective(asked: str, device: str, *, together: bool) -> str:
+    """The name and why, as ranks say it once they have met. ``device``: as in --compute-device, ``together``: whether
+    one host has all ranks of the replica. Raises ValueError, naming the flag, for what they would refuse.
+    """
+    if asked == BETWEEN_GPUS and device == "cpu":
+        raise ValueError(f"--collective {asked}{for_gpus(device)}")
+    if asked != AUTO:
+        return f"{asked}: {AS_ASKED}" + ("" if together or asked == OVER_HOSTS else f"; {OPEN}")
+    if device == "cpu":
+        return f"{OVER_HOSTS}: {NO_GPU}"
+    if not together:
+        return f"{OVER_HOSTS}: {APART}" if device != AUTO else f"{OVER_HOSTS}: ranks are on several hosts"
+    if device == AUTO:
+        return f"{BETWEEN_GPUS} where every rank finds a GPU of its own and its torch has NCCL, else {OVER_HOSTS}"
+    return f"{BETWEEN_GPUS} where torch has it, else {OVER_HOSTS}: {OWN_GPU}"
+
+
+def for_gpus(device: str) -> str:
+    """Why ranks on ``device`` cannot use NCCL, behind the flag that asks for it."""
+    return f" is for GPUs, and ranks compute on {device}: use --compute-device cuda, or --collective auto"

@@ -1,0 +1,232 @@
+"""Ranks over NCCL: GPUs gather each other's parts by themselves, also as a part of CUDA graphs.
+
+NCCL's own all-reduce sums in an order of its own, which depends on the size. So all parts come to all ranks, as bytes,
+and each rank adds them up in the order of ranks. Few bytes take one message, as on the mesh. Of many, each rank sums
+its share of the elements, and the sums are gathered: elements do not meet, so the bits are the same.
+
+The host only enqueues. So that no GPU waits without end, a guard looks at the mesh and at the clock, and ends NCCL's
+waits; ranks that are out of step are found by that clock alone. HARDWARE-UNVERIFIED: this module has been run over gloo
+on CPUs, with its guard; NCCL's own calls have not.
+
+No group of torch's own is made (``init_process_group``): ranks may be threads of one process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.netstack import ChannelError, PeerFault
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S
+
+from . import RankFacts, RankLocation
+from .expected_collective import NO_GPU, for_gpus
+from .mesh import MeshCollective
+from .reduce import concatenate_last_dim, ordered_sum
+from .watchdog import DeviceWatchdog
+
+# Bytes of a rank; above, all parts at all ranks would be more to send and to hold than what sums of shares take. For
+# two ranks both send the same.
+ONE_SHOT_BYTES = 256 << 10
+LAST_RESORT_S = 30.0  # after the guard's deadline, torch ends the process
+INTERFACE = "NCCL_SOCKET_IFNAME"  # NCCL's own variable
+
+# Asks for the work that the device was given until now: true once it is done. None while a graph is recorded.
+Mark = Callable[[], Callable[[], bool] | None]
+
+
+class Opened(NamedTuple):
+    """A torch.distributed Backend of these ranks, and the store that its threads may read as long as it lives."""
+
+    group: Any
+    store: Any
+
+
+class NcclCollective:
+    """One rank's end of a group that NCCL carries. Tensors of another device go over the mesh."""
+
+    recordable = True
+
+    def __init__(
+        self, mesh: MeshCollective, opened: Opened, device: torch.device, timeout_s: float, mark: Mark
+    ) -> None:
+        """``timeout_s``: until the device has done what it was given."""
+        self.rank, self.size = mesh.rank, mesh.size
+        self._mesh = mesh
+        self._group, self._store = opened
+        self._device, self._mark = device, mark
+        self._guard = DeviceWatchdog(mesh, self._abort, timeout_s)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds spent waiting for other ranks over the mesh."""
+        return self._mesh.wait_s
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' ``x``, in the order of ranks. Raises ChannelError."""
+        if x.device.type != self._device.type:
+            with self._guard.mesh() as mesh:
+                return mesh.all_reduce(x)
+        x = x.contiguous()
+        if not x.numel():
+            return x.clone()
+        flat = x.view(-1)
+        if self.size > 2 and x.nbytes > ONE_SHOT_BYTES:
+            return self._two_shots(flat).view(x.shape)
+        return ordered_sum(self._gather(flat).unbind()).to(x.dtype).view(x.shape)
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        """All ranks' ``x`` side by side, in the order of ranks. Raises ChannelError."""
+        if x.device.type != self._device.type:
+            with self._guard.mesh() as mesh:
+                return mesh.all_gather(x, size)
+        x = x.contiguous()
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], size * x.shape[-1])
+        return concatenate_last_dim(self._gather(x.view(-1)), x.shape)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's ``x``, a tensor of the host. Raises ChannelError."""
+        with self._guard.mesh() as mesh:
+            return mesh.broadcast(x)
+
+    def on_graph_launched(self) -> None:
+        """The device was given a graph that holds calls of this rank: it has a deadline, too. Raises ChannelError."""
+        self._guard.check()
+        self._watch()
+
+    def close(self) -> None:
+        """Ends the watch over the device, then the group. Idempotent."""
+        self._guard.close()
+        self._abort()
+
+    def _gather(self, flat: Tensor) -> Tensor:
+        """[n] of each rank -> [ranks, n]."""
+        gathered = torch.empty(self.size * flat.nbytes, dtype=torch.uint8, device=flat.device)
+        sent = flat.view(torch.uint8)
+        self._enqueue(lambda group: group._allgather_base(gathered, sent, _all_gather_options()))
+        return gathered.view(flat.dtype).view(self.size, -1)
+
+    def _two_shots(self, flat: Tensor) -> Tensor:
+        """The sum of all ranks' ``flat`` [n]: each rank sums a share, padded to the same size."""
+        share = -(-flat.numel() // self.size)
+        padded = flat.new_zeros(self.size * share)
+        padded[: flat.numel()] = flat
+        received, sent = torch.empty_like(padded), padded.view(torch.uint8)
+        theirs = received.view(torch.uint8)
+        self._enqueue(lambda group: group.alltoall_base(theirs, sent, [], [], _all_to_all_options()))
+        total = ordered_sum(received.view(self.size, share).unbind()).to(flat.dtype)
+        return self._gather(total).view(-1)[: flat.numel()]
+
+    def _enqueue(self, start: Callable[[Any], Any]) -> None:
+        """``start`` an operation of the group; work that is enqueued later waits for it. Raises ChannelError."""
+        group = self._group
+        self._guard.check()  # after the line above: the guard says why before it takes the group away
+        try:
+            if (work := start(group)) is not None:
+                work.wait()  # later work of the stream waits, not the host
+        except RuntimeError as error:
+            with self._guard.mesh() as mesh:
+                raise failed(mesh, error) from error
+        self._watch()
+
+    def _watch(self) -> None:
+        if (done := self._mark()) is not None:
+            self._guard.watch(done)
+
+    def _abort(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(RuntimeError):  # its communicator may be over
+                group.abort()
+
+
+def why_unavailable(device: torch.device) -> str:
+    """Why ranks on ``device`` cannot use NCCL; "": they can, as far as one of them knows."""
+    if device.type != "cuda":
+        return for_gpus(str(device))
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        return ""
+    return f": torch {torch.__version__} was built without NCCL: use --collective mesh, or a torch for CUDA on Linux"
+
+
+def why_unusable_together(ranks: Sequence[RankFacts]) -> str:
+    """Why these ranks cannot use NCCL together; "": they can."""
+    sharing = [[r for r, other in enumerate(ranks) if other.gpu == own.gpu] for own in ranks]
+    if not all(own.gpu for own in ranks):
+        return NO_GPU
+    if twice := next((group for group in sharing if len(group) > 1), None):
+        return f"ranks {' and '.join(map(str, twice))} have one GPU, and NCCL takes one for each"
+    return "" if all(own.usable for own in ranks) else "not every rank's torch has NCCL"
+
+
+def open_collective(mesh: MeshCollective, at: RankLocation) -> NcclCollective:
+    """One rank's end. Ranks of one host find each other over its loopback interface."""
+    if at.same_process:
+        os.environ.setdefault(INTERFACE, "lo")
+
+    def make(store: Any) -> Any:
+        kind: Any = torch._C._distributed_c10d.ProcessGroupNCCL
+        options = kind.Options()
+        options._timeout = timedelta(seconds=at.step_timeout_s + LAST_RESORT_S)
+        group = kind(store, mesh.rank, mesh.size, options)
+        group.eager_connect_single_device(at.device)
+        return group
+
+    return NcclCollective(mesh, open_group(mesh, at, make), at.device, at.step_timeout_s, lambda: _event(at.device))
+
+
+def open_group(mesh: MeshCollective, at: RankLocation, make: Callable[[Any], Any]) -> Opened:
+    """The group that ``make`` opens over a torch.distributed.Store of ``mesh``, once all ranks have opened theirs.
+    Raises ChannelError.
+    """
+    from .rendezvous_store import MeshStore  # where torch has process groups
+
+    store = MeshStore(mesh, at.start_timeout_s)
+    try:
+        group = make(store)
+        store.close()
+    except ChannelError:
+        raise
+    except RuntimeError as error:  # of the library
+        raise failed(mesh, error) from error
+    return Opened(group, store)
+
+
+def failed(mesh: MeshCollective, error: RuntimeError) -> ChannelError:
+    """The cause of a library's ``error``: the rank that has gone, which the mesh may learn of a little later."""
+    try:
+        mesh.check(within_s=DEATH_NOTICED_S)
+    except ChannelError as known:
+        return known
+    said, _, _ = str(error).partition("\n")
+    return PeerFault(f"rank {mesh.rank}: its connections to other ranks failed: {said}")
+
+
+def _event(device: torch.device) -> Callable[[], bool] | None:
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    query: Callable[[], bool] = event.query
+    return query
+
+
+def _all_gather_options() -> Any:
+    return _in_order(torch._C._distributed_c10d.AllgatherOptions())
+
+
+def _all_to_all_options() -> Any:
+    return _in_order(torch._C._distributed_c10d.AllToAllOptions())
+
+
+def _in_order(options: Any) -> Any:
+    """On a GPU: on the stream that computes, and no other one."""
+    options.asyncOp = False
+    return options

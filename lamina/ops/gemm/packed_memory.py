@@ -1,0 +1,219 @@
+"""Memory for packed weights: a worker's own, or a file of pages that the workers of a host share.
+
+Huge pages count: from small ones a step of 8 rows takes a quarter longer (perf/DIARY.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import mmap
+import os
+import time
+from bisect import bisect_right
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+LINE, SLAB, HUGE = 64, 64 << 20, 2 << 20  # bytes
+POLL_S, SEAL_S = 0.02, 10.0
+_COLLAPSE = 25  # MADV_COLLAPSE of madvise(2), from Linux 6.1 on
+_FIXED = 0x10  # MAP_FIXED of mmap(2)
+_LENGTH = 8  # bytes, at the end of a file: how long the index before them is
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+
+class PackedMemory(Protocol):
+    """Where the packed weights of a worker lie."""
+
+    def allocate(self, w: Tensor, size: int) -> tuple[Tensor, bool]:
+        """``size`` bytes at a multiple of 64 for the packed form of w, and whether it is in them already."""
+        ...
+
+    def seal(self) -> None:
+        """Every weight has its place now, and is packed there."""
+        ...
+
+
+class PrivateMemory:
+    """A worker's own, huge where the system has some: many tensors share slabs, as small ones would have none."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, w: Tensor, size: int) -> tuple[Tensor, bool]:
+        room = -(-size // LINE) * LINE
+        if room > len(self._left):
+            whole = max(SLAB, room)
+            memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError, AttributeError):  # a kernel without: small pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._left = torch.frombuffer(memory, dtype=torch.uint8)
+        taken, self._left = self._left[:size], self._left[room:]
+        return taken, False
+
+    def seal(self) -> None: ...
+
+
+class SharedMemory:
+    """Pages of a memory file, which is empty at first. The first worker fills and seals it; the others wait for that,
+    and find their weights in it. A weight is known by where it lies in its own file: one that was copied as it was
+    read, or that the first worker did not have, gets pages of the worker's own. A worker that dies while it fills the
+    file leaves its turn to the next one.
+    """
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        """``path``: of the memory file. Returns when it is sealed, or it is this worker's turn, until ``seal``.
+
+        Raises OSError where there is no such file, or another worker has had its turn for so long.
+        """
+        self._own = PrivateMemory()
+        self._places: dict[str, int] = {}  # of weights, by their names
+        self._end = 0
+        self._window: _MappedWindow | None = None
+        self._mapped = _MappedFiles()
+        self._path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._take_turn(time.monotonic() + timeout_s)
+            self.is_filled = _is_sealed(self._fd)
+            if self.is_filled:
+                self._read()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _take_turn(self, deadline: float) -> None:
+        while not _is_sealed(self._fd):
+            with suppress(BlockingIOError):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with this worker
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError("another worker has packed weights for too long")
+            time.sleep(POLL_S)
+
+    def _read(self) -> None:
+        size = os.fstat(self._fd).st_size
+        length = int.from_bytes(os.pread(self._fd, _LENGTH, size - _LENGTH), "little")
+        self._places, whole = json.loads(os.pread(self._fd, length, size - _LENGTH - length))
+        self._window = _MappedWindow(whole)
+        self._show_sealed(self._window)
+
+    def _show_sealed(self, window: _MappedWindow) -> None:
+        """By a descriptor that cannot write: others may not map a file that is sealed so, before Linux 6.7."""
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            window.show(fd, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+
+    def name_of(self, w: Tensor) -> str:
+        """By which it is known: where it lies in its file, and how; empty where it lies in none."""
+        return self._mapped.name_of(w)
+
+    def reserve(self, size: int) -> None:
+        """Room for ``size`` bytes in the file, unless it is filled."""
+        if size and not self.is_filled:
+            self._window = _MappedWindow(-(-size // HUGE) * HUGE)
+            os.ftruncate(self._fd, 0)  # a worker died as it filled the file
+            os.ftruncate(self._fd, self._window.size)
+            self._window.show(self._fd, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def allocate(self, w: Tensor, size: int) -> tuple[Tensor, bool]:
+        name = self._mapped.name_of(w)
+        if self._window and name in self._places:
+            return self._window.part(self._places[name], size), True
+        if self.is_filled or not self._window or not name or self._end + size > self._window.size:
+            return self._own.allocate(w, size)
+        at, self._end = self._end, self._end + -(-size // LINE) * LINE
+        self._places[name] = at
+        return self._window.part(at, size), False
+
+    def seal(self) -> None:
+        if self._fd < 0:
+            return
+        if self._window and not self.is_filled:
+            self._window.collapse()
+            self._window.hide()  # nobody may be able to write when it is sealed
+            index = json.dumps((self._places, self._window.size)).encode()
+            os.pwrite(self._fd, index + len(index).to_bytes(_LENGTH, "little"), self._window.size)
+            self._seal(time.monotonic() + SEAL_S)
+            self._show_sealed(self._window)
+            self.is_filled = True
+        os.close(self._fd)
+        self._fd = -1
+
+    def _seal(self, deadline: float) -> None:
+        """Again where the kernel still has pages of it in use, as while it moves them. Raises OSError."""
+        while True:
+            try:
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL_S)
+
+
+class _MappedWindow:
+    """Bytes at a multiple of 2 MiB, in which a file is seen: only so are its huge pages huge here."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._space = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._skipped = -ctypes.addressof(ctypes.c_char.from_buffer(self._space)) % HUGE
+        self._bytes = torch.frombuffer(self._space, dtype=torch.uint8)[self._skipped :][:size]
+
+    def part(self, at: int, size: int) -> Tensor:
+        """It keeps the window."""
+        return self._bytes[at : at + size]
+
+    def show(self, fd: int, protection: int) -> None:
+        """Raises OSError."""
+        self._map(protection, mmap.MAP_SHARED, fd)
+
+    def hide(self) -> None:
+        self._map(mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+
+    def collapse(self) -> None:
+        """Have the file in huge pages, where the system can."""
+        _libc.madvise(ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(self.size), _COLLAPSE)
+
+    def _map(self, protection: int, flags: int, fd: int) -> None:
+        at = self._bytes.data_ptr()
+        if _libc.mmap(at, self.size, protection, flags | _FIXED, fd, 0) != at:
+            raise OSError(ctypes.get_errno(), "packed weights cannot be mapped")
+
+
+class _MappedFiles:
+    """The files that this process has mapped, and where."""
+
+    def __init__(self) -> None:
+        ranges = list[tuple[int, int, str, int]]()
+        with open("/proc/self/maps") as lines:
+            for line in lines:
+                addresses, _, offset, device, inode, *_ = line.split()
+                if inode != "0":
+                    begin, end = (int(x, 16) for x in addresses.split("-"))
+                    ranges.append((begin, end, f"{device} {inode}", int(offset, 16)))
+        self._ranges = sorted(ranges)
+
+    def name_of(self, w: Tensor) -> str:
+        at = w.data_ptr()
+        number = bisect_right(self._ranges, at, key=lambda r: r[0]) - 1
+        if number < 0 or at >= self._ranges[number][1]:
+            return ""
+        begin, _, file, offset = self._ranges[number]
+        return f"{file} {at - begin + offset} {tuple(w.shape)} {w.stride()} {w.dtype}"
+
+
+def _is_sealed(fd: int) -> bool:
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS

@@ -1,0 +1,93 @@
+"""Weights of linear layers a second time, in an order by which they are faster: where the host has room for them."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lamina.config.engine_config import DeviceOptions
+from lamina.config.topology import TopologyOptions
+from lamina.env import PACKED
+
+from . import LinearBackend
+from .packed_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from lamina.converter import SlicedProgram
+
+log = logging.getLogger(__name__)
+
+
+def packed_weights(program: SlicedProgram, backend: LinearBackend) -> list[tuple[Tensor, int]]:
+    """The weights of the program's linear layers, and the bytes of each in the order of ``backend``: of each slice,
+    which has its own, also where they are tied or the slice was derived from an equal one.
+    """
+    weights: dict[tuple[int, int], tuple[Tensor, int]] = {}
+    for number, part in enumerate(program.slices):
+        for node in part.module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+            if node.args[1].op == "get_attr":
+                w = operator.attrgetter(node.args[1].target)(part.module)
+                weights[number, id(w)] = w, backend.packed_bytes(w.dtype, *w.shape)
+    return list(weights.values())
+
+
+def has_room(needed: int, shared: int, free: int, topology: TopologyOptions, devices: DeviceOptions) -> bool:
+    """Whether workers are to have ``needed`` bytes of packed weights each, and each group of stages so many, of which
+    those of a host have ``shared`` together. ``free``: bytes of the host.
+
+    All workers of a host together take at most half of them, so that KV whose size is chosen at the start has as much,
+    and leave what --kv-memory asks for.
+    """
+    taken = shared + (needed - shared) * (topology.num_compute + topology.prefill_groups)
+    return taken <= free / 2 and taken + devices.kv_bytes() * topology.num_workers["memory"] <= free
+
+
+def can_share(topology: TopologyOptions) -> bool:
+    """Whether workers have packed weights together: there are several, and each has all weights."""
+    whole = topology.tensor_parallel_size == topology.prefill_pipeline == 1
+    return whole and topology.num_compute + topology.prefill_workers > 1
+
+
+def choose_packing(
+    program: SlicedProgram,
+    backend: LinearBackend,
+    free: Callable[[], int],
+    topology: TopologyOptions,
+    devices: DeviceOptions,
+    timeout_s: float,
+) -> None:
+    """Have ``backend`` pack the weights of ``program``, where the host has room: in a file that the launcher has given
+    to the workers of this host, or in pages of the worker's own. Whoever binds the program says when it is done.
+
+    Waits up to ``timeout_s`` for another worker that packs the same.
+    """
+    weights = packed_weights(program, backend)
+    needed = sum(size for _, size in weights)
+    pages = _shared_pages(timeout_s) if needed and can_share(topology) else None
+    if pages is None:
+        backend.packs_weights = needed > 0 and has_room(needed, 0, free(), topology, devices)
+        return
+    shared = sum({name: size for w, size in weights if (name := pages.name_of(w))}.values())
+    own = sum(size for w, size in weights if not pages.name_of(w))
+    to_share = 0 if pages.is_filled else shared
+    backend.packs_weights = own + to_share == 0 or has_room(own + to_share, to_share, free(), topology, devices)
+    if backend.packs_weights:
+        pages.reserve(shared)
+        backend.packed_memory = pages
+    else:
+        pages.seal()
+
+
+def _shared_pages(timeout_s: float) -> SharedMemory | None:
+    path = os.environ.get(PACKED, "")
+    try:
+        return SharedMemory(path, timeout_s) if path else None
+    except OSError as error:
+        log.warning("packed weights are not shared: %s", error)
+        return None

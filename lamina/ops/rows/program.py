@@ -1,0 +1,289 @@
+"""A unit of a slice as one native call (csrc/rows): no Python and no torch between its operators."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from lamina.converter.capture import size_expression
+from lamina.converter.graph import add_node
+from lamina.ops.gemm import LinearBackend
+
+from . import arithmetic, layout_ops
+from ._rows import Program
+from .fusion import merged
+from .instructions import Instruction, UnsupportedError, View, encode
+from .lowering import Lowering, name_of
+
+LINE, MOST_SPARE = 64, 1 << 24  # bytes
+RULES = {**arithmetic.RULES, **layout_ops.RULES}
+
+
+class _Product(NamedTuple):
+    """The linear layer that is instruction ``at``; x and y are slots with ``rows`` rows for each row."""
+
+    at: int
+    x: int
+    y: int
+    w: View
+    b: View | None
+    rows: int
+
+
+class UnitTensor(NamedTuple):
+    """A tensor that a unit is given, or gives: of each row, or (``with_rows`` False) as a whole."""
+
+    with_rows: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Arena:
+    """Memory for what lies between the instructions of a unit, under ``lock``: threads take turns."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._size = -1
+        self.address = 0
+        self.lock = threading.Lock()
+
+    def reserve(self, size: int) -> None:
+        """Have at least ``size`` bytes from a multiple of 64."""
+        if size > self._size:
+            room = size + min(size // 2, MOST_SPARE)
+            memory = torch.empty(room + LINE, dtype=torch.uint8)
+            self._memory = memory[-memory.data_ptr() % LINE :]
+            self.address, self._size = self._memory.data_ptr(), room
+
+    def part(self, at: int, size: int) -> Tensor:
+        """Bytes ``at`` .. ``at + size`` of those reserved."""
+        return self._memory[at : at + size]
+
+
+class RowUnit:
+    """Instructions that do what a unit does. ``given``: of each tensor that is no weight; ``leads``: the first of them
+    with rows.
+    """
+
+    def __init__(self, unit: fx.Graph, weights: int, backend: LinearBackend, arena: Arena) -> None:
+        """``weights``: how many of the placeholders, the first, are some.
+
+        Raises UnsupportedError where no instructions do what the unit does.
+        """
+        lowered = Lowering(unit, weights, RULES)
+        instructions = merged(lowered.instructions, {v.slot for v in lowered.results})
+        order = [*range(len(lowered.placeholders)), *(v.slot for v in lowered.results)]
+        given = len(order)
+        order += sorted({n for each in instructions for n in each.reads | each.writes} - set(order))
+        slots = [lowered.slots[n] for n in order]
+        _renumber(instructions, {slot: n for n, slot in enumerate(order)})
+        self._dtypes = [s.dtype for s in slots]
+        self._row_bytes = [s.numel * s.dtype.itemsize if s.with_rows else 0 for s in slots]
+        self._places, self.row_arena = _placed(instructions, given, self._row_bytes)
+        self._backend, self._packed = backend, _packed(instructions, weights, backend) if backend.packs_weights else {}
+        table = encode(given, self._row_bytes, self._places, instructions)
+        self.program = Program(backend.engine, table, "")
+        self._instructions = len(instructions)
+        self._products = [_product(i, each) for i, each in enumerate(instructions) if each.kind == "linear"]
+        limits = (backend.max_engine_rows(self._dtypes[p.y]) // p.rows for p in self._products)
+        self.most_rows = min(limits, default=sys.maxsize)  # in one native call
+        self.results = [UnitTensor(True, v.shape, lowered.slots[v.slot].dtype) for v in lowered.results]
+        values = [lowered.values[n] for n in lowered.placeholders[weights:]]
+        self.given = [UnitTensor(slots[v.slot].with_rows, v.shape, v.dtype) for v in values]
+        self.leads = next(i for i, s in enumerate(slots[weights:]) if s.with_rows)
+        self.arena = arena
+
+    def bind(self, weights: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        """Of tensors of rows: the unit with these weights, which stay where they are."""
+        return BoundUnit(self, weights).call
+
+    def packed_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights as the program takes them: those of products packed, where the backend packs."""
+        laid = list(weights)
+        for slot, view in self._packed.items():
+            laid[slot] = self._backend.pack(laid[slot].as_strided(view.shape, view.strides))
+        return laid
+
+    def run(self, rows: int, given: Sequence[Tensor], addresses: Sequence[int]) -> None:
+        """``given``: weights, tensors of rows without gaps, results. Raises IndexError where a row looks up what a
+        table has not.
+        """
+        self.arena.reserve(rows * self.row_arena)
+        head = self.arena.address
+        if rows <= self.most_rows:
+            self.program.run(rows, 0, self._instructions, head, *addresses)
+            return
+        first = 0
+        for product in self._products:
+            if product.at > first:
+                self.program.run(rows, first, product.at, head, *addresses)
+            self._multiply(product, rows, given)
+            first = product.at + 1
+        if self._instructions > first:
+            self.program.run(rows, first, self._instructions, head, *addresses)
+
+    def _multiply(self, product: _Product, rows: int, given: Sequence[Tensor]) -> None:
+        """By torch, which has products for many rows."""
+        w = given[product.w.slot].as_strided(product.w.shape, product.w.strides)  # [outputs, inputs]
+        y, x = (self._tensor(s, rows, given).view(-1, n) for s, n in zip((product.y, product.x), w.shape, strict=True))
+        if product.b is None:
+            torch.mm(x, w.t(), out=y)
+        else:
+            b = given[product.b.slot].as_strided(product.b.shape, product.b.strides)
+            torch.addmm(b, x, w.t(), out=y)
+
+    def _tensor(self, slot: int, rows: int, given: Sequence[Tensor]) -> Tensor:
+        if slot < len(given):
+            return given[slot]
+        at = self._places[slot - len(given)] * rows
+        return self.arena.part(at, rows * self._row_bytes[slot]).view(self._dtypes[slot])
+
+
+class BoundUnit:
+    """A unit and its weights."""
+
+    def __init__(self, unit: RowUnit, weights: Sequence[Tensor]) -> None:
+        self._unit = unit
+        self.weights = tuple(w.detach() for w in weights)  # a parameter may be given other memory
+        self._laid = unit.packed_weights(self.weights)
+        self.addresses = [w.data_ptr() for w in self._laid]
+        self.program, self.given, self.results = unit.program, unit.given, unit.results
+        self.most_rows, self.row_arena = unit.most_rows, unit.row_arena
+
+    def call(self, *x: Tensor) -> tuple[Tensor, ...]:
+        """Raises IndexError where a row looks up what a table has not."""
+        unit = self._unit
+        rows = x[unit.leads].shape[0]
+        given = [t if t.is_contiguous() else t.contiguous() for t in x]
+        for t, (with_rows, shape, dtype) in zip(given, unit.given, strict=True):
+            if t.dtype != dtype or t.shape != ((rows, *shape) if with_rows else shape):
+                raise ValueError(f"rows of {tuple(t.shape)}, {t.dtype}, where a slice takes {shape}, {dtype}")
+        made = [torch.empty((rows, *shape), dtype=dtype) for _, shape, dtype in unit.results]
+        if rows:
+            addresses = [*self.addresses, *(t.data_ptr() for t in given), *(t.data_ptr() for t in made)]
+            with unit.arena.lock:
+                unit.run(rows, (*self.weights, *given, *made), addresses)
+        return tuple(made)
+
+
+class SupportedOperators:
+    """The operators of one program's slices that some instruction may do; equal ones are looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, bool] = {}
+
+    def takes(self, node: fx.Node) -> bool:
+        """Whether some instruction may do what this operator does."""
+        if node.target is operator.getitem:
+            source, splits = node.args[0], ("split", "split_with_sizes", "chunk")
+            return isinstance(source, fx.Node) and name_of(source) in splits and self.takes(source)
+        if name_of(node) not in RULES:
+            return False
+        key = _key(node)
+        if key not in self._known:
+            try:
+                _alone(node)
+                self._known[key] = True
+            except UnsupportedError:
+                self._known[key] = False
+        return self._known[key]
+
+
+def _key(node: fx.Node) -> Any:
+    """All that lowering an operator by itself depends on: the operator, constants, what its operands and results are,
+    and which operands are the same.
+    """
+    operands = {n: i for i, n in enumerate(node.all_input_nodes)}
+    wiring = fx.map_arg((node.args, node.kwargs), lambda n: f"%{operands[n]}")
+    return node.target, str(wiring), *(_described(n.meta.get("val")) for n in (*operands, node))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        sizes = (*value.shape, *value.stride())
+        return value.dtype, *(n if type(n) is int else size_expression(n) for n in sizes)
+    return tuple(map(_described, value)) if isinstance(value, list | tuple) else type(value)
+
+
+def _alone(node: fx.Node) -> None:
+    """Raises UnsupportedError where an operator by itself is not to be lowered."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in node.all_input_nodes:
+        copies[source] = graph.placeholder(source.name)
+        copies[source].meta["val"] = source.meta.get("val")
+    counts = {n for n, c in copies.items() if isinstance(c.meta["val"], torch.SymInt)}
+    for n in counts:
+        graph.erase_node(copies[n])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: 0 if n in counts else copies[n])
+    copy = add_node(graph, node.op, node.target, args, kwargs)
+    copy.meta["val"] = node.meta.get("val")
+    graph.output(())
+    lowered = Lowering(graph, len(copies), RULES)
+    for each in lowered.instructions:
+        encode(0, [], [], [each])
+
+
+def _renumber(instructions: Iterable[Instruction], number: Mapping[int, int]) -> None:
+    for each in instructions:
+        each.steps = [s._replace(view=replace(s.view, slot=number[s.view.slot])) if s.view else s for s in each.steps]
+        each.views = [replace(v, slot=number[v.slot]) for v in each.views]
+
+
+def _placed(instructions: Sequence[Instruction], given: int, row_bytes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each slot that is not given lies in a row of the arena, and the bytes of such a row. Slots that are not
+    needed at the same time share their place. Between linear layers one row may be far behind another.
+    """
+    first, last, stage = dict[int, int](), dict[int, int](), 0
+    for i, each in enumerate(instructions):
+        if i and "linear" in (each.kind, instructions[i - 1].kind):
+            stage += 1
+        for slot in each.reads | each.writes:
+            first.setdefault(slot, stage)
+            last[slot] = stage
+    placed: dict[int, tuple[int, int]] = {}
+    for slot in sorted(first, key=lambda n: (first[n], n)):
+        if slot < given:
+            continue
+        size = math.ceil(row_bytes[slot] / LINE) * LINE
+        others = sorted(placed[n] for n in placed if last[n] >= first[slot])
+        at = 0
+        for start, end in others:
+            if at + size <= start:
+                break
+            at = max(at, end)
+        placed[slot] = (at, at + size)
+    most = max((end for _, end in placed.values()), default=0)
+    return [placed[n][0] for n in range(given, len(row_bytes))], most
+
+
+def _packed(instructions: Sequence[Instruction], weights: int, backend: LinearBackend) -> dict[int, View]:
+    """The slot of each weight that products alone read, and all in one way. They learn that it is packed."""
+    products = [each for each in instructions if each.kind == "linear" and each.views[2].slot < weights]
+    read = [p.views[2] for p in products]
+    slots = {w.slot: w for w in read if backend.packed_bytes(w.dtype, *w.shape)}
+    for each in instructions:
+        for i, view in enumerate([*each.views, *(s.view for s in each.steps if s.view)]):
+            if each.kind != "linear" or i != 2 or slots.get(view.slot) != view:
+                slots.pop(view.slot, None)
+    for product in products:
+        if product.views[2].slot in slots:
+            product.leading = 0
+    return slots
+
+
+def _product(at: int, each: Instruction) -> _Product:
+    x, y, w, *b = each.views
+    return _Product(at, x.slot, y.slot, w, b[0] if b else None, x.numel // each.shape[-1])

@@ -1,0 +1,188 @@
+"""The draws of a step: penalties and bans, the tokens, and the log-probabilities that are wanted of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from lamina.protocol.control import ALL_TOKENS_BANNED, NO_TOKEN, SampledToken, SamplingRequest
+from lamina.request import Score
+
+from . import Backend, SampleSpec
+from .sampling_settings import sampler_settings
+from .token_history import LogitChanges
+from .torch_sampling import TorchSampling
+
+log = logging.getLogger(__name__)
+_NOTHING: Mapping[int, LogitChanges] = MappingProxyType({})
+_NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Sampler:
+    """One for each worker that draws."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """``threads``: on a CPU; None = as many as torch has there."""
+        self._plain = TorchSampling()
+        self._native = _open_native(threads or torch.get_num_threads())
+
+    def sample(
+        self,
+        logits: Tensor,
+        draws: list[SamplingRequest],
+        seen: Mapping[int, LogitChanges] = _NOTHING,
+        lse: Tensor | None = None,
+    ) -> list[SampledToken]:
+        """One token for each row, or its logits where a draw wants them whole; NO_TOKEN where the largest logit is NaN
+        or infinite, ALL_TOKENS_BANNED where it is finite and bans leave none that is. logits [len(draws), V], any float
+        dtype; ``seen``: what the draws with an Adjust count, by sequence. ``lse``: of each row, the logarithm of the
+        sum of all, where ``logits`` do not show all.
+
+        Bias, penalties and bans first, in fp32; then see lamina.ops.sampling. Greedy takes the first rank. Raises
+        ValueError for parameters out of range.
+        """
+        tokens = [0 if d.return_logits or d.reference_request >= 0 else d.prompt_logprob_token for d in draws]
+        plain = [i for i, d in enumerate(draws) if tokens[i] < 0 and not d.banned_token_ids and d.logits_update is None]
+        changed = [
+            i for i, d in enumerate(draws) if tokens[i] < 0 and (d.banned_token_ids or d.logits_update is not None)
+        ]
+        if plain:
+            asks = [_ask(i, draws[i]) for i in plain]
+            for i, token in zip(plain, self._of(logits).sample(logits, asks), strict=True):
+                tokens[i] = token
+        if changed:
+            scores = logits[changed].float()
+            for row, i in zip(scores, changed, strict=True):
+                _change(row, draws[i], seen)
+            asks = [_ask(at, draws[i]) for at, i in enumerate(changed)]
+            for at, (i, token) in enumerate(zip(changed, self._of(scores).sample(scores, asks), strict=True)):
+                tokens[i] = _why(scores[at], logits[i]) if token < 0 else token
+        return [self._drawn(d, t, i, tokens, logits, lse) for i, (d, t) in enumerate(zip(draws, tokens, strict=True))]
+
+    def _drawn(
+        self, draw: SamplingRequest, token: int, row: int, tokens: list[int], logits: Tensor, lse: Tensor | None
+    ) -> SampledToken:
+        if draw.return_logits:
+            return _whole(draw, logits[row])
+        if draw.reference_request >= 0:
+            return SampledToken(
+                draw.sequence,
+                tokens[draw.reference_request],
+                divergence=_apart(logits[row], logits[draw.reference_request]),
+            )
+        scores = self._scores(logits[row], draw.logprobs, token, None if lse is None else lse[row])
+        return SampledToken(draw.sequence, token, scores)
+
+    def _scores(self, logits: Tensor, count: int, token: int, lse: Tensor | None) -> list[Score]:
+        """Of ``token``, then of the ``count`` best; before anything was changed."""
+        if count < 0 or token < 0:
+            return []
+        scores = logits.float()
+        values = torch.log_softmax(scores, -1) if lse is None else scores - lse
+        count = min(count, values.numel())
+        ids = (
+            self.top_tokens(logits[None], count)[0]
+            if count
+            else torch.empty(0, dtype=torch.int64, device=logits.device)
+        )
+        best = ids.tolist()
+        rank = best.index(token) + 1 if token in best else _place(scores, token)
+        ranked = zip(best, values[ids].tolist(), range(1, count + 1), strict=True)
+        return [(token, float(values[token]), rank), *ranked]
+
+    def top_tokens(self, logits: Tensor, count: int) -> Tensor:
+        """logits [rows, V] -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
+        return self._of(logits).top_tokens(logits, count)
+
+    def _of(self, logits: Tensor) -> Backend:
+        native = self._native is not None and logits.is_cpu and logits.dtype in _NATIVE_TYPES
+        return self._native if native and self._native is not None else self._plain
+
+
+def _place(scores: Tensor, token: int) -> int:
+    """A token's place among all by its score, from 1, as ``num_ranked_before`` counts; without ids, which take as long
+    as all else.
+    """
+    value = scores[token]
+    above, equal = torch.count_nonzero(scores > value), torch.count_nonzero(scores[:token] == value)
+    return 1 + int(above + equal)
+
+
+def num_ranked_before(scores: Tensor, token: Tensor | int, value: Tensor) -> Tensor:
+    """How many of ``scores`` [..., V], fp32, rank before ``token``, which has ``value``: int64 [...]."""
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    return ((scores > value) | ((scores == value) & (ids < token))).sum(-1)
+
+
+def _open_native(threads: int) -> Backend | None:
+    try:
+        from .native import NativeSampling
+    except ImportError as e:
+        log.info("sampling with torch: %s", e)
+        return None
+    return NativeSampling(threads)
+
+
+def _whole(draw: SamplingRequest, logits: Tensor) -> SampledToken:
+    return SampledToken(draw.sequence, 0, logits=logits.float().contiguous().cpu().numpy().astype("<f4").tobytes())
+
+
+def _apart(own: Tensor, other: Tensor) -> tuple[bool, float]:
+    """Of the logits of a draw, and of the one beside which it is: see Drawn."""
+    log_p, log_q = own.float().log_softmax(-1), other.float().log_softmax(-1)
+    p = log_p.exp()
+    return bool(own.argmax() != other.argmax()), float(torch.where(p > 0, p * (log_p - log_q), 0.0).sum())
+
+
+def _ask(row: int, draw: SamplingRequest) -> SampleSpec:
+    settings = sampler_settings(draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.filter_order)
+    if not (0 <= draw.seed < 1 << 64 and 0 <= draw.output_index < 1 << 64):
+        raise ValueError(
+            f"a draw of sequence {draw.sequence} has the seed {draw.seed} and the index {draw.output_index}"
+        )
+    return SampleSpec(row, settings, draw.seed, draw.output_index)
+
+
+def _change(row: Tensor, draw: SamplingRequest, seen: Mapping[int, LogitChanges]) -> None:
+    if draw.logits_update is not None:
+        history = seen[draw.sequence]
+        _penalise(row, history)
+        if history.allowed_token_ids is not None:
+            allowed = history.allowed_token_ids.to(row.device)
+            row.copy_(torch.full_like(row, float("-inf")).index_copy_(0, allowed, row[allowed]))
+        if history.banned_token_ids:
+            row[list(history.banned_token_ids)] = float("-inf")
+    if draw.banned_token_ids:
+        if not 0 <= min(draw.banned_token_ids) <= max(draw.banned_token_ids) < len(row):
+            raise ValueError(f"a draw of sequence {draw.sequence} bans a token beyond the {len(row)} that there are")
+        row[draw.banned_token_ids] = float("-inf")
+
+
+def _why(changed: Tensor, raw: Tensor) -> int:
+    """Nothing could be drawn: because of the bans, or of the logits themselves?"""
+    banned = bool(changed.amax().isneginf()) and bool(raw.amax().isfinite())
+    return ALL_TOKENS_BANNED if banned else NO_TOKEN
+
+
+def _penalise(row: Tensor, seen: LogitChanges) -> None:
+    penalties, tokens = seen.penalties, seen.tokens
+    if seen.max_token_id >= len(row):
+        raise ValueError(f"penalties name the token {seen.max_token_id}, there are {len(row)}")
+    if penalties.logit_bias:
+        _add(row, list(penalties.logit_bias), row.new_tensor(list(penalties.logit_bias.values())))
+    if penalties.repetition != 1.0:
+        tokens = seen.tokens.to(row.device)
+        old = row.gather(0, tokens)
+        row.scatter_(0, tokens, torch.where(old > 0, old / penalties.repetition, old * penalties.repetition))
+    if seen.counts and (penalties.presence or penalties.frequency):
+        counts = row.new_tensor(list(seen.counts.values()))
+        _add(row, list(seen.counts), -(penalties.presence + penalties.frequency * counts))
+
+
+def _add(row: Tensor, tokens: list[int], values: Tensor) -> None:
+    """``tokens`` are distinct, so that no order of additions shows."""
+    row.scatter_add_(0, torch.tensor(tokens, device=row.device), values)

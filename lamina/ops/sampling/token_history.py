@@ -1,0 +1,172 @@
+"""What a compute worker knows of the tokens that penalties and bad words count, sequence by sequence.
+
+Every worker that draws is told of them by every draw of a sequence, also of those that another replica makes: the first
+one tells all, each later one the tokens since. The driver keeps the truth. It tells all again where it may have told
+nothing: under a new id, as behind a preemption, and to prefill workers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.protocol.control import Penalties, SamplingRequest
+from lamina.protocol.step_plan import Free, SequenceOp, Truncate
+
+MAX_TOKEN_ID = (1 << 31) - 1  # of a token
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
+
+class LogitChanges(NamedTuple):
+    """Penalties and biases on the logits of one row, and the tokens that they count."""
+
+    penalties: Penalties
+    counts: dict[int, int]  # token -> how often the completion has it
+    tokens: Tensor  # int64, distinct, of prompt and completion; none where no penalty looks at both
+    max_token_id: int  # the largest id of a token, also of those with a bias
+    banned_token_ids: Sequence[int] = ()  # they would complete a bad word
+    allowed_token_ids: Tensor | None = None  # int64; no others may be chosen. None: all
+
+
+class BadWords:
+    """Runs of tokens that a completion must not have."""
+
+    def __init__(self, words: Sequence[list[int]]) -> None:
+        """Raises ValueError for an empty one."""
+        if not all(words):
+            raise ValueError("penalties have a bad word without tokens")
+        self._words = words
+        self.longest = max(map(len, words), default=0)
+
+    @cached_property
+    def _always(self) -> list[int]:
+        return [word[0] for word in self._words if len(word) == 1]
+
+    @cached_property
+    def _behind(self) -> dict[int, list[list[int]]]:
+        """Words by their last token but one. Made by who draws: all others are told of them, too."""
+        by_last_token = defaultdict[int, list[list[int]]](list)
+        for word in self._words:
+            if len(word) > 1:
+                by_last_token[word[-2]].append(word)
+        return by_last_token
+
+    def completed(self, end: list[int]) -> list[int]:
+        """The tokens that would complete one behind a completion's last tokens ``end``, of which ``longest`` do."""
+        by_last_token = self._behind.get(end[-1], ()) if end else ()
+        return [*self._always, *(word[-1] for word in by_last_token if end[1 - len(word) :] == word[:-1])]
+
+
+class TokenHistory:
+    """The tokens of one sequence that penalties and bans look at."""
+
+    def __init__(self, penalties: Penalties) -> None:
+        """Raises ValueError for ids that are none."""
+        self.num_tokens: list[int] = []  # the completion
+        self._penalties = penalties
+        self._counts: Counter[int] = Counter()
+        self._counted = 0  # of ``num_tokens``
+        self._prompt = frozenset(penalties.prompt_token_ids)
+        self._repeats = penalties.repetition != 1.0
+        self._words = BadWords(penalties.bad_words_token_ids)
+        self._allowed = (
+            torch.tensor(sorted({*penalties.allowed_token_ids}), dtype=torch.int64)
+            if penalties.allowed_token_ids
+            else None
+        )
+        named = (
+            *penalties.prompt_token_ids,
+            *penalties.logit_bias,
+            *penalties.allowed_token_ids,
+            *chain.from_iterable(penalties.bad_words_token_ids),
+        )
+        self._most = _largest(named)
+
+    def append(self, tokens: list[int]) -> None:
+        """More of the completion. Raises ValueError for ids that are none."""
+        self._most = max(self._most, _largest(tokens))
+        self.num_tokens += tokens
+
+    def logit_changes(self, count: int, pending: int | None) -> LogitChanges:
+        """The changes of logits behind the first ``count`` tokens of the completion and ``pending``, the token drawn
+        behind them, if there is one.
+        """
+        if count < self._counted:
+            self._counts, self._counted = Counter(), 0
+        self._counts.update(self.num_tokens[self._counted : count])
+        self._counted = count
+        counts = self._counts
+        if pending is not None:
+            counts = counts.copy()
+            counts[pending] += 1
+        tokens = NO_TOKENS
+        if self._repeats:
+            more = (t for t in counts if t not in self._prompt)
+            tokens = torch.tensor([*self._penalties.prompt_token_ids, *more], dtype=torch.int64)
+        most = max(self._most, -1 if pending is None else pending)
+        end = self.num_tokens[max(0, count - self._words.longest) : count] + ([] if pending is None else [pending])
+        forbidden = self._words.completed(end)
+        return LogitChanges(self._penalties, counts, tokens, most, forbidden, self._allowed)
+
+
+class PendingHistory(NamedTuple):
+    """The history of a draw to come, and how much of it counts."""
+
+    history: TokenHistory
+    num_tokens: int  # tokens of the completion
+
+
+class TokenHistories:
+    """The histories of all sequences that have one. Every step has to be told, in order, whoever draws."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, TokenHistory] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def update(self, ops: Iterable[SequenceOp], draws: Iterable[SamplingRequest]) -> dict[int, PendingHistory]:
+        """Note the tokens that ``draws`` tell. Returns, by sequence, the counts for each draw with an Adjust. Freed
+        sequences are forgotten.
+
+        Raises ValueError for a draw that builds on tokens that were not told here.
+        """
+        for op in ops:
+            if isinstance(op, Free | Truncate):  # truncated: it draws no more
+                self._of.pop(op.sequence, None)
+        return {d.sequence: self._due(d) for d in draws if d.logits_update is not None}
+
+    def _due(self, draw: SamplingRequest) -> PendingHistory:
+        adjust = draw.logits_update
+        assert adjust is not None
+        if adjust.penalties is not None:
+            self._of[draw.sequence] = TokenHistory(adjust.penalties)
+        history = self._of.get(draw.sequence)
+        known = -1 if history is None else len(history.num_tokens)
+        if history is None or known != adjust.num_known_tokens:
+            here = "nothing" if history is None else f"{known} tokens"
+            raise ValueError(
+                f"penalties of sequence {draw.sequence}: a draw builds on {adjust.num_known_tokens} counted tokens, "
+                f"this worker "
+                f"was told {here}"
+            )
+        history.append(adjust.tokens)
+        return PendingHistory(history, len(history.num_tokens))
+
+
+def logit_changes_of(due: Mapping[int, PendingHistory], pending: Mapping[int, int]) -> dict[int, LogitChanges]:
+    """By sequence; ``pending``: tokens that the step before drew, of the sequences whose draws count them too."""
+    return {sequence: d.history.logit_changes(d.num_tokens, pending.get(sequence)) for sequence, d in due.items()}
+
+
+def _largest(ids: Iterable[int]) -> int:
+    ids = list(ids)
+    if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID:
+        raise ValueError(f"penalties name the token {min(ids) if min(ids) < 0 else max(ids)}, which is none")
+    return max(ids, default=-1)

@@ -1,0 +1,80 @@
+"""How many KV blocks sequences need, and memory workers have. No tensors, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lamina.config.option import size_flag
+from lamina.config.partition import KvShards
+from lamina.protocol.kv_placement import KvLocation, KvPlacement, ShardCounter
+
+
+def max_blocks_of_sequence(length: int, window: int, block_size: int, max_rows: int) -> int:
+    """The most blocks that one sequence of up to ``length`` tokens holds in a group, with ``max_rows`` rows a step.
+
+    A windowed group keeps what the queries of the last two steps can see, and those steps' own tokens.
+    """
+    whole = -(-length // block_size)
+    return min(whole, -(-(window + 2 * max_rows) // block_size) + 1) if window else whole
+
+
+def split_memory(
+    kv_bytes: int,
+    block_bytes: Sequence[int],
+    windows: Sequence[int],
+    kv_shards: Sequence[KvShards],
+    *,
+    stripe: int = 0,
+    single_shard: bool = False,
+    block_size: int,
+    max_rows: int,
+    max_len: int,
+    max_kept_tokens: Sequence[int] = (),
+) -> list[int]:
+    """Blocks for every group out of ``kv_bytes``; ``block_bytes[g]`` is the size of one block in all layers of group g.
+
+    A group's store has one block more, the null block, which counts against ``kv_bytes`` too. Every group can hold one
+    sequence of ``max_len`` tokens; where others lend (``single_shard``), a stripe of it. What is left is shared out for
+    sequences of a quarter of that length, spread evenly over the lanes: with longer ones the groups without a window
+    run out first, with shorter ones the others. ``max_kept_tokens[g]``: tokens that a sequence has in group g once
+    blocks were dropped, 0 = all. Where such groups exist, the rest is shared out for sequences of full length, since
+    groups that drop blocks are for long ones, and each has room for one prompt on its way. Raises ValueError where
+    ``kv_bytes`` cannot hold one sequence.
+    """
+
+    placement = KvPlacement(num_kv_shards(kv_shards), 0 if single_shard else stripe)
+    places = [KvLocation(lane) for lane in range(placement.num_kv_shards)]
+
+    def most(length: int, limit: int) -> list[int]:
+        whole = -(-length // block_size)
+        kept = [
+            min(limit, max(ShardCounter(x, placement).num_owned(place, whole) for place in places)) for x in kv_shards
+        ]
+        return [
+            min(n, max_blocks_of_sequence(length, w, block_size, max_rows)) for n, w in zip(kept, windows, strict=True)
+        ]
+
+    everything = -(-max_len // block_size)
+    counts = most(max_len, stripe if single_shard else everything)
+    need = sum((n + 1) * b for n, b in zip(counts, block_bytes, strict=True))
+    if need > kv_bytes:
+        raise ValueError(
+            f"{size_flag(kv_bytes)} of KV memory cannot hold one sequence of {max_len} tokens, which needs "
+            f"{size_flag(need, least=True)} on each memory worker: raise --kv-memory or lower --max-model-len"
+        )
+    kept = max_kept_tokens if any(max_kept_tokens) else [0] * len(kv_shards)
+    usual, dealt = most(max_len if any(kept) else -(-max_len // 4), everything), stripe > 0 and not single_shard
+    usual = [min(n, -(-k // block_size)) if k else n for n, k in zip(usual, kept, strict=True)]
+    typical = [n * (1.0 if dealt else x.portion) for n, x in zip(usual, kv_shards, strict=True)]
+    more = (kv_bytes - need) / sum(n * b for n, b in zip(typical, block_bytes, strict=True))
+    return [n + int(t * more) for n, t in zip(counts, typical, strict=True)]
+
+
+def num_kv_shards(lanes: Iterable[KvShards]) -> int:
+    """The number of lanes of a partition, as far as ``lanes``, those of some of its pieces, show it. Raises
+    ValueError where they disagree.
+    """
+    counts = {len(x.pattern) for x in lanes} - {1} or {1}
+    if len(counts) > 1:
+        raise ValueError(f"lanes of {' and '.join(map(str, sorted(counts)))}")
+    return counts.pop()

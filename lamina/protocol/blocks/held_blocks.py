@@ -1,0 +1,171 @@
+"""What sequences hold of the KV blocks of all layer groups: ids and counts only, no tensors, no I/O."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from lamina.config.partition import KvShards
+from lamina.protocol.kv_placement import KvLocation, KvPlacement
+from lamina.protocol.step_plan import Fork, SequenceOp, StepPlan, SurvivingKv
+
+from .block_counts import num_kv_shards
+from .block_pool import BlockPool
+from .extent_after_op import check_exists
+from .extents import Extent, Extents, PlanError
+
+# Extents that a plan changes (None: gone), extents of sequences that go on in their last block, and its forks.
+PlannedExtents = tuple[dict[int, Extent | None], dict[int, Extent], list[Fork]]
+BlockCopy = tuple[int, int]  # from one block to another
+
+
+class SequenceBlocks:
+    """The blocks of all sequences, as the plans until now have left them.
+
+    Group g keeps what lies in ``lanes[g]``, by the places of sequences, of rows and grants; ``stripe`` is in blocks.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int],
+        num_blocks: Sequence[int],
+        block_size: int,
+        lanes: Sequence[KvShards] | None = None,
+        stripe: int = 0,
+        stays: bool = False,
+        sparse: Sequence[bool] = (),
+    ) -> None:
+        """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g; ``kv_shards`` None = all of them
+        in every group. ``stays``: see Placement; ``sparse``: see Extents.
+        """
+        lanes = [KvShards()] * len(windows) if lanes is None else lanes
+        same = len(windows) == len(num_blocks) == len(lanes) > 0
+        if not same or min(num_blocks) < 1 or min(windows) < 0 or block_size < 1:
+            raise ValueError(f"block tables of windows {windows}, {num_blocks} blocks of {block_size} tokens")
+        self.windows = tuple(windows)
+        self.num_blocks = tuple(num_blocks)
+        self.block_size = block_size
+        self.kv_shards = tuple(lanes)
+        self.stripe = stripe
+        self.placement = KvPlacement(num_kv_shards(lanes), stripe, stays)
+        self.sparse = tuple(sparse) or (False,) * len(windows)
+        if any(each and (w or not x.has_all) for each, w, x in zip(self.sparse, windows, lanes, strict=True)):
+            raise ValueError("block tables of sparse layers with a window, or of some lanes")
+        self._extents = Extents(self.windows, block_size, self.kv_shards, self.placement, self.sparse)
+        self._sequences: dict[int, Extent] = {}
+        self._last: dict[int, StepPlan] = {}  # batch -> its last plan
+        self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
+        self._pools = [BlockPool(n) for n in num_blocks]
+        self._num_taken: dict[tuple[int, int], dict[int, int]] = {}  # of an Adopt: group, sequence -> number -> block
+        self._checked: tuple[StepPlan, list[SequenceOp], PlannedExtents] | None = (
+            None  # the last outcome of ``can_apply``
+        )
+        self.pending_copies: list[list[BlockCopy]] = [[] for _ in windows]  # by group, that the plan applied last wants
+
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """Blocks that nobody holds, by group."""
+        return tuple(pool.num_free for pool in self._pools)
+
+    def take_freed(self) -> list[list[int]]:
+        """By group, blocks that have become free since this was called last, even if somebody has them again; nothing
+        at first.
+        """
+        blocks = [pool.freed or [] for pool in self._pools]
+        for pool in self._pools:
+            pool.freed = []
+        return blocks
+
+    @property
+    def num_kv_shards(self) -> int:
+        """The number of lanes of the partition, as far as it shows here."""
+        return self.placement.num_kv_shards
+
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences that exist, oldest first."""
+        return list(self._sequences)
+
+    def length(self, sequence: int) -> int:
+        """Tokens of ``sequence`` up to the end of its last rows. Raises PlanError if it does not exist."""
+        return self._extent(self._sequences, sequence).length
+
+    def location(self, sequence: int) -> KvLocation:
+        """Where ``sequence`` lies. Raises PlanError if it does not exist."""
+        return self._extent(self._sequences, sequence).location
+
+    def block_table(self, group: int, sequence: int) -> tuple[int, array[int]]:
+        """(start, ids): the blocks of the sequence from the ``start``-th on that are kept, in order. Read only."""
+        return self._extent(self._sequences, sequence).starts[group], self._tables[group][sequence]
+
+    def block_ids(self, group: int, sequence: int, low: int, high: int) -> array[int]:
+        """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, without its lost blocks. All
+        other blocks in that range are kept.
+        """
+        extent = self._extent(self._sequences, sequence)
+        at, stop = (self._extents.table_index(group, extent, n) for n in (low, high))
+        return self._tables[group][sequence][at:stop]
+
+    def dropped_blocks(self, group: int, sequence: int) -> tuple[int, ...]:
+        """The blocks of the sequence that the group keeps no more, counted from its token 0, ascending."""
+        return self._extent(self._sequences, sequence).dropped_blocks if self.sparse[group] else ()
+
+    def max_blocks(self, place: KvLocation, length: int, max_rows: int) -> list[int]:
+        """The most blocks by group that one sequence at ``place``, of up to ``length`` tokens, holds."""
+        return self._extents.max_blocks(place, length, max_rows)
+
+    def count_blocks(self, sequences: Iterable[int]) -> tuple[int, ...]:
+        """Blocks by group that some of ``sequences`` hold; those that do not exist hold none."""
+        known = [s for s in sequences if s in self._sequences]
+        return tuple(len({b for s in known for b in tables[s]}) for tables in self._tables)
+
+    def exclusive_blocks(self, sequence: int) -> tuple[int, ...]:
+        """Blocks by group that ``sequence`` holds alone: so many are free once it is freed. Raises PlanError."""
+        self._extent(self._sequences, sequence)
+        each = zip(self._pools, self._tables, strict=True)
+        return tuple(sum(pool.num_holders(b) == 1 for b in tables[sequence]) for pool, tables in each)
+
+    def num_surviving_blocks(self, keep: Iterable[SurvivingKv]) -> int:
+        """Blocks of what is kept, in all groups; those that several sequences have as often as they do."""
+        return sum(sum(self._extents.num_held_blocks(self._extents.extent_of_surviving(each))) for each in keep)
+
+    def surviving_block_ids(self, keep: Iterable[SurvivingKv]) -> array[int]:
+        """The blocks of the KV of ``keep``, and no others: sequence by sequence, group by group."""
+        return array("q", (block for each in keep for tables in self._tables for block in tables[each.sequence]))
+
+    def restore(self, keep: Sequence[SurvivingKv], ids: Sequence[int]) -> None:
+        """Hold the KV of ``keep`` and no other, in the blocks ``ids`` that ``surviving_block_ids`` of other tables
+        gave: so sequences share the same blocks here and there. Raises PlanError where that cannot be.
+        """
+        extents, at = {each.sequence: self._extents.extent_of_surviving(each) for each in keep}, 0
+        tables: list[dict[int, array[int]]] = [{} for _ in self.windows]
+        for sequence, extent in extents.items():
+            for g, count in enumerate(self._extents.num_held_blocks(extent)):
+                tables[g][sequence] = array("q", ids[at : at + count])
+                at += count
+                own = set(tables[g][sequence])
+                if len(own) != count or not all(0 <= block < self.num_blocks[g] for block in own):
+                    raise PlanError(f"sequence {sequence}: blocks that cannot be {count} of {self.num_blocks[g]}")
+        if at != len(ids) or len(extents) != len(keep):
+            raise PlanError(f"{len(ids)} blocks for {len(keep)} sequences, which hold {at}")
+        self._sequences, self._tables, self._checked = dict(extents), tables, None
+        self._last.clear()
+        for pool, of in zip(self._pools, tables, strict=True):
+            pool.restore(block for table in of.values() for block in table)
+
+    def check_integrity(self) -> None:
+        """Every block is free or in tables, and every table is as long as its sequence, else RuntimeError."""
+        held = {sequence: self._extents.num_held_blocks(extent) for sequence, extent in self._sequences.items()}
+        for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
+            pool.check(b for table in tables.values() for b in table)
+            for sequence, blocks in held.items():
+                if len(tables[sequence]) != blocks[g]:
+                    raise RuntimeError(f"layer group {g}: sequence {sequence} holds {len(tables[sequence])} blocks")
+            if tables.keys() != self._sequences.keys():
+                raise RuntimeError(f"layer group {g}: a table without a sequence")
+
+    def _extent(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent:
+        return check_exists(self._known(changes, sequence), sequence)
+
+    def _known(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent | None:
+        return changes[sequence] if sequence in changes else self._sequences.get(sequence)

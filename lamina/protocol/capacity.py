@@ -1,0 +1,76 @@
+"""What memory workers have together. No torch here: the driver needs it too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lamina.config.engine_config import CHUNK_TOKENS
+from lamina.config.partition import PARTITIONS, KvShards, Partition, choose_stripe
+
+from .step_plan import BindReply, LayerShape
+
+
+class Capacity(NamedTuple):
+    """The groups of all memory workers, each with its blocks on every worker that has it. A sequence takes as many on
+    each of these, wherever it lies.
+    """
+
+    windows: list[int]
+    kv_shards: list[KvShards]
+    stripe: int
+    single_shard: bool
+    sparse: list[bool]
+    num_blocks: list[list[int]]  # group -> blocks, by holder
+    holders: list[list[int]]  # group -> memory workers
+
+
+def partition_of(name: str, layers: Sequence[LayerShape], weights: Sequence[float], max_len: int) -> Partition:
+    """The partition called ``name`` over memory workers of these ``weights``. Raises ValueError."""
+    stripe = choose_stripe(-(-max_len // CHUNK_TOKENS), len(weights))
+    return PARTITIONS[name]([s.kv_heads for s in layers], weights, stripe)
+
+
+def num_usable_blocks(num_blocks: Sequence[Sequence[int]]) -> list[int]:
+    """Blocks of each group that sequences can have, from those of its holders: as many as the one with the fewest."""
+    return [min(blocks) for blocks in num_blocks]
+
+
+def combined_capacity(bounds: Sequence[BindReply], number: Callable[[int], int] = int) -> Capacity:
+    """The capacity that the memory workers of one rank, in their order, have together. ``number``: place in this order
+    -> number among all memory workers.
+    """
+    alone = [
+        Capacity(
+            b.windows,
+            b.kv_shards,
+            b.stripe,
+            b.single_shard,
+            b.sparse,
+            [[n] for n in b.num_blocks],
+            [[number(worker)] for _ in b.windows],
+        )
+        for worker, b in enumerate(bounds)
+    ]
+    return capacity_of_all_ranks(alone)
+
+
+def capacity_of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
+    """The capacity of all ranks' memory workers, from those of each: they hold the same tokens, of other heads."""
+    groups: dict[tuple[int, KvShards, bool], tuple[list[int], list[int]]] = {}
+    for each in ranks:
+        sparse = each.sparse or [False] * len(each.windows)
+        keys = zip(each.windows, each.kv_shards, sparse, strict=True)
+        for key, counts, holders in zip(keys, each.num_blocks, each.holders, strict=True):
+            blocks, workers = groups.setdefault(key, ([], []))
+            blocks += counts
+            workers += holders
+    return Capacity(
+        [window for window, _, _ in groups],
+        [lanes for _, lanes, _ in groups],
+        ranks[0].stripe,
+        ranks[0].single_shard,
+        [sparse for _, _, sparse in groups],
+        [blocks for blocks, _ in groups.values()],
+        [workers for _, workers in groups.values()],
+    )

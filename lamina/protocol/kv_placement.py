@@ -1,0 +1,134 @@
+"""Which memory worker keeps which tokens of a sequence: (sequence, stripe, head) -> memory worker. No other module
+computes that.
+
+The scheduler chooses the lane in which a sequence begins, its *first lane*. After each stripe the sequence goes on to
+the next lane, or it stays in its lane: the partition's rule. Exceptions are runs of stripes that lie elsewhere, on loan
+or because they were moved. The partition names the owner of a lane, head by head (config.partition).
+
+The first lane and the exceptions are a *place*. The rows of a plan carry the place of their sequence, so the two always
+agree: a refused plan changes no place, and a plan that is sent again names the same one. A place that differs from the
+one before tells memory workers to give back the blocks of stripes that have left them, and to hold blocks for stripes
+that come. The code that changes a place also moves the tokens before rows read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from lamina.config.partition import KvShards
+
+MAX_RUNS = 64
+
+
+class StripeRun(msgspec.Struct, frozen=True, array_like=True):
+    """The stripes ``start .. stop`` of a sequence lie in ``kv_shard``."""
+
+    start: int
+    stop: int
+    kv_shard: int
+
+
+class KvLocation(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence's KV shards: from ``kv_shard`` on, except for the stripes of ``moved_runs``, in their order."""
+
+    kv_shard: int = 0  # the first one
+    moved_runs: tuple[StripeRun, ...] = ()
+
+
+FIRST_LOCATION = KvLocation()
+
+
+class KvPlacement(NamedTuple):
+    """The rule by which stripes of sequences lie in KV shards.
+
+    ``stripe``: in tokens, or blocks, as its user counts; 0 = a sequence stays whole in its first KV shard.
+    ``single_shard``: a sequence stays there, except for the runs that have moved.
+    """
+
+    num_kv_shards: int
+    stripe: int
+    single_shard: bool = False
+
+    def kv_shard_of(self, place: KvLocation, number: int) -> int:
+        """The KV shard of the owner of the stripe ``number`` of a sequence."""
+        for run in place.moved_runs:
+            if run.start <= number < run.stop:
+                return run.kv_shard
+        return (
+            (place.kv_shard + number) % self.num_kv_shards if self.stripe and not self.single_shard else place.kv_shard
+        )
+
+    def kv_shard_at(self, place: KvLocation, position: int) -> int:
+        """The KV shard of the owner of a token or block, as ``stripe`` counts."""
+        return self.kv_shard_of(place, position // self.stripe if self.stripe else 0)
+
+    def owned_runs(self, lanes: KvShards, place: KvLocation, stripes: range) -> Iterator[range]:
+        """The runs of ``stripes`` whose owner ``lanes`` are, in order."""
+        ends = (x for run in place.moved_runs for x in (run.start, run.stop)) if self.single_shard else stripes
+        for low, high in pairwise(sorted({*stripes[:1], *(x for x in ends if x in stripes), stripes.stop})):
+            if self.kv_shard_of(place, low) in lanes:
+                yield range(low, high)
+
+    def is_whole(self, lanes: KvShards, place: KvLocation) -> bool:
+        """Whether all of a sequence at ``place`` has one owner, to whom ``lanes`` belong entirely or not at all."""
+        return not self.stripe or lanes.has_all or (self.single_shard and not place.moved_runs)
+
+    def same_owners(self, one: KvLocation, other: KvLocation, stripes: int) -> bool:
+        """Whether the first ``stripes`` of a sequence have the same owners at both places."""
+        same = one.kv_shard == other.kv_shard and one.moved_runs == other.moved_runs
+        return same or (
+            self.stripe > 0 and all(self.kv_shard_of(one, n) == self.kv_shard_of(other, n) for n in range(stripes))
+        )
+
+    def check(self, place: KvLocation) -> None:
+        """Raises ValueError where there can be no such place."""
+        runs = place.moved_runs
+        stops = [0, *(run.stop for run in runs)]
+        if not 0 <= place.kv_shard < self.num_kv_shards:
+            raise ValueError(f"lane {place.kv_shard} of {self.num_kv_shards}")
+        if runs and (not self.stripe or len(runs) > MAX_RUNS):
+            raise ValueError(
+                f"{len(runs)} runs of stripes in other lanes, at most {MAX_RUNS if self.stripe else 0} can be"
+            )
+        for run, before in zip(runs, stops, strict=False):
+            if not before <= run.start < run.stop or not 0 <= run.kv_shard < self.num_kv_shards:
+                raise ValueError(
+                    f"stripes {run.start}..{run.stop} behind {before} in lane {run.kv_shard} of {self.num_kv_shards}"
+                )
+
+
+class ShardCounter:
+    """How many units of a sequence are kept in some lanes, in the unit of the placement's stripe."""
+
+    def __init__(self, lanes: KvShards, placement: KvPlacement) -> None:
+        self._kv_shards, self._stripe, self._all = lanes, placement.stripe, lanes.has_all
+        self._single_shard = placement.single_shard
+        self._period = placement.num_kv_shards
+        pattern = lanes.pattern if len(lanes.pattern) == self._period else lanes.pattern * self._period
+        self._before = [0, *accumulate(pattern * 2)]  # lanes that are kept, of those below
+
+    def num_owned(self, place: KvLocation, units: int) -> int:
+        """How many of the first ``units`` of a sequence are kept."""
+        if self._all:
+            return units
+        if not self._stripe:
+            return units if place.kv_shard in self._kv_shards else 0
+        count = self._by_rule(place.kv_shard, units)
+        for run in place.moved_runs:
+            low, high = (min(x * self._stripe, units) for x in (run.start, run.stop))
+            count += (high - low) * (run.kv_shard in self._kv_shards)
+            count -= self._by_rule(place.kv_shard, high) - self._by_rule(place.kv_shard, low)
+        return count
+
+    def _by_rule(self, lane: int, units: int) -> int:
+        if self._single_shard:
+            return units if lane in self._kv_shards else 0
+        whole, rest = divmod(units, self._stripe)
+        rounds, more = divmod(whole, self._period)
+        before = self._before
+        stripes = rounds * before[self._period] + before[lane + more] - before[lane]
+        return stripes * self._stripe + rest * (before[lane + more + 1] - before[lane + more])

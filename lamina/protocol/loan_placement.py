@@ -1,0 +1,126 @@
+"""Which stripes of a sequence lie on loan where: rooms to runs of stripes. Pure arithmetic.
+
+A sequence fills its home and then, run behind run, the creditors, those with the most room first: so it has few of
+them. A run is cut short where it would come back in more partial results than the slots of messages hold
+(protocol.row_layout): the nodes of a run are counted in the merge tree without an end, of which no sequence has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from lamina.config.partition import KvShards
+
+from .kv_placement import MAX_RUNS, KvLocation, KvPlacement, StripeRun
+from .row_layout import MAX_NODES_OF_SPILLED_RUN
+
+
+def nodes_of(start: int, stop: int) -> int:
+    """The aligned nodes that the stripes ``start .. stop`` are."""
+    count = 0
+    while start < stop:
+        size = 1 << (stop - start).bit_length() - 1
+        start += min(size, start & -start) if start else size
+        count += 1
+    return count
+
+
+def location_of_prefix(place: KvLocation, stripes: int) -> KvLocation:
+    """The place of the first ``stripes`` of a sequence at ``place``: nothing is on loan behind them."""
+    runs = tuple(StripeRun(r.start, min(r.stop, stripes), r.kv_shard) for r in place.moved_runs if r.start < stripes)
+    return KvLocation(place.kv_shard, runs)
+
+
+def spill_to(place: KvLocation, start: int, stop: int, lane: int) -> KvLocation:
+    """``place`` with the stripes ``start .. stop``, behind all that are on loan, put into ``kv_shard``."""
+    runs = place.moved_runs
+    if lane == place.kv_shard or start >= stop:
+        return place
+    if runs and runs[-1].stop == start and runs[-1].kv_shard == lane:
+        return replace(place, moved_runs=(*runs[:-1], replace(runs[-1], stop=stop)))
+    return replace(place, moved_runs=(*runs, StripeRun(start, stop, lane)))
+
+
+def relocated(place: KvLocation, run: StripeRun, stripes: int) -> KvLocation | None:
+    """``place``, of so many stripes, with those of ``run`` in its lane; None where it would lie in more pieces than
+    there may be.
+    """
+    home, runs = place.kv_shard, list[StripeRun]()
+    for each in place.moved_runs:
+        runs += [
+            StripeRun(each.start, min(each.stop, run.start), each.kv_shard),
+            StripeRun(max(each.start, run.stop), each.stop, each.kv_shard),
+        ]
+    runs = sorted((r for r in [*runs, run] if r.start < r.stop and r.kv_shard != home), key=lambda r: r.start)
+    joined = list[StripeRun]()
+    for each in runs:
+        if joined and (joined[-1].stop, joined[-1].kv_shard) == (each.start, each.kv_shard):
+            joined[-1] = replace(joined[-1], stop=each.stop)
+        else:
+            joined.append(each)
+    after, stop = KvLocation(home, tuple(joined)), max(stripes, run.stop, *(r.stop for r in place.moved_runs))
+    lanes = {home, run.kv_shard, *(r.kv_shard for r in joined)}
+    fits = len(joined) <= MAX_RUNS and all(_nodes(after, lane, stop) <= MAX_NODES_OF_SPILLED_RUN for lane in lanes)
+    return after if fits else None
+
+
+def num_fitting_stripes(place: KvLocation, lane: int, begin: int, room: int) -> int:
+    """How many of the stripes from ``begin`` on, the next of a sequence at ``place``, ``kv_shard`` can take into
+    ``room`` stripes of room.
+    """
+    if len(place.moved_runs) >= MAX_RUNS and lane != place.kv_shard and place.moved_runs[-1].kv_shard != lane:
+        return 0
+    stop = begin + max(0, room)
+    while stop > begin and _nodes(spill_to(place, begin, stop, lane), lane, stop) > MAX_NODES_OF_SPILLED_RUN:
+        stop &= stop - 1
+    return max(0, stop - begin)
+
+
+def _nodes(place: KvLocation, lane: int, stripes: int) -> int:
+    """The nodes of those of the first ``stripes`` that ``kv_shard`` owns."""
+    if lane != place.kv_shard:
+        return sum(nodes_of(r.start, min(r.stop, stripes)) for r in place.moved_runs if r.kv_shard == lane)
+    cuts = [0, *(min(x, stripes) for r in place.moved_runs for x in (r.start, r.stop)), stripes]
+    return sum(nodes_of(a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=True))
+
+
+def spill_locations(place: KvLocation, begin: int, stripes: int, room: Mapping[int, int]) -> KvLocation | None:
+    """Where stripes ``begin .. stripes`` of a sequence go, whose first ones lie at ``place``: home first. ``room``:
+    lane -> stripes that its owner can take, one lane of each owner. None where they do not fit.
+    """
+    new_place, stop = _fill(place, begin, stripes, room)
+    return new_place if stop == stripes else None
+
+
+def longest_sequence(room: Mapping[int, int]) -> int:
+    """Stripes of the longest sequence that ``room`` holds, by lane as for ``spill_locations``."""
+    home = max(room, key=lambda lane: room[lane])
+    return _fill(KvLocation(home), 0, sum(room.values()), room)[1]
+
+
+def _fill(place: KvLocation, begin: int, stripes: int, room: Mapping[int, int]) -> tuple[KvLocation, int]:
+    """Where the stripes go as far as they fit, and the first one that does not; arguments as of ``spill_locations``."""
+    for lane in sorted(room, key=lambda lane: (lane != place.kv_shard, -room[lane])):
+        stop = begin + num_fitting_stripes(place, lane, begin, min(room[lane], stripes - begin))
+        place, begin = spill_to(place, begin, stop, lane), stop
+    return place, begin
+
+
+def free_stripes_by_shard(
+    placement: KvPlacement, groups: Sequence[KvShards], windows: Sequence[int], blocks: Iterable[int]
+) -> dict[int, int]:
+    """Lane -> stripes of room, the first lane of each owner: lanes of the same ``groups`` lie with one. ``blocks``:
+    that each group has; one with a window counts for nothing, as it keeps little of a sequence. ``placement``: with
+    stripes in blocks.
+    """
+    room, seen, counted = dict[int, int](), set[tuple[bool, ...]](), list(blocks)
+    for lane in range(placement.num_kv_shards):
+        owner = tuple(lane in lanes for lanes in groups)
+        if owner in seen:
+            continue
+        seen.add(owner)
+        counts = [n for n, here, window in zip(counted, owner, windows, strict=True) if here and not window]
+        room[lane] = min(counts) // placement.stripe if counts else 0
+    return room

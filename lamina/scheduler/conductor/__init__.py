@@ -1,0 +1,236 @@
+"""The Conductor: where a prompt is computed, whether it is taken at all, and where it decodes (Mooncake, sections 5 and
+6). The running engine and the simulator ask this one. Pure policy: no torch, no I/O, no clock; docs/prefill.md.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from lamina.request import Refusal
+
+from .baselines import BASELINE_POLICIES
+from .latency_model import SINGLE_STAGE, PrefillLatencyEstimator, PrefillPipelineShape, TransferLatencyEstimator
+from .overload import NO_LIMITS, DecodeLoadModel, SloLimits, check_overload_policy
+from .prefix_directory import PrefixDirectory
+from .queues import PrefillQueue, QueuedPrompt
+from .routing import NO_WORKER, POLICIES, RoutingDecision, RoutingQuery, WorkerMatch, candidates
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConductorConfig:
+    """Names by which the options call them. ``policy``: of POLICIES or OTHERS. ``threshold``:
+    ``--kvcache-balancing-threshold``. ``check_before_decode``: whether early and predictive look at decoding once more
+    when a prompt is computed; without that, what they take is decoded, as in section 6.3. Raises ValueError.
+    """
+
+    policy: str = "auto"
+    threshold: float = 1.5
+    overload: str = "predictive"
+    limits: SloLimits = NO_LIMITS
+    check_before_decode: bool = True
+
+    def __post_init__(self) -> None:
+        check_overload_policy(self.overload)
+        if not 1.0 <= self.threshold < math.inf:
+            raise ValueError(
+                f"--kvcache-balancing-threshold must be at least 1, not {self.threshold:g}: a transfer must bring more "
+                f"than a worker has itself"
+            )
+
+
+class PromptInfo(NamedTuple):
+    """``keys`` of its pages from the first on, of ``page`` tokens each: an engine names whole pages alone, a trace also
+    the rest behind them. A match never has the last token, which draws. ``num_cached_tokens``: first tokens that no
+    worker need compute. ``priority``: of prompts with a higher number, only one under way makes it wait.
+    """
+
+    tokens: int
+    keys: Sequence[bytes] = ()
+    page: int = 1
+    num_cached_tokens: int = 0
+    priority: int = 0
+
+    def tokens_of_pages(self, pages: int) -> int:
+        """Tokens of its first so many pages."""
+        return min(pages * self.page, self.tokens - 1)
+
+
+@dataclass
+class Conductor:
+    """Times are seconds of one clock, which the caller reads. ``transfer_latency``: from one sender; None: nothing is
+    sent."""
+
+    config: ConductorConfig
+    directory: PrefixDirectory
+    prefill_latency: PrefillLatencyEstimator
+    transfer_latency: TransferLatencyEstimator | None
+    decode_load_model: DecodeLoadModel
+    num_workers: int
+    seed: int = 0
+    staged: PrefillPipelineShape = SINGLE_STAGE  # of each worker
+    _queues: list[PrefillQueue] = field(init=False)
+    _sends_until: list[float] = field(init=False)
+    _reservations: dict[Hashable, tuple[RoutingDecision, PromptInfo]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._policy, self._random = {**POLICIES, **BASELINE_POLICIES}[self.config.policy], random.Random(self.seed)
+        self._queues = [PrefillQueue() for _ in range(self.num_workers)]
+        self._sends_until = [0.0] * self.num_workers
+
+    def choose(self, prompt: PromptInfo, now_s: float, among: Collection[int] | None = None) -> RoutingDecision:
+        """The worker that should compute ``prompt``, of all workers or of ``among``. Changes nothing but the next draw
+        of chance.
+        """
+        return self._policy(self._routing_query(prompt, now_s, among))
+
+    def rank_candidates(self, prompt: PromptInfo, now_s: float) -> list[RoutingDecision]:
+        """All ways to compute ``prompt``, the cheapest first, whatever the policy."""
+        return sorted(candidates(self._routing_query(prompt, now_s, None)), key=lambda choice: choice.ttft_s)
+
+    def _routing_query(self, prompt: PromptInfo, now_s: float, among: Collection[int] | None) -> RoutingQuery:
+        held, ready = (
+            self.directory.num_cached_pages(prompt.keys),
+            self.directory.num_sendable_pages(prompt.keys if self.transfer_latency else ()),
+        )
+        lengths, everywhere = (
+            {pages: prompt.tokens_of_pages(pages) for pages in {*held, *ready}},
+            prompt.num_cached_tokens,
+        )
+        workers = [
+            WorkerMatch(
+                w,
+                line.queue_s(now_s, prompt.priority),
+                max(everywhere, lengths[held[w]]) if everywhere else lengths[held[w]],
+                lengths[ready[w]],
+                len(line.prompts),
+            )
+            for w, line in enumerate(self._queues)
+            if among is None or w in among
+        ]
+        return RoutingQuery(
+            prompt.tokens,
+            workers,
+            self.prefill_latency.model.seconds,
+            lambda source, worker, tokens: self._transfer_s(source, tokens, now_s),
+            self.config.threshold,
+            self._random.random,
+            self.directory.num_pages,
+            self.staged.fill_s if self.staged.stages > 1 else None,
+        )
+
+    def check_admission(
+        self, prompt: PromptInfo, choice: RoutingDecision, now_s: float, room_s: float = 0.0
+    ) -> Refusal | None:
+        """At a prompt's arrival: a refusal where the larger of both pools' loads is above 1 (section 6.2).
+        ``room_s``: until there is room for its KV and one more completion. A prompt that need not wait for
+        anybody is taken in any case: so a law that is wrong cannot refuse for ever.
+        """
+        limits, waits_s, tbt_s = self.config.limits, max(0.0, room_s - choice.queue_s), 0.0
+        ttft_s = choice.ttft_s + waits_s
+        if limits.tbt_s < math.inf:
+            tbt_s = self.tbt_s(prompt, now_s, now_s + ttft_s)
+        if ttft_s > limits.ttft_s and choice.queue_s + waits_s > 0:
+            return Refusal("ttft", ttft_s, tbt_s, max(1.0, ttft_s - limits.ttft_s))
+        if tbt_s > limits.tbt_s and (self.decode_load_model.num_running or self._reservations):
+            return Refusal("tbt", ttft_s, tbt_s, self._time_until_slo_s(now_s, tbt_s))
+        return None
+
+    def reserve(self, request: Hashable, prompt: PromptInfo, choice: RoutingDecision, now_s: float) -> list[bytes]:
+        """Take ``choice`` for the request. Returns the keys of the pages that the worker gives up. What moves stays
+        where it is too, so that pages which many want are soon in many places (section 5.2).
+        """
+        line = self._queues[choice.worker]
+        if choice.source != NO_WORKER:
+            self._sends_until[choice.source] = now_s + choice.transfer_s
+        if choice.transfer_would_pay and self.transfer_latency:
+            self.transfer_latency.on_not_taken()
+        ready_s = now_s + choice.transfer_s + choice.fill_s
+        line.add(QueuedPrompt(request, prompt.tokens, choice.prefill_s, ready_s, prompt.priority), now_s)
+        self._reservations[request] = choice, prompt
+        return self.directory.add_pages(choice.worker, prompt.keys)
+
+    def on_pages_received(self, request: Hashable) -> None:
+        """The pages that had to move for ``request`` have come."""
+        choice, prompt = self._reservations[request]
+        moved = [k for n, k in enumerate(prompt.keys, 1) if prompt.tokens_of_pages(n) <= choice.prefix]
+        self.directory.on_pages_ready(choice.worker, moved)
+
+    def record_transfer(self, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
+        """A transfer of so many tokens was waited for so long, behind ``ahead_s`` in which another was computed: the
+        times that are expected of the next ones follow that.
+        """
+        if self.transfer_latency:
+            self.transfer_latency.observe(tokens, seconds, ahead_s)
+
+    def on_prefill_started(self, request: Hashable, now_s: float) -> None:
+        """The request's worker computes its prompt from now on."""
+        self._queues[self._reservations[request][0].worker].on_started(request, now_s)
+
+    def on_prefill_done(self, request: Hashable, now_s: float, seconds: float, prefix: int) -> None:
+        """The request's worker has computed its prompt behind ``prefix`` tokens, in so many seconds of work."""
+        choice, prompt = self._reservations.pop(request)
+        self._queues[choice.worker].remove(request, now_s)
+        self.prefill_latency.observe(prompt.tokens, prefix, seconds)
+        self.directory.on_pages_ready(choice.worker, prompt.keys)
+
+    def on_cancelled(self, request: Hashable, now_s: float) -> None:
+        """The request's prompt will not be computed."""
+        choice, prompt = self._reservations.pop(request)
+        self._queues[choice.worker].remove(request, now_s)
+        self.directory.on_pages_failed(choice.worker, prompt.keys)
+
+    def reset(self) -> None:
+        """Nobody has a prompt or a page any more. What was learned of times stays."""
+        for worker in range(self.num_workers):
+            self.directory.clear_worker(worker)
+        self._queues = [PrefillQueue() for _ in range(self.num_workers)]
+        self._sends_until = [0.0] * self.num_workers
+        self._reservations.clear()
+
+    def check_decode_admission(self, tokens: int, ttft_s: float) -> Refusal | None:
+        """At the end of a prompt: a refusal where no instance can decode it within the limit (section 3, step 4)."""
+        if not self.config.check_before_decode and self.config.overload != "baseline":
+            return None
+        _, tbt_s = self.decode_load_model.select(tokens)
+        if tbt_s <= self.config.limits.tbt_s or not self.decode_load_model.num_running:
+            return None
+        return Refusal("tbt", ttft_s, tbt_s, 1.0)
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that are not computed yet."""
+        return len(self._reservations)
+
+    def prefill_load(self, now_s: float) -> float:
+        """The longest queue over the limit of a first token (section 6.1)."""
+        return max(line.queue_s(now_s) for line in self._queues) / self.config.limits.ttft_s
+
+    def decode_load(self) -> float:
+        """A step's time over the limit of a gap."""
+        return self.decode_load_model.tbt_s() / self.config.limits.tbt_s
+
+    def tbt_s(self, prompt: PromptInfo, now_s: float, done_s: float) -> float:
+        """A step of those that will decode with ``prompt`` at ``done_s``, when it is computed, by ``--overload``: as it
+        is foreseen now.
+        """
+        if self.config.overload == "baseline":
+            return 0.0
+        if self.config.overload == "early":
+            return self.decode_load_model.select(prompt.tokens)[1]
+        joining = chain(*(line.completions() for line in self._queues), [(done_s, prompt.tokens)])
+        return self.decode_load_model.tbt_at(done_s, now_s, joining)
+
+    def _transfer_s(self, source: int, tokens: int, now_s: float) -> float:
+        """Of so many tokens, behind what ``source`` has to send before: who is asked by many is slow."""
+        own_s = self.transfer_latency.seconds(tokens) if self.transfer_latency else 0.0
+        return max(0.0, self._sends_until[source] - now_s) + own_s
+
+    def _time_until_slo_s(self, now_s: float, tbt_s: float) -> float:
+        """Seconds until enough completions have ended, if they end evenly."""
+        above = 1.0 - self.config.limits.tbt_s / tbt_s
+        return max(1.0, above * self.decode_load_model.decode_s)

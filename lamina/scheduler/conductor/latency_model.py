@@ -1,0 +1,211 @@
+"""How long a prefill worker takes for a prompt, a transfer for a part of it, and decoding for a step: laws of a few
+coefficients, and their refinement by what was measured.
+
+    seconds(tokens, prefix) = a + b (tokens - prefix) + c (tokens^2 - prefix^2)
+    seconds(tokens moved)   = a + b tokens
+
+The rows of a prompt cost b each; row i attends i tokens, which is the quadratic term (Mooncake, section 5.1: "the
+computation pattern of a Transformer is regular"). All tokens of a model have as many bytes. Pure policy: no torch, no
+I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .least_squares import LeastSquares
+from .overload import StepLatency
+
+_UNIT = 1024.0  # tokens: features of one order of magnitude, so that sums of their products lose no digits
+_KEPT = 0.96  # of the weight of what was measured before, with each new measurement
+_PRIOR = 1.0  # measurements that the first law weighs as much as
+_PRIOR_PROMPTS = ((1, 0), (512, 0), (4096, 0), (32768, 0), (32768, 16384))
+_PRIOR_MOVED = (512, 4096, 32768)  # tokens
+_GUESS = 0.01  # the same of the first law of transfers
+_PATIENCE, _MOST_PATIENCE = 16, 1024  # prompts in a row, until a transfer is thought to take half
+_AS_GOOD = 1 - 1e-9  # of rounding
+_FEW = 8  # measurements, from which on
+_KEPT_STEPS = 0.998  # the same of steps
+_OFTEN = 8
+_MOST_OUTLIER = 4.0  # times the prediction is the most that a measurement counts: one stall spoils no law
+
+
+class PrefillLatency(NamedTuple):
+    """Seconds: ``a`` of a prompt, ``b`` of a token, ``c`` of a pair of tokens. None is negative."""
+
+    a: float
+    b: float
+    c: float
+
+    def seconds(self, tokens: int, prefix: int = 0) -> float:
+        """The seconds of computing a prompt whose first ``prefix`` tokens have K and V already."""
+        return self.a + self.b * (tokens - prefix) + self.c * (tokens * tokens - prefix * prefix)
+
+
+class TransferLatency(NamedTuple):
+    """Seconds: ``a`` of a transfer, ``b`` of a token. Neither is negative."""
+
+    a: float
+    b: float
+
+    @staticmethod
+    def at_rate(tokens_per_s: float) -> TransferLatency:
+        """One that costs its tokens alone."""
+        return TransferLatency(0.0, 1.0 / tokens_per_s)
+
+    def seconds(self, tokens: int) -> float:
+        """The seconds of sending K and V of so many tokens."""
+        return self.a + self.b * tokens
+
+
+class PrefillPipelineShape(NamedTuple):
+    """``stages`` workers compute a prompt together, in chunks of so many tokens: a law then says how long each of them
+    is at it, which is how long others wait for it.
+    """
+
+    stages: int = 1
+    chunk: int = 1
+
+    def fill_s(self, tokens: int, prefix: int, seconds: float) -> float:
+        """Until the last stage can begin with a prompt that takes it so many seconds, where all have nothing to do: N
+        chunks end after N + X - 1 of a stage's times.
+        """
+        return (self.stages - 1) * seconds / self._chunks(tokens, prefix)
+
+    def stage_share(self, tokens: int, prefix: int) -> float:
+        """Of the time from a prompt's beginning, where all had nothing to do, to its end: what one stage was at it."""
+        chunks = self._chunks(tokens, prefix)
+        return chunks / (chunks + self.stages - 1)
+
+    def _chunks(self, tokens: int, prefix: int) -> int:
+        return max(1, -(-(tokens - prefix) // self.chunk))
+
+
+SINGLE_STAGE = PrefillPipelineShape()
+
+
+class _OnlineLeastSquares:
+    """Coefficients that follow what is measured: weighted least squares of relative errors, the old forgotten by and
+    by.
+    """
+
+    def __init__(self, features: int) -> None:
+        self._sums, self._count = LeastSquares(features), 0
+
+    def add_prior(self, features: Sequence[float], seconds: float, weight: float) -> None:
+        """Something is thought to take so long, before anything is measured."""
+        if seconds > 0:
+            self._sums.add(features, seconds, seconds, weight)
+
+    def observe(self, features: Sequence[float], seconds: float, expected: float) -> list[float]:
+        """It took so long, where so long was ``expected``; the coefficients now."""
+        size = seconds
+        if self._count >= _FEW and expected > 0:
+            seconds, size = min(seconds, expected * _MOST_OUTLIER), expected
+        self._count += 1
+        self._sums.decay(_KEPT)
+        self._sums.add(features, seconds, size)
+        return self._sums.solution()
+
+
+class PrefillLatencyEstimator:
+    """A law that follows what is measured."""
+
+    def __init__(self, law: PrefillLatency, *, trusted: bool = True) -> None:
+        """``model``: until something is measured. ``trusted``: it is worth one measurement then, else nothing."""
+        self.model, self._follower = law, _OnlineLeastSquares(3)
+        for tokens, prefix in _PRIOR_PROMPTS if trusted else ():
+            weight = _PRIOR / len(_PRIOR_PROMPTS)
+            self._follower.add_prior(_features(tokens, prefix), law.seconds(tokens, prefix), weight)
+
+    def observe(self, tokens: int, prefix: int, seconds: float) -> None:
+        """A prompt took so long on a worker that did nothing else."""
+        if seconds > 0 and tokens > prefix:
+            expected = self.model.seconds(tokens, prefix)
+            self.model = _law(self._follower.observe(_features(tokens, prefix), seconds, expected))
+
+
+class TransferLatencyEstimator:
+    """A law of transfers that follows what is measured. The first one is a guess, worth next to nothing. One that is
+    too high is not found out by whoever never tries: so the more prompts in a row are computed since a transfer seems
+    too dear, the cheaper one is thought to be, until it is tried; if that tells the same, the next time is later.
+    """
+
+    def __init__(self, law: TransferLatency) -> None:
+        """``model``: until something is measured."""
+        self.model, self._follower = law, _OnlineLeastSquares(2)
+        self._passed, self._patience = 0, _PATIENCE
+        for tokens in _PRIOR_MOVED:
+            self._follower.add_prior((tokens / _UNIT, 1.0), law.seconds(tokens), _GUESS / len(_PRIOR_MOVED))
+
+    def seconds(self, tokens: int) -> float:
+        """The seconds that a transfer of so many tokens is thought to take."""
+        return self.model.seconds(tokens) * self._patience / (self._patience + self._passed)
+
+    def on_not_taken(self) -> None:
+        """A prompt is computed that would come sooner by a transfer, were that for nothing."""
+        self._passed += 1
+
+    def observe(self, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
+        """A transfer of so many tokens was waited for so long, and had gone on for ``ahead_s`` before, while others
+        were computed: so it took that long at least, and at most as long as both.
+        """
+        expected, most_s = self.model.seconds(tokens), seconds + ahead_s
+        if tokens <= 0 or most_s <= 0:
+            return
+        if seconds * _AS_GOOD <= expected <= most_s / _AS_GOOD:  # nobody saw it take anything else
+            self._tried(confirmed=not ahead_s)
+            return
+        took_s = seconds if expected < seconds else most_s
+        self._tried(confirmed=2 * took_s > expected)
+        b, a = self._follower.observe((tokens / _UNIT, 1.0), took_s, expected)
+        self.model = TransferLatency(a, b / _UNIT)
+
+    def _tried(self, *, confirmed: bool) -> None:
+        if self._passed:
+            self._patience = min(2 * self._patience, _MOST_PATIENCE) if confirmed else _PATIENCE
+        self._passed = 0
+
+
+class StepLatencyEstimator:
+    """The law of a decoding step, that follows what steps take. It is solved anew once in _OFTEN steps."""
+
+    def __init__(self) -> None:
+        self.model = StepLatency(0.0, 0.0, 0.0)
+        self._sums, self._count = LeastSquares(3), 0
+
+    def observe(self, rows: int, stored: float, seconds: float) -> None:
+        """A step of so many rows, whose attention read so many tokens, took so long."""
+        if seconds <= 0 or rows < 1:
+            return
+        expected, size = self.model.seconds(rows, stored), seconds
+        if expected > 0:
+            seconds, size = min(seconds, expected * _MOST_OUTLIER), expected
+        self._count += 1
+        self._sums.decay(_KEPT_STEPS)
+        self._sums.add((1.0, float(rows), stored / _UNIT), seconds, size)
+        if self._count % _OFTEN == 0:
+            a, b, c = self._sums.solution()
+            self.model = StepLatency(a, b, c / _UNIT)
+
+
+def fit_prefill_latency(measured: Iterable[tuple[int, int, float]]) -> PrefillLatency:
+    """The law of prompts that took (tokens, prefix, seconds). Raises ValueError for none of them."""
+    sums, count = LeastSquares(3), 0
+    for tokens, prefix, seconds in measured:
+        sums.add(_features(tokens, prefix), seconds, seconds)
+        count += 1
+    if not count:
+        raise ValueError("a law of prefill needs at least one measured prompt")
+    return _law(sums.solution())
+
+
+def _features(tokens: int, prefix: int) -> tuple[float, float, float]:
+    t, p = tokens / _UNIT, prefix / _UNIT
+    return 1.0, t - p, t * t - p * p
+
+
+def _law(coefficients: Sequence[float]) -> PrefillLatency:
+    a, b, c = coefficients
+    return PrefillLatency(a, b / _UNIT, c / _UNIT**2)

@@ -1,0 +1,225 @@
+"""How many KV blocks sequences take, and where new ones fit. Pure policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
+from typing import NamedTuple
+
+from msgspec import structs
+
+from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.step_plan import RowRange, SurvivingKv
+from lamina.scheduler.sequence import Sequence
+
+from .block_accounting import BlockAccounting
+from .prefetch import LoadableKv
+from .prefix_cache import PrefixHit
+from .spill_placement import SpillPlacement
+
+MAX_LISTED_SHARDS = 1 << 20
+NO_SHARDS: Mapping[int, int] = {}
+AFFINITY_MAX_LOAD, AFFINITY_MAX_SEQUENCES = (
+    1.5,
+    2,
+)  # where kin lies may lie so many times the average of sequences, and so many
+
+
+class Allocation(NamedTuple):
+    """Where a new sequence finds room. ``blocks``: that it takes besides those of the hit, by layer group."""
+
+    location: KvLocation
+    blocks: list[int]
+    start: PrefixHit | LoadableKv | None
+
+
+class KvAllocator:
+    """The ledger's blocks, by layer group, as sequences will take them: what is promised counts as taken."""
+
+    def __init__(self, ledger: BlockAccounting, max_rows: int, homes: int = 0) -> None:
+        """``max_rows``: of a step. ``homes``: lanes in which sequences begin, the first ones; 0 = all."""
+        self._accounting, self._homes = ledger, homes
+        self.spill = SpillPlacement(ledger, homes) if ledger.placement.single_shard else None
+        self._max_rows = max_rows
+        self.cordoned: set[int] = set()  # groups in which no sequence begins
+        self._num_groups = len(ledger.kv_shards)
+
+    @property
+    def _all_locations(self) -> list[KvLocation]:
+        """Where sequences may begin."""
+        return [
+            KvLocation(lane) for lane in range(min(self._homes or MAX_LISTED_SHARDS, self._accounting.num_kv_shards))
+        ]
+
+    def max_blocks(self, place: KvLocation, length: int) -> list[int]:
+        """That a sequence at ``place``, of ``length`` tokens, takes at most."""
+        return self._accounting.max_blocks(place, length, self._max_rows)
+
+    def max_sequences(self, length: int, most_kept: int = 0) -> float:
+        """How many sequences of ``length`` tokens all blocks hold at once, if each place has as many of them.
+        ``most_kept``: tokens that one has in sparse layers once it has lost blocks; the last one to come has not yet.
+        """
+        each = [self.max_blocks(place, length) for place in self._all_locations]
+        whole: list[int] = [sum(n) for n in zip(*each, strict=True)]
+        room = list(self._accounting.num_blocks)
+        if most_kept:
+            kept = -(-most_kept // self._accounting.block_size) * len(each)
+            needed = [min(n, kept) if sparse else n for n, sparse in zip(whole, self._accounting.sparse, strict=True)]
+            room, whole = [n - a + b for n, a, b in zip(room, whole, needed, strict=True)], needed
+        return min(n * len(each) / needed for n, needed in zip(room, whole, strict=True) if needed)
+
+    def allocate(
+        self,
+        sequence: Sequence,
+        hit: PrefixHit | LoadableKv | None,
+        left: list[int],
+        running_load: Iterable[Sequence],
+        running: Several[Sequence],
+        affinity_location: KvLocation | None = None,
+    ) -> Allocation | None:
+        """Of a new sequence that begins with ``hit``, if there is one, in ``left`` blocks; see ``place``. One
+        that was preempted goes back to its KV, also where no other begins.
+        """
+        place: KvLocation | None
+        if self.cordoned and not (isinstance(hit, LoadableKv) and hit.is_swapped):
+            left = [0 if group in self.cordoned else n for group, n in enumerate(left)]
+        if isinstance(hit, PrefixHit):
+            place = self.spill.location_of_prefix(hit.location, hit.length) if self.spill else hit.location
+        else:
+            place = self.choose_location(
+                sequence, left, running_load, running, hit.locations if hit else self._all_locations, affinity_location
+            )
+        fit = self._fit_at(place, sequence, hit, left)
+        if fit is None and self.spill and not isinstance(hit, LoadableKv):
+            place = self.spill.choose_location(
+                place, sequence.num_tokens_with_placeholders, hit.length if hit else 0, left
+            )
+            fit = self._fit_at(place, sequence, hit, left)
+        return fit
+
+    def _fit_at(
+        self, place: KvLocation | None, sequence: Sequence, hit: PrefixHit | LoadableKv | None, left: list[int]
+    ) -> Allocation | None:
+        if place is None:
+            return None
+        blocks = self.max_blocks(place, sequence.num_tokens_with_placeholders)
+        if isinstance(hit, PrefixHit):
+            blocks = [max(0, n) for n in subtract(blocks, list(hit.blocks))]
+        return Allocation(place, blocks, hit) if min(subtract(left, blocks)) >= 0 else None
+
+    def can_never_fit(self, sequence: Sequence) -> bool:
+        """Whether a new sequence without stored tokens finds no room even if running sequences take none: a quick look.
+        False: look closer.
+        """
+        if self.spill or any(self._accounting.windows):
+            return False
+        free, length = self._accounting.free_blocks, sequence.num_tokens_with_placeholders
+        return all(min(subtract(list(free), self.max_blocks(place, length))) < 0 for place in self._all_locations)
+
+    def held_blocks(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Blocks of all ``sequences``, by group."""
+        each = [self.max_blocks(s.location, s.num_tokens_with_placeholders) for s in sequences]
+        return [sum(n) for n in zip(*each, strict=True)] if each else [0] * len(self._accounting.kv_shards)
+
+    def free_after(self, running: Iterable[Sequence], wanted: Mapping[Sequence, int]) -> list[int]:
+        """Free blocks less those of the rows ``wanted`` in this round, and of what running prefills will still take."""
+        left = subtract(list(self._accounting.free_blocks), list(self._accounting.blocks_needed(next_rows(wanted))))
+        for sequence in running:
+            there = max(sequence.num_computed_tokens, sequence.num_loading_tokens)
+            missing = sequence.num_tokens_with_placeholders - there - wanted.get(sequence, 0)
+            if missing > 0 and (
+                sequence.is_schedulable or sequence.prefill_worker is not None or sequence.num_loading_tokens
+            ):
+                whole, part = (
+                    self.max_blocks(sequence.location, sequence.num_tokens_with_placeholders - n) for n in (0, missing)
+                )
+                left = [n - a + b for n, a, b in zip(left, whole, part, strict=True)]
+        return left
+
+    def available_blocks(self, running: Iterable[Sequence], retained: Iterable[int]) -> list[int]:
+        """Blocks that are free, or are once ``retained`` gives way, less those of prompts on their way."""
+        own = (self._accounting.exclusive_blocks(number) for number in retained)
+        left = self.free_after([s for s in running if not s.is_decoding], {})
+        return [sum(n) for n in zip(left, *own, strict=True)]
+
+    def num_without_room(self, other: BlockAccounting, running: Iterable[Sequence]) -> int:
+        """How many of the ``running`` sequences would have no room in the blocks of ``other``."""
+        keep = [SurvivingKv(s.id, s.num_tokens_with_placeholders, s.location) for s in running]
+        return len(keep) - len(KvAllocator(other, self._max_rows, self._homes).reassign(keep))
+
+    def reassign(
+        self, keep: Iterable[SurvivingKv], last: Several[int] = (), stays: Mapping[int, int] = NO_SHARDS
+    ) -> list[SurvivingKv]:
+        """Places for sequences if all blocks are free, the longest first, so that each group holds its portion as far
+        as possible. Sequences for which no room is left are left out. ``last``: sequences that come behind all others,
+        in this order, and borrow nothing. ``single_shard``: lanes whose sequences come first, and the lanes where these
+        are to lie if they can. Where the groups have changed, a closed group stays closed if its worker stays.
+        """
+        if len(self._accounting.kv_shards) != self._num_groups:
+            closed = {stays[group] for group in self.cordoned if group in stays}
+            self.cordoned.clear()
+            self.cordoned.update(closed)
+            self._num_groups = len(self._accounting.kv_shards)
+        self.spill = SpillPlacement(self._accounting, self._homes) if self._accounting.placement.single_shard else None
+        total = self._accounting.num_blocks
+        left, kept = list(total), list[SurvivingKv]()
+
+        def unevenness(rest: list[int]) -> float:
+            return sum(
+                (n - r) ** 2 / g.portion for n, r, g in zip(total, rest, self._accounting.kv_shards, strict=True)
+            )
+
+        order = {number: place for place, number in enumerate(last)}
+        for each in sorted(
+            keep, key=lambda k: (order.get(k.sequence, -1), k.location.kv_shard not in stays, -k.length)
+        ):
+            loans = None if each.sequence in order else self.spill
+            places = loans.candidate_locations(each.length + 1, left) if loans else self._all_locations
+            rests = {x: subtract(left, self.max_blocks(x, each.length + 1)) for x in places}
+            fitting = [x for x, rest in rests.items() if min(rest) >= 0]
+            if fitting:
+                stayed = KvLocation(stays.get(each.location.kv_shard, -1))
+                place = stayed if stayed in fitting else min(fitting, key=lambda x: unevenness(rests[x]))
+                left = rests[place]
+                kept.append(structs.replace(each, location=place, previous_location=each.location))
+        return kept
+
+    def choose_location(
+        self,
+        sequence: Sequence,
+        left: list[int],
+        beside: Iterable[Sequence],
+        running: Several[Sequence],
+        among: Iterable[KvLocation],
+        affinity: KvLocation | None = None,
+    ) -> KvLocation | None:
+        """Where a new sequence begins: at the place ``among`` those with enough of the ``left`` blocks by which
+        each layer group's share of the KV comes closest to its portion; shares of the sequences ``beside`` it in
+        its batch count first, then shares of all ``running`` ones. The place of its ``affinity`` comes before that,
+        unless many more sequences lie there than elsewhere. None: no place has enough.
+        """
+        places = {x: self.max_blocks(x, sequence.num_tokens_with_placeholders) for x in among}
+        places = {x: blocks for x, blocks in places.items() if min(subtract(left, blocks)) >= 0}
+        if len(places) < 2:
+            return next(iter(places), None)
+        if affinity in places:
+            there = sum(s.location == affinity for s in running)
+            if there < AFFINITY_MAX_LOAD * len(running) / len(self._all_locations) + AFFINITY_MAX_SEQUENCES:
+                return affinity
+        held, of_all = self.held_blocks(beside), self.held_blocks(running)
+
+        def unevenness(blocks: list[int], more: list[int]) -> float:
+            parts = zip(blocks, more, self._accounting.kv_shards, strict=True)
+            return sum(float((n + m) ** 2) / g.portion for n, m, g in parts)
+
+        return min(places, key=lambda x: (unevenness(held, places[x]), unevenness(of_all, places[x])))
+
+
+def next_rows(picked: Mapping[Sequence, int]) -> list[RowRange]:
+    """The next rows of each sequence, so many."""
+    return [RowRange(s.id, s.num_computed_tokens, count, s.location) for s, count in picked.items()]
+
+
+def subtract(blocks: list[int], taken: list[int]) -> list[int]:
+    """By group."""
+    return [b - t for b, t in zip(blocks, taken, strict=True)]

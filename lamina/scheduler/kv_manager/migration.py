@@ -1,0 +1,240 @@
+"""Which stripes go to another memory worker while their sequences decode, and when. Pure policy: no torch, no I/O, no
+clock.
+
+What lies on loan goes home once home has room for it and nobody waits; what is retained there gives way, unless it was
+asked to stay. One copy is under way at a time, of few stripes: so no more than these lie twice. While it is, the
+sequence lies as it did; if anything fails, it goes on so. Where sequences lie whole, they leave the memory workers that
+are to go, one after the other: each has no rows while it is copied, and all others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
+from itertools import islice
+from typing import NamedTuple
+
+from lamina.protocol.executor import Report
+from lamina.protocol.kv_placement import KvLocation, StripeRun
+from lamina.protocol.loan_placement import relocated
+from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
+from lamina.protocol.step_plan import Fork, Free, StepPlan, SurvivingKv
+from lamina.scheduler.admission import Batch
+from lamina.scheduler.sequence import ReferenceSequence, Sequence
+
+from .allocator import KvAllocator, subtract
+from .block_accounting import BlockAccounting
+from .prefix_cache import PrefixCache
+
+MAX_STRIPES_PER_COPY = 8  # of a copy
+MAX_RETAINED_CHECKED = 8  # retained sequences
+
+
+class _StripeCopy(NamedTuple):
+    """``source``: the sequence, by its number, whose stripes ``run`` are to lie in its lane; none: all of it is.
+    ``number``: of the copy.
+    """
+
+    number: int
+    source: int
+    run: StripeRun
+
+
+class KvMigration:
+    """``ranks``: each copies what it has of the stripes; 0, or layers with a window: nothing moves."""
+
+    def __init__(self, ledger: BlockAccounting, room: KvAllocator, prefixes: PrefixCache, ranks: int) -> None:
+        self.num_moved_blocks = 0  # KV blocks of each layer, that have gone home, or left
+        self.closing_shards: set[int] = set()  # groups of memory workers that are to go: whole sequences leave them
+        self._stuck = False  # none of those that are left there finds room elsewhere
+        self._accounting, self._allocator, self._prefix_cache = ledger, room, prefixes
+        self._ranks = 0 if any(ledger.windows) else ranks  # of what a window has passed there is nothing to copy
+        self._copy: _StripeCopy | None = None
+        self._stored, self._failed = 0, False  # of it: ranks that have it
+        self._unsure: dict[int, int] = {}  # sequence -> step, before which not all know where it lies
+        self._fails = not self._ranks  # nothing more is tried under this view
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether memory workers copy something, or have not been told to have it."""
+        return self._copy is not None or bool(self._unsure) or bool(self.closing_shards)
+
+    @property
+    def awaits_reports(self) -> bool:
+        """Whether a memory worker has yet to say that a copy is there, or is not."""
+        return self._copy is not None and not self._failed and self._stored < self._ranks
+
+    def is_drained(self, running: Iterable[Sequence]) -> bool:
+        """Whether all have left who can, and all know where they lie."""
+        there = [s for s in running if not s.finished]
+        sure = self._unsure.keys().isdisjoint(s.id for s in there)
+        return self._copy is None and sure and (self._fails or self._stuck or not any(map(self._is_leaving, there)))
+
+    def on_copied(self, report: Report) -> None:
+        """A memory worker has done its part of a copy, or could not; others are about something else."""
+        if isinstance(report, StripesCopied) and self._copy is not None and report.sequence == self._copy.number:
+            self._failed |= bool(report.error)
+            self._stored += report.nbytes > 0
+
+    def on_step_done(self, step: StepPlan) -> None:
+        """A step is: whoever has rows of it knows where they lie."""
+        for rows in step.rows if self._unsure else ():
+            if self._unsure.get(rows.sequence, step.step + 1) <= step.step:
+                del self._unsure[rows.sequence]
+
+    def roll_back(self, kept: Callable[[SurvivingKv], int]) -> Callable[[SurvivingKv], int]:
+        """Steps in flight are taken back. What memory workers have, as ``kept`` tells it; of a sequence that not all
+        know to lie elsewhere nothing is.
+        """
+        unsure = set(self._unsure)
+        self._copy, self._unsure, self._fails, self._stuck = None, {}, not self._ranks, False
+        return lambda keep: 0 if keep.sequence in unsure else kept(keep)
+
+    def add_ops(self, batches: Several[Batch], step: int, new_sequence_id: Callable[[], int], *, crowded: bool) -> None:
+        """Add the ops that are due to the plans of ``step``, the next ones. ``new_sequence_id``: gives the number of a
+        new sequence; ``crowded``: whether sequences wait for room.
+        """
+        self._unsure = {s: at for s, at in self._unsure.items() if any(self._accounting.count_blocks([s]))}
+        idle = not self.closing_shards and (crowded or self._allocator.spill is None)
+        if self._copy is None and (self._fails or idle):
+            return
+        running = {s.id: (s, batch) for batch in batches for s in batch.running if not s.finished}
+        if self._copy is not None:
+            self._end(self._copy, batches[0], step, running.get(self._copy.source))
+            return
+        sequences = [s for s, _ in running.values()]
+        due = (
+            self._next_leaving(sequences, batches)
+            if self.closing_shards
+            else self._spilled_sequence(sequences, batches[0])
+        )
+        if due is not None:
+            sequence, run = due
+            self._copy, self._stored, self._failed = _StripeCopy(new_sequence_id(), sequence.id, run), 0, False
+            op = CopyStripes(self._copy.number, sequence.id, run.start, run.stop - run.start, run.kv_shard)
+            running[sequence.id][1].ops.append(op)
+
+    def _spilled_sequence(self, running: list[Sequence], first: Batch) -> tuple[Sequence, StripeRun] | None:
+        """Whose loan goes home next, and what of it; what is retained gives way."""
+        if not any(s.location.moved_runs for s in running):
+            return None
+        due = self._next_copy(running, self._allocator.free_after(running, {}))
+        if due is None:
+            first.ops += self._evict_one(running)
+        return due
+
+    def _next_leaving(self, running: list[Sequence], batches: Several[Batch]) -> tuple[Sequence, StripeRun] | None:
+        """Who leaves next, and where to: the first one that finds room. What is retained there gives way."""
+        there = [s for s in running if self._is_leaving(s)]
+        ready = [s for s in there if self._can_move(s)]
+        left = self._allocator.free_after(running, {})
+        for sequence in running:
+            left = subtract(left, self._allocator.max_blocks(sequence.location, 1))  # for the rows of this round
+        sources = {op.source for batch in batches for op in batch.ops if isinstance(op, Fork)}
+        gone = list[int]()
+        for number in [None, *(n for n in self._prefix_cache.eviction_order if n not in sources)]:
+            if number is not None:
+                own = self._accounting.exclusive_blocks(number)
+                if not any(n for group, n in enumerate(own) if group not in self.closing_shards):
+                    continue
+                left, gone = [n + more for n, more in zip(left, own, strict=True)], [*gone, number]
+            for sequence in ready:
+                if (lane := self._shard_with_room(sequence, left)) is not None:
+                    batches[0].ops += [self._prefix_cache.evict(n) for n in gone]
+                    sequence.is_migrating = True
+                    return sequence, StripeRun(0, 0, lane)
+        self._stuck = len(ready) == len(there)
+        return None
+
+    def _shard_with_room(self, sequence: Sequence, left: list[int]) -> int | None:
+        """The lane with the most room, of those that have enough for it."""
+        rests = dict[int, int]()
+        for lane in range(self._accounting.num_kv_shards):
+            groups = self._groups(lane)
+            rest = subtract(
+                left, self._allocator.max_blocks(KvLocation(lane), sequence.num_tokens_with_placeholders + 1)
+            )
+            if groups.isdisjoint(self._allocator.cordoned | self.closing_shards) and min(rest[g] for g in groups) >= 0:
+                rests[lane] = min(rest[g] for g in groups)
+        return max(rests, key=rests.__getitem__, default=None)
+
+    def _groups(self, lane: int) -> set[int]:
+        return {group for group, lanes in enumerate(self._accounting.kv_shards) if lane in lanes}
+
+    def _is_leaving(self, sequence: Sequence) -> bool:
+        return bool(self.closing_shards) and not self._groups(sequence.location.kv_shard).isdisjoint(
+            self.closing_shards
+        )
+
+    def _end(self, copy: _StripeCopy, first: Batch, step: int, of: tuple[Sequence, Batch] | None) -> None:
+        """Have the sequence lie there once the copy is, or nothing of it where it is not wanted any more."""
+        place = self._new_location(of[0], copy.run) if of is not None else None
+        if of is None or place is None or self._failed:
+            first.ops.append(Free(copy.number))
+            self._copy, self._fails = None, self._failed
+            if of is not None:
+                of[0].is_migrating = False
+        elif self._stored >= self._ranks:
+            sequence, batch = of
+            batch.ops.append(CommitMigration(sequence.id, copy.number, place))
+            sequence.location, self._unsure[sequence.id] = place, step
+            stripes, whole = (
+                copy.run.stop - copy.run.start,
+                -(-sequence.num_computed_tokens // self._accounting.block_size),
+            )
+            self.num_moved_blocks += stripes * self._accounting.placement.stripe or whole
+            self._copy, sequence.is_migrating = None, False
+
+    def _next_copy(self, running: list[Sequence], blocks: list[int]) -> tuple[Sequence, StripeRun] | None:
+        """What may be copied next into so many ``blocks``: the last stripes of a run, as many as fit at home. What
+        others share stays.
+        """
+        assert self._allocator.spill is not None
+        room = self._allocator.spill.free_stripes(blocks)
+        for sequence in (s for s in running if s.location.moved_runs and self._can_move(s)):
+            home = sequence.location.kv_shard
+            spare = room.get(home, 0) - sum(s.location.kv_shard == home for s in running)
+            for run in reversed(sequence.location.moved_runs):
+                stop = self._whole(sequence, run)
+                count = min(spare, MAX_STRIPES_PER_COPY, stop - run.start)
+                part = StripeRun(stop - count, stop, home)
+                alone = count > 0 and self._accounting.holds_exclusively(sequence.id, part.start * self._stripe_tokens)
+                if alone and self._new_location(sequence, part) is not None:
+                    return sequence, part
+        return None
+
+    def _evict_one(self, running: list[Sequence]) -> list[Free]:
+        """The oldest of what is retained and was not asked to stay, where some could go home without the oldest few."""
+        few = [
+            (n, self._accounting.exclusive_blocks(n))
+            for n in islice(self._prefix_cache.evictable_first(), MAX_RETAINED_CHECKED)
+        ]
+        blocks = [
+            sum(each) for each in zip(self._allocator.free_after(running, {}), *(own for _, own in few), strict=True)
+        ]
+        if not few or (due := self._next_copy(running, blocks)) is None:
+            return []
+        there = [group for group, lanes in enumerate(self._accounting.kv_shards) if due[1].kv_shard in lanes]
+        oldest = next((n for n, own in few if any(own[group] for group in there)), None)
+        return [] if oldest is None else [self._prefix_cache.evict(oldest)]
+
+    def _new_location(self, sequence: Sequence, run: StripeRun) -> KvLocation | None:
+        if not self._accounting.placement.stripe:
+            return KvLocation(run.kv_shard)
+        return relocated(sequence.location, run, -(-sequence.num_computed_tokens // self._stripe_tokens))
+
+    def _whole(self, sequence: Sequence, run: StripeRun) -> int:
+        """Behind its last stripe that is wholly written, or will be by steps in flight; 0: it has none."""
+        stop = min(run.stop, sequence.num_computed_tokens // self._stripe_tokens)
+        return stop if stop > run.start else 0
+
+    @property
+    def _stripe_tokens(self) -> int:
+        return self._accounting.placement.stripe * self._accounting.block_size
+
+    @staticmethod
+    def _can_move(sequence: Sequence) -> bool:
+        waits = (
+            sequence.num_loading_tokens or sequence.num_pending_prefill_chunks or sequence.prefill_worker is not None
+        )
+        return sequence.is_decoding and not waits and not isinstance(sequence, ReferenceSequence)

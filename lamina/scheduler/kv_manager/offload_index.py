@@ -1,0 +1,423 @@
+"""KV beside the memory workers' pools, by pages: the pages that exist, and the pages on their way. Pure policy: no
+torch, no I/O, no clock.
+
+A sequence is saved as its pages fill. Once it is retained, the rest is saved: pages that no medium has yet, the last
+one in part. A prompt that begins with existing pages is loaded, if that brings at least a page more than the pool has.
+Memory workers report the end of each transfer; a page exists once all of them have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from itertools import groupby
+
+from msgspec import structs
+
+from lamina.kv.page_keys import page_key
+from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.offload_messages import LoadReady, OffloadFacts, TransferDone
+from lamina.protocol.step_plan import (
+    MAX_PAGES_PER_TRANSFER,
+    MAX_RETENTION_S,
+    DeletePages,
+    LoadKv,
+    SaveKv,
+    SequenceOp,
+    SetRetention,
+    Transfer,
+)
+from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sessions.token_ranges import count_tokens
+
+from .in_flight_transfers import PageTransfer, SequenceLoad, SequenceSave, TransferResult
+from .page_keys import PageKeys
+from .pending_deletes import PendingDeletes
+from .prefetch import LoadableKv, PrefetchHints
+
+NO_TRANSFER_ID = 0  # a transfer whose plan is not made yet
+MAX_PAGES_PER_SAVE = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
+
+
+class OffloadIndex:
+    """The driver's index of all media. Transfers of one sequence are loads or saves."""
+
+    def __init__(
+        self,
+        facts: OffloadFacts,
+        ledger: BlockTables,
+        holders: Several[Several[int]],
+        *,
+        whole: int = 1,
+        prompts_only: bool = False,
+    ) -> None:
+        """``holders``: group -> memory workers. A prompt is loaded up to a multiple of ``whole_page_tokens`` tokens; of
+        sequences nothing but their prompts is saved with ``prompts_only``.
+        """
+        self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
+        self.backend, self.is_complete = facts.backend, facts.is_complete
+        self._exact = not prompts_only  # whether a page is kept, too, that is not whole
+        self._keys = PageKeys(facts)
+        self.identity = facts.identity
+        self._ledger = ledger
+        windows = [w for w in ledger.windows if w]
+        self._most = min(windows) if windows else 0  # tokens of which a pool holds all, if they are loaded at once
+        self._next_id = 0
+        self._moving: dict[int, PageTransfer] = {}
+        self._saving: dict[int, SequenceSave] = {}  # by retained sequence
+        self._loading: dict[int, SequenceLoad] = {}  # by sequence
+        self._removed: set[bytes] = set()  # pages that some worker has given up while others may still save them
+        self._drops = PendingDeletes()
+        self._found: tuple[Sequence, int, int, LoadableKv | None] | None = (
+            None  # what was asked for last, and the answer
+        )
+        self.num_queried_tokens = 0  # tokens of admitted sequences that the pool has not
+        self.num_hit_tokens = 0  # how many of them were loaded
+        self.sync(facts, holders)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether some transfer is under way."""
+        return bool(self._moving)
+
+    def sync(self, facts: OffloadFacts, holders: Several[Several[int]]) -> None:
+        """Workers have met, perhaps other ones than before: the pages that they have told of exist, and no others."""
+        ledger = self._ledger
+        self._num_holders = [
+            {w for lanes, group in zip(ledger.kv_shards, holders, strict=True) if lane in lanes for w in group}
+            for lane in range(ledger.num_kv_shards)
+        ]
+        self._num_workers = 1 + max(w for group in holders for w in group)
+        self.hints = PrefetchHints(
+            0 if self.is_complete else self._room(facts.capacities)
+        )  # workers have been told of no waiting turn yet
+        self._kv_shards: dict[bytes, set[int]] = {}  # page -> lanes whose workers can load it
+        page_keys = [self._drops.exclude_deleted(keys) for keys in facts.pages]
+        self._keys.era = facts.era
+        for lane, owners in enumerate(self._num_holders):
+            for key in set.intersection(*(page_keys[w] for w in owners)):
+                self._kv_shards.setdefault(key, set()).add(lane)
+        self._found = None
+
+    def _room(self, rooms: Several[int]) -> int:
+        """Pages of all lanes, where each has as many. ``rooms``: pages of which each worker can keep its part."""
+        if not rooms:
+            return 0
+        lanes_of = Counter(worker for owners in self._num_holders for worker in owners)
+        return len(self._num_holders) * min(rooms[w] // lanes_of[w] for owners in self._num_holders for w in owners)
+
+    def find_loadable(self, sequence: Sequence, beyond: int) -> LoadableKv | None:
+        """What can be loaded of a waiting sequence, more than ``beyond`` tokens. Its last token has to be computed: a
+        row has to draw.
+        """
+        tokens = len(sequence.tokens)
+        if self._found is None or self._found[:3] != (sequence, beyond, tokens):
+            self._found = sequence, beyond, tokens, self._find(sequence, beyond)
+        return self._found[3]
+
+    def _find(self, sequence: Sequence, beyond: int) -> LoadableKv | None:
+        stop = len(sequence.tokens) - 1
+        stop = min(stop, self._most) if self._most else stop
+        if sequence.params.prompt_logprobs is not None or stop <= beyond:
+            return None
+        if not self._kv_shards and not self.is_complete:
+            return None
+        keys = self.keys_of(sequence, stop)
+        lengths = {
+            x: self.num_loadable_pages(keys, x) * self.page_size // self.whole_page_tokens * self.whole_page_tokens
+            for x in self.locations()
+        }
+        lengths = {place: self._with_part(sequence, n, place, stop) for place, n in lengths.items()}
+        length = max(lengths.values())
+        if length < beyond + (
+            self.page_size if beyond and not self.is_complete else 1
+        ):  # to go on from the pool costs less
+            return None
+        able = tuple(place for place, n in lengths.items() if n == length)
+        return LoadableKv(length, able, tuple(self.keys_of(sequence, length, parts=True)))
+
+    def find_shifted(self, sequence: Sequence) -> LoadableKv | None:
+        """What can be loaded of a turn that has lost tokens: pages of its whole conversation, which were saved before,
+        and whose K is rotated as they come. What has been computed behind the loss was never saved.
+        """
+        beyond, tokens = -1, len(sequence.original_prompt)
+        if self._found is None or self._found[:3] != (sequence, beyond, tokens):
+            self._found = sequence, beyond, tokens, self._find_moved(sequence)
+        return self._found[3]
+
+    def _find_moved(self, sequence: Sequence) -> LoadableKv | None:
+        stop, page = len(sequence.tokens) - 1, self.page_size
+        stop = min(stop, self._most) if self._most else stop
+        numbers = range(len(sequence.original_prompt) // page)
+        left = [n for n in numbers if not count_tokens(sequence.discarded_ranges, (n + 1) * page, n * page)][
+            : stop // page
+        ]
+        if not left or not self._kv_shards:
+            return None
+        every = self.keys_after(sequence.salt, sequence.original_prompt[: (left[-1] + 1) * page])
+        keys = [every[n] for n in left]
+        pages = {place: self._num_moved(keys, left, place) for place in self.locations()}
+        most = max(pages.values()) * page // self.whole_page_tokens * self.whole_page_tokens // page
+        if not most:
+            return None
+        able = tuple(place for place, n in pages.items() if n >= most)
+        moved = tuple((n - m) * page for m, n in enumerate(left[:most]))
+        return LoadableKv(most * page, able, tuple(keys[:most]), page_shifts=moved)
+
+    def _num_moved(self, keys: Several[bytes], numbers: Several[int], place: KvLocation) -> int:
+        """Pages, from the first on, that are there, in the lane where they will lie."""
+        lanes = [(self._kv_shard(place, now), self._kv_shard(place, was)) for now, was in enumerate(numbers)]
+        there = [
+            now == was and now in self._kv_shards.get(key, ()) for (now, was), key in zip(lanes, keys, strict=True)
+        ]
+        return there.index(False) if False in there else len(there)
+
+    def _with_part(self, sequence: Sequence, whole: int, place: KvLocation, stop: int) -> int:
+        """Behind its ``whole`` tokens that are there, how far a page goes that is there and not whole."""
+        lane, most = self._kv_shard(place, whole // self.page_size), min(stop, whole + self.page_size - 1)
+        lengths = range(most, whole, -1) if self._exact and (whole or self.is_complete) else ()
+        keys = ((n, self._keys.partial_page_key(sequence, n)) for n in lengths)
+        return next((n for n, key in keys if key and self._has(key[0], lane)), whole)
+
+    def num_loadable_pages(self, keys: Several[bytes], place: KvLocation) -> int:
+        """Pages, from the first of ``keys`` on, that a sequence at ``place`` can load."""
+        there = (self._has(key, self._kv_shard(place, number)) for number, key in enumerate(keys))
+        return next((number for number, has in enumerate(there) if not has), len(keys))
+
+    def locations(self, *others: KvLocation) -> list[KvLocation]:
+        """Places where a sequence can begin: ``others`` whose lanes still exist, then the start of each lane."""
+        num = self._ledger.num_kv_shards
+        there = [x for x in others if all(lane < num for lane in (x.kv_shard, *(run.kv_shard for run in x.moved_runs)))]
+        return list(dict.fromkeys([*there, *map(KvLocation, range(num))]))
+
+    def _has(self, key: bytes, lane: int) -> bool:
+        return self.is_complete or lane in self._kv_shards.get(key, ())
+
+    @property
+    def has_pending_ops(self) -> bool:
+        """Whether the media are to be told of pages that nobody will find any more."""
+        return bool(self._drops.pending)
+
+    def is_saving(self, number: int) -> bool:
+        """Whether some page of a sequence is on its way to a medium."""
+        return number in self._saving
+
+    def begin_load(self, sequence: Sequence, wanted: LoadableKv, spare_s: float = 0.0) -> list[LoadKv]:
+        """Begin: the sequence has its number and its place. ``spare_s``: for which its first rows will be computed."""
+        keys, ops, low = list(wanted.keys), list[LoadKv](), 0
+        for moved, alike in groupby(wanted.page_shifts or (0,) * len(keys)):
+            stop = low + len(list(alike))
+            while low < stop:
+                some, first = keys[low : min(stop, low + MAX_PAGES_PER_TRANSFER)], low * self.page_size
+                count = min(len(some) * self.page_size, wanted.length - first)
+                ops.append(LoadKv(sequence.id, NO_TRANSFER_ID, first, count, some, sequence.location, spare_s, moved))
+                low += len(some)
+        self._loading[sequence.id] = SequenceLoad(
+            sequence, wanted, len(ops), len(ops) * self._num_workers, wanted.length
+        )
+        return ops
+
+    def save_filled(self, running: Iterable[Sequence]) -> list[SaveKv]:
+        """Of pages that sequences have filled since they were offered: rows behind these go on meanwhile. Where some
+        layers have a window nothing is saved before the end, as its blocks may go at any time.
+        """
+        ops = list[SaveKv]()
+        for sequence in running:
+            length = min(sequence.num_computed_tokens, len(sequence.tokens)) // self.page_size * self.page_size
+            if length > sequence.num_tokens_offloaded and self._may_fill(sequence):
+                sequence.num_tokens_offloaded = length
+                ops += self.save_ops(sequence, length)
+        return ops
+
+    def _may_fill(self, sequence: Sequence) -> bool:
+        alone = (
+            sequence.evicts_kv or sequence.discarded_ranges or sequence.do_not_cache
+        )  # no other sequence may find its KV
+        return not (self._most or alone or sequence.finished or sequence.num_loading_tokens)
+
+    def save_ops(self, sequence: Sequence, length: int) -> list[SaveKv]:
+        """What is not there yet of the first ``length`` tokens of a sequence, which have been scheduled."""
+        if self._prompts_only:
+            length = min(length, len(sequence.prompt))
+        if self._most:
+            length = min(length, self._most)
+            if any(self._ledger.block_table(group, sequence.id)[0] for group in range(len(self._ledger.windows))):
+                return []  # its beginning was given back behind a window
+        coming = set[bytes]().union(*(x.keys for x in self._saving.values()))
+        keys = self.keys_of(sequence, length, parts=True)
+        lanes = [self._kv_shard(sequence.location, number) for number in range(len(keys))]
+        missing = [n for n, key in enumerate(keys) if key not in coming and not self._has(key, lanes[n])]
+        return self._export(sequence, keys, missing, length)
+
+    def save_all_ops(self, sequence: Sequence, length: int, root: bytes) -> tuple[list[bytes], list[SaveKv]]:
+        """All of ``length`` tokens of a running sequence that is preempted, the last page as far as it goes, under keys
+        that nobody else has: ``root_key`` tells apart. No keys where a window has passed some of it.
+        """
+        here = all(self._ledger.block_table(group, sequence.id)[0] == 0 for group in range(len(self._ledger.windows)))
+        if not here or length > (self._most or length):
+            return [], []
+        keys, parent = list[bytes](), self._keys.root_key(sequence.salt, root)
+        for number in range(-(-length // self.page_size)):
+            parent = page_key(parent, number, [number])
+            keys.append(parent)
+        return keys, self._export(sequence, keys, range(len(keys)), length)
+
+    def _export(self, sequence: Sequence, keys: Several[bytes], numbers: Iterable[int], length: int) -> list[SaveKv]:
+        ops, prompt, tag = list[SaveKv](), len(sequence.prompt), self._keys.tenant_tag(sequence.salt)
+        for run in _runs(numbers):
+            some, first = [keys[n] for n in run], run[0] * self.page_size
+            count = min(len(some) * self.page_size, length - first)
+            ops.append(SaveKv(sequence.id, NO_TRANSFER_ID, first, count, some, tag, prompt))
+        if ops:
+            page_keys = {key for op in ops for key in op.keys}
+            saving = self._saving.setdefault(sequence.id, SequenceSave(sequence.location, set(), 0))
+            saving.keys |= page_keys
+            saving.num_waiting += len(ops)
+            saving.location = sequence.location  # which may know more runs by now
+            self._removed -= page_keys
+            self._drops.on_saved(page_keys)
+        return ops
+
+    def on_load_ready(self, report: LoadReady) -> None:
+        """A memory worker has enough of a load. Once all have, the sequence may have its first rows; those behind them
+        wait for the load's end.
+        """
+        loading = self._loading[self._moving[report.transfer_id].op.sequence]
+        loading.num_not_ready -= 1
+        if not loading.num_not_ready:
+            loading.sequence.num_computed_tokens = loading.sequence.num_cached_tokens = loading.loadable.length
+
+    def on_transfer_done(self, report: TransferDone) -> TransferResult | None:
+        """A memory worker has ended a transfer; None while others of its sequence are under way."""
+        self.remove(report.evicted)
+        self._removed.update(report.evicted)
+        moving = self._moving[report.transfer_id]
+        moving.num_waiting -= 1
+        moving.pages = min(moving.pages, max(0, report.num_pages))
+        moving.error = moving.error or report.error
+        if moving.num_waiting:
+            return None
+        del self._moving[report.transfer_id]
+        return self._loaded(moving) if isinstance(moving.op, LoadKv) else self._saved(moving)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Pages that are to be found no more."""
+        for key in keys:
+            self._kv_shards.pop(key, None)
+            self._found = None
+
+    def delete_ops(self, sequence: int, keys: Several[bytes]) -> list[DeletePages]:
+        """Have the media forget pages, those too that are on their way there. ``sequence``: whose they were."""
+        self.remove(keys)
+        if self._saving:
+            self._removed.update(keys)
+        return self._drops.delete_ops(sequence, keys)
+
+    def retention_ops(self, sequence: Sequence, length: int) -> list[SetRetention]:
+        """Have the media keep the pages of its first ``length`` tokens for as long as it asks for."""
+        if not (seconds := min(sequence.retention_s, MAX_RETENTION_S)):
+            return []
+        keys = self.keys_of(sequence, min(length, len(sequence.prompt)) if self._prompts_only else length, parts=True)
+        return [
+            SetRetention(sequence.id, seconds, keys[low : low + MAX_PAGES_PER_TRANSFER])
+            for low in range(0, len(keys), MAX_PAGES_PER_TRANSFER)
+        ]
+
+    def cancel_transfers(self) -> None:
+        """Behind a loss: no transfer under way will be done."""
+        self._drops.restart()
+        self._moving.clear()
+        self._saving.clear()
+        self._loading.clear()
+        self._removed.clear()
+
+    def reset(self, era: bytes, sequences: Iterable[Sequence]) -> None:
+        """Find none of the present pages again, nor those on their way: later pages are of another ``era``, pages of
+        ``sequences`` too. The media give the old pages up bit by bit, but for pages that are being loaded.
+        """
+        for sequence in sequences:
+            self._keys.drop(sequence)
+        loading = set[bytes]().union(*(x.loadable.keys for x in self._loading.values()))
+        saving = set[bytes]().union(*(x.keys for x in self._saving.values()))
+        self._drops.pending += sorted((self._kv_shards.keys() | saving) - loading)
+        self._removed |= saving
+        self._kv_shards.clear()
+        self._found, self._keys.era = None, era
+
+    def pending_ops(self) -> list[DeletePages]:
+        """For the next plan, of pages that nobody will find any more."""
+        return self._drops.next_ops()
+
+    def _loaded(self, moving: PageTransfer) -> TransferResult | None:
+        op, loading = moving.op, self._loading[moving.op.sequence]
+        if moving.pages < len(op.keys):
+            loading.num_valid_tokens = min(loading.num_valid_tokens, op.first + moving.pages * self.page_size)
+            loading.error = loading.error or moving.error
+            self.remove([op.keys[moving.pages]])
+        loading.num_waiting -= 1
+        if loading.num_waiting:
+            return None
+        del self._loading[op.sequence]
+        sequence, valid = loading.sequence, loading.num_valid_tokens
+        if loading.num_not_ready or valid < loading.loadable.length:
+            valid = (
+                valid if valid == loading.loadable.length else valid // self.whole_page_tokens * self.whole_page_tokens
+            )
+            sequence.start_after_load(valid)
+        sequence.num_loading_tokens = 0
+        self.num_hit_tokens += 0 if loading.loadable.is_swapped else valid
+        return TransferResult(sequence, op.sequence, loading.error)
+
+    def _saved(self, moving: PageTransfer) -> TransferResult | None:
+        op, saving = moving.op, self._saving[moving.op.sequence]
+        for number, key in enumerate(op.keys[: moving.pages], op.first // self.page_size):
+            if key not in self._removed:
+                self._kv_shards.setdefault(key, set()).add(self._kv_shard(saving.location, number))
+                self._found = None
+        saving.error = saving.error or moving.error
+        saving.num_waiting -= 1
+        if saving.num_waiting:
+            return None
+        del self._saving[op.sequence]
+        if not self._saving:
+            self._removed.clear()
+        return TransferResult(None, op.sequence, saving.error)
+
+    def assign_ids(self, ops: Iterable[SequenceOp]) -> list[SequenceOp]:
+        """The ops of the next plan, whose transfers begin with it: they get their numbers, as these follow the order of
+        the plans.
+        """
+        return [self._begin(op) if isinstance(op, Transfer) else op for op in ops]
+
+    def _begin(self, op: Transfer) -> Transfer:
+        self._next_id += 1
+        op = structs.replace(op, transfer_id=self._next_id)
+        self._moving[op.transfer_id] = PageTransfer(op, self._num_workers, len(op.keys))
+        return op
+
+    def keys_of(self, sequence: Sequence, length: int, *, parts: bool = False) -> list[bytes]:
+        """Of the whole pages of its first ``length`` tokens; ``parts``: and of one with which they end."""
+        return [
+            *self._keys.whole_page_keys(sequence, length),
+            *(self._keys.partial_page_key(sequence, length) if parts and self._exact else ()),
+        ]
+
+    def keys_after(self, salt: bytes, tokens: Several[int]) -> list[bytes]:
+        """Of the whole pages of ``tokens``, of a prompt with ``salt``."""
+        return self._keys.keys_after(salt, tokens)
+
+    def _kv_shard(self, place: KvLocation, number: int) -> int:
+        """Of a page."""
+        return self._ledger.placement.kv_shard_at(place, number * self.page_size // self._ledger.block_size)
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Of numbers that follow one another, at most MAX_PAGES_PER_SAVE each."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if not runs or number != runs[-1][-1] + 1 or len(runs[-1]) == MAX_PAGES_PER_SAVE:
+            runs.append([])
+        runs[-1].append(number)
+    return runs

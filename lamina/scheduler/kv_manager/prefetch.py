@@ -1,0 +1,90 @@
+"""What turns that wait will load, told before they do: so memory workers have it in memory by then, and give up other
+pages first (CachedAttention section 3.3, arXiv 2403.19708). Pure policy: no torch, no I/O, no clock.
+
+Told are the turns whose pages memory and disk hold together, the eviction window: who is behind it has no claim yet.
+Which of them are fetched is the medium's affair, which knows how large its memory is (kv.fetch_window).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from typing import NamedTuple
+
+from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.step_plan import MAX_HINTED_PAGES, MAX_PAGES_PER_TRANSFER, PrefetchHint
+from lamina.scheduler.sequence import Sequence
+
+MAX_HINTED_PAGES_PER_PLAN = 1024  # pages in one plan, unless one turn has more
+
+
+class LoadableKv(NamedTuple):
+    """The first ``length`` tokens of a new sequence can be loaded, where it begins at one of ``locations``.
+    ``is_swapped``: it is its own KV, of before it was preempted.
+    """
+
+    length: int
+    locations: tuple[KvLocation, ...]
+    keys: tuple[bytes, ...]  # of its pages
+    is_swapped: bool = False
+    page_shifts: tuple[int, ...] = ()  # of each page, from how many positions further on; empty: none is moved
+
+
+class _HintedSequence(NamedTuple):
+    number: int
+    pages: int
+
+
+class PrefetchHints:
+    """The pages that memory workers were told to expect in one view. In the next view they expect nothing, and another
+    Ahead tells them.
+    """
+
+    def __init__(self, room: int) -> None:
+        """``room``: pages that memory and disk hold."""
+        self._num_pages_that_fit = min(room, MAX_HINTED_PAGES)
+        self._next = 0
+        self._hinted: dict[Sequence, _HintedSequence] = {}
+        self._queue: tuple[object, ...] = ()  # the ends of the queue, as it was last
+
+    def __len__(self) -> int:
+        """Turns that were told, and still wait or load."""
+        return len(self._hinted)
+
+    def next_ops(self, waiting: Several[Sequence], find: Callable[[Sequence], LoadableKv | None]) -> list[PrefetchHint]:
+        """For the next plan. ``waiting``: the first one is next. ``find``: what can be loaded of one."""
+        loading = [s for s in self._hinted if s.num_loading_tokens]
+        line = (len(waiting), waiting[:1], waiting[-1:], len(loading))
+        if line == self._queue:
+            return []
+        self._queue = line
+        new, ahead, room = list[PrefetchHint](), dict.fromkeys(loading), self._num_pages_that_fit
+        for sequence in waiting:
+            hinted = self._hinted.get(sequence)
+            if hinted is None:
+                if sum(len(op.keys) for op in new) >= MAX_HINTED_PAGES_PER_PLAN:
+                    self._queue = ()  # the rest of them comes with the next plan
+                    break
+                ops = self._ops_of(sequence, find(sequence))
+                hinted = _HintedSequence(self._next, sum(len(op.keys) for op in ops))
+                if hinted.pages > room:
+                    break
+                new += ops
+                self._next += 1
+                self._hinted[sequence] = hinted
+            room -= hinted.pages
+            if room < 0:
+                break
+            ahead[sequence] = None
+        gone = [s for s in self._hinted if s not in ahead]
+        return [PrefetchHint(number) for number, pages in map(self._hinted.pop, gone) if pages] + new
+
+    def _ops_of(self, sequence: Sequence, load: LoadableKv | None) -> list[PrefetchHint]:
+        if load is None:
+            return []
+        session = sequence.session
+        place = session.location if session is not None and session.location in load.locations else load.locations[0]
+        return [
+            PrefetchHint(self._next, low, list(load.keys[low : low + MAX_PAGES_PER_TRANSFER]), place)
+            for low in range(0, len(load.keys), MAX_PAGES_PER_TRANSFER)
+        ]

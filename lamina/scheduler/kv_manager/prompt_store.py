@@ -1,0 +1,243 @@
+"""The KV of prompts in the stores of prefill workers, as the driver has them keep it. Pure policy: no torch, no I/O, no
+clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Several
+from hashlib import sha256
+from typing import NamedTuple
+
+from lamina.protocol.kv_placement import FIRST_LOCATION
+from lamina.protocol.step_plan import FetchPrefix, Fork, Free, New, SequenceOp, StepPlan, SurvivingKv
+from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
+from lamina.scheduler.sequence import Sequence
+
+from .block_accounting import BlockAccounting
+
+
+class PromptPageKeys:
+    """Keys of the whole pages of prompts: a key stands for the salt and all tokens up to the page's end. They differ
+    from the keys of kv.page_keys: pages may be longer here than stored pages, and no store sees these keys.
+    """
+
+    def __init__(self, page: int) -> None:
+        """``page_size``: tokens."""
+        self.page_size = page
+
+    def keys(self, sequence: Sequence) -> list[bytes]:
+        """From its first page on. They stay with the sequence, as its prompt does not change."""
+        keys, count = sequence.prompt_page_keys, len(sequence.prompt) // self.page_size
+        if len(keys) < count:
+            key = sha256(b"salt" + sequence.salt).digest()
+            for at in range(0, count * self.page_size, self.page_size):
+                key = sha256(key + array("q", sequence.prompt[at : at + self.page_size]).tobytes()).digest()
+                keys.append(key)
+        return keys
+
+
+class _CachedPrompt(NamedTuple):
+    """The first ``length`` tokens of a kept prompt."""
+
+    number: int
+    length: int
+
+
+class _ComputingPrompt(NamedTuple):
+    """The prompt that is computed. ``keep``: whether others may begin with it then."""
+
+    number: int
+    keys: list[bytes]
+    keep: bool
+
+
+class PromptCache:
+    """K and V of the prompt that a prefill worker computes, and of earlier prompts while there is room: a beginning
+    that two prompts share is computed once. Beginnings that other workers have too give way first, then the ones that
+    were used the longest ago. Ops are for the worker's next plan.
+    """
+
+    def __init__(
+        self, worker: int, directory: PrefixDirectory, keys: PromptPageKeys, ledger: BlockAccounting, room: Several[int]
+    ) -> None:
+        """``ledger``: of the worker's blocks. ``room``: those by layer group that kept prompts never take: for the
+        prompt that is computed, and for the first chunk of the next, in whose plan others give way.
+        """
+        self._worker, self._directory, self._keys, self._accounting = worker, directory, keys, ledger
+        self._max_cached = [n - r for n, r in zip(ledger.num_blocks, room, strict=True)]
+        self._cached = OrderedDict[int, list[bytes]]()  # those that are whole, the least recently used first
+        self._promised = dict[bytes, dict[int, None]]()  # page -> which of these have it
+        self._sources = dict[int, int]()  # prompt -> the kept one with whose KV it is to begin
+        self._evicted_while_sending = set[int]()  # sources that go as soon as they were used
+        self._fetches = dict[int, FetchPrefix]()  # of prompts that are to begin with KV of other workers
+        self._under_way = set[int]()  # begun, and not whole yet, although some are kept by what is planned
+        self._computing: _ComputingPrompt | None = None
+        self._ops: list[SequenceOp] = []
+
+    def num_cached_tokens(self, sequence: Sequence, most: int) -> int:
+        """Tokens with which it may begin, ``most`` at most."""
+        whole = self._match(sequence, most)
+        return whole.length if whole else 0
+
+    def will_cache_more(self, sequence: Sequence, most: int, others: Iterable[Sequence]) -> bool:
+        """Whether one of ``others``, which will be computed, has more pages of it than are kept of ``most`` tokens."""
+        keys, kept = self._keys.keys(sequence), self.num_cached_tokens(sequence, most) // self._keys.page_size
+        return kept < min(len(keys), (sequence.num_tokens_with_placeholders - 1) // self._keys.page_size) and any(
+            self._keys.keys(other)[kept : kept + 1] == keys[kept : kept + 1] for other in others
+        )
+
+    def num_sendable_tokens(self, sequence: Sequence, most: int) -> int:
+        """Of the tokens with which it may begin, those that another worker can have now: blocks of all layers."""
+        whole = None if any(self._accounting.windows) else self._match(sequence, most, self._under_way)
+        return whole.length if whole else 0
+
+    def reserve(self, sequence: Sequence, length: int, lender: PromptCache | None = None) -> None:
+        """A sequence, which has its id, will begin with so many tokens: no more than ``num_cached_tokens`` has said
+        here, or ``num_sendable_tokens`` of ``lender``, from which comes what is not here.
+        """
+        whole = self._match(sequence, length) if length else None
+        if whole is not None:
+            self._sources[sequence.id] = whole.number
+        if lender is not None:
+            own = whole.length if whole else 0
+            source = lender._reserve_for_send(sequence, length)
+            self._fetches[sequence.id] = FetchPrefix(sequence.id, own, length - own, lender._worker, source)
+
+    def _reserve_for_send(self, sequence: Sequence, length: int) -> int:
+        """Whose first tokens they are; they stay until ``on_sent``."""
+        whole = self._match(sequence, length, self._under_way)
+        assert whole is not None
+        self._sources[sequence.id] = whole.number
+        return whole.number
+
+    def on_sent(self, sequence: Sequence) -> None:
+        """Another worker has what it had promised to a sequence from here, or needs it no more."""
+        if (source := self._sources.pop(sequence.id, None)) is not None:
+            self._ops += self._touch(source)
+
+    def begin_ops(self, sequence: Sequence) -> list[SequenceOp]:
+        """The ops before the first chunk of a sequence, none before others."""
+        if self._computing is not None and self._computing.number == sequence.id:
+            return []
+        self._evict_pending()
+        ops, self._ops = self._ops, []
+        source, fetch = self._sources.pop(sequence.id, None), self._fetches.pop(sequence.id, None)
+        if source is None:
+            ops.append(New(sequence.id))
+        else:
+            ops.append(Fork(sequence.id, source, fetch.first if fetch else sequence.num_computed_tokens))
+        if fetch is not None:
+            ops.append(fetch)
+        if source is not None:
+            ops += self._touch(source)
+        self._computing = _ComputingPrompt(sequence.id, self._keys.keys(sequence), not sequence.do_not_cache)
+        self._under_way.add(sequence.id)
+        return ops
+
+    def apply(self, plan: StepPlan) -> None:
+        """The worker will have this plan."""
+        self._accounting.apply(plan)
+
+    def on_computed(self, sequence: Sequence) -> None:
+        """A prompt is whole."""
+        self._under_way.discard(sequence.id)
+        if self._computing is not None and self._computing.number == sequence.id:
+            self._evict_pending()
+
+    def on_dropped(self, sequence: Sequence) -> None:
+        """A prompt will not be computed any further."""
+        self.on_sent(sequence)
+        self._fetches.pop(sequence.id, None)
+        self._under_way.discard(sequence.id)
+        if self._computing is not None and self._computing.number == sequence.id:
+            self._computing = None
+            self._ops.append(Free(sequence.id))
+
+    def invalidate(self) -> None:
+        """Nothing of what is kept is to be found any more."""
+        if self._computing is not None:
+            self._computing = self._computing._replace(keep=False)
+        for number in list(self._cached):
+            self._evict(number)
+
+    def reset(self) -> None:
+        """The worker has nothing any more, and knows that."""
+        self._cached.clear()
+        self._promised.clear()
+        self._sources.clear()
+        self._evicted_while_sending.clear()
+        self._fetches.clear()
+        self._under_way.clear()
+        self._computing, self._ops = None, []
+        self._accounting.reconcile([])
+
+    def _match(self, sequence: Sequence, most: int, but: Collection[int] = ()) -> _CachedPrompt | None:
+        """In whole pages, of any but these. Its last token is in none of them: a row has to draw."""
+        page = self._keys.page_size
+        most = min(most, sequence.num_tokens_with_placeholders - 1)
+        for count in range(min(most // page, len(keys := self._keys.keys(sequence))), 0, -1):
+            for number in self._promised.get(keys[count - 1], ()):
+                if (
+                    number not in but
+                    and self._accounting.forkable_blocks(SurvivingKv(number, count * page, FIRST_LOCATION)) is not None
+                ):
+                    return _CachedPrompt(number, count * page)
+        return None
+
+    def _evict_pending(self) -> None:
+        """Keep the prompt that was computed if there is room, else free it."""
+        if self._computing is None:
+            return
+        (number, keys, keep), self._computing = self._computing, None
+        others = [*self._promised.get(keys[-1], ())] if keys else []
+        for other in others:  # they have all of it
+            self._cached.move_to_end(other)
+        if others or not keys or not keep or not self._make_room():
+            self._ops.append(Free(number))
+            self._directory.remove_pages(self._worker, [key for key in keys if key not in self._promised])
+            return
+        beginnings = [n for key in keys for n in self._promised.get(key, ()) if self._cached[n][-1] == key]
+        self._cached[number] = keys
+        for key in keys:
+            self._promised.setdefault(key, {})[number] = None
+        for other in beginnings:
+            self._evict(other)
+
+    def _make_room(self) -> bool:
+        """Whether all that is held can be kept. Others give way."""
+        held = [n - free for n, free in zip(self._accounting.num_blocks, self._accounting.free_blocks, strict=True)]
+        while any(n > spare for n, spare in zip(held, self._max_cached, strict=True)):
+            victims = [n for n in self._cached if n not in self._sources.values()]
+            if not victims:
+                return False
+            victim = min(victims, key=lambda n: not self._directory.is_replicated(self._cached[n][-1]))
+            own = self._accounting.exclusive_blocks(
+                victim
+            )  # less than it makes free, where another victim has the others
+            held = [n - m for n, m in zip(held, own, strict=True)]
+            self._evict(victim)
+        return True
+
+    def _evict(self, number: int) -> None:
+        keys = self._cached.pop(number)
+        for key in keys:
+            del self._promised[key][number]
+            if not self._promised[key]:
+                del self._promised[key]
+        self._directory.remove_pages(self._worker, [key for key in keys if key not in self._promised])
+        if number in self._sources.values():
+            self._evicted_while_sending.add(number)
+        else:
+            self._ops.append(Free(number))
+
+    def _touch(self, source: int) -> list[SequenceOp]:
+        """A prompt has begun with it, or will not."""
+        if source in self._cached:
+            self._cached.move_to_end(source)
+        elif source not in self._sources.values():
+            self._evicted_while_sending.discard(source)
+            return [Free(source)]
+        return []

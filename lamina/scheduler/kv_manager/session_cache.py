@@ -1,0 +1,181 @@
+"""What sessions have left in the pool and beside it: where it is, and how it is given up. Pure policy: no torch, no
+I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+from lamina.kv.page_keys import tenant_of
+from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.step_plan import ContextShift, Free, SequenceOp, Truncate
+from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sessions.session_table import (
+    NOWHERE,
+    POOL,
+    SessionCopy,
+    SessionInfo,
+    SessionName,
+    SessionState,
+)
+from lamina.scheduler.sessions.token_ranges import count_tokens, first_missing, union
+
+from .block_accounting import BlockAccounting
+from .offload_index import OffloadIndex
+from .prefix_cache import PrefixCache
+
+
+class SessionCache:
+    """Of all sessions, whose leaves ``prefixes`` retains."""
+
+    def __init__(self, prefixes: PrefixCache, ledger: BlockAccounting, tier: OffloadIndex | None) -> None:
+        self._sessions, self._prefix_cache, self._offload_index = prefixes.sessions, prefixes, tier
+        self._accounting = ledger
+        self.num_shifts = 0
+
+    def list_tenant(self, tenant: bytes) -> list[SessionInfo]:
+        """What a tenant is told of its sessions."""
+        sessions = self._sessions.list_tenant(tenant)
+        return [SessionInfo(s.name.name, s.turns, s.length, self._tier_of(s)) for s in sessions]
+
+    @property
+    def count_by_tier(self) -> Counter[str]:
+        """How many sessions of all tenants."""
+        return Counter(map(self._tier_of, self._sessions.list_all()))
+
+    def shift_op(self, sequence: Sequence) -> ContextShift | None:
+        """The op that brings the leaf of a waiting turn's session nearer to the positions that its tokens have in that
+        turn, by one range of discarded ones; in the next round the turn can begin, or another range goes. None: it is
+        there, or there is none. A leaf that cannot be moved is not found. No op of this round may be about the leaf.
+        """
+        session = sequence.session
+        if (
+            session is None
+            or session.retained_sequence is None
+            or session.discarded_ranges == sequence.discarded_ranges
+        ):
+            return None
+        gone, more = session.discarded_ranges, first_missing(session.discarded_ranges, sequence.discarded_ranges)
+        if more is None or first_missing(sequence.discarded_ranges, gone):  # it has lost tokens that the turn has
+            return None
+        op = ContextShift(session.retained_sequence, more[0] - count_tokens(gone, more[0]), more[1] - more[0])
+        if op.first + op.count >= session.length or not self._accounting.can_shift(op):
+            return None
+        self._prefix_cache.detach(op.sequence, op.first, op.count)
+        session.length -= op.count
+        session.discarded_ranges = union([*gone, more])
+        self.num_shifts += 1
+        return op
+
+    def on_turn_end(self, sequence: Sequence, op: SequenceOp) -> list[SequenceOp]:
+        """Ops for the pages beside the pool of a sequence that has ended, behind the op of its end. Of a sequence that
+        failed nothing stays, not even pages that were saved before.
+        """
+        if self._offload_index is None:
+            return []
+        if sequence.output.went_wrong and not sequence.do_not_cache:
+            return [
+                *self._offload_index.delete_ops(
+                    sequence.id, self._offload_index.keys_of(sequence, sequence.num_tokens_offloaded)
+                )
+            ]
+        if sequence.discarded_ranges or sequence.evicts_kv or sequence.do_not_cache:
+            return []
+        if not isinstance(op, Truncate):  # others have all of it, or the op frees others
+            own = isinstance(op, Free) and op.sequence == sequence.id
+            return (
+                [*self._offload_index.retention_ops(sequence, min(sequence.num_computed_tokens, len(sequence.tokens)))]
+                if own
+                else []
+            )
+        if (session := sequence.session_to_retain) is not None:
+            keys = self._offload_index.keys_of(sequence, op.length, parts=True)
+            still = set(keys)
+            session.stale_page_keys |= {key: None for key in session.keys if key not in still}
+            session.keys, session.salt = keys, sequence.salt
+            session.tokens = array("I", sequence.tokens[: len(keys) * self._offload_index.page_size])
+        return [
+            *self._offload_index.save_ops(sequence, op.length),
+            *self._offload_index.retention_ops(sequence, op.length),
+        ]
+
+    def export_session(self, name: SessionName) -> SessionCopy | None:
+        """For another engine; None: there is no such session. Raises ValueError where it would find no KV."""
+        session, tier = self._sessions.get(name), self._with_tier()
+        if session is None:
+            return None
+        return SessionCopy(
+            identity=tier.identity, name=name.name, turns=session.turns, salt=session.salt,
+            tokens=_little(session.tokens).tobytes(),
+        )  # fmt: skip
+
+    def import_session(self, tenant: bytes, copy: SessionCopy, max_tokens: int) -> None:
+        """Take over a session of ``tenant``, of ``max_tokens`` tokens at most. Raises ValueError for one that cannot
+        be."""
+        name, tier = SessionName(tenant, copy.name), self._with_tier()
+        if copy.identity != tier.identity:
+            raise ValueError("it is of another model, or of KV in another form, than this server's")
+        if tenant_of(copy.salt) != tenant:
+            raise ValueError("it is of another API key than yours")
+        if self._sessions.get(name) is not None:
+            raise ValueError(f"there is a session {name.name!r}: drop that first")
+        tokens = array("I")
+        if len(copy.tokens) > max_tokens * tokens.itemsize:
+            raise ValueError(f"it has more than the {max_tokens} tokens of this server's --max-model-len")
+        tokens.frombytes(copy.tokens[: len(copy.tokens) // tokens.itemsize * tokens.itemsize])
+        session = self._sessions.get_or_create(name)
+        session.turns, session.salt, session.tokens = max(1, copy.turns), copy.salt, _little(tokens)
+        session.keys, session.length = tier.keys_after(copy.salt, session.tokens), len(session.tokens)
+        session.location = max(
+            map(KvLocation, range(self._accounting.num_kv_shards)),
+            key=lambda p: tier.num_loadable_pages(session.keys, p),
+        )
+
+    def _with_tier(self) -> OffloadIndex:
+        if self._offload_index is None or self._offload_index.backend == "host":
+            raise ValueError("sessions go from server to server with the KV in --kv-store-dir: start it with that")
+        return self._offload_index
+
+    def drop_session(self, name: SessionName, running: Iterable[Sequence]) -> list[SequenceOp] | None:
+        """Forget a session and give up its KV, but for pages that others have too; a turn of it among ``running``
+        leaves nothing. None: there is no such session.
+        """
+        session = self._sessions.drop(name)
+        if session is None:
+            return None
+        turns = [sequence for sequence in running if sequence.session is session]
+        for sequence in turns:
+            sequence.do_not_cache = True
+        leaf, ops = session.retained_sequence, list[SequenceOp]()
+        if leaf is not None:
+            ops.append(self._prefix_cache.evict(leaf))  # which takes it from the session
+        if self._offload_index:
+            filled = [
+                key
+                for sequence in turns
+                for key in self._offload_index.keys_of(sequence, sequence.num_tokens_offloaded)
+            ]
+            shared = set(self._prefix_cache.retained_page_keys()).union(*(s.keys for s in self._sessions.list_all()))
+            keys = dict.fromkeys([*session.keys, *session.stale_page_keys, *filled])
+            ops += self._offload_index.delete_ops(
+                -1 if leaf is None else leaf, [key for key in keys if key not in shared]
+            )
+        return ops
+
+    def _tier_of(self, session: SessionState) -> str:
+        if session.retained_sequence is not None:
+            return POOL
+        tier = self._offload_index
+        return tier.backend if tier and tier.num_loadable_pages(session.keys[:1], session.location) else NOWHERE
+
+
+def _little(tokens: array[int]) -> array[int]:
+    """The same in the other order of bytes, where this machine's is not little-endian."""
+    if sys.byteorder == "little":
+        return tokens
+    swapped = array("I", tokens)
+    swapped.byteswap()
+    return swapped

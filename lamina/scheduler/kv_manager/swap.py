@@ -1,0 +1,110 @@
+"""KV of preempted sequences, beside the pool until they go on. Pure policy: no torch, no I/O, no clock.
+
+All of it is saved, under keys that nobody else finds: what others have computed of the same tokens may differ in its
+last bits. So a sequence that comes back goes on as if it had never been away, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.step_plan import DeletePages, SaveKv
+from lamina.scheduler.sequence import Sequence
+
+from .offload_index import OffloadIndex
+from .prefetch import LoadableKv
+
+DECAY = 0.7  # the weight of earlier measures beside each new one
+
+
+@dataclass
+class _Swapped:
+    number: int  # of the sequence, when it ran
+    keys: list[bytes]
+    length: int  # tokens
+    place: KvLocation
+
+
+class SwapPolicy:
+    """Whose KV is kept, and whether that is worth it: in ``auto`` mode as long as a token takes less time to be loaded
+    than to be computed.
+    """
+
+    def __init__(self, tier: OffloadIndex, mode: str, nonce: bytes, *, fixed: bool = False) -> None:
+        """``nonce``: no other engine has it. ``fixed``: times decide nothing."""
+        self._offload_index, self._nonce = tier, nonce
+        self._always, self._never = mode == "swap" or (mode == "auto" and fixed), mode == "recompute"
+        self._swapped: dict[Sequence, _Swapped] = {}
+        self._load_s: float | None = None  # of a token
+        self._compute_s: float | None = None  # the same, to be computed
+        self.num_swapped_tokens = 0  # sequences
+
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """Tokens of prompts took so long."""
+        self._compute_s = _moving_average(self._compute_s, seconds / tokens)
+
+    def record_load(self, tokens: int, seconds: float) -> None:
+        """Tokens came from a medium after so long."""
+        self._load_s = _moving_average(self._load_s, seconds / tokens)
+
+    def prefill_estimate_s(self, tokens: int) -> float:
+        """How long tokens of a prompt will take; 0: nothing is known yet."""
+        return tokens * (self._compute_s or 0.0)
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether the next one that is preempted is to be saved. Where nothing is known yet, it is: so that it will
+        be.
+        """
+        if self._always or self._never:
+            return self._always
+        return self._load_s is None or self._compute_s is None or self._load_s < self._compute_s
+
+    def save_ops(self, sequence: Sequence) -> list[SaveKv]:
+        """The exports of a sequence that is preempted, in the plan that frees it. A row is left to draw behind."""
+        length = min(sequence.num_computed_tokens, sequence.num_tokens_with_placeholders - 1)
+        if length < 1 or not self.is_worthwhile:
+            return []
+        root = b"preempted" + self._nonce + sequence.id.to_bytes(8, "little")
+        keys, ops = self._offload_index.save_all_ops(sequence, length, root)
+        if ops:
+            self._swapped[sequence] = _Swapped(sequence.id, keys, length, sequence.location)
+            self.num_swapped_tokens += 1
+        return ops
+
+    def is_saving(self, sequence: Sequence) -> bool:
+        """Whether KV of the sequence is still on its way to the medium."""
+        kept = self._swapped.get(sequence)
+        return kept is not None and self._offload_index.is_saving(kept.number)
+
+    def find_loadable(self, sequence: Sequence) -> LoadableKv | None:
+        """The sequence's own KV, as far as the medium has it. Behind a loss some is of tokens that were drawn and never
+        told: not of these, which are drawn again.
+        """
+        kept = self._swapped.get(sequence)
+        if kept is None:
+            return None
+        known = len(sequence.tokens) - 1  # a row is left to draw
+        keys = kept.keys if kept.length <= known else kept.keys[: known // self._offload_index.page_size]
+        there = {
+            place: self._offload_index.num_loadable_pages(keys, place)
+            for place in self._offload_index.locations(kept.place)
+        }
+        pages, whole = max(there.values()), self._offload_index.whole_page_tokens
+        places = tuple(place for place, n in there.items() if n == pages)
+        length = kept.length if pages == len(kept.keys) else pages * self._offload_index.page_size // whole * whole
+        pages = -(-length // self._offload_index.page_size)
+        return LoadableKv(length, places, tuple(kept.keys[:pages]), is_swapped=True) if length else None
+
+    def drop(self, sequence: Sequence) -> list[DeletePages]:
+        """The sequence runs again, or never will: its KV is given up."""
+        kept = self._swapped.pop(sequence, None)
+        if kept is None:
+            return []
+        self._offload_index.remove(kept.keys)
+        return [DeletePages(kept.number, kept.keys)]
+
+
+def _moving_average(before: float | None, now: float) -> float:
+    return now if before is None else DECAY * before + (1 - DECAY) * now

@@ -1,0 +1,271 @@
+"""Which prompt each prefill worker computes next, chunk by chunk. Pure policy: no torch, no I/O; the clock comes in."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+
+from lamina.protocol.step_plan import GRANTS_AHEAD, Free, New, PrefillGrant, SequenceOp, StepPlan
+
+from .conductor.routing import NO_WORKER
+from .kv_manager.prompt_store import PromptCache
+from .scheduler_output import ScheduledStep
+from .sequence import Sequence
+from .slo_admission import SloAdmission
+
+NO_STEP = -1
+
+
+@dataclass
+class _PrefixFetch:
+    """So many tokens that another worker's store sends; it was asked for them then."""
+
+    source: PromptCache
+    tokens: int
+    requested_s: float = math.inf
+
+
+@dataclass
+class _PrefillWorkerState:
+    index: int
+    prompts: deque[Sequence] = field(default_factory=deque)  # that have tokens left to schedule, in their order
+    prompt_cache: PromptCache | None = None  # None: it has the prompt that it computes, and no other
+    num_held_tokens: int = NO_STEP  # the sequence that is in such a store
+    next_step: int = 0
+    in_flight: list[Sequence] = field(default_factory=list)  # of each chunk, its sequence
+    computing: Sequence | None = None  # of the chunks that are computed now
+    chunk_began_s: float = 0.0  # it is
+    is_waiting_for_prefix: bool = False  # it came behind another one, which kept all stages at work
+
+
+class PrefillDispatcher:
+    """Deals prompts to prefill workers: the Conductor has said at the arrival of a prompt which one computes it
+    (scheduler.slo_admission). Each worker has one prompt after the other, first come, first served, and of each
+    computes what neither the memory workers have nor its own store.
+
+    A chunk is a step of a batch that is the worker's own. The memory workers are told of it by a Grant, in the plan of
+    the batch in which the sequence will decode; so blocks for a chunk are held from then on. GRANTS_AHEAD chunks of
+    a worker at most are computed or stored at a time: where attention has a window, the blocks of a chunk may be given
+    back only once the next but one is granted, and then it has been stored.
+
+    A worker may be a group of them, each with some of the layers (--prefill-pipeline): all have the same chunks, which
+    go from one to the next, and more of them at a time (protocol.prefill_stages).
+    """
+
+    MAX_PROMPTS_PER_WORKER = 2  # of a worker: the one under way, and one more, so that the worker never waits
+
+    def __init__(
+        self,
+        num_workers: int,
+        chunk: int,
+        first_batch: int,
+        promises: SloAdmission | None = None,
+        stores: Several[PromptCache] = (),
+        ahead: int = GRANTS_AHEAD,
+    ) -> None:
+        """``first_batch``: the number of the first worker's batch; those of the others follow. ``stores``: what they
+        keep of prompts; none of them: nothing. ``ahead``: chunks of a worker in flight.
+        """
+        self._workers = [_PrefillWorkerState(i, prompt_cache=stores[i] if stores else None) for i in range(num_workers)]
+        self._lenders = dict[Sequence, _PrefixFetch]()  # of how a prompt begins
+        self._chunk = chunk
+        self._first_batch, self._ahead = first_batch, ahead
+        self.slo_admission = promises or SloAdmission(num_workers)
+
+    def is_for_prefill_worker(self, sequence: Sequence, known: int = 0) -> bool:
+        """Whether a new sequence, of which so many tokens have KV on the memory workers, is for prefill workers. Where
+        the rest of it is one chunk at most, which leaves others their time, it is computed where they decode: nobody
+        need compute or move what is there.
+        """
+        rest = sequence.num_tokens_with_placeholders - known
+        here = rest <= 1 or (known > 0 and rest <= self._chunk and self.slo_admission.keeps_slo(rest))
+        return bool(self._workers) and not here
+
+    def on_arrival(self, sequence: Sequence) -> None:
+        """A sequence waits: it has a worker from now on, where somebody wants to know."""
+        if self.slo_admission.routes_prompts and (
+            not self._workers or self.is_for_prefill_worker(sequence, self.slo_admission.has_prefill_workers(sequence))
+        ):
+            self.slo_admission.reserve(sequence)
+
+    def skip(self, sequence: Sequence) -> None:
+        """A new sequence has its prompt computed where it decodes."""
+        if self._workers:
+            self.slo_admission.on_decode_without_prefill(sequence)
+
+    def waits_for_own_worker(self, sequence: Sequence) -> bool:
+        """Whether a sequence waits for its worker alone, and others need not wait behind it."""
+        return self.has_free_worker and self.slo_admission.has_reservation(sequence) and not self.can_accept(sequence)
+
+    @property
+    def has_free_worker(self) -> bool:
+        """Whether some worker can take a prompt."""
+        return any(len(w.prompts) < self.MAX_PROMPTS_PER_WORKER for w in self._workers)
+
+    def can_accept(self, sequence: Sequence) -> bool:
+        """Whether the worker of a sequence can take its prompt."""
+        return len(self._workers[self.slo_admission.reserve(sequence)].prompts) < self.MAX_PROMPTS_PER_WORKER
+
+    def num_cached_tokens(self, sequence: Sequence, most: int) -> int:
+        """Of a sequence that is to be computed, the first tokens that its worker has already or is to have from
+        another one, ``most`` at most.
+        """
+        store = self._workers[self.slo_admission.reserve(sequence)].prompt_cache
+        own = store.num_cached_tokens(sequence, most) if store else 0
+        lender = self._prefix_source(sequence, most)
+        return max(own, lender.num_sendable_tokens(sequence, most)) if lender else own
+
+    def _prefix_source(self, sequence: Sequence, most: int) -> PromptCache | None:
+        """Who has the most of a sequence, where the Conductor has said that its worker has it from another one: the
+        one that it has named, unless that has given up some since.
+        """
+        source = self.slo_admission.prefix_source(sequence)
+        if source == NO_WORKER:
+            return None
+        order = sorted(self._workers, key=lambda w: w.index != source)
+        stores = [
+            w.prompt_cache
+            for w in order
+            if w.prompt_cache is not None and w.index != self.slo_admission.reserve(sequence)
+        ]
+        return max(stores, key=lambda store: store.num_sendable_tokens(sequence, most), default=None)
+
+    def will_be_cached(self, sequence: Sequence, known: int) -> bool:
+        """Whether more of it will soon be there than its ``known`` first tokens, which the memory workers have: by a
+        prompt that its worker computes, or will before.
+        """
+        worker = self._workers[self.slo_admission.reserve(sequence)]
+        before = [*worker.in_flight, *worker.prompts]
+        return worker.prompt_cache is not None and worker.prompt_cache.will_cache_more(sequence, known, before)
+
+    def assign(self, sequence: Sequence) -> None:
+        """Give a new sequence, which has its id, to its worker. Of what has KV on the memory workers, the worker has
+        all.
+        """
+        sequence.prefill_worker = self.slo_admission.reserve(sequence)
+        worker = self._workers[sequence.prefill_worker]
+        worker.prompts.append(sequence)
+        if worker.prompt_cache:
+            begun = sequence.num_computed_tokens
+            moved = begun - worker.prompt_cache.num_cached_tokens(sequence, begun)
+            lender = self._prefix_source(sequence, begun) if moved else None
+            worker.prompt_cache.reserve(sequence, begun, lender)
+            if lender is not None:
+                self._lenders[sequence] = _PrefixFetch(lender, moved)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that has no chunk in flight."""
+        self.slo_admission.remove(sequence)
+        self._return(sequence)
+        if sequence.prefill_worker is not None:
+            worker = self._workers[sequence.prefill_worker]
+            if sequence in worker.prompts:
+                worker.prompts.remove(sequence)
+            if worker.prompt_cache:
+                worker.prompt_cache.on_dropped(sequence)
+            if worker.computing is sequence:
+                self._start_next(worker)
+            sequence.prefill_worker = None
+
+    def roll_back(self, ended: Iterable[Sequence] = ()) -> None:
+        """Take all prompts from the workers, in flight or to come; nobody expects those of ``ended`` any more. Numbers
+        of steps never go back.
+        """
+        self._lenders.clear()
+        for worker in self._workers:
+            worker.prompts.clear()
+            worker.in_flight.clear()
+            worker.num_held_tokens, worker.computing = NO_STEP, None
+            if worker.prompt_cache:
+                worker.prompt_cache.reset()
+        for sequence in ended:
+            self.slo_admission.remove(sequence)
+        self.slo_admission.reset_prefill()
+
+    def reset_caches(self, stores: Several[PromptCache]) -> None:
+        """Behind ``roll_back``: workers have these stores from now on, which are empty; none of them: nothing."""
+        for worker in self._workers:
+            worker.prompt_cache = stores[worker.index] if stores else None
+
+    def next_grant(self, sequence: Sequence) -> PrefillGrant | None:
+        """For the next chunk of ``sequence``, if it is its turn."""
+        if sequence.prefill_worker is None:
+            return None
+        worker = self._workers[sequence.prefill_worker]
+        if len(worker.in_flight) >= self._ahead or not worker.prompts or worker.prompts[0] is not sequence:
+            return None
+        count = min(self._chunk, sequence.num_tokens_with_placeholders - sequence.num_computed_tokens)
+        return PrefillGrant(
+            sequence.id, sequence.num_computed_tokens, count, worker.index, worker.next_step, sequence.location
+        )
+
+    def begin_chunk(self, sequence: Sequence, grant: PrefillGrant, view: int = 0) -> ScheduledStep:
+        """The worker's step for a grant that was given, under ``epoch``."""
+        worker = self._workers[grant.worker]
+        batch, ops = self._first_batch + worker.index, self._ops(worker, sequence)
+        plan = StepPlan(epoch=view, batch=batch, step=grant.step, ops=ops, rows=[grant.rows])
+        if worker.prompt_cache:
+            worker.prompt_cache.apply(plan)
+        if (lent := self._lenders.get(sequence)) is not None and lent.requested_s == math.inf:  # with its first chunk
+            lent.requested_s = self.slo_admission.now_s()
+        draws = [sequence] if grant.first + grant.count == sequence.num_tokens_with_placeholders else []
+        step = ScheduledStep(plan, [sequence], draws, worker.index)
+        worker.next_step += 1
+        worker.in_flight.append(sequence)
+        if worker.computing is None:
+            self._start_next(worker)
+        sequence.num_computed_tokens += grant.count
+        sequence.num_pending_prefill_chunks += 1
+        if draws:
+            sequence.num_output_placeholders += 1
+            worker.prompts.popleft()
+        return step
+
+    def _ops(self, worker: _PrefillWorkerState, sequence: Sequence) -> list[SequenceOp]:
+        """Of the worker's next plan, for a chunk of a sequence."""
+        if worker.prompt_cache:
+            return worker.prompt_cache.begin_ops(sequence)
+        before, worker.num_held_tokens = worker.num_held_tokens, sequence.id
+        if before == sequence.id:
+            return []
+        return [*([] if before == NO_STEP else [Free(before)]), New(sequence.id)]
+
+    def reset_prompt_caches(self) -> None:
+        """Forget the KV of earlier prompts on prefill workers: no later prompt begins with it."""
+        for worker in self._workers:
+            if worker.prompt_cache:
+                worker.prompt_cache.invalidate()
+
+    def on_chunk_stored(self, step: ScheduledStep, worker: int) -> None:
+        """The memory workers have the K and V of ``step``, which ``worker`` has computed."""
+        load = self._workers[worker]
+        load.in_flight.pop(0)  # in their order
+        (sequence,) = step.sequences
+        if lent := self._return(sequence):
+            self.slo_admission.on_prefix_fetched(
+                sequence, lent.tokens, step.fetch_s, max(0.0, load.chunk_began_s - lent.requested_s)
+            )
+        sequence.num_pending_prefill_chunks -= 1
+        if step.sampled_sequences:
+            part = 1.0 if load.is_waiting_for_prefix else self.slo_admission.stage_seconds(sequence)
+            self.slo_admission.on_prefill_done(sequence, load.chunk_began_s, part)
+            if load.prompt_cache:
+                load.prompt_cache.on_computed(sequence)
+            self._start_next(load, follows=True)
+            sequence.prefill_worker = None
+
+    def _return(self, sequence: Sequence) -> _PrefixFetch | None:
+        """Its worker needs nothing of another one any more; what was to come from there."""
+        lent = self._lenders.pop(sequence, None)
+        if lent is not None:
+            lent.source.on_sent(sequence)
+        return lent
+
+    def _start_next(self, worker: _PrefillWorkerState, *, follows: bool = False) -> None:
+        """The worker goes on to the prompt of the next chunk in flight, if there is one."""
+        worker.computing, worker.is_waiting_for_prefix = worker.in_flight[0] if worker.in_flight else None, follows
+        if worker.computing is not None:
+            worker.chunk_began_s = self.slo_admission.on_prefill_started(worker.computing)

@@ -1,0 +1,115 @@
+"""What the compute worker needs to know to sample behind a row, or to report on a token of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from lamina.protocol.control import LogitsUpdate, Penalties, SamplingRequest
+
+from .scheduler_output import ScheduledStep
+from .sequence import ReferenceSequence, Sequence
+
+
+def sampling_requests_of(
+    step: ScheduledStep, last_rows: Mapping[Sequence, int], num_earlier: int
+) -> Iterator[SamplingRequest]:
+    """The next tokens of all sequences of ``step`` that draw, behind ``num_earlier`` other draws. ``last_rows``: their
+    last rows, counted in the step.
+    """
+    request_index = {sequence: num_earlier + i for i, sequence in enumerate(step.sampled_sequences)}
+    for sequence in step.sampled_sequences:
+        reference_request = request_index[sequence.target] if isinstance(sequence, ReferenceSequence) else -1
+        yield sampling_request_of(
+            sequence,
+            last_rows[sequence],
+            by_prefill_worker=step.prefill_worker is not None,
+            reference_request=reference_request,
+        )
+
+
+def sampling_request_of(
+    sequence: Sequence, row: int, *, by_prefill_worker: bool = False, reference_request: int = -1
+) -> SamplingRequest:
+    """The next token of ``sequence``, behind row ``row`` of the step; it has been counted in
+    ``num_output_placeholders``. ``by_prefill_worker``: by a worker that is not told of its other draws.
+    ``reference_request``: of a shadow, the draw that it follows.
+    """
+    params = sequence.params
+    if reference_request >= 0:
+        return _plain(sequence, row, reference_request=reference_request)
+    index = sequence.num_output_tokens + sequence.num_output_placeholders - 1
+    return SamplingRequest(
+        row=row,
+        sequence=sequence.id,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        seed=sequence.seed,
+        output_index=index,
+        logprobs=-1 if params.logprobs is None else _alternatives(params.logprobs),
+        banned_token_ids=sorted(sequence.stop_tokens) if index < params.min_tokens else [],
+        min_p=params.min_p,
+        filter_order=params.filter_order,
+        logits_update=_adjust(sequence, by_prefill_worker=by_prefill_worker) if params.adjusts_logits else None,
+        has_pending_token=sequence.num_output_placeholders > 1,
+        return_logits=sequence.external_sampling,
+    )
+
+
+def prompt_logprob_requests_of(sequence: Sequence, first: int, count: int, row: int) -> list[SamplingRequest]:
+    """Log-probabilities of the prompt's tokens behind positions ``first .. first + count``, whose first row is
+    ``row``. Each is asked for once, also where a preempted sequence is computed again.
+    """
+    wanted = sequence.params.prompt_logprobs
+    if wanted is None or sequence.output.index != 0:
+        return []
+    start = max(first, sequence.num_scored_prompt_tokens)
+    stop = min(first + count, len(sequence.prompt) - 1)
+    sequence.num_scored_prompt_tokens = max(stop, sequence.num_scored_prompt_tokens)
+    return [
+        _plain(sequence, row + position - first, logprobs=_alternatives(wanted), known=sequence.prompt[position + 1])
+        for position in range(start, stop)
+    ]
+
+
+def _plain(
+    sequence: Sequence, row: int, *, logprobs: int = -1, known: int = -1, reference_request: int = -1
+) -> SamplingRequest:
+    """Behind a row whose token is not to be drawn."""
+    return SamplingRequest(
+        row=row, sequence=sequence.id, temperature=0.0, top_k=0, top_p=1.0, seed=0, output_index=0, logprobs=logprobs,
+        prompt_logprob_token=known, reference_request=reference_request,
+    )  # fmt: skip
+
+
+def _alternatives(count: int) -> int:
+    """The alternatives that a draw asks for; -1 stands for all, and a worker has no more than its vocabulary."""
+    return (1 << 31) - 1 if count == -1 else count
+
+
+def _adjust(sequence: Sequence, *, by_prefill_worker: bool) -> LogitsUpdate:
+    known = -1 if by_prefill_worker else sequence.num_tokens_in_penalties
+    if not by_prefill_worker:
+        sequence.num_tokens_in_penalties = sequence.num_output_tokens
+    tokens = sequence.tokens[len(sequence.prompt) + max(known, 0) :]
+    return LogitsUpdate(
+        num_known_tokens=max(known, 0), tokens=tokens, penalties=_penalties(sequence) if known < 0 else None
+    )
+
+
+def _penalties(sequence: Sequence) -> Penalties:
+    params = sequence.params
+    return Penalties(
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        repetition=params.repetition_penalty,
+        logit_bias=params.logit_bias or {},
+        prompt_token_ids=sorted(set(sequence.prompt)) if params.repetition_penalty != 1.0 else [],
+        bad_words_token_ids=params.bad_words_token_ids or [],
+        allowed_token_ids=params.allowed_token_ids or [],
+    )
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """Of completion ``index``: far from those of other requests, whose seeds are often neighbours."""
+    return (seed + index * 0x9E3779B97F4A7C15) % (1 << 63)

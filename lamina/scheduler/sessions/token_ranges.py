@@ -1,0 +1,69 @@
+"""Ranges of a conversation's tokens, such as its discarded tokens. Pure policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+TokenRanges = tuple[tuple[int, int], ...]  # first and stop of each, in order, and none touches another
+
+
+def parse_ranges(pairs: Sequence[Sequence[int]]) -> TokenRanges:
+    """Ranges as a caller names them, joined. Raises ValueError for one that is no first and a stop behind it."""
+    for pair in pairs:
+        if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
+            raise ValueError(
+                f"kv_discard: {list(pair)} is no range of tokens, as [128, 256] is: a first one, a stop behind it"
+            )
+    return union((int(first), int(stop)) for first, stop in pairs)
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> TokenRanges:
+    """The union of ``ranges``, which may come in any order."""
+    disjoint = list[tuple[int, int]]()
+    for first, stop in sorted(ranges):
+        if disjoint and first <= disjoint[-1][1]:
+            disjoint[-1] = disjoint[-1][0], max(stop, disjoint[-1][1])
+        else:
+            disjoint.append((first, stop))
+    return tuple(disjoint)
+
+
+def count_tokens(ranges: TokenRanges, stop: int | None = None, first: int = 0) -> int:
+    """Tokens in ``ranges``, from ``first`` on; with ``stop``, of those below that."""
+    return sum(max(0, (b if stop is None else min(b, stop)) - max(a, first)) for a, b in ranges)
+
+
+def gaps(ranges: TokenRanges, first: int) -> Iterator[tuple[int, int | None]]:
+    """What is in none of ``ranges``, from ``first`` on; the last one has no end."""
+    for a, b in ranges:
+        if first < a:
+            yield first, a
+        first = max(first, b)
+    yield first, None
+
+
+def extend(ranges: TokenRanges, first: int, count: int) -> TokenRanges:
+    """With the next ``count`` tokens from ``first`` on that are in none of ``ranges``."""
+    more = list[tuple[int, int]]()
+    for low, high in gaps(ranges, first):
+        if not count:
+            break
+        stop = low + count if high is None else min(high, low + count)
+        more.append((low, stop))
+        count -= stop - low
+    return union([*ranges, *more])
+
+
+def first_missing(ranges: TokenRanges, wanted: TokenRanges) -> tuple[int, int] | None:
+    """The first range of ``wanted`` that is in none of ``ranges``; None: all of it is."""
+    for low, high in gaps(ranges, 0):
+        for first, stop in wanted:
+            a, b = max(first, low), stop if high is None else min(stop, high)
+            if a < b:
+                return a, b
+    return None
+
+
+def remove_ranges(tokens: list[int], ranges: TokenRanges) -> list[int]:
+    """Tokens that are in none of ``ranges``."""
+    return [token for low, high in gaps(ranges, 0) for token in tokens[low:high]] if ranges else tokens

@@ -1,0 +1,135 @@
+"""Shadows measure whether answers with a part of the KV are within their error budget; where they are not, more KV is
+kept. Pure policy: no torch, no I/O, no clock.
+
+Of a share of completions a shadow is computed with all KV; compute workers tell how far the distributions of both are
+apart. Over budget, later sequences keep or attend twice as many tokens, on the last rung all; running sequences are
+computed again with all KV, behind the tokens that they have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+
+import msgspec
+
+from lamina.config.sparsity import ErrorBudget, SparsityOptions
+from lamina.protocol.control import SampledToken
+from lamina.scheduler.admission import Batch, requeue
+from lamina.scheduler.preemption import Preemption
+from lamina.scheduler.request_validation import FULL_ATTENTION_SALT
+from lamina.scheduler.sequence import ReferenceSequence, Sequence
+
+from .error_budget import ErrorMonitor
+
+NUM_BUDGETS = 3  # budgets, each twice the one below it; behind them all KV
+
+
+class ErrorState(msgspec.Struct, frozen=True, kw_only=True):
+    """Errors that shadows have measured, of completions that keep or attend as much KV as new ones."""
+
+    tokens: int
+    kl: float  # nats, in the mean
+    top1: float  # share of tokens whose most likely one would have been another
+    budget: int  # tokens that new completions keep or attend; 0: all
+    rebuilt: int  # completions that were computed again with all KV
+
+
+class ReferenceDecoder:
+    """Of one engine, whose sequences keep or attend some of their KV."""
+
+    def __init__(self, options: SparsityOptions, budget: ErrorBudget) -> None:
+        self._options, self._budget = options, budget
+        self._budget_step = 0
+        self._credit = 1.0 - budget.shadow  # of a shadow: the first sequence has one
+        self._stale = False  # whether sequences of a lower rung may run
+        self.monitor = ErrorMonitor(budget)  # of the rung
+        self.num_rebuilt = 0  # sequences that were computed again with all KV
+
+    @property
+    def budget_tokens(self) -> int:
+        """That a sequence keeps or attends which begins now; 0: all."""
+        return self._options.kv_budget << self._budget_step if self._budget_step < NUM_BUDGETS else 0
+
+    @property
+    def errors(self) -> ErrorState:
+        watch = self.monitor
+        return ErrorState(
+            tokens=watch.tokens, kl=watch.kl, top1=watch.top1, budget=self.budget_tokens, rebuilt=self.num_rebuilt
+        )
+
+    def on_admitted(self, sequence: Sequence) -> ReferenceSequence | None:
+        """Have a new sequence keep or attend as many tokens as the budget. Returns its shadow, if it gets one."""
+        if not self._is_approximate(sequence):
+            return None
+        if not self.budget_tokens:
+            self._keep_all(sequence)
+            return None
+        sequence.kv_budget = self.budget_tokens
+        self._credit += self._budget.shadow
+        if self._credit < 1.0 or sequence.external_sampling:
+            return None
+        self._credit -= 1.0
+        shadow = ReferenceSequence(sequence)
+        self._keep_all(shadow)
+        return shadow
+
+    def on_sampled(self, shadow: ReferenceSequence, drawn: SampledToken) -> str:
+        """What a step says of a token. What follows from it, in a line; empty: nothing."""
+        if shadow.finished or drawn.divergence is None or self._stale:
+            return ""
+        different, kl = drawn.divergence
+        if not self.monitor.add(shadow.errors, top1_changed=different, kl=kl):
+            return ""
+        why, self._budget_step = self.monitor.alarm, self._budget_step + 1
+        self._stale, self.monitor = True, ErrorMonitor(self._budget)
+        now = f"{self.budget_tokens} tokens" if self.budget_tokens else "all"
+        return f"{why}: running completions begin anew with all KV, new ones have {now} of it in sparse layers"
+
+    def update(self, batches: Several[Batch], waiting: deque[Sequence], relief: Preemption) -> None:
+        """Between two rounds: end the shadows of sequences that go on no more, and have sequences of a lower rung begin
+        anew.
+        """
+        if self._stale:
+            self._stale = False
+            for sequence in filter(self._is_approximate, waiting):
+                if sequence.num_output_tokens:
+                    self._rebuild(sequence)
+                elif self.budget_tokens:
+                    sequence.kv_budget, sequence.block_scores = self.budget_tokens, None
+                else:
+                    self._keep_all(sequence)
+            for batch in batches:
+                for sequence in [s for s in reversed(batch.running) if self._is_stale(s)]:
+                    relief.preempt(batch, sequence)
+                    self._rebuild(sequence)
+                    requeue(waiting, sequence)
+        for sequence in (*waiting, *(s for batch in batches for s in batch.running)):
+            if isinstance(sequence, ReferenceSequence) and sequence.is_orphaned:
+                sequence.finish("abort")
+
+    @staticmethod
+    def drop(sequences: Iterable[Sequence]) -> None:
+        """Behind a loss, or where sequences are dealt out anew: shadows go on no more."""
+        for sequence in sequences:
+            if isinstance(sequence, ReferenceSequence):
+                sequence.finish("abort")
+
+    def _is_approximate(self, sequence: Sequence) -> bool:
+        return sequence.evicts_kv or (self._options.selects_blocks and not sequence.full_attention)
+
+    def _is_stale(self, sequence: Sequence) -> bool:
+        return self._is_approximate(sequence) and not sequence.finished and sequence.kv_budget != self.budget_tokens
+
+    def _rebuild(self, sequence: Sequence) -> None:
+        self._keep_all(sequence)
+        sequence.output.kv_rebuilt = True
+        self.num_rebuilt += 1
+
+    def _keep_all(self, sequence: Sequence) -> None:
+        sequence.evicts_kv, sequence.kv_budget, sequence.block_scores = False, 0, None
+        if self._options.selects_blocks and not sequence.full_attention:
+            sequence.full_attention, sequence.salt = True, sequence.salt + FULL_ATTENTION_SALT
+            sequence.page_keys.clear()
+            sequence.partial_page_keys.clear()

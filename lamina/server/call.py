@@ -1,0 +1,251 @@
+"""One HTTP request in the engine: its prompts, their deltas, the room that they take, and its end in any case."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamina.facts.host_memory import memory_bytes
+from lamina.request import SamplingParams
+from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
+from lamina.scheduler.sessions.session_table import SessionName
+from lamina.scheduler.sessions.session_turns import SessionTurns
+
+from .engine_client.engine_client import EngineClient, EngineGoneError
+from .engine_client.messages import Delta
+from .engine_client.open_prompts import PromptRefusedError
+from .engine_client.reply_queue import ReplyQueue
+from .errors import ApiError, engine_error, slo_error
+from .journal.journal import Journal
+from .journal.journal_entry import JournalEntry
+from .journal.journal_records import AcceptedRecord
+from .metrics.engine_metrics import EngineMetrics
+from .metrics.http_metrics import PromptMeter, ServerMetrics
+from .middleware.budget import MemoryBudget
+from .queue_limit import QueueLimit, QueueTicket
+from .request.prompt_processing import Prompt, PromptProcessor
+from .request.sampling_request import PARAMS
+from .request.unsupported_fields import UnknownFields
+from .response.openai_logprobs import TokenNumbers, TokenTexts
+from .response.response_head import usage_of
+from .server_config import ServerConfig
+
+RECOVERING = "recovering"  # a worker was lost and is being replaced; its requests go on behind that
+DRAINING = "draining"  # by the operator, who may undo it
+
+
+@dataclass(frozen=True)
+class SessionTurn:
+    """A turn of a session that is under way."""
+
+    turns: SessionTurns
+    name: SessionName
+
+
+@dataclass
+class Service:
+    """Everything that the routes share: one for each server, filled by ``run.py``."""
+
+    config: ServerConfig
+    names: list[str]
+    root: str
+    client: EngineClient
+    prompt_processor: PromptProcessor
+    token_texts: TokenTexts
+    metrics: ServerMetrics
+    engine_metrics: EngineMetrics
+    queue_limit: QueueLimit
+    unknown_fields: UnknownFields
+    defaults: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, as the model's own files have them
+    journal: Journal | None = None
+    session_turns: SessionTurns = field(default_factory=SessionTurns)
+    decode_executor: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
+    encoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-answers"))
+    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a body on ``decode_executor``
+    tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a long text
+    active_calls: set[Call] = field(default_factory=set)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        limits = self.config.memory_limits(memory_bytes())
+        self.bodies, self.answers = MemoryBudget(limits.body_total), MemoryBudget(limits.answer_total)
+
+    def texts_of(self, asked: AcceptedRecord) -> TokenTexts:
+        """By which tokens are named in its log-probabilities."""
+        return TokenNumbers(self.token_texts.tokenizer) if asked.tokens_as_ids else self.token_texts
+
+    @property
+    def unhealthy_reason(self) -> str | None:
+        """Why this server should get no requests; None if it should."""
+        if self.queue_limit.is_draining:
+            return "shutting down"
+        if self.queue_limit.is_closed:
+            return DRAINING
+        if self.client.failure is not None:
+            return self.client.failure
+        if self.client.state is not None and self.client.state.recovering:
+            return RECOVERING
+        if self.client.seconds_without_progress > self.config.health_timeout_s:
+            return f"the engine has made no progress for {self.client.seconds_without_progress:.1f} s"
+        return None
+
+    def check_model(self, name: str | None) -> str:
+        """The name that the client used, or the first one. Raises ApiError 404."""
+        if name is not None and name not in self.names:
+            text = f"the model {name[:128]!r} does not exist; this server has {self.names[0]!r}"
+            raise ApiError(404, text, param="model", code="model_not_found")
+        return name or self.names[0]
+
+
+class Call:
+    """Iterate over it for (number of the prompt, delta) until everything has ended; then, or earlier, close it."""
+
+    def __init__(
+        self,
+        service: Service,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        ticket: QueueTicket,
+        arrival_s: float,
+        *,
+        only_prompt: bool = False,
+        terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
+        entry: JournalEntry | None = None,
+        turn: SessionTurn | None = None,
+        answer_id: str = "",
+    ) -> None:
+        """``ticket``: for all completions, which the call closes; ``only_prompt``: the one token that is drawn all the
+        same is not wanted; ``entry``: of the journal, where there is one; ``turn``: of its session, which
+        ends with the call; ``answer_id``: as far as the log tells it. Raises ApiError where there is no room for so
+        many tokens, and where there is no engine.
+        """
+        self.prompts = prompts
+        self.params = params
+        self.only_prompt = only_prompt
+        self.answer_id = answer_id
+        self.completion_tokens = 0
+        self.cached_tokens = 0  # of the prompts
+        self._service, self._entry, self._terms, self._turn = service, entry, terms, turn
+        self._started_prompts = True  # as far as it has ended
+        self._deltas_of_earlier_server = False  # to the next server of the journal
+        self._feed = ReplyQueue()
+        self._open = len(prompts) * params.n
+        self._waiting: set[int] = set()  # keys without a first token
+        self._numbers: dict[int, int] = {}
+        if service.client.failure is not None:
+            raise ApiError(503, f"the engine is gone: {service.client.failure}", code="engine_gone", retry_after_s=5)
+        self._ticket = ticket
+        ticket.set_prompt_tokens(self.prompt_tokens)
+        self.meters = [PromptMeter(service.metrics, arrival_s, len(p.ids), params) for p in prompts]
+        service.active_calls.add(self)
+        try:
+            self._add_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_all(self) -> None:
+        for number, (prompt, meter) in enumerate(zip(self.prompts, self.meters, strict=True)):
+            entry, client, terms, name = self._entry, self._service.client, self._terms, self.answer_id
+            if entry is None:
+                key = client.add(prompt.ids, self.params, self._feed, meter, terms=terms, name=name)
+            else:
+                params, known = entry.params_of(number), entry.keys[number]
+                key = client.add(prompt.ids, params, self._feed, meter, key=known, terms=terms, name=name)
+            self._numbers[key] = number
+            self._waiting.add(key)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(p.ids) for p in self.prompts)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far."""
+        always = self._service.config.enable_prompt_tokens_details
+        return usage_of(self.prompt_tokens, self.completion_tokens, self.cached_tokens, details_always=always)
+
+    async def batches(self, keep_alive_s: float = 0.0) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """What has come since the last batch; an empty one after ``keep_alive_s`` of silence. Raises ApiError."""
+        while self._open:
+            try:
+                async with asyncio.timeout(keep_alive_s or None):
+                    deltas = await self._feed.get()
+            except TimeoutError:
+                yield []
+                continue
+            except (PromptRefusedError, EngineGoneError) as e:
+                raise self._failed(e) from e
+            yield [(self._numbers[d.key], self._count_delta(d)) for d in deltas]
+
+    async def wait_first_token(self) -> None:
+        """Wait for its first token. Raises ApiError where none comes, or it is not decoded."""
+        try:
+            deltas = await self._feed.wait_any()
+        except (PromptRefusedError, EngineGoneError) as e:
+            raise self._failed(e) from e
+        for delta in deltas:
+            self._check_late(delta)
+
+    def _failed(self, error: PromptRefusedError | EngineGoneError) -> ApiError:
+        if isinstance(error, EngineGoneError):
+            self._deltas_of_earlier_server = True
+            return ApiError(503, f"the engine is gone: {error}", code="engine_gone", retry_after_s=5)
+        if error.refusal is not None:
+            self._service.metrics.on_rejected(error.refusal.reason)
+            return slo_error(str(error), error.refusal)
+        return engine_error(str(error), error.blame, PARAMS)
+
+    def _check_late(self, delta: Delta) -> None:
+        if delta.refusal is not None:
+            self._service.metrics.on_rejected(f"{delta.refusal.reason}_after_prefill")
+            raise slo_error(str(delta.stop_reason), delta.refusal)
+
+    def _count_delta(self, delta: Delta) -> Delta:
+        self.completion_tokens += 0 if self.only_prompt else len(delta.token_ids)
+        self.cached_tokens += delta.num_cached_tokens or 0
+        if delta.key in self._waiting:
+            self._waiting.discard(delta.key)
+            self._ticket.on_first_token(len(self.prompts[self._numbers[delta.key]].ids))
+        if delta.finish_reason is not None:
+            self._open -= 1
+            self._ticket.on_completion_finished()
+            self._started_prompts = self._started_prompts and delta.finish_reason in ("stop", "length")
+        self._check_late(delta)
+        if delta.finish_reason == "error":
+            raise engine_error(str(delta.stop_reason), delta.blame, PARAMS)
+        return delta
+
+    def abort(self, error: ApiError) -> None:
+        """End it from outside: its reader gets ``error``. A journal keeps it for its next server."""
+        self._deltas_of_earlier_server = True
+        self._feed.fail(error)
+        self._cancel()
+
+    def close(self) -> None:
+        """Cancel what has not ended. Idempotent."""
+        if self in self._service.active_calls:
+            self._service.active_calls.discard(self)
+            if self._turn is not None:
+                self._turn.turns.end(self._turn.name, answered=not self._open and self._started_prompts)
+            if self._open:
+                self._service.metrics.on_finished("abort")
+            self._cancel()
+            if self._entry is not None and self._service.journal is not None and not self._deltas_of_earlier_server:
+                self._service.journal.drop(self._entry.accepted.id)
+            self._ticket.close()
+
+    def _cancel(self) -> None:
+        for key in self._numbers:
+            self._service.client.cancel(key)
+
+    def log_fields(self) -> dict[str, Any]:
+        """For the request's line in the log: how its answer's id begins, counts and times, no text."""
+        firsts = [m.first_s for m in self.meters if m.first_s is not None]
+        first = {"ttft_s": round(min(firsts), 4)} if firsts else {}
+        named = {"answer_id": self.answer_id} if self.answer_id else {}
+        return {**named, "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, **first}

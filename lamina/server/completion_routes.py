@@ -1,0 +1,167 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from .call import Call, Service, SessionTurn
+from .errors import ApiError
+from .journal.journal_entry import JournalEntry
+from .journal.journal_records import AcceptedRecord, JournalPrompt
+from .limits import PROMPT_TOKEN
+from .middleware.intake import TextRoom
+from .middleware.request_bodies import parse
+from .openapi import body_of, responses_of
+from .queue_limit import QueueTicket
+from .request.openai_protocol import ChatRequest, CompletionRequest, Sampling, StreamOptions
+from .request.prompt_processing import Prompt, echoed_text, split_prompts
+from .request.sampling_request import chat_params, completion_params
+from .response.event_stream import EventStream, json_response_of, run_until_disconnect
+from .response.openai_shapes import ChatResponse, CompletionResponse, ResponseShape
+from .response.response_head import new_accepted_request
+from .response.room import answer_costs, take_room
+from .session_routes import begin_turn
+from .tenants import cache_options_of, salt_of
+
+JOURNAL_RETRY_S = 5
+router = APIRouter()
+_ANSWERS = responses_of(429, 503, kinds=("application/json", "text/event-stream"), body=True)
+
+
+@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest), responses=_ANSWERS)
+async def completions(request: Request) -> Response:
+    """Complete prompts."""
+    service: Service = request.app.state.service
+    body = await parse(CompletionRequest, request)
+    name = service.check_model(body.model)
+    params = completion_params(body, service.config, service.client.ready, service.defaults)
+    parts = split_prompts(body.prompt, service.config.max_prompts)
+    max_tokens = 0 if body.max_tokens == 0 else params.max_tokens
+    special = body.add_special_tokens is not False
+    salt, only_prompt = salt_of(request.state.key_id, body.cache_salt), body.max_tokens == 0
+    echo, by_number = bool(body.echo), service.config.return_tokens_as_token_ids
+    asked = new_accepted_request(
+        "cmpl", name, params, body, salt, tokens_as_ids=by_number, echo=echo, only_prompt=only_prompt
+    )
+    with begin_turn(request, body, len(parts)) as turn, _room(service, len(parts) * params.n) as ticket:
+        cut = service.prompt_processor.truncation_of(body, max_tokens)
+        room = TextRoom(request.state.intake, service.tokenizing)
+        prompts = await service.prompt_processor.completions(parts, max_tokens, room, special=special, cut=cut)
+        await service.prompt_processor.set_bad_words(params)
+        call = await _call(request, body, asked, prompts, ticket, turn)
+    return await _answer(request, body, call, CompletionResponse(call, service.texts_of(asked), asked))
+
+
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest), responses=_ANSWERS)
+async def chat(request: Request) -> Response:
+    """Answer a conversation."""
+    service: Service = request.app.state.service
+    body = await parse(ChatRequest, request)
+    name = service.check_model(body.model)
+    params = chat_params(body, service.config, service.client.ready, service.defaults)
+    variables = service.prompt_processor.variables(body)
+    salt, by_number = salt_of(request.state.key_id, body.cache_salt), service.config.return_tokens_as_token_ids
+    echo = echoed_text(body.messages) if body.echo else ""
+    asked = new_accepted_request("chatcmpl", name, params, body, salt, tokens_as_ids=by_number, echo=bool(echo))
+    with begin_turn(request, body) as turn, _room(service, params.n) as ticket:
+        most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default gives way
+        special, cut = bool(body.add_special_tokens), service.prompt_processor.truncation_of(body, most)
+        room = TextRoom(request.state.intake, service.tokenizing)
+        prompt = await service.prompt_processor.chat(body.messages, most, variables, room, special=special, cut=cut)
+        await service.prompt_processor.set_bad_words(params)
+        call = await _call(request, body, asked, [replace(prompt, text=echo)], ticket, turn)
+    return await _answer(request, body, call, ChatResponse(call, service.texts_of(asked), asked))
+
+
+@contextmanager
+def _room(service: Service, completions: int) -> Iterator[QueueTicket]:
+    """Taken at once, so that who is refused is told at once; given back where no call comes of it."""
+    ticket = service.queue_limit.admit(completions)
+    try:
+        yield ticket
+    except BaseException:
+        ticket.close()
+        raise
+
+
+async def _call(
+    request: Request,
+    body: Sampling,
+    asked: AcceptedRecord,
+    prompts: list[Prompt],
+    ticket: QueueTicket,
+    turn: SessionTurn | None,
+) -> Call:
+    service: Service = request.app.state.service
+    lengths = [len(p.ids) for p in prompts]
+    request.state.intake.add(PROMPT_TOKEN * sum(lengths), "the prompt")
+    costs = answer_costs(asked, lengths, service.client.ready)
+    room = take_room(service.answers, costs, service.metrics.on_rejected)
+    request.state.ends.callback(room.close)
+    entry = await _journaled(service, asked, prompts)
+    try:
+        call = Call(
+            service,
+            prompts,
+            asked.params,
+            ticket,
+            request.state.arrival_s,
+            only_prompt=asked.only_prompt,
+            terms=cache_options_of(request.state.key_id, asked.salt, turn.name if turn else None, body),
+            entry=entry,
+            turn=turn,
+            answer_id=asked.log_name,
+        )
+    except BaseException:
+        if service.journal is not None:
+            service.journal.drop(asked.id)
+        raise
+    request.state.call = call
+    return call
+
+
+async def _journaled(service: Service, asked: AcceptedRecord, prompts: list[Prompt]) -> JournalEntry | None:
+    """The request in the journal, where there is one; on the disk when this returns."""
+    if (journal := service.journal) is None:
+        return None
+    keys, seed = journal.new_keys(len(prompts)), service.client.with_seed
+    kept = [JournalPrompt(k, p.ids, p.text, seed(asked.params).seed or 0) for k, p in zip(keys, prompts, strict=True)]
+    try:
+        return await journal.accept(msgspec.structs.replace(asked, prompts=kept))
+    except OSError as e:
+        text = f"the server's journal cannot be written: {e.strerror}"
+        raise ApiError(503, text, code="journal_unwritable", retry_after_s=JOURNAL_RETRY_S) from e
+
+
+async def _answer(request: Request, body: Sampling, call: Call, shape: ResponseShape) -> Response:
+    service: Service = request.app.state.service
+    if not body.stream:
+        return await json_response_of(request, call, shape, service.encoder)
+    config = service.config
+    if config.has_slo:
+        await _begun(request, call, config.sse_keep_alive_s)
+    options = body.stream_options
+    if config.enable_force_include_usage:
+        options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+    return EventStream(call, shape, options, service.encoder, alive_s=config.sse_keep_alive_s)
+
+
+async def _begun(request: Request, call: Call, alive_s: float) -> None:
+    """Wait for the first token of a stream, whose status is 429 where that comes too late; but no longer than
+    ``alive_s``, unless that is 0: a proxy takes a connection for dead that stays silent.
+    """
+    try:
+        async with asyncio.timeout(alive_s or None):
+            await run_until_disconnect(request.receive, call.wait_first_token())
+    except TimeoutError:
+        pass
+    except BaseException:
+        call.close()
+        raise

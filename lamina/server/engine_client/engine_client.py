@@ -1,0 +1,422 @@
+"""The server's end of the engine process: adds prompts, hands deltas to whoever waits for them, knows if it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from lamina.config.engine_config import EngineConfig
+from lamina.protocol.control import MAX_FRAME, Failed, Progress, Stop
+from lamina.protocol.executor import WorkerError
+from lamina.request import ErrorOrigin, SamplingParams
+from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
+from lamina.scheduler.sessions.session_table import SessionInfo
+
+from .engine_queries import ANSWER_S, EngineQueries
+from .engine_restarts import EngineRestarts, PromptProgress
+from .engine_watchdog import EngineHandle, EngineWatchdog, exit_reason_of, is_defect
+from .frames import LENGTH, UnsendableError, framed, read_anyway
+from .messages import (
+    CancelPrompt,
+    CordonWorker,
+    Delta,
+    EngineDefect,
+    EngineReady,
+    EngineState,
+    Outputs,
+    PromptRefused,
+    ResetPrefixCache,
+    ScaleMemory,
+    ScaleReply,
+    SessionsReply,
+    SessionsRequest,
+    WorkerCounters,
+    detach,
+    idle_state,
+    state_for_workers,
+)
+from .open_prompts import DeltaObserver, DeltaSink, OpenPrompt, OpenPrompts
+from .output_parts import OutputAssembler
+from .reply_queue import ReplyQueue
+from .resize import EngineBusyError, ResizeRequests
+
+FROM_ENGINE = (
+    EngineReady
+    | Progress
+    | Outputs
+    | EngineState
+    | WorkerCounters
+    | SessionsReply
+    | ResetPrefixCache
+    | PromptRefused
+    | ScaleReply
+    | Failed
+    | EngineDefect
+)
+JOIN_S = 8.0
+WATCH_S = 0.25  # between looks whether the engine stands still
+log = logging.getLogger(__name__)
+
+
+class EngineGoneError(WorkerError):
+    """The engine process has ended, and why. ``by_defect``: of its own, and nobody has ended it."""
+
+    def __init__(self, text: str, *, by_defect: bool = False) -> None:
+        super().__init__(text)
+        self.by_defect = by_defect
+
+
+class QuestionFailedError(Exception):
+    """The engine could not answer a question, by a defect of its own."""
+
+
+class EngineClient:
+    """All methods belong to the event loop's thread."""
+
+    def __init__(self, handle: EngineHandle, restarts: EngineRestarts | None, records: DeltaSink | None = None) -> None:
+        """``restarts``: None = the first engine is the last one. ``records``: gets all deltas first."""
+        self.ready: EngineReady
+        self.on_step: Callable[[int], None] = lambda tokens: None  # gets the tokens of each step, see Outputs
+        self.state: EngineState | None = None
+        self.counters: dict[str, dict[str, float]] = {}
+        self.failure: str | None = None  # why the engine is gone
+        self.lost = asyncio.Event()  # the same, to wait for; not set where ``close`` has ended it
+        self._handle, self._restarts = handle, restarts
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._is_ready = False  # until then questions wait here
+        self._hangs = False  # whether it has been ended as it hung
+        self._workers: set[int] = set()  # processes of the engine's workers
+        self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
+        self.prompts = OpenPrompts(self._send, records, hears=restarts is not None)
+        self._resize, self._queries, self._closing, self._next_key = (
+            ResizeRequests(self._send),
+            EngineQueries(),
+            False,
+            0,
+        )
+        self._state_at = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def connect(
+        cls,
+        handle: EngineHandle,
+        on_progress: Callable[[Progress], None],
+        restarts: EngineRestarts | None = None,
+        records: DeltaSink | None = None,
+    ) -> EngineClient:
+        """Wait until a launched engine is ready. Raises ValueError for bad input, EngineGoneError."""
+        client = cls(handle, restarts, records)
+        await client._open(on_progress)
+        client.prompts.resume()
+        client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
+        return client
+
+    async def _open(self, on_progress: Callable[[Progress], None]) -> None:
+        self._reader, self._writer = await asyncio.open_connection(sock=self._handle.sock)
+        self._output_assembler, self._hangs = OutputAssembler(), False  # of this engine
+        while True:
+            message = await self._receive()
+            if isinstance(message, EngineReady):
+                self.ready, self._state_at, self._is_ready = message, time.monotonic(), True
+                return
+            if isinstance(message, Progress):
+                on_progress(message)
+            elif isinstance(message, Failed):
+                raise ValueError(message.text) if message.user_error else EngineGoneError(message.text)
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """Seconds since the engine last made progress, or was idle with all workers answering."""
+        return time.monotonic() - self._state_at
+
+    def with_seed(self, params: SamplingParams) -> SamplingParams:
+        """With a seed, where there may be another engine."""
+        return self._restarts.with_seed(params) if self._restarts else params
+
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        feed: ReplyQueue,
+        meter: DeltaObserver,
+        *,
+        key: int | None = None,
+        heard: Sequence[Delta] | None = None,
+        terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
+        name: str = "",
+    ) -> int:
+        """Queue a prompt; its deltas go to ``feed`` under the key returned. ``key``: None = one of this client's own,
+        and then never one from elsewhere. ``heard``: of its completions, from another server's engine; None = it is
+        new. ``name``: its request's, for the log. Raises EngineGoneError.
+        """
+        if self.failure is not None:
+            raise EngineGoneError(self.failure)
+        if key is None:
+            key, self._next_key = self._next_key, self._next_key + 1
+        progress = PromptProgress(prompt, self.with_seed(params), terms, accepted=heard is not None)
+        for delta in heard or ():
+            progress.take(delta)
+        self.prompts.add(key, OpenPrompt(feed, meter, progress, name))
+        return key
+
+    def cancel(self, key: int) -> None:
+        """Nobody wants it any more. Finished and unknown keys are ignored."""
+        self.prompts.cancel(key)
+
+    def reset_prefix_cache(self) -> None:
+        """Prompts that are added behind this find no KV of those before."""
+        reset = self._restarts.request_reset() if self._restarts else ResetPrefixCache()
+        if self._is_ready:
+            self._send(reset)
+
+    async def sessions(self, tenant: bytes, drop: str | None = None) -> list[SessionInfo]:
+        """The sessions of a tenant; or the one that is called ``drop``, which then is no more. Raises as ``query``."""
+        return (await self.query(SessionsRequest(0, tenant, drop))).sessions
+
+    async def query(self, question: SessionsRequest) -> SessionsReply:
+        """The answer to a question about sessions. Raises EngineGoneError, QuestionFailedError."""
+        if self.failure is not None or not self._is_ready:
+            raise EngineGoneError(self.failure or "it is being replaced")
+        try:
+            answer = await self._queries.query(self._send, question)
+        except TimeoutError:
+            raise EngineGoneError(f"it has not answered for {ANSWER_S:g} s") from None
+        except UnsendableError as e:
+            log.error("a question cannot be sent to the engine: %s", e)
+            raise QuestionFailedError(f"the question cannot be sent to the engine: {e}") from None
+        if answer.blame is ErrorOrigin.SERVER:
+            raise QuestionFailedError(answer.refusal)
+        return answer
+
+    @property
+    def config(self) -> EngineConfig | None:
+        """Of the engine, or of the one that takes its place; None where the first one is the last."""
+        return self._restarts.config if self._restarts else None
+
+    async def replace_engine(self, config: EngineConfig, leaving: Sequence[int] = ()) -> float:
+        """Have an engine with ``config`` take the place of this one: all open prompts go on there, from their tokens.
+        ``leaving``: memory workers that go, in place or not at all. Returns the seconds without an engine. Raises
+        EngineBusyError, EngineGoneError, and PlanFailedError where no engine starts so: then one goes on as it was
+        before.
+        """
+        restarts = self._settled()
+        had = restarts.config
+        sizes = msgspec.structs.replace(config.topology, memory_workers=had.topology.memory_workers)
+        if sizes == had.topology:
+            wanted = ScaleMemory(config.topology.memory_workers, list(leaving))
+            pause_s = await asyncio.shield(self._resize.change(wanted, lambda: restarts.set_config(config)))
+            if pause_s is not None:
+                return pause_s
+        if not self._is_ready:
+            raise EngineBusyError("the engine is being replaced: ask again once /health says ok")
+        planned, engine = restarts.plan(config), self._handle
+        self._send(Stop())  # it sends its last outputs, and ends with its workers
+        asyncio.get_running_loop().call_later(JOIN_S, self._kill_if_late, engine)
+        return await asyncio.shield(planned)
+
+    async def cordon(self, worker: int, *, on: bool) -> list[int]:
+        """Have no new sequence begin on a memory worker, or have them begin there again. Returns all of which the
+        former holds. Raises as ``replace_engine``.
+        """
+        self._settled()
+        return await self._resize.cordon(CordonWorker(worker, on))
+
+    def _settled(self) -> EngineRestarts:
+        """Raises EngineGoneError, EngineBusyError where the engine cannot be changed now."""
+        if self.failure is not None:
+            raise EngineGoneError(self.failure)
+        if self._restarts is None or not self._is_ready or self._restarts.is_planned or self._closing:
+            raise EngineBusyError("the engine is being replaced, or ended: ask again once /health says ok")
+        self._resize.check()
+        return self._restarts
+
+    def _kill_if_late(self, engine: EngineHandle) -> None:
+        if engine is self._handle and self._is_ready and not self._closing:
+            engine.join(0.0)
+
+    def kill(self) -> None:
+        """End the engine by force, now; its workers end when its links do. ``close`` then has nothing to wait for."""
+        self._closing = True
+        self._handle.join(0.0)
+
+    async def close(self) -> None:
+        """End the engine and its workers. Idempotent."""
+        self._closing = True
+        self._send(Stop())
+        # The link stays open until then: its end would tell the engine to hurry. One that still loads hears nothing.
+        await asyncio.to_thread(self._handle.join, JOIN_S if self._is_ready or self.failure else 0.0)
+        for task in self._tasks:
+            task.cancel()
+        self._writer.close()
+
+    def _send(self, message: msgspec.Struct) -> None:
+        """Raises UnsendableError."""
+        data = framed(message)
+        with contextlib.suppress(OSError, RuntimeError):  # its link has ended: the next engine is asked anew
+            self._writer.write(data)
+
+    async def _receive(self) -> Any:
+        try:
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            if length > MAX_FRAME:
+                raise EngineGoneError(f"the engine process sent a frame of {length} bytes", by_defect=True)
+            frame = await self._reader.readexactly(length)
+        except (EOFError, OSError) as e:
+            fate = await asyncio.to_thread(exit_reason_of, self._handle)
+            defect = is_defect(self._handle) or self._hangs
+            raise EngineGoneError(f"the engine process (pid {self._handle.pid}) {fate}", by_defect=defect) from e
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, RecursionError) as e:
+            return self._mended(frame, e)
+
+    def _mended(self, frame: bytes, error: Exception) -> Any:
+        """What can be read of a frame; requests of which nothing can end by an error. Raises EngineGoneError."""
+        if (mended := read_anyway(frame, error)) is None:
+            raise EngineGoneError(f"the engine process sent what is no message: {error}", by_defect=True)
+        log.error("an answer of the engine cannot be read, and its request ends by an error: %s", error)
+        for key in mended.ended:
+            self._send(CancelPrompt(key))
+        return mended.message
+
+    async def _read(self) -> None:
+        reason = None
+        while reason is None:
+            try:
+                reason = await self._listen()
+            except Exception as e:  # a defect here: no reader may wait for an engine that nobody hears
+                log.exception("reading from the engine, or starting another one, has failed")
+                reason = f"the server cannot go on with its engine: {type(e).__name__}: {e}"
+        self._is_ready, self.failure = False, reason
+        self._resize.on_answer(ScaleReply(error=reason))
+        self._queries.fail(EngineGoneError(reason))
+        if self._restarts is not None:
+            self._restarts.forbid(reason)
+        if not self._closing:
+            log.error("the engine is gone, requests get 503: %s", reason)
+            self.lost.set()
+        self.prompts.fail(EngineGoneError(reason))
+
+    async def _watch(self) -> None:
+        """An engine that makes no way is as one that has died, also while it is idle: who asks /health would wait."""
+        watch = EngineWatchdog(self._restarts.config.deadlines) if self._restarts else None
+        while watch is not None and self._restarts is not None and not self.lost.is_set():
+            await asyncio.sleep(WATCH_S)
+            wanted, recovering = (
+                self._is_ready and self._restarts.is_allowed,
+                bool(self.state and self.state.recovering),
+            )
+            if words := watch.check(self._handle, wanted=wanted, recovering=recovering):
+                log.warning("the engine process (pid %d) %s", self._handle.pid, words)
+                self._hangs = watch.hangs
+                await asyncio.to_thread(self._handle.join, 0.0)
+
+    async def _listen(self) -> str | None:
+        """To one engine, until it ends. Why there is no other one; None where there is."""
+        try:
+            while True:
+                message = await self._receive()
+                if isinstance(message, EngineDefect):
+                    return await self._restart(message.text, by_defect=True)
+                if isinstance(message, Failed):
+                    next_one, left = self._restarts, message.workers_that_fit
+                    goes_on = next_one is not None and (
+                        next_one.shrink(left, message.lost_hosts) or next_one.is_planned
+                    )
+                    return await self._restart(message.text) if goes_on else message.text
+                self._handle_message(message)
+        except EngineGoneError as e:
+            return await self._restart(str(e), by_defect=e.by_defect)
+
+    async def _restart(self, reason: str, *, by_defect: bool = False) -> str | None:
+        """Have another engine go on with all open prompts. ``by_defect``: of the last one, which one of them may have
+        brought out. Why that cannot be; None where it is so.
+        """
+        restarts, self._is_ready = self._restarts, False
+        self._leave(by_defect=by_defect)
+        self._resize.on_answer(ScaleReply(error=reason))
+        self._queries.fail(EngineGoneError(reason))
+        while restarts is not None and not self._closing:
+            if not (restarts.is_planned or restarts.is_allowed):
+                return restarts.exit_message(reason)
+            words = f"the engine ends, as planned ({reason})" if restarts.is_planned else reason
+            log.warning("%s; another one takes its place, and all requests go on", words)
+            free = list(map(min, self.ready.num_blocks))
+            nothing = EngineState(running=0, waiting=0, free_blocks=free, preemptions=0, steps=0)
+            self.state = msgspec.structs.replace(self.state or nothing, recovering=True)
+            self._writer.close()
+            try:
+                await self._next_engine(restarts)
+                return None
+            except EngineGoneError as e:  # it died, too
+                reason = str(e)
+                restarts.give_up(reason)
+                continue
+            except TimeoutError:
+                failed = f"another engine took too long to start (--start-timeout-s {restarts.limit_s:g})"
+            except (ValueError, OSError) as e:
+                failed = f"another engine cannot start: {e}"
+            if not restarts.give_up(failed):
+                return f"{reason}; {failed}"
+        return reason
+
+    def _leave(self, *, by_defect: bool) -> None:
+        """No prompt has an engine now. Where one is known by which it failed, that costs no recovery as long as others
+        come to their ends: else a server whose engines all fail would never end.
+        """
+        defect = by_defect and self._restarts is not None and not self._restarts.is_planned and not self._closing
+        known = self.prompts.pause(by_defect=defect, at_once=self.ready.max_num_seqs)
+        if known and self._restarts is not None and self.prompts.some_ended:
+            self._restarts.excuse()
+        if known:
+            self.prompts.some_ended = False
+
+    async def _next_engine(self, restarts: EngineRestarts) -> None:
+        """Start it, and tell it of all open prompts. Raises EngineGoneError, TimeoutError, ValueError, OSError."""
+        had = self.ready
+        self._handle = await restarts.begin(self._handle, self._workers)
+        async with asyncio.timeout(restarts.limit_s):
+            await self._open(lambda progress: None)
+        assert self.state is not None
+        self.state = msgspec.structs.replace(self.state, recovering=False)
+        if self.ready.num_blocks != had.num_blocks:  # it has other workers than the last one
+            self.state, self.counters = idle_state(self.state, self.ready), {}
+        for reset in restarts.pending_reset:
+            self._send(reset)
+        self.prompts.resume()
+        restarts.end(self.prompts.requests)
+
+    def _handle_message(self, message: Any) -> None:
+        if isinstance(message, Outputs):
+            self._state_at = time.monotonic()
+            for delta in message.deltas:
+                detach(delta)
+            if (message := self._output_assembler.add(message)) is None:
+                return
+            if message.num_tokens:
+                self.on_step(message.num_tokens)
+            self.prompts.take(message.deltas)
+        elif isinstance(message, EngineState):
+            self._state_at, self.state = time.monotonic(), state_for_workers(message, self.ready)
+        elif isinstance(message, ScaleReply):
+            if message.ready is not None and not message.error:
+                self.ready, self.counters = message.ready, {}
+                self.state = state_for_workers(self.state, self.ready) if self.state is not None else None
+            self._resize.on_answer(message)
+        elif isinstance(message, WorkerCounters):
+            self.counters, self._workers = message.workers, set(message.pids)
+            self.ready = msgspec.structs.replace(self.ready, hosts=message.hosts or self.ready.hosts)
+        elif isinstance(message, SessionsReply):
+            self._queries.on_answer(message)
+        elif isinstance(message, ResetPrefixCache) and self._restarts is not None:
+            self._restarts.on_reset_done(message)
+        elif isinstance(message, PromptRefused):
+            self.prompts.refuse(message)

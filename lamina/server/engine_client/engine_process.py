@@ -1,0 +1,407 @@
+"""The engine in a process of its own. It knows nothing of HTTP or JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from functools import partial
+from typing import Any
+
+from lamina import netstack
+from lamina.engine.engine import Engine
+from lamina.engine.tuning.profiling import tune_num_batches
+from lamina.engine.tuning.unloaded_latency import check_slo
+from lamina.executor.counter_collection import has_progress
+from lamina.executor.launchers import open_launcher
+from lamina.executor.transport_choice import choose_transport
+from lamina.executor.worker_executor import WorkerExecutor
+from lamina.models.tokenizer import load_in_background
+from lamina.protocol.control import EPOCH_BITS, ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
+from lamina.protocol.executor import ReducedCapacityError, WorkerError
+from lamina.request import ErrorOrigin, OverloadedError, RequestOutput
+from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, SessionName
+from lamina.workers.worker_process import write_error
+
+from .frames import Garbled, garbled, in_place_of
+from .live_request import ActivePrompt
+from .messages import (
+    AddPrompt,
+    CancelPrompt,
+    CordonWorker,
+    Delta,
+    EngineDefect,
+    EngineReady,
+    EngineState,
+    Outputs,
+    PromptRefused,
+    ResetPrefixCache,
+    ScaleMemory,
+    ScaleReply,
+    SessionsReply,
+    SessionsRequest,
+    StartEngine,
+    WorkerCounters,
+)
+from .operator_commands import run_command
+from .output_parts import split_outputs
+from .rebalance import REASON, Rebalancer
+from .reports import ready_of, state_of
+
+log = logging.getLogger(__name__)
+FROM_SERVER = (
+    StartEngine | AddPrompt | CancelPrompt | ResetPrefixCache | SessionsRequest | ScaleMemory | CordonWorker | Stop
+)
+IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at its workers
+HEALTH_CHECK_S = 0.25  # the same, while some of them have yet to answer
+WAIT_S = 0.01  # the same, where requests wait for room
+STATE_S = 0.05
+LAST_EPOCH = (1 << EPOCH_BITS) - 1024  # a change takes two at least, and more where workers are lost meanwhile
+MOST_UNSENDABLE = 1024  # that are remembered
+COUNTERS_S = 0.9  # how often all workers are asked for their counters, and so whether they live
+
+
+class EngineDefectError(Exception):
+    """An engine that served has failed by a defect of its own."""
+
+
+def serve_engine(sock: socket.socket) -> None:
+    """Serve one server until its link ends or says Stop."""
+    link = ControlLink(sock, FROM_SERVER)
+    try:
+        start = link.recv()
+        if isinstance(start, StartEngine):
+            _log(start)
+            _serve(link, start)
+    except LinkClosedError:
+        pass  # the server is gone: so are we
+    except (ValueError, OSError, ImportError) as e:
+        _tell(link, Failed(text=str(e), user_error=True))
+    except ReducedCapacityError as e:
+        _tell(link, Failed(text=str(e), workers_that_fit=e.workers_that_fit, lost_hosts=e.lost_hosts))
+    except WorkerError as e:
+        _tell(link, Failed(text=str(e)))
+    except EngineDefectError as e:
+        _tell(link, EngineDefect(text=f"engine: {e}"))
+        raise
+    except Exception as e:
+        write_error()
+        _tell(link, Failed(text=f"engine: {type(e).__name__}: {e}"))
+        raise
+    finally:
+        link.close()
+
+
+def _log(start: StartEngine) -> None:
+    """What becomes of workers, to stderr, as the server's own lines."""
+    if not start.log_json:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+        for room in ("lamina.executor", "lamina.engine"):
+            logging.getLogger(room).setLevel(logging.INFO)
+
+
+def _serve(link: ControlLink, start: StartEngine) -> None:
+    config, _ = choose_transport(start.config)
+    here = netstack.in_process(config.launch.scheme)
+    remote, limit_s = config.model.trust_remote_code, config.deadlines.start_timeout_s
+    tokenizer = load_in_background(start.tokenizer or start.model, trust_remote_code=remote, here=here, limit_s=limit_s)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        link.send(Progress(stage=stage, done=done, total=total))
+
+    pools = WorkerExecutor(start.model, config, progress, launch=partial(open_launcher, without=start.lost_hosts))
+    try:
+        engine = Engine(pools, config, trace=pools.tracer.recorder)
+        pools.set_engine(engine)
+        tune_num_batches(engine, progress)
+        if start.is_first:
+            check_slo(engine, start.conductor_config.limits, progress)
+        engine.slo_admission.set_config(start.conductor_config)
+        loop = _EngineLoop(link, engine, pools, tokenizer.result(limit_s))
+        try:
+            loop.run()
+        except (WorkerError, LinkClosedError):
+            raise
+        except Exception as e:
+            write_error()
+            raise EngineDefectError(f"{type(e).__name__}: {e}") from e
+    finally:
+        pools.close()
+
+
+class _EngineLoop:
+    """Takes messages between steps. Answers leave on a thread of their own, so that no step waits for the server."""
+
+    def __init__(self, link: ControlLink, engine: Engine, pools: WorkerExecutor, tokenizer: Any) -> None:
+        self._link = link
+        self._engine = engine
+        self._pools = pools
+        self._tokenizer = tokenizer
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._by_key: dict[int, ActivePrompt] = {}
+        self._by_id: dict[int, ActivePrompt] = {}
+        self._stopped = False
+        self._steps = 0
+        self._grown = 0  # tokens of the last one, see Outputs
+        self._reported = (
+            False,
+            0,
+            False,
+        )  # whether it was busy, its steps, and whether it recovered, in the last State
+        self._counters: dict[str, dict[str, float]] = {}
+        self._epoch = -1  # of whose workers the server knows
+        self._rebalancer = Rebalancer(engine, pools)
+        self._state_at = self._asked_at = 0.0
+        self._sessions: dict[str, int] = {}  # by tier, when workers were asked last
+        self._unsendable = deque[int](maxlen=MOST_UNSENDABLE)  # keys of requests that have ended so
+
+    def run(self) -> None:
+        self._link.send(self._ready())
+        self._report_workers()
+        self._pools.call_periodically(self._report)
+        threads = [threading.Thread(target=t, name="lamina-link", daemon=True) for t in (self._read, self._write)]
+        for thread in threads:
+            thread.start()
+        try:
+            while not (self._stopped or self._is_out_of_epochs()):
+                self._take_messages()
+                self._advance()
+                self._report()
+        finally:
+            self._outbox.put(None)
+            threads[1].join(1.0)
+
+    def _is_out_of_epochs(self) -> bool:
+        """Whether views have hardly a number left: this engine ends without a word then, and another one goes on."""
+        spent = (view := self._pools.ready.epoch) >= LAST_EPOCH
+        if spent:
+            log.warning("view %d is one of the last that have a number: this engine ends, as if it had died", view)
+        return spent
+
+    def _advance(self) -> None:
+        if self._engine.has_work:
+            self._grown = 0
+            deltas = [d for o in self._engine.step() for d in self._deltas(o)]
+            self._steps += 1
+            if not self._by_key:
+                self._report_state()  # first, so that gauges count the last answer before a client reads it
+            if deltas:
+                self._outbox.put(Outputs(deltas, self._grown))
+        else:
+            self._engine.release_idle_blocks()
+            self._engine.check_workers()
+
+    def _deltas(self, output: RequestOutput) -> list[Delta]:
+        live = self._by_id.get(output.request_id)
+        if live is None:
+            return []
+        if output.finished:
+            self._forget(live)
+        deltas = live.deltas(output)
+        begun = any(d.num_cached_tokens is not None for d in deltas)
+        self._grown += sum(len(d.token_ids) for d in deltas) + begun * len(output.prompt_token_ids)
+        return deltas
+
+    def _forget(self, live: ActivePrompt) -> None:
+        self._by_key.pop(live.key, None)
+        self._by_id.pop(live.request_id, None)
+
+    def _take_messages(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            if (self._engine.idle or not self._engine.has_work) and not self._stopped:
+                wait = WAIT_S if self._engine.has_work else HEALTH_CHECK_S if self._pools.has_pending_stats else IDLE_S
+                self._take(self._inbox.get(timeout=wait))
+            while True:
+                self._take(self._inbox.get_nowait())
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, AddPrompt):
+            self._add(message)
+        elif isinstance(message, CancelPrompt):
+            if live := self._by_key.get(message.key):
+                self._forget(live)
+                self._engine.cancel(live.request_id)
+        elif isinstance(message, ResetPrefixCache):
+            self._engine.reset_prefix_cache()
+            self._outbox.put(message)
+        elif isinstance(message, ScaleMemory | CordonWorker):
+            if (answer := run_command(self._engine, self._pools, message)) is not None:
+                self._outbox.put(answer)
+        elif isinstance(message, SessionsRequest):
+            self._report_sessions(message)
+        elif isinstance(message, Garbled):
+            self._refuse_garbled(message)
+        elif isinstance(message, Exception):
+            raise RuntimeError(f"its link to the server has failed: {message}") from message
+        else:
+            self._stopped = True
+
+    def _refuse_garbled(self, message: Garbled) -> None:
+        log.error("a message of the server cannot be read, and its request gets an error: %s", message.text)
+        if message.key is not None:
+            self._outbox.put(PromptRefused(message.key, message.text, ErrorOrigin.SERVER))
+        elif message.number is not None:
+            self._outbox.put(SessionsReply(message.number, [], refusal=message.text, blame=ErrorOrigin.SERVER))
+
+    def _report_sessions(self, asked: SessionsRequest) -> None:
+        sessions, copy, refusal, blame = list[SessionInfo](), None, "", ErrorOrigin.CLIENT
+        try:
+            sessions = self._engine.scheduler.session_cache.list_tenant(asked.tenant)
+            if asked.drop is not None:
+                sessions = [s for s in sessions if s.name == asked.drop]
+                self._engine.drop_session(SessionName(asked.tenant, asked.drop))
+            copy = self._port_session(asked)
+        except ValueError as e:
+            refusal = str(e)
+        except WorkerError:
+            raise
+        except Exception as e:
+            log.exception("a question about sessions could not be answered")
+            refusal, blame = f"the engine could not answer: {type(e).__name__}: {e}", ErrorOrigin.SERVER
+        self._outbox.put(SessionsReply(asked.number, sessions, copy, refusal, blame))
+
+    def _port_session(self, asked: SessionsRequest) -> SessionCopy | None:
+        leaves = self._engine.scheduler.session_cache
+        if asked.import_ is not None:
+            leaves.import_session(asked.tenant, asked.import_, self._engine.worker_info.max_model_len)
+        if asked.copy is None:
+            return None
+        self._engine.release_idle_blocks()  # its last turn has ended for the client; so it has for the scheduler, then
+        return leaves.export_session(SessionName(asked.tenant, asked.copy))
+
+    def _add(self, add: AddPrompt) -> None:
+        try:
+            self._engine.check(add.prompt, add.params, add.cache_options)
+        except ValueError as e:
+            self._outbox.put(PromptRefused(add.key, str(e), ErrorOrigin.CLIENT))
+            return
+        if sum(told.is_finished for told in add.resumed) == add.params.n:
+            why = "all completions of this prompt have come to their ends: there is nothing to go on with"
+            self._outbox.put(PromptRefused(add.key, why, ErrorOrigin.SERVER))
+            return
+        try:
+            pieces = self._pieces(add)
+            request_id = self._engine.add(
+                add.prompt,
+                add.params,
+                make_pieces=pieces,
+                resume_from=add.resumed,
+                terms=add.cache_options,
+                accepted=add.accepted,
+            )
+        except OverloadedError as e:
+            self._outbox.put(PromptRefused(add.key, str(e), ErrorOrigin.LOAD, e.refusal))
+            return
+        except Exception as e:  # of one prompt; the others have done nothing
+            log.exception("a prompt could not be added")
+            self._outbox.put(PromptRefused(add.key, f"the engine could not add the prompt: {e}", ErrorOrigin.SERVER))
+            return
+        live = ActivePrompt(add, request_id)
+        self._by_key[add.key] = self._by_id[request_id] = live
+
+    def _pieces(self, add: AddPrompt) -> Any:
+        if self._tokenizer is None:
+            return None
+        from lamina.models.tokenizer import Detokenizer
+
+        skip = add.params.skip_special_tokens
+        return lambda: Detokenizer(self._tokenizer, add.prompt, skip_special_tokens=skip)
+
+    def _report(self) -> None:
+        """A State is due a few times a second while steps are done, at the end of work, and when all workers have
+        answered and, while a step runs, one of them has gone on. No step waits for an answer.
+        """
+        now, busy, recovering = time.monotonic(), self._engine.has_work, self._pools.is_recovering
+        was_busy, steps, was_recovering = self._reported
+        due = (busy, recovering) != (was_busy, was_recovering)
+        if (changed := self._pools.resizer.take_outcome()) is not None:
+            error, asked = changed.error, changed.reason != REASON
+            self._outbox.put(ScaleReply(error=error, pause_s=changed.pause_s, ready=self._ready(), was_requested=asked))
+            due = True
+        if self._pools.ready.epoch != self._epoch:
+            self._report_workers()
+        due = due or ((self._steps > steps or recovering) and now - self._state_at > STATE_S)
+        if (counters := self._pools.collect_stats()) is not None:  # raises where a worker has not answered for long
+            self._outbox.put(WorkerCounters(counters, list(self._pools.pids.values())))
+            due = due or not busy or has_progress(self._counters, counters)
+            self._counters = counters
+            self._rebalancer.update(counters)
+        if now - self._asked_at > COUNTERS_S:
+            self._asked_at = now
+            self._sessions = dict(self._engine.scheduler.session_cache.count_by_tier)
+            self._pools.request_stats()
+        if due:
+            self._report_state()
+
+    def _report_workers(self) -> None:
+        """Whoever starts another engine waits for the ends of these, which have memory; an operator names hosts."""
+        self._epoch = self._pools.ready.epoch
+        self._outbox.put(WorkerCounters(self._counters, list(self._pools.pids.values()), self._pools.hosts))
+
+    def _report_state(self) -> None:
+        self._state_at = time.monotonic()
+        self._reported = (self._engine.has_work, self._steps, self._pools.is_recovering)
+        self._outbox.put(self._state())
+
+    def _state(self) -> EngineState:
+        return state_of(self._engine, self._pools, self._sessions, self._steps)
+
+    def _ready(self) -> EngineReady:
+        return ready_of(self._engine, self._pools)
+
+    def _read(self) -> None:
+        try:
+            while not isinstance(message := self._heard(), Stop):
+                self._inbox.put(message)
+            self._inbox.put(message)
+        except LinkBrokenError as e:
+            self._inbox.put(e)
+        except LinkClosedError:
+            self._inbox.put(Stop())
+        except Exception as e:  # noqa: BLE001 - the loop raises it: who hears nothing must not seem to live
+            self._inbox.put(e)
+
+    def _heard(self) -> Any:
+        try:
+            return self._link.recv()
+        except LinkBrokenError as e:
+            if (about := garbled(e.frame, e)) is None:
+                raise
+            return about
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                for part in split_outputs(message) if isinstance(message, Outputs) else (message,):
+                    self._tell(part)
+        except LinkClosedError:
+            pass  # the reader says so
+        except Exception as e:  # noqa: BLE001 - the same
+            self._inbox.put(e)
+
+    def _tell(self, message: Any) -> None:
+        """Send a message, or an error in place of an answer that cannot be encoded. Raises what ``send`` raises."""
+        try:
+            self._link.send(message)
+        except LinkClosedError:
+            raise
+        except Exception as e:
+            if (mended := in_place_of(message, e)) is None:
+                raise
+            new = [key for key in mended.ended if key not in self._unsendable]
+            if new or not mended.ended:  # more steps may be done before it is cancelled
+                log.error("an answer cannot be encoded, and its request ends by an error: %s: %s", type(e).__name__, e)
+            self._unsendable.extend(new)
+            self._link.send(mended.message)
+            for key in new:
+                self._inbox.put(CancelPrompt(key))
+
+
+def _tell(link: ControlLink, message: Failed | EngineDefect) -> None:
+    with contextlib.suppress(LinkClosedError):
+        link.send(message)

@@ -1,0 +1,250 @@
+"""The open prompts of a server: who reads each one, what has been heard of it, and whether the engine has it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from lamina.executor.restart_budget import WINDOW_S
+from lamina.facts.report import count_text
+from lamina.request import ErrorOrigin, Refusal
+
+from .engine_restarts import PromptProgress
+from .frames import UnsendableError, failed
+from .messages import CancelPrompt, Delta, PromptRefused
+from .reply_queue import ReplyQueue
+from .suspects import Suspects
+
+log = logging.getLogger(__name__)
+MOST_REFUSED = 1024  # requests that are remembered
+GUILTY = "two engines have failed while they computed this request, so it is refused: the server's log has the defect"
+
+
+class PromptRefusedError(Exception):
+    """The engine has refused a prompt. ``blame``: who can put that right. ``refusal``: it would come too late."""
+
+    def __init__(self, text: str, blame: ErrorOrigin, refusal: Refusal | None = None) -> None:
+        super().__init__(text)
+        self.blame, self.refusal = blame, refusal
+
+
+class DeltaObserver(Protocol):
+    """Watches one prompt's deltas as they come in."""
+
+    def on_delta(self, delta: Delta) -> None: ...
+
+
+class DeltaSink(Protocol):
+    """Keeps what a step has brought, before readers get it."""
+
+    def add_deltas(self, deltas: Sequence[Delta]) -> None: ...
+
+
+@dataclass(slots=True)
+class OpenPrompt:
+    """A prompt without its end. ``name``: its request's, for the log. ``sent_as``: its key in the present engine; None:
+    that has it not.
+    """
+
+    feed: ReplyQueue
+    meter: DeltaObserver
+    progress: PromptProgress
+    name: str
+    sent_as: int | None = None
+
+
+class OpenPrompts:
+    """All prompts without their ends, by key. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self, send: Callable[[msgspec.Struct], None], records: DeltaSink | None, *, hears: bool = True
+    ) -> None:
+        """``send``: to the engine; raises UnsendableError. ``records``: gets all deltas first. ``hears``: whether
+        another engine may have to go on with them.
+        """
+        self._send, self._records, self._hears = send, records, hears
+        self._open: dict[int, OpenPrompt] = {}
+        self._sent: dict[int, int] = {}  # key in the present engine -> key
+        self._withdrawn = set[int]()  # keys that an engine was told, and is not to use again
+        self._next_alias = -1  # the next name of such a prompt in an engine
+        self._serving = False  # whether there is an engine to send to
+        self._suspects = Suspects()
+        self._refused: OrderedDict[bytes, float] = OrderedDict()  # digest -> when it was found guilty
+        self.some_ended = False  # whether one has come to its own end since the last one was found guilty
+
+    @property
+    def keys(self) -> set[int]:
+        """The keys of these prompts."""
+        return {*self._open}
+
+    @property
+    def begun(self) -> set[int]:
+        """The keys of those that have a token."""
+        return {key for key, prompt in self._open.items() if prompt.progress.begun}
+
+    @property
+    def requests(self) -> int:
+        """The number of requests that these prompts are of."""
+        return len({id(each.feed) for each in self._open.values()})
+
+    def add(self, key: int, prompt: OpenPrompt) -> None:
+        """A new prompt goes to the engine now, or to the next one; it is refused where its like was found guilty."""
+        if self._is_refused(prompt):
+            log.error("request %s is refused: another one of the same prompt has made engines fail", prompt.name)
+            prompt.feed.fail(PromptRefusedError(GUILTY, ErrorOrigin.SERVER))
+            return
+        self._open[key] = prompt
+        self._offer(key)
+
+    def cancel(self, key: int) -> None:
+        """Forget a prompt, of which nobody wants anything any more. Unknown keys are ignored."""
+        if key in self._open:
+            self._withdraw(key)
+            del self._open[key]
+            self._ended(key)
+
+    def resume(self) -> None:
+        """An engine is there. It gets all of them or, while the guilty one is searched, the one on trial."""
+        self._serving = True
+        self._suspects.started()
+        self._arrange()
+
+    def pause(self, *, by_defect: bool = False, at_once: int = 0) -> bool:
+        """The engine is gone. ``by_defect``: it has failed as it computed ``at_once`` prompts at most. Returns
+        whether the prompt is known that has made it fail: that has ended by an error.
+        """
+        had, self._serving = self._likeliest(at_once), False
+        self._sent.clear()
+        self._withdrawn.clear()
+        for prompt in self._open.values():
+            prompt.sent_as = None
+        if not by_defect or not self._hears or not had:
+            return False
+        if (guilty := self._suspects.failed(had)) is None:
+            log.warning(
+                "the engine failed with %s: they are tried one by one, and others wait", count_text(len(had), "prompt")
+            )
+            return False
+        self._convict(guilty)
+        return True
+
+    def _likeliest(self, at_once: int) -> list[int]:
+        """The prompts that the engine may have computed: of those without a token the first ones, then the others."""
+        sent = {key: prompt.progress for key, prompt in self._open.items() if prompt.sent_as is not None}
+        new = sorted((progress.priority, key) for key, progress in sent.items() if not progress.begun)
+        return [key for _, key in new[:at_once]] + sorted((k for k, x in sent.items() if x.begun), reverse=True)
+
+    def _convict(self, guilty: int) -> None:
+        """This prompt, and others like it, end by an error and do not come back."""
+        digest = self._open[guilty].progress.digest
+        self._refused[digest] = time.monotonic()
+        while len(self._refused) > MOST_REFUSED:
+            self._refused.popitem(last=False)
+        for key in [key for key, prompt in self._open.items() if prompt.progress.digest == digest]:
+            log.error("request %s is refused for good: two engines have failed with it", self._open[key].name)
+            self._tell([failed(key, GUILTY)])
+
+    def _is_refused(self, prompt: OpenPrompt) -> bool:
+        if not self._refused:  # the digest of a long prompt takes its time
+            return False
+        at = self._refused.get(prompt.progress.digest)
+        return at is not None and time.monotonic() - at < WINDOW_S
+
+    def fail(self, error: Exception) -> None:
+        """No engine will be there any more."""
+        prompts, self._open = self._open, {}
+        for prompt in prompts.values():
+            prompt.feed.fail(error)
+
+    def take(self, deltas: Sequence[Delta]) -> None:
+        """What a step has brought, by the keys that the engine has been told."""
+        known = [delta for delta in deltas if delta.key in self._sent]  # others are of prompts that were withdrawn
+        for delta in known:
+            delta.key = self._sent[delta.key]
+        self._tell(known)
+
+    def _tell(self, deltas: Sequence[Delta]) -> None:
+        """What readers get: what a step has brought, or the end of a request by an error."""
+        if self._records is not None:
+            self._records.add_deltas(deltas)
+        for delta in deltas:
+            if prompt := self._open.get(delta.key):
+                try:
+                    self._deliver(prompt, delta)
+                except Exception as e:  # a defect here, of this answer alone
+                    log.exception("an answer to request %s cannot be handled", prompt.name)
+                    self.cancel(delta.key)
+                    text = f"the server cannot handle its answer: {type(e).__name__}: {e}"
+                    prompt.feed.fail(PromptRefusedError(text, ErrorOrigin.SERVER))
+
+    def refuse(self, message: PromptRefused) -> None:
+        """The engine does not take a prompt."""
+        key = self._sent.pop(message.key, None)
+        if key is not None and (prompt := self._open.pop(key, None)):
+            prompt.feed.fail(PromptRefusedError(message.text, message.blame, message.refusal))
+            self._ended(key)
+
+    def _arrange(self) -> None:
+        """The engine gets all prompts that may go, and no others."""
+        for key in [*self._open]:
+            if not self._suspects.may_go(key):
+                self._withdraw(key)
+        for key in [*self._open]:
+            self._offer(key)
+
+    def _offer(self, key: int) -> None:
+        """Send a prompt, if it is open, not sent yet, and may go."""
+        prompt = self._open.get(key)
+        if prompt is None or prompt.sent_as is not None or not self._serving or not self._suspects.may_go(key):
+            return
+        sent_as = key
+        if key in self._withdrawn:  # what the engine has said of it may still come
+            sent_as, self._next_alias = self._next_alias, self._next_alias - 1
+        try:
+            self._send(prompt.progress.request_message(sent_as))
+            prompt.sent_as, self._sent[sent_as] = sent_as, key
+        except UnsendableError as e:
+            log.error("a prompt of request %s cannot be sent to the engine: %s", prompt.name, e)
+            self._tell([failed(key, f"the request cannot be sent to the engine: {e}")])
+
+    def _withdraw(self, key: int) -> None:
+        """The engine is to give up a prompt; what it has said of that, and is on its way, does not count any more."""
+        prompt = self._open[key]
+        if prompt.sent_as is not None:
+            self._send(CancelPrompt(prompt.sent_as))
+            del self._sent[prompt.sent_as]
+            prompt.sent_as = None
+            self._withdrawn.add(key)
+
+    def _deliver(self, prompt: OpenPrompt, delta: Delta) -> None:
+        key, whole = delta.key, delta.times is not None
+        if whole:
+            del self._open[key]
+            if prompt.sent_as is not None:
+                del self._sent[prompt.sent_as]
+        elif self._hears:
+            prompt.progress.take(delta)
+        prompt.meter.on_delta(delta)
+        prompt.feed.push(delta)
+        if whole:
+            self.some_ended = self.some_ended or delta.finish_reason in ("stop", "length")
+            self._ended(key)
+        elif self._suspects.grown(key, len(delta.token_ids) / prompt.progress.completions):
+            self._go_on()
+
+    def _ended(self, key: int) -> None:
+        self._withdrawn.discard(key)
+        if self._suspects.ended(key):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """A suspect is cleared, or has ended."""
+        if not self._suspects.searching:
+            log.warning("no prompt makes the engine fail alone: all go on together")
+        self._arrange()

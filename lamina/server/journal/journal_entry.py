@@ -1,0 +1,93 @@
+"""One request of a journal, and its answer as far as it has come."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from lamina.request import SamplingParams
+from lamina.server.engine_client.messages import Delta, merge_delta
+from lamina.server.request.prompt_processing import Prompt
+from lamina.server.response.response_head import usage_of
+
+from .journal_records import AcceptedRecord, FailedRecord
+
+
+class JournalEntry:
+    """``accepted``: what was asked. ``gap_segment``: the segment where a part of its answer could not be written, so
+    nothing after it is written there.
+    ``num_restarts``: servers that have begun it again and ended by accident, this one included as long as it runs.
+    """
+
+    def __init__(self, accepted: AcceptedRecord) -> None:
+        self.accepted = accepted
+        self.refusal: FailedRecord | None = None
+        self.gap_segment = -1
+        self.num_restarts = 0
+        self.ended_in = -1  # number of the segment
+        self.params = accepted.params
+        self.only_prompt = accepted.only_prompt
+        self.prompts = [Prompt(p.ids, p.text) for p in accepted.prompts]
+        self._numbers = {p.key: number for number, p in enumerate(accepted.prompts)}
+        self._grown: dict[tuple[int, int], Delta] = {}  # by key and index, added up
+
+    @property
+    def keys(self) -> list[int]:
+        """The keys of the request's prompts."""
+        return list(self._numbers)
+
+    def prompt_index(self, key: int) -> int:
+        """The index of a prompt in its request."""
+        return self._numbers[key]
+
+    def params_of(self, number: int) -> SamplingParams:
+        """The sampling parameters of a prompt, with its seed."""
+        return dataclasses.replace(self.params, seed=self.accepted.prompts[number].seed)
+
+    @property
+    def deltas(self) -> list[Delta]:
+        """The tokens so far: one Delta for each completion that has begun."""
+        return list(self._grown.values())
+
+    def received_of(self, key: int) -> list[Delta]:
+        """The same, of one prompt."""
+        return [delta for delta in self._grown.values() if delta.key == key]
+
+    def unfinished_of(self, key: int) -> int:
+        """Completions of a prompt that have not come to their end."""
+        return self.params.n - sum(d.finish_reason is not None for d in self.received_of(key))
+
+    @property
+    def failed(self) -> Delta | None:
+        """A completion that the engine gave up: the whole answer is its error."""
+        return next((d for d in self._grown.values() if d.finish_reason == "error"), None)
+
+    @property
+    def ended(self) -> bool:
+        """True if no more tokens are expected."""
+        left = self.refusal is None and self.failed is None
+        return not (left and any(self.unfinished_of(key) for key in self._numbers))
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far."""
+        prompt, cached = sum(len(p.ids) for p in self.prompts), sum(d.num_cached_tokens or 0 for d in self.deltas)
+        return usage_of(prompt, 0 if self.only_prompt else sum(len(d.token_ids) for d in self.deltas), cached)
+
+    def add_delta(self, delta: Delta, segment: int) -> None:
+        """A delta has come, whose lists are the reader's."""
+        held = self._grown.get((delta.key, delta.index))
+        if held is None:
+            own = None if delta.logprobs is None else [*delta.logprobs]
+            held = msgspec.structs.replace(delta, token_ids=[*delta.token_ids], logprobs=own)
+            self._grown[delta.key, delta.index] = held
+        else:
+            merge_delta(held, delta)
+        if delta.finish_reason is not None and self.ended:
+            self.ended_in = segment
+
+    def refuse(self, record: FailedRecord, segment: int) -> None:
+        """Note that the request cannot be finished."""
+        self.refusal, self.ended_in = record, segment

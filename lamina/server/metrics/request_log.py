@@ -1,0 +1,121 @@
+"""Around every request: its id, its line in the log, its metrics, and an answer where the program failed."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lamina.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
+
+from .http_metrics import ServerMetrics
+
+NO_REQUEST = "-"
+REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default=NO_REQUEST)
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+logger = logging.getLogger(__name__)
+
+
+class RequestLog:
+    """The outermost layer. A client's X-Request-Id is echoed and logged, and means nothing else."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: ServerMetrics,
+        routes: Sequence[BaseRoute],
+        *,
+        log_requests: bool,
+        heads: bool = True,
+    ) -> None:
+        """``routes``: whose paths name requests that a layer in front of them has answered. ``heads``: whether answers
+        bear the id.
+        """
+        self._heads = heads
+        self._app = app
+        self._routes = [r for r in routes if isinstance(r, Route)]
+        self._metrics = metrics
+        self._log_requests = log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"")
+        request_id = given if _SAFE_ID.fullmatch(given) else secrets.token_hex(16).encode()
+        REQUEST_ID.set(request_id.decode())
+        start, status = time.monotonic(), 0
+        state = scope.setdefault("state", {})
+        state["arrival_s"] = start
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            if self._heads and message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", request_id)]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tagged)
+        except Exception:
+            logger.exception("failed")
+            if not status:
+                await error_response(ApiError(500, "the server failed; see its log"))(scope, receive, tagged)
+        left = state.get("left") or not status
+        self._finish(scope, state, CLIENT_CLOSED_REQUEST if left else status, time.monotonic() - start)
+
+    def _finish(self, scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
+        route = scope.get("route") or next((r for r in self._routes if r.matches(scope)[0] != Match.NONE), None)
+        handler = getattr(route, "path", "unmatched")
+        self._metrics.on_http_request(handler, scope["method"], status, seconds)
+        call = state.get("call")
+        if self._log_requests and (call is not None or status >= 400):
+            fields = {"status": status, "seconds": round(seconds, 4), **(call.log_fields() if call is not None else {})}
+            logger.info("%s %s", scope["method"], handler, extra={"fields": fields})
+
+
+class LogFormatter(logging.Formatter):
+    """Lines with the id of the request that they are about; ``as_json`` makes each a JSON object."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._as_json = as_json
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # what stands before a traceback
+        about = REQUEST_ID.get()
+        fields = getattr(record, "fields", {}) | ({"request_id": about} if about != NO_REQUEST else {})
+        return super().formatMessage(record) + "".join(f" {k}={v}" for k, v in fields.items())
+
+    def format(self, record: logging.LogRecord) -> str:
+        if not self._as_json:
+            return super().format(record)
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": REQUEST_ID.get(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def set_up_logging(*, as_json: bool) -> None:
+    """Log lines of this package and of uvicorn's faults to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter(as_json=as_json))
+    for name, level in (("lamina", logging.INFO), ("uvicorn", logging.WARNING)):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(level)

@@ -1,0 +1,57 @@
+"""API keys: every route needs one, except the few routes that are named here. No body is read for the check."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lamina.server.errors import ApiError, error_response
+
+OPERATOR = frozenset({"/scale", "/drain", "/cordon"})  # they take the operator's key alone
+PUBLIC_PATHS = OPERATOR | {"/health"}
+
+
+class Auth:
+    """Refuses requests without one of the keys. Without keys all requests pass. The digest of a request's key goes to
+    ``state["key_id"]``: 32 bytes, or none where there are no keys.
+    """
+
+    def __init__(self, app: ASGIApp, keys: list[str], admin_key: str) -> None:
+        """``admin_key``: the operator's; empty = this server has none of the operator's routes."""
+        self._app = app
+        self._digests = [hashlib.sha256(k.encode()).digest() for k in keys]
+        self._operator = hashlib.sha256(admin_key.strip().encode()).digest() if admin_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        key_id = _match(given, self._digests) if self._digests else b""
+        error = None
+        if scope["path"] in OPERATOR and self._operator is not None:
+            error = _operator_error(given) if _match(given, [self._operator]) is None else None
+        elif key_id is None and scope["path"] not in PUBLIC_PATHS:
+            error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        if error is not None:
+            await error_response(error)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["key_id"] = key_id or b""
+        await self._app(scope, receive, send)
+
+
+def _match(given: bytes, digests: list[bytes]) -> bytes | None:
+    """The digest of the key in an Authorization header; None where it is none of ``digests``."""
+    scheme, _, key = given.partition(b" ")
+    digest = hashlib.sha256(key.strip()).digest()
+    # All are compared, in constant time, so that nothing can be learnt from how long it takes.
+    matches = [hmac.compare_digest(digest, d) for d in digests]
+    return digest if any(matches) and scheme.lower() == b"bearer" else None
+
+
+def _operator_error(given: bytes) -> ApiError:
+    is_needed = "is another one" if given else "is needed"
+    text = f"the operator's key {is_needed}: the server's LAMINA_ADMIN_KEY, as Authorization: Bearer KEY"
+    return ApiError(401, text, code="invalid_admin_key")

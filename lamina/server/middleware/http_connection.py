@@ -1,0 +1,293 @@
+"""Connections that cost little, whatever their clients send or do not send: bounds in bytes and in time.
+
+uvicorn's own have none for headers, for what follows a body, for a client that reads nothing, and for the rest of a
+request that was answered early. A limit on bytes is not exact: what one read brings is looked at as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from lamina.server.errors import ApiError, error_response
+
+from .budget import MemoryBudget
+from .connection_limit import ConnectionLimiter
+
+MAX_HEAD = 1 << 16  # bytes that bring no part of a body: a request's line and headers, what comes with chunks
+MAX_HEADERS = 256  # of a request, trailers among them
+FREE = 1 << 15  # bytes of a connection's requests that are not counted: more than most requests have
+CONNECTIONS = 4  # requests that no application has taken leave a quarter of the budget to those that one has
+HEADER_BYTES = 136  # of a header, besides its name and its value
+MAX_PIPELINED = 8  # requests that wait for the answer to another one before no more is read
+MAX_WAITING = 256  # of them, however many one read brings
+_OFFER = (b"upgrade", b"http2-settings")
+logger = logging.getLogger(__name__)
+
+
+class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
+    """A connection of one client."""
+
+    parser: Any
+
+    def __init__(
+        self,
+        crowd: ConnectionLimiter,
+        budget: MemoryBudget,
+        header_s: float,
+        slow_s: float,
+        made: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """``budget``: of bodies; a request counts there until the application takes it. ``header_s``: for a request's
+        headers, and for the rest of a request that was answered early. ``slow_s``: for a client to read something of
+        what waits for it. ``made`` is called first.
+        """
+        super().__init__(**options)
+        self._limiter = crowd
+        self._leave = budget.limit // CONNECTIONS
+        self._holding = budget.hold()
+        self._made = made
+        self._header_s = header_s
+        self._slow_s = slow_s
+        self._head = 0  # bytes since the last part of a body, or the last request
+        self._partial = False  # whether some of a request has come, and not all
+        self._offered = False  # whether this request offers another protocol
+        self._full = False  # whether more requests came than may wait; whatever follows is passed over
+        self._running: RequestResponseCycle | None = None  # its answer; ``self.cycle``: that of the latest request
+        self._late: asyncio.TimerHandle | None = None
+        self._slow: asyncio.TimerHandle | None = None
+
+    def close_now(self) -> None:
+        """Close the connection, whatever it may still send."""
+        self._limiter.on_request(self)  # never chosen twice
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1, low=0)  # so that ``pause_writing`` tells of whatever is not read
+        self._begin()
+        if self._made is not None:
+            self._made()  # first, so that one connection never counts twice
+        self._limiter.on_open(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+        self._holding.close()
+        self.resume_writing()
+        self._limiter.on_close(self)
+        if (running := self._running) is not None and not running.response_complete:
+            running.disconnected = True  # uvicorn tells the latest request alone
+            running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._full:
+            return
+        self._head += len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError as e:
+            if isinstance(own := e.__context__, ApiError):
+                self._refuse(own)
+            elif not self._full:
+                self.send_400_response(str(e) or "the request is malformed")
+            return
+        if self._head > MAX_HEAD:
+            text = f"headers may have {MAX_HEAD} bytes: send fewer"
+            self._refuse(ApiError(431, text, code="headers_too_large"))
+        self._count()
+
+    def _count(self) -> None:
+        """Count what waits for the application: the head that is not whole, the latest request and those before it."""
+        waiting = [cycle for cycle, _ in self.pipeline]
+        if self._running is not None and not self._running.response_complete:
+            waiting.append(self._running)
+        partial = self._head + HEADER_BYTES * len(self.headers or ()) if self._head else 0
+        nbytes = partial + sum(map(_bytes_of, waiting)) - FREE
+        if not self._holding.resize(max(0, nbytes), self._leave):
+            text = "requests of other connections fill the memory for them (--limits body-total): connect again"
+            self._refuse(ApiError(503, text, code="no_room_for_body", retry_after_s=1))
+
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as e:
+                data = self._without_offer() + data[e.args[0] :]
+
+    def _without_offer(self) -> bytes:
+        """The head of a request without its offer to change the protocol, which takes the parser off its body."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        for name, value in self.headers:
+            kept = value
+            if name == b"connection":
+                kept = b", ".join(t for x in value.split(b",") if (t := x.strip()).lower() not in _OFFER)
+            if name not in _OFFER and (kept or not value):
+                lines.append(name + b": " + kept)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+        self._offered = False
+        return b"\r\n".join([*lines, b"", b""])
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, f"this is not HTTP/1.1: {msg}", code="not_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer the latest request in place of the application, and end the connection."""
+        if self.transport.is_closing():
+            return
+        logger.warning("a connection was closed: %s", error.message)
+        running = self._running if self._busy else None
+        if self.pipeline or (running is not None and running.response_started):  # an answer before it is not whole
+            self.close_now()
+            return
+        if running is not None:
+            running.disconnected = True  # what the application may still send goes nowhere
+            running.message_event.set()
+        body = msgspec.json.encode(error.body)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
+
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._partial = True
+        if not self._busy:
+            self._begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) == MAX_HEADERS:
+            raise ApiError(431, f"a request may have {MAX_HEADERS} headers: send fewer", code="headers_too_large")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._end()
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("this is no proxy")
+            self._offered = True  # and it comes again without
+            return
+        super().on_headers_complete()
+        if 0 < len(self.pipeline) < MAX_PIPELINED:
+            self.flow.resume_reading()  # who does not read does not hear that the client has left
+        if len(self.pipeline) > MAX_WAITING:
+            self._refuse_last()
+
+    def _refuse_last(self) -> None:
+        """Answer the latest request with a refusal once those before it are answered, and then close."""
+        text = f"{MAX_WAITING} requests of this connection wait already: read their answers first"
+        logger.warning("a connection will be closed: %s", text)
+        self.cycle.keep_alive = False
+        self.pipeline[0] = self.cycle, error_response(ApiError(429, text, code="too_many_at_once"))
+        self._full = True
+        raise ValueError(text)  # ends the parser
+
+    def on_body(self, body: bytes) -> None:
+        self._head = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._offered:
+            return
+        self._head, self._partial = 0, False
+        self._end()
+        super().on_message_complete()
+        if not self.cycle.response_complete:
+            self._limiter.on_request(self)
+
+    def on_response_complete(self) -> None:
+        if self._running is not None:
+            self._running.body = bytearray()  # that no application took
+        super().on_response_complete()
+        self._count()
+        if not self._busy:  # else there is another one, sent before this one was answered
+            self._limiter.on_response(self)
+            if self._partial:
+                self._begin()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+        self._running = cycle
+        app = _until_closed(cycle, app) if cycle.scope["http_version"] == "1.0" else app
+        super()._start_asgi_task(cycle, self._counted(app))
+
+    def _counted(self, app: ASGIApp) -> ASGIApp:
+        """``app``, which takes bytes of a body off what the connection counts."""
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            async def taken() -> Message:
+                message = await receive()
+                self._count()
+                return message
+
+            await app(scope, taken, send)
+
+        return counted
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch(None)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._slow is not None:
+            self._slow.cancel()
+            self._slow = None
+
+    def _watch(self, waited: int | None) -> None:
+        """Give up where no fewer bytes wait than ``waited``, some time ago."""
+        waiting = self.transport.get_write_buffer_size()
+        if waited is not None and waiting >= waited:
+            logger.warning("the client does not read: cut off after %g s", self._slow_s)
+            self.close_now()
+        else:
+            self._slow = self.loop.call_later(self._slow_s, self._watch, waiting)
+
+    def _begin(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(self._header_s, self.close_now)
+
+    def _end(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def _bytes_of(cycle: RequestResponseCycle) -> int:
+    """Bytes of a request's headers, and of the part of its body that the application has not taken."""
+    headers = sum(len(name) + len(value) + HEADER_BYTES for name, value in cycle.scope["headers"])
+    return headers + len(cycle.body)
+
+
+def _until_closed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+    """``app`` for HTTP/1.0, which has no chunks: an answer of unknown length ends with its connection."""
+
+    async def plain(scope: Scope, receive: Receive, send: Send) -> None:
+        open_end = False
+
+        async def unchunked(message: Message) -> None:
+            nonlocal open_end
+            if message["type"] == "http.response.start":
+                open_end = all(name != b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = False if open_end else None
+            elif open_end:  # uvicorn counts: as much as there is, and one byte if there is more
+                cycle.expected_content_length = len(message["body"]) + message["more_body"]
+            await send(message)
+
+        await app(scope, receive, unchunked)
+
+    return plain

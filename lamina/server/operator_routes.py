@@ -1,0 +1,201 @@
+"""For whoever has the key of the operator: POST /scale, other numbers of workers while streams are open; POST /drain,
+nothing new for a time; POST /cordon, nothing new for one memory worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from lamina.config.engine_config import EngineConfig
+from lamina.config.flat_options import flat_options, make_config
+from lamina.config.option import MEASURED
+from lamina.config.resolve import ModelLimits, check_model
+from lamina.config.topology import MAX_BATCHES, MAX_WORKERS
+from lamina.models.checkpoint import peek_config
+
+from .call import Service
+from .engine_client.engine_client import EngineGoneError
+from .engine_client.engine_restarts import PlanFailedError
+from .engine_client.messages import EngineReady
+from .engine_client.resize import EngineBusyError
+from .errors import ApiError, json_response
+from .middleware.request_bodies import parse
+from .openapi import body_of, responses_of
+from .request.openai_protocol import Int, Strict, Word
+
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
+ELEMENT_BYTES = {"float32": 4}
+router = APIRouter()
+
+
+class ScaleRequest(Strict):
+    """POST /scale; what is not named stays."""
+
+    memory_workers: Int | None = Field(None, ge=1, le=MAX_WORKERS)
+    prefill_workers: Int | None = Field(None, ge=0, le=MAX_WORKERS)
+    tensor_parallel_size: Int | None = Field(None, ge=1, le=MAX_WORKERS)
+    pipeline: Int | None = Field(None, ge=1, le=MAX_BATCHES)
+
+
+class DrainRequest(Strict):
+    """POST /drain. ``memory_worker``: that one alone, for good; the server goes on. ``host``: all that are on it."""
+
+    on: bool = True
+    memory_worker: Int | None = Field(None, ge=0, le=MAX_WORKERS)
+    host: Word | None = None
+
+
+class CordonRequest(Strict):
+    """POST /cordon."""
+
+    memory_worker: Int = Field(ge=0, le=MAX_WORKERS)
+    on: bool = True
+
+
+SCALE_FIELDS = tuple(ScaleRequest.model_fields)
+
+
+@router.post("/scale", openapi_extra=body_of(ScaleRequest), responses=responses_of(401, 409, 503, body=True))
+async def scale(request: Request) -> Response:
+    """Have the engine go on with other numbers of workers. Answered once it does; streams pause meanwhile."""
+    service: Service = request.app.state.service
+    body, before = await parse(ScaleRequest, request), service.client.config
+    asked = {name: value for name in SCALE_FIELDS if (value := getattr(body, name)) is not None}
+    if unknown := sorted(set(body.model_extra or {})):
+        raise ApiError(400, f"unknown field {unknown[0]!r}; known: {', '.join(SCALE_FIELDS)}", param=unknown[0])
+    if not asked or before is None:
+        raise ApiError(400, f"say what is to change: {', '.join(SCALE_FIELDS)}", code="invalid_value")
+    had = _sizes(before)
+    if had == had | asked:
+        return json_response({"before": had, "after": had, "pause_s": 0.0})
+    if before.launch.is_static:
+        text = "workers of --launcher static are started by hand: drain some, or start the server with other numbers"
+        raise ApiError(400, text, code="invalid_value")
+    try:
+        wanted = await asyncio.to_thread(_wanted, service.root, before, asked, service.client.ready)
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_value") from None
+    return json_response({"before": had, "after": _sizes(wanted), "pause_s": await _change(service, wanted)})
+
+
+@router.post("/drain", openapi_extra=body_of(DrainRequest), responses=responses_of(401, 409, 503, body=True))
+async def drain(request: Request) -> Response:
+    """Take no new requests, or take them again (``on`` false). What is under way goes on; says how much that is. Or
+    have one memory worker, or all of a host, give their KV to the others, and end; streams pause meanwhile.
+    """
+    service: Service = request.app.state.service
+    body = await parse(DrainRequest, request)
+    if unknown := sorted(set(body.model_extra or {})):
+        raise ApiError(400, f"unknown field {unknown[0]!r}; known: on, memory_worker, host", param=unknown[0])
+    named = [name for name in ("memory_worker", "host") if getattr(body, name) is not None]
+    if len(named) > 1 or (named and not body.on):
+        text = "name memory_worker or host, or say on: one alone, and who has gone does not come back"
+        raise ApiError(400, text, code="invalid_value")
+    if body.host is not None:
+        return json_response(
+            await _dismiss(service, workers_on_host(service.client.ready, body.host), f"--host {body.host}")
+        )
+    if (worker := body.memory_worker) is not None:
+        return json_response(await _dismiss(service, [worker], f"--memory-worker {worker}"))
+    service.queue_limit.is_closed = body.on
+    return json_response({"draining": body.on, "completions": service.queue_limit.completions})
+
+
+@router.post("/cordon", openapi_extra=body_of(CordonRequest), responses=responses_of(401, 409, 503, body=True))
+async def cordon(request: Request) -> Response:
+    """Have no new sequence begin on a memory worker, or have them begin there again (``on`` false). Those that are
+    there go on. Says on which of them none begins.
+    """
+    service: Service = request.app.state.service
+    body = await parse(CordonRequest, request)
+    if unknown := sorted(set(body.model_extra or {})):
+        raise ApiError(400, f"unknown field {unknown[0]!r}; known: memory_worker, on", param=unknown[0])
+    with _refusals(service):
+        return json_response({"cordoned": await service.client.cordon(body.memory_worker, on=body.on)})
+
+
+def workers_on_host(ready: EngineReady, host: str) -> list[int]:
+    """The memory workers of a host. Raises ApiError where there are none, or others with them."""
+    there = sorted(name for name, at in ready.hosts.items() if at == host)
+    if not there:
+        known = ", ".join(sorted({*ready.hosts.values()}))
+        raise ApiError(400, f"--host {host}: no worker is there; they are on {known}", param="host")
+    if others := [name for name in there if not name.startswith("memory-")]:
+        raise ApiError(
+            400, f"--host {host}: {others[0]} is there, too, and memory workers alone can leave: drain them by number",
+            param="host",
+        )  # fmt: skip
+    return [int(name.partition("-")[2]) for name in there]
+
+
+async def _dismiss(service: Service, workers: Sequence[int], asked: str) -> dict[str, Any]:
+    """``asked``: the flag that named them."""
+    before = service.client.config
+    if before is None:
+        raise ApiError(400, f"{asked}: this engine cannot be changed while it runs", code="invalid_value")
+    count = before.topology.memory_workers
+    left = count - len(workers)
+    if not all(0 <= worker < count for worker in workers) or not left:
+        there = f"memory workers 0 to {count - 1}" if left else "no other memory worker, so it cannot go"
+        raise ApiError(400, f"{asked}: there is {there}", code="invalid_value")
+    try:
+        wanted = await asyncio.to_thread(_wanted, service.root, before, {"memory_workers": left}, service.client.ready)
+    except ValueError as error:
+        raise ApiError(400, f"{asked}: {error}", code="invalid_value") from None
+    return {"memory_workers": left, "pause_s": await _change(service, wanted, workers)}
+
+
+async def _change(service: Service, wanted: EngineConfig, leaving: Sequence[int] = ()) -> float:
+    with _refusals(service):
+        return round(await service.client.replace_engine(wanted, leaving), 3)
+
+
+@contextmanager
+def _refusals(service: Service) -> Iterator[None]:
+    if service.queue_limit.is_draining:
+        raise ApiError(503, "the server is shutting down", code="shutting_down")
+    try:
+        yield
+    except EngineBusyError as error:
+        raise ApiError(409, str(error), code="busy") from None
+    except EngineGoneError as error:
+        raise ApiError(503, f"the engine is gone: {error}", code="engine_gone", retry_after_s=5) from None
+    except PlanFailedError as error:
+        raise ApiError(409, f"nothing has changed: {error}", code="scaling_failed") from None
+
+
+def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: EngineReady) -> EngineConfig:
+    """``before`` with other sizes. Raises ValueError, naming the flag and the fix, where workers cannot share or keep
+    the model so.
+    """
+    wanted = scaled_config(before, asked)
+    raw = peek_config(model, trust_remote_code=before.model.trust_remote_code)
+    text: dict[str, Any] = raw.get("text_config", raw)
+    heads = next((n for name in KV_HEADS if isinstance(n := text.get(name), int)), 0)
+    window = n if isinstance(n := text.get("sliding_window"), int) else 0
+    elements = ready.row_bytes["kv"] // ELEMENT_BYTES.get(ready.dtype, 2)
+    check_model(wanted, ModelLimits(ready.max_model_len, heads, elements, window))
+    return wanted
+
+
+def scaled_config(before: EngineConfig, asked: dict[str, int]) -> EngineConfig:
+    """``before`` with other sizes; a number of batches takes the place of a plan that chooses it, and memory workers
+    keep the parts that it has them measure. Raises ValueError.
+    """
+    options, had = flat_options(before) | asked, before.topology
+    if "pipeline" in asked and had.measures_pipeline:
+        options |= {"plan": "", "memory_weights": MEASURED if had.measures_weights else had.memory_weights}
+    return make_config(options)
+
+
+def _sizes(config: EngineConfig) -> dict[str, Any]:
+    """Numbers; in place of that of the batches, where these are chosen, the plan."""
+    sizes = {name: getattr(config.topology, name) for name in SCALE_FIELDS}
+    return sizes | ({"pipeline": config.topology.plan} if config.topology.measures_pipeline else {})

@@ -1,0 +1,202 @@
+"""JSON to Python values, by field and at a bounded cost: a body is scanned, then only known fields are decoded.
+
+One long call into the decoder stops the whole process, so each is bounded by counts that are cheap to take. A scan
+makes no objects; two quotes without a backslash before them belong to one text; numbers are as many as commas.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from lamina.request.bounds import MOST_MESSAGES
+from lamina.server.errors import ApiError, context_length_error
+
+MAX_TEXTS = MOST_MESSAGES  # in a body, keys included
+MAX_COMMAS = 1 << 20  # in a body: more take the scan longer than 20 ms
+PIECE = 1 << 20
+MAX_FIELD = 1 << 16  # bytes of a field that is no prompt
+MAX_FIELDS = 1 << 18  # bytes of all such fields of a body, or of its messages: decoded they may take 40 times as much
+SESSION_BYTES = 1 << 12  # of an exported session, beside its tokens
+FORMS = "prompt must be a string, strings, token ids, or lists of token ids"
+Fields = dict[str, msgspec.Raw]
+
+
+class _ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class _ChatMessage(msgspec.Struct):
+    role: str
+    content: str | list[_ContentPart] | None = None
+
+
+_fields = msgspec.json.Decoder(Fields).decode
+_messages = msgspec.json.Decoder(list[_ChatMessage]).decode
+_each_message = msgspec.json.Decoder(list[Fields]).decode
+_texts = msgspec.json.Decoder(list[str]).decode
+_ids = msgspec.json.Decoder(list[int]).decode
+_OPENING = re.compile(rb"[\s,]*\[")
+
+
+def split_fields(body: bytes | bytearray, max_nesting: int) -> Fields:
+    """The fields of a body, not decoded yet. Raises ApiError."""
+    if _count_texts(body) > MAX_TEXTS:
+        raise ApiError(400, f"the body has more than {MAX_TEXTS} texts: send fewer at once", code="too_many_texts")
+    if sum(body.count(b",", i, i + PIECE) for i in range(0, len(body), PIECE)) > MAX_COMMAS:
+        text = f"the body has more than {MAX_COMMAS} commas: send fewer token ids at once"
+        raise ApiError(400, text, code="too_many_values")
+    try:
+        return _fields(body)
+    except msgspec.ValidationError as e:
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json") from e
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ApiError(400, f"the body is not JSON: {e}", code="invalid_json") from e
+    except RecursionError as e:
+        raise ApiError(400, f"the body is nested deeper than {max_nesting}", code="too_deep") from e
+
+
+class Allowance:
+    """Bytes that fields other than prompts may still have, in a body or in its messages."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._left = MAX_FIELDS
+
+    def take(self, raw: msgspec.Raw) -> None:
+        """Count a field. Raises ApiError."""
+        self._left -= memoryview(raw).nbytes
+        if self._left < 0:
+            text = f"{self._name} has more than {MAX_FIELDS} bytes in fields that are no text: send fewer"
+            raise ApiError(400, text, code="invalid_value")
+
+
+def session(raw: msgspec.Raw, max_len: int) -> Any:
+    """The value of ``session``: base64 of what holds ``max_len`` tokens at most, of 4 bytes each. Raises ApiError."""
+    is_text = bytes(raw).startswith(b'"')  # else it costs more than it looks
+    return decode_value("session", raw, 1, SESSION_BYTES + max_len * 16 // 3 if is_text else MAX_FIELD)
+
+
+def decode_value(name: str, raw: bytes | msgspec.Raw, max_nesting: int, most: int = MAX_FIELD) -> Any:
+    """The value of a field that is neither a prompt nor a conversation, of ``most`` bytes. Raises ApiError."""
+    data = bytes(raw)
+    if len(data) > most:
+        raise ApiError(400, f"{name} is larger than {most} bytes", param=name, code="invalid_value")
+    try:
+        field = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ApiError(400, f"{name} is not JSON: {e}", param=name, code="invalid_json") from e
+    except RecursionError:
+        field = None
+    else:
+        if not _max_depth(field, max_nesting):
+            return field
+    raise ApiError(400, f"{name} is nested deeper than {max_nesting}", param=name, code="too_deep")
+
+
+def prompt(raw: msgspec.Raw, max_prompts: int, max_len: int) -> Any:
+    """The value of ``prompt`` in one of its four forms, with at most ``max_prompts`` prompts, of at most ``max_len``
+    token ids each; a value of another form as it is. Raises ApiError.
+    """
+    data = bytes(raw)
+    begins = re.match(rb'\[\s*([\["\d-])', data)
+    try:
+        if data.startswith(b'"'):
+            return msgspec.json.decode(data, type=str)
+        if begins is None:
+            return decode_value("prompt", data, 2)
+        if begins[1] == b'"':
+            _check_prompts(_count_texts(data), max_prompts)
+            return _texts(data)
+        if begins[1] != b"[":
+            return ids("prompt", data, max_len)
+        _check_prompts(data.count(b"[") - 1, max_prompts)
+        *rows, rest, _ = data[1:].split(b"]")
+        if rest.strip():
+            raise ApiError(400, FORMS, param="prompt", code="invalid_value")
+        return [ids("prompt", _row(piece), max_len) for piece in rows]
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ApiError(400, f"{FORMS}: {e}", param="prompt", code="invalid_value") from e
+
+
+def ids(name: str, raw: bytes | msgspec.Raw, max_len: int) -> list[int]:
+    """Token ids, at most ``max_len``. Raises ApiError where there are more, msgspec.DecodeError."""
+    data = bytes(raw)
+    count = data.count(b",") + 1
+    if count > max_len:
+        raise context_length_error(max_len, f"{name} has {count} tokens", name)
+    return _ids(data)
+
+
+def messages(raw: msgspec.Raw, max_nesting: int) -> list[dict[str, Any]]:
+    """A conversation whose roles, contents and parts have the right types, with all its fields. Raises ApiError."""
+    try:
+        _messages(raw)  # first: behind it, there are no more messages and parts than texts
+        each, rest = _each_message(raw), Allowance("messages")
+        return [{k: _of_message(k, v, max_nesting, rest) for k, v in fields.items()} for fields in each]
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ApiError(400, f"messages: {e}", param="messages", code="invalid_value") from e
+    except RecursionError as e:
+        raise ApiError(400, f"messages are nested deeper than {max_nesting}", param="messages", code="too_deep") from e
+
+
+def _of_message(name: str, raw: msgspec.Raw, max_nesting: int, rest: Allowance) -> Any:
+    data = bytes(raw)
+    if name != "content":
+        rest.take(raw)
+        return decode_value(f"messages.{name}", data, max_nesting)
+    if not data.startswith(b"["):
+        return msgspec.json.decode(data, type=str | None)
+    return [_part(fields, max_nesting, rest) for fields in _each_message(data)]
+
+
+def _part(fields: Fields, max_nesting: int, rest: Allowance) -> dict[str, Any]:
+    kind = msgspec.json.decode(fields["type"], type=str)
+    if kind != "text":
+        return {"type": kind}  # which is refused, however large the rest may be
+    text = msgspec.json.decode(fields.get("text", b"null"), type=str | None)
+    others = {k: v for k, v in fields.items() if k not in ("type", "text")}
+    for field in others.values():
+        rest.take(field)
+    return {
+        "type": kind,
+        "text": text,
+        **{k: decode_value(f"messages.content.{k}", v, max_nesting) for k, v in others.items()},
+    }
+
+
+def _count_texts(data: bytes | bytearray) -> int:
+    """At most the texts that there are, and at least half of them: one that ends with a backslash counts half."""
+    pieces = range(0, len(data), PIECE)  # between them, other threads have their turn
+    quotes = sum(data.count(b'"', i, i + PIECE) for i in pieces)
+    return (quotes - sum(data.count(b'\\"', i, i + PIECE + 1) for i in pieces)) // 2
+
+
+def _check_prompts(count: int, limit: int) -> None:
+    if count > limit:
+        text = f"prompt must be at most {limit} prompts, not {count}"
+        raise ApiError(400, text, param="prompt", code="invalid_value")
+
+
+def _row(piece: bytes) -> bytes:
+    opening = _OPENING.match(piece)
+    if opening is None:
+        raise ApiError(400, FORMS, param="prompt", code="invalid_value")
+    return b"[" + piece[opening.end() :] + b"]"
+
+
+def _max_depth(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [x for v in level for x in _children(v)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> list[Any]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [x for x in items if isinstance(x, dict | list)]

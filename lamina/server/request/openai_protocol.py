@@ -1,0 +1,193 @@
+"""The requests, as pydantic models. Null means the default, numbers are not guessed from strings. What else a request
+may have is in unsupported_fields.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
+
+from lamina.request.bounds import (
+    INT64,
+    MOST_ITEMS,
+    MOST_LABEL,
+    MOST_MESSAGES,
+    MOST_TEXT,
+    MOST_TOKEN,
+    MOST_WORD,
+)
+from lamina.scheduler.sessions.token_ranges import parse_ranges
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 is an integer in JSON
+
+
+def _truth(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value  # as vLLM reads them
+
+
+def _false_is_none(value: Any) -> Any:
+    return None if value is False else value
+
+
+def _not_of_tools(role: str) -> str:
+    if role in ("tool", "function"):
+        raise ValueError(f"{role!r} answers a call of a tool, and tools are not supported by this server")
+    return role
+
+
+def _texts(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except ValidationError:  # an error for each form
+        raise ValueError("must be a string or a list of strings") from None
+
+
+def _ranges(pairs: list[list[int]]) -> list[list[int]]:
+    parse_ranges(pairs)
+    return pairs
+
+
+Int = Annotated[int, BeforeValidator(_whole), Field(ge=-INT64, le=INT64 - 1)]
+Bool = Annotated[bool, BeforeValidator(_truth)]
+Word = Annotated[str, Field(max_length=MOST_WORD)]
+Label = Annotated[str, Field(max_length=MOST_LABEL)]
+Text = Annotated[str, Field(max_length=MOST_TEXT)]
+Ints = Annotated[list[Int], Field(max_length=MOST_ITEMS)]
+Labels = Annotated[list[Label], Field(max_length=MOST_ITEMS)]
+Texts = Annotated[list[Text], Field(max_length=MOST_ITEMS)]
+Range = Annotated[list[Int], Field(max_length=MOST_WORD)]  # a first token and a stop
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Variables = Annotated[dict[Label, Any], Field(max_length=MOST_ITEMS)]  # of a chat template
+
+
+_ID: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MOST_TOKEN}
+_IDS: dict[str, Any] = {"type": "array", "items": _ID, "minItems": 1, "maxItems": MOST_TEXT}
+_TEXT: dict[str, Any] = {"type": "string", "maxLength": MOST_TEXT}
+_SEVERAL = [{"type": "array", "items": form, "minItems": 1, "maxItems": MOST_ITEMS} for form in (_TEXT, _IDS)]
+FORMS_OF_PROMPTS: dict[str, Any] = {"anyOf": [_TEXT, _IDS, *_SEVERAL]}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: Bool | None = None
+    continuous_usage_stats: Bool | None = None
+
+
+class PromptCacheOptions(Strict):
+    mode: Literal["implicit", "explicit"] | None = None  # every prompt's beginning is looked for, whatever it says
+    ttl: Literal["30m"] | None = None
+
+
+class Sampling(Strict):
+    """The fields that completions and chat share."""
+
+    model: Label | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: Int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    n: Int | None = Field(None, ge=1, le=128)
+    max_tokens: Int | None = Field(None, ge=0)
+    min_tokens: Int | None = Field(None, ge=0)
+    stop: Annotated[Text | Texts, WrapValidator(_texts)] | None = None
+    stop_token_ids: Ints | None = None
+    include_stop_str_in_output: Bool | None = None
+    skip_special_tokens: Bool | None = None
+    ignore_eos: Bool | None = None
+    seed: Int | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    logit_bias: Annotated[dict[Word, Bias], Field(max_length=MOST_ITEMS)] | None = None
+    allowed_token_ids: Ints | None = Field(None, min_length=1)
+    bad_words: Labels | None = None
+    stream: Bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Label | None = None
+    return_tokens_as_token_ids: Bool | None = None
+    return_token_ids: Bool | None = None
+    prompt_logprobs: Int | None = Field(None, ge=-1)  # -1 = the whole vocabulary
+    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None  # which end goes; default: left
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    session_id: Word | None = None  # the next turn of that session
+    kv_discard: Annotated[list[Range], Field(max_length=64), AfterValidator(_ranges)] | None = None
+    priority: Int | None = None  # lower numbers come first; default: 0
+    prompt_cache_key: str | None = Field(None, max_length=1024)  # begins where others with this key did, if it can
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # how long KV is kept at least
+    prompt_cache_options: PromptCacheOptions | None = None
+    kv_sparsity: Literal["none", "evict", "select"] | None = None  # none: it keeps all of its KV
+    add_special_tokens: Bool | None = None  # default: with a text, not with a conversation, whose template has them
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions. ``prompt``: a string, strings, token ids, or lists of token ids."""
+
+    # Checked by prompt_processing.py: a union over long lists is slow and its errors are unreadable.
+    prompt: Annotated[Any, WithJsonSchema(FORMS_OF_PROMPTS)] = None
+    echo: Bool | None = None
+    logprobs: Annotated[Int | None, Field(ge=-1), BeforeValidator(_false_is_none)] = None
+    best_of: Int | None = Field(None, ge=0, le=128)
+
+
+class TextPart(Strict):
+    type: Label
+    text: Text | None = None
+
+
+class Message(Strict):
+    role: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_not_of_tools)]  # the template knows which
+    content: Text | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None = None
+    name: Label | None = None
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: Int | None = Field(None, ge=1)
+    add_generation_prompt: Bool | None = None  # default: yes, unless the final message is to go on
+    continue_final_message: Bool | None = None
+    echo: Bool | None = None  # the answer begins with the final message, where that is the assistant's
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Word | None = None
+    generation_config: Any = None  # as generation_config.py has it
+    logprobs: Bool | None = None
+    top_logprobs: Int | None = Field(None, ge=-1)
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: a prompt or messages."""
+
+    model: Label | None = None
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    add_generation_prompt: Bool | None = None
+    continue_final_message: Bool | None = None
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Word | None = None
+    add_special_tokens: Bool | None = None
+    return_token_strs: Bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: Label | None = None
+    tokens: Annotated[list[Int], Field(max_length=MOST_TEXT)]

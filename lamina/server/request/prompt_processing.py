@@ -1,0 +1,262 @@
+"""Prompts to token ids: text, token ids or a conversation. Tokenizing runs on one thread beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lamina.models.errors import ModelError
+from lamina.models.tokenizer import apply_chat_template, bad_words_ids, token_ids
+from lamina.request import SamplingParams
+from lamina.server.engine_client.messages import EngineReady
+from lamina.server.errors import ApiError, context_length_error
+
+from .chat_template import RESERVED, variables_of
+from .openai_protocol import ChatRequest, Message, Sampling, TokenizeRequest
+
+T = TypeVar("T")
+Room = Callable[[Iterable[str]], AbstractAsyncContextManager[None]]  # held for texts while they are tokenized
+MAX_TRUNCATED_TOKENS = 1 << 20  # tokens of a prompt of which the engine leaves what fits
+INLINE_CHARS = 512  # shorter text is tokenized at once: a change of threads would take longer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the engine completes. ``text``: as the client wrote it, or what its tokens decode to."""
+
+    ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How a longer prompt is cut: to its last ``tokens`` tokens or, with ``keep_first``, to its first ones."""
+
+    tokens: int
+    keep_first: bool = False
+
+    def apply(self, ids: list[int]) -> list[int]:
+        """What is left of ``ids``."""
+        return ids[: self.tokens] if self.keep_first else ids[-self.tokens :]
+
+
+class PromptProcessor:
+    """Owns the tokenizer on behalf of all requests."""
+
+    def __init__(self, tokenizer: Any, ready: EngineReady) -> None:
+        self.tokenizer = tokenizer
+        self._ready = ready
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
+        longest = max((len(t) for t in tokenizer.get_vocab()), default=1)
+        self._most = MAX_TRUNCATED_TOKENS if ready.truncates else ready.max_model_len  # tokens of a prompt
+        self._max_chars = longest * self._most  # longer text cannot fit, so need not be tokenized
+        template = getattr(tokenizer, "chat_template", None)
+        self._known = frozenset[str]()
+        if isinstance(template, str):
+            with suppress(ValueError):  # a request that uses it is told
+                self._known = variables_of(template)
+
+    def truncation_of(self, body: Sampling, max_tokens: int | None) -> Truncation | None:
+        """What a request leaves of prompts that are longer; None: all. Raises ApiError."""
+        asked, limit, param = body.truncate_prompt_tokens, self._ready.max_model_len, "truncate_prompt_tokens"
+        if asked is None:
+            return None
+        if asked == 0:
+            text = f"{param} must be at least 1, or -1 for as many as fit, not 0"
+            raise ApiError(400, text, param=param, code="invalid_value")
+        if asked > limit:
+            text = f"{param} {asked} exceeds the context of {limit} tokens: lower it, or send -1 for as many as fit"
+            raise ApiError(400, text, param=param, code="invalid_value")
+        most = limit - (max_tokens or 1)
+        return Truncation(most if asked == -1 else asked, keep_first=body.truncation_side == "right")
+
+    async def completions(
+        self,
+        parts: list[str | list[int]],
+        max_tokens: int | None,
+        room: Room,
+        *,
+        special: bool = True,
+        cut: Truncation | None = None,
+    ) -> list[Prompt]:
+        """All prompts of a completion request; ``special``: texts get the tokenizer's own tokens. Raises ApiError."""
+        texts = [part for part in parts if isinstance(part, str)]
+        for text in texts:
+            self._check_chars(len(text), "prompt")
+
+        def work() -> list[Prompt]:
+            prompts = [_shortened(self._prompt(p, special=special), cut) for p in parts]
+            for prompt in prompts:
+                self.check(prompt.ids, max_tokens, "prompt")
+            return prompts
+
+        async with room(texts):
+            return await self._run(sum(len(p) for p in parts), work)
+
+    def variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+        """What a request sets in the chat template. Raises ApiError for what that does not take, unless it says no."""
+        param, known, variables = "chat_template_kwargs", self._known, dict[str, Any]()
+        for name, value in (body.chat_template_kwargs or {}).items():
+            if name in known:
+                variables[name] = value
+            elif name in RESERVED or (value is not None and value is not False):  # as a variable that is not set
+                taken = f"it takes {', '.join(sorted(known))}" if known else "it takes none: leave it out"
+                text = f"{param}.{name[:64]}: the model's chat template does not take it; {taken}"
+                raise ApiError(400, text, param=param, code="unsupported_value")
+        effort, param = body.reasoning_effort, "reasoning_effort"
+        if effort is not None and param in known:
+            variables.setdefault(param, effort)
+        elif effort not in (None, "none"):
+            text = f"{param} is not supported: the model's chat template does not take it; leave it out"
+            raise ApiError(400, text, param=param, code="unsupported_value")
+        return variables | _turn(body)
+
+    async def chat(
+        self,
+        messages: list[Message],
+        max_tokens: int | None,
+        variables: dict[str, Any],
+        room: Room,
+        *,
+        special: bool = False,
+        cut: Truncation | None = None,
+        counts: bool = False,
+    ) -> Prompt:
+        """A conversation in the model's template, whose ``variables`` are set; ``special``: it gets the tokenizer's own
+        tokens, too; ``counts``: it may be longer than what can be served. Raises ApiError.
+        """
+        plain = [_plain(m) for m in messages]
+        chars = sum(len(m["content"]) for m in plain)
+        self._check_chars(chars, "messages")
+
+        def work() -> list[int]:
+            ids = apply_chat_template(self.tokenizer, plain, **variables)
+            if special:
+                options = {"add_generation_prompt": True} | variables
+                text = str(self.tokenizer.apply_chat_template(plain, tokenize=False, **options))
+                ids = token_ids(self.tokenizer, text, add_special_tokens=True)
+            ids = ids if cut is None else cut.apply(ids)
+            if not counts:
+                self.check(ids, max_tokens, "messages")
+            return ids
+
+        try:
+            async with room([m["content"] for m in plain]):
+                return Prompt(await self._in_thread(work), "")
+        except (ModelError, ValueError) as e:
+            raise ApiError(400, str(e), param="messages", code="invalid_value") from e
+
+    async def set_bad_words(self, params: SamplingParams) -> None:
+        """Fill in the tokens of the ``bad_words_token_ids`` in ``params``. Raises ApiError."""
+        words = params.bad_words
+        if not words:
+            return
+        try:
+            params.bad_words_token_ids = await self._in_thread(lambda: bad_words_ids(self.tokenizer, words))
+        except ValueError as e:
+            raise ApiError(400, str(e), param="bad_words", code="invalid_value") from e
+
+    async def encode(self, text: str, room: Room, *, special: bool) -> list[int]:
+        """Token ids of a text. Raises ApiError where it cannot fit."""
+        self._check_chars(len(text), "prompt")
+        async with room([text]):
+            return await self._run(len(text), lambda: token_ids(self.tokenizer, text, add_special_tokens=special))
+
+    async def decode(self, ids: list[int]) -> str:
+        """The text of token ids. Raises ApiError."""
+        self._check_ids(ids, "tokens")
+        return await self._run(len(ids), lambda: str(self.tokenizer.decode(ids)))
+
+    def check(self, ids: list[int], max_tokens: int | None, param: str) -> None:
+        """Raises ApiError for a prompt that cannot be served."""
+        limit = self._most
+        if not ids:
+            raise ApiError(400, f"{param} is empty: it needs at least one token", param=param, code="invalid_value")
+        if len(ids) + (max_tokens or 1) > limit:
+            new = "" if max_tokens is None else f" and {max_tokens} new tokens were asked for"
+            raise context_length_error(limit, f"{param} has {len(ids)} tokens{new}", param)
+        self._check_ids(ids, param)
+
+    def _check_ids(self, ids: list[int], param: str) -> None:
+        vocab = self._ready.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < vocab):
+            bad = next(t for t in ids if not 0 <= t < vocab)
+            text = f"{param}: token id {bad} is out of vocabulary: token ids must lie in 0..{vocab - 1}"
+            raise ApiError(400, text, param=param, code="invalid_value")
+
+    def _check_chars(self, chars: int, param: str) -> None:
+        if chars > self._max_chars:
+            raise context_length_error(self._most, f"{param} has {chars} characters, which cannot fit", param)
+
+    def _prompt(self, part: str | list[int], *, special: bool) -> Prompt:
+        if isinstance(part, str):
+            return Prompt(token_ids(self.tokenizer, part, add_special_tokens=special), part)
+        return Prompt(part, "")
+
+    async def _run(self, chars: int, work: Callable[[], T]) -> T:
+        if chars <= INLINE_CHARS:
+            return work()
+        return await self._in_thread(work)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def split_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
+    """The prompts in the four forms that ``prompt`` may have, as ``decoding.prompt`` gives them. Raises ApiError."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_ids(value):
+            return [value]
+        if len(value) > max_prompts:
+            text = f"prompt must be at most {max_prompts} prompts, not {len(value)}"
+            raise ApiError(400, text, param="prompt", code="invalid_value")
+        if all(isinstance(p, str) for p in value) or all(isinstance(p, list) and p and _is_ids(p) for p in value):
+            return list(value)
+    raise ApiError(
+        400, "prompt must be a string, strings, token ids, or lists of token ids", param="prompt", code="invalid_value"
+    )
+
+
+def _shortened(prompt: Prompt, cut: Truncation | None) -> Prompt:
+    if cut is None or len(prompt.ids) <= cut.tokens:
+        return prompt
+    return Prompt(cut.apply(prompt.ids), "")
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return type(value[0]) is int  # then all are: lists have been decoded by type
+
+
+def _turn(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """The variables of a chat template that say who speaks behind the messages. Raises ApiError."""
+    goes_on, begins = bool(body.continue_final_message), body.add_generation_prompt
+    if goes_on and begins:
+        text = "continue_final_message and add_generation_prompt cannot both be true: leave out one"
+        raise ApiError(400, text, param="continue_final_message", code="invalid_value")
+    if goes_on:
+        return {"continue_final_message": True, "add_generation_prompt": False}
+    return {} if begins is None else {"add_generation_prompt": begins}
+
+
+def echoed_text(messages: list[Message]) -> str:
+    """What an answer with ``echo`` begins with. Raises ApiError."""
+    last = _plain(messages[-1])
+    return str(last["content"]) if last["role"] == "assistant" else ""
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    content = message.content or ""
+    if not isinstance(content, str):
+        for part in content:
+            if part.type != "text" or part.text is None:
+                text = f"content parts of type {part.type[:32]!r} are not supported: only text is"
+                raise ApiError(400, text, param="messages", code="unsupported_value")
+        content = "\n".join(p.text or "" for p in content)  # as vLLM joins them
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": content, **({} if message.name is None else {"name": message.name})}

@@ -1,0 +1,144 @@
+"""Which fields a request may have. A field that is not known is refused, with the nearest name that is; a field that is
+known and not supported is refused unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from lamina.server.errors import ApiError
+
+# field -> the values that ask for nothing; null always does. Read where an endpoint does not take the field itself.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_decoding_backend": ("",),
+    "guided_whitespace_pattern": ("",),
+    "regex": ("",),
+    "json_schema": ("",),
+    "ebnf": ("",),
+    "grammar": ("",),
+    "chat_template": (),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "moderation": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "num_beams": (1,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "do_sample": (True,),
+    "typical_p": (1,),
+    "top_a": (0,),
+    "tfs": (1,),
+    "no_repeat_ngram_size": (0,),
+    "prompt_embeds": (),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "watermarking": (False,),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "return_mm_kwargs": (True,),
+    "mm_payload": ("tensors",),
+    "ec_transfer_params": ({},),
+    "routed_experts_prompt_start": (0,),
+    "spaces_between_special_tokens": (True,),
+    "return_token_strs": (False,),
+    "return_hidden_states": (False,),
+    "lora_path": ("",),
+    "verbosity": ("medium",),
+    # of one endpoint, in a request to another
+    "priority": (0,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "top_logprobs": (0,),
+    "max_completion_tokens": (),
+    "chat_template_kwargs": ({},),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "thinking_token_budget": (),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "request_id": ("",),
+    "kv_transfer_params": ({},),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "vllm_xargs": ({},),
+}
+# Fields without an effect on an answer: of a client's bookkeeping.
+IGNORED = frozenset({"metadata", "parallel_tool_calls", "safety_identifier"})
+# The same of the objects within.
+STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
+MESSAGE: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "refusal": ("",),
+    "audio": (),
+    "annotations": ([],),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "thinking_blocks": ([],),
+    "provider_specific_fields": ({},),
+}
+PART: dict[str, tuple[Any, ...]] = {"annotations": ([],), "cache_control": ({"type": "ephemeral"},)}
+MAX_LOGGED_NAMES = 1000  # remembered, so that nobody fills the memory with names
+logger = logging.getLogger(__name__)
+
+
+class UnknownFields:
+    """Says which fields may go on; where unknown ones are allowed, remembers which of them have been logged."""
+
+    def __init__(self, *, allowed: bool = False) -> None:
+        self._allowed = allowed
+        self._seen: set[str] = set()
+
+    def check_name(self, name: str, known: Collection[str], where: str = "") -> None:
+        """Raises ApiError for a field that is in no table. ``known``: fields where it lies, such as "messages."."""
+        full = f"{where}{name[:64]}"
+        if self._allowed:
+            if full not in self._seen and len(self._seen) < MAX_LOGGED_NAMES:
+                self._seen.add(full)
+                logger.info("ignoring the unknown field %r; said once", full)
+            return
+        near = get_close_matches(name[:64], known, n=1)
+        hint = f"did you mean {where}{near[0]}? Correct it" if near else "correct it"
+        text = f"unknown field {full!r}: {hint} or leave it out; a server with --allow-unknown-fields ignores it"
+        raise ApiError(400, text, param=full, code="unknown_field")
+
+    def check_inner(
+        self, given: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, tuple[Any, ...]], where: str
+    ) -> None:
+        """Fields of an object within the body. Raises ApiError."""
+        for name, value in given.items():
+            if name in neutral:
+                check_neutral(f"{where}{name}", value, neutral[name])
+            elif name not in known:
+                self.check_name(name, [*known, *neutral], where)
+
+
+def check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Raises ApiError where an unsupported field asks for something."""
+    if value is not None and value not in neutral:
+        hint = f", or send {neutral[0]!r}" if neutral and neutral[0] not in ("", [], {}) else ""
+        text = f"{name} is not supported by this server: leave it out{hint}"
+        raise ApiError(400, text, param=name, code="unsupported_value")

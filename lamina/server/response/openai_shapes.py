@@ -1,0 +1,176 @@
+"""Answers in the shapes of OpenAI's two endpoints, whole or in chunks."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from msgspec import Raw
+
+from lamina.request import SamplingParams
+from lamina.server.engine_client.messages import Delta, encode_scores
+from lamina.server.journal.journal_records import AcceptedRecord
+from lamina.server.request.prompt_processing import Prompt
+
+from .openai_logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, joined_logprobs, prompt_logprobs_of
+from .response_head import head_of
+
+NO_SCORES = encode_scores(None)
+
+
+class AnsweredRequest(Protocol):
+    """A Call, or an Entry of a journal: a request that is to be answered."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    only_prompt: bool
+
+
+class ResponseShape(Protocol):
+    """Makes an endpoint's answer of a call's deltas."""
+
+    def head(self, *, stream: bool) -> dict[str, Any]:
+        """The fields that every chunk, or the whole answer, begins with."""
+        ...
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """The chunks before the first delta, less their heads."""
+        ...
+
+    def choice(self, number: int, delta: Delta) -> dict[str, Any]:
+        """A delta of prompt ``number`` as a choice of a chunk. Each delta is given once, in order."""
+        ...
+
+    def full_choice(self, number: int, delta: Delta) -> dict[str, Any]:
+        """A completion of prompt ``number``, whose deltas are added up, as a choice of a whole answer."""
+        ...
+
+    def note(self, number: int, delta: Delta) -> None:
+        """Keep the log-probabilities of prompt ``number`` that ``delta`` has; the head of a whole answer needs them."""
+        ...
+
+
+class CompletionResponse:
+    """/v1/completions."""
+
+    def __init__(self, call: AnsweredRequest, texts: TokenTexts, asked: AcceptedRecord) -> None:
+        self._call = call
+        self._texts = texts
+        self._head = head_of(asked)
+        self._echo = asked.echo
+        self._ids = asked.token_ids
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._prompt_entries: dict[int, list[Raw]] = {}
+        self._begun: set[int] = set()
+
+    def head(self, *, stream: bool) -> dict[str, Any]:
+        return {**self._head, "object": "text_completion"}
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        return []
+
+    def choice(self, number: int, delta: Delta) -> dict[str, Any]:
+        index = number * self._call.params.n + delta.index
+        first = index not in self._begun
+        self._begun.add(index)
+        tokens, text, entries = delta.token_ids, delta.text, delta.logprobs
+        if self._call.only_prompt:
+            tokens, text, entries = [], "", [] if entries is not None else None
+        if first and self._echo:
+            text = self._prompt_text(number) + text
+        self.note(number, delta)
+        logprobs = None if entries is None else self._block(number, index, tokens, entries, first=first)
+        reason = "length" if self._call.only_prompt and delta.finish_reason else delta.finish_reason
+        ids: dict[str, Any] = {"token_ids": tokens} if self._ids else {}
+        if first and self._ids:
+            ids["prompt_token_ids"] = self._call.prompts[number].ids
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            "stop_reason": delta.stop_reason,
+            **({"kv_rebuilt": True} if delta.kv_rebuilt else {}),
+            **ids,
+        }
+
+    def full_choice(self, number: int, delta: Delta) -> dict[str, Any]:
+        choice, entries = self.choice(number, delta), self._prompt_entries.get(number)
+        return {
+            **choice,
+            "prompt_logprobs": None if entries is None else prompt_logprobs_of(self._texts, entries),
+            "prompt_token_ids": choice.get("prompt_token_ids"),
+            "token_ids": choice.get("token_ids"),
+        }
+
+    def note(self, number: int, delta: Delta) -> None:
+        if delta.prompt_logprobs is not None:
+            self._prompt_entries[number] = delta.prompt_logprobs
+
+    def _prompt_text(self, number: int) -> str:
+        """The text of a prompt, with special tokens: a client's own text has those too."""
+        prompt = self._call.prompts[number]
+        return prompt.text or str(self._texts.tokenizer.decode(prompt.ids))
+
+    def _block(self, number: int, index: int, tokens: list[int], entries: list[Raw], *, first: bool) -> dict[str, Any]:
+        ids, skip = self._call.prompts[number].ids, self._call.params.skip_special_tokens
+        blocks = []
+        if first:
+            start = len(self._prompt_text(number)) if self._echo else 0
+            self._logprobs[index] = CompletionLogprobs(self._texts, ids, start, skip_special_tokens=skip)
+            if self._echo:
+                prompt = CompletionLogprobs(self._texts, [], 0, skip_special_tokens=False)
+                blocks.append(prompt.block(ids, self._prompt_entries.get(number, [NO_SCORES] * len(ids))))
+        return joined_logprobs([*blocks, self._logprobs[index].block(tokens, entries)])
+
+
+class ChatResponse:
+    """/v1/chat/completions."""
+
+    def __init__(self, call: AnsweredRequest, texts: TokenTexts, asked: AcceptedRecord) -> None:
+        self._call = call
+        self._texts = texts
+        self._head = head_of(asked)
+        self._ids = asked.token_ids
+        self._echo = call.prompts[0].text if asked.echo else ""
+        self._entries: list[Raw] | None = None  # of the prompt
+
+    def head(self, *, stream: bool) -> dict[str, Any]:
+        if stream:
+            return {**self._head, "object": "chat.completion.chunk"}
+        scores = None if self._entries is None else prompt_logprobs_of(self._texts, self._entries)
+        ids = self._call.prompts[0].ids if self._ids else None
+        return {**self._head, "object": "chat.completion", "prompt_logprobs": scores, "prompt_token_ids": ids}
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        ids = {"prompt_token_ids": self._call.prompts[0].ids} if self._ids else {}
+        chunks = [(delta, ids), *([({"content": self._echo}, {})] if self._echo else [])]
+        return [
+            {"choices": [{"index": i, "delta": part, "logprobs": None, "finish_reason": None}], **more}
+            for part, more in chunks
+            for i in range(self._call.params.n)
+        ]
+
+    def choice(self, number: int, delta: Delta) -> dict[str, Any]:
+        self.note(number, delta)
+        return {
+            "index": delta.index,
+            "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
+            "logprobs": None if delta.logprobs is None else chat_logprobs(self._texts, delta.logprobs),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            **({"kv_rebuilt": True} if delta.kv_rebuilt else {}),
+            **({"token_ids": delta.token_ids} if self._ids else {}),
+        }
+
+    def full_choice(self, number: int, delta: Delta) -> dict[str, Any]:
+        choice = self.choice(number, delta)
+        del choice["delta"]
+        message = {"role": "assistant", "content": self._echo + delta.text, "refusal": None}
+        if choice["logprobs"] is not None:
+            choice["logprobs"] |= {"refusal": None}
+        return {**choice, "message": message, "token_ids": choice.get("token_ids")}
+
+    def note(self, number: int, delta: Delta) -> None:
+        if delta.prompt_logprobs is not None:
+            self._entries = delta.prompt_logprobs

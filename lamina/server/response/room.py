@@ -1,0 +1,57 @@
+"""Room for what a request may bring, taken before it is accepted: its answer is in memory until its client has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lamina.facts.report import size_text
+from lamina.server.engine_client.messages import EngineReady
+from lamina.server.errors import ApiError
+from lamina.server.journal.journal_records import AcceptedRecord
+from lamina.server.limits import ANSWER_TOKEN, ANSWER_TOTAL, PROMPT_SCORE, SCORE
+from lamina.server.middleware.budget import Holding, MemoryBudget
+
+RETRY_AFTER_S = 1
+
+
+def answer_costs(asked: AcceptedRecord, lengths: Sequence[int], ready: EngineReady) -> dict[str, int]:
+    """Bytes that an answer may take, by the field that asks for them. ``lengths``: tokens of each prompt.
+
+    The first completion counts nothing without log-probabilities: the KV pool and --max-num-queued-reqs bound these.
+    """
+    params, limit = asked.params, ready.max_model_len
+    most = [min(params.max_tokens or limit, max(1, limit - length)) for length in lengths]
+    each = sum(most)
+    costs = {"n" if params.n > 1 else "prompt": (params.n * each - max(most)) * ANSWER_TOKEN}
+    if params.logprobs is not None:
+        name = "logprobs" if asked.kind == "cmpl" else "top_logprobs"
+        costs[name] = params.n * each * _alternatives(params.logprobs, ready) * SCORE
+    if params.prompt_logprobs is not None:
+        name = "echo" if asked.echo else "prompt_logprobs"
+        tokens = sum(min(length, limit) for length in lengths)
+        costs[name] = tokens * _alternatives(params.prompt_logprobs, ready) * PROMPT_SCORE
+    return costs
+
+
+def _alternatives(count: int, ready: EngineReady) -> int:
+    """The log-probabilities of a token of which ``count`` alternatives were asked for; -1 = the whole vocabulary."""
+    return 1 + (ready.vocab_size if count < 0 else count)
+
+
+def take_room(budget: MemoryBudget, costs: dict[str, int], refused: Callable[[str], None]) -> Holding:
+    """Room for an answer, until it is closed. ``refused``: gets the reason of a 503, in one word. Raises ApiError: 400
+    for an answer that never fits, 503 where others have the room now.
+    """
+    total, holding = sum(costs.values()), budget.hold()
+    if holding.resize(total):
+        return holding
+    if not budget.could_fit(total):
+        param = max(costs, key=lambda name: costs[name])
+        text = (
+            f"{param} asks for too much at once: the answer may take {size_text(total)} of memory, more than "
+            f"{size_text(budget.limit)} (--limits {ANSWER_TOTAL}): ask for fewer prompts, tokens or alternatives"
+        )
+        raise ApiError(400, text, param=param, code="answer_too_large")
+    refused("answers")
+    text = f"answers of other requests fill the memory for them (--limits {ANSWER_TOTAL}): ask again"
+    raise ApiError(503, text, code="no_room_for_answer", retry_after_s=RETRY_AFTER_S)

@@ -1,0 +1,1 @@
+"""Programs on top of the product: plan, timeline, bench, check, drill, explain."""

@@ -1,0 +1,105 @@
+"""What a benchmark asks for, and when: random prompts, prompts of a file, or a recorded trace."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .request_trace import BLOCK_TOKENS, TraceRow
+
+DATASETS = ("random", "sharegpt", "custom")
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """One request to come: ``text`` if given, else ``input_len`` tokens that ``tokens_of`` makes up.
+
+    ``output_len`` 0 = as many tokens as ``answer`` has.
+    """
+
+    arrival_s: float
+    input_len: int
+    output_len: int
+    blocks: tuple[int, ...] = ()
+    text: str | None = None
+    answer: str = ""
+
+
+def random_requests(count: int, input_len: int, output_len: int, *, range_ratio: float, seed: int) -> list[LoadRequest]:
+    """``count`` requests whose lengths lie evenly within +- ``range_ratio`` of what is asked for."""
+    if not 0.0 <= range_ratio < 1.0:
+        raise ValueError(f"--random-range-ratio must lie in [0, 1), not {range_ratio}")
+    rng = random.Random(f"{seed}/lengths")
+
+    def around(length: int) -> int:
+        low = int(length * (1 - range_ratio))
+        return max(1, rng.randint(low, max(low, int(length * (1 + range_ratio)))))
+
+    return [LoadRequest(0.0, around(input_len), around(output_len)) for _ in range(count)]
+
+
+def file_requests(kind: str, path: str, count: int, output_len: int, *, seed: int) -> list[LoadRequest]:
+    """Requests drawn from a file. "custom": JSON lines with prompt and perhaps output_tokens. "sharegpt": a JSON list
+    of conversations, of which the first turn is asked and the second one's length is wanted. ``output_len`` above 0
+    counts for all. Raises ValueError, OSError.
+    """
+    if not path:
+        raise ValueError(f"--dataset-name {kind} needs --dataset-path FILE")
+    text = Path(path).read_text()
+    try:
+        rows = list(_custom(text) if kind == "custom" else _sharegpt(json.loads(text)))
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f"--dataset-path {path}: not of the kind {kind}: {type(e).__name__}: {e}") from e
+    if not rows:
+        raise ValueError(f"--dataset-path {path}: no prompts")
+    rng = random.Random(f"{seed}/choice")
+    rng.shuffle(rows)
+    asks = [rows[i % len(rows)] for i in range(count)]
+    return [replace(a, output_len=output_len) for a in asks] if output_len else asks
+
+
+def _custom(text: str) -> Iterator[LoadRequest]:
+    for line in filter(str.strip, text.splitlines()):
+        row = json.loads(line)
+        yield LoadRequest(0.0, 0, int(row.get("output_tokens", 256)), text=str(row["prompt"]))
+
+
+def _sharegpt(rows: list[Any]) -> Iterator[LoadRequest]:
+    for row in rows:
+        turns = row.get("conversations", [])
+        if len(turns) >= 2:
+            yield LoadRequest(0.0, 0, 0, text=str(turns[0]["value"]), answer=str(turns[1]["value"]))
+
+
+def trace_requests(rows: list[TraceRow], speed_up: float) -> list[LoadRequest]:
+    """A trace's requests, ``speed_up`` times as fast as they came."""
+    if speed_up <= 0:
+        raise ValueError(f"--speed-up must be positive, not {speed_up}")
+    return [LoadRequest(r.arrival_s / speed_up, r.input_len, r.output_len, r.blocks) for r in rows]
+
+
+def at_rate(asks: list[LoadRequest], rate: float, seed: int) -> list[LoadRequest]:
+    """The same requests, arriving as a Poisson process of ``rate`` a second; all at once for infinity."""
+    if not rate > 0:
+        raise ValueError(f"--request-rate must be positive, or inf, not {rate}")
+    if rate == float("inf"):
+        return asks
+    rng, now, timed = random.Random(f"{seed}/arrivals"), 0.0, []
+    for ask in asks:
+        timed.append(replace(ask, arrival_s=now))
+        now += rng.expovariate(rate)
+    return timed
+
+
+def tokens_of(ask: LoadRequest, number: int, pool: list[int], seed: int) -> list[int]:
+    """``input_len`` tokens of ``pool``; blocks with equal ids give equal tokens, all else is different."""
+    if not ask.blocks:
+        return random.Random(f"{seed}/{number}").choices(pool, k=ask.input_len)
+    tokens: list[int] = []
+    for block in ask.blocks:
+        tokens += random.Random(f"{seed}/block/{block}").choices(pool, k=BLOCK_TOKENS)
+    return tokens[: ask.input_len]

@@ -1,0 +1,119 @@
+"""``lamina-launch check MODEL``: whether the same prompts give the same, however the work is spread."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from lamina.cli.common.flags import add_engine_flags, engine_config
+from lamina.config.engine_config import EngineConfig
+from lamina.config.flat_options import flat_options, replace_options
+
+from .check_report import report_json, show
+from .matrix import BASE_OPTIONS, Setting, full_settings, quick_settings, settings_of_axes
+from .verdict import Verdict
+
+# Options of every run: those of the model and the machine. All other options are compared.
+OPTIONS = (
+    "max_model_len", "block_size", "kv_memory", "attention", "gemm", "compute_device", "memory_device",
+    "compute_threads", "memory_threads",
+    "trust_remote_code", "start_timeout_s", "step_timeout_s",
+)  # fmt: skip
+EPILOG = """\
+promises: bitwise = the same tokens and the same log-probabilities to the last bit as the base run, for the transport,
+the number of memory workers, their weights, the partition and overlap (given the same plans, which is looked at), and
+with --deterministic also for the pipeline and batch mates. token-equal = the greedy tokens of transformers in fp32
+wherever its two best logits lie further apart than ten times the measured logit error; behind a nearer one the
+comparison goes on with the token that Lamina chose, and such ties may be 1 % of all tokens. bounded = the
+log-probabilities err by at most 0.01, or in half precision and with --kv-cache-dtype int8 or fp8 by at most 4 times
+what transformers errs with its numbers rounded in the same way. nothing = of answers with --kv-sparsity, which leaves
+KV out; but the runs with it are bitwise equal to each other, while nobody is preempted or lost: behind that, evict goes
+on with the blocks that it had, token-equal, and of select nothing is promised.
+Some runs are those of a death: at a certain message of a certain worker, which is a process then, it ends by force, and
+another one takes its place. A compute worker, a rank of one and a planned change leave all bits as they are
+(token-equal without --deterministic), a prefill worker also those of the K and V of its prompts; behind a memory worker
+the prompts are token-equal of whose KV it had some, and all others have their bits; behind a server's engine all are
+token-equal. A run in which nobody died, or nobody took the place, is none.
+Exit status: 0 = all promises are kept, 1 = one is broken or a worker was lost, 2 = bad input. A setting that this model
+or machine cannot run is listed as refused, with the reason. The model is loaded in fp32, once for transformers and once
+for each compute worker.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.epilog = EPILOG
+    parser.add_argument("model", help="a directory or a hub id")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="every axis, most of them once (the default)")
+    size.add_argument("--all", action="store_true", help="every value of every axis, and combinations")
+    parser.add_argument("--axis", action="append", default=[], help="check this axis only; may be given several times")
+    parser.add_argument("--prompt", action="append", default=[], help="a text to complete; may be given several times")
+    parser.add_argument("--prompt-seed", type=int, default=0, help="of the random tokens that are completed otherwise")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of each completion (default: 32)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_engine_flags(parser, OPTIONS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 if all promises are kept, 1 if one is broken; raises ValueError for bad input."""
+    config = replace_options(engine_config(args), BASE_OPTIONS)
+    if args.max_tokens < 2:
+        raise ValueError(f"--max-tokens must be at least 2, not {args.max_tokens}")
+    if args.prompt_seed < 0:
+        raise ValueError(f"--prompt-seed must be at least 0, not {args.prompt_seed}")
+    settings = settings_of_axes(_matrix(config, all_of_them=args.all), args.axis)
+    if args.print_config:
+        runs = [{"axis": s.axis, "promised": s.promised.word, **s.options} for s in settings]
+        print(json.dumps({"model": args.model, "base": flat_options(config), "runs": runs}, indent=2))
+        return 0
+    from lamina.cli.common.preflight import check
+
+    check(args.model, config)
+    if args.dry_run:
+        print(f"would check {args.model} with {len(settings)} runs")
+        print(*(f"  {s.axis}: {s.text or 'as the base'} ({s.promised.word})" for s in settings), sep="\n")
+        return 0
+    verdicts = _run(args, config, settings)
+    if args.json:
+        print(json.dumps(report_json(args.model, config, verdicts), indent=2))
+    else:
+        show(args.model, config, verdicts)
+    return 1 if any(v.held is False for v in verdicts) else 0
+
+
+def _matrix(config: EngineConfig, *, all_of_them: bool) -> list[Setting]:
+    from lamina.netstack import SCHEMES
+    from lamina.ops import attention, gemm
+
+    others = [name for name in attention.BACKENDS if name not in (config.kv.attention, *attention.WRAPPERS)]
+    if not all_of_them:
+        return quick_settings(others)
+    transports = [name for name in SCHEMES if name not in ("auto", config.launch.scheme)]
+    kinds = {"compute_device": config.devices.compute_device, "memory_device": config.devices.memory_device}
+    devices = [{name: "cpu" if kind != "cpu" else "cuda"} for name, kind in kinds.items()]
+    return full_settings(others, [name for name in gemm.BACKENDS if name != config.model.gemm], transports, devices)
+
+
+def _run(args: argparse.Namespace, config: EngineConfig, settings: Sequence[Setting]) -> list[Verdict]:
+    from .runner import Check
+
+    verdicts: list[Verdict] = []
+    began = time.monotonic()
+    for verdict in Check(args.model, config, args.prompt, args.max_tokens, args.prompt_seed).run(settings):
+        verdicts.append(verdict)
+        name, count = f"{verdict.axis} {verdict.setting}".strip(), f"{len(verdicts)}/{len(settings)}"
+        left = time_left(time.monotonic() - began, len(verdicts), len(settings))
+        print(f"{count} {name}: {verdict.word}, {verdict.seconds:.1f} s{left}", file=sys.stderr)
+    return verdicts
+
+
+def time_left(took_s: float, done: int, count: int) -> str:
+    """Words about how long the runs take that are left, if they are as those that are done."""
+    left_s = took_s / done * (count - done)
+    if done == count:
+        return ""
+    return f"; about {left_s / 60:.0f} min are left" if left_s >= 90 else f"; about {left_s:.0f} s are left"

@@ -1,0 +1,114 @@
+"""A run in whose midst a worker dies by force, at an event of its own, and another one takes its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lamina.api.llm import LLM
+from lamina.observe.failpoints import FAILPOINT, Failpoint
+from lamina.protocol.blocks.block_counts import num_kv_shards
+from lamina.protocol.control import ComputeReady
+from lamina.protocol.kv_placement import KvPlacement, ShardCounter
+from lamina.request import RequestOutput, SamplingParams
+from lamina.scheduler.sequence import Sequence as RunningSequence
+
+from .fault_promises import Death
+from .matrix import Setting
+from .recording_executor import RecordingExecutor
+
+
+class FaultVisibleError(Exception):
+    """Somebody was told a wrong thing, or nobody took the place of who had died."""
+
+
+@contextmanager
+def failpoint_for(settings: Sequence[Setting], folder: Path) -> Iterator[Failpoint | None]:
+    """By which workers of these settings that start meanwhile can be ended, where one of them wants that."""
+    if not any(s.fault and s.fault.event is not None for s in settings):
+        yield None
+        return
+    before, path = os.environ.get(FAILPOINT), folder / "tripwire"
+    tripwire, os.environ[FAILPOINT] = Failpoint(path), str(path)
+    try:
+        yield tripwire
+    finally:
+        del os.environ[FAILPOINT]
+        os.environ |= {} if before is None else {FAILPOINT: before}
+
+
+class FaultRunner:
+    """Of one engine: its prompts, while ``fault`` happens. ``had_kv``: the prompts of whose KV the one that
+    died had some.
+    """
+
+    moved_bytes = 0
+
+    def __init__(self, llm: LLM, wire: RecordingExecutor, tripwire: Failpoint, fault: Death) -> None:
+        self._llm, self._wire, self._tripwire, self._fault = llm, wire, tripwire, fault
+        self._role, _, number = fault.victim.partition("-")
+        self._number = int(number)
+        self._in_time = False
+        self.had_kv: frozenset[int] = frozenset()
+
+    def generate(self, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
+        """As ``LLM.generate``. Raises ValueError where nobody died before the last token, or had KV of no prompt;
+        FaultVisibleError where nobody took the place; and as ``LLM.stream``.
+        """
+        engine, outputs = self._llm.engine, dict[int, RequestOutput]()
+        before, is_set = self._llm.pools.pids, self._fault.before_prompt_end
+        at_once = min(len(prompts), engine.config.batching.max_num_seqs)
+        if is_set:
+            self._set(before)
+        with self._or_harmed(), closing(self._llm.stream(prompts, params)) as stream:
+            ids = stream.request_ids
+            self._wire.on_change = lambda: self._note(ids)
+            for output in stream:
+                outputs[output.request_id] = output
+                if not is_set and len(outputs) >= at_once:
+                    self._set(before)
+                    is_set = True
+            engine.check_workers()  # it may have died behind the last step
+        if not (self._tripwire.disarm() and self._in_time):
+            raise ValueError(f"sequences ended before {self._fault.victim} died: raise --max-tokens")
+        if self._llm.pools.pids[self._fault.victim] == before[self._fault.victim]:
+            raise FaultVisibleError(f"{self._fault.victim} died, and nobody took its place")
+        if self._role == "memory" and not self.had_kv:
+            raise ValueError(f"{self._fault.victim} had no KV of these prompts: give more of them")
+        return [outputs[i] for i in ids]
+
+    @contextmanager
+    def _or_harmed(self) -> Iterator[None]:
+        """What goes wrong behind the death is no fault of a user."""
+        try:
+            yield
+        except ValueError as e:
+            if not self._tripwire.has_fired:
+                raise
+            raise FaultVisibleError(f"behind the death of {self._fault.victim}: {e}") from e
+
+    def _set(self, pids: dict[str, int]) -> None:
+        assert self._fault.event is not None
+        self._tripwire.arm(pids[self._fault.victim], self._fault.event, self._fault.times)
+
+    def _note(self, ids: Sequence[int]) -> None:
+        """The view changes: who runs now is who had KV."""
+        scheduler, info = self._llm.engine.scheduler, self._llm.engine.worker_info
+        running = [s for s in scheduler.running if not s.finished and s.request_id in ids]
+        self._in_time = self._in_time or bool(running or scheduler.waiting)
+        if self._role == "memory":
+            had = (ids.index(s.request_id) for s in running if holds(info, self._number, s))
+            self.had_kv |= frozenset(had)
+
+
+def holds(info: ComputeReady, worker: int, sequence: RunningSequence) -> bool:
+    """Whether memory worker ``worker`` has, or is about to get, some of the KV of ``sequence``: by the rule by which it
+    is dealt out, and not by what anybody says.
+    """
+    placement = KvPlacement(num_kv_shards(info.kv_shards), info.stripe, info.single_shard)
+    blocks = -(-sequence.num_computed_tokens // info.block_size)
+    groups = (g for g, holders in enumerate(info.holders) if worker in holders)
+    return any(ShardCounter(info.kv_shards[g], placement).num_owned(sequence.location, blocks) for g in groups)

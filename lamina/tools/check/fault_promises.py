@@ -1,0 +1,44 @@
+"""Who dies in a run of ``lamina-launch check``, at which moment, and what is promised of the tokens: a table. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lamina.observe.trace import Event
+
+from .exactness import Exactness
+
+ENGINE = "engine"
+
+
+class Death(NamedTuple):
+    """One process that ends by force in the midst of a run; another one takes its place."""
+
+    axis: str
+    victim: str  # the name of a worker, such as memory-0; or ENGINE
+    promised: Exactness  # of prompts of whose KV it had some, and of all if it had none
+    other_prompts: Exactness  # of prompts of whose KV it had none
+    event: Event | None = None  # of its own, at which it ends; None: at a step
+    times: int = 1  # how often that comes first
+    before_prompt_end: bool = (
+        False  # counted from the first prompt on, else from where all that run at once have a token
+    )
+
+    @property
+    def without_determinism(self) -> Death:
+        """The same of a run that is not deterministic: what is planned anew may have other batch mates."""
+        least = Exactness.TOKEN_EQUAL
+        return self._replace(promised=min(self.promised, least), other_prompts=min(self.other_prompts, least))
+
+
+# A compute worker holds no KV, and dies between the messages of a layer. A prefill worker dies within a prompt, whose
+# K and V show in the log-probabilities of all tokens behind it. Of a memory worker it matters whose KV it had; where
+# others keep its parity, it comes back. An engine takes its workers with it.
+COMPUTE = Death("lost compute worker", "compute-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 7)
+RANK = Death("lost rank", "compute-1", Exactness.BITWISE, Exactness.BITWISE, Event.WAIT_O, 7)
+PREFILL = Death(
+    "lost prefill worker", "prefill-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 9, before_prompt_end=True
+)
+MEMORY = Death("lost memory worker", "memory-0", Exactness.TOKEN_EQUAL, Exactness.BITWISE, Event.WAIT_Q, 7)
+PARITY = MEMORY._replace(promised=Exactness.BITWISE)
+SERVED = Death("lost engine", ENGINE, Exactness.TOKEN_EQUAL, Exactness.TOKEN_EQUAL)

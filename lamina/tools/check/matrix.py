@@ -1,0 +1,343 @@
+"""The settings that ``lamina-launch check`` compares, and what is promised of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from lamina.config.engine_config import KV_CACHE_DTYPES, KVOptions
+from lamina.config.option import flag_name
+from lamina.config.partition import PARTITIONS
+from lamina.config.topology import TopologyOptions
+from lamina.netstack import HERE
+
+from .exactness import Exactness as Exactness
+from .fault_promises import COMPUTE, ENGINE, MEMORY, PARITY, PREFILL, RANK, SERVED, Death
+
+
+class Resize(NamedTuple):
+    """A change to ``workers`` memory workers while sequences run. ``leaving``: the workers that leave, by number;
+    empty: the last ones.
+    """
+
+    workers: int
+    leaving: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        gone = f" without {', '.join(map(str, self.leaving))}" if self.leaving else ""
+        return f"{self.workers}{gone}"
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One run of all prompts. ``options``: of an engine, where it is not the base's."""
+
+    axis: str
+    promised: Exactness
+    compared_with: Setting | None = None  # the earlier run with whose bits it is compared
+    options: dict[str, Any] = field(default_factory=dict)
+    runs_alone: bool = False  # one prompt after the other, instead of all at once
+    loads_from_disk: bool = False  # the pools have been emptied before, so that KV is loaded from beside them
+    changes: tuple[Resize, ...] = ()  # in the midst of the run; at last there are as many workers as at first
+    fault: Death | None = None  # in the midst of the run
+
+    @property
+    def lends(self) -> bool:
+        """Whether memory workers hold less than the longest sequence, so that one lies on loan in part."""
+        return self.options.get("partition") == LENDING and not self.drops_blocks and self.options["memory_workers"] > 1
+
+    @property
+    def drops_blocks(self) -> bool:
+        """Whether sequences are to lose KV blocks."""
+        return self.options.get("kv_sparsity") == "evict"
+
+    @property
+    def swaps(self) -> bool:
+        """Whether memory is too small for all that run, so that some are preempted, and their KV is kept meanwhile."""
+        return self.options.get("preemption_mode") == "swap"
+
+    @property
+    def runs_in_server(self) -> bool:
+        """Whether a server's engine runs it, in a process of its own, which dies."""
+        return self.fault is not None and self.fault.victim == ENGINE
+
+    @property
+    def text(self) -> str:
+        """Its flags, as ``lamina-launch`` takes them."""
+        words = [_words(name, value) for name, value in self.options.items()]
+        tight = ["(too little memory for one sequence)"] * self.lends
+        tight += ["(too little memory for all)"] * self.swaps
+        labels = [*tight, *["(prompts one by one)"] * self.runs_alone, *["(KV loaded)"] * self.loads_from_disk]
+        labels += [f"(while sequences run: {', then '.join(c.text for c in self.changes)})"] * bool(self.changes)
+        labels += [f"({self.fault.victim} dies)"] if self.fault else []
+        return " ".join([*words, *labels])
+
+
+# What every run has, unless its options say otherwise. Prompts longer than a chunk are read in several steps, next to
+# others that decode; with more prompts than sequences, some join in the middle of the run.
+BASE_OPTIONS: dict[str, Any] = {
+    "transport": "loopback", "memory_workers": 1, "dtype": "float32", "prefill_chunk": 32, "max_num_seqs": 4
+}  # fmt: skip
+BASE_STORE = KVOptions().kv_cache_dtype
+LENDING = "spill"
+HOLDING = [name for name in PARTITIONS if name != LENDING]
+OTHERS = [name for name in HOLDING if name != TopologyOptions().partition]
+# Where processes die and others take their places: threads cannot.
+_APART: dict[str, Any] = {"memory_workers": 2, "transport": HERE}
+_SPILL: dict[str, Any] = {"partition": LENDING, "memory_workers": 3}  # two have no room for all that runs at once
+BASE = Setting("base", Exactness.TOKEN_EQUAL)
+FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
+# Sums over several ranks are rounded in another way than sums of one.
+_TWO: dict[str, Any] = {"tensor_parallel_size": 2, "memory_workers": 2, "deterministic": True}
+RANKS = Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, _TWO)
+# Approximate, so nothing is promised of the answers; but blocks are chosen alike by all. The smallest budget there is.
+_EVICT: dict[str, Any] = {"kv_sparsity": "evict", "kv_budget": 128, "kv_recent": 16, "deterministic": True}
+EVICTING = Setting("kv sparsity", Exactness.NOTHING, None, _EVICT)
+SELECTING = Setting("kv sparsity", Exactness.NOTHING, None, {**_EVICT, "kv_sparsity": "select"})
+EVICTING_RANKS = Setting("kv sparsity", Exactness.NOTHING, None, {**_EVICT, **_TWO})
+
+
+def quick_settings(attention: Sequence[str]) -> list[Setting]:
+    """Every axis, most of them once. ``attention``: backends other than the base's, the simplest last."""
+    return [
+        BASE,
+        Setting("again", Exactness.BITWISE, BASE),
+        _bits("memory workers", memory_workers=3),
+        _bits("memory weights", memory_workers=2, memory_weights="0.7,0.3"),
+        *(_bits("partition", memory_workers=2, partition=name) for name in OTHERS),
+        _bits("overlap", memory_workers=2, overlap=False),
+        _bits("transport", memory_workers=2, transport="shm"),
+        _bits("transport", memory_workers=2, transport="tcp"),
+        FIXED,
+        _fixed("partition", **_SPILL, transport="shm"),
+        Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, runs_alone=True),
+        _fixed("pipeline", pipeline=3),
+        _fixed("prefill workers", prefill_workers=1),
+        *_cached(),
+        *_restored(memory_workers=2),
+        _planned(**_APART),
+        _lost(COMPUTE, **_APART),
+        _lost(MEMORY, **_APART),
+        _planned(**_APART, partition="token"),
+        *(_lost(MEMORY, **_APART, partition=name) for name in OTHERS),
+        _lost(PREFILL, **_APART, prefill_workers=1),
+        _lost(SERVED, **_APART),
+        _swapped(),
+        RANKS,
+        _ranks(transport="shm", memory_workers=4),
+        _lost(RANK, RANKS, **{**_TWO, "transport": "shm", "memory_workers": 4}),
+        _ranks(pipeline=3),
+        *(_bounded("attention", attention=name) for name in attention[-1:]),
+        *_stored("int8"),
+        EVICTING,
+        _alike(memory_workers=2),
+        SELECTING,
+        _alike(SELECTING, memory_workers=2),
+        _rounded("bfloat16"),
+    ]
+
+
+def full_settings(
+    attention: Sequence[str], gemm: Sequence[str], transports: Sequence[str], devices: Iterable[dict[str, str]] = ()
+) -> list[Setting]:
+    """Every value of every axis, and combinations. The arguments are values other than the base's; ``devices``: of
+    another kind, as options.
+    """
+    held: list[dict[str, Any]] = [{"memory_workers": n, "partition": name} for name in HOLDING for n in (2, 3)]
+    splits = [*held, _SPILL]
+    return [
+        BASE,
+        Setting("again", Exactness.BITWISE, BASE),
+        *(_bits("memory workers", memory_workers=n) for n in (2, 3, 4)),
+        *(_bits("memory weights", **o, memory_weights="5,3,2"[: 2 * o["memory_workers"] - 1]) for o in held),
+        *(_bits("partition", memory_workers=n, partition=name) for name in OTHERS for n in (1, 2, 3)),
+        _bits("partition", memory_workers=1, partition=LENDING),
+        *(_bits("overlap", **o, overlap=False) for o in ({}, *held)),
+        *(_bits("transport", memory_workers=2, transport=name) for name in transports),
+        *(_bits("KV parity", memory_workers=2, transport=name, kv_parity=1) for name in ("shm", "tcp")),
+        FIXED,
+        *(_fixed("partition", **_SPILL, transport=name) for name in ("loopback", *transports)),
+        _fixed("memory weights", **_SPILL, memory_weights="5,3,2"),
+        _fixed("overlap", **_SPILL, overlap=False),
+        Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, runs_alone=True),
+        *(_fixed("pipeline", pipeline=n) for n in (2, 3)),
+        *(_fixed("prefill workers", prefill_workers=n) for n in (1, 2)),
+        *_cached(),
+        *(s for o in splits for s in _cached(**o, pipeline=2)),
+        *(s for o in splits for s in _restored(**o)),
+        *_resized(transports),
+        *(_swapped(transport=name) for name in ("loopback", *transports)),
+        *kv_reuse_settings("int8"),
+        *(_planned(**_SPILL, transport=scheme) for scheme in ("loopback", *transports)),
+        *(_fixed("prefill workers", **o, prefill_workers=1, pipeline=2) for o in splits),
+        Setting("prefill workers", Exactness.TOKEN_EQUAL, BASE, {"prefill_workers": 1}),
+        RANKS,
+        *(_ranks(transport=name, pipeline=3) for name in transports),
+        *(_ranks(memory_workers=4, partition=name) for name in HOLDING),
+        _ranks(**{**_SPILL, "memory_workers": 6}),
+        _planned(2, RANKS, **_TWO),
+        *_losses(),
+        *(Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": n, "memory_workers": n})
+          for n in (2, 4)),
+        *(_fixed("combined", **o, overlap=overlap, pipeline=3) for o in splits for overlap in (True, False)),
+        *(_fixed("combined", memory_workers=2, transport=name, pipeline=3) for name in transports),
+        *(Setting("pipeline", Exactness.TOKEN_EQUAL, BASE, {"pipeline": n}) for n in (2, 3)),
+        *(Setting("prefill chunk", Exactness.TOKEN_EQUAL, BASE, {"prefill_chunk": n}) for n in (5, 512)),
+        *(s for name in attention for s in _backend(name)),
+        *(s for name in KV_CACHE_DTYPES if name != BASE_STORE for s in _stored(name)),
+        *_sparse(transports),
+        *(_bounded("linear layers", gemm=name) for name in gemm),
+        *(_bounded("device", **each) for each in devices),
+        *(_rounded(name) for name in ("bfloat16", "float16")),
+    ]  # fmt: skip
+
+
+def settings_of_axes(settings: Iterable[Setting], axes: Sequence[str]) -> list[Setting]:
+    """The settings of ``axes``, and those that they are compared with; no ``axes``: all. Raises ValueError for an axis
+    that is not there.
+    """
+    everything = list(settings)
+    known = list(dict.fromkeys(s.axis for s in everything))
+    for axis in axes:
+        if axis not in known:
+            raise ValueError(f"--axis must be one of {', '.join(known)}, not {axis!r}")
+    wanted = {s for s in everything if s.axis in axes or not axes}
+    while more := {s.compared_with for s in wanted if s.compared_with is not None} - wanted:
+        wanted |= more
+    return [s for s in everything if s in wanted or s is BASE]
+
+
+def _bits(axis: str, **options: Any) -> Setting:
+    return Setting(axis, Exactness.BITWISE, BASE, options)
+
+
+def _fixed(axis: str, **options: Any) -> Setting:
+    return Setting(axis, Exactness.BITWISE, FIXED, {**options, **FIXED.options})
+
+
+def _cached(**options: Any) -> tuple[Setting, Setting]:
+    """All prompts, and once more in the same engine: then they begin with what the first ones have left."""
+    switches = {**options, **FIXED.options, "enable_prefix_caching": True}
+    settings = (
+        Setting("prefix cache", Exactness.BITWISE, FIXED, switches, runs_alone=alone) for alone in (False, True)
+    )
+    return next(settings), next(settings)
+
+
+def _restored(**options: Any) -> tuple[Setting, Setting]:
+    """All prompts, and once more in the same engine, whose pools are empty by then."""
+    switches = {**options, **FIXED.options, "enable_prefix_caching": True, "kv_offloading_size": "1GiB"}
+    first = Setting("restore", Exactness.BITWISE, FIXED, switches)
+    return first, Setting("restore", Exactness.BITWISE, FIXED, switches, runs_alone=True, loads_from_disk=True)
+
+
+def _planned(size: int = 1, like: Setting = FIXED, **options: Any) -> Setting:
+    """One more worker of each of ``size`` ranks, which then ends with the first ones of all."""
+    had = options["memory_workers"]
+    changes = Resize(had + size), Resize(had, tuple(range(size)))
+    return Setting("planned change", Exactness.BITWISE, like, {**options, **FIXED.options}, changes=changes)
+
+
+def _resized(transports: Sequence[str]) -> list[Setting]:
+    """Planned changes, over every partition but the one of loans."""
+    return [
+        *(_planned(memory_workers=2, partition=name) for name in HOLDING),
+        *(_planned(memory_workers=2, partition=name, transport=scheme) for name in HOLDING for scheme in transports),
+        *(_planned(memory_workers=2, partition=name, prefill_workers=1, pipeline=2) for name in HOLDING),
+    ]
+
+
+def _lost(fault: Death, like: Setting = FIXED, **options: Any) -> Setting:
+    return Setting(fault.axis, fault.promised, like, {**options, **FIXED.options}, fault=fault)
+
+
+def _losses() -> list[Setting]:
+    """Deaths over all partitions, and beside what else they meet."""
+    held = [{**_APART, "partition": name, "transport": scheme} for name in HOLDING for scheme in ("shm", "tcp")]
+    busy: list[dict[str, Any]] = [{}, {"prefill_workers": 1, "pipeline": 2}]
+    loose = COMPUTE.without_determinism
+    return [
+        *(_lost(fault, **o) for o in (*held, {**_SPILL, "transport": "shm"}) for fault in (COMPUTE, MEMORY)),
+        *(_lost(fault, **_APART, pipeline=3) for fault in (COMPUTE, MEMORY)),
+        _lost(PARITY, **_APART, kv_parity=1),
+        *(_lost(PREFILL, **o, prefill_workers=1) for o in held),
+        *(_lost(SERVED, **_APART, **o) for o in busy),
+        *(_lost(RANK, RANKS, **{**_TWO, "transport": name}) for name in ("shm", "tcp")),
+        Setting(loose.axis, loose.promised, BASE, _APART, fault=loose),
+        Setting("planned change", Exactness.TOKEN_EQUAL, BASE, _APART, changes=(Resize(3), Resize(2, (0,)))),
+    ]
+
+
+def _swapped(**options: Any) -> Setting:
+    """Some are preempted, and go on with the KV that was saved."""
+    switches = {**options, **FIXED.options, "kv_offloading_size": "1GiB", "preemption_mode": "swap", "block_size": 16}
+    return Setting("preemption", Exactness.BITWISE, FIXED, switches)
+
+
+def kv_reuse_settings(dtype: str) -> list[Setting]:
+    """The settings in which KV outlives its rows, stored as ``dtype``; first the one with which they are compared."""
+    if dtype == BASE_STORE:
+        return [FIXED, *_cached(), *_restored(), _swapped()]
+    like = Setting("kv cache dtype", Exactness.BOUNDED, None, {**FIXED.options, "kv_cache_dtype": dtype})
+    each = [*_cached(kv_cache_dtype=dtype), *_restored(kv_cache_dtype=dtype), _swapped(kv_cache_dtype=dtype)]
+    return [like, *(replace(setting, compared_with=like) for setting in each)]
+
+
+def _ranks(**options: Any) -> Setting:
+    return Setting("tensor parallel", Exactness.BITWISE, RANKS, {**RANKS.options, **options})
+
+
+def _bounded(axis: str, **options: Any) -> Setting:
+    return Setting(axis, Exactness.BOUNDED, BASE, options)
+
+
+def _backend(name: str) -> tuple[Setting, Setting]:
+    """Backends give each other's bits nowhere, but each gives its own however the work is split."""
+    full_settings = _bounded("attention", attention=name)
+    split = {**full_settings.options, "memory_workers": 3, "overlap": False}
+    return full_settings, Setting("attention", Exactness.BITWISE, full_settings, split)
+
+
+def _stored(name: str) -> tuple[Setting, Setting]:
+    """Stored numbers of 8 bits are within a bound of the reference's, and the same bits however the work is split."""
+    full_settings = Setting("kv cache dtype", Exactness.BOUNDED, None, {"kv_cache_dtype": name})
+    split = {**full_settings.options, "memory_workers": 3, "partition": "token", "overlap": False}
+    return full_settings, Setting("kv cache dtype", Exactness.BITWISE, full_settings, split)
+
+
+def _alike(like: Setting = EVICTING, **options: Any) -> Setting:
+    return Setting("kv sparsity", Exactness.BITWISE, like, {**like.options, **options})
+
+
+def _sparse(transports: Sequence[str]) -> list[Setting]:
+    """Scores are sums over heads, whoever has them. Where tokens of a head are dealt out, nobody can score them: these
+    are refused.
+    """
+    return [
+        EVICTING,
+        Setting("kv sparsity", Exactness.BITWISE, EVICTING, _EVICT, runs_alone=True),
+        *(_alike(memory_workers=n) for n in (2, 3, 4)),
+        _alike(memory_workers=2, memory_weights="0.75,0.25"),
+        *(_alike(memory_workers=2, transport=name, overlap=False) for name in transports[:2]),
+        *(_alike(memory_workers=2, partition=name) for name in ("token", LENDING)),
+        SELECTING,
+        Setting("kv sparsity", Exactness.BITWISE, SELECTING, SELECTING.options, runs_alone=True),
+        *(_alike(SELECTING, memory_workers=n) for n in (2, 4)),
+        _alike(SELECTING, memory_workers=2, memory_weights="0.75,0.25"),
+        *(_alike(SELECTING, memory_workers=2, transport=name, overlap=False) for name in transports[:2]),
+        EVICTING_RANKS,
+        *(_alike(EVICTING_RANKS, memory_workers=4, transport=name) for name in transports[:1]),
+    ]
+
+
+def _rounded(dtype: str) -> Setting:
+    """Numbers of another width have no bits in common with the base's: they are compared with the reference alone."""
+    return Setting("dtype", Exactness.BOUNDED, None, {"dtype": dtype})
+
+
+def _words(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag_name(name) if value else flag_name(f"no_{name}")
+    return f"{flag_name(name)} {value}"

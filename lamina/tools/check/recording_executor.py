@@ -1,0 +1,71 @@
+"""A Wire that looks on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lamina.protocol.control import ComputeReady, RunRound
+from lamina.protocol.executor import Done, EpochChanged, Executor
+from lamina.protocol.step_plan import SurvivingKv
+
+from .verdict import Plans
+
+
+class RecordingExecutor:
+    """Notes the plans of the steps that pass, and tells of each change of the view before the engine hears of it."""
+
+    def __init__(self, wire: Executor) -> None:
+        self._wire = wire
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what has passed."""
+        self.on_change: Callable[[], None] = lambda: None
+        self.plans: Plans = []
+        self.lent: dict[int, int] = {}  # sequence -> stripes on loan, at most at once
+        self._arrived: dict[int, int] = {}  # sequence -> how many came before it
+
+    @property
+    def ready(self) -> ComputeReady:
+        return self._wire.ready
+
+    def submit(self, new: RunRound) -> None:
+        self._note(new)
+        self._wire.submit(new)
+
+    def submit_prefill(self, worker: int, new: RunRound) -> None:
+        self._note(new)
+        self._wire.submit_prefill(worker, new)
+
+    def _note(self, new: RunRound) -> None:
+        for plan in (step.plan for step in new.steps):
+            for row in plan.rows:
+                stripes = sum(run.stop - run.start for run in row.location.moved_runs)
+                self.lent[row.sequence] = max(self.lent.get(row.sequence, 0), stripes)
+            if plan.rows:
+                number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
+                self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
+
+    def wait(self) -> Done | EpochChanged:
+        done = self._wire.wait()
+        if isinstance(done, EpochChanged):
+            self.on_change()
+        return done
+
+    def check_workers(self) -> EpochChanged | None:
+        change = self._wire.check_workers()
+        if change is not None:
+            self.on_change()
+        return change
+
+    def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
+        return self._wire.resume(keep)
+
+    def begin_era(self) -> bytes:
+        return self._wire.begin_era()
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        return self._wire.stats()
+
+    def close(self) -> None:
+        self._wire.close()

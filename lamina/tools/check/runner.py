@@ -1,0 +1,273 @@
+"""Runs the settings of ``lamina-launch check`` and compares each with ``transformers``."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
+
+from lamina.api.llm import LLM
+from lamina.config.engine_config import EngineConfig
+from lamina.config.flat_options import flat_options, replace_options
+from lamina.kv.stored_format import dequantise, is_scaled, quantise, stored_dtype
+from lamina.models.cache_name import cache_name
+from lamina.models.load import load
+from lamina.protocol.executor import WorkerError
+from lamina.request import RequestOutput, SamplingParams
+
+from .agreement import ERROR_ALLOWED, Agreement, compare
+from .checked import CheckedEngine
+from .fault_case import FaultVisibleError, failpoint_for
+from .low_memory_case import LowMemoryCase
+from .matrix import BASE_OPTIONS, BASE_STORE, Setting
+from .recording_executor import RecordingExecutor
+from .resize_case import ResizeFailedError
+from .server_case import generate_served
+from .verdict import Outcome, Verdict, failed_verdict, judge
+
+# Tokens of the random prompts: several prefill chunks, several chunks of stored tokens, and a single token.
+LENGTHS = (3, 17, 1, 290, 33, 140)
+DTYPE_FACTOR = 4.0  # by which the error of narrower numbers may exceed that of transformers with the same rounding
+ALTERNATIVES = 4  # whose log-probabilities are compared too
+
+
+class Check:
+    """The same prompts over many settings."""
+
+    def __init__(self, model: str, base: EngineConfig, prompts: Sequence[str], max_tokens: int, seed: int) -> None:
+        """No ``prompts``: random ones of ``seed``."""
+        self._model = model
+        self._base = base
+        self._prompts = prompts
+        self._params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=ALTERNATIVES, seed=seed
+        )
+        self._reference = ReferenceModel(model, trust_remote_code=base.model.trust_remote_code)
+        self._outcomes: dict[Setting, Outcome] = {}
+        self._low_memory: LowMemoryCase | None = None  # known with the first outcome, as the next ones
+        self._ids: list[list[int]] = []  # of the prompts
+
+    def run(self, settings: Sequence[Setting]) -> Iterator[Verdict]:
+        """The verdict on each, as soon as it is known. The first one must start: what it raises (ValueError,
+        ImportError, OSError, WorkerError) is raised; a later one that does not start is refused in its verdict.
+        """
+        for _, group in groupby(settings, key=lambda s: (sorted(s.options.items()), s.runs_in_server)):
+            left = list(group)
+            while left:
+                try:
+                    for verdict in self._run(list(left)):
+                        left.pop(0)
+                        yield verdict
+                except WorkerError as e:  # by which the engine has ended: the next ones have another one
+                    if not self._outcomes:
+                        raise
+                    yield failed_verdict(left.pop(0), str(e), held=False)
+
+    def _run(self, settings: list[Setting]) -> Iterator[Verdict]:
+        start, first = time.monotonic(), settings[0]
+        with TemporaryDirectory(prefix="lamina-check-") as folder, failpoint_for(settings, Path(folder)) as tripwire:
+            try:
+                config = self._config_of(first)
+                if first.runs_in_server:
+                    yield from (self._verdict_of(s, partial(self._served, config, s, start)) for s in settings)
+                    return
+                llm = LLM(self._model, **flat_options(config))
+            except (ValueError, ImportError, OSError) as e:
+                if not self._outcomes:
+                    raise
+                yield from (failed_verdict(s, str(e), held=None) for s in settings)
+                return
+            with llm:
+                if (
+                    first.lends
+                    and self._low_memory is not None
+                    and (why := self._low_memory.why_not_low(llm.engine.worker_info))
+                ):
+                    yield from (failed_verdict(s, why, held=None) for s in settings)
+                    return
+                llm.engine.executor = wire = RecordingExecutor(llm.engine.executor)
+                for setting in settings:
+                    yield self._run_one(CheckedEngine(llm, wire, tripwire), setting, start)
+                    start = time.monotonic()
+
+    def _config_of(self, setting: Setting) -> EngineConfig:
+        config = replace_options(self._base, setting.options)
+        if setting.lends and self._low_memory is not None:
+            config = replace_options(config, self._low_memory.options(config))
+        if setting.swaps and self._low_memory is not None:
+            config = replace_options(config, self._low_memory.preemption_options(config))
+        return config
+
+    def _run_one(self, on: CheckedEngine, setting: Setting, start: float) -> Verdict:
+        llm = on.llm
+        before = _loaded_bytes(llm)
+        if setting.loads_from_disk:
+            llm.engine.finish_in_flight()  # until all is saved
+            llm.engine.scheduler.evict_retained()
+        verdict = self._verdict_of(setting, partial(self._outcome, on, setting, start))
+        if setting.loads_from_disk and _loaded_bytes(llm) == before:
+            verdict = failed_verdict(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
+        if setting.drops_blocks and (evictions := llm.engine.scheduler.pruner) and not evictions.num_dropped:
+            more = f"no KV block was dropped: prompts need more than {llm.engine.config.kv.kv_budget} tokens"
+            verdict = failed_verdict(setting, more, held=None)
+        if setting.swaps and not self._outcomes[setting].num_preemptions:
+            verdict = failed_verdict(setting, "nobody was preempted: a window gives blocks back", held=None)
+        return verdict
+
+    def _verdict_of(self, setting: Setting, run: Callable[[], Outcome]) -> Verdict:
+        try:
+            return self._judge(setting, run())
+        except ValueError as e:
+            if not (setting.changes or setting.fault):
+                raise
+            return failed_verdict(setting, str(e), held=None)
+        except ResizeFailedError as e:
+            return failed_verdict(setting, f"memory workers could not come or go: {e}", held=False)
+        except FaultVisibleError as e:
+            return failed_verdict(setting, str(e), held=False)
+
+    def _outcome(self, on: CheckedEngine, setting: Setting, start: float) -> Outcome:
+        llm, wire = on.llm, on.executor
+        wire.clear()
+        prompts = list(self._prompts) or random_prompts(llm, self._params)
+        run = on.runner(setting)
+        outputs = [
+            o
+            for batch in ([[p] for p in prompts] if setting.runs_alone else [prompts])
+            for o in run.generate(batch, self._params)
+        ]
+        stats, info = llm.stats(), llm.engine.worker_info
+        if self._low_memory is None and info.bind is not None:
+            longest = max(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs)
+            self._ids = [o.prompt_token_ids for o in outputs]
+            self._low_memory = LowMemoryCase(
+                longest, info.bind.layers, info.max_model_len, [len(ids) for ids in self._ids]
+            )
+        swaps = llm.engine.scheduler.swap
+        return replace(
+            self._compared(llm.engine.config, outputs, start),
+            plans=wire.plans,
+            num_preemptions=llm.engine.scheduler.num_preemptions,
+            num_swapped=swaps.num_swapped_tokens if swaps else 0,
+            idle=tuple(n for n, s in stats.items() if n.startswith("memory") and not s["stored_bytes"]),
+            lent=sum(wire.lent.values()),
+            moved_bytes=run.moved_bytes,
+            had_kv=run.had_kv,
+        )
+
+    def _served(self, config: EngineConfig, setting: Setting, start: float) -> Outcome:
+        if not self._ids:
+            raise ValueError(f"{setting.axis} needs the prompts of the base run")
+        outputs = generate_served(self._model, config, self._ids, self._params)
+        return self._compared(config, outputs, start)
+
+    def _compared(self, config: EngineConfig, outputs: list[RequestOutput], start: float) -> Outcome:
+        """With the reference."""
+        agreement, bound = self._reference.agreement(config.model.dtype, config.kv.kv_cache_dtype, outputs)
+        return Outcome(
+            completions=[o.outputs[0] for o in outputs],
+            plans=[],
+            num_preemptions=0,
+            agreement=agreement,
+            bound=bound,
+            seconds=time.monotonic() - start,
+        )
+
+    def _judge(self, setting: Setting, outcome: Outcome) -> Verdict:
+        self._outcomes[setting] = outcome
+        if setting.compared_with is None:
+            return judge(setting, outcome, None)
+        if setting.compared_with not in self._outcomes:
+            return failed_verdict(setting, f"{setting.compared_with.axis} could not be run", held=None)
+        return judge(setting, outcome, self._outcomes[setting.compared_with])
+
+
+def _loaded_bytes(llm: LLM) -> float:
+    return sum(values.get("kv_loaded_bytes", 0.0) for values in llm.stats().values())
+
+
+def random_prompts(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    """Token ids, the same for the same model and seed; as long as LENGTHS, or as the model allows."""
+    info, draw = llm.engine.worker_info, random.Random(params.seed)
+    longest = info.max_model_len - (params.max_tokens or 0)
+    if longest < 1:
+        raise ValueError(
+            f"--max-tokens {params.max_tokens} leaves no room for a prompt: {info.max_model_len} tokens fit"
+        )
+    return [[draw.randrange(info.vocab_size) for _ in range(min(n, longest))] for n in LENGTHS]
+
+
+class ReferenceModel:
+    """``transformers`` in fp32, with the weights as the dtype of a run rounds them."""
+
+    def __init__(self, model: str, *, trust_remote_code: bool) -> None:
+        self._source = model
+        self._trust = trust_remote_code
+        self._full: Any = None  # the model in fp32
+        self._known: dict[str, tuple[Agreement, float]] = {}  # by what was generated: most runs give the same
+
+    def agreement(self, dtype: str, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
+        """How far ``outputs`` agree with the reference, and the bound of their error. In half precision, or with stored
+        K and V in 8 bits, that is DTYPE_FACTOR times the error that transformers itself makes on the same tokens, if
+        its numbers are rounded in the same way.
+        """
+        completions = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+        key = repr((dtype, kv_dtype, completions))
+        if key not in self._known:
+            self._known[key] = self._compare(dtype, kv_dtype, outputs)
+        return self._known[key]
+
+    def _compare(self, dtype: str, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
+        full = dtype == BASE_OPTIONS["dtype"]
+        if full:
+            self._full = self._full or self._load(dtype)
+            if kv_dtype == BASE_STORE:
+                return compare(self._full, outputs), ERROR_ALLOWED
+        model = self._full if full else self._load(dtype)
+        rounded = [_scores(model, o, QuantizedCache(kv_dtype)) for o in outputs]
+        model.float()
+        own_error = max(float((a - _scores(model, o)).abs().max()) for a, o in zip(rounded, outputs, strict=True))
+        return compare(model, outputs), max(ERROR_ALLOWED, DTYPE_FACTOR * own_error)
+
+    def _load(self, dtype: str) -> Any:
+        model: Any = load(self._source, dtype=dtype, trust_remote_code=self._trust).model
+        model.generation_config = GenerationConfig()  # plain greedy decoding that nothing ends
+        return model
+
+
+class QuantizedCache(DynamicCache):  # type: ignore[misc]
+    """A cache of transformers with K and V as a store of this --kv-cache-dtype keeps them."""
+
+    def __init__(self, kv_dtype: str) -> None:
+        super().__init__()
+        self._kv_dtype = kv_dtype
+
+    def update(self, key_states: Tensor, value_states: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Add K and V [batch, heads, tokens, dim] of a layer, as transformers' caches do, but rounded as the pool
+        stores them.
+        """
+        wire = key_states.dtype
+        if is_scaled(dtype := stored_dtype(self._kv_dtype, wire)):
+            key_states, value_states = (dequantise(*quantise(x, dtype)).to(wire) for x in (key_states, value_states))
+        both: tuple[Tensor, Tensor] = super().update(key_states, value_states, *more, **options)
+        return both
+
+
+@torch.inference_mode()
+def _scores(model: Any, output: RequestOutput, cache: QuantizedCache | None = None) -> Tensor:
+    """Log-probabilities [tokens] of what was generated, in fp32."""
+    prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+    ids = torch.tensor([prompt + tokens[:-1]])
+    options = {} if cache is None else {cache_name(): cache}
+    logits = model(ids, **options).logits[0, len(prompt) - 1 :].float()
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]

@@ -1,0 +1,109 @@
+"""``lamina-launch drill MODEL``: hit processes of a server while streams are read, and compare each stream with that
+of a run in which nobody was hit. Exit status 1 where it was told a wrong thing, too little, or something twice. Where
+KV is built again a token may be the neighbour of what it was, at an edge: such a stream is counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from math import inf
+
+from lamina.facts.report import count_text
+
+# name -> (role, signal, or CUT: it loses a connection to a memory worker, or SCALE: it ends as the server gets twice as
+# many memory workers, or as many as at first, or FLIP: a bit of its KV changes)
+FAULTS = {
+    "kill-compute": ("compute", "SIGKILL"),
+    "kill-memory": ("memory", "SIGKILL"),
+    "kill-prefill": ("prefill", "SIGKILL"),
+    "kill-engine": ("engine", "SIGKILL"),
+    "stop": ("", "SIGSTOP"),
+    "stop-engine": ("engine", "SIGSTOP"),
+    "partition": ("compute", "CUT"),
+    "kill-spare": ("spare", "SIGKILL"),
+    "scale": ("engine", "SCALE"),
+    "flip": ("memory", "FLIP"),
+}
+USUAL = [name for name in FAULTS if name not in ("partition", "kill-spare", "flip")]  # which need flags of their own
+FLAGS = ["--memory-workers", "2", "--prefill-workers", "1", "--dtype", "float32", "--deterministic"]
+# Flags without which a drill ends early, or cannot try an edge: that takes a bias for each token of the vocabulary.
+REMOVED_LIMITS = {"--max-recoveries": "1000000", "--max-logit-bias": "1000000"}
+CHECKED = {"--kv-checks": "1"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("model", help="a directory or a hub id")
+    parser.add_argument("--faults", default=",".join(USUAL), help="what happens, in turn (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=20, help="hits (default: %(default)s)")
+    parser.add_argument("--streams", type=int, default=32, help="read at a time (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=96, help="of a completion, at most (default: %(default)s)")
+    parser.add_argument("--per-reading", type=int, default=1, help="hits of the same streams, in turn (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, victims and moments (default: %(default)s)")
+    for name, most, what in (("noticed", 2.5, "until a hit is noticed"), ("pause", 10.0, "that a stream pauses")):
+        text = f"{what}, at most: else the exit status is 1; 0: any time (default: %(default)s)"
+        parser.add_argument(f"--{name}-s", type=float, default=most, help=text)
+    parser.add_argument("--timeout-s", type=float, default=120.0, help="silence that fails a stream (default: 120)")
+    parser.add_argument("--json", action="store_true", help="one JSON line instead of a table")
+    parser.add_argument("--dry-run", action="store_true", help="say what would happen, and exit")
+    parser.add_argument("--flags", default=" ".join(FLAGS), help="of `lamina-launch serve` (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0, or 1 where a stream was harmed, a hit took too long or a process is left. Raises ValueError,
+    OSError.
+    """
+    faults, flags = parse_arguments(args)
+    if args.dry_run:
+        print(f"would serve {args.model} with {' '.join(flags)}")
+        print(f"would read {count_text(args.streams, 'stream')} at a time, and hit {count_text(args.count, 'time')}:")
+        print(*(f"  {name}: {FAULTS[name][1]}" for name in dict.fromkeys(faults)), sep="\n")
+        return 0
+    from .drill_report import report
+    from .injections import Drill
+    from .target import Target
+
+    target = Target(args.model, flags, journal=True)
+    try:
+        drill = Drill(target, args, FAULTS)
+        calm = drill.run_undisturbed()
+        blows = drill.inject_all(faults, args.count)
+    finally:
+        left = target.stop()
+    return report(args, blows, calm, left)
+
+
+def parse_arguments(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The faults, and the flags of the server. Raises ValueError."""
+    faults = args.faults.split(",")
+    for name in faults:
+        if name not in FAULTS:
+            raise ValueError(f"--faults: there is no {name!r}; there are {', '.join(FAULTS)}")
+    for name in ("count", "streams", "tokens", "per_reading"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    for name, least in (("noticed_s", "at least 0"), ("pause_s", "at least 0"), ("timeout_s", "more than 0")):
+        if not 0.0 <= (value := getattr(args, name)) < inf or (name == "timeout_s" and not value):
+            raise ValueError(f"--{name.replace('_', '-')} must be a number of seconds, {least}, not {value:g}")
+    try:
+        flags = shlex.split(args.flags)
+    except ValueError as error:
+        raise ValueError(f"--flags {args.flags}: {error}") from None
+    if "partition" in faults and not _has(flags, "--transport", "tcp"):
+        raise ValueError("--faults partition cuts a TCP connection: give --flags with --transport tcp")
+    if _has(flags, "--ray-address") or any(_has(flags, "--launcher", name) for name in ("ray", "static")):
+        raise ValueError("--flags: a drill hits processes of a server's own: leave --launcher and --ray-address out")
+    for flag, value in (REMOVED_LIMITS | (CHECKED if "flip" in faults else {})).items():
+        if not _has(flags, flag):
+            flags += [flag, value]
+    if _has(flags, "--journal"):
+        raise ValueError("--flags: the drill's server has a journal of the drill's own: leave --journal out")
+    return faults, flags
+
+
+def _has(flags: Sequence[str], name: str, value: str = "") -> bool:
+    """Whether ``name`` is among them, of that value where one is given."""
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    return any(a == name and value in ("", b) for a, b in zip(words, [*words[1:], ""], strict=True))

@@ -1,0 +1,191 @@
+"""Whether a stream was told the tokens of an undisturbed run; and where it was not, whether the difference is an edge.
+
+A token is drawn where a random number falls among the probabilities of all, or is the best of all. KV that is built
+again is computed in other shapes, so that log-probabilities move by some millionths: a number that falls so near to the
+end of a token's share is that of its neighbour then, and all that follows is another text. Whether that was so is
+tried: an undisturbed run, whose logits are pushed towards the other token by no more than check allows for a tie, must
+tell the very same, to the last token. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .client_streams import StreamRecord
+
+CLOSE_LOGPROB = 0.01  # of log-probabilities: a larger error is none of rounding
+# Of the largest error of a log-probability: what logits are pushed by, at most. It is what lamina.tools.check.agreement
+# allows between two that are a tie.
+MOST = 10.0
+ROUNDS = 8  # of which each leaves one more token as it is, whose share is too large
+LOOKS = 12  # at a push that is neither too much nor too little: then the unit of a logit's last place is reached
+Undisturbed = Callable[[dict[str, Any]], StreamRecord]  # what a run in which nobody is hit tells of a request
+
+
+class Divergence(NamedTuple):
+    """Where two streams part: choice, number of the token, and the tokens there."""
+
+    choice: int
+    place: int
+    token: int
+    other: int
+
+
+def verdict(told: StreamRecord, wanted: StreamRecord, *, exactly: bool = True) -> str:
+    """right, wrong, lost or twice. Not ``exactly``: its tokens are others each time, and only how many they are, that
+    each has been told with its log-probability, and the reason of the end are looked at.
+    """
+    if told.error:
+        return "lost"
+    count = sum(map(len, told.ids.values()))
+    if told.tokens != count:
+        return "lost" if count < told.tokens else "twice"
+    if exactly and first_divergence(told, wanted) is not None:
+        return "wrong"
+    if told.tokens != wanted.tokens:
+        return "lost" if told.tokens < wanted.tokens else "twice"
+    if not exactly:
+        counts = [{i: len(x) for i, x in one.scores.items()} for one in (told, wanted)]
+        return "right" if told.reasons == wanted.reasons and counts[0] == counts[1] else "wrong"
+    same = (told.texts, told.ids, told.reasons) == (wanted.texts, wanted.ids, wanted.reasons)
+    return "right" if same and _near(told.scores, wanted.scores) else "wrong"
+
+
+def _near(scores: Mapping[int, Sequence[tuple[str, float]]], wanted: Mapping[int, Sequence[tuple[str, float]]]) -> bool:
+    if {i: [t for t, _ in x] for i, x in scores.items()} != {i: [t for t, _ in x] for i, x in wanted.items()}:
+        return False
+    pairs = ((a, b) for i in scores for (_, a), (_, b) in zip(scores[i], wanted[i], strict=True))
+    return all(abs(a - b) <= CLOSE_LOGPROB for a, b in pairs)
+
+
+def first_divergence(told: StreamRecord, wanted: StreamRecord) -> Divergence | None:
+    """The first choice in which they part; None where each is at most longer."""
+    for choice in sorted(wanted.ids):
+        for place, (token, other) in enumerate(zip(wanted.ids[choice], told.ids.get(choice, []), strict=False)):
+            if token != other:
+                return Divergence(choice, place, token, other)
+    return None
+
+
+def difference_text(told: StreamRecord, wanted: StreamRecord) -> str:
+    """In what they differ, for people."""
+    if told.error:
+        return told.error
+    fork = first_divergence(told, wanted)
+    if fork is None:
+        return f"{told.tokens} tokens, ended by {told.reasons}, in place of {wanted.tokens}, by {wanted.reasons}"
+    return f"token {fork.place} of choice {fork.choice} is {fork.other} in place of {fork.token}"
+
+
+def error_of(told: StreamRecord, wanted: StreamRecord) -> float:
+    """The largest difference of a log-probability, as far as the tokens are the same."""
+    worst = 0.0
+    for choice, scores in told.scores.items():
+        for (_, a), (_, b), token, other in zip(
+            scores, wanted.scores.get(choice, []), told.ids[choice], wanted.ids.get(choice, []), strict=False
+        ):
+            if token != other:
+                break
+            worst = max(worst, abs(a - b))
+    return worst
+
+
+def with_logit_bias(body: Mapping[str, Any], fork: Divergence, by: float) -> dict[str, Any]:
+    """The request of a stream, with logits that are pushed by so much towards the other token: where the best one is
+    taken that one alone; else all on its side of the place where the number falls, as tokens have their shares in the
+    order of their numbers.
+    """
+    return _pushed_each(body, fork, dict.fromkeys(_movers(body, fork), by))
+
+
+def _pushed_each(body: Mapping[str, Any], fork: Divergence, pushes: Mapping[int, float]) -> dict[str, Any]:
+    sign = -1.0 if body["temperature"] and fork.other > fork.token else 1.0
+    return {**body, "logit_bias": {str(token): sign * by for token, by in pushes.items()}}
+
+
+def _movers(body: Mapping[str, Any], fork: Divergence) -> range:
+    """The tokens that are pushed."""
+    first, last = (0, fork.other + (fork.other < fork.token)) if body["temperature"] else (fork.other, fork.other + 1)
+    return range(first, last)
+
+
+def only_choice(told: StreamRecord, choice: int) -> StreamRecord:
+    """As if a stream had that one alone."""
+    parts: list[dict[int, Any]] = [told.texts, told.ids, told.scores, told.reasons]
+    texts, ids, scores, reasons = ({k: v for k, v in part.items() if k == choice} for part in parts)
+    return StreamRecord(texts, ids, scores, reasons, sum(map(len, ids.values())), told.error, told.times, told.id)
+
+
+def is_numeric_tie(
+    told: StreamRecord, wanted: StreamRecord, body: Mapping[str, Any], error: float, read: Undisturbed
+) -> bool:
+    """Whether the streams part at edges alone, each choice for itself. ``error``: of log-probabilities."""
+    choices = [(only_choice(told, i), only_choice(wanted, i)) for i in sorted(wanted.ids)]
+    parted = [(one, first_divergence(one, same)) for one, same in choices if verdict(one, same) != "right"]
+    if not parted or error > CLOSE_LOGPROB:
+        return False
+    return all(
+        fork is not None and _some_push_tells(one, only_choice(wanted, fork.choice), fork, body, MOST * error, read)
+        for one, fork in parted
+    )
+
+
+def _some_push_tells(
+    one: StreamRecord, wanted: StreamRecord, fork: Divergence, body: Mapping[str, Any], most: float, read: Undisturbed
+) -> bool:
+    """Whether pushes of ``most``, or less, have an undisturbed run tell the same. The share of the other token may be
+    far smaller than a push moves the shares before it: so it is looked for between pushes that are too much and those
+    that are too little; where these are as near as two logits can be, among pushes of fewer tokens; and where one
+    token alone, whose share is large, then makes all the difference, by pushes of all others beside it.
+    """
+
+    def is_too_little(pushes: Mapping[int, float]) -> bool | None:
+        """None: it tells the same."""
+        trial = only_choice(read(_pushed_each(body, fork, pushes)), fork.choice)
+        if verdict(one, trial) == "right":
+            return None
+        before, ids = (each.ids.get(fork.choice, []) for each in (wanted, trial))
+        return ids[: fork.place] == before[: fork.place] and _falls_short(fork, ids, bool(body["temperature"]))
+
+    return _is_between(list(_movers(body, fork)), most, is_too_little)
+
+
+def _is_between(tokens: list[int], most: float, is_too_little: Callable[[Mapping[int, float]], bool | None]) -> bool:
+    """Whether pushes are found of which it is None; of no token by more than ``most``."""
+    low, high = dict.fromkeys(tokens, 0.0), dict.fromkeys(tokens, most)  # too little, and too much
+    if (short := is_too_little(high)) is not False:
+        return short is None
+    for _ in range(ROUNDS):
+        for _ in range(LOOKS):
+            half = {token: (low[token] + high[token]) / 2 for token in low}
+            if (short := is_too_little(half)) is None:
+                return True
+            low, high = (half, high) if short else (low, half)
+        few, many = 0, len(tokens)
+        while many - few > 1:
+            count = (few + many) // 2
+            if (short := is_too_little(low | {token: high[token] for token in tokens[:count]})) is None:
+                return True
+            few, many = (count, many) if short else (few, count)
+        last = tokens.pop(few)  # it makes the difference
+        low |= {token: high[token] for token in tokens[:few]}
+        high = low | {last: high[last]}
+        more, less = low | dict.fromkeys(tokens, most), high | dict.fromkeys(tokens, -most)
+        if (short := is_too_little(more)) is False:
+            high = more
+        elif short is not None and (short := is_too_little(less)) is True:
+            low = less
+        else:
+            return short is None
+    return False
+
+
+def _falls_short(fork: Divergence, ids: Sequence[int], drawn: bool) -> bool:
+    """Whether the token at the fork is still short of the other one. Where it is that one, what follows has moved."""
+    if len(ids) <= fork.place:
+        return False
+    there, token, other = ids[fork.place], fork.token, fork.other
+    if not drawn:
+        return there == token
+    return there < other if other > token else there > other

@@ -1,0 +1,271 @@
+"""The server that is drilled: its processes, its log, and the choice of a process to hit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+
+from lamina.netstack.own_python import own_python
+from lamina.observe.failpoints import FAILPOINT, Failpoint
+from lamina.observe.trace import FLIP_BIT
+from lamina.utils.proc import descendants_of, is_alive
+
+from .cut_connection import cut
+from .fault_points import ANY, FaultPoint
+
+MODULES = {
+    "compute": "lamina.workers.compute.main",
+    "memory": "lamina.workers.memory.main",
+    "prefill": "lamina.workers.prefill.main",
+    "engine": "lamina.server.engine_client.engine_process",
+}
+NOTICED = "all requests go on"  # words of the log
+BESIDE = "--kv-store-dir", "--kv-offloading-size"  # flags with which KV is kept beside the pools
+SPARE = "spare"  # the role of workers that have no place
+SCALE = "SCALE"  # nobody is hit: the server gets other memory workers
+_MET = re.compile(r"view \d+: .* is pid \d+")  # a line of the log, when workers have met
+_REBUILT = re.compile(r"all sequences go on .* (\d+) tokens are computed again")
+_WAITED = re.compile(r"while it is waited for, (\d+\.\d+) s at most")  # of one that was stopped
+_PLACE = re.compile(r"([a-z]+-\d+) is pid (\d+)")
+START_S, END_S = 600.0, 60.0
+LOOK_S = 0.05
+FIND_S = 60.0  # longer than a recovery
+JOURNAL_SIZE = "8MiB"  # which all streams of a hit fit in
+TRIP_S = 3.0  # for a message of the kind to come
+TRIP_LOOK_S = 0.002
+FLIP_S = 30.0  # for a step to attend KV
+
+
+ANY_TIME = FaultPoint(ANY)
+FLIPPED = FaultPoint(ANY, FLIP_BIT)
+
+
+class Victim(NamedTuple):
+    """A process of the server. ``place``: such as memory-1, engine or spare."""
+
+    role: str
+    pid: int
+    place: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.place} (pid {self.pid})"
+
+
+def places_of(log: Sequence[str]) -> dict[int, str]:
+    """Of the workers that have met last, by their processes."""
+    met = (line for line in reversed(log) if _MET.search(line))
+    return {int(pid): place for place, pid in _PLACE.findall(next(met, ""))}
+
+
+class Target:
+    """A server in processes of its own, which end with this one. What it logs goes on to stderr."""
+
+    def __init__(
+        self, model: str, flags: list[str], *, journal: bool = False, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        """``journal``: whether it keeps one, at ``journal``. Raises OSError where it does not start."""
+        self.injected_at = 0.0
+        self._key, self._few = secrets.token_hex(), 0  # for scaling, and the fewest memory workers
+        self.has_prefill, self.has_pages = False, any(f.partition("=")[0] in BESIDE for f in flags)
+        self._log: list[tuple[float, str]] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="lamina-drill-"))
+        self._tripwire = Failpoint(self._folder / "tripwire")
+        self.journal = self._folder / "journal"
+        held, self._life_line = os.pipe()
+        words = ["serve", model, "--port", "0", "--no-log-requests"]
+        words += ["--journal", str(self.journal), "--journal-size", JOURNAL_SIZE] if journal else []
+        own = {FAILPOINT: str(self._folder / "tripwire"), "LAMINA_ADMIN_KEY": self._key}
+        command, environ = own_python(
+            "-m",
+            "lamina.cli.parent_watchdog",
+            str(held),
+            str(self._folder),
+            *words,
+            *flags,
+            environ={**environment, **own},
+        )
+        self._server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, pass_fds=[held]
+        )
+        os.close(held)
+        threading.Thread(target=self._read_log, name="lamina-log", daemon=True).start()
+        try:
+            self.url = self._await_url()
+            self.has_prefill = any(v.role == "prefill" for v in self._processes())
+        except BaseException:
+            self.stop()
+            raise
+
+    def pids(self) -> list[int]:
+        """Of all its processes."""
+        return [self._server.pid, *descendants_of(self._server.pid)]
+
+    def victim(self, role: str, rng: random.Random) -> Victim:
+        """A process of ``role``; "" = any worker that has a place. Raises ValueError where there is none for FIND_S:
+        Linux may leave out a child while another one ends.
+        """
+        deadline = time.perf_counter() + FIND_S
+        while time.perf_counter() < deadline:
+            victims = [v for v in self._processes() if v.role == role or (not role and v.role not in ("engine", SPARE))]
+            if victims:
+                return rng.choice(victims)
+            time.sleep(LOOK_S)
+        raise ValueError(f"--faults: the server has no {role} worker: its flags say how many")
+
+    def inject(self, victim: Victim, how: str, moment: FaultPoint = ANY_TIME) -> str:
+        """Send it the signal of that name; CUT: end a connection of it to a memory worker; SCALE: have the server go on
+        with twice as many memory workers, or with as many as at first; FLIP: change a bit of KV that it is about to
+        attend. At a moment of a kind it ends by itself, or by the signal where that has not come for TRIP_S. Returns
+        the kind. Raises OSError.
+        """
+        if how == SCALE:
+            self._scale()
+            return ANY
+        if how == "FLIP":
+            if not self._trips(victim, FLIPPED, FLIP_S):
+                raise OSError(f"{victim.name} attended no stored KV for {FLIP_S:g} s")
+            return ANY
+        if how == "CUT":
+            if not any(cut(victim.pid, v.pid) for v in self._processes() if v.role == "memory"):
+                raise OSError(f"{victim.name} has no TCP connection to a memory worker")
+        elif self._trips(victim, moment):
+            return moment.kind
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(victim.pid, signal.Signals[how])
+        self.injected_at = time.perf_counter()
+        return ANY
+
+    def _scale(self) -> None:
+        """Raises OSError where the server does not."""
+        there = sum(v.role == "memory" for v in self._processes())
+        self._few = self._few or there
+        body = json.dumps({"memory_workers": 2 * there if there == self._few else self._few}).encode()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        self.injected_at = time.perf_counter()
+        asked = urllib.request.Request(self.url + "/scale", body, headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=START_S):
+                pass
+        except urllib.error.HTTPError as error:
+            with error:
+                raise OSError(f"the server does not scale: {error.read().decode(errors='replace')}") from None
+
+    def _trips(self, victim: Victim, moment: FaultPoint, limit_s: float = TRIP_S) -> bool:
+        if moment.event is None:
+            return False
+        deadline = time.perf_counter() + limit_s
+        self._tripwire.arm(victim.pid, moment.event, moment.times)
+        while not self._tripwire.has_fired and (now := time.perf_counter()) < deadline:
+            self.injected_at = now  # or later: the log may tell of it before the next look
+            time.sleep(TRIP_LOOK_S)
+        return self._tripwire.disarm()
+
+    def pid_of(self, place: str) -> int:
+        """Of the process at a place, such as engine. Raises StopIteration where there is none."""
+        return next(victim.pid for victim in self._processes() if victim.place == place)
+
+    def has_logged(self, words: str, since: float) -> bool:
+        """Whether its log has had them since that moment of time.perf_counter."""
+        return any(words in line for at, line in list(self._log) if at >= since)
+
+    def metrics(self) -> str:
+        """What its /metrics say. Raises OSError."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=END_S) as answer:
+            return str(answer.read().decode())
+
+    def noticed_s(self, since: float, until: float = inf) -> float | None:
+        """From the strike ``since`` until the log said so, where it did ``until`` then."""
+        return next((at - since for at, _ in self._noticed(since, until)), None)
+
+    def idle_s(self, since: float, until: float = inf) -> float:
+        """How long nobody has waited for who was stopped by the strike ``since``, by the log; 0 where somebody has all
+        the time, or nothing was noticed.
+        """
+        each = [(at - since, m) for at, line in self._noticed(since, until) if (m := _WAITED.search(line))]
+        return max(0.0, each[0][0] - float(each[0][1][1])) if each else 0.0
+
+    def _noticed(self, since: float, until: float) -> list[tuple[float, str]]:
+        return [(at, line) for at, line in list(self._log) if since <= at < until and NOTICED in line]
+
+    def is_noticed(self, timeout_s: float) -> bool:
+        """Whether the log says so of the last strike, within so many seconds."""
+        deadline = time.perf_counter() + timeout_s
+        while (there := self.noticed_s(self.injected_at)) is None and time.perf_counter() < deadline:
+            time.sleep(LOOK_S)
+        return there is not None
+
+    def rebuilt(self, since: float, until: float) -> int | None:
+        """Tokens whose KV was computed again meanwhile, by the log; None where it does not say: that engine is gone."""
+        each = [m for at, line in list(self._log) if since <= at < until and (m := _REBUILT.search(line))]
+        return sum(int(m[1]) for m in each) if each else None
+
+    def is_healthy(self, timeout_s: float) -> bool:
+        """Whether its /health says so, within so many seconds."""
+        deadline = time.perf_counter() + timeout_s
+        while time.perf_counter() < deadline and self._server.poll() is None:
+            with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(self.url + "/health", timeout=5.0):
+                return True
+            time.sleep(LOOK_S)
+        return False
+
+    def stop(self) -> int:
+        """End it. How many of its processes are left."""
+        pids = descendants_of(self._server.pid)
+        self._server.terminate()
+        try:
+            self._server.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+        deadline = time.perf_counter() + END_S
+        while (left := [pid for pid in pids if is_alive(pid)]) and time.perf_counter() < deadline:
+            time.sleep(LOOK_S)
+        os.close(self._life_line)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return len(left)
+
+    def _await_url(self) -> str:
+        out = self._server.stdout
+        assert out is not None
+        readable, _, _ = select.select([out], [], [], START_S)
+        line = out.readline() if readable else ""
+        if " on http" not in line:
+            raise OSError("the server did not start: its log says why")
+        return line.rsplit(" on ", 1)[1].strip()
+
+    def _read_log(self) -> None:
+        log = self._server.stderr
+        assert log is not None
+        for line in log:
+            self._log.append((time.perf_counter(), line))
+            sys.stderr.write(line)
+
+    def _processes(self) -> list[Victim]:
+        places, victims = places_of([line for _, line in list(self._log)]), []
+        for pid in descendants_of(self._server.pid):
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+                for role in (role for role, module in MODULES.items() if f"{module}:" in command):
+                    place = role if role == "engine" else places.get(pid, SPARE)
+                    victims.append(Victim(SPARE if place == SPARE else role, pid, place))
+        return victims

@@ -1,0 +1,224 @@
+"""``lamina-launch explain MODEL``: the cuts of a model, the tensors that cross them, and the rates that they ask of
+devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamina.cli.common.flags import check_writable
+from lamina.config.engine_config import BatchingOptions, KVOptions
+from lamina.config.flat_options import OPTIONS
+from lamina.config.option import parse_size
+from lamina.config.sparsity import SparsityOptions
+from lamina.facts.hardware import DEVICES, Device, device
+from lamina.facts.report import estimate_text, explain_text
+from lamina.facts.roofline import Estimate, estimate
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lamina.converter import SlicedProgram
+
+    from .plan.kv_tiers import KVTiers, MemorySplit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("model", help="a directory or a hub id; with --no-weights also a configuration file")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--dot", metavar="FILE", help="write the sliced graph to FILE for Graphviz")
+    parser.add_argument("--no-weights", action="store_true", help="plan from the configuration alone")
+    parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
+    parser.add_argument("--hoist", action="store_true", help="do work that does not wait for an attention before it")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="T", help="of T ranks, what the first one has (1)"
+    )
+    group = parser.add_argument_group("modelled bandwidth and times", f"devices: {', '.join(DEVICES)}")
+    group.add_argument("--compute-device", metavar="NAME", help="what computes the slices")
+    group.add_argument("--memory-device", metavar="NAME", help="what stores KV and computes attention")
+    group.add_argument("--dop", default="1,1", metavar="A,B", help="numbers of compute and memory devices (1,1)")
+    group.add_argument("--batch", type=int, default=300, help="sequences in a step (300)")
+    group.add_argument("--length", type=int, default=4096, help="stored tokens of each sequence (4096)")
+    group.add_argument("--kv-cache-dtype", default="auto", help="stored K and V: auto (the model's dtype), int8 or fp8")
+    group = parser.add_argument_group("KV with --kv-sparsity evict, of sequences of --length tokens")
+    group.add_argument("--kv-budget", type=int, metavar="N", help="tokens that a sequence keeps in each sparse layer")
+    group.add_argument(
+        "--kv-full-layers", type=int, default=1, metavar="N", help="the first layers, which keep all (1)"
+    )
+    group.add_argument("--kv-memory", default="", metavar="SIZE", help="of one memory worker: how it is split, too")
+    parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Devices:
+    compute: Device
+    memory: Device
+    num_compute: int
+    num_memory: int
+    batch: int
+    length: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; raises ValueError for bad input."""
+    if args.tensor_parallel_size < 1:
+        raise ValueError(f"--tensor-parallel-size must be at least 1, not {args.tensor_parallel_size}")
+    devices = _devices(args)
+    sparsity = _sparsity(args)
+    _check_dtype(args.dtype)
+    check_writable(args.dot, "--dot")
+    OPTIONS["kv_cache_dtype"].check(args.kv_cache_dtype)
+    if args.print_config:
+        settings = {k: v for k, v in vars(args).items() if k not in ("command", "print_config", "dry_run")}
+        sys.stdout.write(json.dumps(settings, indent=2) + "\n")
+        return 0
+    if args.dry_run:
+        return _dry_run(args)
+    model, program = _planned(args) if args.no_weights else _convert(args)
+    from lamina.converter.explain import to_dot, to_json
+    from lamina.models.meta_capture import attention_work, gemm_work
+
+    facts = {"model": args.model, **_describe(model, args.tensor_parallel_size), **to_json(program)}
+    modelled = None
+    if devices is not None:
+        layers = attention_work(program, args.kv_cache_dtype)
+        modelled = estimate(gemm_work(program), layers, program.weight_bytes, **vars(devices))
+    tiers = _tiers(args, sparsity, program) if sparsity is not None else []
+    if args.dot:
+        Path(args.dot).write_text(to_dot(program))
+    _print(args, facts, modelled, devices, tiers)
+    return 0
+
+
+def _print(
+    args: argparse.Namespace,
+    facts: dict[str, Any],
+    modelled: Estimate | None,
+    devices: _Devices | None,
+    tiers: Sequence[KVTiers | MemorySplit],
+) -> None:
+    if args.json:
+        for part in tiers:
+            facts |= part.facts
+        if modelled is not None and devices is not None:
+            named = {"compute_device": devices.compute.name, "memory_device": devices.memory.name}
+            facts["modelled"] = {**named, "kv_cache_dtype": args.kv_cache_dtype, **dataclasses.asdict(modelled)}
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+        return
+    sys.stdout.write(explain_text(facts))
+    if modelled is not None and devices is not None:
+        sys.stdout.write("\n" + estimate_text(modelled, devices.compute, devices.memory, args.kv_cache_dtype))
+    for part in tiers:
+        sys.stdout.write("\n" + "\n".join(part.lines) + "\n")
+    if args.dot:
+        sys.stdout.write(f"\nwrote {args.dot}; draw it with: dot -Tsvg -O {args.dot}\n")
+
+
+def _devices(args: argparse.Namespace) -> _Devices | None:
+    for name in ("batch", "length"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.compute_device is None and args.memory_device is None:
+        return None
+    for name in ("compute_device", "memory_device"):
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name.replace('_', '-')} is missing: name both devices, or none")
+    try:
+        num_compute, num_memory = (int(n) for n in args.dop.split(","))
+    except ValueError:
+        raise ValueError(f"--dop {args.dop} is not two numbers such as 2,4") from None
+    if min(num_compute, num_memory) < 1:
+        raise ValueError(f"--dop {args.dop}: at least one device of each kind is needed")
+    compute = device(args.compute_device, "--compute-device")
+    memory = device(args.memory_device, "--memory-device")
+    return _Devices(compute, memory, num_compute, num_memory, args.batch, args.length)
+
+
+def _sparsity(args: argparse.Namespace) -> SparsityOptions | None:
+    """None: nobody asks. Raises ValueError."""
+    if args.kv_budget is None:
+        if args.kv_memory or args.kv_full_layers != 1:
+            raise ValueError("--kv-full-layers and --kv-memory are for --kv-budget: say that too, or leave them out")
+        return None
+    if args.kv_memory:
+        parse_size(args.kv_memory, "--kv-memory")
+    options = SparsityOptions(kv_sparsity="evict", kv_budget=args.kv_budget, kv_full_layers=args.kv_full_layers)
+    options.check_budget(KVOptions().block_size)
+    return options
+
+
+def _tiers(args: argparse.Namespace, options: SparsityOptions, program: SlicedProgram) -> list[KVTiers | MemorySplit]:
+    """What sequences keep, and how --kv-memory is split. Raises ValueError."""
+    from lamina.kv.stored_format import stored_dtype
+    from lamina.models.convert import layer_shapes
+
+    from .plan.kv_tiers import split_of, tiers_of
+
+    layers, dtype = layer_shapes(program), stored_dtype(args.kv_cache_dtype, program.calls[0].q.dtype)
+    parts: list[KVTiers | MemorySplit] = [tiers_of(layers, dtype, options, args.length)]
+    if args.kv_memory:
+        kv_bytes, rows = parse_size(args.kv_memory, "--kv-memory"), BatchingOptions().max_rows
+        size = KVOptions().block_size
+        parts.append(split_of(layers, dtype, options, args.length, kv_bytes, block_size=size, max_rows=rows))
+    return parts
+
+
+def _check_dtype(dtype: str) -> None:
+    from lamina.models.load import DTYPES
+
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
+
+
+def _describe(model: nn.Module, ranks: int) -> dict[str, str]:
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    part = f" (rank 0 of {ranks})" if ranks > 1 else ""
+    return {"architecture": type(model).__name__ + part, "dtype": "/".join(sorted(dtypes))}
+
+
+def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
+    from lamina.models.convert import convert_model
+    from lamina.models.load import load
+
+    size = args.tensor_parallel_size
+    loaded = load(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, size=size)
+    limit, keep = loaded.max_model_len, not args.trust_remote_code
+    return loaded.model, convert_model(loaded.model, max_model_len=limit, hoist=args.hoist, part=loaded.part, keep=keep)
+
+
+def _planned(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
+    from lamina.models.meta_capture import plan_cuts
+
+    plan = plan_cuts(
+        args.model,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        hoist=args.hoist,
+        ranks=args.tensor_parallel_size,
+    )
+    return plan.model, plan.program
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    from lamina.models.checkpoint import check_weights, find_checkpoint, read_config
+
+    if args.no_weights:
+        from lamina.models.meta_capture import configuration
+
+        config = configuration(args.model, trust_remote_code=args.trust_remote_code)
+    else:
+        directory = find_checkpoint(args.model, trust_remote_code=args.trust_remote_code)
+        config = read_config(directory, trust_remote_code=args.trust_remote_code)
+        check_weights(directory)
+    how = "without weights" if args.no_weights else "with its weights"
+    sys.stdout.write(f"would plan {args.model} ({', '.join(config.architectures or [config.model_type])}) {how}\n")
+    return 0

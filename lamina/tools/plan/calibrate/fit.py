@@ -1,0 +1,160 @@
+"""The planner's tables, from a recorded run: of the compute worker by its rows, of attention by its bytes, of what is
+between.
+
+Each number is a median over steps that are alike, so that a stall of the host spoils none; attention follows a law by
+the conductor's least squares, whose errors count in parts. Tables are of one model on one host, and say so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from lamina.facts.hardware import Device
+from lamina.scheduler.conductor.latency_model import PrefillLatency
+from lamina.scheduler.conductor.least_squares import LeastSquares
+from lamina.scheduler.conductor.overload import StepLatency
+from lamina.tools.plan.cost_model import BatchLoad, CostModel
+from lamina.tools.plan.deployment import Deployment
+from lamina.tools.plan.model_facts import ModelFacts
+from lamina.tools.plan.operators import OperatorTables
+from lamina.tools.plan.tables import Constants, NetworkLink, baseline
+
+from .delays import Delays, StepDelay
+from .recorded_run import RecordedRun, RecordedStep
+
+COMPUTE, MEMORY = "recorded-compute", "recorded-memory"
+_NOMINAL = 1000.0  # of peaks that nobody states: they cancel out, since tables are of this model
+_LEAST = 3  # steps without prompts
+_INSTANT = 1e-12  # seconds: of what is in the slices already
+_TOKENS = 1024.0  # features of one order of magnitude
+_LEAST_BYTES, _SIZES = 1024.0, 96  # of the table of attention, each the fourth root of 2 times the one before
+
+
+class Calibration(NamedTuple):
+    """``by_rows``: rows -> seconds of slices, steps that said so. Attention of a layer on one worker: ``floor_s``, and
+    seconds of a byte. ``between_s``: of a step; ``driver_s``: of a round. ``delays``: of steps that decoded.
+    ``decode``, ``prefill``: the same run by the Conductor's laws; the latter None without prompts.
+    """
+
+    costs: CostModel
+    deployment: Deployment
+    by_rows: dict[int, tuple[float, int]]
+    floor_s: float
+    byte_s: float
+    between_s: float
+    driver_s: float
+    chunk: int
+    delays: Delays
+    decode: StepLatency
+    prefill: PrefillLatency | None
+
+
+def calibrate(run: RecordedRun, model: ModelFacts, constants: Constants, source: str) -> Calibration:
+    """Raises ValueError, behind ``source``, for a run of another model, or with too few steps that only decode."""
+    if run.layers != model.num_layers:
+        raise ValueError(f"{source} is a run of {run.layers} layers, and {model.name} has {model.num_layers}")
+    decoding = [s for s in run.steps if s.is_decode_only and s.total_s]
+    if len(decoding) < _LEAST:
+        raise ValueError(f"{source} has {len(decoding)} steps without prompts: record longer answers")
+    deployment = Deployment(_device(COMPUTE, source), 1, _device(MEMORY, source), run.memory_workers)
+    tables, by_rows = OperatorTables(), _by_rows([s for s in run.steps if s.total_s])
+    weights = sum(p.work(1)[0] for p in model.products)
+    tables.put("linear", COMPUTE, 1, [(rows, took, weights) for rows, (took, _) in by_rows.items()])
+    tables.put("elementwise", COMPUTE, 1, [(1, _INSTANT / model.num_layers, model.hidden_bytes)])
+    floor, byte = _attention(decoding, model, run.memory_workers)
+    group = model.attentions[0].heads // model.attentions[0].kv_heads
+    sizes = [_LEAST_BYTES * 2.0 ** (i / 4) for i in range(_SIZES)]
+    tables.put("attention", MEMORY, group, [(size, floor + byte * size, 0.0) for size in sizes])
+    used = _moved(constants, _chunked(run, model), median(s.driver_s for s in decoding))
+    link = NetworkLink("recorded", _NOMINAL * 1e9, 1.0, 0.0, source)
+    costs = CostModel(model, used, link, baseline("ideal"), tables)
+    between = median(s.between_s for s in decoding)
+    hidden = median(costs.step(deployment, _load(s, model)).network_s for s in decoding)
+    each = (between - hidden) / model.num_layers  # below 0 where both work at once
+    costs = replace(costs, link=replace(link, round_trip_s=each))
+    took = ((s.total_s, costs.round(deployment, [_load(s, model)]).seconds) for s in decoding)
+    delays = Delays(tuple(StepDelay(expected, whole - expected) for whole, expected in took))
+    return Calibration(
+        costs, deployment, by_rows, floor, byte, between, used["driver_round"], run.chunk, delays,
+        _decode_law(decoding), _prefill_law(run.steps),
+    )  # fmt: skip
+
+
+def _decode_law(steps: Sequence[RecordedStep]) -> StepLatency:
+    """Of steps that decode, whole: by rows and by tokens that attention reads."""
+    squares = LeastSquares(3)
+    for s in steps:
+        squares.add((1.0, s.rows, s.pairs / _TOKENS), s.total_s, s.total_s)
+    a, b, c = squares.solution()
+    return StepLatency(a, b, c / _TOKENS)
+
+
+def _prefill_law(steps: Sequence[RecordedStep]) -> PrefillLatency | None:
+    """Of steps that are a chunk of one prompt: what each takes whatever it has counts as its rows'."""
+    alone = [s for s in steps if s.total_s and s.draws <= 1 < s.rows]
+    squares = LeastSquares(2)
+    for s in alone:
+        squares.add((s.rows, 2 * s.pairs / _TOKENS), s.total_s, s.total_s)
+    b, c = squares.solution()
+    return PrefillLatency(0.0, b, c / _TOKENS) if alone else None
+
+
+def _by_rows(steps: Sequence[RecordedStep]) -> dict[int, tuple[float, int]]:
+    took = defaultdict[int, list[float]](list)
+    for step in steps:
+        took[step.rows].append(step.model_s)
+    return _growing({rows: (median(each), len(each)) for rows, each in sorted(took.items())})
+
+
+def _growing(by_rows: Mapping[int, tuple[float, int]]) -> dict[int, tuple[float, int]]:
+    """More rows never take less: neighbours that say so have their mean, each weighed by its steps."""
+    pools = list[tuple[list[int], float, int]]()  # rows, their seconds, steps
+    for rows, (took, steps) in by_rows.items():
+        pools.append(([rows], took, steps))
+        while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
+            (before, a, n), (after, b, m) = pools[-2:]
+            pools[-2:] = [(before + after, (a * n + b * m) / (n + m), n + m)]
+    return {rows: (took, by_rows[rows][1]) for each, took, _ in pools for rows in each}
+
+
+def _attention(steps: Sequence[RecordedStep], model: ModelFacts, workers: int) -> tuple[float, float]:
+    """Seconds of a layer's attention on one worker: those whatever it reads, and those of a byte. Only what reads
+    stored K and V grows with them. The rest goes by rows, if by anything, of which long sequences have no more.
+    """
+    each = model.kv_bytes_per_token / model.num_layers / workers
+    unit = max(s.pairs for s in steps) * each
+    squares = LeastSquares(2)
+    for step in (s for s in steps if s.stored_s):
+        took = step.stored_s / model.num_layers
+        squares.add((1.0, step.pairs * each / unit), took, took)
+    floor, of_unit = squares.solution()
+    rest = median(step.attention_s - step.stored_s for step in steps) / model.num_layers
+    return floor + rest, of_unit / unit
+
+
+def _chunked(run: RecordedRun, model: ModelFacts) -> float:
+    """FLOP/s of attention where prompts are computed; 0 where none were. Half of such steps are quicker."""
+    flops = sum(a.count * a.flops for a in model.attentions) / run.memory_workers
+    rates = [s.pairs * flops / s.attention_s for s in run.steps if s.rows - s.draws > 1 and s.attention_s]
+    return median(rates) if rates else 0.0
+
+
+def _moved(constants: Constants, flops: float, driver_s: float) -> Constants:
+    share = flops / (_NOMINAL * 1e12) if flops else 1.0
+    values = {**constants.values, "attention_flops_share": share, "driver_round": driver_s, "driver_row": 0.0}
+    return replace(constants, values=values)
+
+
+def _load(step: RecordedStep, model: ModelFacts) -> BatchLoad:
+    return BatchLoad(step.rows, dict.fromkeys(model.windows, float(step.pairs)))
+
+
+def _device(name: str, source: str) -> Device:
+    return Device(
+        name=name, title=name, tflops=_NOMINAL, memory="1000 GiB", memory_gb=1000 * 1.073741824,
+        bandwidth_gbs=1e-3, network_gbs=None, source=source,
+    )  # fmt: skip

@@ -1,0 +1,193 @@
+"""What the planner must know of a model: bytes and FLOPs of a step. From a capture, which is kept, or from sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lamina import __version__
+from lamina.config.option import parse_size
+from lamina.facts.hardware import check_fields, entries
+from lamina.facts.roofline import GemmWork, bytes_and_flops
+
+from .tables import DATA
+
+_PAPER = "arXiv 2405.01814, table 3"
+_SIZES = ("layers", "hidden", "heads", "group", "ffn", "itemsize")
+_CACHE = "LAMINA_CACHE"
+
+
+class GemmGroup(msgspec.Struct, frozen=True):
+    """``count`` equal products with weights: bytes of all weights of one, bytes of a weight, FLOPs of a row."""
+
+    count: int
+    weight_bytes: int
+    itemsize: int
+    flops_per_row: int
+
+    def work(self, rows: float) -> tuple[float, float]:
+        """Bytes that are read, of weights that some row needs, and FLOPs."""
+        read, flops = bytes_and_flops(self.weight_bytes, self.itemsize, self.flops_per_row, rows)
+        return self.count * read, self.count * flops
+
+
+class AttentionGroup(msgspec.Struct, frozen=True):
+    """``count`` layers whose attention is alike. Bytes of a token: as K and V are stored, and of its messages; FLOPs of
+    a query for a stored token; window: tokens that it sees, 0 = all.
+    """
+
+    count: int
+    heads: int
+    kv_heads: int
+    kv_bytes: int
+    q_bytes: int
+    kv_message_bytes: int
+    o_bytes: int
+    flops: int
+    window: int
+
+    def copies(self, ranks: int) -> float:
+        """Of K and V on so many ranks that attend: more than one where there are fewer KV heads than ranks."""
+        return max(1.0, ranks / self.kv_heads)
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """``hidden_bytes``: a row of the residual stream. ``between``: share of the weights that are read between the sends
+    of Q and of K, V. ``max_len``: tokens of a sequence, 0 = not stated. ``source``: where all of it is from.
+    """
+
+    name: str
+    source: str
+    weight_bytes: int
+    hidden_bytes: int
+    between: float
+    products: list[GemmGroup]
+    attentions: list[AttentionGroup]
+    max_len: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Attention operators."""
+        return sum(a.count for a in self.attentions)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of a token as they are stored, in all layers."""
+        return sum(a.count * a.kv_bytes for a in self.attentions)
+
+    @property
+    def windows(self) -> list[int]:
+        """The windows of the model's layers, each once; 0 = no window."""
+        return sorted({a.window for a in self.attentions})
+
+    def kv_bytes(self, stored: Mapping[int, float]) -> float:
+        """Of sequences with so many stored tokens: window -> tokens that its layers keep."""
+        return sum(a.count * a.kv_bytes * stored[a.window] for a in self.attentions)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the messages of a row, in all layers."""
+        return sum(a.count * (a.q_bytes + a.kv_message_bytes + a.o_bytes) for a in self.attentions)
+
+
+def model_facts(model: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> ModelFacts:
+    """``model``: a directory, a hub id or a configuration file; or the name of one of the paper's, if there is no such
+    path. Raises ValueError for a model that cannot be served.
+    """
+    shipped = paper_models()
+    if model in shipped and not Path(model).exists():
+        if dtype != "auto":
+            raise ValueError(f"--dtype {dtype}: {model} is known by the paper's sizes alone: leave --dtype out")
+        return shipped[model]
+    kept = _kept(model, dtype)
+    with suppress(OSError, msgspec.DecodeError):
+        if kept is not None:
+            return msgspec.json.decode(kept.read_bytes(), type=ModelFacts)
+    facts = _captured(model, dtype, trust_remote_code)
+    if kept is not None:
+        with suppress(OSError):
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = kept.with_suffix(f".{os.getpid()}")
+            new.write_bytes(msgspec.json.encode(facts))
+            new.replace(kept)
+    return facts
+
+
+def paper_models(path: Path = DATA / "models.toml") -> dict[str, ModelFacts]:
+    """By name, from their sizes alone."""
+    models = {}
+    for name, entry in entries(path):
+        check_fields(entry, {"weights": str, **dict.fromkeys(_SIZES, float)}, {}, f"{path}: [{name}]")
+        models[name] = _of_sizes(name, entry)
+    return models
+
+
+def _of_sizes(name: str, entry: Mapping[str, Any]) -> ModelFacts:
+    """All weights are one product a layer; whatever is no product, such as norms, is little beside them."""
+    layers, hidden, heads, group, ffn, e = (int(entry[k]) for k in _SIZES)
+    weights = parse_size(entry["weights"], f"[{name}]: weights")
+    kv_heads, head = heads // group, hidden // heads
+    each = weights // layers
+    attention = AttentionGroup(
+        count=layers, heads=heads, kv_heads=kv_heads, kv_bytes=2 * e * kv_heads * head, q_bytes=e * hidden,
+        kv_message_bytes=2 * e * kv_heads * head, o_bytes=e * hidden, flops=4 * hidden, window=0,
+    )  # fmt: skip
+    return ModelFacts(
+        name=name,
+        source=f"sizes of {_PAPER}",
+        weight_bytes=weights,
+        hidden_bytes=e * hidden,
+        between=(2 / group) / (2 + 2 / group + 3 * ffn / hidden),
+        products=[GemmGroup(layers, each, e, 2 * each // e)],
+        attentions=[attention],
+    )
+
+
+def _kept(model: str, dtype: str) -> Path | None:
+    """Where facts of a model are kept whose configuration is a file here: they follow from it and this version."""
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    folder = os.environ.get(_CACHE, str(Path.home() / ".cache" / "lamina"))
+    if not folder or not path.is_file():
+        return None
+    text = b"\0".join([path.read_bytes(), dtype.encode(), model.encode(), __version__.encode(), _code()])
+    return Path(folder) / "facts" / f"{hashlib.sha256(text).hexdigest()}.json"
+
+
+def _code() -> bytes:
+    """What facts look like, and how they are made."""
+    package = Path(__file__).parents[2]
+    return b"".join((package / name).read_bytes() for name in ("tools/plan/model_facts.py", "models/meta_capture.py"))
+
+
+def _captured(model: str, dtype: str, trust_remote_code: bool) -> ModelFacts:
+    from lamina.converter.explain import facts_of
+    from lamina.models.load import max_model_len
+    from lamina.models.meta_capture import attention_calls, configuration, gemm_work, plan_cuts
+
+    program = plan_cuts(model, dtype=dtype, trust_remote_code=trust_remote_code).program
+    config = configuration(model, trust_remote_code=trust_remote_code)
+    between = sum(f.gemm_bytes("between") for f in facts_of(program))
+    return ModelFacts(
+        name=model,
+        source=f"captured from its configuration ({json.dumps(config.architectures or [config.model_type])})",
+        weight_bytes=program.weight_bytes,
+        hidden_bytes=config.get_text_config(decoder=True).hidden_size * program.calls[0].q.dtype.itemsize,
+        between=between / program.weight_bytes,
+        products=_grouped(gemm_work(program)),
+        attentions=[AttentionGroup(count, *fields) for fields, count in Counter(attention_calls(program)).items()],
+        max_len=max_model_len(config),
+    )
+
+
+def _grouped(work: list[GemmWork]) -> list[GemmGroup]:
+    counts = Counter((g.weight_bytes, g.itemsize, g.flops_per_token) for g in work)
+    return [GemmGroup(count, *fields) for fields, count in counts.items()]

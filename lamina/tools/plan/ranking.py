@@ -1,0 +1,280 @@
+"""The closed form: at how many sequences a deployment runs a trace, what a token costs there, and which is the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+from .cost_model import BatchLoad, CostModel, split_load
+from .deployment import Deployment, DeviceMemory
+from .model_facts import ModelFacts
+from .request_traces import RequestTrace
+from .tables import PriceBook, dollars_of
+
+_BISECTIONS = 20
+_FEWER = 1.5
+_MULTIPLES = 8
+
+
+class OperatingPoint(NamedTuple):
+    """A deployment under as much of a trace as it can hold, decoding only.
+
+    batch: sequences, of all batches together; tbt_s: between two tokens of one; dollars: for 10^6 tokens; shares: of a
+    round in which a pool is busy; bandwidth: bytes per second between the pools for messages to take 20 % of a step,
+    0 where there is one pool; limit: what keeps it from more.
+    """
+
+    deployment: Deployment
+    batch: float
+    tbt_s: float
+    tokens_s: float
+    hour: float
+    dollars: float
+    compute_busy: float
+    memory_busy: float
+    bandwidth: float
+    limit: str
+
+
+class RefusedDeployment(NamedTuple):
+    """A deployment that is not ranked, and why. ``missing_bytes``: bytes that its devices have too few, or ``tbt_s``:
+    the best mean time between two tokens, which the SLO forbids; 0 where that is not why.
+    """
+
+    deployment: Deployment
+    why: str
+    missing_bytes: float = 0.0
+    tbt_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """``points`` by dollars for a token, the cheapest first. ``trace``: what all of them were ranked on."""
+
+    points: tuple[OperatingPoint, ...]
+    refused: tuple[RefusedDeployment, ...]
+    trace: RequestTrace
+
+    def best(self, *, split: bool) -> OperatingPoint | None:
+        """The cheapest of one kind."""
+        return next((p for p in self.points if p.deployment.is_split == split), None)
+
+    def nearest(self, *, split: bool | None = None) -> RefusedDeployment | None:
+        """The refused deployment, of one kind or of any, that came closest: within the SLO, else within memory."""
+        return nearest([r for r in self.refused if split in (None, r.deployment.is_split)])
+
+
+def nearest(refused: Sequence[RefusedDeployment]) -> RefusedDeployment | None:
+    """The one that came closest."""
+    return min(refused, key=lambda r: (not r.tbt_s, r.tbt_s, r.missing_bytes), default=None)
+
+
+class MeanStoredTokens:
+    """Stored tokens of a running sequence of a trace, on average, by window; each token is counted once. ``chunk``:
+    rows of a prompt that are computed at once beside the rows that decode; 0 = prompts are computed elsewhere.
+    """
+
+    def __init__(self, trace: RequestTrace, model: ModelFacts, chunk: int = 0) -> None:
+        self.of_one: Mapping[int, float] = {w: trace.stored(w) for w in model.windows}
+        self._prompt = trace.mean_prompt / trace.mean_answer if chunk else 0.0  # rows for each row that decodes
+        self._pairs = {w: trace.pairs(w) / trace.mean_answer if chunk else 0.0 for w in model.windows}
+        self._chunk = max(1, chunk)
+
+    def times(self, count: float) -> dict[int, float]:
+        """Of so many sequences."""
+        return {w: count * tokens for w, tokens in self.of_one.items()}
+
+    def load(self, count: float) -> BatchLoad:
+        """The average load of a round in which ``count`` sequences decode; a chunk reads once all that its rows see."""
+        more = {w: count * (pairs / self._chunk + self._prompt / 2) for w, pairs in self._pairs.items()}
+        stored = {w: tokens + more[w] * bool(self._prompt) for w, tokens in self.times(count).items()}
+        pairs = {w: tokens + count * self._pairs[w] for w, tokens in self.times(count).items()}
+        return BatchLoad(count * (1 + self._prompt), stored, pairs)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What all deployments are ranked by. ``slo_s``: the longest mean time between two tokens, 0 = any.
+    ``max_sequences``: sequences at once, 0 = as many as fit. ``chunk``: see MeanStoredTokens.
+    """
+
+    costs: CostModel
+    memory: DeviceMemory
+    prices: PriceBook
+    slo_s: float = 0.0
+    max_sequences: int = 0
+    chunk: int = 0
+
+    def rank(self, asked: Iterable[Deployment], trace: RequestTrace) -> Ranking:
+        """All deployments that have room for the model, judged by the requests of the trace that fit all of them.
+        Raises ValueError where nothing does.
+        """
+        able, refused = list[Deployment](), list[RefusedDeployment]()
+        for deployment in asked:
+            refusal = self.refusal(deployment)
+            if refusal:
+                refused.append(refusal)
+            else:
+                able.append(deployment)
+        able, kept, more = self._with_room(able, refused, self._known(trace))
+        refused += more
+        stored = MeanStoredTokens(kept, self.costs.model, self.chunk)
+        points = []
+        for deployment in able:
+            point = self.operating_point(deployment, stored)
+            if isinstance(point, RefusedDeployment):
+                refused.append(point)
+            else:
+                points.append(point)
+        points.sort(key=lambda p: (p.dollars, p.hour, p.deployment.label))
+        return Ranking(tuple(points), tuple(refused), kept)
+
+    def refusal(self, deployment: Deployment) -> RefusedDeployment | None:
+        """Where weights do not fit."""
+        model, device = self.costs.model, deployment.compute
+        lacks = self.memory.missing_weight_bytes(model, deployment)
+        if lacks > 0:
+            each = model.weight_bytes / deployment.ranks / 1e9
+            why = f"{each:.1f} GB of weights do not fit one {device.name} of {device.memory}"
+            return RefusedDeployment(deployment, why, lacks * deployment.ranks)
+        if (left := self.memory.kv_bytes(model, deployment)) <= 0:
+            return RefusedDeployment(
+                deployment, f"weights leave no memory for KV on {deployment.ranks} {device.name}", 1 - left
+            )
+        return None
+
+    def operating_point(self, deployment: Deployment, stored: MeanStoredTokens) -> OperatingPoint | RefusedDeployment:
+        """A deployment at the number of sequences that gives the most tokens, within memory, the engine's limits and
+        the SLO.
+        """
+        of_one = self.costs.model.kv_bytes(stored.of_one)
+        fit = self.memory.kv_bytes(self.costs.model, deployment) / of_one
+        limits = {"memory holds no more": fit}
+        if cap := (
+            self.max_sequences if deployment.is_split else self.max_sequences or self.costs.baseline.max_sequences
+        ):
+            limits["at most so many sequences"] = float(cap)
+        limit = min(limits, key=lambda name: limits[name])
+        high = limits[limit]
+        if high < 1:
+            return RefusedDeployment(deployment, f"memory holds {high:.2f} sequences of this trace", (1 - fit) * of_one)
+
+        @cache
+        def tbt(count: float) -> float:
+            return self.costs.round(deployment, split_load(stored.load(count), deployment.batches)).seconds
+
+        counts = _counts(high, deployment.batches)
+        quickest = min(counts, key=tbt)
+        if self.slo_s and tbt(quickest) > self.slo_s:
+            took = tbt(quickest)
+            return RefusedDeployment(deployment, f"a token takes {took * 1e3:.1f} ms", tbt_s=took)
+        best = max(counts, key=lambda n: n / tbt(n))
+        if best < high:
+            limit = "more are slower"
+        if self.slo_s and tbt(best) > self.slo_s:
+            within = [n for n in counts if tbt(n) <= self.slo_s]
+            within.append(_most(tbt, self.slo_s, quickest, best))
+            best, limit = max(within, key=lambda n: n / tbt(n)), "the SLO"
+        return self._point(deployment, best, stored.load(best), limit)
+
+    def _point(self, deployment: Deployment, batch: float, load: BatchLoad, limit: str) -> OperatingPoint:
+        dealt = split_load(load, deployment.batches)
+        took, hour = self.costs.round(deployment, dealt), deployment.price(self.prices)
+        tokens_s = batch / took.seconds
+        return OperatingPoint(
+            deployment=deployment,
+            batch=batch,
+            tbt_s=took.seconds,
+            tokens_s=tokens_s,
+            hour=hour,
+            dollars=dollars_of(hour, tokens_s),
+            compute_busy=took.compute_busy,
+            memory_busy=took.memory_busy,
+            bandwidth=self.costs.message_bandwidth(deployment, dealt[0]) if deployment.is_split else 0.0,
+            limit=f"{limit}; {took.limit}",
+        )
+
+    def _known(self, trace: RequestTrace) -> RequestTrace:
+        """Without requests that are longer than the model's own limit. Raises ValueError where nothing is left."""
+        limit = self.costs.model.max_len
+        kept = trace.within(limit) if limit else trace
+        if not kept.requests:
+            raise ValueError(
+                f"--trace: all requests are longer than the {limit} tokens that {self.costs.model.name} takes"
+            )
+        return kept
+
+    def _with_room(
+        self, able: list[Deployment], before: list[RefusedDeployment], trace: RequestTrace
+    ) -> tuple[list[Deployment], RequestTrace, list[RefusedDeployment]]:
+        """One list for all: requests that the smallest of the deployments cannot hold are dropped, from all. One that
+        would drop more than a tenth of the trace is refused instead.
+        """
+        room = {d: self._longest(d, trace) for d in able}
+        enough = [d for d in able if len(trace.within(room[d]).requests) >= 0.9 * len(trace.requests)]
+        each = self.costs.model.kv_bytes_per_token
+        refused = [
+            RefusedDeployment(
+                d, "more than a tenth of the requests are longer than all its KV", each * (trace.longest - room[d])
+            )
+            for d in able
+            if d not in enough
+        ]
+        if not enough:
+            close = nearest([*before, *refused])
+            reason = f"; the closest is {close.deployment.label}: {close.why}" if close else ""
+            raise ValueError(
+                f"--devices: nothing that can be built of these holds the model and this trace{reason}: add more"
+            )
+        return enough, trace.within(min(room[d] for d in enough)), refused
+
+    def _longest(self, deployment: Deployment, trace: RequestTrace) -> float:
+        """Tokens of the longest request that fits alone."""
+        model = self.costs.model
+        most = self.memory.kv_bytes(model, deployment)
+        if model.windows == [0]:
+            return most / model.kv_bytes_per_token
+        lengths = sorted({r.prompt + r.answer for r in trace.requests})
+        fits = [n for n in lengths if model.kv_bytes({w: min(n, w) if w else n for w in model.windows}) <= most]
+        return fits[-1] if fits else 0.0
+
+    def with_price(self, device: str, factor: float) -> Planner:
+        """The same, but one device that many times as dear."""
+        hours = {**self.prices.hours, device: self.prices.hours[device] * factor}
+        return replace(self, prices=replace(self.prices, hours=hours))
+
+    def repriced(self, point: OperatingPoint, device: str, factor: float) -> OperatingPoint:
+        """The same, where one device is that many times as dear: as many sequences are the best."""
+        hour = point.deployment.price(self.with_price(device, factor).prices)
+        return point._replace(hour=hour, dollars=dollars_of(hour, point.tokens_s))
+
+    def with_link(self, factor: float) -> Planner:
+        """The same, but a link of another rate, and the devices' own cards as many times as fast as they are."""
+        link = replace(self.costs.link, rate=self.costs.link.rate * factor, cards=self.costs.link.cards * factor)
+        return replace(self, costs=replace(self.costs, link=link))
+
+
+def _counts(high: float, batches: int) -> list[float]:
+    """Numbers of sequences to look at, up to ``high``: each two thirds of the one before, and some with a multiple of
+    64 in a batch, at which products are the fastest.
+    """
+    counts, at = {high}, high
+    while at > 1:
+        counts.add(float(math.ceil(at)))
+        at /= _FEWER
+    step = 64 * batches * max(1, int(high) // (64 * batches * _MULTIPLES))
+    counts |= {float(n) for n in range(step, int(high) + 1, step)}
+    return sorted(n for n in counts if 1 <= n <= high)
+
+
+def _most(tbt: Callable[[float], float], slo_s: float, low: float, high: float) -> float:
+    """The most sequences, as a whole number, within the SLO; ``low`` are, ``high`` are not."""
+    if low > high:
+        return low
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tbt(middle) <= slo_s else (low, middle)
+    return max(1.0, float(int(low)))

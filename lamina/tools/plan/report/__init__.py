@@ -1,0 +1,1 @@
+"""A plan as text, as JSON, as a page with plots."""

@@ -1,0 +1,283 @@
+"""``lamina-launch plan simulate``: a trace of requests, conducted over prefill workers on a virtual clock."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lamina.config.option import parse_seconds
+from lamina.scheduler.conductor import Conductor, ConductorConfig
+from lamina.scheduler.conductor.baselines import BASELINE_POLICIES
+from lamina.scheduler.conductor.latency_model import (
+    PrefillLatency,
+    PrefillLatencyEstimator,
+    PrefillPipelineShape,
+    TransferLatency,
+    TransferLatencyEstimator,
+)
+from lamina.scheduler.conductor.overload import OVERLOAD_POLICIES, DecodeLoadModel, SloLimits, StepLatency
+from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
+from lamina.scheduler.conductor.routing import POLICIES
+
+if TYPE_CHECKING:
+    from .request_traces import RequestTrace
+    from .simulator.conducted_run import SimulatedPools, TracedPrompt
+    from .simulator.simulation_report import PoolsReport
+
+DECODE_S = 20.0  # that a completion is thought to decode, until some have ended
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    add = parser.add_argument
+    add("--trace", required=True, metavar="FILE", help="requests: Azure's CSV or Mooncake's JSON lines, or .gz")
+    add("--rows", type=int, default=0, metavar="N", help="its first N requests only; 0 = all (0)")
+    add("--speed", type=float, default=1.0, metavar="X", help="requests come X times as fast (1)")
+    add("--spread", type=float, default=0.0, metavar="S", help="each comes up to S seconds later, by chance (0)")
+    add(
+        "--policy", default=",".join(POLICIES),
+        help=f"who computes a prompt, some by comma: {', '.join(POLICIES)}; as others do: "
+             f"{', '.join(BASELINE_POLICIES)}",
+    )  # fmt: skip
+    add("--prefill-workers", type=int, default=8, metavar="N", help="prefill workers (8)")
+    add(
+        "--prefill-pipeline", type=int, default=1, metavar="X",
+        help="so many of them compute a prompt together, each some of the layers (1)",
+    )  # fmt: skip
+    add("--prefill-chunk", type=int, default=1024, metavar="N", help="tokens that go from one to the next (1024)")
+    add("--pages", type=int, default=6000, metavar="N", help="pages of 512 tokens in the store of each (6000)")
+    add("--prefill-law", default="0,2e-4,2e-9", metavar="A,B,C", help="seconds of a prompt: A + B tokens + C tokens^2")
+    add("--transfer-rate", type=float, default=31000.0, metavar="T", help="tokens per second from one sender (31000)")
+    add("--kvcache-balancing-threshold", type=float, default=1.5, metavar="X", help="of the policy mooncake (1.5)")
+    add("--expected", type=float, default=1.0, metavar="X", help="prefill is first thought to take X times as long (1)")
+    add("--instances", type=int, default=0, metavar="N", help="instances that decode; 0 = nothing is decoded (0)")
+    add("--decode-law", default="0.02,2e-3,4e-7", metavar="A,B,C", help="seconds of a step: A + B rows + C tokens read")
+    add(
+        "--overload",
+        default="predictive",
+        help=f"when decoding is looked at, some by comma: {', '.join(OVERLOAD_POLICIES)}",
+    )
+    add(
+        "--check-again", action=argparse.BooleanOptionalAction, default=True, help="once more when a prompt is computed"
+    )
+    add("--slo-ttft", default="", metavar="TIME", help="to the first token at most, else a request is refused: 30s")
+    add("--slo-tbt", default="", metavar="TIME", help="between two tokens at most, else a request is refused: 100ms")
+    add("--seed", type=int, default=0, help="of all that is by chance (0)")
+    add("--draw", action="store_true", help="draw the loads of both pools over time")
+    add("--json", action="store_true", help="print everything as JSON")
+    add("--dry-run", action="store_true", help="check everything, say what would be simulated, and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; raises ValueError for bad input."""
+    from .request_traces import read_trace
+
+    _check(args)
+    runs = [_rules(args, policy, overload) for policy in _listed(args.policy) for overload in _listed(args.overload)]
+    trace = read_trace(args.trace)
+    arrivals = _arrivals(trace.first(args.rows or None), args)
+    _check_first_token(args, arrivals)
+    if args.dry_run:
+        print(f"would conduct {len(arrivals)} requests of {trace.name} in {len(runs)} runs")
+        return 0
+    told = [_one(args, rules, arrivals) for rules in runs]
+    if args.json:
+        report = {"trace": trace.name, "surrogate": trace.is_surrogate, "runs": [_told(*one) for one in told]}
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        sys.stdout.write(_text(args, trace, told))
+    return 0
+
+
+def conductor_of(args: argparse.Namespace, rules: ConductorConfig) -> Conductor:
+    """A new one, which knows nothing yet."""
+    stages = args.prefill_pipeline
+    a, b, c = (x * args.expected for x in _stage_law(args))
+    groups, pages = args.prefill_workers // stages, args.pages * stages
+    decoding = DecodeLoadModel(max(1, args.instances), StepLatency(*_law(args.decode_law, "--decode-law")), DECODE_S)
+    return Conductor(
+        config=rules, directory=PrefixDirectory(groups, pages),
+        prefill_latency=PrefillLatencyEstimator(PrefillLatency(a, b, c)),
+        transfer_latency=TransferLatencyEstimator(_transfer_law(args)), decode_load_model=decoding,
+        num_workers=groups, seed=args.seed,
+        staged=PrefillPipelineShape(stages, args.prefill_chunk),
+    )  # fmt: skip
+
+
+def _one(
+    args: argparse.Namespace, rules: ConductorConfig, arrivals: list[TracedPrompt]
+) -> tuple[ConductorConfig, PoolsReport, SimulatedPools, float]:
+    from .simulator.conducted_run import SimulatedPools, SimulatedPoolSpec
+    from .simulator.simulation_report import report
+
+    conductor, begun = conductor_of(args, rules), time.process_time()
+    truth = SimulatedPoolSpec(
+        _stage_law(args), _transfer_law(args), args.instances, StepLatency(*_law(args.decode_law, "--decode-law")),
+    )  # fmt: skip
+    pools = SimulatedPools(conductor, truth, sample_s=1.0 if args.instances else 0.0)
+    with _uncollected():
+        pools.run(arrivals)
+    return rules, report(pools, conductor), pools, time.process_time() - begun
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nobody looks for cycles: a run makes next to none, and to look through all its tokens takes a tenth of it."""
+    looked = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if looked:
+            gc.enable()
+
+
+def _arrivals(trace: RequestTrace, args: argparse.Namespace) -> list[TracedPrompt]:
+    from lamina.scheduler.conductor import PromptInfo
+
+    from .request_traces import HASHED
+    from .simulator.conducted_run import TracedPrompt
+
+    rng = random.Random(args.seed)
+    arrivals = [
+        TracedPrompt(
+            (r.at_s + rng.random() * args.spread) / args.speed,
+            PromptInfo(r.prompt, [block.to_bytes(8, "little") for block in r.blocks], HASHED),
+            r.answer,
+        )
+        for r in trace.requests
+    ]
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+def _rules(args: argparse.Namespace, policy: str, overload: str) -> ConductorConfig:
+    ttft_s, tbt_s = parse_seconds(args.slo_ttft, "--slo-ttft"), parse_seconds(args.slo_tbt, "--slo-tbt")
+    return ConductorConfig(
+        policy=policy, threshold=args.kvcache_balancing_threshold, overload=overload,
+        limits=SloLimits(ttft_s or math.inf, tbt_s or math.inf), check_before_decode=args.check_again,
+    )  # fmt: skip
+
+
+def _check(args: argparse.Namespace) -> None:
+    for policy in _listed(args.policy):
+        if policy not in (taken := (*POLICIES, *BASELINE_POLICIES)):
+            raise ValueError(f"--policy must be one of {', '.join(taken)}, not {policy!r}")
+    for name, least in (
+        ("rows", 0),
+        ("prefill_workers", 1),
+        ("prefill_pipeline", 1),
+        ("prefill_chunk", 1),
+        ("pages", 1),
+        ("instances", 0),
+    ):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if args.prefill_workers % (stages := args.prefill_pipeline):
+        raise ValueError(
+            f"--prefill-pipeline {stages} does not divide --prefill-workers {args.prefill_workers}: use one that does"
+        )
+    for name in ("speed", "transfer_rate", "expected"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name):g}")
+    if not 0 <= args.spread < math.inf:
+        raise ValueError(f"--spread must be a number of seconds, not {args.spread:g}")
+    first = StepLatency(*_law(args.decode_law, "--decode-law")).seconds(1, 1)
+    tbt_s = parse_seconds(args.slo_tbt, "--slo-tbt")
+    if tbt_s and not args.instances:
+        raise ValueError("--slo-tbt is of what decodes: say how many --instances do")
+    if args.instances and 0 < tbt_s < first:
+        raise ValueError(f"--slo-tbt {args.slo_tbt} is below a step of one completion alone, {first:g} s: raise it")
+    if args.draw and not args.instances:
+        raise ValueError("--draw shows the loads of both pools: say how many --instances decode")
+
+
+def _check_first_token(args: argparse.Namespace, arrivals: list[TracedPrompt]) -> None:
+    limit_s = parse_seconds(args.slo_ttft, "--slo-ttft")
+    law, staged = _stage_law(args), PrefillPipelineShape(args.prefill_pipeline, args.prefill_chunk)
+    shortest = min((arrival.prompt.tokens for arrival in arrivals), default=0)
+    alone_s = law.seconds(shortest) + staged.fill_s(shortest, 0, law.seconds(shortest))
+    if 0 < limit_s < alone_s:
+        raise ValueError(
+            f"--slo-ttft {args.slo_ttft} is below what the shortest prompt, of {shortest} tokens, takes alone, "
+            f"{alone_s:g} s: raise it"
+        )
+
+
+def _stage_law(args: argparse.Namespace) -> PrefillLatency:
+    """Of each of those that compute a prompt together."""
+    return PrefillLatency(*(x / args.prefill_pipeline for x in _law(args.prefill_law, "--prefill-law")))
+
+
+def _transfer_law(args: argparse.Namespace) -> TransferLatency:
+    """Of all those that compute a prompt together, each of which sends its layers."""
+    return TransferLatency.at_rate(args.transfer_rate * args.prefill_pipeline)
+
+
+def _law(text: str, name: str) -> tuple[float, float, float]:
+    try:
+        a, b, c = (float(part) for part in text.split(","))
+    except ValueError:
+        a = b = c = -1.0
+    if not all(0 <= x < math.inf for x in (a, b, c)) or not (b or c):
+        raise ValueError(f"{name} must be three numbers by comma that are not negative, such as 0,2e-4,2e-9: {text!r}")
+    return a, b, c
+
+
+def _listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _told(rules: ConductorConfig, report: PoolsReport, pools: SimulatedPools, cpu_s: float) -> dict[str, Any]:
+    return {"policy": rules.policy, "overload": rules.overload, "cpu_s": round(cpu_s, 2), **report.to_json()}
+
+
+_COLUMNS = (
+    f"{'policy':13}{'TTFT mean':>10}{'p50':>8}{'p90':>8}{'p99':>8}{'hit':>6}{'moved':>9}{'copies':>8}"
+    f"{'max/mean':>9}{'off':>6}{'CPU s':>7}"
+)
+
+
+def _head(args: argparse.Namespace, trace: RequestTrace, count: int) -> str:
+    surrogate = " (a surrogate)" if trace.is_surrogate else ""
+    return (
+        f"{count} requests of {trace.name}{surrogate} on {args.prefill_workers} prefill workers of {args.pages} pages, "
+        f"simulated"
+    )
+
+
+def _text(
+    args: argparse.Namespace,
+    trace: RequestTrace,
+    told: list[tuple[ConductorConfig, PoolsReport, SimulatedPools, float]],
+) -> str:
+    from .simulator.simulation_report import loads_text
+
+    lines = [_head(args, trace, told[0][1].requests), _COLUMNS]
+    for rules, report, pools, cpu_s in told:
+        lines.append(
+            f"{rules.policy:13}{report.mean_ttft_s:10.2f}{report.p50_ttft_s:8.2f}{report.p90_ttft_s:8.2f}"
+            f"{report.p99_ttft_s:8.2f}{report.hit:6.3f}{report.moved_tokens:9}{report.kv_replicas:8}"
+            f"{report.imbalance:9.2f}{report.expected_off:6.2f}{cpu_s:7.1f}"
+        )
+        if rules.limits != SloLimits():
+            refused = ", ".join(f"{n} by {why}" for why, n in sorted(report.refused.items())) or "none"
+            lines.append(
+                f"  {rules.overload}: goodput {report.goodput_requests}; refused {refused}; "
+                f"{report.wasted_tokens} tokens computed in vain"
+            )
+        if args.instances:
+            lines.append(
+                f"  loads of the pools: correlation {report.correlation:.2f}, decode deviates by "
+                f"{report.decode_deviation:.3f}"
+            )
+        if args.draw:
+            lines.append(loads_text(pools).rstrip("\n"))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,128 @@
+"""The deployments that a plan shows, each played by the engine's own scheduler on the same requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from lamina.facts.report import table
+from lamina.utils.progress import OnProgress
+
+from .ranking import OperatingPoint, Planner, Ranking
+from .replay import NotSimulatableError, ReplayResult, replay, spread_arrivals
+from .report.plan_report import dollars_text, shortlist
+from .tables import dollars_of
+
+MIN_REQUESTS_PER_SEQUENCE = (
+    4  # requests for each sequence that decodes, at least, so that beginning and end of a run weigh little
+)
+_SEED = 0  # of where in a tick of the trace's clock a request came
+
+
+class SimulatedRow(NamedTuple):
+    """A row of a plan: ``point`` by the closed form, ``run`` by the scheduler, or ``why_not`` it was not played."""
+
+    point: OperatingPoint
+    run: ReplayResult | None
+    why_not: str = ""
+
+    @property
+    def with_simulated_numbers(self) -> OperatingPoint | None:
+        """The row with the numbers of its run; None where there is none."""
+        if self.run is None:
+            return None
+        tokens_s = self.run.tokens_s
+        dollars = dollars_of(self.point.hour, tokens_s)
+        return self.point._replace(batch=self.run.batch, tbt_s=self.run.tbt_p50_s, tokens_s=tokens_s, dollars=dollars)
+
+    def to_json(self) -> dict[str, Any]:
+        """For JSON."""
+        label = self.point.deployment.label
+        if self.run is None or self.with_simulated_numbers is None:
+            return {"devices": label, "why_not": self.why_not}
+        money = {"hour": self.point.hour, "dollars": self.with_simulated_numbers.dollars}
+        return {"devices": label, "tokens_s": self.run.tokens_s, **money, **self.run._asdict()}
+
+
+def filled_rows(played: Sequence[SimulatedRow]) -> list[OperatingPoint]:
+    """The runs with at least FILLED requests for each sequence, as rows: others never fill their deployments, so that
+    nothing can be said of these; empty where that is so of any.
+    """
+    runs = [
+        (row.with_simulated_numbers, row.run)
+        for row in played
+        if row.with_simulated_numbers is not None and row.run is not None
+    ]
+    return (
+        [point for point, _ in runs]
+        if all(run.requests >= MIN_REQUESTS_PER_SEQUENCE * run.batch for _, run in runs)
+        else []
+    )
+
+
+def _quiet(stage: str, done: int, total: int) -> None:
+    """Nobody looks."""
+
+
+def simulate_rows(
+    planner: Planner,
+    ranking: Ranking,
+    rows: int,
+    requests: int,
+    rate: float | None = None,
+    on_progress: OnProgress = _quiet,
+) -> list[SimulatedRow]:
+    """The first ``requests`` of the ranked trace: as soon as there is room, or so many a second (0: as they came)."""
+    trace, outcomes = ranking.trace.first(requests), list[SimulatedRow]()
+    if rate is not None:
+        trace = spread_arrivals(trace.at_rate(rate) if rate else trace, _SEED)
+    for point in shortlist(ranking, rows):
+        most = 0 if point.limit.startswith("memory") else max(1, round(point.batch))
+        tell = partial(on_progress, f"playing {point.deployment.label}")
+        paced = rate is not None
+        try:
+            played = replay(
+                planner.costs,
+                planner.memory,
+                point.deployment,
+                trace,
+                most,
+                paced=paced,
+                chunk=planner.chunk,
+                on_progress=tell,
+            )
+        except NotSimulatableError as error:
+            outcomes.append(SimulatedRow(point, None, str(error)))
+        else:
+            outcomes.append(SimulatedRow(point, played))
+    return outcomes
+
+
+def simulated_text(played: Sequence[SimulatedRow], rate: float | None = None) -> str:
+    """Both side by side; empty where nothing was played. ``rate``: see ``simulate_rows``."""
+    if not played:
+        return ""
+    more = ["closed form"] if rate is None else ["first token p50", "p99"]
+    rows = [["played", "sequences", "tokens/s", "$/Mtoken", "TBT p50", "p99", "preempted", *more]]
+    for row in played:
+        point, run, known = row.point, row.run, row.with_simulated_numbers
+        if run is not None and known is not None:
+            seen = _ms(run.first_p50_s, run.first_p99_s) if rate is not None else [f"{point.tokens_s:.0f} tokens/s"]
+            counts = [f"{run.batch:.1f}", f"{run.tokens_s:.0f}", dollars_text(known.dollars)]
+            times = _ms(run.tbt_p50_s, run.tbt_p99_s)
+            rows.append([point.deployment.label, *counts, *times, str(run.preemptions), *seen])
+    lines = ["", *table(rows)] if len(rows) > 1 else [""]
+    lines += [f"  not played: {p.point.deployment.label}: {p.why_not}" for p in played if p.run is None]
+    if rate is None:
+        if not filled_rows(played):
+            many = f"play {MIN_REQUESTS_PER_SEQUENCE} times as many requests as there are sequences"
+            lines.append(f"  so few never fill large deployments, and decide nothing: {many}")
+    else:
+        came = f"{rate:g} requests a second" if rate else "requests come as in the trace"
+        lines.append(f"  {came}, spread within ticks of its clock; a prompt elsewhere takes no time")
+    return "\n".join(lines) + "\n"
+
+
+def _ms(*seconds: float) -> list[str]:
+    return [f"{s * 1e3:.1f} ms" for s in seconds]

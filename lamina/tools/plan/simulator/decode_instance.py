@@ -1,0 +1,98 @@
+"""An instance that decodes on a shared virtual clock: an engine of its own, whose rounds take the time of a law. Its
+requests are scheduled by the engine's own scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
+
+from lamina.request import RequestOutput, SamplingParams
+from lamina.scheduler.conductor.overload import StepLatency
+
+from .clock import VirtualClock
+from .lossless import RoundLoad, SimulatedPool, fast_forward, num_skippable_rounds
+
+# More room than requests fill: only times bind here.
+ROOM = SimulatedPool(layers=1, blocks=1 << 18, block=128, longest=1 << 20, most=1 << 14, prefill=8)
+
+
+class SimulatedInstance:
+    """Prompts come with their KV and first token."""
+
+    def __init__(
+        self, clock: VirtualClock, law: StepLatency, ended: Callable[[int, float], None], room: SimulatedPool = ROOM
+    ) -> None:
+        """``ended`` is told of a completion at its last token, and the longest of its steps in seconds."""
+
+        def seconds(load: RoundLoad) -> float:
+            return law.seconds(load.rows, sum(step.stored for step in load.steps) - load.rows)
+
+        def rounds_s(load: RoundLoad, rounds: range) -> list[float]:
+            """The same of rounds that come later, each of which reads as many tokens more as it has rows."""
+            rows, stored = load.rows, sum(step.stored for step in load.steps) - load.rows
+            fixed_s, token_s = law.a + law.b * rows, law.c
+            return [fixed_s + token_s * (stored + n * rows) for n in rounds]
+
+        self._clock, self._ended = clock, ended
+        self._engine, self._wire = room.engine(clock, seconds)
+        self._wire.rounds_s = rounds_s
+        self._names = dict[int, int]()  # request of the engine -> completion
+        self._longest = dict[int, float]()  # request -> seconds
+        self._since_s = 0.0  # when the round in flight began
+        self._change = 0  # number of changes of the requests that decode
+        self._alike = 0  # rounds that can be skipped, as long as nothing changes
+
+    def add_request(self, request: int, stored: int, answer: int) -> None:
+        """``request`` decodes ``answer`` tokens behind ``stored``, as soon as the engine takes it in."""
+        self._catch_up()
+        number = self._engine.add([0] * stored, _params_of(answer + 1))
+        self._names[number], self._longest[number] = request, 0.0
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Up to where the round in flight takes time."""
+        while self._engine.has_work and not self._clock.now < self._wire.next_event_s < math.inf:
+            self._note(self._engine.step())
+            self._since_s = self._clock.now
+        if self._engine.has_work:
+            self._await()
+
+    def _await(self) -> None:
+        """The first round behind which another one comes than would be foreseen now."""
+        self._change += 1
+        change = self._change
+        self._alike = num_skippable_rounds(self._engine, self._wire)
+        due = self._wire.foreseen_s(self._alike) if self._alike > 0 else self._wire.next_event_s
+
+        def done() -> None:
+            if change == self._change:
+                self._catch_up()
+                self._go_on()
+
+        self._clock.later(due - self._clock.now, done)
+
+    def _catch_up(self) -> None:
+        """With rounds that are over by now, all but one that ends now."""
+        times = fast_forward(self._engine, self._wire, self._clock.now, self._alike) if self._engine.has_work else []
+        if times:
+            longest = max(b - a for a, b in pairwise([self._since_s, *times]))
+            self._longest = {number: max(before, longest) for number, before in self._longest.items()}
+            self._since_s = times[-1]
+
+    def _note(self, outputs: list[RequestOutput]) -> None:
+        took = self._clock.now - self._since_s
+        for output in outputs:
+            number = output.request_id
+            if len(output.outputs[0].token_ids) > 1:
+                self._longest[number] = max(self._longest[number], took)
+            if output.finished:
+                self._ended(self._names.pop(number), self._longest.pop(number))
+
+
+@lru_cache(maxsize=4096)
+def _params_of(tokens: int) -> SamplingParams:
+    """Of an answer of so many tokens."""
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)

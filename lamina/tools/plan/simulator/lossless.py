@@ -1,0 +1,286 @@
+"""A wire to workers that lose nothing and compute nothing: a round is done when its time is over.
+
+How long that is, says a function: the time of a cost model, or none at all, where the engine alone is measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from lamina.config.flat_options import make_config
+from lamina.config.partition import KvShards
+from lamina.netstack import HERE
+from lamina.protocol.control import ComputeReady, RunRound, RunStep, SampledToken, StepDone
+from lamina.protocol.executor import EpochChanged
+from lamina.protocol.step_plan import BindReply, FetchPrefix, SurvivingKv
+
+from .clock import VirtualClock
+from .leap import FastForwardEngine
+
+TOKEN = 1  # that every row draws
+PREFILL_WORKERS = 64  # that take no time: only so many prompts begin in a round
+
+
+class StepLoad(NamedTuple):
+    """The work of a step: rows in its slices, how many of these belong to chunks of prompts, tokens that its attention
+    reads (its own rows included), and pairs of a row and a token that the row sees.
+    """
+
+    batch: int
+    rows: int
+    prompt: int
+    stored: int
+    pairs: int
+
+
+class RoundLoad(NamedTuple):
+    """The steps of a round that have rows, in the order of service."""
+
+    steps: tuple[StepLoad, ...]
+
+    @property
+    def rows(self) -> int:
+        """Of all steps."""
+        return sum(step.rows for step in self.steps)
+
+    @property
+    def decoding(self) -> int:
+        """Rows that belong to no chunk of a prompt."""
+        return sum(step.rows - step.prompt for step in self.steps)
+
+    def later(self, rounds: int) -> RoundLoad:
+        """So many rounds later, if all rows are of sequences that decode."""
+        more = ((step, rounds * step.rows) for step in self.steps)
+        return RoundLoad(tuple(s._replace(stored=s.stored + m, pairs=s.pairs + m) for s, m in more))
+
+
+class _Flight(NamedTuple):
+    load: RoundLoad
+    due: float
+    done: list[StepDone]
+
+
+class SimulatedExecutor:
+    """A Wire on a virtual clock, without losses. Rounds run one after the other, and all steps of a round are done with
+    it. Every draw is TOKEN.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        ready: ComputeReady,
+        seconds: Callable[[RoundLoad], float],
+        chunk_s: Callable[[StepLoad], float] | None = None,
+    ) -> None:
+        """``chunk_s``: of a chunk on a prefill worker; None = it takes no time."""
+        self.clock, self.ready = clock, ready
+        self._seconds, self._chunk_s = seconds, chunk_s
+        self.rounds_s = self._each_s  # of rounds that come so much later than one of a load, if all its rows decode
+        self._chunks = list[tuple[float, int, list[StepDone]]]()  # on prefill workers, a heap: when each is done
+        self._chunks_free_at, self._num_chunks = dict[int, float](), 0
+        self.tokens_per_s = float("inf")  # that one prefill worker sends to another
+        self._done: deque[StepDone] = deque()
+        self._flights: deque[_Flight] = deque()
+        self._free_at = 0.0
+        self._ahead: tuple[_Flight | None, list[float]] = None, []  # behind that flight: seconds of rounds like it
+        self.decoding: list[int] = []  # rows of each round that do
+
+    def submit(self, new: RunRound) -> None:
+        load = RoundLoad(tuple(_load(step) for step in new.steps if step.plan.rows))
+        self._free_at = max(self.clock.now, self._free_at) + (self._seconds(load) if load.steps else 0.0)
+        self.decoding.append(load.decoding)
+        self._flights.append(_Flight(load, self._free_at, [_done(step) for step in new.steps]))
+
+    def submit_prefill(self, worker: int, new: RunRound) -> None:
+        done = [_done(step) for step in new.steps]
+        if self._chunk_s is None:
+            self._done.extend(done)
+            return
+        free_at = max(self.clock.now, self._chunks_free_at.get(worker, 0.0))
+        moved = sum(op.count for step in new.steps for op in step.plan.ops if isinstance(op, FetchPrefix))
+        begins = max(free_at, self.clock.now + moved / self.tokens_per_s)  # it comes while the chunk before is computed
+        done = [msgspec.structs.replace(each, fetch_s=begins - free_at) for each in done]
+        self._chunks_free_at[worker] = begins + sum(self._chunk_s(_load(step)) for step in new.steps)
+        self._num_chunks += 1
+        heappush(self._chunks, (self._chunks_free_at[worker], self._num_chunks, done))
+
+    def wait(self) -> StepDone | EpochChanged:
+        if not self._done:
+            due = self.next_event_s
+            while self.clock.advance(due):  # until nothing else happens by then
+                pass
+            if self._chunks and self._chunks[0][0] <= due:
+                self._done.extend(heappop(self._chunks)[2])
+            else:
+                self._done.extend(self._flights.popleft().done)
+        return self._done.popleft()
+
+    @property
+    def has_one_round_in_flight(self) -> bool:
+        """Whether one round is in flight, and nothing that is done waits to be told."""
+        return len(self._flights) == 1 and not self._done and not self._chunks
+
+    @property
+    def next_event_s(self) -> float:
+        """When ``wait`` has something to tell; infinite where nothing is under way."""
+        if self._done:
+            return self.clock.now
+        flight = self._flights[0].due if self._flights else float("inf")
+        return min(flight, self._chunks[0][0]) if self._chunks else flight
+
+    def foreseen_s(self, rounds: int) -> float:
+        """When the last of so many rounds behind the only one in flight will be done, if all are like it."""
+        return self._free_at + sum(self._behind(rounds)[:rounds])
+
+    def _each_s(self, load: RoundLoad, rounds: range) -> list[float]:
+        return [self._seconds(load.later(n)) for n in rounds]
+
+    def _behind(self, rounds: int) -> list[float]:
+        """Seconds of at least so many rounds behind the only one in flight, if all are like it."""
+        (flight,) = self._flights
+        known, ahead = self._ahead
+        if known is not flight:
+            self._ahead = flight, (ahead := [])
+        if len(ahead) < rounds:
+            ahead += self.rounds_s(flight.load, range(len(ahead) + 1, rounds + 1))
+        return ahead
+
+    def fast_forward(self, most: int, until: float) -> list[float]:
+        """Skip rounds like the only one in flight: ``most``, or those that are done before ``until``. When each of them
+        is done, the one in flight first; the last that was skipped is in flight then.
+        """
+        if most < 1 or not self._free_at < until:
+            return []
+        (flight,) = self._flights
+        ahead, ends = self._behind(min(most, 16)), [self._free_at]
+        while len(ends) <= most and ends[-1] < until:
+            ahead = self._behind(min(most, 4 * len(ends)))
+            ends = [*accumulate(ahead, initial=self._free_at)]
+        count = min(most, bisect_left(ends, until))
+        times, self._free_at = ends[:count], ends[count]
+        self.decoding += [flight.load.decoding] * len(times)
+        done = [msgspec.structs.replace(d, step=d.step + len(times)) for d in flight.done]
+        self._flights[0] = _Flight(flight.load.later(len(times)), self._free_at, done)
+        self._ahead = self._flights[0], ahead[len(times) :]
+        while self.clock.advance(times[-1]):
+            pass
+        return times
+
+    def check_workers(self) -> EpochChanged | None:
+        return None
+
+    def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
+        raise AssertionError("nothing is ever lost here")
+
+    def begin_era(self) -> bytes:
+        return b""
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    def close(self) -> None:
+        return None
+
+
+def fast_forward(
+    engine: FastForwardEngine, wire: SimulatedExecutor, until: float = float("inf"), most: int | None = None
+) -> list[float]:
+    """Skip rounds that are all alike, of requests without texts, and are done before ``until``. When each of them is
+    done: each gives all running sequences a token. Empty where none can be skipped. ``most``: of them, where that is
+    known.
+    """
+    if most is None:
+        most = num_skippable_rounds(engine, wire)
+    if most < 1:
+        return []
+    times = wire.fast_forward(most, until)
+    if times:
+        engine.leap(len(times), TOKEN)
+    return times
+
+
+def num_skippable_rounds(engine: FastForwardEngine, wire: SimulatedExecutor) -> int:
+    """How many rounds can be skipped now."""
+    return engine.scheduler.rounds_alike(TOKEN) if wire.has_one_round_in_flight else 0
+
+
+class SimulatedPool(NamedTuple):
+    """Workers that take the time of a function, as an engine sees them. ``blocks`` of ``block`` tokens; sequences of up
+    to ``longest`` tokens, ``most`` at once, in ``batches``. ``chunk``: rows of prompts in a round or, with
+    ``prefill`` workers, on one of these; 0 = prompts take no time, and ``prefill`` of them can begin at
+    once. ``kept``: blocks that such a worker has for prompts beside the longest, which others may begin like; 0 =
+    nothing is kept of prompts.
+    """
+
+    layers: int
+    blocks: int
+    block: int
+    longest: int
+    most: int
+    batches: int = 1
+    chunk: int = 0
+    prefill: int = 0
+    kept: int = 0
+
+    def engine(
+        self,
+        clock: VirtualClock,
+        seconds: Callable[[RoundLoad], float],
+        chunk_s: Callable[[StepLoad], float] | None = None,
+    ) -> tuple[FastForwardEngine, SimulatedExecutor]:
+        """The engine that serves, unchanged, on a wire of such workers. ``seconds``: of a round; ``chunk_s``: of a
+        chunk on a prefill worker.
+        """
+        ready = simulated_ready(
+            num_layers=self.layers, num_blocks=self.blocks, block_size=self.block, max_len=self.longest + 1
+        )
+        options = {
+            "transport": HERE, "block_size": self.block, "max_num_seqs": self.most, "memory_workers": 1,
+            "prefill_chunk": self.chunk or max(self.longest, self.block),
+            "prefill_workers": self.prefill or (0 if self.chunk else PREFILL_WORKERS), "pipeline": self.batches,
+            "enable_prefix_caching": bool(self.kept),
+        }  # fmt: skip
+        store = BindReply(
+            windows=[0], kv_shards=[KvShards()], stripe=0, num_blocks=[self.kept + self.longest // self.block + 1]
+        )
+        ready = msgspec.structs.replace(ready, prefill_stores=[store] * self.prefill if self.kept else [])
+        wire = SimulatedExecutor(clock, ready, seconds, chunk_s)
+        return FastForwardEngine(wire, make_config(options), clock), wire
+
+
+def simulated_ready(*, num_layers: int, num_blocks: int, block_size: int, max_len: int) -> ComputeReady:
+    """What workers say that keep all KV in one pool of ``num_blocks``; sequences have up to ``max_len`` tokens."""
+    return ComputeReady(
+        epoch=1, vocab_size=8, num_layers=num_layers, max_model_len=max_len, dtype="bfloat16", eos_token_ids=[],
+        windows=[0], kv_shards=[KvShards()], stripe=0, num_blocks=[[num_blocks]], holders=[[0]], block_size=block_size,
+        summary={},
+    )  # fmt: skip
+
+
+def _load(step: RunStep) -> StepLoad:
+    number = prompt = stored = pairs = 0
+    for row in step.plan.rows:
+        first, count = row.first, row.count
+        number, stored = number + count, stored + first + count
+        if count == 1:
+            pairs += first + 1
+        else:
+            prompt, pairs = prompt + count, pairs + count * first + count * (count + 1) // 2
+    return StepLoad(step.plan.batch, number, prompt, stored, pairs)
+
+
+def _done(step: RunStep) -> StepDone:
+    plan = step.plan
+    return StepDone(
+        epoch=plan.epoch,
+        batch=plan.batch,
+        step=plan.step,
+        sampled_tokens=[SampledToken(d.sequence, TOKEN, []) for d in step.sampling_requests],
+    )

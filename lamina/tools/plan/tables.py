@@ -1,0 +1,169 @@
+"""The planner's data files, read and checked: constants, prices, links, baselines. Each number has an origin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lamina.facts.hardware import Device, check_fields, entries
+
+DATA = Path(__file__).parent / "data"
+BOOKS = DATA / "prices"
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(Gbps|Gbit/s|GB/s)(?::(\w+))?")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of the cost model, of data/constants.toml. ``origins``: by name, where each is from."""
+
+    values: Mapping[str, float]
+    origins: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+    def moved(self, name: str, factor: float) -> Constants:
+        """The same, but one of them times ``factor``: to see what follows from it."""
+        return replace(self, values={**self.values, name: self.values[name] * factor})
+
+
+@dataclass(frozen=True)
+class PriceBook:
+    """US dollars for an hour of one device, by its name."""
+
+    name: str
+    date: str
+    hours: Mapping[str, float]
+    sources: Mapping[str, str]
+
+    def hour(self, device: Device) -> float:
+        """Raises ValueError that says how to add one."""
+        if device.name not in self.hours:
+            raise ValueError(
+                f"--prices {self.name} has no price of {device.name}, only of {', '.join(self.hours)}: write a file "
+                f"with [book] and [{device.name}] hour = ..., see lamina/tools/plan/data/prices/paper.toml"
+            )
+        return self.hours[device.name]
+
+
+def dollars_of(hour: float, tokens_s: float) -> float:
+    """What 10^6 tokens cost, of devices at ``hour`` dollars an hour that make ``tokens_s`` a second."""
+    return hour / 3600 / tokens_s * 1e6
+
+
+@dataclass(frozen=True)
+class NetworkLink:
+    """A network card in one direction. rate: of the line, in bytes per second; share: of it that a stack
+    reaches; round_trip_s: without data. cards: the devices' own cards are so many times as fast as they are.
+    """
+
+    name: str
+    rate: float
+    share: float
+    round_trip_s: float
+    source: str
+    cards: float = 1.0
+
+    def bandwidth(self, *devices: Device) -> float:
+        """Bytes per second of one card between two kinds of devices: no more than a card of either has."""
+        slowest = self.slowest(devices)
+        return self.share * (min(self.rate, self._card(slowest)) if slowest else self.rate)
+
+    def cut_by(self, *devices: Device) -> str:
+        """Why the line's rate is not reached, in words; empty where a card of each device has it."""
+        slowest = self.slowest(devices)
+        if slowest is None or self._card(slowest) >= self.rate:
+            return ""
+        return f"cut to {self._card(slowest) * 8 / 1e9:.0f} Gbps by the card of {slowest.name}"
+
+    @staticmethod
+    def slowest(devices: Iterable[Device]) -> Device | None:
+        """The one with the slowest card; None where none states a card."""
+        return min((d for d in devices if d.network_gbs), key=lambda d: d.network_gbs or 0.0, default=None)
+
+    def _card(self, device: Device) -> float:
+        return (device.network_gbs or 0.0) * 1e9 * self.cards
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a homogeneous engine is taken for. most: sequences at once, 0 = as many as fit; driver_s: of a step, in
+    which devices wait for their host.
+    """
+
+    name: str
+    max_sequences: int
+    driver_s: float
+    origin: str
+
+
+def constants(path: Path = DATA / "constants.toml") -> Constants:
+    """Raises ValueError for what is no table of constants."""
+    values, origins = {}, {}
+    for name, entry in entries(path):
+        check_fields(entry, {"value": float, "unit": str, "origin": str}, {}, f"{path}: [{name}]")
+        values[name], origins[name] = float(entry["value"]), f"{entry['origin']} ({entry['unit']})"
+    return Constants(values, origins)
+
+
+def price_book(name: str) -> PriceBook:
+    """``name``: of a shipped book, or a file. Raises ValueError that names --prices."""
+    path = BOOKS / f"{name}.toml" if re.fullmatch(r"\w+", name) else Path(name).expanduser()
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in BOOKS.glob("*.toml")))
+        raise ValueError(f"--prices {name} is neither a file nor one of {known}")
+    head: dict[str, Any] = {}
+    hours, sources = {}, {}
+    for device, entry in entries(path):
+        where = f"--prices {path}: [{device}]"
+        if device == "book":
+            check_fields(entry, {"date": str, "currency": str, "source": str}, {}, where)
+            head = entry
+            continue
+        check_fields(entry, {"hour": float}, {"source": str}, where)
+        hours[device.lower()] = float(entry["hour"])
+        sources[device.lower()] = entry.get("source", "")
+    if not head:
+        raise ValueError(f"--prices {path}: [book] is missing, with date, currency and source")
+    if head["currency"] != "USD":
+        raise ValueError(f"--prices {path}: currency {head['currency']} is not USD, in which all sums are")
+    return PriceBook(name, head["date"], hours, {k: v or head["source"] for k, v in sources.items()})
+
+
+def network_link(text: str) -> NetworkLink:
+    """400Gbps, 50GB/s, 400Gbps:nccl. Raises ValueError that names --link."""
+    stacks = dict(entries(DATA / "links.toml"))
+    match = _RATE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"--link {text} is not a rate such as 400Gbps or 50GB/s, of one network card in one direction")
+    stack = match[3] or next(iter(stacks))
+    if stack not in stacks:
+        raise ValueError(f"--link {text}: {stack} is not one of {', '.join(stacks)}")
+    entry = stacks[stack]
+    check_fields(entry, {"share": float, "round_trip": float, "source": str}, {}, stack)
+    rate = float(match[1]) * 1e9 / (1 if match[2] == "GB/s" else 8)
+    return NetworkLink(text, rate, float(entry["share"]), float(entry["round_trip"]) * 1e-6, entry["source"])
+
+
+def baseline(name: str) -> Baseline:
+    """Raises ValueError that names --baseline."""
+    known = dict(entries(DATA / "baselines.toml"))
+    if name not in known:
+        raise ValueError(f"--baseline {name} is not one of {', '.join(known)}")
+    entry = known[name]
+    return Baseline(name, int(entry["most"]), float(entry["driver"]), str(entry["origin"]))
+
+
+@cache
+def modelling_errors(path: Path = DATA / "errors.toml") -> Constants:
+    """Shares by which a step's time is off; see data/errors.toml."""
+    sections = dict(entries(path))
+    for name, entry in sections.items():
+        check_fields(entry, {"share": float, "origin": str}, {}, f"{path}: [{name}]")
+    return Constants(
+        {name: float(e["share"]) for name, e in sections.items()}, {name: e["origin"] for name, e in sections.items()}
+    )

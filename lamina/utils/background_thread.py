@@ -1,0 +1,48 @@
+"""Work that is to be done soon, but must not delay what everybody waits for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+NICENESS = 5  # beyond what it was: a third of the weight (sched(7))
+
+
+class LowPriorityCall(Generic[T]):
+    """``work()`` on a thread of low priority; Linux keeps a niceness for each thread.
+
+    While workers start, five processes import libraries. With fewer cores than that, all others wait for the process
+    that loads and cuts the model.
+    """
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+        self._began = monotonic()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def result(self, limit_s: float | None = None) -> T:
+        """What ``work`` returned. Raises what it raised, TimeoutError ``limit_s`` seconds after it began: what was done
+        beside it counts, too.
+        """
+        self._thread.join(None if limit_s is None else max(0.0, self._began + limit_s - monotonic()))
+        if self._error is not None:
+            raise self._error
+        if not self._found:
+            raise TimeoutError(f"{self._thread.name} is not done after {limit_s:g} s")
+        return self._found[0]
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            os.nice(NICENESS)  # of this thread alone
+        try:
+            self._found.append(self._work())
+        except BaseException as e:  # noqa: BLE001 - for whoever asks for the result
+            self._error = e

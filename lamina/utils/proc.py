@@ -1,0 +1,72 @@
+"""What the kernel says of other processes of this host (proc(5))."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from glob import glob
+from pathlib import Path
+
+
+def stat_fields(pid: int) -> list[str]:
+    """The fields of a process's ``stat`` behind its name, the state first; none where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs or stands still; False for one that has ended and waits for its parent."""
+    return stat_fields(pid)[:1] not in ([], ["Z"])
+
+
+def cpu_ns_if_stopped(pid: int) -> int | None:
+    """Nanoseconds that all threads have run so far, of a process that stands still by a signal, or by a debugger; None:
+    it does not. Who goes on for a moment runs for some microseconds at least. 0 where the kernel does not count.
+    """
+    if stat_fields(pid)[:1] not in (["T"], ["t"]):
+        return None
+    spent = 0
+    for path in glob(f"/proc/{pid}/task/*/schedstat"):
+        with suppress(OSError):  # the thread has ended
+            spent += int(Path(path).read_text().split()[0])
+    return spent
+
+
+def voluntary_switches_of(pid: int) -> int | None:
+    """How often the first thread of a process has given up its core so far, where it sleeps now; None: it does not. So
+    one that sleeps at two looks, with the same number, has not run meanwhile.
+    """
+    try:
+        status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    if fields["State"].split()[0] != "S":
+        return None
+    return sum(int(fields[name]) for name in ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"))
+
+
+def start_time_of(pid: int) -> str:
+    """When it started, in clock ticks since boot; "" where it does not live."""
+    fields = stat_fields(pid)
+    return "" if fields[:1] in ([], ["Z"]) else fields[19]
+
+
+def descendants_of(pid: int) -> list[int]:
+    """All descendants of a process, whichever thread started them. While processes end, a look may leave out living
+    ones (proc(5)): so it looks until it sees no new one.
+    """
+    before, seen = None, _seen_now(pid)
+    while seen != before:
+        before, seen = seen, seen | _seen_now(pid)
+    return sorted(seen)
+
+
+def _seen_now(pid: int) -> set[int]:
+    pids = set[int]()
+    for path in glob(f"/proc/{pid}/task/*/children"):
+        with suppress(OSError):  # the thread has ended
+            children = set(map(int, Path(path).read_text().split()))
+            pids |= children.union(*map(_seen_now, children))
+    return pids

@@ -1,0 +1,354 @@
+"""All memory workers as one, for the compute worker: scatters Q, K, V by the partition, gathers O. Hosts send."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial, reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.config.partition import Partition
+from lamina.kv.stored_format import INTEGERS
+from lamina.ops.attention import AttentionBackend
+from lamina.ops.attention.merge import CHUNK_TOKENS, Partial
+from lamina.ops.attention.spec import AttentionSpec
+from lamina.protocol.codec import (
+    LayerGroup,
+    LayerMessages,
+    TensorSpan,
+    WorkerPiece,
+    count_rows,
+    messages,
+    worker_pieces,
+)
+from lamina.protocol.kv_placement import KvPlacement
+from lamina.protocol.row_layout import RowLayout, merge_plan, row_layout
+from lamina.protocol.step_plan import LayerShape, MessageKey, MessageKind, ProtocolError, StepPlan, encode
+from lamina.utils.tensor_buffers import part_of, pick, tensor_over
+from lamina.workers.device_selection import CPU
+from lamina.workers.staging import HostStaging, Staging
+
+from .memory_worker_client import MemoryWorkerClient
+
+FP32 = torch.float32
+Index = Tensor | None  # rows of a step; None = all of them
+
+
+class AttentionClient:
+    """Attention of memory workers, by messages of the host. A message is on the host before ``q`` or ``kv`` returns:
+    its tensors may be overwritten then.
+    """
+
+    def __init__(
+        self,
+        links: list[MemoryWorkerClient],
+        partition: Partition,
+        layers: Sequence[LayerShape],
+        backend: AttentionBackend,
+        staging: Staging | None = None,
+        parity: MemoryWorkerClient | None = None,
+    ) -> None:
+        """``backend``: of the same name as the memory workers'; it merges partial results. ``staging``: of the device
+        where tensors come from and go to; None for the CPU. ``parity``: to who keeps that of all others, which have
+        equal runs of heads.
+        """
+        self._has_unread = [] if parity is None else [parity]  # links from which no O is due
+        self.clients = [*links, *self._has_unread]
+        specs = [AttentionSpec.decode(shape.spec) for shape in layers]
+        windows = [spec.window for spec in specs]
+        groups = list[LayerGroup]()
+        held = [worker_pieces(layers, windows, partition, link.worker, groups) for link in links]
+        pieces = list(zip(*held, strict=True)) if links else [()] * len(layers)
+        self.layers = [ClientLayer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
+        self._backend, self._staging = backend, staging or HostStaging(CPU)
+        self._groups = groups
+        self._placement = KvPlacement(partition.num_kv_shards, partition.stripe * CHUNK_TOKENS, partition.single_shard)
+        self._steps: dict[int, ClientStep] = {}  # of every batch, its last one
+        self._prepared: dict[tuple[int, int], ClientStep] = {}  # by batch and step, of those to come
+        self._step = ClientStep(StepPlan(step=0, ops=[], rows=[]), self._groups, self._placement)
+        self._send_s = 0.0
+        self._wait_s = 0.0
+
+    @property
+    def send_s(self) -> float:
+        """Seconds spent sending plans, Q, K and V."""
+        return self._send_s
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds spent waiting for O."""
+        return self._wait_s
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Lay out the messages of a step that is to be selected."""
+        self._prepared[plan.batch, plan.step] = self._laid_out(plan)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """The messages that follow belong to this step."""
+        step = self._steps.get(plan.batch)
+        if step is None or step.plan is not plan:
+            step = self._prepared.pop((plan.batch, plan.step), None)
+            if step is None or step.plan is not plan:
+                step = self._laid_out(plan)
+            self._steps[plan.batch] = step
+        self._step = step
+
+    def _laid_out(self, plan: StepPlan) -> ClientStep:
+        return ClientStep(plan, self._groups, self._placement, guarded=bool(self._has_unread))
+
+    def send_plan(self, plan: StepPlan) -> None:
+        """Tell all memory workers of a step to come."""
+        key, data = MessageKey.for_step(MessageKind.PLAN, plan), encode(plan)
+        for link in self.clients:
+            link.send_plan(key, data)
+
+    def q(self, layer: int, q: Tensor) -> None:
+        """q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""
+        (q,) = self._staging.to_host(q)  # waits while the device computes it
+        start, step = time.perf_counter(), self._step
+        for link, share in zip(self.clients, step.shares(self.layers[layer], q.dtype), strict=True):
+            if share.q:
+                parts = [(pick(q[:, heads, 0], rows), part) for heads, rows, part in share.q]
+                link.send_tensors(step.key(MessageKind.Q, layer), share.messages.q_bytes, parts)
+        self._send_s += time.perf_counter() - start
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]: to each memory worker its KV heads."""
+        k, v = self._staging.to_host(k, v)
+        start, step = time.perf_counter(), self._step
+        for link, share in zip(self.clients, step.shares(self.layers[layer], k.dtype), strict=True):
+            if share.kv:
+                parts = [
+                    (pick(x[:, heads, 0], rows), part)
+                    for heads, rows, both in share.kv
+                    for x, part in zip((k, v), both, strict=True)
+                ]
+                link.send_tensors(
+                    step.key(MessageKind.KV, layer), share.messages.kv_bytes, fold_runs(parts, share.runs)
+                )
+        self._send_s += time.perf_counter() - start
+
+    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """Gather [R, 1, Hq, Dv] from all memory workers."""
+        start, of = time.perf_counter(), self.layers[layer]
+        out = self._staging.empty_host(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
+        cut = self._step.split_heads(of)
+        parts = [x.empty_partials(of.v_dim) for x in cut]
+        self._gather(layer, out, parts)
+        for each, merged in zip(cut, parts, strict=True):
+            self._merge(of, each, merged, out)
+        self._wait_s += time.perf_counter() - start
+        return self._staging.to_device(out.unsqueeze(1))
+
+    def _gather(self, layer: int, out: Tensor, parts: list[Partial]) -> None:
+        """Of each worker what is final to ``out`` [R, Hq, Dv], and what is partial to ``parts``, by cut heads."""
+        for link in range(len(self.clients)):
+            self._receive(link, layer, out, parts)
+
+    def _receive(self, link: int, layer: int, out: Tensor, parts: list[Partial]) -> None:
+        share = self._step.shares(self.layers[layer], out.dtype)[link]
+        if share.messages.o_bytes:
+            fill = partial(_take, share, out, parts)
+            self.clients[link].receive(self._step.key(MessageKind.O, layer), fill, share.messages.o_bytes)
+
+    def check_errors(self) -> None:
+        """Raise the refusal of a memory worker from which no O is due; every O that is due has come. Raises
+        RefusedError, ProtocolError.
+        """
+        for link in self._has_unread:
+            if (key := link.poll(0.0)) is not None:
+                raise ProtocolError(f"memory worker {link.number}: {key}, of which nothing is due")
+
+    def _merge(self, of: ClientLayer, cut: _SplitHeads, parts: Partial, out: Tensor) -> None:
+        """Fill in the rows that several memory workers have returned in parts."""
+        for left, right in cut.levels:
+            self._backend.merge(parts, left, right)
+        stored, new = (Partial(parts.o[at], parts.lse[at]) for at in (cut.roots, cut.new))
+        closed = torch.empty(stored.o.shape, dtype=out.dtype)
+        self._backend.merge_output(stored, new, None if of.sinks is None else of.sinks[cut.heads], closed)
+        out[cut.rows, cut.heads] = closed
+
+
+class ClientLayer:
+    """A layer, and the pieces of it that each memory worker has."""
+
+    def __init__(
+        self, shape: LayerShape, spec: AttentionSpec, pieces: tuple[tuple[WorkerPiece, ...], ...], like: int
+    ) -> None:
+        """``pieces``: by link; ``equal_layer``: the first layer that has the same."""
+        self.shape, self.num_q_heads, self.v_dim = shape, shape.q_heads, shape.v_dim
+        self.sinks = torch.frombuffer(bytearray(shape.sinks), dtype=FP32) if spec.sinks else None
+        self.pieces, self.equal_layer = pieces, like
+
+
+class _GroupIndices(NamedTuple):
+    """protocol.row_layout.Layout as indices."""
+
+    whole: Index
+    q: Index
+    kv: Index
+
+
+class WorkerShare(NamedTuple):
+    """A memory worker's share of a layer in a step. Of what has no rows there is nothing."""
+
+    messages: LayerMessages
+    q: list[tuple[slice, Index, TensorSpan]]  # query heads, rows
+    kv: list[tuple[slice, Index, tuple[TensorSpan, TensorSpan]]]  # KV heads, rows, of K and of V
+    partial: list[
+        tuple[int, slice, TensorSpan, TensorSpan]
+    ]  # index of the cut heads, which of their results, o and lse
+    final: list[tuple[slice, Index, TensorSpan]]  # query heads, rows
+    runs: int = 1  # of heads in ``kv``, one behind the other, of which the message has the exclusive or
+
+
+class _SplitHeads(NamedTuple):
+    """Query heads of a layer of which several memory workers return parts: protocol.row_layout.Merges as indices."""
+
+    heads: slice
+    shape: tuple[int, int]  # results, heads
+    levels: list[tuple[Tensor, Tensor]]
+    roots: Tensor
+    new: Tensor
+    rows: Tensor
+
+    def empty_partials(self, v_dim: int) -> Partial:
+        """For the results of all workers."""
+        return Partial(torch.empty(*self.shape, v_dim, dtype=FP32), torch.empty(self.shape, dtype=FP32))
+
+
+class ClientStep:
+    """The step that messages belong to, and whose rows are whose."""
+
+    def __init__(
+        self, plan: StepPlan, groups: list[LayerGroup], placement: KvPlacement, *, guarded: bool = False
+    ) -> None:
+        """``guarded``: whether somebody keeps the parity of all others."""
+        self.plan, self._groups, self._placement, self._guarded = plan, groups, placement, guarded
+        self.num_rows = plan.num_rows
+        self._layouts: dict[int, RowLayout] = {}
+        self._rows: dict[int, _GroupIndices] = {}
+        self._shares: dict[int, list[WorkerShare]] = {}  # by layer; layers that are alike share one
+        self._cut: dict[int, list[_SplitHeads]] = {}
+
+    def key(self, kind: MessageKind, layer: int) -> MessageKey:
+        return MessageKey.for_step(kind, self.plan, layer)
+
+    def shares(self, layer: ClientLayer, dtype: torch.dtype) -> list[WorkerShare]:
+        """By link."""
+        shares = self._shares.get(layer.equal_layer)
+        if shares is None:
+            rows = tuple(count_rows(self._layout(g)) for g in range(len(self._groups)))
+            starts = [0] * len(self.split_heads(layer))  # of the results of the next worker
+            shares = [self._share(layer, x, messages(x, rows, dtype.itemsize), starts) for x in layer.pieces]
+            if self._guarded:
+                shares.append(_parity_of(shares))
+            self._shares[layer.equal_layer] = shares
+        return shares
+
+    def split_heads(self, layer: ClientLayer) -> list[_SplitHeads]:
+        cut = self._cut.get(layer.equal_layer)
+        if cut is None:
+            cut = self._cut[layer.equal_layer] = [self._cut_heads(x) for x in self._cut_pieces(layer)]
+        return cut
+
+    def _share(
+        self, layer: ClientLayer, pieces: tuple[WorkerPiece, ...], x: LayerMessages, starts: list[int]
+    ) -> WorkerShare:
+        share, cut = WorkerShare(x, [], [], [], []), [c.heads for c in self.split_heads(layer)]
+        for piece, q, kv, (o, lse), final in zip(pieces, x.q, x.kv, x.partial, x.final, strict=True):
+            rows, (q_heads, kv_heads) = self._group_rows(piece.group), _heads(piece)
+            of_kv = (rows.whole, (kv[0], kv[1])), (rows.kv, (kv[2], kv[3]))
+            share.q.extend(
+                (q_heads, at, part) for at, part in zip((rows.whole, rows.q), q, strict=True) if part.is_present
+            )
+            share.kv.extend((kv_heads, at, both) for at, both in of_kv if both[0].is_present)
+            if final.is_present:
+                share.final.append((q_heads, rows.whole, final))
+            if o.is_present:
+                index = cut.index(q_heads)
+                start, starts[index] = starts[index], starts[index] + o.shape[0]
+                share.partial.append((index, slice(start, starts[index]), o, lse))
+        return share
+
+    def _cut_pieces(self, layer: ClientLayer) -> Iterable[list[WorkerPiece]]:
+        """Pieces of the same heads of which something comes back in parts, each list in the order of links."""
+        by_head: dict[int, list[WorkerPiece]] = {}
+        for piece in (p for pieces in layer.pieces for p in pieces):
+            if self._layout(piece.group).num_partial:
+                by_head.setdefault(piece.head_start, []).append(piece)
+        return by_head.values()
+
+    def _cut_heads(self, pieces: list[WorkerPiece]) -> _SplitHeads:
+        layouts = [self._layout(p.group) for p in pieces]
+        x, shape = merge_plan(layouts), (sum(each.num_partial for each in layouts), pieces[0].q_heads)
+        levels = [(_tensor(left), _tensor(right)) for left, right in x.levels]
+        return _SplitHeads(_heads(pieces[0])[0], shape, levels, *map(_tensor, (x.roots, x.new, x.rows)))
+
+    def _group_rows(self, group: int) -> _GroupIndices:
+        rows = self._rows.get(group)
+        if rows is None:
+            x = self._layout(group)
+            rows = self._rows[group] = _GroupIndices(*map(self._index, (x.whole_rows, x.q_rows, x.kv_rows)))
+        return rows
+
+    def _layout(self, group: int) -> RowLayout:
+        if group not in self._layouts:
+            at = self._groups[group]
+            self._layouts[group] = row_layout(self.plan.rows, at.kv_shards, at.window, self._placement)
+        return self._layouts[group]
+
+    def _index(self, rows: list[int]) -> Index:
+        return None if len(rows) == self.num_rows else _tensor(rows)
+
+
+def _parity_of(shares: Sequence[WorkerShare]) -> WorkerShare:
+    """Their K and V one over the other, which lie alike in all their messages; nothing else."""
+    only = shares[0].messages._replace(q_bytes=0, partial_bytes=0, final_bytes=0)
+    return WorkerShare(only, [], [each for share in shares for each in share.kv], [], [], len(shares))
+
+
+def _heads(piece: WorkerPiece) -> tuple[slice, slice]:
+    """Query heads and KV heads."""
+    start, stop, each = piece.head_start, piece.head_stop, piece.q_heads_per_kv_head
+    return slice(start * each, stop * each), slice(start, stop)
+
+
+def _tensor(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _take(share: WorkerShare, out: Tensor, parts: list[Partial], data: memoryview) -> None:
+    """An O: partial results to ``parts``, by cut heads; final ones to ``out`` [R, Hq, Dv]."""
+    cut = share.messages.partial_bytes
+    if cut:
+        partials = tensor_over(data[:cut], FP32)
+        for index, at, o, lse in share.partial:
+            parts[index].o[at] = part_of(partials, *o)
+            parts[index].lse[at] = part_of(partials, *lse)
+    if share.final:
+        finals = tensor_over(data[cut:], out.dtype)
+        for heads, rows, part in share.final:
+            final = part_of(finals, *part)
+            if rows is None:
+                out[:, heads] = final
+            else:
+                out[rows, heads] = final
+
+
+def fold_runs(parts: Sequence[tuple[Tensor, TensorSpan]], runs: int) -> Sequence[tuple[Tensor, TensorSpan]]:
+    """Tensors of so many runs of heads, one run behind the other, and their parts of a message, which are the same for
+    each run -> the exclusive or of all runs, in bits of the same dtype.
+    """
+    if runs == 1:
+        return parts
+    each = len(parts) // runs
+    return [(reduce(_both, (x for x, _ in parts[i::each])), part) for i, (_, part) in enumerate(parts[:each])]
+
+
+def _both(one: Tensor, other: Tensor) -> Tensor:
+    of = INTEGERS[one.itemsize]
+    return (one.view(of) ^ other.view(of)).view(one.dtype)

@@ -1,0 +1,183 @@
+"""The compute worker's side of layer messages that go from device to device (workers.device_transport)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lamina.config.partition import Partition
+from lamina.config.resolve import LayerPath
+from lamina.netstack import Channel, ChannelError
+from lamina.protocol.codec import RowCounts, WorkerPiece, messages, worker_pieces
+from lamina.protocol.step_plan import BindReply, DevicePathRequest, LayerShape, MessageKey, MessageKind, StepPlan
+from lamina.workers.device_transport import DESCRIPTOR_WORDS, DeviceTransport, message_descriptors
+from lamina.workers.staging import Staging
+
+from .attention_client import AttentionClient
+from .memory_worker_client import MemoryWorkerClient
+
+DESCRIPTORS_PER_SHARE = 3  # of a memory worker's share of a layer: Q, K and V, O
+
+
+class _DeviceShare(NamedTuple):
+    """One memory worker's share of a layer. ``descriptor``: the number of Q's line; the lines of K and V, and of O,
+    follow it.
+    """
+
+    transport: DeviceTransport
+    descriptor: int
+    piece: WorkerPiece
+    q_heads: slice
+    kv_heads: slice
+
+
+class DeviceAttentionClient:
+    """Attention of memory workers on devices, reached from device to device; their partition has whole heads.
+
+    Where its wires are ``recordable``, so are its ``q`` and ``kv``: what differs from step to step is in lines.
+    """
+
+    def __init__(
+        self,
+        pool: AttentionClient,
+        wires: Sequence[DeviceTransport],
+        partition: Partition,
+        layers: Sequence[LayerShape],
+        itemsize: int,
+        staging: Staging,
+    ) -> None:
+        """``pool`` takes plans, on links of the workers that ``wires`` go to. ``itemsize``: of the wire's dtype."""
+        self._pool, self._transports, self._staging = pool, wires, staging
+        self.recordable = all(wire.recordable for wire in wires)
+        self._layers, self._itemsize = layers, itemsize
+        windows = [0] * len(layers)  # every worker has all rows, whatever their windows
+        held = [worker_pieces(layers, windows, partition, link.worker, []) for link in pool.clients]
+        self._shares, num_lines = [list[_DeviceShare]() for _ in layers], 0
+        for shares, by_link in zip(self._shares, zip(*held, strict=True), strict=True):
+            for wire, pieces in zip(wires, by_link, strict=True):
+                for piece in pieces:
+                    shares.append(_share(piece, wire, num_lines))
+                    num_lines += DESCRIPTORS_PER_SHARE
+        self._descriptors = torch.zeros(num_lines, DESCRIPTOR_WORDS, dtype=torch.int64, device=staging.device)
+        self._plan: StepPlan | None = None  # the plan of these lines
+        self._announced: dict[int, tuple[StepPlan, Tensor]] = {}  # batch -> its last plan, and its lines on the host
+        self.wait_s = 0.0  # of a host for messages: it waits for its device alone
+
+    @property
+    def send_s(self) -> float:
+        """Seconds spent sending plans. Devices send the rest."""
+        return self._pool.send_s
+
+    def send_plan(self, plan: StepPlan) -> None:
+        """Send the plan of a step to come."""
+        self._pool.send_plan(plan)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Nothing: lines count the messages of all steps before."""
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Bring this step's lines to the device: messages that follow belong to it."""
+        if plan is self._plan:
+            return
+        self._plan = plan
+        known = self._announced.get(plan.batch)
+        if known is None or known[0] is not plan:
+            known = self._announced[plan.batch] = plan, message_descriptors(self._staging, self._messages(plan))
+        self._descriptors.copy_(self._staging.to_device(known[1]))
+
+    def q(self, layer: int, q: Tensor) -> None:
+        """Send q [R, Hq, 1, D]. R may be above the step's rows: nobody reads the rest."""
+        for share in self._shares[layer]:
+            share.transport.send(
+                MessageKind.Q, self._descriptors[share.descriptor], q[:, share.q_heads, 0].contiguous()
+            )
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]. R may be above the step's rows: nobody reads the rest."""
+        for share in self._shares[layer]:
+            parts = (x[:, share.kv_heads, 0].contiguous() for x in (k, v))
+            share.transport.send(MessageKind.KV, self._descriptors[share.descriptor + 1], *parts)
+
+    @contextmanager
+    def launching(self) -> Iterator[bool]:
+        """Around the launch of a graph that holds ``q`` or ``kv``; False: it must not be launched."""
+        with ExitStack() as held:
+            yield all(held.enter_context(wire.launching()) for wire in self._transports)
+
+    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """[R, 1, Hq, Dv]. The device has it before whatever it does next; the host does not wait."""
+        shape = self._layers[layer]
+        out = torch.empty(num_rows, 1, shape.q_heads, shape.v_dim, dtype=dtype, device=self._staging.device)
+        for share in self._shares[layer]:
+            part = out[:, :, share.q_heads]
+            target = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+            share.transport.receive(MessageKind.O, self._descriptors[share.descriptor + 2], target)
+            if target is not part:
+                part.copy_(target)
+        return out
+
+    def check_errors(self) -> None:
+        """Raise what went wrong with messages; RefusedError where a memory worker left as it refused a plan."""
+        try:
+            for wire in self._transports:
+                wire.check_errors()
+        except ChannelError:
+            for link in self._pool.clients:
+                with suppress(ChannelError):
+                    link.poll(0.0)
+            raise
+
+    def _messages(self, plan: StepPlan) -> list[tuple[MessageKey, int, int]]:
+        rows, sizes = (RowCounts(plan.num_rows),), list[tuple[MessageKey, int, int]]()
+        for layer, shares in enumerate(self._shares):
+            key = MessageKey.for_step(MessageKind.Q, plan, layer)
+            for share in shares:
+                x = messages((share.piece,), rows, self._itemsize)
+                _, v, *_ = x.kv[0]
+                k_bytes = v.start * self._itemsize
+                sizes.append((key, x.q_bytes, 0))
+                sizes.append((key._replace(kind=MessageKind.KV), k_bytes, x.kv_bytes - k_bytes))
+                sizes.append((key._replace(kind=MessageKind.O), x.o_bytes, 0))
+        return sizes
+
+
+def _share(piece: WorkerPiece, wire: DeviceTransport, line: int) -> _DeviceShare:
+    q_heads = slice(piece.head_start * piece.q_heads_per_kv_head, piece.head_stop * piece.q_heads_per_kv_head)
+    return _DeviceShare(wire, line, piece, q_heads, slice(piece.head_start, piece.head_stop))
+
+
+class Connector(Protocol):
+    """Opens a channel to one memory worker, for kernels to send on where they can, or for hosts."""
+
+    def __call__(self, *, kernels: bool) -> Channel: ...
+
+
+def open_transports(
+    links: Sequence[MemoryWorkerClient],
+    connects: Sequence[Connector],
+    bounds: Sequence[BindReply],
+    staging: Staging,
+    wait_s: float,
+    path: LayerPath,
+    *,
+    graphs: bool,
+) -> list[DeviceTransport]:
+    """The wires to the memory workers that gave ``bounds``, over the channels of their links, if ``path`` is from
+    device to device; else none, and those are closed. Each worker that waits for a channel for hosts gets one, which
+    ``connects`` open, in place of that of its link: for plans, or for all. ``graphs``: whether memory workers are to
+    record their rounds. Raises ChannelError, RefusedError.
+    """
+    wires, wanted = list[DeviceTransport](), path is LayerPath.DEVICE
+    for link, connect, bound in zip(links, connects, bounds, strict=True):
+        if bound.device_path:
+            first, link.channel = link.channel, connect(kernels=False)
+            link.set_device_path(DevicePathRequest(wait_s=wait_s if wanted else 0.0, graphs=graphs))
+            if wanted:
+                wires.append(DeviceTransport(first, staging, wait_s))
+            else:
+                first.close()
+    return wires

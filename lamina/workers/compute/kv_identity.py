@@ -1,0 +1,64 @@
+"""What K and V of a model depend on beside tokens, told so that KV can be kept for later starts (kv.page_keys)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.kv.page_keys import Identity
+from lamina.protocol.control import StartCompute
+from lamina.protocol.step_plan import LayerShape
+from lamina.utils.build_info import build_id
+
+NAMES = "*.safetensors", "*.json", "*.py"  # of a checkpoint
+
+
+def kv_identity(start: StartCompute, loaded: Any, layers: list[LayerShape], dtype: torch.dtype) -> bytes:
+    """32 bytes, the same for all ranks. ``loaded``: the model, ``layers``: of one rank. Raises OSError."""
+    ranks = start.topology.tensor_parallel_size
+    shapes = [(x.q_heads * ranks, x.kv_heads * ranks, x.qk_dim, x.v_dim, x.spec) for x in layers]
+    config = loaded.config.to_dict()
+    config.pop("_name_or_path", None)
+    return Identity(
+        weights=_files(loaded.path) if loaded.path is not None else _values(loaded.model),
+        layers=(*map(str, shapes), _recipe(start)),
+        rope=json.dumps(config, sort_keys=True, default=str),
+        wire_dtype=str(dtype),
+        kv_dtype=start.kv.kv_cache_dtype,
+    ).digest()
+
+
+def _recipe(start: StartCompute) -> str:
+    """Where bits count, all that they depend on; else KV is as good however it was computed."""
+    if not start.model.deterministic:
+        return ""
+    facts = (start.batching.prefill_chunk, start.topology.tensor_parallel_size, start.model.gemm, start.kv.attention)
+    return str((*facts, torch.__version__, build_id()))
+
+
+def _files(directory: Path) -> str:
+    """Of a checkpoint: every byte of its files, since two may differ in one tensor alone."""
+    digest = hashlib.sha256()
+    for path in sorted(p for name in NAMES for p in directory.glob(name)):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()} ".encode())
+    return digest.hexdigest()
+
+
+def _values(model: nn.Module) -> str:
+    """Of a module, whose weights are not in files."""
+    digest = hashlib.sha256()
+    for name, tensor in _tensors(model):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from sorted(model.state_dict().items())

@@ -1,0 +1,49 @@
+"""The parity of memory workers' KV: one more of them keeps the exclusive or of the others' equal runs of heads, bit by
+bit. So the KV of each worker, this one included, is the exclusive or of the KV of all others.
+
+Compute and prefill workers send it its K and V as they send the others theirs. It attends nothing, so nobody waits for
+it; a step that it has not written by a loss does not count as done. No torch here: the driver needs it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from lamina.config.partition import by_head
+from lamina.ops.attention.spec import AttentionSpec
+from lamina.protocol.step_plan import BindRequest, LayerShape
+
+
+def parity_layers(layers: Sequence[LayerShape], workers: int) -> list[LayerShape]:
+    """A memory worker's part of each layer, as bits alone: nothing is known of how they are attended. Raises ValueError
+    where ``workers`` have no equal parts.
+    """
+    for layer in layers:
+        if layer.kv_heads % workers:
+            raise ValueError(
+                f"--kv-parity 1: {layer.kv_heads} KV heads of a layer make no equal parts for --memory-workers "
+                f"{workers}: use a number that divides them, or leave it out"
+            )
+    return [
+        structs.replace(
+            layer,
+            q_heads=layer.q_heads // workers,
+            kv_heads=layer.kv_heads // workers,
+            spec=AttentionSpec(scale=1.0, window=AttentionSpec.decode(layer.spec).window).encode(),
+            sinks=b"",
+            slopes=b"",
+            rotary=None,
+        )
+        for layer in layers
+    ]
+
+
+def parity_bind(bind: BindRequest, backend: str, kv_bytes: int) -> BindRequest:
+    """Of the parity worker, from that of the others' first, their backend and what memory each of them has."""
+    layers = parity_layers(bind.layers, bind.partition.num_workers)
+    whole, kv = by_head([x.kv_heads for x in layers], [1.0], 0), structs.replace(bind.kv, attention=backend)
+    return structs.replace(
+        bind, partition=whole, layers=layers, kv=kv, kv_bytes=kv_bytes, device_path=False, parity=True
+    )

@@ -1,0 +1,305 @@
+"""The start of a compute worker: load and cut the model; then, under each view, connect and bind."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from msgspec import structs
+
+from lamina import netstack
+from lamina.config.resolve import LayerPath, layer_path
+from lamina.kv.stored_format import stored_dtype
+from lamina.ops import attention, collective
+from lamina.ops.attention import AttentionBackend
+from lamina.ops.collective import RankLocation
+from lamina.ops.collective.collective_choice import choose_and_open
+from lamina.ops.collective.mesh import connect_mesh, listener_terms
+from lamina.protocol.control import ComputeReady, Connect, Loaded
+from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest, ProtocolError
+from lamina.workers.cuda_graphs import GraphedProgram
+from lamina.workers.device_selection import CPU
+from lamina.workers.device_transport import can_use_device_path
+from lamina.workers.epoch_channels import EpochFabric, EpochListener
+from lamina.workers.memory.kv_store import available_bytes
+
+from .attention_client import AttentionClient
+from .compute_worker import Attention, ComputeWorker
+from .device_attention_client import DeviceAttentionClient, open_transports
+from .emulated_slices import EmulatedProgram
+from .epoch_group import EpochGroup
+from .kv_capacity import check_longest_sequence, choose_kv_bytes, inbox_geometries
+from .kv_identity import kv_identity
+from .kv_parity import parity_bind, parity_layers
+from .memory_worker_client import MemoryWorkerClient, RefusedError
+from .model_server import CutModel, ModelServer, serve
+from .native_attention_client import open_attention_client
+from .pipeline_comm import PIPELINE_LISTENER_TERMS, PipelineChannels
+from .staged_comm import collective_with_staging, with_staging
+from .tensor_parallel import TensorParallelRanks
+
+NO_LIMIT = 1 << 62  # bytes
+
+
+def _connect(
+    fabric: EpochFabric, url: str, terms: netstack.Terms, timeout_s: float, *, kernels: bool
+) -> netstack.Channel:
+    """``kernels``: whether they are to send its messages, where the transport can choose."""
+    return fabric.connect(url, replace(terms, kernels=kernels), timeout_s=timeout_s)
+
+
+def pipeline_name(worker: str) -> str:
+    """The name of the place where the replica before ``worker`` connects; "" where there is no worker."""
+    return f"{worker}/ring" if worker else ""
+
+
+def rank_name(worker: str) -> str:
+    """The name of the place where the other ranks of ``worker`` connect; "" where there is no worker."""
+    return f"{worker}/ranks" if worker else ""
+
+
+def serve_compute(sock: socket.socket, module: Any = None) -> None:
+    """Serve one driver until its link ends. ``module``: the model itself, where the driver is this process."""
+    serve(ComputeServer, sock, module)
+
+
+class ComputeServer(ModelServer):
+    """The process of a compute worker: it loads and cuts the model once, and serves each view by its ComputeWorker."""
+
+    role = "compute worker"
+    _pipeline_listener: EpochListener | None = None
+    _rank_listener: EpochListener | None = None
+    _program: Any = None
+    _ranks: EpochGroup | None = None
+    _worker_in_epoch: ComputeWorker | None = None
+
+    def load(self) -> Loaded:
+        start, size = self.start, self.start.topology.tensor_parallel_size
+        if size > 1 and (lacks := collective.why_unavailable(start.topology.collective, self.staging.device)):
+            raise ValueError(lacks)
+        if start.topology.replicas > 1:
+            self._pipeline_listener = self._open_door(replace(PIPELINE_LISTENER_TERMS, name=pipeline_name(start.name)))
+        if size > 1:
+            self._rank_listener = self._open_door(listener_terms(rank_name(start.name), size))
+        if self.module is None:
+            self._check_room(start.weight_copies)
+        self._cut = self.load_and_cut()
+        if size == 1:  # a rank's slices meet the others
+            self._program = self.compile(self._cut)
+        if start.rotates_keys:
+            self._cut = self._with_rotary(self._cut)
+        identity = (
+            kv_identity(start, self._cut.loaded_model, self._cut.layers, self._cut.dtype)
+            if start.needs_identity
+            else b""
+        )
+        return Loaded(pipeline_url=_url(self._pipeline_listener), rank_url=_url(self._rank_listener), identity=identity)
+
+    def connect(self, meeting: Connect, fabric: EpochFabric) -> tuple[ComputeWorker, ComputeReady]:
+        start, cut = self.start, self._cut
+        group = self._connect_ranks(meeting, fabric, self._rank_listener) if self._rank_listener else None
+        ring = (
+            self._connect_pipeline(meeting, fabric, self._pipeline_listener)
+            if self._pipeline_listener and self.replicas > 1
+            else None
+        )
+        attention, bounds = self._connect_memory(meeting, fabric, ring)
+        self.clock.lap("bind_s")
+        own_ring = with_staging(ring.pipeline, self.staging) if ring else None
+        ranks = TensorParallelRanks(group, start.topology.max_batches) if group else None
+        if self._worker_in_epoch is not None:
+            self._worker_in_epoch.connect(attention, meeting.epoch, own_ring, ranks, start.replica)
+        else:
+            self._worker_in_epoch = ComputeWorker(
+                self._program,
+                attention,
+                dtype=cut.dtype,
+                deterministic=start.model.deterministic,
+                replica=start.replica,
+                ring=own_ring,
+                ranks=ranks,
+                staging=self.staging,
+                trace=self.trace,
+                view=meeting.epoch,
+            )
+        bind = self._bind(meeting, 0) if not start.replica else None
+        return self._worker_in_epoch, structs.replace(self.ready_message(cut, bounds, meeting.epoch), bind=bind)
+
+    def _with_rotary(self, cut: CutModel) -> CutModel:
+        """The same cut; its layers now say how keys turn with their position, which was proved. Raises
+        UnsupportedModelError.
+        """
+        from lamina.models.key_rotation import find_rotary
+
+        layers = find_rotary(
+            self._program, cut.loaded_model.model, cut.layers, cut.dtype, cut.max_len, self.staging.device
+        )
+        self.clock.lap("rotary_s")
+        return cut._replace(layers=layers)
+
+    def _open_door(self, reception: netstack.ListenTerms) -> EpochListener:
+        """Open the place where the replica before this one connects, or where the other ranks do."""
+        return EpochListener(self.fabric.listen(self.start.address, reception))
+
+    def _connect_ranks(self, meeting: Connect, fabric: EpochFabric, door: EpochListener) -> EpochGroup:
+        """The other ranks, once all are there. Raises ValueError, ChannelError."""
+        start, urls = self.start, [rank.url for rank in meeting.rank_addresses]
+        names = [rank_name(rank.name) for rank in meeting.rank_addresses]
+        start_s, step_s = start.deadlines.start_timeout_s, start.deadlines.step_timeout_s
+        mesh = connect_mesh(
+            fabric, fabric.listener_for(door), urls, names, start.rank, start_timeout_s=start_s, step_timeout_s=step_s
+        )
+        at = RankLocation(self.staging.device, start_s, step_s)
+        self.group, choice = choose_and_open(start.topology.collective, mesh, at)
+        self.decisions["collective"] = f"{choice.name}: {choice.why}"
+        self.clock.lap("meet_s")
+        staged = collective_with_staging(self.group, self.staging)
+        if self._ranks is None:
+            self._ranks = EpochGroup(staged)
+            self._program = self.compile(self._cut, self._ranks)
+        else:
+            self._ranks.set_group(staged)
+        return self._ranks
+
+    def _check_room(self, copies: int) -> None:
+        """Raises ModelError where the host has no room for so many copies of the weights."""
+        from lamina.models.checkpoint import check_room, find_checkpoint
+
+        if copies > 1 and not self.staging.is_separate:
+            directory = find_checkpoint(self.start.path, trust_remote_code=self.start.model.trust_remote_code)
+            check_room(directory, copies, available_bytes())
+
+    def _connect_pipeline(self, meeting: Connect, fabric: EpochFabric, door: EpochListener) -> PipelineChannels:
+        start, following = self.start, meeting.next_replica
+        if following is None:
+            raise ProtocolError("a Connect that names no next replica")
+        return PipelineChannels(
+            fabric,
+            fabric.listener_for(door),
+            following.url,
+            [pipeline_name(name) for name in (meeting.previous_replica, start.name, following.name)],
+            [cut.tensors for cut in self._cut.program.cuts],
+            first=start.replica == 0,
+            max_rows=start.batching.max_rows,
+            num_batches=start.topology.max_batches,
+            start_timeout_s=start.deadlines.start_timeout_s,
+            step_timeout_s=start.deadlines.step_timeout_s,
+        )
+
+    def _connect_memory(
+        self, meeting: Connect, fabric: EpochFabric, ring: PipelineChannels | None
+    ) -> tuple[Attention, list[BindReply]]:
+        """Bind the memory workers, or join them once the replica before has."""
+        start, cut, partition = self.start, self._cut, self._cut.partition
+        if isinstance(self._program, GraphedProgram | EmulatedProgram):
+            self._program.clear_graphs()
+        if ring and start.replica:
+            ring.wait_for_previous()
+        rows = {"max_rows": start.batching.max_rows, "max_len": cut.max_len, "num_batches": start.topology.max_batches}
+        outbound, inbound = inbox_geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
+        kernels = self._layer_path(kernels=True) is LayerPath.DEVICE
+        terms = netstack.Terms(outbound=outbound, inbound=inbound, name=start.name)
+        links, bounds = list[MemoryWorkerClient](), list[BindReply]()
+        connects = [
+            partial(_connect, fabric, at.url, replace(terms, peer=at.name, key=at.key), start.deadlines.start_timeout_s)
+            for at in meeting.memory_addresses
+        ]
+        last = connects.pop() if start.topology.kv_parity else None
+        for worker, connect in enumerate(connects):
+            channel = connect(kernels=kernels)
+            number = worker * start.topology.tensor_parallel_size + start.rank
+            links.append(MemoryWorkerClient(channel, worker, start.deadlines.step_timeout_s, self.trace, number))
+            if start.replica:
+                bounds.append(
+                    links[-1].join(JoinRequest(epoch=meeting.epoch, peer_number=start.replica, layers=cut.layers))
+                )
+            else:
+                direct = self._layer_path(kernels=can_use_device_path(channel, self.staging)) is LayerPath.DEVICE
+                bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, direct=direct), bounds))
+        parity = self._join_parity(last(kernels=False), meeting, bounds[0]) if last else None
+        own, more = sum(b.kv_bytes for b in bounds), start.topology.extra_kv_bytes(start.devices.kv_bytes())
+        check_longest_sequence(bounds, cut.max_len, start.kv.block_size, own, more)
+        path = self._layer_path(kernels=all(bound.device_path for bound in bounds))
+        wait_s, graphs = start.deadlines.step_timeout_s, start.model.cuda_graphs
+        wires = open_transports(links, connects, bounds, self.staging, wait_s, path, graphs=graphs)
+        if ring and start.replica + 1 < self.replicas:
+            ring.let_next_go()
+        merging = self._merging(cut, bounds[0].backend)
+        if path is LayerPath.HOST:
+            return open_attention_client(links, partition, cut.layers, merging, cut.dtype, self.staging, parity), bounds
+        pool = AttentionClient(links, partition, cut.layers, merging, self.staging)
+        return DeviceAttentionClient(pool, wires, partition, cut.layers, cut.dtype.itemsize, self.staging), bounds
+
+    def _join_parity(self, channel: netstack.Channel, meeting: Connect, bound: BindReply) -> MemoryWorkerClient:
+        """The link to who keeps the parity of the others, of which the first one has answered ``bound``."""
+        start, workers = self.start, self.start.topology.memory_workers
+        link = MemoryWorkerClient(channel, 0, start.deadlines.step_timeout_s, self.trace, workers)
+        if start.replica:
+            layers = parity_layers(self._cut.layers, workers)
+            link.join(JoinRequest(epoch=meeting.epoch, peer_number=start.replica, layers=layers))
+        else:
+            link.bind(parity_bind(self._bind(meeting, 0), bound.backend, bound.kv_bytes))
+        return link
+
+    def _layer_path(self, *, kernels: bool) -> LayerPath:
+        topology = self.start.topology
+        kernels = kernels and not topology.kv_parity
+        return layer_path(self._cut.partition, self.replicas, topology.prefill_workers, kernels=kernels)
+
+    def _bind_next(self, link: MemoryWorkerClient, bind: BindRequest, bounds: list[BindReply]) -> BindReply:
+        """All take the backend that the first one has taken. Raises RefusedError, naming one that cannot."""
+        backend = bounds[0].backend if bounds else bind.kv.attention
+        try:
+            return link.bind(structs.replace(bind, kv=structs.replace(bind.kv, attention=backend)))
+        except RefusedError as e:
+            if backend == bind.kv.attention or repr(backend) not in str(e):
+                raise
+            others = "memory workers before it took that one: name one that all have by --attention"
+            raise RefusedError(f"memory worker {link.number}: {e}; {others}") from e
+
+    def _merging(self, cut: CutModel, backend: str) -> AttentionBackend:
+        """Merges what memory workers return in parts: with their own backend, where CPUs have it."""
+        if not cut.partition.stripe:
+            return attention.get("reference", CPU, cut.dtype)
+        try:
+            return attention.get_equivalent(backend, CPU, cut.dtype, "reference")
+        except ValueError as e:
+            raise ValueError(f"{self.role}: {e}, or --partition other than {self.start.topology.partition}") from e
+
+    def _bind(self, meeting: Connect, worker: int, *, direct: bool = False) -> BindRequest:
+        start, cut = self.start, self._cut
+        pool = start.topology.pool_bytes(start.devices.kv_bytes())
+        asked = meeting.kv_bytes[worker] if meeting.kv_bytes else pool
+        prefill_workers = start.topology.prefill_workers
+        wanted = partial(
+            choose_kv_bytes,
+            cut.layers,
+            cut.partition,
+            worker,
+            stored_dtype(start.kv.kv_cache_dtype, cut.dtype),
+            max_len=cut.max_len,
+            max_num_seqs=start.batching.max_num_seqs,
+            block_size=start.kv.block_size,
+        )
+        return BindRequest(
+            epoch=meeting.epoch,
+            worker=worker,
+            partition=cut.partition,
+            layers=cut.layers,
+            dtype=str(cut.dtype).removeprefix("torch."),
+            kv=start.kv,
+            kv_bytes=asked or wanted(free=available_bytes() // start.topology.tensor_parallel_size),
+            max_kv_bytes=0 if asked else wanted(free=NO_LIMIT),
+            max_rows=start.batching.max_rows,
+            max_model_len=cut.max_len,
+            replicas=self.replicas,
+            prefill_workers=prefill_workers,
+            prefill_pipeline=start.topology.prefill_pipeline,
+            device_path=direct,
+        )
+
+
+def _url(door: EpochListener | None) -> str:
+    return door.url if door else ""

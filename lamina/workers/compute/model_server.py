@@ -1,0 +1,415 @@
+"""The life of a worker that has the model: load and cut it once; then connect and serve rounds, view after view, until
+the driver goes.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from msgspec import structs
+
+from lamina import netstack
+from lamina.config.partition import Partition
+from lamina.config.resolve import max_sequence_length
+from lamina.env import cluster_key
+from lamina.netstack import ChannelError
+from lamina.observe.failpoints import recorder
+from lamina.observe.trace import Event
+from lamina.ops import gemm
+from lamina.ops.collective import Collective
+from lamina.ops.gemm import LinearBackend, packing
+from lamina.protocol.capacity import combined_capacity, partition_of
+from lamina.protocol.control import (
+    ChannelLost,
+    ClockRequest,
+    ComputeReady,
+    Connect,
+    ControlLink,
+    Failed,
+    LinkClosedError,
+    Loaded,
+    Progress,
+    Quiesce,
+    Quiesced,
+    RunRound,
+    StartCompute,
+    StatsRequest,
+    StepDone,
+    Stop,
+    TraceRequest,
+)
+from lamina.protocol.prefix_fetch import ConnectPrefillPeers
+from lamina.protocol.step_parts import split_step_done
+from lamina.protocol.step_plan import BindReply, LayerShape, ProtocolError
+from lamina.workers.control_loop import ControlLoop
+from lamina.workers.device_selection import CPU, gpu_index, linear_backend, pick_device
+from lamina.workers.epoch_channels import EpochFabric
+from lamina.workers.memory.kv_store import available_bytes
+from lamina.workers.runtime import RUNTIME, Runtime
+from lamina.workers.staging import Staging, open_staging
+from lamina.workers.startup_times import StartupTimes
+from lamina.workers.worker_process import write_error
+
+from .compile_passes import compile_passes
+from .memory_worker_client import MissingKvError, RefusedError
+
+MESSAGES = (
+    StartCompute
+    | RunRound
+    | Connect
+    | ConnectPrefillPeers
+    | Quiesce
+    | StatsRequest
+    | ClockRequest
+    | TraceRequest
+    | Stop
+)
+
+
+class Worker(Protocol):
+    """The part of a worker that serves the rounds: ComputeWorker, PrefillWorker."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``run_next`` has something to do."""
+        ...
+
+    def submit(self, new: RunRound) -> None:
+        """Queue a round."""
+        ...
+
+    def run_next(self) -> StepDone | None:
+        """Do a part of the work; returns a step that is done."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters by name. Safe from any thread."""
+        ...
+
+
+class CutModel(NamedTuple):
+    """A loaded model, in slices. ``layers``: its attention operators; ``backend``: for its linear layers, which the
+    program has not yet.
+    """
+
+    program: Any
+    loaded_model: Any
+    layers: list[LayerShape]
+    dtype: torch.dtype
+    max_len: int
+    partition: Partition
+    backend: LinearBackend
+
+
+class ModelServer:
+    """The process of a worker that has a model. Subclasses load it in ``load``, and build the Worker of a view in
+    ``connect``.
+    """
+
+    role: str  # for messages to people
+    is_prefill = False  # whether it computes prompts alone
+    _cut: CutModel  # once it is loaded
+    replicas = 1  # that there are in the view
+
+    def __init__(self, link: ControlLink, start: StartCompute, module: Any, around: Runtime = RUNTIME) -> None:
+        """``module``: the model itself, where the driver is this process."""
+        self.start = start
+        self.module = module
+        self.runtime = around
+        gpu, device = gpu_index(start.devices.compute_device, start.device_number), start.devices.rdma_device
+        self.fabric = around.open_fabric(start.scheme, key=start.key or cluster_key(), gpu=gpu, device=device)
+        self.trace = recorder(start.trace)
+        self.clock = StartupTimes()
+        self.staging: Staging = open_staging(CPU)  # until the device is picked
+        self.group: Collective | None = None
+        self.decisions: dict[str, str] = {}  # use -> what was chosen for it here, and why
+        self.counters = {"loads": 0.0, "connects": 0.0}
+        self._worker: Worker | None = None
+        self._is_in_epoch: EpochFabric | None = None
+        self._next_epoch = -1  # the newest view that the driver has named
+        self._failure = False  # a channel of the view has ended
+        self.service = ControlLoop(
+            link,
+            self._stats,
+            lambda reason: self.fabric.close(),
+            self.trace,
+            on_message=self._on_message,
+            around=around,
+        )
+
+    def load(self) -> Loaded:
+        """Raises ValueError for what a user can put right."""
+        raise NotImplementedError
+
+    def connect(self, meeting: Connect, fabric: EpochFabric) -> tuple[Worker, ComputeReady]:
+        """All channels are opened by ``fabric``. Raises RefusedError, ValueError for what a user can put right."""
+        raise NotImplementedError
+
+    def connect_prefill_peers(self, order: ConnectPrefillPeers, fabric: EpochFabric) -> None:
+        """Open channels to the other prefill workers. Raises ChannelError."""
+        raise ProtocolError(f"a {self.role} is to meet prefill workers")
+
+    def own_slices(self, program: Any, num_layers: int) -> Any:
+        """Of the cut program, what this worker runs. Raises ValueError."""
+        return program
+
+    def run(self) -> None:
+        """Serve until the driver's end of the link closes or says Stop."""
+        try:
+            if self._work_or_failure(self._load):
+                self._loop()
+        except LinkClosedError:
+            pass  # the driver is gone: so are we
+        except (ChannelError, ProtocolError, RefusedError) as e:
+            if not self.service.is_stopped.is_set():
+                self.service.report_failure(f"{self.role}: {e}", by_peer=isinstance(e, ChannelError))
+        except Exception as e:
+            write_error()
+            self.service.report_failure(f"{self.role}: {type(e).__name__}: {e}")
+            raise
+        finally:
+            self.close_channels()
+            self.fabric.close()
+            self.service.link.close()
+
+    def load_and_cut(self) -> CutModel:
+        """Load the model and cut it at its attention operators. Raises ModelError, ValueError."""
+        from lamina.models.capture_cache import can_cache
+        from lamina.models.convert import convert_model, layer_shapes
+        from lamina.models.load import load
+
+        start = self.start
+        if start.threads and start.threads != torch.get_num_threads():
+            torch.set_num_threads(start.threads)
+        loaded = load(
+            self.module if self.module is not None else start.path,
+            dtype=start.model.dtype,
+            trust_remote_code=start.model.trust_remote_code,
+            progress=self._progress,
+            rank=start.rank,
+            size=start.topology.tensor_parallel_size,
+        )
+        max_len = max_sequence_length(start.model.max_model_len, loaded.max_model_len)
+        self.clock.lap("load_s")
+        self._progress("cutting the model", 0, 1)
+        here = netstack.in_process(start.scheme)
+        program = convert_model(
+            loaded.model,
+            max_model_len=max_len,
+            deterministic=start.model.deterministic,
+            part=loaded.part,
+            stamps=loaded.stamps,
+            keep=loaded.path is not None and not start.model.trust_remote_code and can_cache(in_process=here),
+        )
+        self._progress("cutting the model", 1, 1)
+        self.clock.lap("convert_s")
+        backend = gemm.get(linear_backend(start.model.gemm, self.staging.device), torch.get_num_threads())
+        if self.module is None and not here:
+            patience_s = start.deadlines.start_timeout_s / 2
+            packing.choose_packing(program, backend, available_bytes, start.topology, start.devices, patience_s)
+        layers, dtype = layer_shapes(program), program.calls[0].q.dtype
+        program = self.staging.move_program(self.own_slices(program, len(layers)))
+        partition = self._partition(layers, max_len)
+        return CutModel(program, loaded, layers, dtype, max_len, partition, backend)
+
+    def _partition(self, layers: list[LayerShape], max_len: int) -> Partition:
+        topology = self.start.topology
+        weights = topology.of_rank(topology.normalized_weights, self.start.rank)
+        return partition_of(topology.partition, layers, weights, max_len)
+
+    def compile(self, cut: CutModel, group: Collective | None = None) -> Any:
+        """The program behind all passes. ``group``: the other ranks."""
+        model, program = self.start.model, cut.program
+        todo = compile_passes(
+            cut.backend,
+            group=group,
+            capture=self.staging.graph_capture() if model.cuda_graphs else None,
+            prefill=self.is_prefill,
+        )
+        for each in todo:
+            program = each.run(program)
+        cut.backend.packed_memory.seal()
+        return program
+
+    def ready_message(self, cut: CutModel, bounds: Sequence[BindReply], view: int) -> ComputeReady:
+        """The facts that the driver must know; ``bounds``: the memory workers' answers, in their order."""
+        start = self.start
+        return ComputeReady(
+            epoch=view,
+            vocab_size=cut.loaded_model.config.get_text_config().vocab_size,
+            num_layers=len(cut.layers),
+            max_model_len=cut.max_len,
+            dtype=str(cut.dtype).removeprefix("torch."),
+            eos_token_ids=list(cut.loaded_model.eos_token_ids),
+            **combined_capacity(
+                bounds, lambda worker: worker * start.topology.tensor_parallel_size + start.rank
+            )._asdict(),
+            block_size=self.start.kv.block_size,
+            kv_bytes=[b.kv_bytes for b in bounds],
+            summary={
+                **_summary(cut),
+                "attention": bounds[0].backend,
+                "gemm": type(cut.backend).__name__.lower(),
+                "device": str(self.staging.device),
+                **self.decisions,
+                **self.clock.laps,
+            },
+        )
+
+    def _pick(self) -> torch.device:
+        start = self.start
+        return pick_device(
+            "--compute-device", start.devices.compute_device, start.device_number, start.topology.tensor_parallel_size
+        )
+
+    def _work_or_failure(self, work: Callable[[], None]) -> bool:
+        """Do ``work``; whether it was done. If not, the driver was told of an error that a user can put right."""
+        try:
+            work()
+        except (RefusedError, ValueError) as e:
+            if self._is_epoch_over and not isinstance(e, ValueError):
+                return True
+            self.service.report_failure(str(e), user_error=True)
+            return False
+        return True
+
+    def _load(self) -> None:
+        self.staging = open_staging(self._pick())
+        loaded = self.load()
+        self.counters["loads"] += 1
+        self.service.link.send(loaded)
+
+    def _connect(self, meeting: Connect) -> None:
+        self.close_channels()
+        self.clock.restart()
+        self._is_in_epoch = fabric = EpochFabric(meeting.epoch, self.fabric, self.runtime.clock)
+        self._failure = False
+        if self._is_epoch_over:
+            return
+        if meeting.replica is not None:  # a spare learns its place as it takes it, all where replicas come and go
+            self.start = structs.replace(self.start, replica=meeting.replica)
+        self.replicas = meeting.replicas or self.start.topology.replicas
+        if meeting.topology is not None and meeting.topology != self.start.topology:
+            self.start = structs.replace(self.start, topology=meeting.topology)
+            self._cut = self._cut._replace(partition=self._partition(self._cut.layers, self._cut.max_len))
+        self._worker, ready = self.connect(meeting, fabric)
+        self.counters["connects"] += 1
+        self.service.link.send(ready)
+
+    def close_channels(self) -> None:
+        """Of all channels of the view."""
+        if self.group:
+            self.group.close()
+            self.group = None
+        if self._is_in_epoch:
+            self._is_in_epoch.close()
+
+    def _on_message(self, message: object) -> None:
+        """Look at a message as it comes: a Connect or a Halt ends the older view at once, as work in it may wait for
+        peers that have gone on.
+        """
+        if isinstance(message, Connect | Quiesce):
+            self._next_epoch = message.epoch
+            if self._is_in_epoch and self._is_epoch_over:
+                self._is_in_epoch.end_epoch(f"view {self._is_in_epoch.epoch} is over: view {message.epoch} begins")
+
+    @property
+    def _is_epoch_over(self) -> bool:
+        """Whether the Connect of a newer view has come."""
+        return self._is_in_epoch is not None and self._next_epoch > self._is_in_epoch.epoch
+
+    def _loop(self) -> None:
+        while not self.service.is_stopped.is_set():
+            try:
+                if not self._take_messages():
+                    return
+                done = self._worker.run_next() if self._worker and not self._is_idle else None
+            except (ChannelError, ProtocolError, RefusedError) as error:
+                if not self._is_epoch_over:
+                    self._report_channel_lost(error)
+                continue
+            if done is not None:
+                for part in split_step_done(done):
+                    self.service.link.send(part)
+
+    def _report_channel_lost(self, error: Exception) -> None:
+        """A channel has ended: its other end knows why. Whatever else it is, this worker has failed."""
+        if not isinstance(error, ChannelError) or self._is_in_epoch is None or self.service.is_stopped.is_set():
+            raise error
+        self._failure = True
+        (view := self._is_in_epoch).end_epoch(f"{self.role}: {error}")
+        self.service.link.send(
+            ChannelLost(view.epoch, str(error), isinstance(error, MissingKvError), view.peer_in_error(error))
+        )
+
+    def _take_messages(self) -> bool:
+        """Handle the messages that have come; waits for one where there is nothing else to do. Whether to go on."""
+        idle, start = not self._has_work, self.trace.now()
+        while (new := self.service.next_message(block=not self._has_work)) is not None:
+            if isinstance(new, Connect):
+                if not self._work_or_failure(partial(self._connect, new)):
+                    return False
+            elif isinstance(new, Quiesce):
+                self.close_channels()
+                self.service.link.send(Quiesced(epoch=new.epoch))
+            elif self._worker is None or self._is_in_epoch is None or self._is_idle:
+                continue
+            elif isinstance(new, ConnectPrefillPeers):
+                self.connect_prefill_peers(new, self._is_in_epoch)
+            else:
+                if idle:
+                    self.trace.add(Event.WAIT_STEP, start, new.steps[0].plan)
+                    idle = False
+                self._worker.submit(new)
+        return not self.service.is_stopped.is_set()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._worker is not None and self._worker.has_work and not self._is_idle
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._failure or self._is_epoch_over
+
+    def _stats(self) -> dict[str, float]:
+        return {**(self._worker.stats() if self._worker else {}), **self.counters}
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        if self.start.progress:
+            self.service.link.send(Progress(stage=stage, done=done, total=total))
+
+
+def serve(server: type[ModelServer], sock: socket.socket, module: Any) -> None:
+    """Serve one driver until its link ends."""
+    link = ControlLink(sock, MESSAGES)
+    try:
+        start = link.recv()
+    except LinkClosedError:
+        return
+    if not isinstance(start, StartCompute):
+        return
+    try:
+        made = server(link, start, module)
+    except (ValueError, ImportError, ChannelError) as e:  # this host lacks what the transport needs
+        with suppress(LinkClosedError):
+            link.send(Failed(text=f"{server.role}: {e}", user_error=True))
+        return
+    made.run()
+
+
+def _summary(cut: CutModel) -> dict[str, Any]:
+    layers, size = cut.layers, cut.dtype.itemsize
+    return {
+        "num_slices": len(cut.program.slices),
+        "weight_bytes": cut.program.weight_bytes,
+        "heads": [(s.q_heads, s.kv_heads) for s in layers],
+        "cut_bytes_per_token": [c.bytes_per_token for c in cut.program.cuts],
+        "q_bytes": [s.q_heads * s.qk_dim * size for s in layers],
+        "kv_bytes": [s.kv_heads * (s.qk_dim + s.v_dim) * size for s in layers],
+        "o_bytes": [s.q_heads * s.v_dim * size for s in layers],
+    }

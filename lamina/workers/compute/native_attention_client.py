@@ -1,0 +1,170 @@
+"""AttentionClient without Python between a slice and its messages, where all channels are native.
+
+The bytes are the same. A message other than the O that is due is left to its MemoryWorkerClient.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lamina.config.partition import Partition
+from lamina.observe.trace import Event, native_spans
+from lamina.ops.attention import AttentionBackend
+from lamina.ops.attention.merge import Partial
+from lamina.protocol.codec import FP32_BYTES, TensorSpan
+from lamina.protocol.step_plan import LayerShape, MessageKey, MessageKind, StepPlan
+from lamina.workers.staging import Staging
+
+from .attention_client import AttentionClient, ClientLayer, ClientStep, Index, WorkerShare
+from .memory_worker_client import MemoryWorkerClient
+
+try:
+    from ._compute import Pool, StepMessages
+except ImportError:  # not built: AttentionClient does it
+    Pool = None  # type: ignore[assignment,misc]
+
+
+def open_attention_client(
+    links: list[MemoryWorkerClient],
+    partition: Partition,
+    layers: Sequence[LayerShape],
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    staging: Staging,
+    parity: MemoryWorkerClient | None = None,
+) -> AttentionClient:
+    """A pool of these links' memory workers, without Python where channels and tensors allow it. ``dtype``: of all
+    messages; ``parity``: see AttentionClient.
+    """
+    each = [*links, parity] if parity else links
+    if Pool is None or not links or staging.is_separate or any(link.channel.calls() is None for link in each):
+        return AttentionClient(links, partition, layers, backend, staging, parity)
+    return NativeAttentionClient(links, partition, layers, backend, dtype, parity)
+
+
+class NativeAttentionClient(AttentionClient):
+    """A AttentionClient whose messages cost no Python. ``native_send`` is for slices that are one native call; others
+    call ``q`` and ``kv``.
+    """
+
+    def __init__(
+        self,
+        links: list[MemoryWorkerClient],
+        partition: Partition,
+        layers: Sequence[LayerShape],
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        parity: MemoryWorkerClient | None = None,
+    ) -> None:
+        """As AttentionClient; ``dtype``: of all messages. There are links, with one timeout and channels that are
+        native."""
+        super().__init__(links, partition, layers, backend, parity=parity)
+        self.dtype = dtype
+        self._forms = sorted({layer.equal_layer for layer in self.layers})  # the layers that others are like
+        alike = array("q", [layer.equal_layer for layer in self.layers]).tobytes()
+        channels = tuple(link.channel for link in self.clients)
+        self._trace = links[0].trace
+        self._pool = Pool(channels, alike, links[0].timeout_s, self._trace.native_buffer)
+        self.native_send = self._pool.send()
+
+    @property
+    def send_s(self) -> float:
+        """Seconds spent sending, in Python and in native calls."""
+        return self._send_s + self._pool.send_s()
+
+    def check_errors(self) -> None:
+        """Record the step's spans, and as AttentionClient."""
+        self._put_spans()
+        super().check_errors()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """The messages that follow, those of native calls, too, belong to this step."""
+        self._put_spans()  # of the step before
+        super().begin_step(plan)
+        assert isinstance(self._step, NativeClientStep)
+        self._pool.select(self._step.native)
+
+    def _laid_out(self, plan: StepPlan) -> NativeClientStep:
+        step = NativeClientStep(plan, self._groups, self._placement, guarded=bool(self._has_unread))
+        table = _step_table(self.layers, step, self._forms, self.dtype)
+        step.native = self._pool.step(table, MessageKey.packed_for_layer_0(plan))
+        return step
+
+    def _gather(self, layer: int, out: Tensor, parts: list[Partial]) -> None:
+        if len(out) != self._step.num_rows or out.dtype != self.dtype:
+            of = f"a step of {self._step.num_rows} rows of {self.dtype}"
+            raise ValueError(f"{len(out)} rows of {out.dtype} of {of}")
+        targets = [out.data_ptr(), *(x.data_ptr() for part in parts for x in part)]
+        came = self._pool.receive(len(out), layer, 0, *targets)
+        while came < len(self.clients):  # that link has another message, which it drops or raises
+            self._receive(came, layer, out, parts)
+            came = self._pool.receive(len(out), layer, came + 1, *targets)
+
+    def _put_spans(self) -> None:
+        for event, layer, link, start, end, value in native_spans(self._pool.spans()):
+            key = self._step.key(MessageKind.O, layer)
+            self._trace.put(Event(event), start, end, key, layer, self.clients[link].number, value)
+
+
+class NativeClientStep(ClientStep):
+    """A ClientStep, and its messages as native calls have them."""
+
+    native: StepMessages
+
+
+def _step_table(layers: Sequence[ClientLayer], step: ClientStep, forms: Sequence[int], dtype: torch.dtype) -> bytes:
+    """The bytes that csrc/compute/compute_module.cpp reads as a Step."""
+    numbers = array("q", [step.num_rows, len(forms)])
+    for like in forms:
+        numbers.append(like)
+        for share in step.shares(layers[like], dtype):
+            _add_share(numbers, layers[like].shape, share, dtype.itemsize)
+    return numbers.tobytes()
+
+
+def _add_share(numbers: array[int], layer: LayerShape, share: WorkerShare, item: int) -> None:
+    x = share.messages
+    numbers.extend((x.q_bytes, len(share.q)))
+    for heads, rows, part in share.q:
+        _add_copy(numbers, 0, layer.q_heads, heads, rows, part, item)
+    numbers.extend((x.kv_bytes, 2 * len(share.kv)))
+    for number, (heads, rows, both) in enumerate(share.kv):
+        over = number >= len(share.kv) // share.runs
+        for tensor, part in enumerate(both):
+            _add_copy(numbers, tensor, layer.kv_heads, heads, rows, part, item, over=over)
+    numbers.extend((x.o_bytes, len(share.final) + 2 * len(share.partial)))
+    for heads, rows, part in share.final:
+        _add_copy(numbers, 0, layer.q_heads, heads, rows, part, item, x.partial_bytes)
+    for index, at, *results in share.partial:
+        for tensor, part in enumerate(results):
+            width = prod(part.shape[1:]) * FP32_BYTES
+            numbers.extend((1 + 2 * index + tensor, width, 0, width, part.start * FP32_BYTES, 0, 0))
+            numbers.extend((at.stop - at.start, *range(at.start, at.stop)))
+
+
+def _add_copy(
+    numbers: array[int],
+    tensor: int,
+    all_heads: int,
+    heads: slice,
+    rows: Index,
+    part: TensorSpan,
+    item: int,
+    offset: int = 0,
+    *,
+    over: bool = False,
+) -> None:
+    """Add the copy of some heads of some rows of a tensor to where they lie in a message, ``offset`` so many bytes;
+    ``over`` what is there, by exclusive or.
+    """
+    head = part.shape[2] * item
+    width = (heads.stop - heads.start) * head
+    numbers.extend((tensor, all_heads * head, heads.start * head, width, offset + part.start * item))
+    numbers.extend((int(rows is None), int(over)))
+    if rows is not None:
+        numbers.extend((len(rows), *rows.tolist()))

@@ -1,0 +1,203 @@
+"""The way of the cut: replicas form a ring, and each slice of a batch runs on the one behind the slice before.
+
+(arXiv 2405.01814 section 4.3) With one replica the cut stays where it is. In front of a cut's tensors go the step's
+token ids [R, 1]: whoever samples may need the tokens that were drawn elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lamina.netstack import Arrival, Channel, ChannelTimeout, Fabric, Geometry, Listener, ListenTerms, PeerFault, Terms
+from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError, StepPlan
+from lamina.utils.tensor_buffers import tensor_over
+from lamina.workers.epoch_channels import EpochFabric, SingleEpochListener
+
+from .memory_worker_client import next_of_epoch
+
+ALIGN = 64  # bytes at which each tensor of a message begins
+LEAST_SLOT_BYTES = 1 << 16
+PIPELINE_LISTENER_TERMS = ListenTerms(channels=2)  # of a replica's listener: the one before it alone, under two views
+
+
+class RowShape(Protocol):
+    """The part of converter.RowTensor that is needed here: a tensor of R rows; ``shape`` is that of one row."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class _Ids:
+    """A step's token ids, ahead of every cut."""
+
+    shape, dtype = (1,), torch.int64
+
+
+class PipelineComm(Protocol):
+    """Hands the tensors of a cut from the replica that made them to the one that needs them."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds spent in ``receive``."""
+        ...
+
+    def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
+        """The results of slice ``index``, for the one that runs the next slice."""
+        ...
+
+    def receive(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
+        """The results of slice ``index``, wherever it ran. Calls follow the order of turns."""
+        ...
+
+
+class LocalPipeline:
+    """One replica: what is given is taken here."""
+
+    def __init__(self) -> None:
+        self.wait_s = 0.0
+        self._carry: dict[int, tuple[Tensor, ...]] = {}  # by batch
+
+    @property
+    def has_carry(self) -> bool:
+        """Whether something was given and not taken."""
+        return bool(self._carry)
+
+    def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
+        """Keep the results of slice ``index`` for this replica's own next slice."""
+        self._carry[plan.batch] = carry
+
+    def receive(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
+        """The results of slice ``index``, as they were kept."""
+        return self._carry.pop(plan.batch)
+
+
+class RemotePipeline:
+    """Several replicas, or stages: to the next one over a channel, from the one before over another."""
+
+    def __init__(
+        self, previous: Channel | None, following: Channel | None, cuts: Sequence[Sequence[RowShape]], timeout_s: float
+    ) -> None:
+        """``cuts[i]``: the tensors between slice i and slice i + 1, without the ids. ``previous``, ``following``: None
+        for the first and the last stage.
+        """
+        self.wait_s = 0.0
+        self._previous, self._next = previous, following
+        self._received: Arrival | None = None  # seen, and not taken
+        self._cuts = [(_Ids(), *cut) for cut in cuts]
+        self._timeout_s = timeout_s
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is somebody behind."""
+        return self._next is not None
+
+    def can_receive(self, view: int, timeout_s: float) -> bool:
+        """Whether something has come to be taken, within so long. Raises ChannelError."""
+        if self._received is None:
+            begun = time.perf_counter()
+            with suppress(ChannelTimeout):
+                self._received = next_of_epoch(_there(self._previous), view, timeout_s)
+            self.wait_s += time.perf_counter() - begun
+        return self._received is not None
+
+    def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
+        """Send the results of slice ``index`` to the replica that runs the next slice. Raises ChannelError."""
+        places, total = message_layout(self._cuts[index], plan.num_rows)
+        following = _there(self._next)
+        slot = following.reserve(total, timeout_s=self._timeout_s)
+        for (start, stop), x in zip(places, carry, strict=True):
+            tensor_over(slot.data[start:stop], x.dtype).view(x.shape).copy_(x)
+        following.put_signal(slot, MessageKey.for_step(MessageKind.CARRY, plan, index).pack())
+
+    def receive(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
+        """Receive the results of slice ``index`` from the replica that ran it. Raises ChannelError, ProtocolError."""
+        previous, begun = _there(self._previous), time.perf_counter()
+        arrival, self._received = self._received or next_of_epoch(previous, plan.epoch, self._timeout_s), None
+        self.wait_s += time.perf_counter() - begun
+        try:
+            got, key = MessageKey.unpack(arrival.tag), MessageKey.for_step(MessageKind.CARRY, plan, index)
+            places, total = message_layout(self._cuts[index], plan.num_rows)
+            if got != key or arrival.data.nbytes != total:
+                raise ProtocolError(f"ring: {got} of {arrival.data.nbytes} bytes in place of {key} of {total} bytes")
+            return tuple(
+                tensor_over(arrival.data[start:stop], x.dtype).view(plan.num_rows, *x.shape).clone()
+                for (start, stop), x in zip(places, self._cuts[index], strict=True)
+            )
+        finally:
+            previous.release(arrival)
+
+
+def _there(channel: Channel | None) -> Channel:
+    assert channel is not None, "the first stage takes from nobody, and the last one gives to nobody"
+    return channel
+
+
+class PipelineChannels:
+    """A replica's two channels of the ring, connected. The replicas come to the memory workers one after the other."""
+
+    def __init__(
+        self,
+        fabric: Fabric | EpochFabric,
+        listener: Listener | SingleEpochListener,
+        peer: str,
+        names: Sequence[str],
+        cuts: Sequence[Sequence[RowShape]],
+        *,
+        first: bool,
+        max_rows: int,
+        num_batches: int,
+        start_timeout_s: float,
+        step_timeout_s: float,
+    ) -> None:
+        """``listener`` is where the replica before comes, ``peer`` where the next one listens. ``names``: of the one
+        before, this one and the next. Raises ChannelError.
+        """
+        self._limit = start_timeout_s
+        inbox = pipeline_inbox(cuts, max_rows=max_rows, num_batches=num_batches)
+
+        nothing = Geometry(slots=1, slot_bytes=ALIGN)
+        terms = Terms(outbound=inbox, inbound=nothing, name=names[1], peer=names[2])
+        connect = partial(fabric.connect, peer, terms, timeout_s=self._limit)
+        # Somebody must knock first; the others open when knocked at, and then knock at the next.
+        following = connect() if first else None
+        self._previous = listener.accept(timeout_s=self._limit)
+        if self._previous.peer_name != names[0]:
+            raise PeerFault(f"{self._previous.peer} is {self._previous.peer_name!r} in place of {names[0]!r}")
+        self._next = following or connect()
+        listener.close()
+        self.pipeline: PipelineComm = RemotePipeline(self._previous, self._next, cuts, step_timeout_s)
+
+    def wait_for_previous(self) -> None:
+        """Wait until the memory workers have taken in the replica before this one."""
+        self._previous.release(self._previous.wait_signal(timeout_s=self._limit))
+
+    def let_next_go(self) -> None:
+        """The memory workers have taken this replica in: the next one may come."""
+        self._next.put_signal(self._next.reserve(0), MessageKey(MessageKind.BOUND).pack())
+
+
+def pipeline_inbox(cuts: Sequence[Sequence[RowShape]], *, max_rows: int, num_batches: int) -> Geometry:
+    """The inbox of a replica, or stage, for the cuts that the one before it sends: one cut of every batch."""
+    most = max(message_layout((_Ids(), *cut), max_rows)[1] for cut in cuts)
+    return Geometry(slots=num_batches + 1, slot_bytes=max(LEAST_SLOT_BYTES, most))
+
+
+def message_layout(tensors: Sequence[RowShape], rows: int) -> tuple[list[tuple[int, int]], int]:
+    """First and last byte of each tensor in a message, and the message's length."""
+    places, at = [], 0
+    for x in tensors:
+        nbytes = rows * math.prod(x.shape) * x.dtype.itemsize
+        places.append((at, at + nbytes))
+        at = -(-(at + nbytes) // ALIGN) * ALIGN
+    return places, places[-1][1] if places else 0

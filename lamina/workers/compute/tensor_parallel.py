@@ -1,0 +1,260 @@
+"""What a compute worker does with the other ranks of its replica: go through turns in one order, and draw tokens.
+
+All ranks run the same slices on their parts of the weights, and meet inside of them (``lamina.ops.collective``). Rank 0
+leads: where the order of turns depends on when rounds come, it says whose turn it is, and it alone draws.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from lamina.ops.collective import Collective
+from lamina.ops.sampling.sampler import Sampler, num_ranked_before
+from lamina.ops.sampling.token_history import LogitChanges
+from lamina.protocol.control import RunStep, SampledToken, SamplingRequest
+
+_NOTHING: Mapping[int, LogitChanges] = MappingProxyType({})
+
+
+class SliceTask(NamedTuple):
+    """A slice of one batch's step, in the order of service that all workers share: by round, slice and batch.
+
+    The last slice counts as one of the next round, ahead of the first slice of the same batch there: with sampling
+    between them the two are one turn.
+    """
+
+    round: int
+    slice: int
+    batch: int
+    is_first: bool
+
+
+SliceTasks = list[tuple[SliceTask, RunStep]]  # a heap
+
+
+class RankGroup(Protocol):
+    """All ranks of a replica, as one of them sees them."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank tells the driver what was drawn."""
+        ...
+
+    def has_next(self, tasks: SliceTasks) -> bool:
+        """Whether ``pop_next`` will find something."""
+        ...
+
+    def pop_next(self, tasks: SliceTasks) -> tuple[SliceTask, RunStep] | None:
+        """Remove the next turn; None if it is one that has not come yet."""
+        ...
+
+    def sample(
+        self, logits: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges]
+    ) -> list[SampledToken]:
+        """One token for each row of ``logits`` [len(draws), this rank's vocabulary]; see sampling.Sampler.draw."""
+        ...
+
+
+class SingleRank:
+    """One rank with all weights."""
+
+    is_leader = True
+
+    def __init__(self) -> None:
+        self._sampler = Sampler()
+
+    def has_next(self, tasks: SliceTasks) -> bool:
+        """Whether there is a turn to take."""
+        return bool(tasks)
+
+    def pop_next(self, tasks: SliceTasks) -> tuple[SliceTask, RunStep] | None:
+        """Remove the next turn, which is there."""
+        return heapq.heappop(tasks)
+
+    def sample(
+        self, logits: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges]
+    ) -> list[SampledToken]:
+        """One token for each row of ``logits`` [len(draws), vocabulary]."""
+        return self._sampler.sample(logits, requests, seen)
+
+
+class TensorParallelRanks:
+    """Several ranks."""
+
+    def __init__(self, collective: Collective, num_batches: int) -> None:
+        """``num_batches`` take turns: of a single one, turns come in one order by themselves."""
+        self._collective = collective
+        self._ordered = num_batches > 1
+        self._named_by_leader: SliceTask | None = None  # the turn that rank 0 has named
+        self.is_leader = collective.rank == 0
+        self._sampler = Sampler()
+
+    def has_next(self, tasks: SliceTasks) -> bool:
+        """Whether there is a turn to take: any, or the one that rank 0 has named, once it has come."""
+        return bool(tasks) if self._named_by_leader is None else any(task == self._named_by_leader for task, _ in tasks)
+
+    def pop_next(self, tasks: SliceTasks) -> tuple[SliceTask, RunStep] | None:
+        """Remove the turn that rank 0 names, the same on all ranks; None if none has come yet. Raises ChannelError."""
+        if not self._ordered:
+            return heapq.heappop(tasks)
+        if self.is_leader:
+            self._collective.broadcast(torch.tensor(tasks[0][0]))
+            return heapq.heappop(tasks)
+        if self._named_by_leader is None:
+            self._named_by_leader = SliceTask(
+                *self._collective.broadcast(torch.empty(len(SliceTask._fields), dtype=torch.int64)).tolist()
+            )
+        index = next((i for i, (task, _) in enumerate(tasks) if task == self._named_by_leader), None)
+        if index is None:
+            return None
+        self._named_by_leader, taken = None, tasks.pop(index)
+        heapq.heapify(tasks)
+        return taken
+
+    def sample(
+        self, logits: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges]
+    ) -> list[SampledToken]:
+        """One token for each row of ``logits`` [len(draws), this rank's vocabulary], the same on all ranks. Raises
+        ChannelError.
+
+        Rank 0 gets each rank's best few logits and those that a draw names; the whole logits only where one samples
+        without ``top_k``, or with ``top_p`` before it, or names a large part of the vocabulary.
+        """
+        group, width = self._collective, logits.shape[1]
+        candidates = LogitCandidates.needed_for(requests, width, seen)
+        if candidates is None:
+            whole = group.all_gather(logits.contiguous(), group.size)
+        else:
+            packed = candidates.pack(logits.float(), requests, seen, group.rank * width, self._sampler)
+            whole = candidates.unpack(group.all_gather(packed, group.size), group.size * width)
+        asked = any(request.logprobs >= 0 for request in requests)
+        lse = self._log_sums(logits.float(), requests) if asked else None
+        sampled = self._sampler.sample(whole, requests, seen, lse) if self.is_leader else []
+        tokens = (
+            torch.tensor([d.token_id for d in sampled])
+            if self.is_leader
+            else torch.empty(len(requests), dtype=torch.int64)
+        )
+        token_ids = group.broadcast(tokens).tolist()
+        if candidates is not None and asked:
+            places = self._token_ranks(logits.float(), whole, token_ids)
+            sampled = _with_ranks(sampled, places) if self.is_leader else []
+        return sampled or [SampledToken(d.sequence, token) for d, token in zip(requests, token_ids, strict=True)]
+
+    def _log_sums(self, raw: Tensor, requests: list[SamplingRequest]) -> Tensor:
+        """Of each row that a draw wants scores of, log-sum-exp over all ranks, [n] fp32; 0 of others. Ranks sum their
+        own part, whatever other draws need of the logits, so that no bit depends on them.
+        """
+        parts = self._collective.all_gather(_row_sums(raw, requests)[:, None].contiguous(), self._collective.size)
+        return _row_sums(parts, requests)
+
+    def _token_ranks(self, raw: Tensor, known: Tensor, tokens: list[int]) -> list[int]:
+        """Of ``tokens`` among all, from 1. ``raw`` [n, width] fp32: this rank's logits; ``known`` [n,
+        vocabulary]."""
+        group, width = self._collective, raw.shape[1]
+        chosen = torch.tensor(tokens).clamp_min(0)[:, None]
+        values = known.gather(1, chosen.to(known.device))
+        processed = num_ranked_before(raw, (chosen - group.rank * width).to(raw.device), values.to(raw.device))
+        everywhere = group.all_gather(processed.float()[:, None].contiguous(), group.size)  # exact below 2^24
+        return [int(count) + 1 for count in everywhere.sum(1).tolist()]
+
+
+def _with_ranks(sampled: list[SampledToken], places: list[int]) -> list[SampledToken]:
+    """The same tokens, each with its place among all tokens by log-probability."""
+    return [
+        SampledToken(d.sequence, d.token_id, [(*d.logprobs[0][:2], place), *d.logprobs[1:]]) if d.logprobs else d
+        for d, place in zip(sampled, places, strict=True)
+    ]
+
+
+def _row_sums(values: Tensor, requests: list[SamplingRequest]) -> Tensor:
+    """log-sum-exp of the rows that a draw wants scores of: one by one, as torch sums a row alone in another order."""
+    sums = values.new_zeros(len(values))
+    for i, request in enumerate(requests):
+        if request.logprobs >= 0:
+            sums[i] = values[i].logsumexp(0)
+    return sums
+
+
+class LogitCandidates(NamedTuple):
+    """How many logits of each rank the draws of a step need: the ``num_best`` highest ones, and ``num_named`` ones that
+    draws name.
+    """
+
+    num_best: int
+    num_named: int
+
+    @staticmethod
+    def needed_for(
+        requests: list[SamplingRequest], width: int, seen: Mapping[int, LogitChanges] = _NOTHING
+    ) -> LogitCandidates | None:
+        """The least that serves all ``requests``; None: they need all logits. ``width``: of one rank's logits."""
+        best, named = 1, 0
+        for request in requests:
+            of_few = request.prompt_logprob_token >= 0 or request.temperature == 0.0 or _of_allowed(request, seen)
+            if (
+                request.return_logits
+                or request.reference_request >= 0
+                or not (of_few or (request.top_k and not _shares_all(request)))
+            ):
+                return None
+            names = _named(request, seen)
+            # Penalties may put as many others in the place of the best as they name.
+            others = 1 if _of_allowed(request, seen) else request.top_k + len(names) + 1
+            best = max(best, others, request.logprobs)
+            named = max(named, len(names))
+        return LogitCandidates(best, named) if best + named < width / 2 else None
+
+    def pack(
+        self,
+        raw: Tensor,
+        requests: list[SamplingRequest],
+        seen: Mapping[int, LogitChanges],
+        first: int,
+        sampler: Sampler,
+    ) -> Tensor:
+        """raw [n, width] fp32, of the tokens from ``first`` on -> [n, 2 * (best + named)] fp32: values, and the ids of
+        their tokens (exact below 2^24).
+        """
+        best = sampler.top_tokens(raw, self.num_best)  # of equals the lowest ids, as sampling prefers them
+        named = best[:, :1].repeat(1, self.num_named)
+        for row, request in zip(named, requests, strict=True):
+            own = [i - first for i in _named(request, seen) if 0 <= i - first < raw.shape[1]]
+            row[: len(own)] = torch.tensor(own, dtype=row.dtype)
+        ids = torch.cat([best, named], 1)
+        return torch.cat([raw.gather(1, ids), (ids + first).float()], 1)
+
+    def unpack(self, packed: Tensor, vocabulary: int) -> Tensor:
+        """The packed logits of all ranks -> logits [n, vocabulary], minus infinity where they are not known."""
+        count = self.num_best + self.num_named
+        parts = packed.view(len(packed), -1, 2 * count)
+        values, ids = parts[..., :count], parts[..., count:].long()
+        logits = packed.new_full((len(packed), vocabulary), float("-inf"))
+        return logits.scatter_(1, ids.flatten(1), values.flatten(1))
+
+
+def _shares_all(request: SamplingRequest) -> bool:
+    """Whether the draw's top_p is a share of the probability of all tokens, not of the tokens that top_k leaves."""
+    return request.top_p < 1.0 and request.filter_order.index("top_p") < request.filter_order.index("top_k")
+
+
+def _named(request: SamplingRequest, seen: Mapping[int, LogitChanges]) -> list[int]:
+    """The tokens whose logits the draw looks at, however low they are."""
+    tokens = {*request.banned_token_ids, *([request.prompt_logprob_token] if request.prompt_logprob_token >= 0 else [])}
+    if request.logits_update is not None:
+        history = seen[request.sequence]
+        if history.allowed_token_ids is not None:
+            return cast("list[int]", history.allowed_token_ids.tolist())
+        tokens |= {*history.penalties.logit_bias, *history.tokens.tolist(), *history.banned_token_ids}
+    return sorted(tokens)
+
+
+def _of_allowed(request: SamplingRequest, seen: Mapping[int, LogitChanges]) -> bool:
+    """Whether the draw looks only at tokens that it names."""
+    return request.logits_update is not None and seen[request.sequence].allowed_token_ids is not None

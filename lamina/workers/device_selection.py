@@ -1,0 +1,120 @@
+"""Which device a worker computes on, of those that its host has."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from lamina.config.engine_config import EngineConfig
+from lamina.ops import attention, collective
+
+green_contexts: Any = None
+with suppress(ImportError):  # of an older torch
+    from torch.cuda import green_contexts
+
+CPU = torch.device("cpu")
+FREE_MEMORY_SHARE = 0.9  # of what a device has free, for KV blocks at most: backends need some to work in
+
+
+def pick_device(flag: str, asked: str, number: int = 0, ranks: int = 1) -> torch.device:
+    """The device that ``flag`` asks for: cpu, cuda, cuda:N, or auto, which is cuda where torch has it.
+
+    ``number``: among the workers that share the host's GPUs, which they take in turn. ``ranks``: that share weights,
+    each of which needs a GPU of its own. Raises ValueError, naming the flag, for a device that is not there.
+    """
+    count = torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
+    if asked == "cpu" or (asked == "auto" and not count):
+        return CPU
+    if not count:
+        raise ValueError(
+            f"{flag} {asked}: torch {torch.__version__} finds no NVIDIA GPU here: use cpu, or a torch built for CUDA "
+            f"on a host with a GPU (over --ray-address ask for a type of GPU, as in --compute-on H100)"
+        )
+    _, given, index = asked.partition(":")
+    if given and int(index) >= count:
+        raise ValueError(f"{flag} {asked}: torch finds {count} GPUs here, the last one is cuda:{count - 1}")
+    if not given and count < ranks and number >= count:
+        raise ValueError(
+            f"--tensor-parallel-size {ranks} with {flag} {asked}: each rank needs a GPU, and torch finds {count} here: "
+            f"lower it, or use {flag} cpu"
+        )
+    return torch.device("cuda", int(index) if given else number % count)
+
+
+def gpu_index(asked: str, number: int) -> int | None:
+    """The number of the GPU that ``pick_device`` gives; None where it gives none."""
+    with suppress(ValueError):
+        return pick_device("", asked, number).index
+    return None
+
+
+def memory_share(asked: str, workers: int) -> float:
+    """The part of its device's free memory that one of ``workers`` may take which have the host's GPUs in turn."""
+    count = torch.cuda.device_count() if asked == "auto" or asked == "cuda" else 1
+    return FREE_MEMORY_SHARE / max(1, -(-workers // max(1, count)))
+
+
+def limit_sms(device: torch.device, sms: int) -> object:
+    """Have what this thread gives ``device`` to do run on ``sms`` of its multiprocessors; what is returned holds them.
+
+    By a stream of a green context, which shares memory, modules and events with all others of the device. CUDA rounds
+    ``sms`` up to what it can part. Raises ValueError that names the flag. HARDWARE-UNVERIFIED.
+    """
+    check_sms(device, sms)
+    torch.cuda.set_device(device)
+    try:
+        green: Any = green_contexts.GreenContext.create(num_sms=sms, device_id=device.index)
+        torch.cuda.set_stream(green.Stream())
+    except RuntimeError as error:
+        first_line, _, _ = str(error).partition("\n")
+        raise ValueError(f"--memory-sms {sms} on {device}: {first_line}") from error
+    return green
+
+
+def check_sms(device: torch.device, sms: int) -> None:
+    """Raises ValueError where ``limit_sms`` cannot be."""
+    if green_contexts is None or not green_contexts.SUPPORTED or not hasattr(green_contexts.GreenContext, "Stream"):
+        raise ValueError(
+            f"--memory-sms {sms}: torch {torch.__version__} makes no streams of green contexts: leave it out, or use "
+            f"torch 2.12 or newer, built for CUDA 12.8 or newer"
+        )
+    if sms > (count := torch.cuda.get_device_properties(device).multi_processor_count):
+        raise ValueError(f"--memory-sms {sms}: {device} has {count} multiprocessors")
+
+
+def linear_backend(asked: str, device: torch.device) -> str:
+    """The backend of linear layers on ``device`` for --gemm ``asked``. Raises ValueError where there is none."""
+    if device.type == "cpu":
+        return asked
+    if asked not in ("auto", "torch"):
+        raise ValueError(f"--gemm {asked} computes on CPUs: use auto or torch with --compute-device {device}")
+    return "torch"
+
+
+def check(config: EngineConfig) -> tuple[torch.device, torch.device]:
+    """The first compute worker's device and the first memory worker's, on this host. Raises what their start would:
+    ValueError, ImportError, naming the flag.
+    """
+    ranks, prefill = config.topology.tensor_parallel_size, range(config.topology.prefill_workers)
+    numbers = [
+        *(config.gpu_index("compute", i) for i in range(config.topology.num_compute)),
+        *(config.gpu_index("prefill", i) for i in prefill),
+    ]
+    compute, *_ = [pick_device("--compute-device", config.devices.compute_device, n, ranks) for n in numbers]
+    linear_backend(config.model.gemm, compute)
+    if ranks > 1 and (lacks := collective.why_unavailable(config.topology.collective, compute)):
+        raise ValueError(lacks)
+    memory = pick_device("--memory-device", config.devices.memory_device, config.gpu_index("memory", 0))
+    if memory.type != "cpu":
+        dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+        try:
+            attention.get(config.kv.attention, memory, dtype)
+        except ValueError as error:
+            raise ValueError(
+                f"--attention {config.kv.attention} with --memory-device {config.devices.memory_device}: {error}"
+            ) from None
+        if config.devices.memory_sms:
+            check_sms(memory, config.devices.memory_sms)
+    return compute, memory

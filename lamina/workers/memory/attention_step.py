@@ -1,0 +1,244 @@
+"""A step on a memory worker: what all layers of a group share, and the work of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.kv.paged_cache import row_table
+from lamina.kv.sparsity import kv_budget
+from lamina.ops.attention.merge import CHUNK_TOKENS, Partial
+from lamina.protocol.codec import LayerMessages
+from lamina.protocol.row_layout import RowLayout
+from lamina.protocol.sparse_ops import SelectBlocks
+from lamina.protocol.step_plan import RowRange, StepPlan
+from lamina.utils.tensor_buffers import part_of, pick
+
+from .kv_store import KvStore, StoredPiece
+from .kv_write import KvWrites, StoredKvRows, WritePositions, row_layouts
+from .sparse.scoring import BlockScoring, first_rows
+from .sparse.selection import SparseRows
+
+
+@dataclass
+class StoredAttention:
+    """Results of a piece's attention over stored tokens: of sequences that this worker finishes alone, and nodes of the
+    others.
+    """
+
+    whole_sequences: Partial | None
+    nodes: Partial | None
+
+
+class AttentionStep:
+    """One applied plan."""
+
+    def __init__(self, store: KvStore, plan: StepPlan) -> None:
+        self.plan = plan
+        self._store = store
+        layouts = row_layouts(store, plan.rows)
+        self._writes = KvWrites(store, layouts)
+        budgets = {op.sequence: op.tokens for op in plan.ops if isinstance(op, SelectBlocks)}
+        attended = [] if store.bind_request.parity else layouts
+        self.groups = [GroupAttentionStep(store, g, x, budgets) for g, x in enumerate(attended)]
+        self.scoring = BlockScoring(store, plan)
+        self._stored_bytes: dict[tuple[int, bool], int] = {}  # by layer; layers that are alike share one
+
+    @property
+    def write_positions(self) -> Sequence[tuple[WritePositions, WritePositions]]:
+        """Where K and V are stored, by group: those of whole sequences, and of the others."""
+        return self._writes.places
+
+    def prepared(self) -> tuple[Any, ...]:
+        """What the backend has prepared, of each group: for whole sequences, nodes, new rows, and those of whole
+        sequences that do not select beside others that do; or None.
+        """
+        each = (
+            (g.whole_sequences.prepared, g.nodes.prepared, g.new_rows.prepared, g.prepared_dense_rows)
+            for g in self.groups
+        )
+        return tuple(chain.from_iterable(each))
+
+    @cached_property
+    def graph_key(self) -> tuple[int, ...] | None:
+        """Steps with the same launch the same work on the device, and differ in what tensors say. None: there are no
+        others. Of steps with one row of each sequence, all of which are whole here and attend all.
+        """
+        lone = bool(self.groups) and all(rows.count == 1 for rows in self.plan.rows) and not self.scoring
+        whole = all(g.selection is None and not g.nodes.num_rows and not g.new_rows.num_rows for g in self.groups)
+        kept = all(
+            place.slot_mapping and place.owned_rows is None and not other.num_rows
+            for place, other in self.write_positions
+        )
+        if not (lone and whole and kept and all(g.whole_sequences.num_rows == self.plan.num_rows for g in self.groups)):
+            return None
+        keys = [self._store.backend.graph_key(group.whole_sequences.prepared) for group in self.groups]
+        return None if None in keys else (self.plan.num_rows, *chain.from_iterable(k for k in keys if k))
+
+    def copy_inputs_from(self, other: AttentionStep) -> None:
+        """Say what ``other``, of the same ``graph_key``, says, at the same addresses: for graphs, which read
+        these."""
+        for own, new in zip(self.groups, other.groups, strict=True):
+            self._store.backend.update_prepared(own.whole_sequences.prepared, new.whole_sequences.prepared)
+        for (place, _), (there, _) in zip(self.write_positions, other.write_positions, strict=True):
+            assert place.slot_mapping is not None
+            assert there.slot_mapping is not None
+            place.slot_mapping.blocks.copy_(there.slot_mapping.blocks)
+            place.slot_mapping.offsets.copy_(there.slot_mapping.offsets)
+
+    def relaunched(self) -> AttentionStep:
+        """The same step, of which nothing was launched."""
+        return AttentionStep(self._store, self.plan)
+
+    def messages(self, layer: int) -> LayerMessages:
+        """This worker's."""
+        return self._writes.messages(layer)
+
+    def stored_bytes(self, layer: int) -> int:
+        """K and V that the layer's attention reads."""
+        like = self._store.equal_pieces[layer], self._store.selects_blocks[layer]
+        if like not in self._stored_bytes:
+            self._stored_bytes[like] = sum(group.stored_bytes(piece) for piece, group in self._pieces(layer))
+        return self._stored_bytes[like]
+
+    @property
+    def remote_bytes(self) -> int:
+        """K and V that all layers' attention reads here of sequences at home elsewhere."""
+        if not any(group.remote_tokens for group in self.groups):
+            return 0
+        each = (x for layer in range(len(self._store.layers)) for x in self._pieces(layer))
+        return sum(group.remote_tokens * piece.kv.token_bytes for piece, group in each)
+
+    def attend_stored(self, layer: int, q: Tensor) -> list[StoredAttention]:
+        """By piece, of a message; see ``AttentionBackend.attend_stored``."""
+        attend, stored = self._store.backend.attend_stored, list[StoredAttention]()
+        for piece, group, (whole, other) in self._q(layer, q):
+            if group.selection and piece.kv.bounds is not None:
+                stored.append(StoredAttention(group.selection.attend(piece.operator, piece.kv, whole), None))
+                continue
+            results = [
+                attend(piece.operator, x.prepared, piece.kv, pick(q, x.rows)) if x.num_rows else None
+                for x, q in ((group.whole_sequences, whole), (group.nodes, other))
+            ]
+            stored.append(StoredAttention(*results))
+        return stored
+
+    def rows(self, layer: int, kv: Tensor) -> list[StoredKvRows]:
+        """The K and V of a message, as they will be stored. They may lie in ``kv``."""
+        return self._writes.rows(layer, kv)
+
+    def write(self, layer: int, rows: list[StoredKvRows]) -> None:
+        """Store them at their positions."""
+        self._writes.write(layer, rows)
+
+    def add_scores(self, layer: int, q: Tensor) -> None:
+        """Add the layer's scores, once its rows are written, to the sums that the plan asks for. ``q``: bytes of a
+        message.
+        """
+        if self.scoring:
+            self.scoring.add([(piece, whole) for piece, _, (whole, _) in self._q(layer, q)])
+
+    def finish(
+        self,
+        layer: int,
+        stored: list[StoredAttention],
+        q: Tensor,
+        kv: list[StoredKvRows],
+        partial: Tensor,
+        final: Tensor,
+    ) -> None:
+        """Attend the new rows as they are stored, and fill the two parts of O, flat bytes."""
+        backend, messages = self._store.backend, self.messages(layer)
+        partials, finals = partial.view(torch.float32), final.view(self._store.dtype)
+        pieces = zip(self._q(layer, q), kv, stored, messages.partial, messages.final, strict=True)
+        for (piece, group, (whole, other)), written, part, (o_part, lse_part), final_part in pieces:
+            op, new = piece.operator, group.new_rows
+            parts = [] if part.nodes is None else [part.nodes]
+            if new.num_rows:
+                parts.append(
+                    backend.attend_new(
+                        op, new.prepared, pick(other, new.rows), written.other_sequences.select_rows(group.new_kv)
+                    )
+                )
+            if parts:
+                torch.cat([x.o for x in parts], out=part_of(partials, *o_part))
+                torch.cat([x.lse for x in parts], out=part_of(partials, *lse_part))
+            if part.whole_sequences is not None:
+                o = part_of(finals, *final_part)
+                backend.finish(
+                    op, group.whole_sequences.prepared, part.whole_sequences, whole, written.whole_sequences, o
+                )
+
+    def _pieces(self, layer: int) -> Iterator[tuple[StoredPiece, GroupAttentionStep]]:
+        for piece in self._store.layers[layer]:
+            yield piece, self.groups[piece.group]
+
+    def _q(self, layer: int, data: Tensor) -> Iterator[tuple[StoredPiece, GroupAttentionStep, tuple[Tensor, Tensor]]]:
+        flat = data.view(self._store.dtype)
+        for (piece, group), (whole, other) in zip(self._pieces(layer), self.messages(layer).q, strict=True):
+            yield piece, group, (part_of(flat, *whole), part_of(flat, *other))
+
+
+class _AttendedRows(NamedTuple):
+    """Rows of a message's Q that the backend takes at once; ``rows`` None = all."""
+
+    num_rows: int
+    rows: Tensor | None
+    prepared: Any
+
+
+class GroupAttentionStep:
+    """What one group has of a step: index tensors."""
+
+    def __init__(self, store: KvStore, group: int, layout: RowLayout, budgets: Mapping[int, int]) -> None:
+        """``budgets``: tokens that lone rows attend, by sequence, in place of the engine's budget; 0: all."""
+        self._store, self._group = store, group
+        q_at, kv_at = first_rows(layout.q), first_rows(layout.kv)
+        self.stored_tokens = 0
+        self.selection: SparseRows | None = None
+        self.whole_sequences = self._attended(layout.whole_sequences, None, None)
+        if any(store.selects_blocks) and layout.whole_sequences and not store.tables.windows[group]:
+            table = row_table(store.tables, group, layout.whole_sequences, align=CHUNK_TOKENS)
+            budget = kv_budget(store.bind_request.kv, store.tables.block_size)
+            tokens = [budgets.get(rows.sequence, budget.tokens) for rows in layout.whole_sequences]
+            self.selection = SparseRows(store.backend, table, budget, tokens)
+        rows, ranges = [n.rows for n in layout.merge_nodes], [(n.low, n.high) for n in layout.merge_nodes]
+        lanes, stays = store.tables.kv_shards[group], store.placement.single_shard
+        remote = (n for n in layout.merge_nodes if stays and n.rows.location.kv_shard not in lanes)
+        self.remote_tokens = sum(max(0, min(n.high, n.rows.first) - n.low) for n in remote)
+        self.nodes = self._attended(rows, ranges, _index(rows, q_at, store.device))
+        at = _index(layout.new_rows, q_at, store.device)
+        self.new_rows = self._attended(layout.new_rows, [(r.first, r.first) for r in layout.new_rows], at)
+        self.new_kv = _index(layout.new_rows, kv_at, store.device)
+
+    @property
+    def prepared_dense_rows(self) -> Any:
+        """Of the rows that do not select, where others do; or None."""
+        return self.selection.prepared_dense_rows if self.selection and self.selection.others else None
+
+    def stored_bytes(self, piece: StoredPiece) -> int:
+        """K and V that a layer's attention reads for a piece."""
+        if self.selection and piece.kv.bounds is not None:
+            return self.selection.stored_bytes(piece.kv)
+        return self.stored_tokens * piece.kv.token_bytes
+
+    def _attended(
+        self, rows: list[RowRange], ranges: list[tuple[int, int]] | None, index: Tensor | None
+    ) -> _AttendedRows:
+        if not rows:
+            return _AttendedRows(0, index, None)
+        table = row_table(self._store.tables, self._group, rows, align=CHUNK_TOKENS, ranges=ranges)
+        self.stored_tokens += int((table.stop - table.seen).sum())
+        return _AttendedRows(table.num_rows, index, self._store.backend.prepare(table))
+
+
+def _index(rows: Iterable[RowRange], starts: dict[int, int], device: torch.device) -> Tensor:
+    """The rows of sequences in a message."""
+    at = [starts[r.sequence] + i for r in rows for i in range(r.count)]
+    return torch.tensor(at, dtype=torch.int64, device=device)

@@ -1,0 +1,295 @@
+"""One view on a memory worker, from its Bind to its end: rounds of steps, layer by layer.
+
+Every step of a round has its turn in each layer, in the order of the plans; so the worker knows at any time whose
+message is next, and waits for that one alone. The store is not the session's: it was there before, or stays behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from msgspec import structs
+
+from lamina.config.resolve import LayerPath, layer_path
+from lamina.netstack import Arrival, Channel, ChannelTimeout
+from lamina.observe.trace import FLIP_BIT, Event, Recorder
+from lamina.protocol.blocks.block_tables import NoBlocksError, PlanError
+from lamina.protocol.sparse_ops import BlockScoresReport
+from lamina.protocol.step_plan import (
+    BindRequest,
+    CommitMigration,
+    CopyStripes,
+    LoadKv,
+    MessageKey,
+    MessageKind,
+    ProtocolError,
+    SaveKv,
+    StepPlan,
+    StorageOp,
+    decode_bind,
+    decode_device_path,
+    decode_join,
+    decode_plan,
+    encode,
+)
+from lamina.workers.device_transport import DeviceTransport, can_use_device_path
+
+from .attention_step import AttentionStep
+from .kv_checksums import flip_bit
+from .kv_store import KvStore
+from .kv_transfer.live_migration import LiveMigration
+from .kv_transfer.prefill_receive import PrefillReceiver
+from .layer_loop.device_loop import DeviceLayerLoop
+from .layer_loop.host_loop import RESERVE_S, HostLayerLoop
+from .layer_loop.native_loop import NativeLayerLoop, can_use_native_loop
+from .layer_loop.parity_loop import ParityLayerLoop
+from .message_inbox import MessageInbox
+from .offload.page_transfers import PageTransfers
+from .worker_counters import Counters
+
+
+class LayerLoop(Protocol):
+    """The way of a layer's messages, for all steps of a view; and the work of a layer between them."""
+
+    def run(self, steps: Sequence[AttentionStep]) -> None:
+        """All layers of a round: of each layer, in the order of ``steps``, take Q, K and V, attend, store, send O. The
+        store is told of rows that are written in all layers. Raises ChannelError, ProtocolError.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """A step was refused: whoever waits for its messages is to know."""
+        ...
+
+
+class EpochServer:
+    """The channels of all replicas and prefill workers under one view. Replica 0 binds and sends the plans."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        open_store: Callable[[BindRequest], KvStore],
+        meter: Counters,
+        trace: Recorder,
+        view: int = 0,
+        names: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Waits for a Bind on ``channel``, for which ``open_store`` gives the store. ``names``: of all that come, by
+        number.
+        """
+        self._channels = [channel]
+        self._epoch, self._names = view, names
+        self._meter = meter
+        self._trace = trace
+        self._prefill_receiver = PrefillReceiver(meter, trace, clock, view)
+        self._inbox = MessageInbox(self._channels, self._prefill_receiver, meter, view)
+        self._awaits_host_channel = False  # whether a channel for hosts is still to come
+        self._store = self._bind(open_store)
+        self._prefill_receiver.set_store(self._store)
+        self._device_layers: DeviceLayerLoop | None = None
+        self.page_transfers: PageTransfers | None = None  # set before ``run``, where pages are kept beside the pool
+        self.live_migration: LiveMigration | None = None  # set before ``run``, where stripes may move
+        self.report: Callable[[BlockScoresReport], None] = lambda scored: None  # to the driver; set before ``run``
+
+    @property
+    def num_missing(self) -> int:
+        """Channels that are still to come: of replicas, of prefill workers, and one for hosts if it is due."""
+        bind = self._store.bind_request
+        return bind.replicas + bind.prefill_workers - len(self._channels) + self._awaits_host_channel
+
+    def add_channel(self, channel: Channel) -> None:
+        """Take the next one in, or tell one of another view that it is. Raises ProtocolError if it is not the one that
+        is due, or has another model.
+        """
+        arrival = self._inbox.receive(channel)
+        key, bind = MessageKey.unpack(arrival.tag), self._store.bind_request
+        if key.kind == MessageKind.DIRECT and self._awaits_host_channel:
+            self._join_direct(channel, arrival)
+            return
+        if key.kind != MessageKind.JOIN:
+            raise ProtocolError(f"{key} in place of a join")
+        join = decode_join(arrival.data)
+        channel.release(arrival)
+        if join.epoch != self._epoch:
+            self._send(channel, MessageKey(MessageKind.REFUSED), self._other_epoch_error("join", join.epoch).encode())
+            channel.close()
+            return
+        self._check_name(channel, join.peer_number)
+        if join.peer_number != len(self._channels):
+            raise ProtocolError(f"worker {join.peer_number} came when worker {len(self._channels)} was due")
+        if join.layers != bind.layers:
+            raise ProtocolError(f"worker {join.peer_number} has another model than the one that was bound")
+        self._channels.append(channel)
+        if join.peer_number >= bind.replicas:
+            self._prefill_receiver.add_sender(channel)
+        self._send(channel, MessageKey(MessageKind.BOUND), encode(self._store.bind_reply))
+
+    def _join_direct(self, channel: Channel, arrival: Arrival) -> None:
+        self._check_name(channel, 0)
+        order = decode_device_path(arrival.data)
+        channel.release(arrival)
+        self._send(channel, MessageKey(MessageKind.BOUND), encode(self._store.bind_reply))
+        self._awaits_host_channel = False
+        first, self._channels[0] = self._channels[0], channel  # for hosts, as the first one may not be
+        if order.wait_s > 0:
+            wire = DeviceTransport(first, self._store.staging, order.wait_s)
+            self._device_layers = DeviceLayerLoop(wire, self._store, self._meter, graphs=order.graphs)
+        else:
+            first.close()
+
+    def check_channels(self) -> None:
+        """Raises ChannelError when a replica was lost, ProtocolError if one sends before all have joined."""
+        for channel in self._channels:
+            with suppress(ChannelTimeout):
+                raise ProtocolError(
+                    f"{MessageKey.unpack(channel.wait_signal(timeout_s=0.0).tag)} before all have joined"
+                )
+
+    def run(self) -> None:
+        """Serve rounds until a channel ends. All have joined. Raises ChannelError, ProtocolError,
+        CorruptedMemoryError."""
+        layers = self._device_layers or self._host_layers()
+        while True:
+            steps, sums = self._round(layers), self._store.checksums
+            if layers is self._device_layers:
+                self._await_loads(steps)
+            if self._trace.is_due(FLIP_BIT) and flip_bit(self._store, steps):
+                self._trace.on_failpoint_passed(FLIP_BIT)
+            if sums:
+                sums.verify_before_step(steps)
+            layers.run(steps)
+            if sums:
+                sums.update_after_step(steps)
+            for scored in (x for step in steps for x in step.scoring.reports()):
+                self.report(scored)
+
+    def _host_layers(self) -> LayerLoop:
+        replicas = self._channels[: self._store.bind_request.replicas]
+        form = NativeLayerLoop if can_use_native_loop(self._store, replicas) else HostLayerLoop
+        if self._store.bind_request.parity:
+            form = ParityLayerLoop
+        loads = self.page_transfers.loader if self.page_transfers else None
+        return form(replicas, self._inbox, self._store, self._prefill_receiver, self._meter, self._trace, loads)
+
+    def _await_loads(self, steps: Sequence[AttentionStep]) -> None:
+        """Kernels wait for no layer: all that they will see has to be there."""
+        loads = self.page_transfers.loader if self.page_transfers else None
+        if loads is None:
+            return
+        for step in steps:
+            while not loads.wait(
+                loads.needed_by(step.plan), len(self._store.layers) - 1, self._prefill_receiver.poll_timeout_s
+            ):
+                self._prefill_receiver.receive_one()
+            loads.collect()
+
+    def _round(self, layers: LayerLoop) -> list[AttentionStep]:
+        """Begin the steps of the next round; those that have rows."""
+        steps, more = list[AttentionStep](), True
+        while more:
+            start = self._trace.now()
+            while not self._inbox.plans:
+                if (arrival := self._inbox.next_message(0)) is not None:
+                    raise ProtocolError(f"{MessageKey.unpack(arrival.tag)} in place of a plan")
+            key, data = self._inbox.plans.popleft()
+            start = self._trace.add(Event.WAIT_PLAN, start, key)
+            step, more = self._begin(key, data, layers)
+            self._trace.add(Event.PLAN, start, key)
+            if step is not None and step.plan.num_rows:
+                steps.append(step)
+        return steps
+
+    def _begin(self, key: MessageKey, data: bytes, layers: LayerLoop) -> tuple[AttentionStep | None, bool]:
+        """Apply a plan, or refuse it; and whether the round goes on behind it."""
+        plan = None
+        try:
+            with self._meter.time("plan_s"):
+                plan = decode_plan(data)
+                if key != MessageKey.for_step(MessageKind.PLAN, plan):
+                    raise ProtocolError(f"the plan of step {plan.step} came as {key}")
+                if plan.epoch != self._epoch:
+                    raise ProtocolError(self._other_epoch_error(f"step {plan.step}", plan.epoch))
+                self._prefill_receiver.check_plan(plan)
+                self._begin_store(plan)
+                self._prefill_receiver.expect(plan, self._store)
+                step = AttentionStep(self._store, plan)
+        except (ProtocolError, PlanError, NoBlocksError) as e:
+            self._inbox.is_refused[key.batch] = key
+            self._meter.add("refused", 1)
+            reader = plan.replica_of(1) if plan else 0
+            channel = self._channels[reader if 0 <= reader < len(self._channels) else 0]
+            self._send(channel, key._replace(kind=MessageKind.REFUSED), str(e).encode())
+            layers.abort(str(e))
+            return None, plan is not None and plan.has_more
+        self._inbox.is_refused.pop(key.batch, None)
+        self._meter.add("steps", 1)
+        self._meter.add("rows", step.plan.num_rows)
+        self._meter.add("remote_bytes", step.remote_bytes)
+        return step, plan.has_more
+
+    def _begin_store(self, plan: StepPlan) -> None:
+        if self.page_transfers is not None:
+            self.page_transfers.collect()
+            self.page_transfers.begin_plan(plan)  # which copies what is still to be saved, and wipes
+        elif any(isinstance(op, SaveKv | LoadKv | StorageOp) for op in plan.ops):
+            raise ProtocolError(f"step {plan.step} saves or loads, and there is no medium beside the pool")
+        elif any(isinstance(op, CopyStripes | CommitMigration) for op in plan.ops) and self.live_migration is None:
+            raise ProtocolError(f"step {plan.step} moves stripes, and no memory worker has come for any")
+        else:
+            again = self._store.tables.is_replay(plan)
+            if self.live_migration is not None and not again:
+                self.live_migration.drop_cancelled(plan)
+            self._store.apply_plan(plan)
+            self._store.apply_block_copies()
+            if self.live_migration is not None and not again:
+                self.live_migration.begin(plan)
+
+    def _bind(self, open_store: Callable[[BindRequest], KvStore]) -> KvStore:
+        """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""
+        channel = self._channels[0]
+        while True:
+            arrival = self._inbox.receive(channel)
+            key = MessageKey.unpack(arrival.tag)
+            if key.kind != MessageKind.BIND:
+                raise ProtocolError(f"{key} in place of a bind")
+            try:
+                bind = decode_bind(arrival.data)
+                if bind.epoch != self._epoch:
+                    raise ProtocolError(self._other_epoch_error("bind", bind.epoch))
+                self._check_name(channel, 0)
+                store = open_store(bind)
+            except (ValueError, ImportError, MemoryError, ProtocolError) as e:
+                answer, text = MessageKind.REFUSED, str(e).encode()
+            else:
+                self._awaits_host_channel = self._can_use_device_path(store)
+                store.bind_reply = structs.replace(store.bind_reply, device_path=self._awaits_host_channel)
+                answer, text = MessageKind.BOUND, encode(store.bind_reply)
+            channel.release(arrival)
+            self._send(channel, MessageKey(answer), text)
+            if answer == MessageKind.BOUND:
+                return store
+
+    def _check_name(self, channel: Channel, number: int) -> None:
+        """Raises ProtocolError where ``channel`` is not of the worker of that number."""
+        name = self._names[number] if number < len(self._names) else ""
+        if channel.peer_name != name:
+            raise ProtocolError(f"worker {number} is {name!r} by the driver, and {channel.peer_name!r} came for it")
+
+    def _other_epoch_error(self, what: str, view: int) -> str:
+        return f"{what} is of view {view}, this worker is in view {self._epoch}"
+
+    def _can_use_device_path(self, store: KvStore) -> bool:
+        bind = store.bind_request
+        kernels = bind.device_path and can_use_device_path(self._channels[0], store.staging)
+        path = layer_path(bind.partition, bind.replicas, bind.prefill_workers, kernels=kernels)
+        return path is LayerPath.DEVICE
+
+    def _send(self, channel: Channel, key: MessageKey, data: bytes) -> None:
+        slot = channel.reserve(len(data), timeout_s=RESERVE_S)
+        slot.data[:] = data
+        self._meter.add("bytes_sent", len(data))
+        channel.put_signal(slot, key.pack())

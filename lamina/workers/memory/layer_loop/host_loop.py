@@ -1,0 +1,159 @@
+"""The layers of a memory worker's steps whose messages hosts send: through channels, from and to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lamina.netstack import Arrival, Channel
+from lamina.observe.trace import Event, Recorder
+from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
+from lamina.workers.memory.attention_step import AttentionStep, StoredAttention
+from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.memory.kv_transfer.prefill_receive import PrefillReceiver
+from lamina.workers.memory.kv_write import StoredKvRows
+from lamina.workers.memory.message_inbox import MessageInbox
+from lamina.workers.memory.offload.kv_load import KvLoader
+from lamina.workers.memory.worker_counters import Counters
+from lamina.workers.staging import NO_WAIT
+
+RESERVE_S = 60.0  # for a compute worker to take what it was sent before
+
+
+class HostLayerLoop:
+    """The Layers of a session whose messages are in host memory."""
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        inbox: MessageInbox,
+        store: KvStore,
+        grants: PrefillReceiver,
+        meter: Counters,
+        trace: Recorder,
+        loads: KvLoader | None = None,
+    ) -> None:
+        """``channels``: of all replicas, whose messages come by ``inbox``. ``loads``: whose layers rows may need."""
+        self._channels, self._inbox, self._store, self._grants = channels, inbox, store, grants
+        self._loads = loads
+        self._meter, self._trace = meter, trace
+
+    def run(self, steps: Sequence[AttentionStep]) -> None:
+        """All layers of a round, one step after another in each."""
+        last = len(self._store.layers) - 1
+        for layer in range(last + 1):
+            for step in steps:
+                self._wait_for_loads(step, layer)
+                self._serve_layer(step, layer)
+                self._meter.add("turns", 1)
+                if layer == last:
+                    self._write_stored(step)
+
+    def _wait_for_loads(self, step: AttentionStep, layer: int) -> None:
+        """Until what the rows of ``step`` see in ``layer`` is loaded."""
+        needed = self._loads.needed_by(step.plan) if self._loads else []
+        if self._loads is None or not needed:
+            return
+        start = self._trace.now()
+        while not self._loads.wait(needed, layer, self._grants.poll_timeout_s):
+            self._grants.receive_one()
+        self._trace.add(Event.WAIT_LAYER, start, step.plan, layer)
+
+    def _write_stored(self, step: AttentionStep) -> None:
+        """All layers of ``step`` are."""
+        if self._loads is not None:
+            self._loads.collect()  # else its rows would count before the loaded tokens in front of them
+        self._store.committed.commit(step.plan.rows)
+
+    def _serve_layer(self, step: AttentionStep, layer: int) -> None:
+        """Q in, attend the stored tokens; KV in, attend the new ones; O out, then write KV, while the next slice runs.
+
+        What came is released behind O: the inbox has room for the next Q and KV beside this one's.
+        """
+        self._grants.receive_overdue()
+        meter, trace, messages, overlap = (
+            self._meter,
+            self._trace,
+            step.messages(layer),
+            self._store.bind_request.kv.overlap,
+        )
+        source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
+        q_arrival = self._receive(step, layer, MessageKind.Q, messages.q_bytes)
+        q = self._message(q_arrival)
+        if overlap:
+            stored = self._attend_stored(step, layer, q)
+        kv_arrival = self._receive(step, layer, MessageKind.KV, messages.kv_bytes)
+        kv = self._message(kv_arrival)
+        if not overlap:
+            stored = self._attend_stored(step, layer, q)
+        start = trace.now()
+        rows = step.rows(layer, kv)
+        if messages.o_bytes:
+            slot = reply.reserve(messages.o_bytes, timeout_s=RESERVE_S)
+            start = trace.add(Event.RESERVE, start, step.plan, layer)
+            with meter.time("attend_s"):
+                self._finish(step, layer, stored, q, rows, slot.data)
+            start = trace.add(Event.NEW, start, step.plan, layer)
+            reply.put_signal(slot, MessageKey.for_step(MessageKind.O, step.plan, layer).pack())
+            start = trace.add(Event.SEND_O, start, step.plan, layer, 0, messages.o_bytes)
+            meter.add("bytes_sent", messages.o_bytes)
+        with meter.time("write_s"):
+            step.write(layer, rows)
+        with meter.time("score_s"):
+            step.add_scores(layer, q)
+        trace.add(Event.WRITE, start, step.plan, layer)
+        for arrival in (q_arrival, kv_arrival):
+            if arrival:
+                source.release(arrival)
+
+    def abort(self, reason: str) -> None:
+        """Nothing to do: the session sends the reason in place of the O that a compute worker waits for."""
+
+    def _message(self, arrival: Arrival | None) -> Tensor:
+        return NO_WAIT if arrival is None else self._store.message_tensor(arrival.data)
+
+    def _finish(
+        self,
+        step: AttentionStep,
+        layer: int,
+        stored: list[StoredAttention],
+        q: Tensor,
+        rows: list[StoredKvRows],
+        out: memoryview,
+    ) -> None:
+        """The layer's O into ``out``."""
+        staging, upto = self._store.staging, step.messages(layer).partial_bytes
+        partial, final = staging.device_buffer(out[:upto]), staging.device_buffer(out[upto:])
+        step.finish(layer, stored, q, rows, partial, final)
+        staging.copy_out(out[:upto], partial)
+        staging.copy_out(out[upto:], final)
+
+    def _attend_stored(self, step: AttentionStep, layer: int, q: Tensor) -> list[StoredAttention]:
+        start = self._trace.now()
+        with self._meter.time("attend_s"):
+            stored = step.attend_stored(layer, q)
+        self._trace.add(Event.STORED, start, step.plan, layer)
+        self._meter.add("stored_bytes", step.stored_bytes(layer))
+        return stored
+
+    def _receive(self, step: AttentionStep, layer: int, kind: MessageKind, nbytes: int) -> Arrival | None:
+        """The layer message whose turn it is, and which must be the next of its replica; None where there is none.
+
+        Raises ProtocolError.
+        """
+        if not nbytes:
+            return None
+        key, start = MessageKey.for_step(kind, step.plan, layer), self._trace.now()
+        while (arrival := self._inbox.next_message(step.plan.replica_of(layer))) is None:
+            pass
+        got = MessageKey.unpack(arrival.tag)
+        if got != key or arrival.data.nbytes != nbytes:
+            raise ProtocolError(unexpected_message(arrival, key, nbytes))
+        self._trace.add(Event.WAIT_Q if kind == MessageKind.Q else Event.WAIT_KV, start, step.plan, layer, 0, nbytes)
+        return arrival
+
+
+def unexpected_message(arrival: Arrival, key: MessageKey, nbytes: int) -> str:
+    """A fault: ``arrival`` came where ``key`` was due."""
+    return f"{MessageKey.unpack(arrival.tag)} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes"

@@ -1,0 +1,24 @@
+"""The layers of a worker that keeps the parity of others' K and V: it stores what comes, and attends nothing."""
+
+from __future__ import annotations
+
+from lamina.observe.trace import Event
+from lamina.protocol.step_plan import MessageKind
+from lamina.workers.memory.attention_step import AttentionStep
+
+from .host_loop import HostLayerLoop
+
+
+class ParityLayerLoop(HostLayerLoop):
+    """The Layers of such a session. No Q comes, and nobody waits for O."""
+
+    def _serve_layer(self, step: AttentionStep, layer: int) -> None:
+        self._grants.receive_overdue()
+        arrival = self._receive(step, layer, MessageKind.KV, step.messages(layer).kv_bytes)
+        if arrival is None:
+            return
+        start = self._trace.now()
+        with self._meter.time("write_s"):
+            step.write(layer, step.rows(layer, self._message(arrival)))
+        self._trace.add(Event.WRITE, start, step.plan, layer)
+        self._channels[step.plan.replica_of(layer)].release(arrival)

@@ -1,0 +1,54 @@
+"""The limits of a memory worker on loan, whose debtor may be anybody with the cluster's key: it takes no more memory
+than was lent, keeps nothing outside of its pool, and has no devices. It tells its host how much it reads.
+
+A memory worker that is not on loan has none of these limits.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Callable
+
+from lamina.env import lease_bytes, lease_meter
+from lamina.netstack import ListenTerms
+
+READ_COUNTER = struct.Struct("<d")  # bytes that were read
+READ_COUNTER_INTERVAL_S = 0.5
+MAX_CHANNELS = 32
+MAX_INBOX_BYTES = 256 << 20  # of a channel, both directions together
+
+
+def check_lease(kv_bytes: int) -> None:
+    """Raises ValueError where so much KV memory is more than was lent."""
+    if 0 < (lease := lease_bytes()) < kv_bytes:
+        raise ValueError(f"{kv_bytes} bytes are asked for of a memory worker that was lent with {lease}")
+
+
+def check_allowed_for_guest(what: str, wanted: bool) -> None:
+    """Raises ValueError where ``what``, an option, is wanted of a guest."""
+    if wanted and lease_bytes():
+        raise ValueError(f"a memory worker on loan has no {what}: leave it out with --borrow")
+
+
+def listener_terms(name: str) -> ListenTerms:
+    """Of the listener of a memory worker. Raises ValueError for a bad name."""
+    if not lease_bytes():
+        return ListenTerms(name=name)
+    return ListenTerms(name=name, inbox_bytes=MAX_INBOX_BYTES, channels=MAX_CHANNELS)
+
+
+def publish_reads(stats: Callable[[], dict[str, float]]) -> None:
+    """From now on, on a thread of its own, as long as this process lives: the bytes of K and V that attention has
+    read, in the file that its creditor has given. Who is nobody's guest tells nothing.
+    """
+    if (meter := lease_meter()) is None:
+        return
+
+    def tell() -> None:
+        never = threading.Event()
+        while not never.wait(READ_COUNTER_INTERVAL_S):
+            os.pwrite(meter, READ_COUNTER.pack(stats()["stored_bytes"]), 0)
+
+    threading.Thread(target=tell, name="lamina-lease-meter", daemon=True).start()

@@ -1,0 +1,226 @@
+"""Start of a memory worker: listen, tell the driver where, import what takes seconds; then serve view after view.
+
+Compute workers load the model meanwhile, so torch is not imported here before the driver knows the address.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lamina import netstack
+from lamina.env import cluster_key
+from lamina.netstack import ChannelError, Listener
+from lamina.observe.failpoints import recorder
+from lamina.protocol.blocks.block_tables import NoBlocksError
+from lamina.protocol.control import (
+    ClockRequest,
+    Connect,
+    ControlLink,
+    LinkClosedError,
+    MemoryReady,
+    Quiesce,
+    Quiesced,
+    RateRequest,
+    StartMemory,
+    StatsRequest,
+    Stop,
+    TraceRequest,
+)
+from lamina.protocol.reshard import PrepareStore, RebuildKv, Reshard, ReshardDone, StorePrepared, TerminationNotice
+from lamina.protocol.step_plan import ProtocolError
+from lamina.utils.background_thread import LowPriorityCall
+from lamina.workers.control_loop import ControlLoop
+from lamina.workers.epoch_channels import EpochListener
+from lamina.workers.runtime import RUNTIME, Runtime
+from lamina.workers.worker_process import on_sigterm, write_error
+
+from .lease_limits import check_allowed_for_guest, listener_terms, publish_reads
+
+if TYPE_CHECKING:
+    from .memory_worker import MemoryWorker
+
+log = logging.getLogger(__name__)
+FROM_DRIVER = (
+    StartMemory
+    | Connect
+    | Quiesce
+    | PrepareStore
+    | Reshard
+    | RebuildKv
+    | StatsRequest
+    | ClockRequest
+    | RateRequest
+    | TraceRequest
+    | Stop
+)
+
+
+def serve_memory(sock: socket.socket) -> None:
+    """Serve one driver, over its control socket, until the link ends or says Stop."""
+    link = ControlLink(sock, FROM_DRIVER)
+
+    def leave() -> None:
+        with suppress(LinkClosedError):
+            link.send(TerminationNotice())
+
+    on_sigterm(leave)
+    try:
+        start = link.recv()
+    except LinkClosedError:
+        return
+    if isinstance(start, StartMemory):
+        MemoryServer(link, start).run()
+    link.close()
+
+
+class MemoryServer:
+    """The life of a memory worker's process, or thread."""
+
+    def __init__(self, link: ControlLink, start: StartMemory, around: Runtime = RUNTIME) -> None:
+        self._link, self._start, self._runtime = link, start, around
+        self._trace = recorder(start.trace)
+        self._worker: MemoryWorker | None = None  # until it is loaded
+        self._next_epoch = -1  # the view of the last Connect
+        self._store_preallocation: PrepareStore | None = None  # what was asked for last
+        self._prepare_thread = threading.Lock()  # one is made after the other
+        self._loading = threading.Lock()
+        self._fabric: netstack.Fabric | None = None
+        self._limit: object = None  # of the multiprocessors, as long as it is held
+        self._service = ControlLoop(  # the last: messages are heeded from here on
+            link,
+            lambda: self._loaded().stats(),
+            self._abort,
+            self._trace,
+            lambda: self._loaded().read_bandwidth(),
+            self._on_message,
+            around,
+        )
+
+    def run(self) -> None:
+        service = self._service
+        try:
+            listener = self._listen()
+            if listener is not None:
+                service.link.send(MemoryReady(url=listener.url))
+                worker = LowPriorityCall(self._loaded, "lamina-import").result()
+                publish_reads(worker.stats)
+                self._set_threads()
+                door = EpochListener(listener)
+                while isinstance(
+                    order := service.next_message(block=True), Connect | Quiesce | PrepareStore | Reshard | RebuildKv
+                ):
+                    if isinstance(order, PrepareStore):
+                        continue  # it was heeded
+                    if isinstance(order, Reshard | RebuildKv):
+                        service.link.send(self._reshard(worker, door, order))
+                        continue
+                    if isinstance(order, Quiesce):
+                        service.link.send(Quiesced(epoch=order.epoch, surviving_tokens=worker.surviving_tokens()))
+                        continue
+                    try:
+                        worker.leave_epochs_before(self._next_epoch)
+                        worker.serve(door, order, self._fabric)
+                    except (ChannelError, ProtocolError):  # why, the other end tells the driver
+                        worker.reject_until_next_epoch(door, order.epoch)
+        except LinkClosedError:
+            pass  # the driver is gone: so are we
+        except Exception as e:
+            if not service.is_stopped.is_set():
+                write_error()
+                service.report_failure(f"memory worker: {type(e).__name__}: {e}")
+                raise
+        finally:
+            if self._worker is not None:
+                self._worker.close()
+            if self._fabric is not None:
+                self._fabric.close()
+
+    def _reshard(self, worker: MemoryWorker, door: EpochListener, order: Reshard | RebuildKv) -> ReshardDone:
+        assert self._fabric is not None
+        try:
+            if isinstance(order, RebuildKv):
+                return ReshardDone(epoch=order.epoch, nbytes=worker.rebuild(door, self._fabric, order))
+            return ReshardDone(epoch=order.epoch, nbytes=worker.reshard(door, self._fabric, order))
+        except (ChannelError, ProtocolError, ValueError, MemoryError, NoBlocksError) as error:
+            return ReshardDone(epoch=order.epoch, error=f"{type(error).__name__}: {error}")
+
+    def _prepare(self, order: PrepareStore) -> None:
+        error = ""
+        with self._prepare_thread:
+            if order is not self._store_preallocation:
+                return  # threads begin in any order
+            try:
+                self._loaded().prepare(order.bind, order.storage, ahead=order.is_first_store)
+            except Exception as e:  # noqa: BLE001 - whatever it is, nobody waits for this thread
+                error = f"{type(e).__name__}: {e}"
+        if order.is_first_store and error:
+            log.warning("a spare memory worker takes its memory with a place, not before: %s", error)
+        elif order.bind is not None and not order.is_first_store:
+            with suppress(LinkClosedError):
+                self._link.send(StorePrepared(error, order.resize_number))
+
+    def _listen(self) -> Listener | None:
+        """Open the place where other workers connect; None where that is impossible, and the driver was told why."""
+        try:
+            check_allowed_for_guest("--memory-device", self._start.devices.memory_device != "cpu")
+            gpu = None if self._start.devices.memory_device == "cpu" else self._pick_gpu()
+            key = self._start.key or cluster_key()
+            device = self._start.devices.rdma_device
+            self._fabric = self._runtime.open_fabric(self._start.scheme, key=key, gpu=gpu, device=device)
+            return self._fabric.listen(self._start.address, listener_terms(self._start.name))
+        except (ValueError, ImportError, ChannelError) as e:
+            self._service.report_failure(f"memory worker: {e}", user_error=True)
+            return None
+
+    def _pick_gpu(self) -> int | None:
+        """The number of this worker's GPU; None for a CPU. Raises ValueError where the GPU is not there."""
+        from lamina.workers.device_selection import limit_sms
+
+        device = self._loaded().device
+        if (sms := self._start.devices.memory_sms) and device.type != "cpu":
+            self._limit = limit_sms(device, sms)
+        return device.index
+
+    def _loaded(self) -> MemoryWorker:
+        """The worker. Safe from any thread."""
+        with self._loading:
+            if self._worker is None:
+                from lamina.workers.device_selection import memory_share, pick_device
+
+                from .memory_worker import MemoryWorker
+
+                start, asked = self._start, self._start.devices.memory_device
+                device = pick_device("--memory-device", asked, start.device_number)
+                parts = memory_share(asked, start.device_users)
+                self._worker = MemoryWorker(device, self._trace, parts, self._link.send, self._runtime)
+            return self._worker
+
+    def _set_threads(self) -> None:
+        import torch
+
+        threads = self._start.threads
+        if threads not in (0, torch.get_num_threads()):  # once called, it wakes threads for tiny tensors too
+            torch.set_num_threads(threads)
+
+    def _on_message(self, message: object) -> None:
+        """Look at a message as it comes. A Connect or a Halt ends the view that is served, which may wait for ever for
+        peers that have gone on; a PrepareStore begins beside it, and the worker goes on serving.
+        """
+        if isinstance(message, PrepareStore):
+            self._store_preallocation = message
+            self._runtime.start_background(partial(self._prepare, message), "lamina-prepare")
+        if isinstance(message, Connect | Quiesce):
+            self._next_epoch = message.epoch
+            if self._worker is not None:
+                self._worker.leave_epochs_before(message.epoch)
+
+    def _abort(self, reason: str) -> None:
+        if self._worker is not None:
+            self._worker.abort(reason)
+        if self._fabric is not None:
+            self._fabric.close()

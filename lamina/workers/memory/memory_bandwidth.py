@@ -1,0 +1,21 @@
+"""How fast the memory is in which KV lies."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+RATE_BYTES = 256 << 20
+RATE_PASSES = 5
+
+
+def measure_read_bandwidth(device: torch.device) -> float:
+    """Bytes a second that ``device`` reads from memory that no cache holds, with the threads that it has."""
+    data, rates = torch.ones(RATE_BYTES // 8, dtype=torch.int64, device=device), []
+    for _ in range(RATE_PASSES):
+        start = time.perf_counter()
+        data.sum().item()
+        rates.append(RATE_BYTES / (time.perf_counter() - start))
+    return statistics.median(rates)

@@ -1,0 +1,291 @@
+"""Pages on their way from the medium into a memory worker's pool, layer after layer.
+
+A sequence may have its first rows while it is loaded, once its gate is open (lamina.kv.layerwise_load): then layer k +
+1 comes while rows go through layer k. A round waits for a layer right before it, and nowhere else; for all layers of a
+load at most LATE_LOAD_S, then it goes on with whatever lies there. The driver hears that the pages were not loaded, and
+drops what these rows have drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from lamina.kv.layerwise_load import can_start, layer_runs
+from lamina.kv.pages import PAGE, PageFragment
+from lamina.kv.storage import FragmentLostError, StorageBackend, StorageError
+from lamina.observe.trace import Event, Recorder
+from lamina.protocol.step_plan import LoadKv, MessageKey, MessageKind, RowRange, StepPlan
+from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.memory.worker_counters import Counters
+from lamina.workers.staging import Staging, open_staging
+
+from .page_fragments import PageBlocks, StoreFragments
+
+log = logging.getLogger(__name__)
+PageReader = Callable[[bytes, Mapping[PageFragment, memoryview]], None]
+LATE_LOAD_S = 5.0  # for layers of one load that rows have come to, all together
+
+
+class LoadResult(NamedTuple):
+    """One op of a load: pages from its first one on that are in the pool, who has given way, and why not all are."""
+
+    op: LoadKv
+    num_pages: int
+    evicted: list[bytes]
+    error: str
+
+
+class PageLoad:
+    """The pages of one sequence that one plan loads."""
+
+    def __init__(
+        self,
+        ops: Sequence[LoadKv],
+        at: Sequence[Sequence[PageBlocks | None]],
+        key: MessageKey,
+        nbytes: int,
+        ready: Callable[[], None],
+    ) -> None:
+        """``page_blocks``: of each op, where its pages go; ``key``: of the plan; ``nbytes``: of all. ``is_ready``: wait
+        until the device needs the blocks for nothing else.
+        """
+        self.is_ready = ready
+        self.ops, self.page_blocks, self.key, self.nbytes = ops, at, key, nbytes
+        self.sequence, self.spare_s = ops[0].sequence, min(op.slack_s for op in ops)
+        self.done = [len(op.keys) for op in ops]  # pages, as far as is known
+        self.errors, self.evicted = [""] * len(ops), [list[bytes]() for _ in ops]
+        self.num_open = self.num_ended = False
+        self.layers = 0  # that are there
+        self.changed = threading.Condition()
+        self._waited_s = 0.0  # until a layer came, for all that came
+        self._since: float | None = None  # when the next one was asked for; None: not yet
+
+    @property
+    def failed(self) -> bool:
+        """Whether some page is known not to come."""
+        return any(self.errors)
+
+    def pages(self) -> Iterator[tuple[int, int]]:
+        """Op and page of all that may be of use, the deepest first: so it is the first that gives way."""
+        last = next((n for n, error in enumerate(self.errors) if error), len(self.ops) - 1)
+        for number in range(last, -1, -1):
+            for page in range(self.done[number] - 1, -1, -1):
+                yield number, page
+
+    def mark_missing(self, number: int, page: int, error: str) -> None:
+        """Of op ``number`` no more than ``page`` pages will be there."""
+        self.done[number], self.errors[number] = page, error
+
+    def mark_all_missing(self, error: str) -> None:
+        """No page will be there."""
+        for number in range(len(self.ops)):
+            self.mark_missing(number, 0, error)
+
+    def on_layers_loaded(self, layers: int, *, ended: bool = False) -> None:
+        """So many are there now."""
+        with self.changed:
+            self._waited_s, self._since = self.waited_s, None
+            self.layers, self.num_ended = max(self.layers, layers), self.num_ended or ended
+            self.changed.notify_all()
+
+    def wait(self, layer: int, patience_s: float) -> bool:
+        """Whether ``layer`` is there, within ``patience_s``."""
+        with self.changed:
+            if self.layers <= layer and self._since is None:
+                self._since = time.monotonic()
+            return self.changed.wait_for(lambda: self.layers > layer, patience_s)
+
+    @property
+    def waited_s(self) -> float:
+        """How long rows have waited for layers, for all of them together."""
+        with self.changed:
+            return self._waited_s + (0.0 if self._since is None else time.monotonic() - self._since)
+
+
+class KvLoader:
+    """Of one view. A thread of its own reads; all methods are for the thread that serves rounds."""
+
+    def __init__(
+        self,
+        medium: StorageBackend,
+        store: KvStore,
+        atoms: StoreFragments,
+        meter: Counters,
+        opened: Callable[[LoadKv], None],
+        ended: Callable[[LoadResult], None],
+        trace: Recorder,
+        read: PageReader,
+    ) -> None:
+        """``opened``: a gate is; ``ended``: an op has come to its end. Neither may wait for a medium: where rows
+        give a load up, the thread that serves rounds calls the latter. ``read``: as Medium.read.
+        """
+        self._read = read
+        self._medium, self._store, self._atoms, self._meter, self._trace = medium, store, atoms, meter, trace
+        self._opened, self._on_end = opened, ended
+        self._gates = not any(store.tables.windows)  # else rows give back blocks that are being loaded
+        self._under_way: dict[int, PageLoad] = {}  # by sequence; not settled
+        self._settling: deque[PageLoad] = deque()
+        self._queue: SimpleQueue[PageLoad | None] = SimpleQueue()
+        self._lock = threading.Lock()  # of blocks that are filled, and of ends
+        self._cancelled = False
+        self.thread = threading.Thread(target=self._run, name="lamina-load", daemon=True)
+        self.thread.start()
+
+    @property
+    def sequences(self) -> Collection[int]:
+        """That are being loaded."""
+        return self._under_way.keys()
+
+    def is_gated(self, sequence: int) -> bool:
+        """Whether it may have no rows."""
+        load = self._under_way.get(sequence)
+        return load is not None and not load.num_open
+
+    def add(self, plan: StepPlan) -> None:
+        """Begin what a plan loads, of which the store has the blocks."""
+        by_sequence: dict[int, list[LoadKv]] = {}
+        for op in plan.ops:
+            if isinstance(op, LoadKv):
+                by_sequence.setdefault(op.sequence, []).append(op)
+        for sequence, ops in by_sequence.items():
+            at = [[self._locate(op, number) for number in range(len(op.keys))] for op in ops]
+            nbytes = sum(self._atoms.nbytes(page) for pages in at for page in pages if page is not None)
+            ready = self._store.staging.record_event()
+            load = self._under_way[sequence] = PageLoad(
+                ops, at, MessageKey.for_step(MessageKind.PLAN, plan), nbytes, ready
+            )
+            self._queue.put(load)
+
+    def _locate(self, op: LoadKv, number: int) -> PageBlocks | None:
+        first = number * PAGE
+        return self._atoms.locate(op.sequence, op.first + first, op.location, min(PAGE, op.count - first))
+
+    def needed_by(self, plan: StepPlan) -> list[PageLoad]:
+        """The loads whose layers the rows of a plan need."""
+        if not self._under_way:
+            return []
+        return [self._under_way[row.sequence] for row in plan.rows if row.sequence in self._under_way]
+
+    def wait(self, loads: Iterable[PageLoad], layer: int, patience_s: float) -> bool:
+        """Whether ``layer`` of all is there, within ``patience_s``. What rows have waited LATE_LOAD_S for is given
+        up."""
+        for load in loads:
+            if not load.wait(layer, patience_s):
+                if load.waited_s < LATE_LOAD_S:
+                    return False
+                self._give_up_load(load, layer)
+        return True
+
+    def _give_up_load(self, load: PageLoad, layer: int) -> None:
+        with self._lock:
+            if load.num_ended:
+                return
+            load.mark_all_missing(
+                f"layer {layer} of sequence {load.sequence} was not there when rows had waited {LATE_LOAD_S:g} s"
+            )
+            ended = self._end(load)
+        self._tell(ended)  # what is to be dropped is left to the other thread, as a medium may wait for a disk
+
+    def collect(self) -> None:
+        """Take in what has ended."""
+        while self._settling:
+            load = self._settling.popleft()
+            for op, pages in zip(load.ops, load.done, strict=True):
+                if pages:
+                    self._store.committed.commit([RowRange(op.sequence, op.first, min(pages * PAGE, op.count))])
+            del self._under_way[load.sequence]
+
+    def stop(self) -> None:
+        """Begin no more; what comes is put nowhere."""
+        self._queue.put(None)
+        with self._lock:
+            self._cancelled = True
+
+    def _run(self) -> None:
+        staging = open_staging(self._store.device)
+        while (load := self._queue.get()) is not None and not self._cancelled:
+            start = time.perf_counter()
+            try:
+                with torch.inference_mode():  # as the store was made in
+                    self._load(load, start, staging)
+            except Exception as e:  # any error: else a request waits for ever
+                log.exception("a load has failed")
+                with self._lock:
+                    if not load.num_ended:
+                        load.mark_all_missing(f"{type(e).__name__}: {e}")
+            self._meter.add("load_s", time.perf_counter() - start)
+            with self._lock:
+                ended = [] if self._cancelled or load.num_ended else self._end(load)
+            with suppress(StorageError):
+                self._medium.delete([key for gone in load.evicted for key in gone])
+            self._tell(ended)
+
+    def _load(self, load: PageLoad, begun: float, staging: Staging) -> None:
+        spare_s, loaded = load.spare_s if self._gates else 0.0, 0
+        load.is_ready()
+        layers = len(self._store.layers)
+        for run in layer_runs(layers, load.nbytes) if spare_s > 0 else [range(layers)]:
+            start, before = self._trace.now(), loaded
+            for number, page in list(load.pages()):
+                loaded += self._bring(load, number, page, run, staging)
+                if self._cancelled or load.num_ended:
+                    return
+            staging.record_event()()  # rows come by another queue of the device
+            self._trace.add(Event.LOAD, start, load.key, run.start, value=loaded - before)
+            now = time.perf_counter()
+            if run.stop < layers:
+                load.on_layers_loaded(run.stop)
+            if (
+                spare_s > 0
+                and not load.num_open
+                and not load.failed
+                and can_start(load.nbytes, loaded, now - begun, spare_s)
+            ):
+                load.num_open = True
+                for op in load.ops:
+                    self._opened(op)
+
+    def _bring(self, load: PageLoad, number: int, page: int, run: range, staging: Staging) -> int:
+        """Some layers of one page, if they can be had. Bytes that came."""
+        op, at, nbytes = load.ops[number], load.page_blocks[number][page], 0
+        try:
+            if at is None:
+                raise StorageError("the plan holds no blocks for it")
+            room = self._atoms.buffers(at, run)
+            if room:
+                self._read(op.keys[page], room)
+                with self._lock:
+                    if self._cancelled or load.num_ended:
+                        return 0
+                    self._atoms.write(at, room, staging, run)
+                    if op.page_shift:
+                        self._store.rotate(at.blocks, -op.page_shift, run)
+                nbytes = sum(x.nbytes for x in room.values())
+                self._meter.add("kv_loaded_bytes", nbytes)
+        except (StorageError, ValueError) as e:
+            with self._lock:
+                if self._cancelled or load.num_ended:
+                    return 0
+                load.mark_missing(number, page, f"page {op.first // PAGE + page} was not loaded: {e}")
+                if isinstance(e, FragmentLostError):  # whoever asks again is not to fail, too
+                    load.evicted[number].append(op.keys[page])
+        return nbytes
+
+    def _end(self, load: PageLoad) -> list[LoadResult]:
+        """Holds the lock. Rows that wait for the last layer find that all is settled."""
+        self._settling.append(load)
+        load.on_layers_loaded(len(self._store.layers), ended=True)
+        return [LoadResult(*each) for each in zip(load.ops, load.done, load.evicted, load.errors, strict=True)]
+
+    def _tell(self, ended: list[LoadResult]) -> None:
+        for each in ended:
+            self._on_end(each)

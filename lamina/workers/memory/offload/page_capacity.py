@@ -1,0 +1,36 @@
+"""How many pages a memory worker has room for beside its pool: as many at least as one sequence may leave."""
+
+from __future__ import annotations
+
+from lamina.config.engine_config import CHUNK_TOKENS
+from lamina.kv.pages import PAGE
+from lamina.kv.stored_format import head_bytes, stored_dtype
+from lamina.protocol.kv_placement import KvLocation, KvPlacement
+from lamina.protocol.offload_messages import OffloadConfig
+from lamina.protocol.step_plan import BindRequest
+from lamina.workers.memory.kv_store import DTYPES, store_shape
+
+
+def page_capacity(tier: OffloadConfig, bind: BindRequest, kv_bytes: int) -> int:
+    """Pages of which the worker of ``bind`` can keep its part; its pool has ``kv_bytes``. Raises ValueError where these
+    are fewer than one sequence leaves, and as Store.
+    """
+    form, dtype = store_shape(bind, kv_bytes), stored_dtype(bind.kv.kv_cache_dtype, DTYPES[bind.dtype])
+    held = [piece for layer in form.pieces for piece in layer]
+    nbytes = max(1, PAGE * sum(piece.kv_heads * head_bytes(piece.qk_dim, piece.v_dim, dtype) for piece in held))
+    tokens = min([bind.max_model_len, *(window for window in form.windows if window)])  # where some have, no more
+    of = bind.partition
+    placement, lanes = KvPlacement(of.num_kv_shards, of.stripe * CHUNK_TOKENS, of.single_shard), form.kv_shards
+    firsts, places = range(0, tokens, PAGE), [KvLocation(lane) for lane in range(of.num_kv_shards)]
+    owners = ([placement.kv_shard_at(place, first) for first in firsts] for place in places)
+    pages = max(sum(any(lane in own for own in lanes) for lane in each) for each in owners)
+    room = (tier.total_bytes + (tier.memory_bytes if tier.directory else 0)) // tier.workers // nbytes
+    if room < pages:
+        flag = "--kv-store-size" if tier.directory else "--kv-offloading-size"
+        raise ValueError(
+            f"{flag}: {tier.total_bytes} bytes have no room for one sequence of {tokens} tokens, which takes "
+            f"{pages * nbytes} "
+            f"on each of {tier.workers} memory workers: give {pages * nbytes * tier.workers} at least, or lower "
+            f"--max-model-len"
+        )
+    return room

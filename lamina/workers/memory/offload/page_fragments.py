@@ -1,0 +1,170 @@
+"""Pages of a memory worker's pool as atoms (kv.pages), out of its blocks and back into them.
+
+An atom says nothing of block sizes, partitions and workers: a worker that keeps its head, and its page's lane, can put
+it into blocks of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lamina.kv.paged_cache import LayerCache
+from lamina.kv.pages import PAGE, SCALE_BYTES, FragmentFormat, PageFragment
+from lamina.protocol.kv_placement import KvLocation
+from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.staging import Staging
+
+Numbers = NDArray[np.uint8]
+
+
+class PageBlocks(NamedTuple):
+    """Where the first ``tokens`` tokens of a page are."""
+
+    blocks: tuple[tuple[int, ...] | None, ...]  # by group; None = they are not kept here
+    tokens: int
+
+
+class _HeadRange(NamedTuple):
+    """The heads of one piece: ``first`` is the number of its first head in the whole model's layer."""
+
+    layer: int
+    first: int
+    group: int
+    form: FragmentFormat
+    parts: tuple[Tensor, ...]  # K, V and their scales, where there are some: [N + 1, heads, block_size, ...]
+
+    @property
+    def num_heads(self) -> int:
+        return self.parts[0].shape[1]
+
+
+class StoreFragments:
+    """The atoms of a store. ``rank``: of the tensor parallel ranks, each of which has as many heads as this one."""
+
+    def __init__(self, store: KvStore, rank: int = 0) -> None:
+        self._store = store
+        self._heads = [
+            _HeadRange(layer, held.head_start + rank * shape.kv_heads, held.group, _form(stored.kv), _parts(stored.kv))
+            for layer, shape in enumerate(store.bind_request.layers)
+            for held, stored in zip(store.pieces[layer], store.layers[layer], strict=True)
+        ]
+
+    @property
+    def whole_page_fragments(self) -> frozenset[PageFragment]:
+        """The atoms of a page that lies wholly here."""
+        return frozenset(atom for heads in self._heads for atom in _atoms(heads))
+
+    def locate(self, sequence: int, first: int, place: KvLocation, tokens: int = PAGE) -> PageBlocks | None:
+        """The blocks of the page from position ``first`` on, which has so many tokens; None where some that are meant
+        to be kept here were given back.
+        """
+        tables, lane = self._store.tables, self._store.placement.kv_shard_at(place, first)
+        low, high = first // tables.block_size, -(-(first + tokens) // tables.block_size)
+        blocks = list[tuple[int, ...] | None]()
+        for group, lanes in enumerate(tables.kv_shards):
+            if lane not in lanes:
+                blocks.append(None)
+                continue
+            if tables.block_table(group, sequence)[0] > low or tables.length(sequence) < first + tokens:
+                return None
+            blocks.append(tuple(tables.block_ids(group, sequence, low, high)))
+        return PageBlocks(tuple(blocks), tokens)
+
+    def owns_page(self, first: int, place: KvLocation) -> bool:
+        """Whether the page from position ``first`` on of a sequence at ``place`` is kept here, or a part of it."""
+        lane = self._store.placement.kv_shard_at(place, first)
+        return any(lane in lanes for lanes in self._store.tables.kv_shards)
+
+    def nbytes(self, at: PageBlocks) -> int:
+        """Bytes of the page's atoms, as far as they are here."""
+        each = ((heads, at.blocks[heads.group]) for heads in self._heads)
+        return sum(heads.num_heads * heads.form.nbytes(at.tokens) for heads, ids in each if ids is not None)
+
+    def read(self, at: PageBlocks, staging: Staging) -> dict[PageFragment, memoryview]:
+        """A copy of the page's atoms, as far as they are here. ``staging``: of the thread that calls; the device has
+        done what has filled them.
+        """
+        copies = dict[PageFragment, memoryview]()
+        for heads, ids, atoms in self._room(at):
+            parts, numbers = heads.parts, list(ids)
+            if staging.is_separate:
+                parts, numbers = staging.to_host(*(part[numbers] for part in parts)), list(range(len(ids)))
+            for part, room in zip(parts, _split(heads, atoms, at.tokens), strict=True):
+                blocks, size = _bytes(part), part.shape[2]
+                for first, number in zip(range(0, at.tokens, size), numbers, strict=True):
+                    rows = room[:, first : first + size]
+                    rows[:] = blocks[number][:, : rows.shape[1]]  # the only copy
+            copies |= _named(heads, atoms)
+        return copies
+
+    def buffers(self, at: PageBlocks, layers: range | None = None) -> dict[PageFragment, memoryview]:
+        """Buffers for the page's atoms, as far as they are kept here. ``layers``: of these alone."""
+        rooms = self._room(at, layers)
+        return {atom: data for heads, _, atoms in rooms for atom, data in _named(heads, atoms).items()}
+
+    def write(
+        self, at: PageBlocks, atoms: Mapping[PageFragment, memoryview], staging: Staging, layers: range | None = None
+    ) -> None:
+        """Fill the page's blocks with ``atoms``, of ``room``. ``staging``: of the thread that calls, whose device
+        may still be about to.
+        """
+        for heads, ids, room in self._room(at, layers):
+            for row, atom in zip(room, _atoms(heads), strict=True):
+                row[:] = np.frombuffer(atoms[atom], np.uint8)
+            for part, new in zip(heads.parts, _split(heads, room, at.tokens), strict=True):
+                for number, block in enumerate(ids):
+                    size = part.shape[2]
+                    rows = new[:, number * size : (number + 1) * size]
+                    if staging.is_separate:
+                        here = part[block, :, : rows.shape[1]]
+                        fresh = torch.from_numpy(np.ascontiguousarray(rows)).view(part.dtype)
+                        here.copy_(staging.to_device(fresh.view(here.shape)))
+                    else:
+                        _bytes(part[block])[:, : rows.shape[1]] = rows
+
+    def _room(
+        self, at: PageBlocks, layers: range | None = None
+    ) -> Iterator[tuple[_HeadRange, tuple[int, ...], Numbers]]:
+        """Each piece that the page has here, its blocks, and bytes for its atoms, [heads, bytes]."""
+        for heads in self._heads:
+            ids = at.blocks[heads.group]
+            if ids is not None and (layers is None or heads.layer in layers):
+                yield heads, ids, np.empty((heads.num_heads, heads.form.nbytes(at.tokens)), np.uint8)
+
+
+def _form(kv: LayerCache) -> FragmentFormat:
+    k, v = (x.shape[3] * x.itemsize for x in (kv.k, kv.v))
+    return FragmentFormat(k, v, SCALE_BYTES if kv.scales is not None else 0)
+
+
+def _parts(kv: LayerCache) -> tuple[Tensor, ...]:
+    return (kv.k, kv.v) if kv.scales is None else (kv.k, kv.v, *(x.unsqueeze(-1) for x in kv.scales))
+
+
+def _atoms(heads: _HeadRange) -> list[PageFragment]:
+    return [PageFragment(heads.layer, heads.first + head) for head in range(heads.num_heads)]
+
+
+def _named(heads: _HeadRange, atoms: Numbers) -> dict[PageFragment, memoryview]:
+    return {atom: memoryview(row) for atom, row in zip(_atoms(heads), atoms, strict=True)}
+
+
+def _split(heads: _HeadRange, atoms: Numbers, tokens: int) -> Iterator[Numbers]:
+    """The bytes of each part of ``heads``: [heads, tokens, bytes of a token], no copies."""
+    at = 0
+    for part in heads.parts:
+        each = part.shape[3] * part.itemsize
+        yield atoms[:, at : at + tokens * each].reshape(len(atoms), tokens, each)
+        at += tokens * each
+
+
+def _bytes(blocks: Tensor) -> Numbers:
+    """[..., block_size, bytes of a token], no copy. By numpy, which uses no threads."""
+    array: Numbers = blocks.view(torch.uint8).numpy()
+    return array

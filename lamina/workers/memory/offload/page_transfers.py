@@ -1,0 +1,359 @@
+"""Pages on their way between a memory worker's pool and the medium beside it, while rounds go on.
+
+A plan names the pages to save and to load. Two threads do it, so that a load (kv_load.py), for which a request waits,
+never waits for what is being saved; a third one brings pages nearer that will be loaded (prefetch.py). A load fills
+blocks that nobody reads before: until its end is reported, its sequence keeps them. A save reads blocks that may go at
+any time: the plan that frees them has the pages copied first that still lie there, so that no step waits for a medium.
+Blocks are touched under a lock, for the time of a copy. The end of a view takes back what has not begun, and leaves a
+call that the medium does not answer to itself; nothing of it comes into the pool or into the medium any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from lamina.kv.pages import DECODE, PAGE, PROMPT, TENANT_BYTES, Page, PageFragment, Provenance
+from lamina.kv.storage import StorageBackend, StorageError
+from lamina.observe.trace import NULL_RECORDER, Event, Recorder
+from lamina.protocol.blocks.block_tables import PlanError
+from lamina.protocol.control import LinkClosedError
+from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.offload_messages import LoadReady, TransferDone
+from lamina.protocol.step_plan import (
+    KEY_BYTES,
+    MAX_PAGES_PER_TRANSFER,
+    MAX_RETENTION_S,
+    ContextShift,
+    DeletePages,
+    DropBlocks,
+    Fork,
+    Free,
+    LoadKv,
+    MessageKey,
+    MessageKind,
+    PrefetchHint,
+    PrefillGrant,
+    ProtocolError,
+    SaveKv,
+    SetRetention,
+    StepPlan,
+    StorageOp,
+    Truncate,
+)
+from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.memory.worker_counters import Counters
+from lamina.workers.staging import Staging, open_staging
+
+from .kv_load import KvLoader, LoadResult, PageReader
+from .page_fragments import PageBlocks, StoreFragments
+from .prefetch import Prefetcher
+from .rate_limit import SaveRateLimiter
+
+log = logging.getLogger(__name__)
+LAST_S = 1.0  # for what is still to be saved, once the driver ends
+END_S = 0.5  # for a medium to answer, once a view ends
+MAX_COPIED_SHARE = 4  # of the pool's bytes one in so many may be copied for saves whose blocks have gone
+MIN_COPIED_BYTES = 64 << 20  # bytes
+PROMPT_PROVENANCE = Provenance(PROMPT)
+
+
+@dataclass(eq=False)
+class _PageTask:
+    op: SaveKv
+    key: MessageKey  # of the plan
+    at: list[PageBlocks | None]  # by page
+    written: bool = True  # whether the pool has all tokens that are to be saved
+    ready: Callable[[], None] = lambda: None  # wait until the device has done what fills them
+    left: set[int] = field(default_factory=set)  # pages that are to be read from the pool
+    copies: dict[int, dict[PageFragment, memoryview]] = field(default_factory=dict)  # pages whose blocks have gone
+
+
+class PageTransfers:
+    """Of one view. ``begin_plan`` and ``collect`` are for the thread that serves rounds."""
+
+    def __init__(
+        self,
+        medium: StorageBackend,
+        store: KvStore,
+        report: Callable[[TransferDone | LoadReady], None],
+        meter: Counters,
+        view: int = 0,
+        rank: int = 0,
+        recipe: Provenance = PROMPT_PROVENANCE,
+        trace: Recorder = NULL_RECORDER,
+        *,
+        read: PageReader | None = None,
+    ) -> None:
+        """``report`` is called from threads of its own, too, and may raise what says that nobody listens any more.
+        ``recipe``: of pages of prompts. ``read``: in place of the medium's, for loads.
+        """
+        self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, view
+        self._atoms, self._recipe, self._trace = StoreFragments(store, rank), recipe, trace
+        self._prefetcher, self._rate_limiter = Prefetcher(medium, self._atoms, meter), SaveRateLimiter()
+        self._last = -1  # the number of the last transfer that was begun
+        self.loader = KvLoader(
+            medium, store, self._atoms, meter, self._opened, self._loaded, trace, read or medium.read
+        )
+        self._open: list[_PageTask] = []  # saves that are not settled
+        self._ended: deque[_PageTask] = deque()  # the same
+        self._queue: SimpleQueue[_PageTask | DeletePages | SetRetention | None] = SimpleQueue()
+        self._most_copied, self._copied = (
+            max(MIN_COPIED_BYTES, store.bind_reply.kv_bytes // MAX_COPIED_SHARE),
+            0,
+        )  # bytes
+        self._lock = threading.Lock()  # of the blocks that are saved, the tasks' copies, and the end
+        self._gives_back = any(store.tables.windows)  # blocks, as rows go on
+        self._cancelled = False
+        self._thread = threading.Thread(target=self._run, name="lamina-save", daemon=True)
+        self._thread.start()
+
+    def listed_pages(self, most: int) -> list[bytes]:
+        """Keys of the pages of which the medium has all that this worker can need, ``most`` at most: those that were
+        used last. Raises StorageError.
+        """
+        return self._medium.keys(self._atoms.whole_page_fragments, most)
+
+    @property
+    def whole_page_fragments(self) -> frozenset[PageFragment]:
+        """The atoms of a page that lies wholly here."""
+        return self._atoms.whole_page_fragments
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        """Have the store begin ``plan``, and begin the transfers that it asks for. Raises as KvStore.apply_plan,
+        PlanError where the plan touches a sequence with a transfer under way, ProtocolError for one that cannot be:
+        then nothing has changed. A plan may come twice.
+        """
+        if plan.rows:
+            self._rate_limiter.on_round()
+        if self._store.tables.is_replay(plan):
+            self._store.apply_plan(plan)
+            return
+        self._check(plan)
+        key = MessageKey.for_step(MessageKind.PLAN, plan)
+        saves = [self._save_of(op, key) for op in plan.ops if isinstance(op, SaveKv)]
+        for op in plan.ops:
+            if isinstance(op, ContextShift):  # which writes over what is being saved
+                self._copy(op.sequence)
+        self._store.apply_plan(plan)
+        for op in plan.ops:
+            if isinstance(op, SaveKv):
+                self._add(saves.pop(0), self._store.staging.record_event())
+            elif isinstance(op, DeletePages | SetRetention):
+                self._queue.put(op)
+            elif isinstance(op, PrefetchHint):
+                self._prefetcher.add(op)
+            elif isinstance(op, Free | Truncate):
+                self._copy(op.sequence, op.length if isinstance(op, Truncate) else 0)
+        self._store.apply_block_copies()  # before anything is loaded there
+        self._last = max([self._last, *(op.transfer_id for op in plan.ops if isinstance(op, LoadKv))])
+        self.loader.add(plan)
+
+    def _add(self, task: _PageTask, ready: Callable[[], None]) -> None:
+        task.ready = ready
+        self._last = max(self._last, task.op.transfer_id)
+        self._open.append(task)
+        self._queue.put(task)
+
+    def _save_of(self, op: SaveKv, key: MessageKey) -> _PageTask:
+        store = self._store
+        place = store.tables.location(op.sequence)
+        written = store.committed.report().get(op.sequence, 0) >= op.first + op.count
+        pages = [self._locate(op, number, place) for number in range(len(op.keys))]
+        return _PageTask(op, key, pages, written, left=set(range(len(pages))) if written else set())
+
+    def _locate(self, op: SaveKv, number: int, place: KvLocation) -> PageBlocks | None:
+        return self._atoms.locate(op.sequence, op.first + number * PAGE, place, min(PAGE, op.count - number * PAGE))
+
+    def _check(self, plan: StepPlan) -> None:
+        begun = self.loader.sequences
+        loading = set(begun)
+        saving = dict[int, int]()  # sequence -> tokens, up to the end of what is saved
+        for task in self._open:
+            saving[task.op.sequence] = max(saving.get(task.op.sequence, 0), task.op.first + task.op.count)
+        last = self._last
+        self._prefetcher.check([op for op in plan.ops if isinstance(op, PrefetchHint)])
+        for op in plan.ops:
+            if isinstance(op, SaveKv | LoadKv | StorageOp):
+                _check(op)
+            if isinstance(op, SaveKv | LoadKv):
+                if op.transfer_id <= last:
+                    raise ProtocolError(f"transfer {op.transfer_id} comes behind transfer {last}")
+                under_way = {*begun, *saving} if isinstance(op, LoadKv) else loading
+                if op.sequence in under_way:
+                    raise PlanError(f"sequence {op.sequence} is loaded or saved twice")
+                last = op.transfer_id
+                if isinstance(op, LoadKv):
+                    loading.add(op.sequence)
+                else:
+                    saving[op.sequence] = max(saving.get(op.sequence, 0), op.first + op.count)
+            elif isinstance(op, Free | Truncate | ContextShift) and op.sequence in loading:
+                raise PlanError(f"sequence {op.sequence} is freed, truncated or shifted while it is loaded")
+            elif isinstance(op, Fork) and op.source in loading:
+                raise PlanError(f"sequence {op.source} is forked while it is loaded")
+            elif isinstance(op, PrefillGrant | DropBlocks) and (op.sequence in loading or op.sequence in saving):
+                raise PlanError(
+                    f"sequence {op.sequence} is granted K and V, or loses some, while it is loaded or saved"
+                )
+        for row in plan.rows:
+            if row.sequence in loading and (row.sequence not in begun or self.loader.is_gated(row.sequence)):
+                raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} while it is loaded")
+            if row.first < saving.get(row.sequence, 0) or (row.sequence in saving and self._gives_back):
+                raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} where it is saved")
+
+    def _copy(self, sequence: int, first: int = 0) -> None:
+        """Take the pages of ``sequence`` out of its blocks, of which those behind its ``first`` tokens go, as far as
+        there is memory for them.
+        """
+        for task in self._open:
+            if task.op.sequence != sequence or not task.left:
+                continue
+            with self._lock:
+                gone = {number for number in task.left if task.op.first + (number + 1) * PAGE > first}
+                for number in sorted(gone):
+                    at = task.at[number]
+                    nbytes = self._atoms.nbytes(at) if at is not None else 0
+                    if at is not None and self._copied + nbytes <= self._most_copied:
+                        task.copies[number] = self._atoms.read(at, self._store.staging)
+                        self._copied += nbytes
+                task.left -= gone
+
+    def collect(self) -> None:
+        """Take in what has ended: rows may see what was loaded."""
+        self.loader.collect()
+        while self._ended:
+            self._open.remove(self._ended.popleft())
+
+    def end(self, *, finish: bool = False) -> None:
+        """Take back what has not begun; END_S at most. ``finish``: save first what is to be saved, for LAST_S at
+        most.
+        """
+        self._rate_limiter.stop()
+        self.loader.stop()
+        self._queue.put(None)
+        if finish:
+            self._thread.join(LAST_S)
+        with self._lock:
+            self._cancelled = True
+        limit = time.monotonic() + END_S
+        for thread in (self.loader.thread, self._thread):
+            thread.join(max(0.0, limit - time.monotonic()))
+            if thread.is_alive():
+                log.warning("a medium does not answer: %s is left to itself", thread.name)
+        self._prefetcher.stop(max(0.0, limit - time.monotonic()))
+        self.collect()
+
+    def _run(self) -> None:
+        staging = open_staging(self._store.device)
+        while (task := self._queue.get()) is not None and not self._cancelled:
+            self._rate_limiter.begin()
+            if isinstance(task, DeletePages | SetRetention):
+                with suppress(StorageError):
+                    if isinstance(task, DeletePages):
+                        self._medium.delete(task.keys)
+                    else:
+                        self._medium.set_retention(task.keys, task.seconds)
+                self._rate_limiter.wait()
+                continue
+            start = time.perf_counter()
+            try:
+                done, gone, error = self._save(task, staging)
+            except Exception as e:  # any error: else a request waits for ever
+                log.exception("a save has failed")
+                done, gone, error = 0, [], f"{type(e).__name__}: {e}"
+            self._meter.add("save_s", time.perf_counter() - start)
+            self._saved(task, done, gone, error)
+
+    def _saved(self, task: _PageTask, done: int, gone: list[bytes], error: str) -> None:
+        with self._lock:
+            if self._cancelled:
+                return
+            self._ended.append(task)
+        self._tell(task.op, done, gone, error)
+
+    def _opened(self, op: LoadKv) -> None:
+        with suppress(LinkClosedError):
+            self._report(LoadReady(epoch=self._view, transfer_id=op.transfer_id))
+
+    def _loaded(self, load: LoadResult) -> None:
+        self._prefetcher.on_loaded()
+        self._tell(load.op, load.num_pages, load.evicted, load.error)
+
+    def _tell(self, op: SaveKv | LoadKv, done: int, gone: list[bytes], error: str) -> None:
+        self._meter.add("kv_failed_transfers", bool(error))
+        gone = gone + self._prefetcher.take_evicted()
+        with suppress(LinkClosedError):
+            self._report(
+                TransferDone(epoch=self._view, transfer_id=op.transfer_id, num_pages=done, evicted=gone, error=error)
+            )
+
+    def _save(self, task: _PageTask, staging: Staging) -> tuple[int, list[bytes], str]:
+        """Pages from the first one on that are in the medium now, who has given way for them, and why not all are. The
+        deepest is written first: so it is the first that gives way.
+        """
+        op, gone = task.op, list[bytes]()
+        if not task.written:
+            return 0, gone, f"{op.count} tokens of sequence {op.sequence} are to be saved, and were not written"
+        done, error = len(task.at), ""
+        task.ready()
+        for number, at in reversed(list(enumerate(task.at))):
+            start, first = self._trace.now(), op.first + number * PAGE
+            try:
+                if at is None:
+                    raise StorageError("the pool has it not any more")
+                atoms = self._taken(task, number, at, staging)
+                if atoms is None:  # its blocks were needed, and there was no memory for a copy
+                    done = number
+                elif atoms:
+                    nbytes = sum(x.nbytes for x in atoms.values())
+                    gone += self._medium.reserve(nbytes)
+                    source = PROMPT if first + at.tokens <= op.num_prompt_tokens else DECODE
+                    recipe = self._recipe._replace(source=source)
+                    page = Page(op.keys[number], first // PAGE, at.tokens, op.tenant, recipe)
+                    self._medium.write(page, atoms)
+                    self._meter.add("kv_saved_bytes", nbytes)
+                    self._trace.add(Event.SAVE, start, task.key, value=nbytes)
+            except (StorageError, ValueError) as e:
+                done, error = number, f"page {first // PAGE} was not saved: {e}"
+            self._rate_limiter.wait()
+        return done, gone, error
+
+    def _taken(
+        self, task: _PageTask, number: int, at: PageBlocks, staging: Staging
+    ) -> dict[PageFragment, memoryview] | None:
+        """The page's atoms; None where they are lost, and for nobody any more."""
+        with self._lock:
+            if self._cancelled:
+                return None
+            if number in task.left:
+                task.left.discard(number)
+                return self._atoms.read(at, staging)
+            if number in task.copies:
+                self._copied -= self._atoms.nbytes(at)
+            return task.copies.pop(number, None)
+
+
+def _check(op: SaveKv | LoadKv | StorageOp) -> None:
+    if any(len(key) != KEY_BYTES for key in op.keys) or (isinstance(op, SaveKv) and len(op.tenant) != TENANT_BYTES):
+        raise ProtocolError(f"{op}: a key has {KEY_BYTES} bytes, the tag of a tenant {TENANT_BYTES}")
+    if isinstance(op, SetRetention) and not 0 < op.seconds <= MAX_RETENTION_S:
+        raise ProtocolError(f"pages are kept for {op.seconds} s, and may be for {MAX_RETENTION_S}")
+    if isinstance(op, StorageOp):
+        return
+    pages = -(-op.count // PAGE)
+    if not 1 <= len(op.keys) <= MAX_PAGES_PER_TRANSFER or len(op.keys) != pages or op.first < 0 or op.first % PAGE:
+        raise ProtocolError(
+            f"transfer {op.transfer_id}: {len(op.keys)} pages of {op.count} tokens from position {op.first} on"
+        )
+    if isinstance(op, LoadKv) and (op.page_shift < 0 or op.page_shift % PAGE or (op.page_shift and op.count % PAGE)):
+        raise ProtocolError(
+            f"transfer {op.transfer_id}: {op.count} tokens are moved by {op.page_shift}, and whole pages can be"
+        )
+    if isinstance(op, LoadKv) and not 0 <= op.slack_s < float("inf"):
+        raise ProtocolError(f"transfer {op.transfer_id}: rows that are computed for {op.slack_s} s")

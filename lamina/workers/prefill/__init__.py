@@ -1,0 +1,1 @@
+"""The prefill worker: a compute worker for prompts that attends by itself."""

@@ -1,0 +1,185 @@
+"""The start of a prefill worker: load and cut the model; then, under each view, join the memory workers."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from lamina.config.option import size_flag
+from lamina.config.partition import by_head
+from lamina.kv.stored_format import stored_dtype
+from lamina.netstack import Terms
+from lamina.ops import attention
+from lamina.ops.attention import name_of
+from lamina.protocol.control import ComputeReady, Connect, Loaded
+from lamina.protocol.prefill_stages import stage_layers
+from lamina.protocol.prefix_fetch import ConnectPrefillPeers
+from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest
+from lamina.workers.compute.attention_client import AttentionClient
+from lamina.workers.compute.compute_worker import ComputeWorker
+from lamina.workers.compute.kv_capacity import prefill_inbox_geometries, prompt_cache_bytes, store_bytes
+from lamina.workers.compute.kv_parity import parity_layers
+from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
+from lamina.workers.compute.model_server import CutModel, ModelServer, serve
+from lamina.workers.device_selection import CPU
+from lamina.workers.epoch_channels import EpochFabric, EpochListener
+from lamina.workers.memory.kv_store import KvStore, available_bytes
+
+from .prefill_worker import LocalAttention, PrefillWorker
+from .prefix_fetch import PrefixFetch, prefix_listener_terms
+from .stage_worker import StagePipeline, StageProgram, connect_stages, drop_model, stage_listener_terms, stage_program
+
+
+def serve_prefill(sock: socket.socket, module: Any = None) -> None:
+    """Serve one driver until its link ends. ``module``: the model itself, where the driver is this process."""
+    serve(PrefillServer, sock, module)
+
+
+class PrefillServer(ModelServer):
+    role = "prefill worker"
+    is_prefill = True
+    _program: Any = None
+    _worker_in_epoch: PrefillWorker | None = None
+    _store: KvStore  # once it serves
+    _attention: LocalAttention  # the same
+    _own_slices: range  # the layers that it has
+    _prefix_listener: EpochListener | None = None  # where the others of this stage come; None: there are none
+    _stage_listener: EpochListener | None = None  # where the stage before comes; None: there is one stage
+
+    def load(self) -> Loaded:
+        start, topology = self.start, self.start.topology
+        if topology.prefill_groups > 1:
+            reception = prefix_listener_terms(start.name, topology.prefill_groups)
+            self._prefix_listener = EpochListener(self.fabric.listen(start.address, reception))
+        if topology.prefill_pipeline > 1:
+            self._stage_listener = EpochListener(self.fabric.listen(start.address, stage_listener_terms(start.name)))
+        self._cut = self.load_and_cut()
+        self._own_slices = self._own_layers(len(self._cut.layers))
+        program = self.compile(self._cut)
+        if topology.prefill_pipeline > 1:
+            program, self._cut = StageProgram(program, self._own_slices, len(self._cut.layers)), drop_model(self._cut)
+        self._program = program
+        return Loaded(prefix_url=_url(self._prefix_listener), pipeline_url=_url(self._stage_listener))
+
+    def own_slices(self, program: Any, num_layers: int) -> Any:
+        one = self.start.topology.prefill_pipeline == 1
+        return program if one else stage_program(program, self._own_layers(num_layers), num_layers)
+
+    def _own_layers(self, num_layers: int) -> range:
+        stages = self.start.topology.prefill_pipeline
+        return stage_layers(num_layers, stages, self.start.replica % stages)
+
+    def connect(self, meeting: Connect, fabric: EpochFabric) -> tuple[PrefillWorker, ComputeReady]:
+        start, cut = self.start, self._cut
+        links, bounds = self._join(meeting, fabric)
+        workers, merging = cut.partition.num_workers, attention.get("reference", CPU, cut.dtype)
+        parity = links[-1] if start.topology.kv_parity else None
+        pool = AttentionClient(links[:workers], cut.partition, cut.layers, merging, self.staging, parity)
+        if self._worker_in_epoch is not None:
+            self._worker_in_epoch.connect(links, pool, meeting.epoch, meeting.surviving)
+            return self._worker_in_epoch, self._ready(bounds, meeting.epoch)
+        self._store = self._open_store(cut, bounds[0].backend)
+        own = self._attention = LocalAttention(self._store, pool, self.trace, self._own_slices.start)
+        self.clock.lap("bind_s")
+        worker = ComputeWorker(
+            self._program,
+            own,
+            dtype=cut.dtype,
+            deterministic=start.model.deterministic,
+            staging=self.staging,
+            trace=self.trace,
+            view=meeting.epoch,
+        )
+        self._worker_in_epoch = PrefillWorker(
+            worker, own, links, start.deadlines.step_timeout_s, self.runtime.clock, self.trace, meeting.epoch
+        )
+        return self._worker_in_epoch, self._ready(bounds, meeting.epoch)
+
+    def connect_prefill_peers(self, order: ConnectPrefillPeers, fabric: EpochFabric) -> None:
+        deadlines, cut = self.start.deadlines, self._cut
+        if self._stage_listener is not None and self._worker_in_epoch is not None:
+            max_rows, name = self.start.batching.max_rows, self.start.name
+            move = connect_stages(cut, order, fabric, self._stage_listener, name, deadlines, max_rows)
+            ring = StagePipeline(self._own_slices, self._attention, move, self.staging, cut.dtype, fabric.epoch)
+            self._worker_in_epoch.connect_stages(
+                ring, ring.can_receive, self.start.replica % self.start.topology.prefill_pipeline
+            )
+        if order.peers and self._prefix_listener is not None:
+            timeout_s, start = deadlines.step_timeout_s, self.runtime.start
+            beginnings = PrefixFetch(self._store, self.staging, timeout_s, start, self.trace)
+            beginnings.connect(order, fabric, self._prefix_listener, deadlines.start_timeout_s)
+            self._attention.set_prefix_fetch(beginnings)
+
+    def _ready(self, bounds: list[BindReply], view: int) -> ComputeReady:
+        return structs.replace(self.ready_message(self._cut, bounds, view), prefill_stores=[self._store.bind_reply])
+
+    def _join(self, meeting: Connect, fabric: EpochFabric) -> tuple[list[MemoryWorkerClient], list[BindReply]]:
+        start, cut, links, bounds = self.start, self._cut, list[MemoryWorkerClient](), list[BindReply]()
+        outbound, inbound = prefill_inbox_geometries(
+            cut.layers,
+            cut.partition,
+            cut.dtype.itemsize,
+            max_rows=start.batching.max_rows,
+            stages=start.topology.prefill_pipeline,
+        )
+        terms = Terms(outbound=outbound, inbound=inbound, name=start.name)
+        join = JoinRequest(epoch=meeting.epoch, peer_number=self.replicas + start.replica, layers=cut.layers)
+        workers = cut.partition.num_workers
+        for number, there in enumerate(meeting.memory_addresses):
+            limit_s = start.deadlines.start_timeout_s
+            channel = fabric.connect(there.url, replace(terms, peer=there.name, key=there.key), timeout_s=limit_s)
+            if number == workers:  # the worker with the others' parity
+                join = structs.replace(join, layers=parity_layers(cut.layers, workers))
+            links.append(
+                MemoryWorkerClient(channel, number % workers, start.deadlines.step_timeout_s, self.trace, number=number)
+            )
+            bounds.append(links[-1].join(join))
+        return links, bounds[:workers]
+
+    def _open_store(self, cut: CutModel, backend: str) -> KvStore:
+        """A store for all heads of prompts, one at least. Raises ValueError where there is no room for it."""
+        start, device, layers = (
+            self.start,
+            self.staging.device,
+            cut.layers[self._own_slices.start : self._own_slices.stop],
+        )
+        free, asked = available_bytes(device), start.devices.prefill_kv_bytes()
+        needed = store_bytes(layers, stored_dtype(start.kv.kv_cache_dtype, cut.dtype), cut.max_len, start.kv.block_size)
+        if asked and not needed <= asked <= free:
+            raise ValueError(
+                f"--prefill-kv-memory {start.devices.prefill_kv_memory}: a prompt of up to {cut.max_len} tokens takes "
+                f"{size_flag(needed, least=True)}, and {size_flag(free)} are free: choose between, or lower "
+                f"--max-model-len"
+            )
+        if needed > free:
+            raise ValueError(
+                f"a prefill worker takes {size_flag(needed, least=True)} for K and V of a prompt of up to "
+                f"{cut.max_len} tokens, {size_flag(free)} are free: lower --max-model-len or --prefill-workers"
+            )
+        own = self._backend(backend, device, cut)
+        bind = BindRequest(
+            worker=0,
+            partition=by_head([s.kv_heads for s in layers], [1.0], 0),
+            layers=layers,
+            dtype=str(cut.dtype).removeprefix("torch."),
+            kv=structs.replace(start.kv, attention=own),
+            kv_bytes=asked or prompt_cache_bytes(needed, free, start.topology.prefill_workers),
+            max_rows=start.batching.max_rows,
+            max_model_len=cut.max_len,
+        )
+        return KvStore(bind, device)
+
+    def _backend(self, name: str, device: torch.device, cut: CutModel) -> str:
+        """The memory workers' backend where it is for such a device, else the best of the device. Raises ValueError."""
+        try:
+            return name_of(attention.get_equivalent(name, device, cut.dtype, "auto"))
+        except ValueError as e:
+            raise ValueError(f"{self.role}: {e}") from e
+
+
+def _url(door: EpochListener | None) -> str:
+    return door.url if door else ""

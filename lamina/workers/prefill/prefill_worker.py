@@ -1,0 +1,293 @@
+"""The prefill worker: a compute worker for prompts, whose attention is its own. K and V go to the memory workers.
+
+It computes a prompt chunk by chunk, with all its K and V in a store of its own; it draws the first token; and it sends
+the K and V of each layer on as soon as they exist. The memory workers take them when decoding leaves them idle
+(workers.memory.kv_transfer.prefill_receive), so a prompt costs decoding next to nothing. It may fetch K and V of a
+beginning from another prefill worker (prefill.beginnings).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from lamina.netstack import ChannelTimeout
+from lamina.observe.trace import NULL_RECORDER, Event, Recorder
+from lamina.protocol.control import RunRound, StepDone
+from lamina.protocol.step_plan import FetchPrefix, MessageKey, MessageKind, ProtocolError, StepPlan, SurvivingKv
+from lamina.utils.tensor_buffers import part_of
+from lamina.workers.compute.compute_worker import Attention, ComputeWorker
+from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
+from lamina.workers.compute.pipeline_comm import PipelineComm
+from lamina.workers.memory.attention_step import AttentionStep, StoredAttention
+from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.memory.kv_write import StoredKvRows
+from lamina.workers.staging import NO_WAIT
+
+from .kv_occupancy import KvOccupancy
+from .prefix_fetch import PrefixFetch
+
+STAGE_WAIT_S = 0.02  # for the stage before, before the driver's news are looked at again
+POLL_S = 0.002  # for news of memory workers, before the driver's are looked at again
+
+
+class LocalAttention:
+    """Takes ``q`` and ``kv`` of slices and gives them ``o``, like a AttentionClient, but computes the attention here. K
+    and V go on to ``pool`` too.
+    """
+
+    def __init__(self, store: KvStore, pool: Attention, trace: Recorder = NULL_RECORDER, first: int = 0) -> None:
+        """``store``: of all heads, for prompts one after the other, of the layers from ``first`` on. Tensors are on its
+        device; ``pool``, of all layers, takes them.
+        """
+        self._store, self._first = store, first
+        token_bytes = sum(piece.kv.token_bytes for layer in store.layers for piece in layer)
+        self.kv_occupancy = KvOccupancy(token_bytes)
+        self._before = NO_WAIT  # what a stage before has attended
+        self._client = pool
+        self._prefix_fetch: PrefixFetch | None = None  # exchange with other workers; None: not met
+        self._trace = trace
+        self._step: AttentionStep | None = None
+        self._q = NO_WAIT
+        self._writes: list[StoredKvRows] = []
+        self._stored: list[StoredAttention] = []
+        self.attend_s = 0.0
+        self.wait_s = 0.0  # nobody is waited for
+        self.fetch_s = 0.0  # until beginnings of prompts had come from others, once their steps were due
+        self.fetched_bytes = 0
+        self._in_slices_s = 0.0  # of both
+        self._past_s = 0.0  # sending, under older views
+
+    def connect(self, pool: Attention, keep: Sequence[SurvivingKv] | None = None) -> None:
+        """K and V go on to ``pool`` from here on. ``keep``: of the store; None = all."""
+        if keep is not None:
+            self._store.reconcile(keep)
+        self._past_s, self._client, self._step, self._prefix_fetch = self.sending_s, pool, None, None
+
+    def set_prefix_fetch(self, beginnings: PrefixFetch) -> None:
+        """Others are met under this view, and have beginnings of prompts for this worker."""
+        self._prefix_fetch = beginnings
+
+    @property
+    def send_s(self) -> float:
+        """Seconds that slices spent in here: sending, fetching, and attending."""
+        return self.sending_s + self._in_slices_s
+
+    @property
+    def sending_s(self) -> float:
+        """Seconds spent sending."""
+        return self._past_s + self._client.send_s
+
+    def send_plan(self, plan: StepPlan) -> None:
+        """A step to come: whoever has some of its prompts sends it. Raises ChannelError, ProtocolError."""
+        if self._prefix_fetch:
+            self._prefix_fetch.request(plan)
+        elif any(isinstance(op, FetchPrefix) for op in plan.ops):
+            raise ProtocolError(f"step {plan.step} fetches from others, whom this worker has not met")
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Nothing: the store is as the step before leaves it."""
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """The messages that follow belong to this step. Raises PlanError, NoBlocksError."""
+        if self._step is None or self._step.plan is not plan:
+            self._store.apply_plan(plan)
+            self._store.apply_block_copies()
+            self._step = AttentionStep(self._store, plan)
+            self.kv_occupancy.begin(plan)
+            if self._prefix_fetch:
+                self._prefix_fetch.begin_step(plan)
+            self._client.begin_step(plan)
+
+    def receive_output(self, o: Tensor) -> None:
+        """``o`` [R, 1, Hq, Dv], of the layer in front of the first one here, comes from the stage before."""
+        self._before = o
+
+    def q(self, layer: int, q: Tensor) -> None:
+        """q [R, Hq, 1, D]."""
+        begun, own = time.perf_counter(), layer - self._first
+        if self._prefix_fetch and (nbytes := self._prefix_fetch.receive_layer(own)):
+            self.fetched_bytes += nbytes
+            self.fetch_s += time.perf_counter() - begun
+        start, step, fetched = self._trace.now(), self._store_step, time.perf_counter()
+        self._q = _flat(q)
+        self._stored = step.attend_stored(own, self._q)
+        done = time.perf_counter()
+        self._in_slices_s += done - begun
+        self.attend_s += done - fetched
+        self._trace.add(Event.STORED, start, step.plan, layer)
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
+        self._client.kv(layer, k, v)
+        begun, own = time.perf_counter(), layer - self._first
+        (both,), data = (
+            self._store_step.messages(own).kv,
+            torch.empty(k.numel() + v.numel(), dtype=k.dtype, device=k.device),
+        )
+        for x, part in zip((k, v), both[:2], strict=True):
+            part_of(data, *part).copy_(x[:, :, 0])
+        self._writes = self._store_step.rows(own, _flat(data))
+        self._store_step.write(own, self._writes)
+        self._in_slices_s += time.perf_counter() - begun
+
+    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """[R, 1, Hq, Dv] of the layer whose Q, K and V came last, or of the one in front of all here."""
+        own = layer - self._first
+        if own < 0:
+            return self._before
+        start, step, begun = self._trace.now(), self._store_step, time.perf_counter()
+        (piece,) = self._store.layers[own]
+        shape = num_rows, 1, piece.operator.q_heads, piece.operator.v_dim
+        out = torch.empty(shape, dtype=dtype, device=self._store.device)
+        step.finish(own, self._stored, self._q, self._writes, NO_WAIT, _flat(out))
+        self.attend_s += time.perf_counter() - begun
+        if own + 1 == len(self._store.layers):
+            self.kv_occupancy.end()
+        self._trace.add(Event.NEW, start, step.plan, layer)
+        return out
+
+    def check_errors(self) -> None:
+        """Nothing to raise: nobody was waited for."""
+
+    @property
+    def _store_step(self) -> AttentionStep:
+        if self._step is None:
+            raise ProtocolError("a layer without a step")
+        return self._step
+
+
+class PrefillWorker:
+    """Serves one prompt after the other. A step is done once every memory worker has stored its K and V; of several
+    stages the last one says so, for all.
+    """
+
+    def __init__(
+        self,
+        worker: ComputeWorker,
+        attention: LocalAttention,
+        links: list[MemoryWorkerClient],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        trace: Recorder = NULL_RECORDER,
+        view: int = 0,
+    ) -> None:
+        """``worker`` runs on ``attention``."""
+        self._worker = worker
+        self._attention = attention
+        self._trace = trace
+        self._links, self._view = links, view
+        self._receives_q: Callable[[float], bool] = _is_here
+        self._before = 0  # stages
+        self._waiting_since: float | None = None  # for the stage before
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._computed: deque[StepDone] = deque()  # not stored everywhere yet
+        self._stored = [-1] * len(links)  # the last step, by memory worker
+        self._since = 0.0  # the oldest of them was computed, or its predecessor stored
+        self.stored_wait_s = 0.0
+        self._fetch_s = 0.0  # up to the step that was computed last
+
+    def connect(
+        self, links: list[MemoryWorkerClient], pool: Attention, view: int, keep: Sequence[SurvivingKv] | None = None
+    ) -> None:
+        """Go on under ``view``, with ``pool`` over ``links``. Chunks of older views are dropped. ``keep``: of the
+        store, see Connect.
+        """
+        self._attention.connect(pool, keep)
+        self._worker.connect(self._attention, view)
+        self._links, self._view, self._receives_q, self._waiting_since = links, view, _is_here, None
+        self._computed.clear()
+        self._stored, self._fetch_s = [-1] * len(links), self._attention.fetch_s
+
+    def connect_stages(self, ring: PipelineComm, comes: Callable[[float], bool], before: int) -> None:
+        """The stages before and behind are met under this view. ``comes``: whether what the next slice needs is there,
+        or comes within so many seconds, from the last of so many stages ``before`` this one.
+        """
+        self._worker.connect(self._attention, self._view, ring)
+        self._receives_q, self._before = comes, before
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some turn is ahead, or memory workers have not stored everything."""
+        return self._worker.has_work or bool(self._computed)
+
+    def submit(self, new: RunRound) -> None:
+        """Queue a chunk."""
+        self._worker.submit(new)
+
+    def run_next(self) -> StepDone | None:
+        """A slice of the chunk; returns the oldest step if that is done now. Raises ChannelError, ProtocolError."""
+        busy = self._worker.has_work and self._can_run(0.0 if self._computed else STAGE_WAIT_S)
+        done = self._worker.run_next() if busy else None
+        if done is not None:
+            if not self._computed:
+                self._since = self._clock()
+            before, self._fetch_s = self._fetch_s, self._attention.fetch_s
+            self._computed.append(structs.replace(done, fetch_s=self._fetch_s - before))
+        begun, start = self._clock(), self._trace.now()
+        stored = bool(self._computed) and self._is_stored(self._computed[0].step, 0.0 if busy else POLL_S)
+        if not busy:
+            self.stored_wait_s += self._clock() - begun
+            if self._computed:
+                self._trace.add(Event.WAIT_STORED, start, self._computed[0])
+        if not stored:
+            return None
+        self._since = self._clock()
+        return self._computed.popleft()
+
+    def stats(self) -> dict[str, float]:
+        """A compute worker's counters, as far as they apply; the attention's; and the seconds in which the worker had
+        nothing to do but wait for memory workers.
+        """
+        worker, attention = self._worker.stats(), self._attention
+        names = ("slice_s", "sample_s", "steps", "rows")
+        own = {"attend_s": attention.attend_s, "send_s": attention.sending_s, "stored_wait_s": self.stored_wait_s}
+        fetched = {"fetch_s": attention.fetch_s, "fetched_bytes": float(attention.fetched_bytes)}
+        took = {"occupied_byte_s": attention.kv_occupancy.byte_s, "carry_s": worker["carry_s"]}
+        return {**{name: worker[name] for name in names}, **own, **fetched, **took}
+
+    def _can_run(self, patience_s: float) -> bool:
+        """Whether what the next slice needs is there. Raises ChannelTimeout where the stages before have had their time
+        for it.
+        """
+        if self._receives_q(patience_s):
+            self._waiting_since = None
+            return True
+        now = self._clock()
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        if now - self._waiting_since > (limit_s := self._before * self._timeout_s):
+            raise ChannelTimeout(f"the stage before sent nothing of a step in {limit_s:g} s")
+        return False
+
+    def _is_stored(self, step: int, timeout_s: float) -> bool:
+        for at, link in enumerate(self._links):
+            while self._stored[at] < step:  # all before it were stored before
+                key, due = link.poll(timeout_s), MessageKey(MessageKind.STORED, step, epoch=self._view)
+                if key is None:
+                    self._check(link)
+                    return False
+                if key.epoch < self._view:
+                    continue
+                if key != due:
+                    raise ProtocolError(f"memory worker {link.worker}: {key} in place of {due}")
+                self._stored[at] = key.step
+        return True
+
+    def _check(self, link: MemoryWorkerClient) -> None:
+        if self._clock() - self._since > self._timeout_s and not self._worker.has_work:
+            raise ChannelTimeout(f"memory worker {link.worker} did not store K and V in {self._timeout_s:g} s")
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The bytes of a tensor, shared where it is contiguous."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _is_here(timeout_s: float) -> bool:
+    return True

@@ -1,0 +1,23 @@
+"""Seconds of each stage of a worker's start."""
+
+from __future__ import annotations
+
+import time
+
+
+class StartupTimes:
+    """Seconds of each stage of a start, by its name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def restart(self) -> None:
+        """Begin a new stage; the time since the last one counts for none."""
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """A stage has ended."""
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now

@@ -1,0 +1,130 @@
+"""A channel whose peer's end shows on a connection that is silent otherwise."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+from typing import Protocol
+
+from lamina.netstack.contract.base import BaseChannel, one_line
+from lamina.netstack.contract.channel_terms import Geometry
+from lamina.netstack.contract.fabric import ChannelAborted, PeerFault
+
+from .sockets import tune
+
+SLICE_S = 0.05  # a wait looks at the life line this often
+ASK_S = 0.1  # a link that says nothing unasked is asked this often, while kernels wait
+SILENCE_S = 10.0  # the peer's host is gone then: nothing of ours need be under way that could fail
+REASON_BYTES = 256
+
+
+class WatchedChannel(BaseChannel):
+    """Owns ``sock``, the non-blocking life line. A transport says in ``_end_waits`` how its waits end."""
+
+    def __init__(
+        self, sock: socket.socket, peer: str, epoch: int, outbound: Geometry, inbound: Geometry, peer_name: str
+    ) -> None:
+        super().__init__(peer, epoch, outbound, inbound, peer_name)
+        self._sock = sock
+        if sock.family != socket.AF_UNIX:
+            tune(sock, SILENCE_S)
+        self._looked = monotonic()
+        self._looking = threading.Lock()
+        self._stopped = False
+        self._peer_end: str | None = None
+
+    def abort(self, reason: str) -> None:
+        self._leave(f"aborted: {reason}", finishes=False)
+
+    @abstractmethod
+    def _end_waits(self) -> None:
+        """End the calls in progress on this side soon; may be called from any thread."""
+
+    def _finish(self) -> None:
+        """Let what was put arrive, for a bounded time, before the peer hears that this side closes."""
+
+    def _leave(self, why: str, *, finishes: bool = True) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        self._end_waits()
+        if finishes:
+            self._finish()
+        self._say(why)
+
+    def _say(self, why: str) -> None:
+        """The last words on the life line."""
+        with suppress(OSError):
+            self._sock.send(why.encode()[:REASON_BYTES])
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _check(self, operation: str) -> None:
+        if self._stopped:
+            raise ChannelAborted(f"{self.peer}: {operation}: the channel was aborted or closed on this side")
+
+    def _check_peer(self, operation: str) -> None:
+        if self._peer_end is not None:
+            raise PeerFault(f"{self.peer}: {operation}: {self._peer_end}")
+
+    def _look(self) -> None:
+        """Notice the peer's end: its farewell, or the end of the connection."""
+        with self._looking:
+            self._looked = monotonic()
+            try:
+                farewell = self._sock.recv(REASON_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(f"the connection broke ({error.strerror})")
+                return
+            reason = one_line(farewell.decode(errors="replace"))
+            self._lose(f"the peer {reason}" if reason else "the peer's process is gone")
+
+    def _lose(self, why: str) -> None:
+        if self._peer_end is None:
+            self._peer_end = why
+
+
+class LinkEvents(Protocol):
+    """The words of a link of its own, beside its life line."""
+
+    def fileno(self) -> int:
+        """Readable where it has said something. It stays open until this side has left. -1: it says nothing unasked."""
+        ...
+
+    def is_over(self) -> bool:
+        """Whether something of what it has said ends the link."""
+        ...
+
+
+def watch(sock: socket.socket, end_waits: Callable[[], None], events: LinkEvents | None = None) -> Callable[[], None]:
+    """Have a thread call ``end_waits`` at the end of the life line ``sock``, on which it leaves all that comes, or once
+    ``events`` say that the link is over. Returns what ends the line, and with it the thread, on this side.
+    """
+    own = sock.dup()
+    poller = select.poll()
+    poller.register(own, select.POLLIN | select.POLLRDHUP)
+    patience_ms = None
+    if events is not None and (fd := events.fileno()) >= 0:
+        poller.register(fd, select.POLLIN)
+    elif events is not None:
+        patience_ms = 1000 * ASK_S
+
+    def run() -> None:
+        with own:
+            while own.fileno() not in {fd for fd, _ in poller.poll(patience_ms)}:  # until somebody leaves
+                if events is not None and events.is_over():
+                    break
+            end_waits()
+
+    def end() -> None:
+        with suppress(OSError):  # it has ended
+            own.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=run, name="lamina-lifeline", daemon=True).start()
+    return end

@@ -1,0 +1,31 @@
+"""What workers draw by themselves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from lamina.api.wrapped.sampling_mapping import _repetition
+
+NONE = torch.tensor([[1, 1, 1], [1, 1, 1]])
+SOME = torch.tensor([[0, 0, 1], [1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("mask", "ignored", "here"),
+    [
+        (NONE, None, True),
+        (SOME, None, False),  # padding counts there, as in older transformers
+        (SOME, torch.tensor([2, 0]), True),
+        (SOME, torch.tensor([1, 0]), False),
+        (SOME, 2, False),
+    ],
+)
+def test_a_penalty_counts_here_what_it_counts_there_or_is_not_taken(mask: Any, ignored: Any, here: bool) -> None:
+    call: Any = SimpleNamespace(mask=mask)
+    found = _repetition(RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored), call)
+    assert found == ({"repetition_penalty": 1.5} if here else None)

@@ -1,0 +1,89 @@
+"""Keys of pages: nothing that K and V depend on is left out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.kv.page_keys import Identity, page_key, root_key, tenant_tag
+from lamina.kv.pages import PAGE
+
+SECRET = b"s" * 32
+IDENTITY = Identity("weights", ("layer 0", "layer 1"), "rope", "bfloat16", "int8")
+ROOT = root_key(SECRET, IDENTITY.digest(), tenant_tag(SECRET, b"a"))
+TOKENS = list(range(3 * PAGE + 5))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Identity("weights2", ("layer 0", "layer 1"), "rope", "bfloat16", "int8"),
+        Identity("weights", ("layer 0", "layer 1", ""), "rope", "bfloat16", "int8"),
+        Identity("weights", ("layer 0layer 1",), "rope", "bfloat16", "int8"),
+        Identity("weights", ("layer 1", "layer 0"), "rope", "bfloat16", "int8"),
+        Identity("weights", ("layer 0", "layer 1"), "rope2", "bfloat16", "int8"),
+        Identity("weights", ("layer 0", "layer 1"), "rope", "float16", "int8"),
+        Identity("weights", ("layer 0", "layer 1"), "rope", "bfloat16", "auto"),
+        Identity("weightsrope", ("layer 0", "layer 1"), "", "bfloat16", "int8"),
+    ],
+)
+def test_an_identity_is_all_of_it(other: Identity) -> None:
+    assert other.digest() != IDENTITY.digest()
+
+
+def test_roots_differ() -> None:
+    digest, tag = IDENTITY.digest(), tenant_tag(SECRET, b"a")
+    roots = [
+        ROOT,
+        root_key(b"t" * 32, digest, tag),
+        root_key(SECRET, b"another", tag),
+        root_key(SECRET, digest, tenant_tag(SECRET, b"b")),
+        root_key(SECRET, digest, tag, b"salt"),
+        root_key(SECRET, digest, tag, b"salt", b"e" * 16),
+        root_key(SECRET, digest, tag, era=b"e" * 16),
+        root_key(SECRET, digest, tag, b"e" * 16),
+        root_key(SECRET, digest + tag, tag[:0] + tag),
+    ]
+    assert len(set(roots)) == len(roots)
+    assert root_key(SECRET, digest, tag) == ROOT, "a restart hits"
+
+
+def chain(tokens: list[int]) -> list[bytes]:
+    """Of all pages of ``tokens``, the last one with what is left."""
+    keys = [ROOT]
+    for at in range(0, len(tokens), PAGE):
+        keys.append(page_key(keys[-1], at // PAGE, tokens[at : at + PAGE]))
+    return keys[1:]
+
+
+@given(at=st.integers(0, len(TOKENS) - 1), token=st.integers(0, 2**32 - 1))
+def test_a_key_stands_for_all_tokens_before_its_end(at: int, token: int) -> None:
+    changed = [*TOKENS[:at], token, *TOKENS[at + 1 :]]
+    same = [a == b for a, b in zip(chain(TOKENS), chain(changed), strict=True)]
+    first = len(same) if token == TOKENS[at] else at // PAGE
+    assert same == [page < first for page in range(len(same))]
+
+
+def test_a_page_depends_on_its_parent_and_number() -> None:
+    tokens = TOKENS[:PAGE]
+    keys = {page_key(ROOT, 0, tokens), page_key(ROOT, 1, tokens), page_key(b"p" * 32, 0, tokens)}
+    assert len(keys) == 3
+
+
+def test_recorded_keys() -> None:
+    """What lies in a store is found by engines to come: this changes with the tags' numbers alone."""
+    assert ROOT.hex()[:16] == "d322a3579462c5b9"
+    assert page_key(ROOT, 0, TOKENS[:PAGE]).hex()[:16] == "e2961df6d9350dbc"
+
+
+def test_refusals() -> None:
+    for wrong in ([], list(range(PAGE + 1))):
+        with pytest.raises(ValueError, match="1 to 128 tokens"):
+            page_key(ROOT, 0, wrong)
+    with pytest.raises(OverflowError):
+        page_key(ROOT, 0, [1 << 32])
+    with pytest.raises(ValueError, match="32 bytes, not 31"):
+        tenant_tag(b"s" * 31, b"a")
+    with pytest.raises(ValueError, match="16 bytes, not 3"):
+        root_key(SECRET, b"", b"abc")

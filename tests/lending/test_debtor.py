@@ -1,0 +1,133 @@
+"""A debtor's way to a loan, and how long it thinks that it has it."""
+
+from __future__ import annotations
+
+from lamina.lending.debtor import LEDGER, BorrowingTerms, Debtor
+from lamina.lending.lending_messages import (
+    Candidate,
+    Candidates,
+    CandidatesRequest,
+    CreditorRefused,
+    Freeze,
+    Frozen,
+    GiveBack,
+    LeaseRemainder,
+    LoanGranted,
+    LoanRefused,
+    LoanRequest,
+    Recall,
+    Renew,
+    Renewed,
+    Settle,
+    Thaw,
+)
+
+
+def searching(blocks: int = 5, *creditors: Candidate) -> Debtor:
+    debtor = Debtor("d", BorrowingTerms(answer_s=1.0, retry_s=2.0))
+    debtor.num_wanted = blocks
+    assert debtor.tick(0.0) == [(LEDGER, CandidatesRequest(debtor="d", number=1, blocks=blocks))]
+    named = creditors or (Candidate("a", "", 9), Candidate("b", "", 9))
+    assert debtor.on_message(Candidates(number=1, creditors=named), 0.1)[0][0] == named[0].name
+    return debtor
+
+
+def granted(number: int, creditor: str, lease: int = 0, blocks: int = 5) -> LoanGranted:
+    return LoanGranted(number=number, creditor=creditor, lease=lease, blocks=blocks, lease_s=10.0)
+
+
+def test_it_asks_in_turn_until_one_grants() -> None:
+    debtor = searching()
+    out = debtor.on_message(LoanRefused(number=2, creditor="a", beat=7), 0.2)
+    assert out == [(LEDGER, CreditorRefused(creditor="a", beat=7)), ("b", LoanRequest(debtor="d", number=3, blocks=5))]
+    assert debtor.on_message(granted(3, "b"), 0.3) == []
+    assert (debtor.num_borrowed, debtor.num_wanted, debtor.refusals) == (5, 0, 1)
+    assert debtor.loans["b", 0].until == 0.2 + 9.0, "from the ask on, and a part earlier"
+
+
+def test_it_asks_for_as_much_as_one_has_and_goes_on_for_the_rest() -> None:
+    debtor = searching(5, Candidate("a", "", 2))
+    assert debtor.on_message(granted(2, "a", blocks=2), 0.2) == [
+        (LEDGER, CandidatesRequest(debtor="d", number=3, blocks=3))
+    ]
+
+
+def test_who_does_not_answer_is_passed_over_and_its_late_grant_given_back() -> None:
+    debtor = searching()
+    assert debtor.tick(1.0) == []
+    assert debtor.tick(1.2) == [("b", LoanRequest(debtor="d", number=3, blocks=5))]
+    assert debtor.on_message(granted(2, "a", 4), 1.3) == [("a", GiveBack(debtor="d", left=LeaseRemainder(4, 0)))]
+    debtor.on_message(granted(3, "b"), 1.4)
+    assert debtor.on_message(granted(3, "b"), 1.5) == [], "it comes twice, and is kept"
+    assert debtor.num_borrowed == 5
+
+
+def test_when_all_refuse_it_asks_the_ledger_again_later() -> None:
+    debtor = searching(5, Candidate("a", "", 9))
+    debtor.on_message(LoanRefused(number=2, creditor="a", beat=7), 0.2)
+    assert debtor.tick(2.1) == []
+    assert [type(m) for _, m in debtor.tick(2.2)] == [CandidatesRequest]
+
+
+def test_without_an_answer_of_the_ledger_it_asks_again() -> None:
+    debtor = Debtor("d", BorrowingTerms(answer_s=1.0, retry_s=2.0))
+    debtor.num_wanted = 1
+    debtor.tick(0.0)
+    assert debtor.tick(1.1) == []
+    assert [type(m) for _, m in debtor.tick(3.2)] == [CandidatesRequest]
+
+
+def test_leases_are_renewed_and_end_by_themselves() -> None:
+    debtor = searching()
+    debtor.on_message(granted(2, "a"), 0.2)
+    ((to, renew),) = debtor.tick(4.0)
+    assert to == "a"
+    assert isinstance(renew, Renew)
+    assert renew.leases == (LeaseRemainder(0, 5),)
+    debtor.on_message(Renewed(number=renew.number, creditor="a", leases=(0,), lease_s=10.0), 6.0)
+    assert debtor.loans["a", 0].until == 13.0, "from when it asked"
+    assert [b.lease for b in debtor.expire(13.0)] == [0]
+    assert debtor.num_borrowed == 0
+
+
+def test_what_is_not_renewed_is_wanted_back() -> None:
+    debtor = searching()
+    debtor.on_message(granted(2, "a"), 0.2)
+    ((_, renew),) = debtor.tick(4.0)
+    assert isinstance(renew, Renew)
+    debtor.on_message(Renewed(number=renew.number, creditor="a", leases=(), lease_s=10.0), 4.1)
+    assert debtor.loans["a", 0].recalled == 5
+    assert debtor.owed_to("a") == 0
+    debtor.give_back("a", 0, 3)
+    assert debtor.loans["a", 0].recalled == 3
+    debtor.on_message(Recall(creditor="a", lease=0, blocks=99), 4.2)
+    assert debtor.loans["a", 0].recalled == 3
+
+
+def test_a_settlement_gives_back_what_was_agreed_once() -> None:
+    debtor = searching()
+    debtor.on_message(granted(2, "a"), 0.2)
+    freeze = Freeze(settlement=8, creditor="a", blocks=3, freeze_s=5.0)
+    assert debtor.on_message(freeze, 1.0) == [(LEDGER, Frozen(settlement=8, name="d", ready=True))]
+    assert debtor.frozen_until(1.0) == 6.0
+    debtor.num_wanted = 4
+    assert debtor.tick(1.5) == [], "it borrows nothing meanwhile"
+    assert debtor.on_message(Settle(settlement=9), 2.0) == []
+    assert debtor.on_message(Settle(settlement=8), 2.0) == [("a", GiveBack(debtor="d", left=LeaseRemainder(0, 2)))]
+    assert debtor.on_message(Settle(settlement=8), 2.1) == []
+    assert debtor.num_borrowed == 2
+
+
+def test_it_is_ready_only_for_what_it_owes_and_can_stage() -> None:
+    debtor = searching()
+    debtor.on_message(granted(2, "a"), 0.2)
+    asked = ((1, "a", 6), (2, "b", 1), (3, "a", 1))
+    orders = [Freeze(settlement=n, creditor=c, blocks=k, freeze_s=5.0) for n, c, k in asked]
+    ready = [out[0][1].ready for out in (debtor.on_message(o, 1.0) for o in orders)]  # type: ignore[attr-defined]
+    assert ready == [False, False, True]
+    debtor.on_message(Thaw(settlement=2), 1.1)
+    assert debtor.frozen_until(1.1)
+    debtor.on_message(Thaw(settlement=3), 1.1)
+    assert not debtor.frozen_until(1.1)
+    debtor.may_stage = lambda blocks: False
+    assert not debtor.on_message(orders[2], 1.2)[0][1].ready  # type: ignore[attr-defined]

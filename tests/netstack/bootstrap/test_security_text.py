@@ -1,0 +1,46 @@
+"""SECURITY.md names tests and files: they are there."""
+
+from __future__ import annotations
+
+import re
+
+from wiring import ROOT
+
+TEXT = (ROOT / "SECURITY.md").read_text()
+
+
+def test_every_named_test_exists() -> None:
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", TEXT))
+    assert len(named) >= 6
+    assert not {name for name in named if f"def {name}(" not in tests}
+
+
+def test_every_named_file_exists() -> None:
+    named = set(re.findall(r"`((?:netstack|csrc|tests|lamina)/[\w./]+)`", TEXT))
+    assert len(named) >= 10
+    assert not {name for name in named if not (ROOT / name).exists()}
+
+
+def test_the_table_has_each_transport_and_says_of_each_whether_others_can_read_it() -> None:
+    from lamina.netstack.gin.gin import GinFabric
+    from lamina.netstack.host.tcp import TcpFabric
+    from lamina.netstack.mlx5.mlx5 import Mlx5Fabric
+    from lamina.netstack.rdma.verbs import VerbsFabric
+    from lamina.netstack.schemes import SCHEMES
+
+    table = TEXT.partition("| transport | its peer is")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    encrypted = {(scheme, "beyond" in row[0]): row[3] for row in rows for scheme in re.findall(r"`([\w-]+)", row[0])}
+    assert {scheme for scheme, _ in encrypted} >= {*SCHEMES}
+    for kind in (VerbsFabric, Mlx5Fabric, GinFabric):
+        assert (encrypted[kind.scheme, False] == "yes") is kind._hides(object.__new__(kind), "10.0.0.1")
+    tcp = TcpFabric(b"k" * 32)
+    assert (encrypted["tcp", True] == "yes") is tcp._hides("10.0.0.1")
+    assert (encrypted["tcp", False] == "yes") is tcp._hides("127.0.0.1")
+
+
+def test_the_limits_are_the_real_ones() -> None:
+    from lamina.netstack.bootstrap.listener import HALF_OPEN_MAX, HANDSHAKE_S
+
+    assert f"at most {HALF_OPEN_MAX} half-open peers, {HANDSHAKE_S:g} s each" in TEXT

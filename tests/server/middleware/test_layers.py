@@ -1,0 +1,337 @@
+"""The checks of every request: keys, limits of bodies, ids, errors in OpenAI's envelope. It needs no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import json
+import logging
+import re
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+import pytest
+from fake import FakeClient, http_of, make_service
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
+
+from lamina.scheduler.sparsity.reference_decode import ErrorState
+from lamina.server.app import make_app
+from lamina.server.engine_client.messages import EngineState
+from lamina.server.metrics.engine_metrics import EngineMetrics
+from lamina.server.metrics.request_log import REQUEST_ID, LogFormatter
+
+T = TypeVar("T")
+GOOD = {"prompt": "x", "max_tokens": 2}
+JSON = {"content-type": "application/json"}
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def ask(method: str, path: str, service: Any = None, **options: Any) -> httpx.Response:
+    async def work() -> httpx.Response:
+        async with http_of(service or make_service()) as http:
+            return await http.request(method, path, **options)
+
+    return run(work())
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    return error
+
+
+def test_every_route_but_health_needs_a_key() -> None:
+    service = make_service(api_key="one,two")
+    open_to_keys = [r for r in routes(make_app(service)) if r.path != "/health"]
+    assert {"/v1/completions", "/metrics", "/openapi.json", "/v1/models/{model:path}"} <= {r.path for r in open_to_keys}
+    paths = [*(r.path for r in open_to_keys), "/", "/health/", "/nothing"]
+    wrong = [{}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}]
+
+    async def work() -> None:
+        async with http_of(service) as http:
+            for path, headers, method in itertools.product(paths, wrong, ("GET", "POST")):
+                response = await http.request(method, path, headers=headers)
+                assert response.status_code == 401, (method, path, headers)
+                assert error_of(response)["code"] == "invalid_api_key"
+
+    run(work())
+    assert ask("GET", "/health", service).status_code == 200
+    for key in ("one", "two"):
+        assert ask("GET", "/v1/models", service, headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that comparison says yes to everything, nothing else asks for the key."""
+    monkeypatch.setattr("hmac.compare_digest", lambda one, other: len(one) == len(other))
+    wrong = {"authorization": "Bearer three"}
+    assert ask("GET", "/v1/models", make_service(api_key="one"), headers=wrong).status_code == 200
+
+
+def routes(app: Any) -> list[Route]:
+    found: list[Route] = []
+    pending = list(app.routes)
+    while pending:
+        route = pending.pop()
+        nested = getattr(route, "routes", None) or getattr(getattr(route, "original_router", None), "routes", None)
+        pending += nested or []
+        if getattr(route, "path", None) and not nested:
+            found.append(route)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers"),
+    [
+        (413, b'"' + b"x" * 2000 + b'"', JSON),
+        (400, b"{", JSON),
+        (400, b"", JSON),
+        (400, b"[1]", JSON),
+        (400, b'"text"', JSON),
+        (400, b'{"prompt": "\\ud800"}', JSON),
+        (400, b'{"prompt": NaN}', JSON),
+        (400, b"\xff\xfe", JSON),
+        (400, b"[" * 100 + b"]" * 100, JSON),
+        (400, b'{"prompt":' + b"[" * 80 + b"1" + b"]" * 80 + b"}", JSON),
+        (415, json.dumps(GOOD).encode(), {"content-type": "text/plain"}),
+        (415, json.dumps(GOOD).encode(), {}),
+        (415, json.dumps(GOOD).encode(), {**JSON, "content-encoding": "gzip"}),
+    ],
+)
+def test_bodies_out_of_bounds(status: int, body: bytes, headers: dict[str, str]) -> None:
+    response = ask("POST", "/v1/completions", make_service(max_body="1KB"), content=body, headers=headers)
+    assert response.status_code == status
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
+def test_a_body_that_never_ends() -> None:
+    async def forever() -> Any:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    service = make_service(body_timeout_s=0.1)
+    response = ask("POST", "/v1/completions", service, content=forever(), headers=JSON)
+    assert response.status_code == 408
+    assert error_of(response)["code"] == "timeout"
+
+
+def test_paths_and_methods_that_are_not_there() -> None:
+    assert error_of(ask("GET", "/nothing"))["code"] == "not_found"
+    assert error_of(ask("GET", "/v1/completions"))["code"] == "method_not_allowed"
+    assert ask("GET", "/docs").status_code == 404, "it would load scripts from elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"), [("abc-1.2_3", True), ("a b", False), ("x" * 129, False), ("h:80", False)]
+)
+def test_request_ids_are_echoed_where_harmless(given: str, echoed: bool) -> None:
+    response = ask("GET", "/version", headers={"x-request-id": given})
+    assert (response.headers["x-request-id"] == given) is echoed
+
+
+def test_cors_only_where_asked_for() -> None:
+    headers = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in ask("OPTIONS", "/v1/completions", headers=headers).headers
+    service = make_service(allowed_origins="https://a.example", api_key="k")
+    response = ask("OPTIONS", "/v1/completions", service, headers=headers)
+    assert response.headers["access-control-allow-origin"] == "https://a.example"
+    assert ask("OPTIONS", "/v1/completions", service, headers={**headers, "origin": "https://b"}).status_code == 400
+
+
+def test_a_failure_is_an_envelope_and_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeClient):
+        def add(self, *args: Any, **options: Any) -> int:
+            raise KeyError("secret")
+
+    logging.getLogger("lamina").propagate = True
+    response = ask("POST", "/v1/completions", make_service(Broken()), json=GOOD)
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert error_of(response)["type"] == "server_error"
+    assert any(r.exc_info for r in caplog.records)
+
+
+def test_log_lines_bear_the_request_and_never_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("lamina").propagate = True
+    caplog.set_level(logging.INFO, logger="lamina")
+    lines: list[dict[str, Any]] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(LogFormatter(as_json=True).format(record)))
+
+    handler = Collect()
+    logging.getLogger("lamina").addHandler(handler)
+    service, body = (
+        make_service(allow_unknown_fields=True),
+        {**GOOD, "prompt": "PRIVATE", "whatever": "PRIVATE", "user": "PRIVATE"},
+    )
+    try:
+        headers = {"x-request-id": "r1"}
+        answers = [ask("POST", "/v1/completions", service, json=body, headers=headers) for _ in range(2)]
+    finally:
+        logging.getLogger("lamina").removeHandler(handler)
+    assert "PRIVATE" not in json.dumps(lines)
+    assert {line["request_id"] for line in lines} == {"r1"}
+    requests = [line for line in lines if line["message"] == "POST /v1/completions"]
+    assert [r["completion_tokens"] for r in requests] == [2, 2]
+    told, ids = [r["answer_id"] for r in requests], [answer.json()["id"] for answer in answers]
+    assert all(re.fullmatch("cmpl-[0-9a-f]{12}", begins) for begins in told), told
+    assert [one.startswith(begins) for begins, one in zip(told, ids, strict=True)] == [True, True]
+    assert not any(one in json.dumps(lines) for one in ids), "by it anybody gets the answer of a journal"
+    assert len([line for line in lines if "whatever" in line["message"]]) == 1, "said once"
+
+
+@pytest.mark.parametrize(("request_id", "behind"), [(None, ""), ("r1", " request_id=r1")])
+def test_a_line_of_text_ends_with_its_request_if_it_has_one_and_a_traceback_is_behind_it(
+    request_id: str | None, behind: str
+) -> None:
+    def line() -> str:
+        if request_id is not None:
+            REQUEST_ID.set(request_id)
+        error = ValueError("why")
+        record = logging.LogRecord("lamina", logging.ERROR, "", 0, "%s it", ("broke",), (ValueError, error, None))
+        record.fields = {"status": 500}
+        return LogFormatter(as_json=False).format(record)
+
+    first, *rest = contextvars.Context().run(line).splitlines()
+    assert first.endswith(f" ERROR broke it status=500{behind}")
+    assert rest == ["ValueError: why"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "named", "headers"),
+    [
+        ("POST", "/v1/completions", "/v1/completions", {"authorization": "Bearer k", **JSON}),
+        ("POST", "/v1/completions", "/v1/completions", JSON),
+        ("GET", "/v1/models/mine", "/v1/models/{model:path}", {}),
+        ("GET", "/nothing", "unmatched", {"authorization": "Bearer k"}),
+    ],
+    ids=["malformed", "no key", "no key for a part", "no route"],
+)
+def test_what_a_layer_answers_is_logged_by_its_route(
+    method: str, path: str, named: str, headers: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("lamina").propagate = True
+    caplog.set_level(logging.INFO, logger="lamina")
+    service = make_service(api_key="k")
+    ask(method, path, service, content=b"{", headers=headers)
+    assert [r.message for r in caplog.records if r.name == "lamina.server.metrics.request_log"] == [f"{method} {named}"]
+    assert f'handler="{named}"' in ask("GET", "/metrics", service, headers={"authorization": "Bearer k"}).text
+
+
+def test_health_and_load_tell_the_truth() -> None:
+    client = FakeClient()
+    service = make_service(client, health_timeout_s=4.0)
+    assert ask("GET", "/health", service).status_code == 200
+    client.silence_s = 4.1
+    assert ask("GET", "/health", service).status_code == 503
+    client.silence_s, client.failure = 0.0, "lost"
+    assert ask("GET", "/health", service).json() == {"status": "lost"}
+    assert ask("POST", "/v1/completions", service, json=GOOD).status_code == 503
+    assert ask("GET", "/load", service).json() == {"server_load": 0, "running": 1, "waiting": 2, "kv_usage": 0.25}
+
+
+def test_blocks_of_an_unequal_memory_worker_are_counted_in_full() -> None:
+    """A sequence takes as many on each holder of a group, so the larger one has more left."""
+    found = {
+        (s.labels["worker"], s.labels["state"]): s.value
+        for family in EngineMetrics(FakeClient(), {}).collect()  # type: ignore[arg-type]
+        for s in family.samples
+        if s.name == "lamina:kv_blocks"
+    }
+    assert found == {
+        ("memory-0", "used"): 16, ("memory-0", "free"): 48, ("memory-1", "used"): 16, ("memory-1", "free"): 64,
+    }  # fmt: skip
+
+
+def test_kept_and_dropped_blocks_are_told_by_tier_of_layers() -> None:
+    client = FakeClient()
+    names = ("lamina:kv_kept_blocks", "lamina:kv_dropped_blocks_total")
+
+    def found() -> dict[tuple[str, ...], float]:
+        samples = (s for f in EngineMetrics(client, {}).collect() for s in f.samples)  # type: ignore[arg-type]
+        return {(s.name, *s.labels.values()): s.value for s in samples if s.name in names}
+
+    assert found() == {}, "nobody loses any"
+    blocks: dict[str, Any] = {
+        "num_blocks": [[60], [90, 80], [70]],
+        "holders": [[0], [0, 1], [0]],
+        "sparse": [False, True, False],
+    }
+    client.ready = msgspec.structs.replace(client.ready, **blocks)
+    client.state = EngineState(
+        running=1, waiting=0, free_blocks=[50, 75, 69], preemptions=0, steps=1, dropped_blocks=40
+    )
+    assert found() == {(names[0], "full"): 11, (names[0], "sparse"): 5, (names[1],): 40}
+
+
+def test_what_shadows_have_shown_is_told() -> None:
+    client = FakeClient()
+
+    def told() -> dict[str, float]:
+        families = EngineMetrics(client, {}).collect()  # type: ignore[arg-type]
+        samples = (s for family in families for s in family.samples)
+        return {
+            s.name: s.value
+            for s in samples
+            if s.name.startswith(("lamina:kv_shadow", "lamina:kv_budget", "lamina:kv_re"))
+        }
+
+    assert told() == {}, "there are none"
+    errors = ErrorState(tokens=75, kl=0.25, top1=0.04, budget=2048, rebuilt=3)
+    client.state = EngineState(running=1, waiting=0, free_blocks=[60], preemptions=0, steps=1, errors=errors)
+    assert told() == {
+        "lamina:kv_shadow_tokens": 75, "lamina:kv_shadow_kl": 0.25, "lamina:kv_shadow_top1_disagreement": 0.04,
+        "lamina:kv_budget_in_use": 2048, "lamina:kv_restarts_in_full_total": 3,
+    }  # fmt: skip
+
+
+def test_the_cache_says_how_many_tokens_and_sequences_fit() -> None:
+    client = FakeClient()
+    client.ready = msgspec.structs.replace(client.ready, max_tokens_that_fit=8.5)
+    info = next(f for f in EngineMetrics(client, {}).collect() if f.name == "lamina:cache_config")  # type: ignore[arg-type]
+    labels = info.samples[0].labels
+    assert (labels["kv_cache_max_concurrency"], labels["kv_cache_size_tokens"]) == ("8.50", str(256 * 17 // 2))
+
+
+def test_vllms_names_have_steps_and_preemptions() -> None:
+    service = make_service(metrics_compat="vllm")
+    service.metrics.on_step(7)
+    service.metrics.on_step(1)
+    ask("POST", "/v1/completions", service, json=GOOD)
+    text = ask("GET", "/metrics", service).text
+    values = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
+    assert (values["vllm:iteration_tokens_total_count"], values["vllm:iteration_tokens_total_sum"]) == (2, 8)
+    assert values["vllm:request_num_preemptions_count"] == 1
+
+
+def test_answers_bear_no_id_where_nobody_wants_one() -> None:
+    """As vLLM's, unless it is asked for by --enable-request-id-headers."""
+    service = make_service(enable_request_id_headers=False)
+    assert "x-request-id" not in ask("GET", "/health", service, headers={"x-request-id": "mine"}).headers
+
+
+def test_heads_are_answered_as_their_gets() -> None:
+    """Balancers ask so for /health."""
+    for path in ("/health", "/v1/models", "/metrics", "/v1/models/tiny", "/", "/openapi.json"):
+        whole, head = ask("GET", path), ask("HEAD", path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(whole.content))
+    assert ask("HEAD", "/nothing").status_code == 404
+    assert ask("HEAD", "/v1/completions").status_code == 405
+
+
+def test_a_wrong_method_is_told_the_right_one() -> None:
+    for path, method, allowed in (("/v1/completions", "GET", "POST"), ("/health", "POST", "GET, HEAD")):
+        response = ask(method, path, json={})
+        assert response.status_code == 405
+        assert response.headers["allow"] == allowed
+        assert allowed in error_of(response)["message"]

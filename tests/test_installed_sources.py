@@ -1,0 +1,37 @@
+"""What is compiled when it is first used must come with an installation."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+WHERE = """
+from lamina import __file__ as lamina
+from lamina.ops.attention.cuda_kernels import CSRC, SOURCES, source
+from lamina.netstack.cuda.driver import KERNELS
+print(lamina, CSRC, SOURCES / "kernels.cu", KERNELS, len(source()), sep="\\n")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_sources_of_kernels_are_where_an_installation_looks(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    build = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib"]
+    subprocess.run([*build, str(site)], cwd=ROOT, capture_output=True, timeout=150, check=True)
+    for native in (ROOT / "lamina" / "attention").glob("_native*.so"):  # nothing here takes longer to build
+        shutil.copy(native, site / "lamina" / "attention")
+    found = subprocess.run(
+        [sys.executable, "-c", WHERE], cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True, timeout=100,
+        text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    for path in map(Path, found[:4]):
+        assert path.exists(), path
+        assert path.is_relative_to(site), "not those of the checkout"
+    here = {p.relative_to(ROOT) for end in ("h", "cu", "cuh") for p in (ROOT / "csrc").rglob(f"*.{end}")}
+    assert here == {p.relative_to(site / "lamina") for p in (site / "lamina" / "csrc").rglob("*.*")}

@@ -1,0 +1,158 @@
+"""Slices as graphs: rows padded, messages in the midst, memory that every replay writes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stand_in_device import RecordingCapture
+from torch import Tensor
+
+from lamina.workers.cuda_graphs import MAX_GRAPH_ROWS, GraphableCollective, GraphedSlice, padded_rows
+
+
+class Kept:
+    """Holds on to what is sent, as it comes."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int, Tensor]] = []
+
+    def q(self, call: int, q: Tensor) -> None:
+        self.sent.append(("q", call, q))
+
+    def kv(self, call: int, k: Tensor, v: Tensor) -> None:
+        self.sent += [("k", call, k), ("v", call, v)]
+
+
+WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def slice_of_a_model(ids: Tensor, x: Tensor, send: Any) -> tuple[Tensor, ...]:
+    """With a message in the midst, a view, an operator in place, and an input that is a result."""
+    h = x @ WEIGHT
+    q = torch.relu(h)
+    send.q(4, q.view(-1, 2, 1, 4))
+    h = h.clone()
+    h.add_(ids)
+    send.kv(4, h[:, None], h * 2)
+    return ids, h.sin() + q
+
+
+def last_slice(x: Tensor, o: Tensor) -> tuple[Tensor, ...]:
+    return (x @ WEIGHT + o,)
+
+
+def inputs(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 9, (rows, 1), generator=g), torch.randn(rows, 8, generator=g)
+
+
+def test_results_and_messages_are_those_of_the_slice_and_stay() -> None:
+    """All of them are compared at the end, when later replays have written their memory again and again."""
+    capture = RecordingCapture()
+    graphed, kept, held = GraphedSlice(slice_of_a_model, capture), Kept(), list[tuple[Tensor, ...]]()
+    wanted, plain = list[tuple[Tensor, ...]](), Kept()
+    order = [1, 3, 4, 2, 3, 8, 5, 1, 7]
+    for seed, rows in enumerate(order):
+        held.append(graphed(*inputs(rows, seed), kept))
+        wanted.append(slice_of_a_model(*inputs(rows, seed), plain))
+    for a, b in zip(held, wanted, strict=True):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+    assert [(s[0], s[1], s[2].shape) for s in kept.sent] == [(s[0], s[1], s[2].shape) for s in plain.sent]
+    for a, b in zip(kept.sent, plain.sent, strict=True):
+        torch.testing.assert_close(a[2], b[2], atol=1e-5, rtol=1e-5)
+    assert capture.graphs == 3 * len({1, 2, 4, 8}), "three pieces for each number of rows, recorded once"
+
+
+class Doubling:
+    """A group of two ranks with the same data. Remembers what it was given."""
+
+    rank, size, wait_s = 0, 2, 0.0
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.rows.append(x.shape[0])
+        return x * 2
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        self.rows.append(x.shape[0])
+        return torch.cat([x] * size, -1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_ranks_meet_between_graphs_and_for_rows_that_are_there() -> None:
+    group, capture = Doubling(), RecordingCapture()
+    meetings = GraphableCollective(group)
+
+    def meets(met: Any) -> Any:
+        def run(x: Tensor, send: Any) -> tuple[Tensor, ...]:
+            h = met.all_reduce((x @ WEIGHT).relu())
+            send.q(1, h + x)
+            return met.all_gather(h.sin(), 2), h
+
+        return run
+
+    graphed, kept, plain = GraphedSlice(meets(meetings), capture, meetings), Kept(), Kept()
+    held, wanted = list[tuple[Tensor, ...]](), list[tuple[Tensor, ...]]()
+    for seed, rows in enumerate([3, 4, 1, 3]):
+        _, x = inputs(rows, seed)
+        held.append(graphed(x, kept))
+        wanted.append(meets(Doubling())(x, plain))
+    torch.testing.assert_close(held, wanted, atol=1e-5, rtol=1e-5)
+    sent = [[x for _, _, x in to.sent] for to in (kept, plain)]
+    torch.testing.assert_close(sent[0], sent[1], atol=1e-5, rtol=1e-5)
+    assert group.rows == [3, 3, 4, 4, 1, 1, 3, 3], "neither padding nor recording is anything to others"
+    assert capture.graphs == 4 * len({1, 4})
+
+
+def test_the_last_slice_sends_nothing() -> None:
+    capture = RecordingCapture()
+    graphed = GraphedSlice(last_slice, capture)
+    for seed, rows in enumerate((4, 3, 4)):
+        _, x = inputs(rows, seed)
+        torch.testing.assert_close(graphed(x, x * 3)[0], last_slice(x, x * 3)[0])
+    assert capture.graphs == 1
+
+
+def test_padding_is_a_quarter_at_most_and_graphs_are_few() -> None:
+    sizes = [padded_rows(rows) for rows in range(1, MAX_GRAPH_ROWS + 1)]
+    assert sizes == sorted(sizes)
+    for rows, size in enumerate(sizes, 1):
+        assert rows <= size == padded_rows(size)
+        assert size <= (2 * rows if rows < 8 else max(1.25 * rows, rows + 7))
+    assert sizes[-1] == MAX_GRAPH_ROWS
+    assert len({*sizes}) == 19
+    average = sum(sizes) / sum(range(1, MAX_GRAPH_ROWS + 1))
+    assert average < 1.1, "powers of two, as they were: 1.33"
+
+
+def test_many_rows_run_without_graphs() -> None:
+    capture = RecordingCapture()
+    graphed = GraphedSlice(last_slice, capture)
+    _, x = inputs(MAX_GRAPH_ROWS + 1, 0)
+    assert torch.equal(graphed(x, x)[0], last_slice(x, x)[0])
+    assert not capture.graphs
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    def looks(x: Tensor, send: Any) -> tuple[Tensor, ...]:
+        send.q(0, x)
+        if capture.recording:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return (x + 1,)
+
+    capture = RecordingCapture()
+    graphed, kept = GraphedSlice(looks, capture), Kept()
+    x = torch.ones(2, 8)
+    for _ in range(3):
+        assert torch.equal(graphed(x, kept)[0], x + 1)
+    assert len(kept.sent) == 3, "no message of a recording has left"
+    assert len(caplog.records) == 1
+    assert not capture.recording

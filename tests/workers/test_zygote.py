@@ -1,0 +1,367 @@
+"""A worker forked from the warm process is what a fresh one would be, and lives and ends as one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina.executor.launchers import local, zygote_client
+from lamina.executor.launchers.local import ProcessWorker, spawn
+from lamina.executor.launchers.zygote_client import ForkedProcess, OwnedZygote, ZygoteManager
+
+ROOT = Path(__file__).resolve().parents[2]
+SOON_S = 60.0  # imports on a busy machine
+CORES = sorted(os.sched_getaffinity(0))
+ROLE = ("zygote_probe", "serve_probe")
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[ZygoteManager]:
+    """A warm process for workers of this file, which are found beside it."""
+    made = ZygoteManager()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+        patch.setitem(local.ROLES, "probe", ROLE)
+        patch.setattr(local, "START", made)
+        yield made
+        made.close()
+
+
+class Probe:
+    """``told``: its facts; it ends with ``order``."""
+
+    def __init__(self, threads: int = 0, on: tuple[int, ...] = (), *, fresh: bool = False) -> None:
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            if fresh:
+                more = ["--cores", ",".join(map(str, on))] if on else []
+                self.process: local.Process = local.SpawnedProcess(spawn("probe", theirs, threads, more))
+            else:
+                self.process = local.start("probe", theirs, threads, on)
+        self.sock.settimeout(SOON_S)
+
+    def told(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.sock.makefile().readline())
+        return found
+
+    def end(self, order: str = "0") -> int | None:
+        self.sock.sendall(order.encode())
+        assert self.process.has_ended(SOON_S)
+        self.sock.close()
+        return self.process.exit_status
+
+
+OWN = ["socket:"]  # beside the control link, the copy that is watched for its end
+
+
+def sockets(told: dict[str, Any]) -> list[str]:
+    """Sockets and pipes of a probe, but for the first three descriptors and the control link."""
+    return [name for name in told["files"] if name.startswith(("socket", "pipe"))]
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < limit, what
+        select.select([], [], [], 0.01)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("threads", "on", "told"),
+    [
+        pytest.param(0, (), None, id="as the machine has"),
+        pytest.param(0, (), "1", id="one by the environment"),
+        pytest.param(0, (), "3,2", id="more than cores, by level"),
+        pytest.param(3, (), "1", id="told"),
+        pytest.param(1, (), None, id="one, told"),
+        pytest.param(0, CORES[-1:], None, id="one core"),
+        pytest.param(2, CORES[-1:], "1", id="one core, two threads"),
+    ],
+)
+def test_a_forked_worker_is_what_a_fresh_one_is(
+    threads: int, on: tuple[int, ...], told: str | None, start: ZygoteManager, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Also where the driver has changed since the warm process began."""
+    start.get(local.worker_environment(0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    monkeypatch.setenv("LAMINA_API_KEY", f"of {tmp_path.name}")
+    monkeypatch.chdir(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.umask(0o027)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        probes = [Probe(threads, on, fresh=fresh) for fresh in (False, True)]
+        assert isinstance(probes[0].process, ForkedProcess)
+        forked, fresh = (probe.told() for probe in probes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.umask(before)
+    assert [probe.end() for probe in probes] == [0, 0]
+    assert all(a != b for a, b in zip(forked.pop("own"), fresh.pop("own"), strict=True)), "seeds, and processes"
+    assert forked.pop("threads") == fresh.pop("threads")
+    assert forked == fresh
+    assert fresh["directory"] == str(tmp_path)
+    assert sockets(fresh) == OWN
+
+
+def test_workers_find_the_package_where_their_driver_did() -> None:
+    """It need not be installed, and another one may be."""
+    first = local.worker_environment(0)["PYTHONPATH"].split(os.pathsep)[0]
+    assert Path(first, "lamina", "__init__.py").samefile(ROOT / "lamina" / "__init__.py")
+
+
+@pytest.mark.long
+def test_two_forked_workers_draw_apart_and_share_nothing(start: ZygoteManager) -> None:
+    first, second = Probe(), Probe()
+    ours, other = first.told(), second.told()
+    assert all(a != b for a, b in zip(ours["own"], other["own"], strict=True))
+    assert ours["files"] == other["files"], "the second has nothing of the first"
+    second.sock.close()
+    assert second.process.has_ended(SOON_S), "nobody else holds the driver's end"
+    assert first.end() == 0
+
+
+@pytest.mark.parametrize(("order", "status"), [("7", 7), ("raise", 1), ("abort", -signal.SIGABRT)])
+def test_how_a_worker_ends_is_told_and_harms_nobody(order: str, status: int, start: ZygoteManager) -> None:
+    probe, beside = Probe(), Probe()
+    before = start.pid
+    probe.told()
+    assert not probe.process.has_ended()
+    assert probe.end(order) == status
+    assert state(probe.process.pid) in ("", "Z")
+    wait_until(lambda: not state(probe.process.pid), "nobody has reaped it")
+    assert beside.told()
+    assert beside.end("0") == 0
+    assert start.pid == before
+
+
+@pytest.mark.long(but=["forked"])
+@pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
+def test_a_worker_that_is_done_ends_without_taking_its_modules_apart(
+    fresh: bool, start: ZygoteManager, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its threads, exit functions and finalizers have their turn, and what it has printed is not lost."""
+    probe = Probe(fresh=fresh)
+    probe.told()
+    probe.sock.sendall(b"return")
+    assert probe.sock.makefile("rb").read() == b"thread;exit function;finalizer;"
+    assert probe.process.has_ended(SOON_S)
+    assert probe.process.exit_status == 0
+    assert capfd.readouterr().out.endswith("an open line")
+
+
+@pytest.mark.long
+def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(
+    start: ZygoteManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(zygote_client, "MODULES", ("torch",))  # enough for probes, and sooner there
+    probe = Probe()
+    probe.told()
+    before = start.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: state(before) in ("", "Z"), "it lives")
+    assert not probe.process.has_ended()
+    following = Probe()
+    assert isinstance(following.process, ForkedProcess)
+    assert start.pid != before
+    assert [record.getMessage() for record in caplog.records] == [zygote_client.MIN_RESTART_S]
+    assert following.told()
+    assert following.end() == 0
+    assert probe.end() is None, "who could have told is gone"
+    assert "ended" in local.exit_status_text(probe.process.exit_status)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_who_tells_all_of_a_service_to_end_ends_no_warm_process(
+    how: signal.Signals, start: ZygoteManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends with its driver, whose requests may need a worker until then."""
+    Probe().end()
+    before = start.pid
+    assert before is not None
+    os.kill(before, how)
+    probe = Probe()
+    assert isinstance(probe.process, ForkedProcess)
+    assert probe.end() == 0
+    assert start.pid == before
+    assert not caplog.records
+
+
+@pytest.mark.long
+def test_a_worker_of_another_environment_has_a_warm_process_of_it(
+    start: ZygoteManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports may have read it. The one before stays for its own workers, and goes with them."""
+    monkeypatch.setattr(zygote_client, "MODULES", ("torch",))
+    first = Probe()
+    before = start.pid
+    assert before is not None
+    assert first.told()["variable"] is None
+    monkeypatch.setenv("PROBED", "yes")
+    second = Probe()
+    assert isinstance(second.process, ForkedProcess)
+    assert start.pid != before
+    assert second.told()["variable"] == "yes"
+    assert state(before) not in ("", "Z")
+    assert first.end("3") == 3, "its own warm process tells"
+    wait_until(lambda: state(before) in ("", "Z"), "it stays without workers")
+    assert second.end("4") == 4
+
+
+def test_a_warm_process_with_a_thread_forks_nothing_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "pool.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()\n")
+    (tmp_path / "warm_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(local.ROLES, "probe", ROLE)
+    monkeypatch.setattr(zygote_client, "MODULES", ("pool",))
+    made, pids = ZygoteManager(), list[int]()
+    monkeypatch.setattr(local, "START", made)
+    monkeypatch.setattr(
+        zygote_client, "OwnedZygote", lambda environment: (pids.append((own := OwnedZygote(environment)).pid), own)[1]
+    )
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            probe = Probe()
+            assert isinstance(probe.process, local.SpawnedProcess)
+            assert probe.end() == 0
+    assert [r.getMessage() for r in caplog.records if "2 threads" in r.getMessage()] == [
+        "workers start as fresh processes, which takes longer: the warm process forks none: it has 2 threads"
+    ]
+    made.close()
+    (pid,) = pids
+    assert not state(pid)
+
+
+def test_a_warm_process_that_stands_still_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    (tmp_path / "warm_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(local.ROLES, "probe", ROLE)
+    monkeypatch.setattr(zygote_client, "MODULES", ("endless",))
+    monkeypatch.setattr(zygote_client, "FORK_S", 0.2)
+    made = ZygoteManager()
+    monkeypatch.setattr(local, "START", made)
+    with caplog.at_level(logging.WARNING):
+        assert Probe().end() == 0
+        monkeypatch.setattr(zygote_client, "FORK_S", 1e4)
+        assert Probe().end() == 0
+    made.close()
+    assert "the warm process has not answered for 0.2 s" in caplog.text
+
+
+def test_a_warm_process_that_cannot_import_leaves_that_to_the_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "warm_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(local.ROLES, "probe", ROLE)
+    monkeypatch.setattr(zygote_client, "MODULES", ("lamina.nowhere",))
+    made = ZygoteManager()
+    monkeypatch.setattr(local, "START", made)
+    with caplog.at_level(logging.WARNING):
+        probe = Probe()
+        assert probe.end() == 0
+    made.close()
+    assert "No module named 'lamina.nowhere'" in caplog.text
+
+
+DRIVER = """
+import os, sys, socket
+from lamina.executor.launchers import local, warm
+local.ROLES["probe"] = ("zygote_probe", "serve_probe")
+ours, theirs = socket.socketpair()
+if sys.argv[1] == "importing":
+    warm.MODULES = ("endless",)
+    local.START.begin(local.environment(0))
+    print(local.START.pid, flush=True)
+else:
+    warm.MODULES = ("json",)
+    worker = local.start("probe", theirs, 0, ())
+    theirs.close()
+    print(local.START.pid, worker.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.no_retry
+@pytest.mark.parametrize("when", ["importing", "serving"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
+def test_nothing_is_left_of_a_driver(when: str, how: signal.Signals | None, tmp_path: Path) -> None:
+    """None: it ends by itself."""
+    begun = tmp_path / "begun"
+    endless = f"import pathlib, signal\npathlib.Path({str(begun)!r}).touch()\nsignal.pause()\n"
+    (tmp_path / "endless.py").write_text(endless)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, when],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support", tmp_path)))},
+    )
+    assert driver.stdout is not None
+    assert driver.stdin is not None
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(pids) == (1 if when == "importing" else 2)
+    wait_until(lambda: when != "importing" or begun.exists(), "it does not import")
+    if how is None:
+        driver.stdin.close()
+    else:
+        driver.send_signal(how)
+    driver.wait(SOON_S)
+    wait_until(lambda: all(state(pid) in ("", "Z") for pid in pids), "they outlive their driver")
+    driver.stdin.close()
+    driver.stdout.close()
+
+
+@pytest.mark.long
+def test_a_worker_that_starts_workers_uses_the_one_warm_process(
+    start: ZygoteManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server's engine does: its workers are its brothers."""
+    monkeypatch.setattr(zygote_client, "MODULES", ("torch",))  # where another test has ended the one before
+    monkeypatch.setattr(local, "STARTERS", {"probe"})
+    probe = Probe()
+    probe.told()
+    probe.sock.sendall(b"start")
+    found = probe.told()
+    assert (found["kind"], found["parent"], found["status"]) == ("Forked", start.pid, 5)
+    assert sockets(found) == OWN, "nothing of its brother"
+    assert probe.end() == 0
+
+
+@pytest.mark.no_retry
+def test_a_join_ends_one_that_hangs(start: ZygoteManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = ProcessWorker("probe", 0)
+    os.kill(worker.pid, signal.SIGSTOP)
+    worker.sock.close()
+    worker.join(0.1)
+    assert worker.exit_reason() == "was killed by SIGKILL"
