@@ -45,7 +45,9 @@ __all__ = [
 
 def _check_build(folder: str) -> None:
     """Raises ImportError where ``folder`` has the sources of this package alone, as a fresh checkout does."""
-    if not any(os.path.exists(os.path.join(folder, "attention", f"_native{end}")) for end in EXTENSION_SUFFIXES):
+    if not any(
+        os.path.exists(os.path.join(folder, "ops", "attention", f"_attention{end}")) for end in EXTENSION_SUFFIXES
+    ):
         raise ImportError(
             f"{folder} has no native modules for Python {sys.version_info.major}.{sys.version_info.minor}: run "
             f"`make demo` in {os.path.dirname(folder)}; or, where Lamina is installed, start Python with -P, which "

@@ -24,8 +24,8 @@ def test_sources_of_kernels_are_where_an_installation_looks(tmp_path: Path) -> N
     site = tmp_path / "site"
     build = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib"]
     subprocess.run([*build, str(site)], cwd=ROOT, capture_output=True, timeout=150, check=True)
-    for native in (ROOT / "lamina" / "attention").glob("_native*.so"):  # nothing here takes longer to build
-        shutil.copy(native, site / "lamina" / "attention")
+    for native in (ROOT / "lamina" / "ops" / "attention").glob("_attention*.so"):  # nothing here takes longer to build
+        shutil.copy(native, site / "lamina" / "ops" / "attention")
     found = subprocess.run(
         [sys.executable, "-c", WHERE], cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True, timeout=100,
         text=True, check=True,
