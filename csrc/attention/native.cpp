@@ -287,8 +287,9 @@ PyType_Slot kernels_slots[] = {{Py_tp_new, slot(kernels_new)},
                                {Py_tp_methods, kernels_methods},
                                {0, nullptr}};
 PyType_Slot step_slots[] = {{Py_tp_new, slot(step_new)}, {Py_tp_dealloc, slot(step_dealloc)}, {0, nullptr}};
-PyType_Spec kernels_spec = {"lamina.ops.attention._attention.Kernels", sizeof(Kernels), 0, Py_TPFLAGS_DEFAULT, kernels_slots};
-PyType_Spec step_spec = {"lamina.ops.attention._attention.AttentionStep", sizeof(Step), 0, Py_TPFLAGS_DEFAULT, step_slots};
+PyType_Spec kernels_spec = {"lamina.ops.attention._attention.Kernels", sizeof(Kernels), 0, Py_TPFLAGS_DEFAULT,
+                            kernels_slots};
+PyType_Spec step_spec = {"lamina.ops.attention._attention.Step", sizeof(Step), 0, Py_TPFLAGS_DEFAULT, step_slots};
 
 int module_exec(PyObject* module) {
   if (Types::add(module, {&kernels_spec, &step_spec})) return -1;

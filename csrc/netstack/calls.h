@@ -24,7 +24,7 @@ struct ChannelCalls {
   void (*leave)(PyObject* channel, const Traffic&, std::uint64_t held);
   // The next `wait_signal` returns this message, the last that was taken. Before `leave`.
   void (*unread)(PyObject* channel, const Message&);
-  // Sets the exception for what an operation of the contract came to; pending: nothing came within `cpu_pressure_s`.
+  // Sets the exception for what an operation of the contract came to; pending: nothing came within `waited_s`.
   void (*raise)(PyObject* channel, Role, Status, const char* operation, double waited_s);
 };
 

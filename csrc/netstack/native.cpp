@@ -254,7 +254,7 @@ PyMethodDef module_methods[] = {{"open_link", open_link, METH_VARARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void*>(module_exec)}, {0, nullptr}};
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_netstack", nullptr,      sizeof(State), module_methods,
-                          module_slots,          nullptr,   module_clear, module_free};
+                          module_slots,          nullptr,     module_clear, module_free};
 
 }  // namespace
 

@@ -109,7 +109,8 @@ PyObject* program_run(PyObject* object, PyObject* const* args, Py_ssize_t count)
 PyMethodDef program_methods[] = {{"run", method(program_run), METH_FASTCALL, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyType_Slot program_slots[] = {
     {Py_tp_new, slot(make)}, {Py_tp_dealloc, slot(dealloc)}, {Py_tp_methods, program_methods}, {0, nullptr}};
-PyType_Spec program_spec = {"lamina.ops.rows._rows.Program", sizeof(ProgramObject), 0, Py_TPFLAGS_DEFAULT, program_slots};
+PyType_Spec program_spec = {"lamina.ops.rows._rows.Program", sizeof(ProgramObject), 0, Py_TPFLAGS_DEFAULT,
+                            program_slots};
 
 int exec(PyObject* module) { return Types::add(module, {&program_spec, &chain_spec}); }
 

@@ -74,7 +74,7 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(
     make: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make()
-    ask = FakeFront.ask
+    ask = FakeFront.engine_request
 
     def asks(front: FakeFront, prompt: Any, params: Any) -> EngineRequest:
         def fails() -> Any:

@@ -222,18 +222,18 @@ def test_a_spare_takes_the_memory_of_the_largest_place_and_another_where_that_is
 @pytest.mark.parametrize("place", ["10.0.0.7:0", "10.0.0.8:0"])
 def test_a_spare_on_a_host_that_others_do_not_reach_takes_no_place_of_that_host(place: str) -> None:
     run, left = Run(spare_memory=1), list[tuple[str, int]]()
-    run.world.leave = lambda role, index: left.append((role, index))  # type: ignore[method-assign]
+    run.world.avoid_host = lambda role, index: left.append((role, index))  # type: ignore[method-assign]
     run.cohort.spare_workers.start_missing()
     run.world.pass_until(run.world.now + 10.0, lambda: False)
     spare, lost = run.world.workers[-1], run.now("memory", 1)
-    lost.place, spare.place = "10.0.0.7:0", place
+    lost.host, spare.host = "10.0.0.7:0", place
     member = run.members.memory[1]
     member.unreachable_peer = True
     run.members.mark_lost(member, loss := WorkersLostError("others have lost their way to it", [member], ended=True))
     run.supervisor.quiesce(loss)
     run.whole(run.supervisor.resume(KEEP))
     assert left == [("memory", 1)]
-    assert (run.now("memory", 1) is spare) == (place != lost.place)
+    assert (run.now("memory", 1) is spare) == (place != lost.host)
 
 
 def test_a_spare_that_comes_up_slowly_is_taken_in_once_it_has() -> None:
@@ -478,7 +478,7 @@ def test_one_that_is_stopped_is_lost_soon_and_one_that_is_slow_is_not() -> None:
     run = Run(step_timeout_s=60.0)
     run.members.on_tick = lambda: run.supervisor.check_health(list(run.members))
     slow, stopped = run.worker(0), run.worker(1)
-    slow.silent = stopped.silent = stopped.stopped = True
+    slow.silent = stopped.silent = stopped.is_stopped = True
     began = run.world.now
     words = rf"^{re.escape(stopped.name)} has been stopped for 1.75 s while it is waited for, (\d\.\d\d) s at most$"
     with pytest.raises(WorkersLostError, match=words) as told:
@@ -500,11 +500,11 @@ def test_one_that_was_stopped_and_goes_on_is_not_lost() -> None:
     worker = run.worker(0)
     for _ in range(10):
         for stopped in (True, True, False):
-            worker.stopped = stopped
+            worker.is_stopped = stopped
             run.supervisor.check_health(list(run.members))
             run.world.now += 0.9
     run.world.now += 10.0
-    worker.stopped = True
+    worker.is_stopped = True
     run.supervisor.check_health(list(run.members))
 
 
@@ -540,7 +540,7 @@ def test_one_that_is_slowed_down_by_signals_is_not_lost(monkeypatch: pytest.Monk
 
 def test_where_no_loss_can_be_made_good_one_that_is_stopped_is_waited_for() -> None:
     run = Run(max_recoveries=0)
-    run.worker(0).stopped = True
+    run.worker(0).is_stopped = True
     for _ in range(10):
         run.supervisor.check_health(list(run.members))
         run.world.now += 1.0
@@ -861,7 +861,7 @@ def test_one_that_owes_nothing_may_stand_still() -> None:
     run = Run()
     owing, idle = run.members.memory, run.members.prefill[0]
     worker = run.now("prefill", 0)
-    worker.stopped = True
+    worker.is_stopped = True
     for _ in range(10):
         run.supervisor.check_health(owing)
         run.world.now += 0.9
@@ -959,7 +959,7 @@ def one_loads() -> tuple[Run, WorkerExecutor, SimulatedWorker]:
 def test_a_replica_that_dies_as_it_loads_has_a_successor_and_one_that_says_why_ends_the_run() -> None:
     run, pools, loads = one_loads()
     loads.kill()
-    loads.fate = lambda: None  # type: ignore[method-assign] # it can be waited for a moment later
+    loads.exit_reason = lambda: None  # type: ignore[method-assign] # it can be waited for a moment later
     run.world.pass_until(run.world.now + 1.0, lambda: False)
     assert isinstance(pools.check_workers(), EpochChanged), "what it costs is counted"
     pools.resume(KEEP)
@@ -1021,7 +1021,7 @@ def test_one_that_goes_and_is_stopped_holds_nobody_up() -> None:
     elastic = MemoryResizer(run.config, run.members, run.cohort, run.world.clock)
     stays, goes = run.members.memory
     run.members.remove(goes)
-    run.now("memory", 0).silent = run.worker(1).stopped = True
+    run.now("memory", 0).silent = run.worker(1).is_stopped = True
     began = run.world.now
     (answer,) = elastic._answers([stays], [goes])
     assert answer.error == f"{goes.name} has been stopped for {STOPPED_S:g} s"
@@ -1090,7 +1090,7 @@ def test_one_that_is_stopped_while_idle_is_lost_once_it_is_asked_for_its_counter
     """As a server asks every second. None is where nobody asks."""
     run = Run()
     pools, victim = pools_of(run), run.worker(number)
-    victim.stopped = victim.silent = True
+    victim.is_stopped = victim.silent = True
     for _ in range(40):
         run.world.pass_until(run.world.now + 0.25, lambda: False)
         assert pools.check_workers() is None
@@ -1111,7 +1111,7 @@ def test_one_that_is_stopped_while_idle_is_lost_once_it_is_asked_for_its_counter
 def test_one_that_was_stopped_while_idle_has_no_counters_and_is_no_loss() -> None:
     run = Run()
     pools = pools_of(run)
-    run.worker(0).stopped = run.worker(0).silent = True
+    run.worker(0).is_stopped = run.worker(0).silent = True
     assert sorted(pools.stats()) == ["compute-0", "compute-1", "memory-1", "prefill-0"]
     pools.request_stats()
     run.world.pass_until(run.world.now + 100.0, lambda: False)
@@ -1146,7 +1146,7 @@ def test_one_that_is_stopped_while_others_are_replaced_is_found_soon() -> None:
     run.worker(0).kill()
     change = pools.check_workers()
     assert isinstance(change, EpochChanged)
-    idle.stopped = idle.silent = True
+    idle.is_stopped = idle.silent = True
     began = run.world.now
     change = pools.resume(KEEP)
     assert isinstance(change, EpochChanged)

@@ -62,7 +62,7 @@ def kept_kv(both: Both, layer: int, row: RowRange, position: int) -> tuple[Tenso
     for store in (side.store for side in both.sides):
         for piece, held in zip(store.layers[layer], store.pieces[layer], strict=True):
             if owned_runs(
-                RowRange(row.sequence, position, 1, row.location), store.tables.lanes[piece.group], store.placement
+                RowRange(row.sequence, position, 1, row.location), store.tables.kv_shards[piece.group], store.placement
             ):
                 block = position // store.tables.block_size
                 (here,) = store.tables.block_ids(piece.group, row.sequence, block, block + 1)
@@ -74,10 +74,10 @@ def kept_kv(both: Both, layer: int, row: RowRange, position: int) -> tuple[Tenso
 
 def run(both: Both, rows: list[RowRange]) -> bool:
     """A step of ``rows``: whether every number of Q, K and V came where it belongs, and O came back."""
-    dtype, new = DTYPES[both.sides[0].store.bind.dtype], [New(r.sequence) for r in rows]
+    dtype, new = DTYPES[both.sides[0].store.bind_request.dtype], [New(r.sequence) for r in rows]
     before = [RowRange(r.sequence, 0, r.first, r.location) for r in rows if r.first]
     for side in both.sides:
-        side.store.begin(StepPlan(step=0, ops=list(new), rows=before))
+        side.store.apply_plan(StepPlan(step=0, ops=list(new), rows=before))
     both.begin(StepPlan(step=1, ops=[], rows=rows))
     good = True
     for index, layer in enumerate(both.layers):

@@ -61,7 +61,7 @@ def test_a_driver_hears_of_a_step_once_it_is_whole() -> None:
     member.link, theirs = ControlLink(quiet, StepDone), ControlLink(told, StatsRequest)
     first, *others = split_step_done(step(500, 500, 500), 600)
     theirs.send(first)
-    assert pools.arrived(StepDone) == []
+    assert pools.take_arrived(StepDone) == []
     for part in others:
         theirs.send(part)
     assert pools.wait_for([member], StepDone, 1.0, "for a step") == step(500, 500, 500)

@@ -72,8 +72,8 @@ def test_two_transfers_from_one_sender_take_twice_as_long() -> None:
     known = [prompt(16 * 512, *range(at, at + 16)) for at in (100, 200)]
     one = conductor(3)
     for each in known:
-        one.directory.take(0, each.keys)
-        one.directory.arrived(0, each.keys)
+        one.directory.add_pages(0, each.keys)
+        one.directory.on_pages_ready(0, each.keys)
     late = [TracedPrompt(10.0, each, 1) for each in known]
     pools = played(one, [TracedPrompt(10.0, prompt(60_000), 1), *late])
     first, second = pools.requests[1:]
@@ -148,10 +148,12 @@ def crowds(count: int, every_s: float) -> list[TracedPrompt]:
 def fetching(law: TransferLatency, truth: TransferLatency) -> tuple[list[bool], float]:
     """Of crowds, who fetches its beginning; and how far off the law is in the end, in parts of the truth."""
     one = conductor(3, policy="auto")
-    one.transfers = TransferLatencyEstimator(law)
+    one.transfer_latency = TransferLatencyEstimator(law)
     pools = SimulatedPools(one, SimulatedPoolSpec(LAW, truth))
     pools.run(crowds(60, 10.0))
-    return [r.choice.transferred_tokens > 0 for r in pools.requests], one.transfers.seconds(8192) / truth.seconds(8192)
+    return [r.choice.transferred_tokens > 0 for r in pools.requests], one.transfer_latency.seconds(
+        8192
+    ) / truth.seconds(8192)
 
 
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])
@@ -183,7 +185,7 @@ def test_laws_of_transfers_that_are_wrong_by_3_cost_little(wrong: float, rate: f
     good = list[int]()
     for policy, law in (("cache-aware", truth), ("auto", truth), ("auto", TransferLatency(0.0, truth.b * wrong))):
         one = conductor(4, policy=policy, limits=limits, overload="baseline")
-        one.transfers = TransferLatencyEstimator(law)
+        one.transfer_latency = TransferLatencyEstimator(law)
         pools = SimulatedPools(one, SimulatedPoolSpec(LAW, truth, 8, STEP))
         pools.run(arrivals)
         good.append(report(pools, one).goodput_requests)

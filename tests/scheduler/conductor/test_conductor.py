@@ -36,22 +36,22 @@ def test_a_busy_holder_gives_copies_and_both_serve_then() -> None:
     holder = computed(one, 0, LONG, 0.0)
     assert one.choose(LONG, 0.0)[:2] == (holder, 16 * 512 - 1)  # the last token draws
     other = prompt(40_000, *range(100, 179))
-    one.book(1, other, one.choose(other, 0.0)._replace(worker=holder), 0.0)
+    one.reserve(1, other, one.choose(other, 0.0)._replace(worker=holder), 0.0)
     choice = one.choose(LONG, 0.0)
-    assert (choice.worker, choice.source, choice.moved) == (1 - holder, holder, 16 * 512 - 1)
-    one.book(2, LONG, choice, 0.0)
-    assert one.directory.ready(LONG.keys)[1 - holder] == 0
+    assert (choice.worker, choice.source, choice.transferred_tokens) == (1 - holder, holder, 16 * 512 - 1)
+    one.reserve(2, LONG, choice, 0.0)
+    assert one.directory.num_sendable_pages(LONG.keys)[1 - holder] == 0
     one.on_pages_received(2)
-    assert one.directory.ready(LONG.keys) == [16, 16]
+    assert one.directory.num_sendable_pages(LONG.keys) == [16, 16]
     assert one.directory.num_replicas == 16
 
 
 def test_one_sender_sends_one_after_the_other() -> None:
     one = conductor(workers=3)
     holder = computed(one, 0, LONG, 0.0)
-    one.book(1, prompt(90_000), one.choose(prompt(90_000), 0.0)._replace(worker=holder), 0.0)
+    one.reserve(1, prompt(90_000), one.choose(prompt(90_000), 0.0)._replace(worker=holder), 0.0)
     first = one.choose(LONG, 0.0)
-    one.book(2, LONG, first, 0.0)
+    one.reserve(2, LONG, first, 0.0)
     second = one.choose(LONG, 0.0)
     assert first.transfer_s == pytest.approx((16 * 512 - 1) / RATE)
     if second.source != NO_WORKER:
@@ -65,32 +65,32 @@ def test_a_queue_is_what_was_booked_less_what_was_done() -> None:
     for number in range(3):
         choice = one.choose(known, 0.0)
         assert choice.queue_s == pytest.approx(number * seconds)
-        one.book(number, known, choice, 0.0)
-    one.begun(0, 0.0)
+        one.reserve(number, known, choice, 0.0)
+    one.on_prefill_started(0, 0.0)
     assert one.choose(known, 1.0).queue_s == pytest.approx(3 * seconds - 1.0)
     assert one.choose(known, 50.0).queue_s == pytest.approx(2 * seconds)  # the first is late: done at any moment
-    one.computed(0, 50.0, seconds, 0)
-    one.cancelled(2, 50.0)
+    one.on_prefill_done(0, 50.0, seconds, 0)
+    one.on_cancelled(2, 50.0)
     assert one.choose(known, 50.0).queue_s == pytest.approx(seconds)
     assert one.num_waiting == 1
 
 
 def test_what_was_cancelled_is_found_by_nobody() -> None:
     one = conductor()
-    one.book(0, LONG, one.choose(LONG, 0.0), 0.0)
-    assert max(one.directory.held(LONG.keys)) == 16
-    assert max(one.directory.ready(LONG.keys)) == 0
-    one.cancelled(0, 0.0)
-    assert one.directory.held(LONG.keys) == [0, 0]
+    one.reserve(0, LONG, one.choose(LONG, 0.0), 0.0)
+    assert max(one.directory.num_cached_pages(LONG.keys)) == 16
+    assert max(one.directory.num_sendable_pages(LONG.keys)) == 0
+    one.on_cancelled(0, 0.0)
+    assert one.directory.num_cached_pages(LONG.keys) == [0, 0]
 
 
 def test_what_was_given_up_is_found_by_nobody() -> None:
     one = conductor(workers=1, pages=20)
     computed(one, 0, LONG, 0.0)
-    gone = one.book(1, prompt(8 * 512, *range(50, 58)), one.choose(prompt(8 * 512, *range(50, 58)), 0.0), 0.0)
+    gone = one.reserve(1, prompt(8 * 512, *range(50, 58)), one.choose(prompt(8 * 512, *range(50, 58)), 0.0), 0.0)
     assert gone == [b.to_bytes(8, "little") for b in (16, 15, 14, 13)]  # the end of a prefix before its beginning
     assert one.choose(LONG, 0.0).prefix == 12 * 512
-    one.directory.lost(0)
+    one.directory.clear_worker(0)
     assert one.choose(LONG, 0.0).prefix == 0
     assert one.directory.num_pages(0) == 0
 
@@ -142,30 +142,30 @@ def test_a_prompt_waits_for_its_transfer() -> None:
 def test_the_law_of_transfers_has_a_part_that_each_costs() -> None:
     """A rate alone, whatever it is, is off by 2 for short or for long ones."""
     one, rng, real = conductor(), random.Random(1), TransferLatency(0.05, 1 / 5000)
-    assert one.transfers is not None
+    assert one.transfer_latency is not None
     for _ in range(60):
         tokens = rng.choice([32, 250, 8192])
         one.record_transfer(tokens, real.seconds(tokens) * rng.uniform(0.95, 1.05))
     for tokens in (32, 1024, 8192):
-        assert one.transfers.law.seconds(tokens) == pytest.approx(real.seconds(tokens), rel=0.1)
-    law = one.transfers.law
+        assert one.transfer_latency.model.seconds(tokens) == pytest.approx(real.seconds(tokens), rel=0.1)
+    law = one.transfer_latency.model
     one.record_transfer(8192, 0.0)
-    assert one.transfers.law == law, "nothing was waited for: it says nothing"
+    assert one.transfer_latency.model == law, "nothing was waited for: it says nothing"
     one.record_transfer(8192, 0.1, ahead_s=10.0)
-    assert one.transfers.law == law, "most of it was hidden behind another prompt"
+    assert one.transfer_latency.model == law, "most of it was hidden behind another prompt"
     one.record_transfer(8192, 4.0, ahead_s=10.0)
-    high = one.transfers.law.seconds(8192)
+    high = one.transfer_latency.model.seconds(8192)
     assert high > law.seconds(8192), "even the rest of it is more than was expected"
     one.record_transfer(8192, 0.1, ahead_s=0.3)
-    assert one.transfers.law.seconds(8192) < high, "nor did it take that long with what was hidden"
+    assert one.transfer_latency.model.seconds(8192) < high, "nor did it take that long with what was hidden"
 
 
 def test_transfers_of_one_size_tell_what_a_token_costs() -> None:
     one = conductor()
-    assert one.transfers is not None
+    assert one.transfer_latency is not None
     for _ in range(2000):
         one.record_transfer(1024, 0.5)
-    assert one.transfers.law.seconds(8192) > 4 * one.transfers.law.seconds(1024)
+    assert one.transfer_latency.model.seconds(8192) > 4 * one.transfer_latency.model.seconds(1024)
 
 
 @pytest.mark.parametrize("stages", [1, 4])
@@ -175,19 +175,19 @@ def test_a_way_has_one_price_when_it_is_chosen_and_when_it_is_booked(stages: int
     for _ in range(300):
         one = conductor(3, policy="auto")
         one.staged = PrefillPipelineShape(stages, 512)
-        one.directory.take(0, LONG.keys)
-        one.directory.arrived(0, LONG.keys)
+        one.directory.add_pages(0, LONG.keys)
+        one.directory.on_pages_ready(0, LONG.keys)
         for number in range(rng.randrange(4)):
             other = prompt(rng.randint(600, 60_000))
             choice = one.choose(other, 0.0)._replace(worker=rng.randrange(3))
-            one.book(number, other, choice, 0.0)
-        assert one.transfers is not None
-        one.transfers.law = TransferLatency(rng.choice([0.0, 0.3]), rng.choice([1e-6, 1e-4]))
+            one.reserve(number, other, choice, 0.0)
+        assert one.transfer_latency is not None
+        one.transfer_latency.model = TransferLatency(rng.choice([0.0, 0.3]), rng.choice([1e-6, 1e-4]))
         choice = one.choose(LONG, 0.0)
-        one.book("it", LONG, choice, 0.0)
-        (due_s,) = [p.due_s for line in one._lines for p in line.prompts if p.request == "it"]
+        one.reserve("it", LONG, choice, 0.0)
+        (due_s,) = [p.due_s for line in one._queues for p in line.prompts if p.request == "it"]
         assert choice.ttft_s == pytest.approx(due_s), choice
-        fetched, filled = fetched + (choice.moved > 0), filled + (choice.fill_s > choice.queue_s)
+        fetched, filled = fetched + (choice.transferred_tokens > 0), filled + (choice.fill_s > choice.queue_s)
     assert fetched > 20
     assert (filled > 20) == (stages > 1)
 
@@ -196,14 +196,14 @@ def test_limits_refuse_with_what_was_expected() -> None:
     one = conductor(workers=1, limits=SloLimits(ttft_s=5.0))
     known = prompt(10_000)
     taken = 0
-    while (refusal := one.refuses(known, choice := one.choose(known, 0.0), 0.0)) is None:
-        one.book(taken, known, choice, 0.0)
+    while (refusal := one.check_admission(known, choice := one.choose(known, 0.0), 0.0)) is None:
+        one.reserve(taken, known, choice, 0.0)
         taken += 1
     assert taken == 2  # 2.2 s each
     assert (refusal.reason, refusal.ttft_s) == ("ttft", choice.ttft_s)
     assert refusal.retry_after_s == pytest.approx(choice.ttft_s - 5.0)
-    one.cancelled(0, 0.0)
-    assert one.refuses(known, one.choose(known, 0.0), 0.0) is None
+    one.on_cancelled(0, 0.0)
+    assert one.check_admission(known, one.choose(known, 0.0), 0.0) is None
 
 
 def fill(one: Conductor, count: int, since_s: float) -> None:
@@ -219,16 +219,16 @@ def test_prediction_is_not_the_length_of_a_queue() -> None:
     early, predictive = (conductor(limits=limits, overload=o, decode_s=12.0) for o in ("early", "predictive"))
     for one in (early, predictive):
         fill(one, 40, since_s=-5.0)
-        assert one.decoding.tbt_s() > 0.05
+        assert one.decode_load_model.tbt_s() > 0.05
     assert LAW.seconds(40_000) > 7.0  # behind which those that decode now have ended
-    refusal = early.refuses(known, early.choose(known, 0.0), 0.0)
+    refusal = early.check_admission(known, early.choose(known, 0.0), 0.0)
     assert refusal is not None
     assert refusal.reason == "tbt"
-    assert predictive.refuses(known, predictive.choose(known, 0.0), 0.0) is None
+    assert predictive.check_admission(known, predictive.choose(known, 0.0), 0.0) is None
     waiting = prompt(500)
     for number in range(70):  # short prompts, that will decode then
-        predictive.book(number, waiting, predictive.choose(waiting, 0.0)._replace(worker=0), 0.0)
-    refusal = predictive.refuses(known, predictive.choose(known, 0.0)._replace(worker=1), 0.0)
+        predictive.reserve(number, waiting, predictive.choose(waiting, 0.0)._replace(worker=0), 0.0)
+    refusal = predictive.check_admission(known, predictive.choose(known, 0.0)._replace(worker=1), 0.0)
     assert refusal is not None
     assert refusal.tbt_s > 0.05
 
@@ -238,15 +238,15 @@ def test_decoding_slows_down_after_prefill_began() -> None:
     one = conductor(limits=SloLimits(tbt_s=0.05), overload="predictive")
     fill(one, 4, since_s=0.0)
     known = prompt(1000)
-    assert one.refuses(known, one.choose(known, 0.0), 0.0) is None
-    one.decoding.law = one.decoding.law._replace(a=0.2)
-    assert one.refuses(known, one.choose(known, 0.0), 0.0) is not None
+    assert one.check_admission(known, one.choose(known, 0.0), 0.0) is None
+    one.decode_load_model.latency = one.decode_load_model.latency._replace(a=0.2)
+    assert one.check_admission(known, one.choose(known, 0.0), 0.0) is not None
 
 
 def test_baseline_looks_when_the_prompt_is_computed() -> None:
     one = conductor(limits=SloLimits(tbt_s=0.05), overload="baseline")
     fill(one, 60, since_s=0.0)
-    assert one.refuses(LONG, one.choose(LONG, 0.0), 0.0) is None
+    assert one.check_admission(LONG, one.choose(LONG, 0.0), 0.0) is None
     refusal = one.check_decode_admission(LONG.tokens, 2.0)
     assert refusal is not None
     assert (refusal.reason, refusal.ttft_s) == ("tbt", 2.0)
@@ -259,15 +259,15 @@ def test_a_decision_takes_less_than_a_millisecond(policy: str) -> None:
     known = prompt(126_000, *range(247))
     for worker in range(100):
         pages = known.keys[: rng.randrange(248)]
-        one.directory.take(worker, pages)
-        one.directory.arrived(worker, pages)
+        one.directory.add_pages(worker, pages)
+        one.directory.on_pages_ready(worker, pages)
         other = prompt(rng.randint(1000, 9000))
-        one.book(worker, other, one.choose(other, 0.0)._replace(worker=worker), 0.0)
+        one.reserve(worker, other, one.choose(other, 0.0)._replace(worker=worker), 0.0)
     fill(one, 200, 0.0)
 
     def decide() -> None:
         choice = one.choose(known, 0.0)
-        one.refuses(known, choice, 0.0)
+        one.check_admission(known, choice, 0.0)
 
     assert min(_cpu_s(decide) for _ in range(100)) < 0.001
 

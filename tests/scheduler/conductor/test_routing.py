@@ -85,7 +85,7 @@ def test_the_others() -> None:
     assert load_balance(question).worker == 1
     assert cache_aware(question).worker == 2
     assert cache_aware(question).transferred_tokens == 0
-    assert [POLICIES["random"](question._replace(draw=lambda x=x: x)).worker for x in (0.0, 0.5, 0.99)] == [0, 1, 2]  # type: ignore[misc]
+    assert [POLICIES["random"](question._replace(random=lambda x=x: x)).worker for x in (0.0, 0.5, 0.99)] == [0, 1, 2]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

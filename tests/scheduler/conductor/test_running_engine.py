@@ -112,7 +112,7 @@ def simulated(
     **rules: object,
 ) -> Served:
     one = conductor(workers, pages=pages, instances=1, decode_s=decode_s, **rules)  # type: ignore[arg-type]
-    one.transfers = moves_at(tokens_per_s)
+    one.transfer_latency = moves_at(tokens_per_s)
     requests = played(one, arrivals, instances=1).requests
     decoded = [not r.refused for r in requests]
     return Served([r.ttft_s if d else math.inf for r, d in zip(requests, decoded, strict=True)],

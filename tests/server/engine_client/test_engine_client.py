@@ -66,7 +66,7 @@ class Meter:
     def __init__(self) -> None:
         self.seen = list[Delta]()
 
-    def grown(self, delta: Delta) -> None:
+    def on_delta(self, delta: Delta) -> None:
         self.seen.append(delta)
 
 

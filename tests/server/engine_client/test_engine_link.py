@@ -38,7 +38,7 @@ CONFIG = make_config({"dtype": "float32", "memory_workers": 2, "start_timeout_s"
 class Quiet:
     """A meter that measures nothing."""
 
-    def grown(self, delta: Delta) -> None: ...
+    def on_delta(self, delta: Delta) -> None: ...
 
 
 class Watched(EngineClient):
@@ -134,7 +134,7 @@ def test_an_answer_that_the_server_cannot_handle_is_an_error_of_its_request_alon
     engine = ControlLink(theirs, AddPrompt | CancelPrompt | Stop)
 
     class Broken(Quiet):
-        def grown(self, delta: Delta) -> None:
+        def on_delta(self, delta: Delta) -> None:
             raise KeyError("a metric")
 
     async def work() -> None:

@@ -54,15 +54,15 @@ def test_no_stream_waits_for_the_disk_as_a_segment_is_begun(tmp_path: Path, monk
     disk = SlowDisk(monkeypatch)
     token = grow_full(journal, 0)
     assert disk.waits.wait(SOON_S)
-    journal.grown([delta(0, token), delta(1, 3)])
+    journal.add_deltas([delta(0, token), delta(1, 3)])
     journal.drop(goes.accepted.id)
     late = accepted(journal)
-    journal.grown([delta(late.keys[0], 5)])
+    journal.add_deltas([delta(late.keys[0], 5)])
     was, number = shown(journal), journal._number
     disk.goes_on.set()
     assert journal._following is not None
     journal._following.work.result(SOON_S)
-    journal.grown([delta(0, token + 1), delta(late.keys[0], 6, end="stop")])
+    journal.add_deltas([delta(0, token + 1), delta(late.keys[0], 6, end="stop")])
     assert journal._number == number + 1
     assert shown(journal)[0][2][0][2] == [*range(token + 2)]
     assert len(was) == 2
@@ -81,7 +81,7 @@ def test_a_journal_that_is_closed_meanwhile_waits_for_the_thread_and_has_all(
     accepted(journal)
     disk = SlowDisk(monkeypatch)
     token = grow_full(journal, 0)
-    journal.grown([delta(0, token)])
+    journal.add_deltas([delta(0, token)])
     was = shown(journal)
     disk.goes_on.set()
     journal.close()
@@ -98,7 +98,7 @@ def test_without_a_thread_for_it_what_is_under_way_goes_on(tmp_path: Path, monke
     with monkeypatch.context() as none:
         none.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
         for token in range(60):
-            journal.grown([delta(0, token)])
+            journal.add_deltas([delta(0, token)])
         assert (journal._number, journal._following) == (0, None)
     journal._next_try = 0.0
     grow_full(journal, 0)
@@ -117,14 +117,14 @@ def test_a_disk_that_fails_then_has_all_in_another_one(
     journal = opened(tmp_path / "j", size=8000)
     accepted(journal)
     ended = accepted(journal)
-    journal.grown([delta(1, 9, end="stop")])
+    journal.add_deltas([delta(1, 9, end="stop")])
     disk = SlowDisk(monkeypatch)
     token = grow_full(journal, 0)
     disk.error = OSError(code, "no")
     disk.goes_on.set()
     while (following := journal._following) is not None:
         disk.error = None if following.work.exception(SOON_S) else disk.error
-        journal.grown([delta(0, token)])
+        journal.add_deltas([delta(0, token)])
         token += 1
     was = shown(journal)
     assert [p.name for p in (tmp_path / "j").glob("segment-*")] == ["segment-00000001"]
@@ -147,7 +147,7 @@ def test_requests_that_come_behind_a_failed_wait_share_the_next_segment(
         each = [asyncio.create_task(journal.accept(request(journal))) for _ in range(2)]
         await asyncio.to_thread(disk.waits.wait, SOON_S)
         assert not any(one.done() for one in each)
-        journal.grown([delta(0, 5)])
+        journal.add_deltas([delta(0, 5)])
         disk.goes_on.set()
         await asyncio.wait_for(asyncio.gather(*each), SOON_S)
 
@@ -169,7 +169,7 @@ def test_a_server_that_ends_at_any_time_has_left_all_that_was_told(seed: int, tm
     def grow() -> None:
         if under_way := journal.unfinished():
             entry = rng.choice(under_way)
-            journal.grown([delta(entry.keys[0], rng.randrange(99), end=rng.choice([None, None, None, "stop"]))])
+            journal.add_deltas([delta(entry.keys[0], rng.randrange(99), end=rng.choice([None, None, None, "stop"]))])
 
     def drop() -> None:
         if entries := list(journal._entries):
@@ -202,11 +202,11 @@ def test_a_host_that_ends_meanwhile_may_lack_the_end_of_the_full_one(
     """Behind what was on the disk as the next one was begun, which has the rest if it is whole."""
     journal = opened(tmp_path / "j")
     accepted(journal)
-    journal.grown([delta(0, 1)])
+    journal.add_deltas([delta(0, 1)])
     file, was = tmp_path / "j" / "segment-00000000", shown(journal)
     size, disk = file.stat().st_size, SlowDisk(monkeypatch)
     journal._follow()
-    journal.grown([delta(0, 2)])
+    journal.add_deltas([delta(0, 2)])
     disk.goes_on.set()
     if is_over:
         journal._go_over()

@@ -21,7 +21,7 @@ from lamina.server import run
 from lamina.server.call import Service
 from lamina.server.engine_client.engine_client import EngineGoneError
 from lamina.server.engine_client.messages import Delta, encode_scores
-from lamina.server.engine_client.open_prompts import DeltaWatch, PromptRefusedError
+from lamina.server.engine_client.open_prompts import DeltaObserver, PromptRefusedError
 from lamina.server.engine_client.reply_queue import ReplyQueue
 from lamina.server.errors import ApiError
 from lamina.server.journal.journal import Journal
@@ -49,7 +49,7 @@ class KeptClient(FakeClient):
         return params
 
     def add(  # type: ignore[override]
-        self, prompt: list[int], params: SamplingParams, feed: ReplyQueue, meter: DeltaWatch, *, key: int,
+        self, prompt: list[int], params: SamplingParams, feed: ReplyQueue, meter: DeltaObserver, *, key: int,
         heard: list[Delta] | None = None, terms: CacheOptions = DEFAULT_CACHE_OPTIONS, name: str = "",
     ) -> int:  # fmt: skip
         self.keys.append(key)
@@ -129,13 +129,13 @@ def left_behind(service: Service, error: ApiError | None) -> str:
         service.client.hold = True
         async with http_of(service) as http:
             task = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": True}))
-            while not service.calls:
+            while not service.active_calls:
                 await asyncio.sleep(0)
             (entry,) = service.journal.unfinished()
             under_way = await http.get(f"/v1/completions/{entry.accepted.id}")
             assert (under_way.status_code, under_way.json()["status"]) == (202, "in_progress")
             assert under_way.headers["retry-after"] == "1"
-            service.journal.grown(
+            service.journal.add_deltas(
                 [
                     Delta(
                         key=entry.keys[0],
@@ -146,7 +146,7 @@ def left_behind(service: Service, error: ApiError | None) -> str:
                     )
                 ]
             )
-            for call in list(service.calls):
+            for call in list(service.active_calls):
                 call.abort(error) if error else call.close()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -177,7 +177,7 @@ def test_what_a_server_leaves_is_finished_by_the_next_one(service: Service, tmp_
     assert client.keys == [0, 1]
     assert isinstance(service.client, KeptClient)
     assert client.terms == service.client.terms, "whoever shared their KV then may do so now"
-    assert all(terms.salt and terms.discard == ((128, 256),) for terms in client.terms)
+    assert all(terms.salt and terms.discard_ranges == ((128, 256),) for terms in client.terms)
     assert [params.seed for _, params in client.added] == [prompt.seed for prompt in entry.accepted.prompts]
     assert second.queue_limit.completions == 0
     journal.close()
@@ -201,7 +201,7 @@ def test_whose_client_reads_slowly_as_the_engine_is_lost_is_finished(
         service.client.hold = True
         async with http_of(service) as http:
             task = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": True}))
-            while not service.calls:
+            while not service.active_calls:
                 await asyncio.sleep(0)
             server = run.HttpServer(service, lambda: None)
             service.client.lost.set()

@@ -99,7 +99,7 @@ def test_a_second_request_while_the_session_runs_is_refused_at_once(stream: bool
             first = asyncio.create_task(http.post("/v1/chat/completions", json=body))
             while not client.added:
                 await asyncio.sleep(0)
-            found = [await http.post("/v1/chat/completions", json=body), await http.delete_ops("/v1/sessions/mine")]
+            found = [await http.post("/v1/chat/completions", json=body), await http.delete("/v1/sessions/mine")]
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
             client.hold = False

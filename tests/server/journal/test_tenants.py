@@ -64,10 +64,14 @@ def test_what_a_body_says_of_its_cache_is_told() -> None:
             assert ask("POST", path, service, json={**body, **more}, headers=headers).is_success
     told = client.terms
     assert [terms.retention_s for terms in told] == [86400.0] * 2 + [1800.0] * 2 + [0.0] * 4
-    one, again, other = {t.kin for t in told[:2]}, {t.kin for t in told[2:4]}, {t.kin for t in told[4:6]}
+    one, again, other = (
+        {t.affinity_key for t in told[:2]},
+        {t.affinity_key for t in told[2:4]},
+        {t.affinity_key for t in told[4:6]},
+    )
     assert one == again != other, "another API key's are no kin"
     assert len(one) == len(other) == 1
-    assert {(t.kin, t.discard) for t in told[6:]} == {(b"", ((128, 384),))}
+    assert {(t.affinity_key, t.discard_ranges) for t in told[6:]} == {(b"", ((128, 384),))}
     for bad in (
         {"prompt_cache_retention": "7d"},
         {"prompt_cache_options": {"ttl": "1h"}},

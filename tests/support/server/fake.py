@@ -23,7 +23,7 @@ from lamina.server.engine_client.messages import (
     SessionsRequest,
     encode_scores,
 )
-from lamina.server.engine_client.open_prompts import DeltaWatch
+from lamina.server.engine_client.open_prompts import DeltaObserver
 from lamina.server.engine_client.reply_queue import ReplyQueue
 from lamina.server.metrics.engine_metrics import EngineMetrics
 from lamina.server.metrics.http_metrics import ServerMetrics
@@ -69,7 +69,7 @@ class FakeClient:
         prompt: list[int],
         params: SamplingParams,
         feed: ReplyQueue,
-        meter: DeltaWatch,
+        meter: DeltaObserver,
         *,
         terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
         name: str = "",
@@ -82,7 +82,7 @@ class FakeClient:
             self.named[session] = had._replace(turns=had.turns + 1, tokens=len(prompt))
         for index in range(0 if self.hold else params.n):
             for delta in self._deltas(key, index, params, last=index == params.n - 1):
-                meter.grown(delta)
+                meter.on_delta(delta)
                 feed.push(delta)
         return key
 

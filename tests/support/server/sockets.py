@@ -17,7 +17,7 @@ from test_flow import until
 from lamina.request import SamplingParams
 from lamina.server.call import Service
 from lamina.server.engine_client.messages import Delta
-from lamina.server.engine_client.open_prompts import DeltaWatch
+from lamina.server.engine_client.open_prompts import DeltaObserver
 from lamina.server.engine_client.reply_queue import ReplyQueue
 from lamina.server.run import HttpServer
 
@@ -36,9 +36,9 @@ class Later(FakeClient):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: list[tuple[int, SamplingParams, ReplyQueue, DeltaWatch]] = []
+        self._held: list[tuple[int, SamplingParams, ReplyQueue, DeltaObserver]] = []
 
-    def add(self, prompt: list[int], params: SamplingParams, feed: ReplyQueue, meter: DeltaWatch, **_: Any) -> int:
+    def add(self, prompt: list[int], params: SamplingParams, feed: ReplyQueue, meter: DeltaObserver, **_: Any) -> int:
         key = len(self.added)
         self.added.append((prompt, params))
         self._held.append((key, params, feed, meter))
@@ -55,7 +55,7 @@ class Later(FakeClient):
         (held,) = [h for h in self._held if h[0] == key]
         _, params, feed, meter = held
         for delta in self._deltas(key, 0, params, last=True):
-            meter.grown(delta)
+            meter.on_delta(delta)
             feed.push(delta)
 
     def _of(self, key: int) -> ReplyQueue:

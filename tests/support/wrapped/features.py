@@ -110,7 +110,7 @@ FEATURES["Logits"] = {
     "prefix_allowed_tokens_fn": batched(prefix_allowed_tokens_fn=lambda row, ids: [10 + row, 20 + len(ids) % 7]),
     "guidance_scale": batched(guidance_scale=1.5),
     "guidance_scale, negative_prompt_ids": lambda m, d: d.one(m, guidance_scale=2.0, negative_prompt_ids=d.ids[:, :3]),
-    "watermarking_config": batched(watermarking_config=WatermarkingConfig(logit_bias=4.0)),
+    "watermarking_config": batched(watermarking_config=WatermarkingConfig(bias=4.0)),
     "watermarking_config (a dict)": batched(watermarking_config={"bias": 4.0, "greenlist_ratio": 0.3}),
     "logits_processor (an own one)": processor(),
     "logits_processor (a function)": batched(logits_processor=[odd]),

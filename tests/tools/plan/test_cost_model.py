@@ -122,9 +122,9 @@ def test_a_bad_device_names_its_field(memory: str, words: str, tmp_path: Path) -
 
 def test_units_of_memory() -> None:
     assert DEVICES["b200"].memory_gb == pytest.approx(180 * 2**30 / 1e9)
-    assert planner().memory.of(DEVICES["b200"]) == 180 * 2**30
-    assert planner().memory.of(H100) == 80 * 2**30
-    assert replace(planner().memory, unit="GB").of(H100) == 80e9
+    assert planner().memory.bytes_of(DEVICES["b200"]) == 180 * 2**30
+    assert planner().memory.bytes_of(H100) == 80 * 2**30
+    assert replace(planner().memory, unit="GB").bytes_of(H100) == 80e9
 
 
 def test_a_book_of_ones_own(tmp_path: Path) -> None:

@@ -46,10 +46,10 @@ def blocks(x: Both, places: dict[int, KvLocation], lengths: dict[int, int]) -> I
         for layer, pieces in enumerate(store.layers):
             for piece, held in zip(pieces, store.pieces[layer], strict=True):
                 for sequence, length in lengths.items():
-                    start, _ = tables.table(piece.group, sequence)
+                    start, _ = tables.block_table(piece.group, sequence)
                     for n in range(start, -(-length // BLOCK)):
                         stripe = n * BLOCK // placement.stripe if placement.stripe else 0
-                        if placement.lane(places[sequence], stripe) in tables.lanes[piece.group]:
+                        if placement.kv_shard_of(places[sequence], stripe) in tables.kv_shards[piece.group]:
                             (at,) = tables.block_ids(piece.group, sequence, n, n + 1)
                             for i, head in enumerate(range(held.head_start, held.head_stop)):
                                 of = [piece.kv.k, piece.kv.v, *(piece.kv.scales or ())]
@@ -61,7 +61,7 @@ def legal(x: Both, place: KvLocation) -> bool:
     return all(
         len(owned_nodes(lanes, s.placement, place, range(stripes))[0]) <= max_nodes(lanes, s.placement, stripes)
         for s in (side.store for side in x.sides)
-        for lanes in s.tables.lanes
+        for lanes in s.tables.kv_shards
         if s.placement.stripe
     )
 
@@ -101,7 +101,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 @st.composite
 def places(draw: st.DrawFn, x: Both) -> KvLocation:
     placement = x.sides[0].store.placement
-    lanes, at, runs = st.integers(0, placement.num_lanes - 1), 0, list[StripeRun]()
+    lanes, at, runs = st.integers(0, placement.num_kv_shards - 1), 0, list[StripeRun]()
     while placement.stripe and at < 8 and draw(st.booleans()):
         start = at + draw(st.integers(0, 3))
         at = start + draw(st.integers(1, 4))
@@ -150,7 +150,7 @@ def test_a_sequence_on_loan_has_the_bits_of_one_at_home() -> None:
         assert equal(home.step(number, [RowRange(*row) for row in step]), lent.step(number, at)), number
     creditors = [x.x.sides[1] for x in (home, lent)]
     assert [side.largest[MessageKind.Q] > 0 for side in creditors] == [False, True]
-    assert [side.store.tables.blocks_of([2]) for side in creditors] == [(0, 0)] * 2
+    assert [side.store.tables.count_blocks([2]) for side in creditors] == [(0, 0)] * 2
 
 
 @pytest.mark.long
@@ -194,8 +194,8 @@ def test_places_that_cannot_be_are_refused_and_change_nothing(place: KvLocation,
 def test_a_place_in_more_pieces_than_slots_hold_is_refused() -> None:
     x = both("token", [3.0, 1.0], "auto")
     store = x.sides[1].store  # by rule it keeps one stripe of four, two of the longest sequence
-    (mine,) = (lane for lane in range(4) if lane in store.tables.lanes[0])
-    first = next(KvLocation(lane) for lane in range(4) if store.placement.lane(KvLocation(lane), 0) == mine)
+    (mine,) = (lane for lane in range(4) if lane in store.tables.kv_shards[0])
+    first = next(KvLocation(lane) for lane in range(4) if store.placement.kv_shard_of(KvLocation(lane), 0) == mine)
     refuse(
         store,
         KvLocation(first.kv_shard, (StripeRun(2, 3, mine), StripeRun(6, 7, mine))),

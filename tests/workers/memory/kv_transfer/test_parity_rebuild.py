@@ -50,17 +50,17 @@ class Guarded(Both):
         fields = {"max_rows": 128, "max_model_len": 256, "kv_bytes": 1 << 20, "dtype": dtype}
         super().__init__([bind(LAYERS, [1.0] * WORKERS, w, "head", **fields) for w in range(WORKERS)])
         first = self.sides[0].store
-        self.guard = Side(parity_bind(first.bind, "reference", first.bound.kv_bytes))
+        self.guard = Side(parity_bind(first.bind_request, "reference", first.bind_reply.kv_bytes))
         self.sides.append(self.guard)
         *links, parity = [MemoryWorkerClient(side, w, 1.0) for w, side in enumerate(self.sides)]  # type: ignore[arg-type]
-        self.pool = AttentionClient(links, first.bind.partition, LAYERS, first.backend, parity=parity)
+        self.pool = AttentionClient(links, first.bind_request.partition, LAYERS, first.backend, parity=parity)
 
     def step(self, number: int, generator: torch.Generator) -> None:
         ops, rows = STEPS[number]
         plan = self.begin(StepPlan(step=number, ops=list(ops), rows=[RowRange(*row) for row in rows]))
         dtype = self.guard.store.dtype
         for side in self.sides:
-            side.store.make_ready()
+            side.store.apply_block_copies()
         for layer, of in enumerate(LAYERS):
             sizes = (of.q_heads, of.qk_dim), (of.kv_heads, of.qk_dim), (of.kv_heads, of.v_dim)
             q, k, v = (torch.randn(plan.num_rows, h, 1, d, generator=generator).to(dtype) for h, d in sizes)
@@ -71,9 +71,9 @@ class Guarded(Both):
             self.pool.o(layer, plan.num_rows, dtype)
             step, data = self.guard.step, self.guard.sent.pop(MessageKind.KV)
             assert MessageKind.Q not in self.guard.sent
-            step.write(layer, step.rows(layer, self.guard.store.message(memoryview(data))))
+            step.write(layer, step.rows(layer, self.guard.store.message_tensor(memoryview(data))))
         for side in self.sides:
-            side.store.written.done(plan.rows)
+            side.store.committed.commit(plan.rows)
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -104,7 +104,7 @@ def rebuilt(x: Guarded, lost: int) -> KvStore:
     fabric = netstack.open("loopback", key=b"k" * 32)
     doors = [EpochListener(fabric.listen("", ListenTerms(name=f"memory-{i}"))) for i in range(WORKERS + 1)]
     peers = [Address(door.url, f"memory-{i}") for i, door in enumerate(doors)]
-    sources, fresh = [i for i in range(WORKERS + 1) if i != lost], KvStore(x.sides[lost].store.bind, CPU)
+    sources, fresh = [i for i in range(WORKERS + 1) if i != lost], KvStore(x.sides[lost].store.bind_request, CPU)
     for layer in fresh.layers:
         for tensor in layer[0].kv.tensors:
             tensor.fill_(7.0)  # whatever was there before
