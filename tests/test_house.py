@@ -440,12 +440,26 @@ def test_architecture_names_files_that_are_there() -> None:
         assert all(re.search(rf"^.*\b{room}\b", drawn, re.MULTILINE) for room in storey if has_room(room)), storey
 
 
-def test_architecture_names_classes_and_methods_that_are_there() -> None:
+def classes_that_are_not_there(document: str) -> list[tuple[str, str]]:
+    """Lists the (class, method) names in backticks that no class of the product has."""
     nodes = [node for package in PACKAGES for path in sources(package) for node in facts(path).classes]
     known = {node.name: {n.name for n in node.body if isinstance(n, ast.FunctionDef)} for node in nodes}
-    named = re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\.(\w+))?`", (ROOT / "ARCHITECTURE.md").read_text())
-    assert ("Engine", "step") in named
-    assert [(c, m) for c, m in named if c not in known or (m and m not in known[c])] == []
+    named = re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\.(\w+))?`", (ROOT / document).read_text())
+    assert named
+    return [(c, m) for c, m in named if c not in known or (m and m not in known[c])]
+
+
+def test_architecture_names_classes_and_methods_that_are_there() -> None:
+    assert classes_that_are_not_there("ARCHITECTURE.md") == []
+
+
+def test_the_glossary_has_60_to_80_terms_of_a_line_each_and_names_classes_that_are_there() -> None:
+    assert classes_that_are_not_there("docs/glossary.md") == []
+    lines = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines()[3:] if line and line[0] != "#"]
+    assert [line for line in lines if not re.fullmatch(r"- \*\*[^*]+\*\*: [^;]+(; [^;]+)*\.", line)] == []
+    terms = [line[4 : line.index("**:")] for line in lines]
+    assert len({*terms}) == len(terms)
+    assert 60 <= len(terms) <= 80
 
 
 def test_modules_of_tests_have_names_of_their_own() -> None:

@@ -157,9 +157,8 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     next_replica: Address | None = None  # of a compute worker: the next replica; None: it is the only one
     previous_replica: str = ""  # the name of the replica before it
     topology: TopologyOptions | None = None  # of others than memory workers; None: as they were started for
-    surviving: list[SurvivingKv] | None = (
-        None  # of memory and prefill workers: the KV that stays, and no other; None: all of it
-    )
+    # Of memory and prefill workers: the KV that stays, and no other; None: all of it.
+    surviving: list[SurvivingKv] | None = None
     kv_bytes: list[int] = []  # of compute workers: what each of these memory workers has for KV; empty: none has yet
     storage: OffloadConfig | None = None  # of a memory worker: None: it keeps nothing beside its pool
     peers: list[Address] = []  # of a memory worker: all that have pages for each other, itself too; empty: none have
@@ -218,9 +217,8 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     kv_bytes: list[int] = []  # of each memory worker of this rank
     bind: BindRequest | None = None  # of this rank's first memory worker; None: others have bound them
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
-    storage: OffloadFacts | None = (
-        None  # of the memory workers, filled in by the driver; None: they keep nothing beside it
-    )
+    # Of the memory workers, filled in by the driver; None: they keep nothing beside it.
+    storage: OffloadFacts | None = None
     replicas: int = 0  # that there are in this view, filled in by the driver; 0: as many as at the start
     prefill_stores: list[BindReply] = []  # of a prefill worker, its own; the driver puts those of all together
 
@@ -233,9 +231,8 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     repetition: float
     logit_bias: dict[int, float]
     prompt_token_ids: list[int]  # distinct tokens of the prompt, where the repetition penalty wants them
-    bad_words_token_ids: list[
-        list[int]
-    ] = []  # the last token of each is forbidden where the completion ends with the others
+    # The last token of each is forbidden where the completion ends with the others.
+    bad_words_token_ids: list[list[int]] = []
     allowed_token_ids: list[int] = []  # all others are forbidden; empty: none
 
 
@@ -263,9 +260,8 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     banned_token_ids: list[int] = []  # token ids that must not be chosen (the stop tokens before min_tokens)
     min_p: float = 0.0
     logits_update: LogitsUpdate | None = None
-    has_pending_token: bool = (
-        False  # the sequence's last token is being drawn by the step before: penalties count it too
-    )
+    # The sequence's last token is being drawn by the step before: penalties count it too.
+    has_pending_token: bool = False
     prompt_logprob_token: int = -1  # a token of the prompt, behind this row: only its log-probability is wanted
     filter_order: tuple[str, ...] = FILTERS  # of the filters: top_p is a share of the tokens that earlier filters leave
     return_logits: bool = False  # nothing is drawn: the driver wants all logits of the row

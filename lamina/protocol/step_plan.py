@@ -298,9 +298,8 @@ class BindRequest(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # of the wire: "float32", "bfloat16", "float16"
     kv: KVOptions
     kv_bytes: int  # memory for KV blocks on this worker
-    max_kv_bytes: int = (
-        0  # of them, all sequences need no more; a device of its own memory takes them, as far as it has it
-    )
+    # Of them, all sequences need no more; a device of its own memory takes them, as far as it has it.
+    max_kv_bytes: int = 0
     max_rows: int  # rows in a step at most
     max_model_len: int  # tokens in a sequence at most
     replicas: int = 1  # compute workers: this one, and the ones that will join

@@ -58,9 +58,8 @@ class SamplingParams:
     detokenize: bool = True  # False: no text, only tokens
     truncate_prompt_tokens: int | None = None  # of the prompt's last ones; -1 = as many as fit; None = all
     kv_sparsity: str | None = None  # of its KV: "none" keeps all, whatever the engine does; None = as that is started
-    bad_words_token_ids: list[list[int]] | None = (
-        None  # ``bad_words_token_ids`` as token ids; None = a tokenizer makes them
-    )
+    # ``bad_words`` as token ids; None = a tokenizer makes them.
+    bad_words_token_ids: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
         self._normalise()

@@ -46,29 +46,25 @@ class Sequence:
     awaits_block_scores: bool = False  # so it has no rows before memory workers have told and its blocks are dropped
     num_loading_tokens: int = 0  # tokens whose KV is being loaded; until then it has no rows, or only the first ones
     num_output_placeholders: int = 0  # tokens being drawn by steps in flight
-    num_discarded_samples: int = (
-        0  # tokens that steps in flight draw from KV that was not there: they count for nothing
-    )
+    # Tokens that steps in flight draw from KV that was not there: they count for nothing.
+    num_discarded_samples: int = 0
     prefill_worker: int | None = None  # the one that computes its prompt; until then the sequence has no rows
     do_not_cache: bool = False  # it has outlived a reset of the prefix cache: its KV serves no other prompt
     num_pending_prefill_chunks: int = 0  # chunks there whose K and V are not stored yet
     num_preemptions: int = 0  # how often its KV was freed for others
-    num_scored_prompt_tokens: int = (
-        0  # tokens of the prompt whose log-probabilities are known or on their way, less the first
-    )
+    # Tokens of the prompt whose log-probabilities are known or on their way, less the first.
+    num_scored_prompt_tokens: int = 0
     num_tokens_in_penalties: int = (
         -1
     )  # tokens of the completion that all compute workers count, under this id; -1: they know nothing
     finished: bool = False
     is_migrating: bool = False  # to another memory worker: it has no rows before it is there
-    external_sampling: bool = (
-        False  # its tokens are chosen elsewhere, by ``set_external_token``; else workers draw them
-    )
+    # Its tokens are chosen elsewhere, by ``set_external_token``; else workers draw them.
+    external_sampling: bool = False
     awaits_external_token: bool = False  # a held one whose logits are known, behind its last token, and no token yet
     logits_stale: bool = False  # the logits on their way are those behind the token before the last
-    num_tokens_offloaded: int = (
-        0  # tokens of the pages that were to be saved as they filled, where pages are kept beside the pool
-    )
+    # Tokens of the pages that were to be saved as they filled, where pages are kept beside the pool.
+    num_tokens_offloaded: int = 0
     page_keys: list[bytes] = field(default_factory=list)  # of its whole pages, as far as they were asked for
     partial_page_keys: dict[int, bytes] = field(default_factory=dict)  # so, by length, of pages that are not whole
     prompt_page_keys: list[bytes] = field(default_factory=list)  # of its prompt's whole pages, for prefill workers

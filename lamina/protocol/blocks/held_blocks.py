@@ -57,9 +57,8 @@ class SequenceBlocks:
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
         self._pools = [BlockPool(n) for n in num_blocks]
         self._num_taken: dict[tuple[int, int], dict[int, int]] = {}  # of an Adopt: group, sequence -> number -> block
-        self._checked: tuple[StepPlan, list[SequenceOp], PlannedExtents] | None = (
-            None  # the last outcome of ``can_apply``
-        )
+        # The last outcome of ``can_apply``.
+        self._checked: tuple[StepPlan, list[SequenceOp], PlannedExtents] | None = None
         self.pending_copies: list[list[BlockCopy]] = [[] for _ in windows]  # by group, that the plan applied last wants
 
     @property

@@ -70,9 +70,8 @@ class OffloadIndex:
         self._loading: dict[int, SequenceLoad] = {}  # by sequence
         self._removed: set[bytes] = set()  # pages that some worker has given up while others may still save them
         self._drops = PendingDeletes()
-        self._found: tuple[Sequence, int, int, LoadableKv | None] | None = (
-            None  # what was asked for last, and the answer
-        )
+        # What was asked for last, and the answer.
+        self._found: tuple[Sequence, int, int, LoadableKv | None] | None = None
         self.num_queried_tokens = 0  # tokens of admitted sequences that the pool has not
         self.num_hit_tokens = 0  # how many of them were loaded
         self.sync(facts, holders)

@@ -171,9 +171,8 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None  # each a Logprobs or None; with the first delta of completion 0
-    num_cached_tokens: int | None = (
-        None  # tokens of the prompt whose KV was there; with the first delta of completion 0
-    )
+    # Tokens of the prompt whose KV was there; with the first delta of completion 0.
+    num_cached_tokens: int | None = None
     times: PromptTimes | None = None  # with the last delta of the whole prompt
     blame: ErrorOrigin | None = None  # where it has ended with an error, whose text is ``stop_reason``
     kv_rebuilt: bool = False  # it goes on with all KV, as answers with less were not good enough
@@ -226,9 +225,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     dropped_blocks: int = 0  # KV blocks that sequences have lost, each in all sparse layers
     errors: ErrorState | None = None  # None: nothing measures them
     borrowed_blocks: list[int] | None = None  # KV blocks by the group that lends them; None: none does
-    leased_blocks: dict[str, int] | None = (
-        None  # bytes by the deployment that lends them; None: nothing may be borrowed
-    )
+    # Bytes by the deployment that lends them; None: nothing may be borrowed.
+    leased_blocks: dict[str, int] | None = None
     lent_blocks: dict[str, int] | None = None  # blocks of 1 MiB by the deployment that has them; None: nothing is lent
     loan_refusals: int = 0
     debt_cycles: int | None = None  # None: no ledger has told
@@ -241,9 +239,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     sessions: dict[str, int] = {}  # by the tier that has their KV
     session_hits: dict[str, int] = {}  # turns behind the first, by the tier that had it
     session_waits: dict[str, float] = {}  # seconds for which these waited for their first row
-    recovering: bool = (
-        False  # a worker was lost, and another one takes its place: the engine lives, and no step is done
-    )
+    # A worker was lost, and another one takes its place: the engine lives, and no step is done.
+    recovering: bool = False
     slo: SloCounts | None = None  # None: nothing is
     kv_replicas: int | None = None  # pages of prompts that prefill workers have besides; None: they keep none
 

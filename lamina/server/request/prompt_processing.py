@@ -151,7 +151,7 @@ class PromptProcessor:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
 
     async def set_bad_words(self, params: SamplingParams) -> None:
-        """Fill in the tokens of the ``bad_words_token_ids`` in ``params``. Raises ApiError."""
+        """Fill in the tokens of the ``bad_words`` in ``params``. Raises ApiError."""
         words = params.bad_words
         if not words:
             return

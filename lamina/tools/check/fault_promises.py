@@ -20,9 +20,8 @@ class Death(NamedTuple):
     other_prompts: Exactness  # of prompts of whose KV it had none
     event: Event | None = None  # of its own, at which it ends; None: at a step
     times: int = 1  # how often that comes first
-    before_prompt_end: bool = (
-        False  # counted from the first prompt on, else from where all that run at once have a token
-    )
+    # Counted from the first prompt on, else from where all that run at once have a token.
+    before_prompt_end: bool = False
 
     @property
     def without_determinism(self) -> Death:
