@@ -17,8 +17,6 @@ from cuda_stand_in import ONE_GPU
 from hypothesis import is_hypothesis_test, settings
 from long_cases import spare_cases
 
-import lamina
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["LAMINA_TRANSPORTS"] = ",".join(f"{scheme}={module}" for scheme, module in soft_nic.SCHEMES.items())
@@ -28,10 +26,9 @@ os.environ["LAMINA_TRANSPORTS"] = ",".join(f"{scheme}={module}" for scheme, modu
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Processes find workers and transports of tests on this path. The folder of the package `lamina` precedes this folder,
-# which has a `lamina` of its own. All tests have one path: another one means another warm process, 4 s of CPU.
+# Processes find workers and transports of tests on this path. All tests have one path: another one means another zygote,
+# 4 s of CPU. No folder of tests is called `lamina`: it would hide the product's.
 HERE = Path(__file__).parent
-PRODUCT = Path(lamina.__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [
         str(HERE / "support" / "models"),

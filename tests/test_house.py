@@ -467,3 +467,8 @@ def test_modules_of_tests_have_names_of_their_own() -> None:
     alone = [p for p in (ROOT / "tests").rglob("*.py") if not (p.parent / "__init__.py").exists()]
     names = [p.name for p in alone if p.name != "conftest.py"]
     assert [n for n in sorted(set(names)) if names.count(n) > 1] == []
+
+
+def test_no_folder_of_tests_hides_the_product() -> None:
+    """Processes under test have ``tests`` on their path."""
+    assert not (ROOT / "tests" / "lamina").exists()
