@@ -26,14 +26,13 @@ os.environ["LAMINA_TRANSPORTS"] = ",".join(f"{scheme}={module}" for scheme, modu
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Processes find workers and transports of tests on this path. All tests have one path: another one means another zygote,
-# 4 s of CPU. No folder of tests is called `lamina`: it would hide the product's.
+# Processes find workers and transports of tests on this path. All tests have one path: another one means another
+# zygote, 4 s of CPU. No folder of tests is called `lamina`: it would hide the product's.
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [
         str(HERE / "support" / "models"),
         str(HERE / "support"),
-        str(PRODUCT),
         str(HERE),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
