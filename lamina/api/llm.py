@@ -55,9 +55,8 @@ class LLM:
         self._front = Frontend(model, tokenizer, progress, options)
         self.pools, self.engine = self._front.pools, self._front.engine
         self._using = threading.Lock()
-        self._dropped: deque[RequestOutputCollector] = (
-            deque()
-        )  # by streams that the garbage collector took, on any thread
+        # By streams that the garbage collector took, on any thread.
+        self._dropped: deque[RequestOutputCollector] = deque()
         self._finalizer = weakref.finalize(self, self.pools.close)
 
     @property

@@ -69,9 +69,8 @@ class Engine:
         self._early_tokens, self._seeds = EarlyTokens(), random.Random(config.batching.seed)
         self._next_round = self._next_request = 0
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
-        self.capacity_probe: Callable[[], str | None] = lambda: (
-            None
-        )  # for room, when idle: "" = some may come; else why none
+        # For room, when idle: "" = some may come; else why none.
+        self.capacity_probe: Callable[[], str | None] = lambda: None
         self._requests, self._finished_by_replay = dict[int, Request](), list[int]()
 
     @property

@@ -120,7 +120,7 @@ def build_scheduler(
         moving_ranks=topology.tensor_parallel_size if config.migrates_kv else 0,
         view=info.epoch,
     )
-    promises.has_prefill_workers, promises.has_prompt_caches = (
+    promises.cached_tokens_of, promises.shared_tokens_of = (
         prefixes.num_cached_or_pending,
         prefixes.num_shared_tokens,
     )

@@ -87,7 +87,7 @@ class PrefillDispatcher:
     def on_arrival(self, sequence: Sequence) -> None:
         """A sequence waits: it has a worker from now on, where somebody wants to know."""
         if self.slo_admission.routes_prompts and (
-            not self._workers or self.is_for_prefill_worker(sequence, self.slo_admission.has_prefill_workers(sequence))
+            not self._workers or self.is_for_prefill_worker(sequence, self.slo_admission.cached_tokens_of(sequence))
         ):
             self.slo_admission.reserve(sequence)
 

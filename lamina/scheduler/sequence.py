@@ -54,9 +54,8 @@ class Sequence:
     num_preemptions: int = 0  # how often its KV was freed for others
     # Tokens of the prompt whose log-probabilities are known or on their way, less the first.
     num_scored_prompt_tokens: int = 0
-    num_tokens_in_penalties: int = (
-        -1
-    )  # tokens of the completion that all compute workers count, under this id; -1: they know nothing
+    # Tokens of the completion that all compute workers count, under this id; -1: they know nothing.
+    num_tokens_in_penalties: int = -1
     finished: bool = False
     is_migrating: bool = False  # to another memory worker: it has no rows before it is there
     # Its tokens are chosen elsewhere, by ``set_external_token``; else workers draw them.
@@ -163,9 +162,8 @@ class Sequence:
         """
         self.awaits_external_token = False
         kept = min(kept, len(self.tokens) - 1)
-        whole = (
-            self.prefill_worker is None and kept >= self.num_cached_tokens
-        )  # others may hold the blocks that it began with
+        # Others may hold the blocks that it began with.
+        whole = self.prefill_worker is None and kept >= self.num_cached_tokens
         whole = whole and not self.evicts_kv  # what it has lost is needed to compute the rest again
         self.num_computed_tokens = min(self.num_computed_tokens, kept) if whole else 0
         self.num_output_placeholders = self.num_pending_prefill_chunks = self.num_loading_tokens = (

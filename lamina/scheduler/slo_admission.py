@@ -68,13 +68,11 @@ class SloAdmission:
         staged: PrefillPipelineShape = SINGLE_STAGE,
     ) -> None:
         """``num_workers``: of prefill workers, or groups that are ``staged``; 0 = the compute workers do it."""
-        self.has_prefill_workers: Callable[[Sequence], int] = lambda sequence: (
-            0
-        )  # its first tokens that need not be computed
+        # Its first tokens that need not be computed.
+        self.cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0
         self.keys: PromptPageKeys | None = None  # of what prefill workers keep of prompts; None: nothing
-        self.has_prompt_caches: Callable[[Sequence], int] = lambda sequence: (
-            0
-        )  # tokens that the completions of a request compute once
+        # Tokens that the completions of a request compute once.
+        self.shared_tokens_of: Callable[[Sequence], int] = lambda sequence: 0
         self.has_limits = False
         self.decision_log: DecisionLog | None = None  # of all choices; None: nobody wants to know
         directory = PrefixDirectory(max(1, num_workers), UNLIMITED_PAGES)
@@ -131,7 +129,7 @@ class SloAdmission:
         if sequence not in self._reservations:
             self._leave(sequence)
             prompt, now, first = self._known_prompt(sequence), self._clock(), self._first.get(sequence.request_id)
-            shares = first is not None and (shared := self.has_prompt_caches(sequence)) > prompt.num_cached_tokens
+            shares = first is not None and (shared := self.shared_tokens_of(sequence)) > prompt.num_cached_tokens
             if first is not None and shares:
                 choice = self._behind(first, prompt._replace(num_cached_tokens=shared), now)
             else:
@@ -303,7 +301,7 @@ class SloAdmission:
     def _known_prompt(self, sequence: Sequence) -> PromptInfo:
         tokens, priority = sequence.num_tokens_with_placeholders, sequence.priority
         if not self._on_prefill_workers:
-            return PromptInfo(tokens, num_cached_tokens=self.has_prefill_workers(sequence), priority=priority)
+            return PromptInfo(tokens, num_cached_tokens=self.cached_tokens_of(sequence), priority=priority)
         if self.keys is None:
             return PromptInfo(tokens, priority=priority)
         return PromptInfo(tokens, self.keys.keys(sequence), self.keys.page_size, priority=priority)

@@ -145,7 +145,7 @@ def test_a_prefix_that_is_there_is_not_waited_for() -> None:
     promises.conductor.prefill_latency.model = promises.conductor.prefill_latency.model._replace(b=0.01)
     assert taken(promises, make(0, 80, 5))
     assert not taken(promises, make(1, 80, 5))
-    promises.has_prefill_workers = lambda sequence: 70
+    promises.cached_tokens_of = lambda sequence: 70
     assert taken(promises, make(2, 80, 5))
 
 
@@ -184,7 +184,7 @@ def test_completions_of_one_request_are_booked_as_one_prompt(workers: int) -> No
     clock = Hand()
     promises = promising(clock, workers=workers, ttft_s=100.0)
     promises.conductor.prefill_latency.model = promises.conductor.prefill_latency.model._replace(b=0.01)
-    promises.has_prompt_caches = lambda sequence: len(sequence.prompt) - 1
+    promises.shared_tokens_of = lambda sequence: len(sequence.prompt) - 1
 
     def queues() -> float:
         ways = (promises.conductor.choose(PromptInfo(1), 0.0, {w}) for w in range(max(1, workers)))
@@ -218,7 +218,7 @@ def test_a_completion_that_is_computed_before_who_it_shares_with_keeps_its_worke
     """As one does that has given way, and has room sooner than the other one: whatever becomes of that."""
     clock = Hand()
     promises = promising(clock, workers=workers, ttft_s=100.0)
-    promises.has_prompt_caches = lambda sequence: len(sequence.prompt) - 1
+    promises.shared_tokens_of = lambda sequence: len(sequence.prompt) - 1
     prefill = PrefillDispatcher(workers, 8, 1, promises)
     first, second = make(1, 50, 5), make(1, 50, 5)
     for sequence in (first, second):

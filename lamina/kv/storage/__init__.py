@@ -172,5 +172,5 @@ def open_storage(name: str, place: StorageConfig) -> StorageBackend:
     if name not in STORAGE_BACKENDS and not plugin:
         raise ValueError(f"a medium is one of {', '.join(STORAGE_BACKENDS)}, not {name!r}")
     module = load_plugin(PLUGINS, plugin) if plugin else import_module(f"{__name__}.{STORAGE_BACKENDS[name]}")
-    medium: StorageBackend = module.open_medium(place)
+    medium: StorageBackend = module.open_storage(place)
     return medium

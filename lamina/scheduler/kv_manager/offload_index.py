@@ -231,9 +231,8 @@ class OffloadIndex:
         return ops
 
     def _may_fill(self, sequence: Sequence) -> bool:
-        alone = (
-            sequence.evicts_kv or sequence.discarded_ranges or sequence.do_not_cache
-        )  # no other sequence may find its KV
+        # No other sequence may find its KV.
+        alone = sequence.evicts_kv or sequence.discarded_ranges or sequence.do_not_cache
         return not (self._most or alone or sequence.finished or sequence.num_loading_tokens)
 
     def save_ops(self, sequence: Sequence, length: int) -> list[SaveKv]:

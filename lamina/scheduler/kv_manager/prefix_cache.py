@@ -327,9 +327,8 @@ class PrefixCache:
     def _has(self, number: int, length: int) -> bool:
         """Whether KV of so many tokens is there once the plans of this round come."""
         sequence = self._indexed[number].sequence
-        comes = (
-            sequence.num_loading_tokens or sequence.prefill_worker is not None
-        )  # and memory workers have not all of it
+        # And memory workers have not all of it.
+        comes = sequence.num_loading_tokens or sequence.prefill_worker is not None
         return number in self._retained or (sequence.num_computed_tokens >= length and not comes)
 
     def _pages(self, tokens: list[int], stop: int) -> Iterator[Page]:

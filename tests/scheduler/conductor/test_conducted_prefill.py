@@ -126,10 +126,10 @@ def test_a_short_rest_behind_what_memory_workers_have_is_computed_there() -> Non
         promises.on_round_done(10, 0.0, 0.1)
     assert prefill.is_for_prefill_worker(prompt, 72)
     assert not prefill.is_for_prefill_worker(prompt, 79), "its last row alone is no chunk"
-    promises.has_prefill_workers = lambda sequence: 79
+    promises.cached_tokens_of = lambda sequence: 79
     prefill.on_arrival(prompt)
     assert promises.conductor.num_waiting == 0
-    promises.has_prefill_workers = lambda sequence: 0
+    promises.cached_tokens_of = lambda sequence: 0
     prefill.on_arrival(prompt)
     assert promises.conductor.num_waiting == 1
     prefill.skip(prompt)
@@ -140,7 +140,7 @@ def test_a_short_rest_behind_what_memory_workers_have_is_computed_there() -> Non
 
 def test_completions_whose_worker_is_full_hold_nobody_back() -> None:
     promises = SloAdmission(2)
-    promises.has_prompt_caches = lambda sequence: 79
+    promises.shared_tokens_of = lambda sequence: 79
     prefill = PrefillDispatcher(2, 8, 1, promises)
     scheduler = Scheduler(BlockTables([0], [999], 4), max_num_seqs=16, prefill_chunk=8, prefill=prefill)
     completions, other = [make(0, 80, 5) for _ in range(4)], make(1, 80, 5)
