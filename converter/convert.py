@@ -41,7 +41,7 @@ def convert(
     shown: bool = False,
     max_positions: int = 64,
     example_rows: int = 3,
-    kept: CaptureStore | None = None,
+    cache: CaptureStore | None = None,
 ) -> SlicedProgram:
     """Cut a model at every ``cut_op`` into slices that carry as few bytes past attention as possible.
 
@@ -62,10 +62,10 @@ def convert(
     """
     timings: dict[str, float] = {}
     clock = _StageTicks(timings)
-    captured = _read(kept, step, cut_op, expect)
+    captured = _read(cache, step, cut_op, expect)
     if captured is None:
         captured = capture(step, cut_op, expect=expect, example_rows=example_rows)
-        _write(kept, captured, step)
+        _write(cache, captured, step)
     clock.done("capture")
     if split_fused:
         split_fused_projections(captured)
@@ -88,10 +88,10 @@ def convert(
 
 
 def _read(
-    kept: CaptureStore | None, step: nn.Module, cut_op: torch._ops.OpOverload, expect: int | None
+    cache: CaptureStore | None, step: nn.Module, cut_op: torch._ops.OpOverload, expect: int | None
 ) -> Capture | None:
     """The kept capture; None where none is kept, or none of this module."""
-    text = kept.read() if kept else None
+    text = cache.read() if cache else None
     if text is None:
         return None
     try:
@@ -103,10 +103,10 @@ def _read(
     return captured if known and expect in (None, len(captured.calls)) else None
 
 
-def _write(kept: CaptureStore | None, captured: Capture, step: nn.Module) -> None:
-    if kept:
+def _write(cache: CaptureStore | None, captured: Capture, step: nn.Module) -> None:
+    if cache:
         try:
-            kept.write(portable.write(captured, step))
+            cache.write(portable.write(captured, step))
         except portable.NotPortableError as error:
             log.info("the capture is not kept: %s", error)
 

@@ -248,10 +248,10 @@ class LLM:
             asked = [replace(asked[0], cache_options=terms, transcript=transcript)]
         return asked
 
-    def _stream(self, asked: list[EngineRequest], *, finished_only: bool) -> Stream:
-        feed = RequestOutputCollector(len(asked), finished_only=finished_only)
+    def _stream(self, requests: list[EngineRequest], *, finished_only: bool) -> Stream:
+        feed = RequestOutputCollector(len(requests), finished_only=finished_only)
         with _Use(self):
-            self._front.streams.add(asked, feed)
+            self._front.streams.add(requests, feed)
         return Stream(self, feed)
 
     def _next(self, feed: RequestOutputCollector) -> RequestOutput | None:

@@ -38,8 +38,8 @@ class KvShards(msgspec.Struct, frozen=True, array_like=True):
 
     pattern: tuple[bool, ...] = (True,)
 
-    def __contains__(self, lane: int) -> bool:
-        return self.pattern[lane if len(self.pattern) > 1 else 0]
+    def __contains__(self, kv_shard: int) -> bool:
+        return self.pattern[kv_shard if len(self.pattern) > 1 else 0]
 
     @property
     def has_all(self) -> bool:

@@ -51,9 +51,9 @@ class Engine:
     scheduler_class: type[Scheduler] = Scheduler
 
     def __init__(
-        self, wire: Executor, config: EngineConfig, clock: Clock = time.monotonic, trace: Recorder = NULL_RECORDER
+        self, executor: Executor, config: EngineConfig, clock: Clock = time.monotonic, trace: Recorder = NULL_RECORDER
     ) -> None:
-        self.config, self.executor, self.worker_info = config, wire, wire.ready
+        self.config, self.executor, self.worker_info = config, executor, executor.ready
         self._clock, self._trace = clock, trace
         self._accounting = new_block_tables(self.worker_info)
         self._tuner: Tuner | None = None

@@ -84,19 +84,19 @@ def cordon(scheduler: Scheduler, info: ComputeReady, worker: int, *, on: bool) -
 def build_scheduler(
     config: EngineConfig,
     info: ComputeReady,
-    ledger: BlockTables,
+    tables: BlockTables,
     num_batches: int,
-    promises: SloAdmission,
+    slo_admission: SloAdmission,
     clock: Callable[[], float],
     scheduler_class: type[Scheduler] = Scheduler,
 ) -> Scheduler:
-    """``num_batches``: that take turns at first. ``promises``: to those that come. ``clock``: seconds."""
+    """``num_batches``: that take turns at first. ``slo_admission``: to those that come. ``clock``: seconds."""
     batching, topology = config.batching, config.topology
-    tier, prefixes = _tier(config, ledger, info), _prefixes(config, ledger, clock)
-    stores = _stores(config, info, promises, prefixes.page_size)
+    tier, prefixes = _tier(config, tables, info), _prefixes(config, tables, clock)
+    stores = _stores(config, info, slo_admission, prefixes.page_size)
     budget = parse_error_budget(config.kv.kv_error_budget)
     scheduler = scheduler_class(
-        ledger,
+        tables,
         max_num_seqs=batching.max_num_seqs,
         prefill_chunk=batching.prefill_chunk,
         aligned=config.model.deterministic,
@@ -107,35 +107,35 @@ def build_scheduler(
             topology.prefill_groups,
             batching.prefill_chunk,
             topology.max_batches,
-            promises,
+            slo_admission,
             stores,
             max_grants_in_flight(topology.prefill_pipeline, info.windows),
         ),
-        prefixes=prefixes,
-        tier=tier,
-        swaps=_swaps(config, tier),
-        evictions=_evictions(config, info),
-        shadows=ReferenceDecoder(config.kv, budget) if budget else None,
+        prefix_cache=prefixes,
+        offload_index=tier,
+        swap=_swaps(config, tier),
+        pruner=_evictions(config, info),
+        reference_decoder=ReferenceDecoder(config.kv, budget) if budget else None,
         homes=topology.memory_workers if topology.may_borrow else 0,
         moving_ranks=topology.tensor_parallel_size if config.migrates_kv else 0,
-        view=info.epoch,
+        epoch=info.epoch,
     )
-    promises.cached_tokens_of, promises.shared_tokens_of = (
+    slo_admission.cached_tokens_of, slo_admission.shared_tokens_of = (
         prefixes.num_cached_or_pending,
         prefixes.num_shared_tokens,
     )
-    _explain(promises, info)
+    _explain(slo_admission, info)
     return scheduler
 
 
-def _explain(promises: SloAdmission, info: ComputeReady) -> None:
-    if promises.decision_log:
-        promises.decision_log.info = info
+def _explain(slo_admission: SloAdmission, info: ComputeReady) -> None:
+    if slo_admission.decision_log:
+        slo_admission.decision_log.info = info
 
 
-def _stores(config: EngineConfig, info: ComputeReady, promises: SloAdmission, page: int) -> list[PromptCache]:
+def _stores(config: EngineConfig, info: ComputeReady, slo_admission: SloAdmission, page: int) -> list[PromptCache]:
     """Of prefill workers; none where they have no room for more than a prompt each, or nothing is to be kept of
-    prompts. ``promises`` knows the keys then.
+    prompts. ``slo_admission`` knows the keys then.
     """
     stores, keys = list[PromptCache](), PromptPageKeys(page)
     for worker, bound in enumerate(info.prefill_stores if page else []):
@@ -146,10 +146,10 @@ def _stores(config: EngineConfig, info: ComputeReady, promises: SloAdmission, pa
             stores.clear()
             break
         blocks = BlockTables(bound.windows, bound.num_blocks, info.block_size)
-        stores.append(PromptCache(worker, promises.conductor.directory, keys, blocks, room))
-    promises.keys = keys if stores else None
-    learned = promises.conductor.transfer_latency
-    promises.conductor.transfer_latency = (learned or _transfers(info)) if stores else None
+        stores.append(PromptCache(worker, slo_admission.conductor.directory, keys, blocks, room))
+    slo_admission.keys = keys if stores else None
+    learned = slo_admission.conductor.transfer_latency
+    slo_admission.conductor.transfer_latency = (learned or _transfers(info)) if stores else None
     return stores
 
 
@@ -193,12 +193,12 @@ def build_slo_admission(config: EngineConfig, clock: Callable[[], float], trace:
     return promises
 
 
-def _prefixes(config: EngineConfig, ledger: BlockTables, clock: Callable[[], float]) -> PrefixCache:
+def _prefixes(config: EngineConfig, tables: BlockTables, clock: Callable[[], float]) -> PrefixCache:
     """Where bits count, a prefix ends where a fresh prompt would have been cut."""
     batching, fixed = config.batching, config.model.deterministic
-    page = math.lcm(ledger.block_size, batching.prefill_chunk if fixed else 1)
+    page = math.lcm(tables.block_size, batching.prefill_chunk if fixed else 1)
     kept = page if config.caches_prefixes else 0
-    return PrefixCache(ledger, kept, prompts_only=fixed, exact=not fixed, clock=clock)
+    return PrefixCache(tables, kept, prompts_only=fixed, exact=not fixed, clock=clock)
 
 
 def _evictions(config: EngineConfig, info: ComputeReady) -> BlockPruner | None:
@@ -207,7 +207,7 @@ def _evictions(config: EngineConfig, info: ComputeReady) -> BlockPruner | None:
     return BlockPruner(config.kv, info.block_size, len({w for group in info.holders for w in group}))
 
 
-def _tier(config: EngineConfig, ledger: BlockTables, info: ComputeReady) -> OffloadIndex | None:
+def _tier(config: EngineConfig, tables: BlockTables, info: ComputeReady) -> OffloadIndex | None:
     """None: nothing is kept beside the pools. Where bits count, a prompt is loaded as it is forked."""
     if info.storage is None:
         return None
@@ -215,11 +215,11 @@ def _tier(config: EngineConfig, ledger: BlockTables, info: ComputeReady) -> Offl
         raise ValueError("--decode-only loads whole prompts, and layers of this model have a window: leave it out")
     fixed = config.model.deterministic
     whole = math.lcm(info.storage.page_size, config.batching.prefill_chunk if fixed else 1)
-    return OffloadIndex(info.storage, ledger, info.holders, whole=whole, prompts_only=fixed)
+    return OffloadIndex(info.storage, tables, info.holders, whole=whole, prompts_only=fixed)
 
 
-def _swaps(config: EngineConfig, tier: OffloadIndex | None) -> SwapPolicy | None:
-    if tier is None or tier.is_complete:
+def _swaps(config: EngineConfig, offload_index: OffloadIndex | None) -> SwapPolicy | None:
+    if offload_index is None or offload_index.is_complete:
         return None
     mode, fixed = config.batching.preemption_mode, config.model.deterministic
-    return SwapPolicy(tier, mode, secrets.token_bytes(NONCE_BYTES), fixed=fixed)
+    return SwapPolicy(offload_index, mode, secrets.token_bytes(NONCE_BYTES), fixed=fixed)

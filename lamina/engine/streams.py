@@ -105,14 +105,14 @@ class RequestStreams:
         """Whether the last step had nothing to do: requests wait for room."""
         return self._engine.idle
 
-    def add(self, asked: list[EngineRequest], feed: RequestOutputCollector) -> None:
+    def add(self, requests: list[EngineRequest], feed: RequestOutputCollector) -> None:
         """Queue requests, whose outputs ``feed`` gets. Raises ValueError for a request that cannot be served, and the
         tokenizer's error for tokens that it cannot show; then none is queued.
         """
-        for a in asked:
+        for a in requests:
             self._engine.check(a.prompt, a.params, a.cache_options)
         try:
-            for a in asked:
+            for a in requests:
                 request_id = self._add(a)
                 feed.request_ids.append(request_id)
                 self._collectors[request_id] = feed

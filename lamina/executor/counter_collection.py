@@ -15,8 +15,8 @@ WAIT_COUNTERS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow whi
 class CounterCollector:
     """One round of questions at a time. One thread uses it."""
 
-    def __init__(self, members: WorkerRegistry, clock: Clock = time.monotonic) -> None:
-        self._registry, self._clock = members, clock
+    def __init__(self, registry: WorkerRegistry, clock: Clock = time.monotonic) -> None:
+        self._registry, self._clock = registry, clock
         self._asked_at: float | None = None
         self._answers: dict[str, dict[str, float]] = {}  # by the workers' labels
 

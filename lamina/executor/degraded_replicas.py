@@ -23,10 +23,14 @@ class DegradedReplicas:
     """Tracks replicas that are starting; only this class reads their links."""
 
     def __init__(
-        self, config: EngineConfig, members: WorkerRegistry, start: Callable[[str, int], RegisteredWorker], clock: Clock
+        self,
+        config: EngineConfig,
+        registry: WorkerRegistry,
+        start: Callable[[str, int], RegisteredWorker],
+        clock: Clock,
     ) -> None:
         """``start``: a worker of a role for the place with that number, which loads."""
-        self._members, self._start, self._clock = members, start, clock
+        self._members, self._start, self._clock = registry, start, clock
         self._limit_s = config.deadlines.start_timeout_s
         topology, on_cpu = config.topology, config.devices.compute_device == "cpu"  # graphs name who is met
         self._possible = topology.tensor_parallel_size == 1 and not topology.measures_pipeline and on_cpu
@@ -103,9 +107,9 @@ class DegradedReplicas:
         with self._members.register(member):
             self._loading[place] = member, self._clock() + self._limit_s
 
-    def _lost(self, member: RegisteredWorker, how: str, *, ended: bool = False) -> WorkersLostError:
+    def _lost(self, worker: RegisteredWorker, how: str, *, ended: bool = False) -> WorkersLostError:
         """One that has not ended has failed for a reason, which another one would have, too."""
-        loss = WorkersLostError(f"{member.name}: {how}", [member], ended=ended)
+        loss = WorkersLostError(f"{worker.name}: {how}", [worker], ended=ended)
         if not ended:
-            self._members.mark_lost(member, loss)
+            self._members.mark_lost(worker, loss)
         return loss

@@ -68,13 +68,13 @@ class MemoryResizer:
     def __init__(
         self,
         config: EngineConfig,
-        members: WorkerRegistry,
-        cohort: WorkerGroup,
+        registry: WorkerRegistry,
+        worker_group: WorkerGroup,
         clock: Clock = time.monotonic,
         free: Callable[[], int] = free_bytes,
     ) -> None:
         """``free``: bytes that this host could give to processes."""
-        self._config, self._registry, self._workers = config, members, cohort
+        self._config, self._registry, self._workers = config, registry, worker_group
         self._clock, self._free = clock, free
         self._extra_bytes = config.topology.extra_kv_bytes(config.devices.kv_bytes())
         self.moved_bytes = Counter[str]()  # bytes of KV, by the reason of changes
@@ -379,31 +379,31 @@ class MemoryResizer:
             for me, member in enumerate(peers)
         ]
 
-    def _answer_of(self, member: RegisteredWorker) -> str:
+    def _answer_of(self, worker: RegisteredWorker) -> str:
         """What one that prepares has said; why it cannot, or nothing. Raises LinkClosedError."""
-        if member not in self._coming:
-            prepared = [x for x in member.inbox if isinstance(x, StorePrepared)]
+        if worker not in self._coming:
+            prepared = [x for x in worker.inbox if isinstance(x, StorePrepared)]
             for message in prepared:
-                member.inbox.remove(message)
+                worker.inbox.remove(message)
             prepared = [x for x in prepared if x.resize_number == self._number]
-            if prepared or member not in self._registry.memory:  # a replacement of a dead worker begins anew
-                del self._preparing[member]
+            if prepared or worker not in self._registry.memory:  # a replacement of a dead worker begins anew
+                del self._preparing[worker]
             return next((x.error for x in prepared), "")
-        message = self._registry.receive_from(member)
+        message = self._registry.receive_from(worker)
         if isinstance(message, MemoryReady):
-            self._coming[member] = message.url
-            member.link.send(self._preparing[member])
+            self._coming[worker] = message.url
+            worker.link.send(self._preparing[worker])
         elif isinstance(message, StorePrepared):
-            del self._preparing[member]
+            del self._preparing[worker]
             return message.error
         elif isinstance(message, TerminationNotice):  # heeded once it has a place
-            member.inbox.append(message)
+            worker.inbox.append(message)
         return message.text if isinstance(message, Failed) else ""
 
     @staticmethod
-    def _send(member: RegisteredWorker, message: Any) -> None:
+    def _send(worker: RegisteredWorker, message: Any) -> None:
         with suppress(LinkClosedError):  # its end is told to the listener of its link
-            member.link.send(message)
+            worker.link.send(message)
 
     def _fail(self, why: str, *, notify: bool = True) -> None:
         log.warning("memory workers stay as they are: %s", why)
@@ -417,9 +417,9 @@ class MemoryResizer:
         self._exits, self._to_connect, self._workers.moves_stripes = None, False, self._config.migrates_stripes
         self._outcome = ResizeResult(why, reason=self._reason) if notify and self._on_result else None
 
-    def _dismiss(self, members: Iterable[RegisteredWorker]) -> None:
+    def _dismiss(self, workers: Iterable[RegisteredWorker]) -> None:
         """Have them end; nobody waits until their memory is the host's again."""
-        for member in members:
+        for member in workers:
             self._send(member, Stop())
             member.link.close()
             self._dismissed[member] = self._clock() + JOIN_S

@@ -25,10 +25,10 @@ TokensBySequence = dict[int, int]  # sequence -> tokens
 class KvParity:
     """Of one engine; without --kv-parity it does nothing. The parity worker is the last one."""
 
-    def __init__(self, config: EngineConfig, members: WorkerRegistry, cohort: WorkerGroup, clock: Clock) -> None:
+    def __init__(self, config: EngineConfig, registry: WorkerRegistry, worker_group: WorkerGroup, clock: Clock) -> None:
         self._wanted, self._limit = bool(config.topology.kv_parity), config.deadlines.start_timeout_s
         self._silent_s = config.deadlines.step_timeout_s  # of a peer that others give up
-        self._registry, self._workers, self._clock = members, cohort, clock
+        self._registry, self._workers, self._clock = registry, worker_group, clock
         self._lost: int | None = None  # whose KV is to come back
 
     @property

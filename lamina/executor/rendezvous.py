@@ -22,7 +22,7 @@ class RendezvousState(NamedTuple):
         """As many as are there, which may be fewer than there are to be."""
         return len(self.names) // self.topology.tensor_parallel_size
 
-    def connect_message(self, view: int, place: int, memory: list[Address], kv_bytes: list[int]) -> Connect:
+    def connect_message(self, epoch: int, place: int, memory: list[Address], kv_bytes: list[int]) -> Connect:
         """Of the compute worker in a place: its replica's ranks, and the replicas before and behind it.
         ``memory_addresses``: the memory workers of its rank.
         """
@@ -31,7 +31,7 @@ class RendezvousState(NamedTuple):
         ranks = [self._at(i, self.loaded[i].rank_url) for i in range(first, first + size)] if size > 1 else []
         following, previous, ring = (place + size) % workers, (place - size) % workers, self.replicas > 1
         return Connect(
-            epoch=view,
+            epoch=epoch,
             replica=place // size,
             replicas=self.replicas,
             memory_addresses=memory,

@@ -28,9 +28,9 @@ class SpareWorkers:
     needs no more has it from there, and what is too much goes back.
     """
 
-    def __init__(self, cohort: WorkerGroup, members: WorkerRegistry, counts: dict[str, int]) -> None:
-        """``cohort``: whose places they may take."""
-        self._workers, self._registry, self._counts = cohort, members, counts
+    def __init__(self, worker_group: WorkerGroup, registry: WorkerRegistry, counts: dict[str, int]) -> None:
+        """``worker_group``: whose places they may take."""
+        self._workers, self._registry, self._counts = worker_group, registry, counts
         self._ready: dict[tuple[str, int], RegisteredWorker] = {}  # role and number among the spares
         self._starting: set[tuple[str, int]] = set()  # wanted spares that may still come up
         self._pools: list[BindRequest] = []  # by rank, what a memory worker is to have memory for
@@ -143,16 +143,16 @@ class SpareWorkers:
     def _let_go(self, key: tuple[str, int]) -> None:
         self._warned.pop(self._ready.pop(key), None)
 
-    def _defect(self, member: RegisteredWorker) -> str:
+    def _defect(self, worker: RegisteredWorker) -> str:
         """Why it takes no place; or nothing. What it has said is kept for who listens to it from now on."""
         try:
-            while (message := self._registry.receive_from(member)) is not None:
+            while (message := self._registry.receive_from(worker)) is not None:
                 if isinstance(message, Failed):
                     return message.text
-                member.inbox.append(message)
+                worker.inbox.append(message)
         except (LinkClosedError, TimeoutError):
-            return member.handle.exit_reason() or "its control link has ended"
-        return member.handle.exit_reason() or ("stopped" if member.handle.is_stopped else "")
+            return worker.handle.exit_reason() or "its control link has ended"
+        return worker.handle.exit_reason() or ("stopped" if worker.handle.is_stopped else "")
 
     def close(self) -> None:
         """End them. Idempotent."""

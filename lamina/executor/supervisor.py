@@ -33,9 +33,9 @@ class Supervisor:
     """``quiesce`` behind a loss; then ``resume``, and ``quiesce`` again where that brings another one."""
 
     def __init__(
-        self, config: EngineConfig, members: WorkerRegistry, cohort: WorkerGroup, clock: Clock = time.monotonic
+        self, config: EngineConfig, registry: WorkerRegistry, worker_group: WorkerGroup, clock: Clock = time.monotonic
     ) -> None:
-        self._config, self._registry, self._workers, self._clock = config, members, cohort, clock
+        self._config, self._registry, self._workers, self._clock = config, registry, worker_group, clock
         self._step_s, self._start_s = config.deadlines.step_timeout_s, config.deadlines.start_timeout_s
         self._restart_budget = RestartBudget(config.launch.max_recoveries, clock)
         self._failures = dict[str, float]()  # what workers have said that failed and were replaced, and when
@@ -43,7 +43,7 @@ class Supervisor:
         self._deaths = RestartBudget(config.launch.max_recoveries, clock)  # of spares
         self._missing_capacity = False  # of spares: one has died, and none has been started in its place
         self._stall_detector = StallDetector[RegisteredWorker](clock)
-        self._parity = KvParity(config, members, cohort, clock)
+        self._parity = KvParity(config, registry, worker_group, clock)
 
     def check_health(self, waited_for: Collection[RegisteredWorker]) -> None:
         """For whoever waits for ``waited_for``. Raises WorkersLostError where one of them has been stopped for
@@ -136,12 +136,12 @@ class Supervisor:
         may_go_well = all(x.has_exited or self._is_first(member, x) for member, x in lost.items())
         return may_go_well and all(map(self._workers.can_replace, each))
 
-    def _is_first(self, member: RegisteredWorker, failure: WorkersLostError) -> bool:
+    def _is_first(self, worker: RegisteredWorker, failure: WorkersLostError) -> bool:
         """Whether a worker that has said why it failed had served till then, such as one whose device has an error, and
         nobody has said the same in WINDOW_S, or before it came: else another one would fail in its place, too.
         """
         said_at, again = self._failures.get(str(failure), -math.inf), str(failure) in self._failed_workers
-        if not self._workers.has_answered(member) or (again and self._restart_budget.is_lost_again(member)):
+        if not self._workers.has_answered(worker) or (again and self._restart_budget.is_lost_again(worker)):
             return False
         return self._clock() - said_at > WINDOW_S
 
@@ -221,10 +221,10 @@ class Supervisor:
             self._registry.fence(lost)
         return [m for m in self._registry if m not in self._registry.lost_workers and m not in kept]
 
-    def _await_quiesced(self, member: RegisteredWorker, deadline: float) -> dict[int, int]:
-        loading = not self._workers.has_answered(member)
+    def _await_quiesced(self, worker: RegisteredWorker, deadline: float) -> dict[int, int]:
+        loading = not self._workers.has_answered(worker)
         left = self._start_s if loading else deadline - self._clock()
-        halted: Quiesced = self._registry.wait_for([member], Quiesced, left, "to come to rest behind a loss")
+        halted: Quiesced = self._registry.wait_for([worker], Quiesced, left, "to come to rest behind a loss")
         return halted.surviving_tokens
 
 

@@ -18,8 +18,8 @@ GATHER_S = 0.25  # behind the first one, for all that are told to end with it: a
 class TerminationNotices:
     """Those that are told together go together. Who cannot be replaced so stays until it ends, and is lost then."""
 
-    def __init__(self, members: WorkerRegistry, elastic: MemoryResizer, clock: Clock = time.monotonic) -> None:
-        self._registry, self._resizer, self._clock = members, elastic, clock
+    def __init__(self, registry: WorkerRegistry, elastic: MemoryResizer, clock: Clock = time.monotonic) -> None:
+        self._registry, self._resizer, self._clock = registry, elastic, clock
         self._leaving: dict[RegisteredWorker, float] = {}  # who has said so, and when
 
     def poll(self) -> None:

@@ -315,21 +315,21 @@ class WorkerExecutor:
             counters = {member.label: self._stats_of(member) for member in there}
         return {label: values for label, values in counters.items() if values is not None}
 
-    def _stats_of(self, member: RegisteredWorker) -> dict[str, float] | None:
+    def _stats_of(self, worker: RegisteredWorker) -> dict[str, float] | None:
         """None where it is lost, or late, or was stopped while it owes nothing else."""
         answers = list[dict[str, float] | None]()
-        while not answers and member not in self._registry.lost_workers:
+        while not answers and worker not in self._registry.lost_workers:
             with self._note_loss():
-                answers.append(self._answer_of(member))
-            if self._loss is not None and member in self._loss.workers:
+                answers.append(self._answer_of(worker))
+            if self._loss is not None and worker in self._loss.workers:
                 break
         return answers[0] if answers else None
 
-    def _answer_of(self, member: RegisteredWorker) -> dict[str, float] | None:
+    def _answer_of(self, worker: RegisteredWorker) -> dict[str, float] | None:
         try:
-            answer: Stats = self._registry.wait_for([member], Stats, *self._counters_limit)
+            answer: Stats = self._registry.wait_for([worker], Stats, *self._counters_limit)
         except WorkersLostError as loss:
-            if member not in loss.workers or not member.handle.is_stopped:
+            if worker not in loss.workers or not worker.handle.is_stopped:
                 raise
             return None
         return answer.values

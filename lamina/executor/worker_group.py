@@ -58,15 +58,15 @@ class WorkerGroup:
     def __init__(
         self,
         config: EngineConfig,
-        members: WorkerRegistry,
+        registry: WorkerRegistry,
         on_progress: Callable[[str, int, int], None],
         *,
         trace: bool = False,
         clock: Clock = time.monotonic,
         launch: Callable[..., Launcher] = open_launcher,
     ) -> None:
-        """``members``: empty so far. ``trace``: whether workers record spans; ``launch``: see open_launcher."""
-        self._config, self._registry, self._on_progress = config, members, on_progress
+        """``registry``: empty so far. ``trace``: whether workers record spans; ``launch``: see open_launcher."""
+        self._config, self._registry, self._on_progress = config, registry, on_progress
         self._trace, self._clock, self._launch_by = trace, clock, launch
         self._incarnation = secrets.token_hex(8)  # part of all workers' names: no other engine's has it
         self._one_process = netstack.in_process(config.launch.scheme)
@@ -81,12 +81,12 @@ class WorkerGroup:
         self._sent_model = False  # whether these have got the order to load
         self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them, less one
         self._size = config.topology.tensor_parallel_size  # ranks of a replica
-        self._names = members.worker_names
+        self._names = registry.worker_names
         self._keys = WeakKeyDictionary[WorkerHandle, bytes]()  # of memory workers on loan, which have their own
         self.storage = KvStorage(config, self._incarnation)
         self.moves_stripes = config.migrates_stripes  # whether memory workers meet each other, to copy KV
-        self.spare_workers = SpareWorkers(self, members, config.launch.num_spares)
-        self.degraded = DegradedReplicas(config, members, self.start_extra, clock)
+        self.spare_workers = SpareWorkers(self, registry, config.launch.num_spares)
+        self.degraded = DegradedReplicas(config, registry, self.start_extra, clock)
         self.kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
         self.memory_binds: list[BindRequest] = []  # rank -> of its first memory worker, once it is known
         self.backend = ""  # of the memory workers' attention, once it is known
@@ -133,14 +133,14 @@ class WorkerGroup:
         self.epoch += 1
         return self.epoch
 
-    def can_replace(self, member: RegisteredWorker) -> bool:
+    def can_replace(self, worker: RegisteredWorker) -> bool:
         """Whether another worker can be started in its place. A thread cannot: it might go on."""
         launcher = self.launcher
-        return not (launcher is None or isinstance(member.handle, ThreadWorker)) and launcher.can_replace(member.handle)
+        return not (launcher is None or isinstance(worker.handle, ThreadWorker)) and launcher.can_replace(worker.handle)
 
-    def has_answered(self, member: RegisteredWorker) -> bool:
+    def has_answered(self, worker: RegisteredWorker) -> bool:
         """Whether it has answered its first message."""
-        return member in self._urls or member in self._loaded
+        return worker in self._urls or worker in self._loaded
 
     def replace(self) -> None:
         """Start others in the places of those that are lost, and fenced, and have them load; nobody waits for replicas
@@ -179,9 +179,9 @@ class WorkerGroup:
         self._urls.update(coming)
         self._config = msgspec.structs.replace(self._config, topology=topology)
 
-    def address_of(self, member: RegisteredWorker) -> Address:
+    def address_of(self, worker: RegisteredWorker) -> Address:
         """Of a memory worker."""
-        return Address(self._urls[member], self._name(member.handle), self._keys.get(member.handle, b""))
+        return Address(self._urls[worker], self._name(worker.handle), self._keys.get(worker.handle, b""))
 
     def start_borrowed(self, handle: WorkerHandle, key: bytes) -> StartMemory:
         """The first message to a memory worker on loan, whose peers reach it by ``key``."""
@@ -267,11 +267,11 @@ class WorkerGroup:
         self._sent_model = True
         self._await_starts()
 
-    def _send_start(self, member: RegisteredWorker) -> None:
-        self._registry.send(member, self._first_message(member))
+    def _send_start(self, worker: RegisteredWorker) -> None:
+        self._registry.send(worker, self._first_message(worker))
 
-    def _first_message(self, member: RegisteredWorker) -> StartMemory | StartCompute:
-        path, handle = self._model if isinstance(self._model, str) else "", member.handle
+    def _first_message(self, worker: RegisteredWorker) -> StartMemory | StartCompute:
+        path, handle = self._model if isinstance(self._model, str) else "", worker.handle
         return self._start_memory(handle) if handle.role == "memory" else self._start_compute(path, handle)
 
     def _await_starts(self) -> None:
@@ -343,14 +343,14 @@ class WorkerGroup:
     def _memory_of(self, rank: int) -> list[Address]:
         return self.topology.of_rank([self.address_of(m) for m in self._registry.memory], rank)
 
-    def _answer(self, member: RegisteredWorker, kind: Any) -> Any:
-        """The message of ``kind`` that ``member`` owes."""
+    def _answer(self, worker: RegisteredWorker, kind: Any) -> Any:
+        """The message of ``kind`` that ``worker`` owes."""
         while True:
             left = self._deadline - self._clock()
-            message = self._registry.wait_for([member], Progress | kind, left, self._starting)
+            message = self._registry.wait_for([worker], Progress | kind, left, self._starting)
             if isinstance(message, kind):
                 return message
-            if member is self._registry.compute[0]:  # they all do the same
+            if worker is self._registry.compute[0]:  # they all do the same
                 self._on_progress(message.stage, message.done, message.total)
 
     def threads(self, role: str, index: int) -> int:

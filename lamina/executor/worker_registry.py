@@ -35,10 +35,10 @@ TICK_S = 0.25  # of silence, after which whoever waits looks round
 class WorkersLostError(WorkerError):
     """Workers are lost: the text says which, and how. The others are as they were."""
 
-    def __init__(self, text: str, members: Sequence[RegisteredWorker], *, ended: bool = False) -> None:
+    def __init__(self, text: str, workers: Sequence[RegisteredWorker], *, ended: bool = False) -> None:
         """``has_exited``: without a word."""
         super().__init__(text)
-        self.workers, self.has_exited = tuple(members), ended
+        self.workers, self.has_exited = tuple(workers), ended
 
 
 class BadInputError(ValueError):
@@ -133,44 +133,44 @@ class WorkerRegistry:
             self._members[self._members.index(lost)] = new
             del self.lost_workers[lost]
 
-    def append(self, member: RegisteredWorker) -> None:
+    def append(self, worker: RegisteredWorker) -> None:
         """Take in a member that was prepared."""
-        self._members.append(member)
+        self._members.append(worker)
 
-    def insert(self, member: RegisteredWorker) -> None:
+    def insert(self, worker: RegisteredWorker) -> None:
         """Add a prepared member, behind the members of its role with lower numbers."""
-        role, index = member.handle.role, member.handle.index
+        role, index = worker.handle.role, worker.handle.index
         before = [i for i, m in enumerate(self._members) if m.handle.role == role and m.handle.index < index]
         there = [i for i, m in enumerate(self._members) if m.handle.role == role]
-        self._members.insert(before[-1] + 1 if before else there[0], member)
+        self._members.insert(before[-1] + 1 if before else there[0], worker)
 
     def remove_lost(self, lost: RegisteredWorker) -> None:
         """Leave one out that is lost, and fenced."""
         self._members.remove(lost)
         del self.lost_workers[lost]
 
-    def remove(self, member: RegisteredWorker) -> None:
+    def remove(self, worker: RegisteredWorker) -> None:
         """Leave a member out from now on: nobody listens to it."""
-        self._members.remove(member)
+        self._members.remove(worker)
 
-    def receive_from(self, member: RegisteredWorker) -> Any:
+    def receive_from(self, worker: RegisteredWorker) -> Any:
         """The next message of one that is none of these; None where there is none yet. Raises LinkClosedError, and
         WorkerError where another thread has ended all.
         """
-        return member.link.recv(timeout_s=REST_S) if self._readable([member.link], 0.0) else None
+        return worker.link.recv(timeout_s=REST_S) if self._readable([worker.link], 0.0) else None
 
     def fence(self, lost: RegisteredWorker) -> None:
         """End one that is lost, by force: nothing that it does from here on reaches anybody."""
         lost.link.close()
         lost.handle.join(0.0)
 
-    def mark_lost(self, member: RegisteredWorker, why: WorkersLostError) -> None:
+    def mark_lost(self, worker: RegisteredWorker, why: WorkersLostError) -> None:
         """Count a member as lost, whatever it may still say."""
-        self.lost_workers.setdefault(member, why)
+        self.lost_workers.setdefault(worker, why)
 
-    def begin_epoch(self, view: int, still: tuple[type[Any], ...] = ()) -> None:
+    def begin_epoch(self, epoch: int, still: tuple[type[Any], ...] = ()) -> None:
         """Drop messages of older views, those that still come included, but for the kinds ``still``."""
-        self.epoch, self._kinds_of_old_epochs = view, still
+        self.epoch, self._kinds_of_old_epochs = epoch, still
         for member in self._members:
             member.inbox = deque(x for x in member.inbox if not self._is_old(x))
 
@@ -198,18 +198,18 @@ class WorkerRegistry:
         finally:
             self.closed = True
 
-    def send(self, member: RegisteredWorker, message: Any) -> None:
+    def send(self, worker: RegisteredWorker, message: Any) -> None:
         """Raises WorkersLostError when the worker is gone or stands still, and as ``wait_for`` where it has said
         why."""
-        if member in self.lost_workers:
-            raise self.lost_workers[member]
+        if worker in self.lost_workers:
+            raise self.lost_workers[worker]
         try:
-            member.link.send(message)
+            worker.link.send(message)
         except LinkStalledError:
-            text = f"{member.name} stands still: it took no message for {SEND_STALL_S:g} s"
-            raise self._mark_lost(member, text, ended=True) from None
+            text = f"{worker.name} stands still: it took no message for {SEND_STALL_S:g} s"
+            raise self._mark_lost(worker, text, ended=True) from None
         except LinkClosedError:
-            raise self._on_closed(member) from None
+            raise self._on_closed(worker) from None
 
     def wait_for(self, wanted: Sequence[RegisteredWorker], kind: Any, timeout_s: float, what: str) -> Any:
         """The next ``kind`` from any of ``wanted``, for ``timeout_s``; ``what`` it is for, in words.
@@ -239,13 +239,13 @@ class WorkerRegistry:
         self._looked = self._clock()
         self.on_tick()
 
-    def timeout_error(self, members: Sequence[RegisteredWorker], what: str) -> WorkersLostError:
-        """For the caller to raise: ``members`` have not done ``what`` in time. They may do so yet."""
-        return WorkersLostError(f"{', '.join(m.name for m in members)} took too long {what}", members)
+    def timeout_error(self, workers: Sequence[RegisteredWorker], what: str) -> WorkersLostError:
+        """For the caller to raise: ``workers`` have not done ``what`` in time. They may do so yet."""
+        return WorkersLostError(f"{', '.join(m.name for m in workers)} took too long {what}", workers)
 
-    def has_message(self, member: RegisteredWorker) -> bool:
+    def has_message(self, worker: RegisteredWorker) -> bool:
         """Whether the member has sent something that nobody has taken yet."""
-        return bool(member.inbox or self._readable([member.link], 0.0))
+        return bool(worker.inbox or self._readable([worker.link], 0.0))
 
     def take_arrived(self, kind: type[T]) -> list[tuple[RegisteredWorker, T]]:
         """Every ``kind`` that has come, and whose it is, without waiting. Raises as ``wait_for``."""
@@ -280,11 +280,11 @@ class WorkerRegistry:
             self._take(member, self._receive(member))
         return bool(ready)
 
-    def _take(self, member: RegisteredWorker, message: Any) -> None:
+    def _take(self, worker: RegisteredWorker, message: Any) -> None:
         if not self._is_old(message):
-            whole = member.step_parts.add(message) if isinstance(message, StepDone) else message
+            whole = worker.step_parts.add(message) if isinstance(message, StepDone) else message
             if whole is not None:
-                member.inbox.append(whole)
+                worker.inbox.append(whole)
 
     def _is_old(self, message: Any) -> bool:
         return getattr(message, "epoch", self.epoch) < self.epoch and not isinstance(message, self._kinds_of_old_epochs)
@@ -301,32 +301,32 @@ class WorkerRegistry:
         except ValueError:
             raise WorkerError("the workers have been ended") from None
 
-    def _receive(self, member: RegisteredWorker) -> Any:
-        message = self._next_of(member)
+    def _receive(self, worker: RegisteredWorker) -> Any:
+        message = self._next_of(worker)
         if isinstance(message, Failed):
-            raise self._failed(member, message)
+            raise self._failed(worker, message)
         if isinstance(message, ChannelLost) and not self._is_old(message):
-            raise self._broken(member, message)
+            raise self._broken(worker, message)
         return message
 
-    def _next_of(self, member: RegisteredWorker) -> Any:
+    def _next_of(self, worker: RegisteredWorker) -> Any:
         """The message that has begun to come. Raises as ``wait_for``."""
         try:
-            return member.link.recv(timeout_s=REST_S)
+            return worker.link.recv(timeout_s=REST_S)
         except LinkClosedError:
-            raise self._on_closed(member) from None
+            raise self._on_closed(worker) from None
         except TimeoutError:
-            raise self._mark_lost(member, f"{member.name} stands still in the midst of a message", ended=True) from None
+            raise self._mark_lost(worker, f"{worker.name} stands still in the midst of a message", ended=True) from None
 
-    def _broken(self, member: RegisteredWorker, message: ChannelLost) -> Exception:
+    def _broken(self, worker: RegisteredWorker, message: ChannelLost) -> Exception:
         """One of its channels has ended: whoever was at the other end is lost. Where all live, it is itself: it has
         nothing that cannot be had again. A memory worker that is at the other end twice in RETRY_S is lost, though.
         """
         if self.lost_workers:  # a lost member has ended channels of others
             return next(iter(self.lost_workers.values()))
         if message.missing_kv:
-            return self._lacking(member, message)
-        others = {id(m.link): m for m in self._members if m is not member and m not in self.lost_workers}
+            return self._lacking(worker, message)
+        others = {id(m.link): m for m in self._members if m is not worker and m not in self.lost_workers}
         deadline = self._clock() + CAUSE_WAIT_S
         while (left := deadline - self._clock()) > 0.0:
             for link in self._readable([m.link for m in others.values()], left):
@@ -348,23 +348,23 @@ class WorkerRegistry:
             )
         if named:
             self._named = {m: at for m, at in self._named.items() if m in self.memory} | {named: self._clock()}
-        return self._mark_lost(member, f"{member.name} has lost its way to others: {message.text}", ended=True)
+        return self._mark_lost(worker, f"{worker.name} has lost its way to others: {message.text}", ended=True)
 
-    def _lacking(self, member: RegisteredWorker, message: ChannelLost) -> WorkersLostError:
-        return WorkersLostError(f"{member.name} has met what the driver did not know: {message.text}", [], ended=True)
+    def _lacking(self, worker: RegisteredWorker, message: ChannelLost) -> WorkersLostError:
+        return WorkersLostError(f"{worker.name} has met what the driver did not know: {message.text}", [], ended=True)
 
-    def _mark_lost(self, member: RegisteredWorker, text: str, *, ended: bool = False) -> WorkersLostError:
-        return self.lost_workers.setdefault(member, WorkersLostError(text, [member], ended=ended or member.on_loan))
+    def _mark_lost(self, worker: RegisteredWorker, text: str, *, ended: bool = False) -> WorkersLostError:
+        return self.lost_workers.setdefault(worker, WorkersLostError(text, [worker], ended=ended or worker.on_loan))
 
-    def _failed(self, member: RegisteredWorker, message: Failed) -> Exception:
-        if message.user_error and not member.on_loan:
+    def _failed(self, worker: RegisteredWorker, message: Failed) -> Exception:
+        if message.user_error and not worker.on_loan:
             return BadInputError(message.text)
         # A worker often fails because another one died or failed: then that one is the news.
         others = sorted(
-            (m for m in self._members if m is not member and m not in self.lost_workers),
+            (m for m in self._members if m is not worker and m not in self.lost_workers),
             key=lambda m: m.handle.exit_reason() is None,
         )
-        deadline, cause, lost = self._clock() + CAUSE_WAIT_S, message, self._mark_lost(member, message.text)
+        deadline, cause, lost = self._clock() + CAUSE_WAIT_S, message, self._mark_lost(worker, message.text)
         for other in others:
             if cause.caused_by_peer or other.handle.exit_reason() is not None:
                 failure = self._failure_of(other, deadline)
@@ -375,25 +375,25 @@ class WorkerRegistry:
                     return self._on_closed(other)
         return lost
 
-    def _failure_of(self, member: RegisteredWorker, deadline: float) -> Failed | None:
-        """The error that ``member`` tells of its end, if it tells one before ``deadline``."""
+    def _failure_of(self, worker: RegisteredWorker, deadline: float) -> Failed | None:
+        """The error that ``worker`` tells of its end, if it tells one before ``deadline``."""
         while True:
             try:
-                message = member.link.recv(timeout_s=max(0.0, deadline - self._clock()))
+                message = worker.link.recv(timeout_s=max(0.0, deadline - self._clock()))
             except (LinkClosedError, TimeoutError):
                 return None
             if isinstance(message, Failed):
                 return message
-            self._take(member, message)
+            self._take(worker, message)
 
-    def _on_closed(self, member: RegisteredWorker) -> Exception:
+    def _on_closed(self, worker: RegisteredWorker) -> Exception:
         if self._ends:  # by another thread, and its link with it
             return WorkerError("the workers have been ended")
-        failure = self._failure_of(member, self._clock() + CAUSE_WAIT_S)  # it may lie unread where only sending failed
+        failure = self._failure_of(worker, self._clock() + CAUSE_WAIT_S)  # it may lie unread where only sending failed
         if failure is not None:
-            return self._failed(member, failure)
+            return self._failed(worker, failure)
         deadline = self._clock() + EXIT_REASON_WAIT_S
-        while member.handle.exit_reason() is None and self._clock() < deadline:
+        while worker.handle.exit_reason() is None and self._clock() < deadline:
             self._links.wait([], 0.01)  # the link ends a moment before the process can be waited for
-        fate = member.handle.exit_reason() or "closed its control link"
-        return self._mark_lost(member, f"{member.name} {fate}", ended=True)
+        fate = worker.handle.exit_reason() or "closed its control link"
+        return self._mark_lost(worker, f"{worker.name} {fate}", ended=True)

@@ -60,7 +60,7 @@ class LayerCache:
             blocks[freed] = 0
             blocks[targets] = stored
 
-    def write(self, at: SlotMapping, rows: StoredRows) -> None:
+    def write(self, slot_mapping: SlotMapping, rows: StoredRows) -> None:
         """Put row r at its position; overwrites what is there. ``rows`` are in the store's dtype. A block is whole once
         its last token is written, which is behind all others.
         """
@@ -70,11 +70,11 @@ class LayerCache:
         for stored, new in both:
             if stored.device.type == "cpu":
                 # By numpy: torch shares even a few rows out to its threads, and waits for one that gets no core.
-                _bits(stored)[at.blocks.numpy(), :, at.offsets.numpy()] = _bits(new)
+                _bits(stored)[slot_mapping.blocks.numpy(), :, slot_mapping.offsets.numpy()] = _bits(new)
             else:
-                stored[at.blocks, :, at.offsets] = new
+                stored[slot_mapping.blocks, :, slot_mapping.offsets] = new
         if self.bounds is not None:
-            whole = at.blocks[at.offsets == self.k.shape[2] - 1]
+            whole = slot_mapping.blocks[slot_mapping.offsets == self.k.shape[2] - 1]
             if len(whole):
                 keys = dequantise(self.k[whole], self.scales.k[whole] if self.scales else None)
                 self.bounds[:, whole] = torch.stack(torch.aminmax(keys, dim=2)).to(self.bounds.dtype)

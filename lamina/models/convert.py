@@ -64,7 +64,7 @@ def convert_model(
                 check_rows=check_rows,
                 shown=shown,
                 max_positions=max_model_len,
-                kept=kept,
+                cache=kept,
             )
         except ConversionError as error:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be cut: {error}") from error
@@ -74,13 +74,13 @@ def convert_model(
 
 
 @contextmanager
-def _turn(kept: CaptureCache | None, proof: CaptureCache | None) -> Iterator[bool]:
+def _turn(cache: CaptureCache | None, proof: CaptureCache | None) -> Iterator[bool]:
     """Whether it was shown before what ``proof`` is for. Where that or the capture is not there, another process
     that makes them is waited for.
     """
     with ExitStack() as after:
-        if kept and (kept.read() is None or (proof and proof.read() != MAX_SHOWN)):
-            after.enter_context(kept.lock_for_capture())
+        if cache and (cache.read() is None or (proof and proof.read() != MAX_SHOWN)):
+            after.enter_context(cache.lock_for_capture())
         yield proof is not None and proof.read() == MAX_SHOWN
 
 

@@ -190,17 +190,17 @@ def max_message_sizes(
     return most
 
 
-def _cut(lanes: KvShards, partition: Partition, max_rows: int, stripes: int) -> RowCounts:
+def _cut(kv_shards: KvShards, partition: Partition, max_rows: int, stripes: int) -> RowCounts:
     """The most that comes of ``max_rows`` rows where no sequence is whole, if that can be."""
-    if not partition.stripe or lanes.has_all:
+    if not partition.stripe or kv_shards.has_all:
         return RowCounts(max_rows)
-    return RowCounts(0, max_rows, max_rows, max_rows * max_partial_results(lanes, partition, stripes))
+    return RowCounts(0, max_rows, max_rows, max_rows * max_partial_results(kv_shards, partition, stripes))
 
 
-def max_partial_results(lanes: KvShards, partition: Partition, stripes: int) -> int:
-    """The most results that ``lanes`` have of one row of a sequence of up to ``stripes`` stripes: one of each node
+def max_partial_results(kv_shards: KvShards, partition: Partition, stripes: int) -> int:
+    """The most results that ``kv_shards`` have of one row of a sequence of up to ``stripes`` stripes: one of each node
     of stored tokens, and one of the new rows.
     """
-    if not partition.stripe or lanes.has_all:
+    if not partition.stripe or kv_shards.has_all:
         return 1
-    return max_nodes(lanes, KvPlacement(partition.num_kv_shards, 1, partition.single_shard), stripes) + 1
+    return max_nodes(kv_shards, KvPlacement(partition.num_kv_shards, 1, partition.single_shard), stripes) + 1

@@ -53,29 +53,32 @@ class KvPlacement(NamedTuple):
     stripe: int
     single_shard: bool = False
 
-    def kv_shard_of(self, place: KvLocation, number: int) -> int:
+    def kv_shard_of(self, location: KvLocation, number: int) -> int:
         """The KV shard of the owner of the stripe ``number`` of a sequence."""
-        for run in place.moved_runs:
+        for run in location.moved_runs:
             if run.start <= number < run.stop:
                 return run.kv_shard
         return (
-            (place.kv_shard + number) % self.num_kv_shards if self.stripe and not self.single_shard else place.kv_shard
+            (location.kv_shard + number) % self.num_kv_shards
+            if self.stripe and not self.single_shard
+            else location.kv_shard
         )
 
-    def kv_shard_at(self, place: KvLocation, position: int) -> int:
+    def kv_shard_at(self, location: KvLocation, position: int) -> int:
         """The KV shard of the owner of a token or block, as ``stripe`` counts."""
-        return self.kv_shard_of(place, position // self.stripe if self.stripe else 0)
+        return self.kv_shard_of(location, position // self.stripe if self.stripe else 0)
 
-    def owned_runs(self, lanes: KvShards, place: KvLocation, stripes: range) -> Iterator[range]:
-        """The runs of ``stripes`` whose owner ``lanes`` are, in order."""
-        ends = (x for run in place.moved_runs for x in (run.start, run.stop)) if self.single_shard else stripes
+    def owned_runs(self, kv_shards: KvShards, location: KvLocation, stripes: range) -> Iterator[range]:
+        """The runs of ``stripes`` whose owner ``kv_shards`` are, in order."""
+        ends = (x for run in location.moved_runs for x in (run.start, run.stop)) if self.single_shard else stripes
         for low, high in pairwise(sorted({*stripes[:1], *(x for x in ends if x in stripes), stripes.stop})):
-            if self.kv_shard_of(place, low) in lanes:
+            if self.kv_shard_of(location, low) in kv_shards:
                 yield range(low, high)
 
-    def is_whole(self, lanes: KvShards, place: KvLocation) -> bool:
-        """Whether all of a sequence at ``place`` has one owner, to whom ``lanes`` belong entirely or not at all."""
-        return not self.stripe or lanes.has_all or (self.single_shard and not place.moved_runs)
+    def is_whole(self, kv_shards: KvShards, location: KvLocation) -> bool:
+        """Whether all of a sequence at ``location`` has one owner, to whom ``kv_shards`` belong entirely or not at "
+        "all."""
+        return not self.stripe or kv_shards.has_all or (self.single_shard and not location.moved_runs)
 
     def same_owners(self, one: KvLocation, other: KvLocation, stripes: int) -> bool:
         """Whether the first ``stripes`` of a sequence have the same owners at both places."""
@@ -84,12 +87,12 @@ class KvPlacement(NamedTuple):
             self.stripe > 0 and all(self.kv_shard_of(one, n) == self.kv_shard_of(other, n) for n in range(stripes))
         )
 
-    def check(self, place: KvLocation) -> None:
+    def check(self, location: KvLocation) -> None:
         """Raises ValueError where there can be no such place."""
-        runs = place.moved_runs
+        runs = location.moved_runs
         stops = [0, *(run.stop for run in runs)]
-        if not 0 <= place.kv_shard < self.num_kv_shards:
-            raise ValueError(f"lane {place.kv_shard} of {self.num_kv_shards}")
+        if not 0 <= location.kv_shard < self.num_kv_shards:
+            raise ValueError(f"lane {location.kv_shard} of {self.num_kv_shards}")
         if runs and (not self.stripe or len(runs) > MAX_RUNS):
             raise ValueError(
                 f"{len(runs)} runs of stripes in other lanes, at most {MAX_RUNS if self.stripe else 0} can be"
@@ -104,31 +107,31 @@ class KvPlacement(NamedTuple):
 class ShardCounter:
     """How many units of a sequence are kept in some lanes, in the unit of the placement's stripe."""
 
-    def __init__(self, lanes: KvShards, placement: KvPlacement) -> None:
-        self._kv_shards, self._stripe, self._all = lanes, placement.stripe, lanes.has_all
+    def __init__(self, kv_shards: KvShards, placement: KvPlacement) -> None:
+        self._kv_shards, self._stripe, self._all = kv_shards, placement.stripe, kv_shards.has_all
         self._single_shard = placement.single_shard
         self._period = placement.num_kv_shards
-        pattern = lanes.pattern if len(lanes.pattern) == self._period else lanes.pattern * self._period
+        pattern = kv_shards.pattern if len(kv_shards.pattern) == self._period else kv_shards.pattern * self._period
         self._before = [0, *accumulate(pattern * 2)]  # lanes that are kept, of those below
 
-    def num_owned(self, place: KvLocation, units: int) -> int:
+    def num_owned(self, location: KvLocation, units: int) -> int:
         """How many of the first ``units`` of a sequence are kept."""
         if self._all:
             return units
         if not self._stripe:
-            return units if place.kv_shard in self._kv_shards else 0
-        count = self._by_rule(place.kv_shard, units)
-        for run in place.moved_runs:
+            return units if location.kv_shard in self._kv_shards else 0
+        count = self._by_rule(location.kv_shard, units)
+        for run in location.moved_runs:
             low, high = (min(x * self._stripe, units) for x in (run.start, run.stop))
             count += (high - low) * (run.kv_shard in self._kv_shards)
-            count -= self._by_rule(place.kv_shard, high) - self._by_rule(place.kv_shard, low)
+            count -= self._by_rule(location.kv_shard, high) - self._by_rule(location.kv_shard, low)
         return count
 
-    def _by_rule(self, lane: int, units: int) -> int:
+    def _by_rule(self, kv_shard: int, units: int) -> int:
         if self._single_shard:
-            return units if lane in self._kv_shards else 0
+            return units if kv_shard in self._kv_shards else 0
         whole, rest = divmod(units, self._stripe)
         rounds, more = divmod(whole, self._period)
         before = self._before
-        stripes = rounds * before[self._period] + before[lane + more] - before[lane]
-        return stripes * self._stripe + rest * (before[lane + more + 1] - before[lane + more])
+        stripes = rounds * before[self._period] + before[kv_shard + more] - before[kv_shard]
+        return stripes * self._stripe + rest * (before[kv_shard + more + 1] - before[kv_shard + more])

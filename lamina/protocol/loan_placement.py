@@ -27,28 +27,28 @@ def nodes_of(start: int, stop: int) -> int:
     return count
 
 
-def location_of_prefix(place: KvLocation, stripes: int) -> KvLocation:
-    """The place of the first ``stripes`` of a sequence at ``place``: nothing is on loan behind them."""
-    runs = tuple(StripeRun(r.start, min(r.stop, stripes), r.kv_shard) for r in place.moved_runs if r.start < stripes)
-    return KvLocation(place.kv_shard, runs)
+def location_of_prefix(location: KvLocation, stripes: int) -> KvLocation:
+    """The place of the first ``stripes`` of a sequence at ``location``: nothing is on loan behind them."""
+    runs = tuple(StripeRun(r.start, min(r.stop, stripes), r.kv_shard) for r in location.moved_runs if r.start < stripes)
+    return KvLocation(location.kv_shard, runs)
 
 
-def spill_to(place: KvLocation, start: int, stop: int, lane: int) -> KvLocation:
-    """``place`` with the stripes ``start .. stop``, behind all that are on loan, put into ``kv_shard``."""
-    runs = place.moved_runs
-    if lane == place.kv_shard or start >= stop:
-        return place
-    if runs and runs[-1].stop == start and runs[-1].kv_shard == lane:
-        return replace(place, moved_runs=(*runs[:-1], replace(runs[-1], stop=stop)))
-    return replace(place, moved_runs=(*runs, StripeRun(start, stop, lane)))
+def spill_to(location: KvLocation, start: int, stop: int, kv_shard: int) -> KvLocation:
+    """``location`` with the stripes ``start .. stop``, behind all that are on loan, put into ``kv_shard``."""
+    runs = location.moved_runs
+    if kv_shard == location.kv_shard or start >= stop:
+        return location
+    if runs and runs[-1].stop == start and runs[-1].kv_shard == kv_shard:
+        return replace(location, moved_runs=(*runs[:-1], replace(runs[-1], stop=stop)))
+    return replace(location, moved_runs=(*runs, StripeRun(start, stop, kv_shard)))
 
 
-def relocated(place: KvLocation, run: StripeRun, stripes: int) -> KvLocation | None:
-    """``place``, of so many stripes, with those of ``run`` in its lane; None where it would lie in more pieces than
+def relocated(location: KvLocation, run: StripeRun, stripes: int) -> KvLocation | None:
+    """``location``, of so many stripes, with those of ``run`` in its lane; None where it would lie in more pieces than
     there may be.
     """
-    home, runs = place.kv_shard, list[StripeRun]()
-    for each in place.moved_runs:
+    home, runs = location.kv_shard, list[StripeRun]()
+    for each in location.moved_runs:
         runs += [
             StripeRun(each.start, min(each.stop, run.start), each.kv_shard),
             StripeRun(max(each.start, run.stop), each.stop, each.kv_shard),
@@ -60,37 +60,41 @@ def relocated(place: KvLocation, run: StripeRun, stripes: int) -> KvLocation | N
             joined[-1] = replace(joined[-1], stop=each.stop)
         else:
             joined.append(each)
-    after, stop = KvLocation(home, tuple(joined)), max(stripes, run.stop, *(r.stop for r in place.moved_runs))
+    after, stop = KvLocation(home, tuple(joined)), max(stripes, run.stop, *(r.stop for r in location.moved_runs))
     lanes = {home, run.kv_shard, *(r.kv_shard for r in joined)}
     fits = len(joined) <= MAX_RUNS and all(_nodes(after, lane, stop) <= MAX_NODES_OF_SPILLED_RUN for lane in lanes)
     return after if fits else None
 
 
-def num_fitting_stripes(place: KvLocation, lane: int, begin: int, room: int) -> int:
-    """How many of the stripes from ``begin`` on, the next of a sequence at ``place``, ``kv_shard`` can take into
+def num_fitting_stripes(location: KvLocation, kv_shard: int, begin: int, room: int) -> int:
+    """How many of the stripes from ``begin`` on, the next of a sequence at ``location``, ``kv_shard`` can take into
     ``room`` stripes of room.
     """
-    if len(place.moved_runs) >= MAX_RUNS and lane != place.kv_shard and place.moved_runs[-1].kv_shard != lane:
+    if (
+        len(location.moved_runs) >= MAX_RUNS
+        and kv_shard != location.kv_shard
+        and location.moved_runs[-1].kv_shard != kv_shard
+    ):
         return 0
     stop = begin + max(0, room)
-    while stop > begin and _nodes(spill_to(place, begin, stop, lane), lane, stop) > MAX_NODES_OF_SPILLED_RUN:
+    while stop > begin and _nodes(spill_to(location, begin, stop, kv_shard), kv_shard, stop) > MAX_NODES_OF_SPILLED_RUN:
         stop &= stop - 1
     return max(0, stop - begin)
 
 
-def _nodes(place: KvLocation, lane: int, stripes: int) -> int:
+def _nodes(location: KvLocation, kv_shard: int, stripes: int) -> int:
     """The nodes of those of the first ``stripes`` that ``kv_shard`` owns."""
-    if lane != place.kv_shard:
-        return sum(nodes_of(r.start, min(r.stop, stripes)) for r in place.moved_runs if r.kv_shard == lane)
-    cuts = [0, *(min(x, stripes) for r in place.moved_runs for x in (r.start, r.stop)), stripes]
+    if kv_shard != location.kv_shard:
+        return sum(nodes_of(r.start, min(r.stop, stripes)) for r in location.moved_runs if r.kv_shard == kv_shard)
+    cuts = [0, *(min(x, stripes) for r in location.moved_runs for x in (r.start, r.stop)), stripes]
     return sum(nodes_of(a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=True))
 
 
-def spill_locations(place: KvLocation, begin: int, stripes: int, room: Mapping[int, int]) -> KvLocation | None:
-    """Where stripes ``begin .. stripes`` of a sequence go, whose first ones lie at ``place``: home first. ``room``:
+def spill_locations(location: KvLocation, begin: int, stripes: int, room: Mapping[int, int]) -> KvLocation | None:
+    """Where stripes ``begin .. stripes`` of a sequence go, whose first ones lie at ``location``: home first. ``room``:
     lane -> stripes that its owner can take, one lane of each owner. None where they do not fit.
     """
-    new_place, stop = _fill(place, begin, stripes, room)
+    new_place, stop = _fill(location, begin, stripes, room)
     return new_place if stop == stripes else None
 
 
@@ -100,12 +104,12 @@ def longest_sequence(room: Mapping[int, int]) -> int:
     return _fill(KvLocation(home), 0, sum(room.values()), room)[1]
 
 
-def _fill(place: KvLocation, begin: int, stripes: int, room: Mapping[int, int]) -> tuple[KvLocation, int]:
+def _fill(location: KvLocation, begin: int, stripes: int, room: Mapping[int, int]) -> tuple[KvLocation, int]:
     """Where the stripes go as far as they fit, and the first one that does not; arguments as of ``spill_locations``."""
-    for lane in sorted(room, key=lambda lane: (lane != place.kv_shard, -room[lane])):
-        stop = begin + num_fitting_stripes(place, lane, begin, min(room[lane], stripes - begin))
-        place, begin = spill_to(place, begin, stop, lane), stop
-    return place, begin
+    for lane in sorted(room, key=lambda lane: (lane != location.kv_shard, -room[lane])):
+        stop = begin + num_fitting_stripes(location, lane, begin, min(room[lane], stripes - begin))
+        location, begin = spill_to(location, begin, stop, lane), stop
+    return location, begin
 
 
 def free_stripes_by_shard(

@@ -140,10 +140,10 @@ class HeadTransfers:
     def _lanes(partition: Partition, layer: int) -> list[KvShards]:
         return [piece.kv_shards for _, _, piece in _pieces(partition, layer)]
 
-    def _numbers(self, of: Partition, lanes: KvShards, window: int, *, was: bool) -> dict[int, dict[int, None]]:
+    def _numbers(self, of: Partition, kv_shards: KvShards, window: int, *, was: bool) -> dict[int, dict[int, None]]:
         """Sequence -> the blocks that some lanes have of it."""
         placement = KvPlacement(of.num_kv_shards, of.stripe * CHUNK_TOKENS // self._block_size, of.single_shard)
-        extents, numbers = Extents([window], self._block_size, [lanes], placement), dict[int, dict[int, None]]()
+        extents, numbers = Extents([window], self._block_size, [kv_shards], placement), dict[int, dict[int, None]]()
         for each in self._keep:
             place: KvLocation = each.previous_location if was and each.previous_location is not None else each.location
             left = extents.extent_of_surviving(SurvivingKv(each.sequence, each.length, place))

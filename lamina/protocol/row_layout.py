@@ -61,21 +61,21 @@ class RowLayout:
         return sum(n.rows.count for n in self.merge_nodes) + sum(r.count for r in self.new_rows)
 
 
-def row_layout(rows: Sequence[RowRange], lanes: KvShards, window: int, placement: KvPlacement) -> RowLayout:
-    """The layout for the group of ``window`` that keeps ``lanes``. Stripes of ``placement`` are in tokens."""
+def row_layout(rows: Sequence[RowRange], kv_shards: KvShards, window: int, placement: KvPlacement) -> RowLayout:
+    """The layout for the group of ``window`` that keeps ``kv_shards``. Stripes of ``placement`` are in tokens."""
     out, at, stripe = RowLayout(), 0, placement.stripe
     for row in rows:
         steps = range(at, at + row.count)
         at += row.count
-        if placement.is_whole(lanes, row.location):
-            if row.location.kv_shard in lanes:
+        if placement.is_whole(kv_shards, row.location):
+            if row.location.kv_shard in kv_shards:
                 out.whole_sequences.append(row)
                 out.whole_rows += steps
             continue
         seen = max(0, row.first - window + 1) if window else 0
         numbers = range(seen // stripe, -(-row.first // stripe))
-        nodes, everything = owned_nodes(lanes, placement, row.location, numbers)
-        home = placement.kv_shard_of(row.location, row.first // stripe) in lanes
+        nodes, everything = owned_nodes(kv_shards, placement, row.location, numbers)
+        home = placement.kv_shard_of(row.location, row.first // stripe) in kv_shards
         if home and everything:
             out.whole_sequences.append(row)
             out.whole_rows += steps
@@ -88,7 +88,7 @@ def row_layout(rows: Sequence[RowRange], lanes: KvShards, window: int, placement
         if home or nodes:
             out.q.append(row)
             out.q_rows += steps
-        for part in [row] if home else owned_runs(row, lanes, placement):
+        for part in [row] if home else owned_runs(row, kv_shards, placement):
             out.kv.append(part)
             out.kv_rows += steps[part.first - row.first : part.first - row.first + part.count]
     return out
@@ -96,11 +96,11 @@ def row_layout(rows: Sequence[RowRange], lanes: KvShards, window: int, placement
 
 @lru_cache(maxsize=4096)  # the same for many steps
 def owned_nodes(
-    lanes: KvShards, placement: KvPlacement, place: KvLocation, stripes: range
+    kv_shards: KvShards, placement: KvPlacement, location: KvLocation, stripes: range
 ) -> tuple[list[tuple[int, int]], bool]:
-    """The nodes that ``lanes`` keep of ``stripes`` of a sequence at ``place``, and whether these are all. Read
+    """The nodes that ``kv_shards`` keep of ``stripes`` of a sequence at ``location``, and whether these are all. Read
     only."""
-    here = [n for run in placement.owned_runs(lanes, place, stripes) for n in run]
+    here = [n for run in placement.owned_runs(kv_shards, location, stripes) for n in run]
     return maximal_nodes(here, stripes), len(here) == len(stripes)
 
 
@@ -121,26 +121,26 @@ def maximal_nodes(here: Iterable[int], stripes: range) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=256)
-def max_nodes(lanes: KvShards, placement: KvPlacement, stripes: int) -> int:
+def max_nodes(kv_shards: KvShards, placement: KvPlacement, stripes: int) -> int:
     """The most nodes of a sequence of up to ``stripes`` stripes that is dealt out by rule; one that sees fewer stripes
     has no more. A sequence with loans has MAX_NODES_OF_SPILLED_RUN at most, which bounds the slots of messages.
     """
     if placement.single_shard:
         return min(stripes, MAX_NODES_OF_SPILLED_RUN)
     places = map(KvLocation, range(placement.num_kv_shards))
-    return max(len(owned_nodes(lanes, placement, place, range(stripes))[0]) for place in places)
+    return max(len(owned_nodes(kv_shards, placement, place, range(stripes))[0]) for place in places)
 
 
-def owned_runs(row: RowRange, lanes: KvShards, placement: KvPlacement) -> list[RowRange]:
-    """The runs of ``row``'s new tokens that are kept in ``lanes``."""
+def owned_runs(row: RowRange, kv_shards: KvShards, placement: KvPlacement) -> list[RowRange]:
+    """The runs of ``row``'s new tokens that are kept in ``kv_shards``."""
     stripe, stop = placement.stripe, row.first + row.count
-    if placement.is_whole(lanes, row.location):
-        return [row] if row.location.kv_shard in lanes else []
+    if placement.is_whole(kv_shards, row.location):
+        return [row] if row.location.kv_shard in kv_shards else []
     cuts = [row.first, *range((row.first // stripe + 1) * stripe, stop, stripe), stop]
     return [
         RowRange(row.sequence, low, high - low, row.location)
         for low, high in pairwise(cuts)
-        if placement.kv_shard_of(row.location, low // stripe) in lanes
+        if placement.kv_shard_of(row.location, low // stripe) in kv_shards
     ]
 
 

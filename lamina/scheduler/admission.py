@@ -114,9 +114,10 @@ def requeue(waiting: deque[Sequence], sequence: Sequence) -> None:
     waiting.insert(sum(1 for _ in before), sequence)
 
 
-def apply_locations(batches: Several[Batch], kept: Iterable[SurvivingKv]) -> list[Sequence]:
-    """Running sequences lie elsewhere now. Those that are not among ``kept`` leave their batches, and are returned."""
-    places, gone = {each.sequence: each.location for each in kept}, list[Sequence]()
+def apply_locations(batches: Several[Batch], surviving: Iterable[SurvivingKv]) -> list[Sequence]:
+    """Running sequences lie elsewhere now. Those that are not among ``surviving`` leave their batches, and are "
+    "returned."""
+    places, gone = {each.sequence: each.location for each in surviving}, list[Sequence]()
     for batch in batches:
         gone += [s for s in batch.running if s.id not in places]
         batch.running = [s for s in batch.running if s.id in places]
@@ -126,15 +127,17 @@ def apply_locations(batches: Several[Batch], kept: Iterable[SurvivingKv]) -> lis
 
 
 def roll_back_batches(
-    batches: Several[Batch], kept: Callable[[SurvivingKv], int], forget: Callable[[Sequence], None]
+    batches: Several[Batch], surviving: Callable[[SurvivingKv], int], forget: Callable[[Sequence], None]
 ) -> tuple[list[SurvivingKv], list[Sequence]]:
-    """Take running sequences back to the tokens that ``kept`` counts. Returns the KV to keep of sequences that go on,
-    and the sequences without any KV. The latter leave their batches; so do finished ones, of which ``forget`` is told.
+    """Take running sequences back to the tokens that ``surviving`` counts.
+
+    Returns the KV to keep of sequences that go on, and the sequences without any KV. The latter leave their batches.
+    So do finished ones, for which ``forget`` is called.
     """
     keep, gone = list[SurvivingKv](), list[Sequence]()
     for batch in batches:
         for sequence in batch.running:
-            sequence.roll_back(kept(SurvivingKv(sequence.id, sequence.num_computed_tokens, sequence.location)))
+            sequence.roll_back(surviving(SurvivingKv(sequence.id, sequence.num_computed_tokens, sequence.location)))
             if sequence.finished:
                 forget(sequence)
         left = [s for s in batch.running if not s.finished]
@@ -149,19 +152,19 @@ class Admission:
 
     def __init__(
         self,
-        ledger: BlockAccounting,
-        room: KvAllocator,
+        accounting: BlockAccounting,
+        allocator: KvAllocator,
         cuts: ChunkPolicy,
         prefill: PrefillDispatcher,
-        prefixes: PrefixCache,
-        tier: OffloadIndex | None,
-        swaps: SwapPolicy | None,
+        prefix_cache: PrefixCache,
+        offload_index: OffloadIndex | None,
+        swap: SwapPolicy | None,
         max_num_seqs: int,
-        leaves: SessionCache,
+        session_cache: SessionCache,
     ) -> None:
-        self._accounting, self._allocator, self._chunk_policy = ledger, room, cuts
-        self._prefill, self._prefix_cache, self._offload_index, self._swap = prefill, prefixes, tier, swaps
-        self._max_num_seqs, self._session_cache = max_num_seqs, leaves
+        self._accounting, self._allocator, self._chunk_policy = accounting, allocator, cuts
+        self._prefill, self._prefix_cache, self._offload_index, self._swap = prefill, prefix_cache, offload_index, swap
+        self._max_num_seqs, self._session_cache = max_num_seqs, session_cache
         self._next_id = 0
         self._affinity = OrderedDict[
             bytes, KvLocation
@@ -416,16 +419,16 @@ def _running(batches: Several[Batch]) -> list[Sequence]:
     return [s for b in batches for s in b.running]
 
 
-def find_overwritten(ledger: BlockAccounting, batches: Iterable[Batch], keep: list[SurvivingKv]) -> list[Sequence]:
+def find_overwritten(accounting: BlockAccounting, batches: Iterable[Batch], keep: list[SurvivingKv]) -> list[Sequence]:
     """Behind a loss: who would write into a block that another one holds, which was forked from it by steps that were
     done, and not told. They leave ``batches``, ``keep`` and the ledger, and are to begin anew.
     """
     gone = list[Sequence]()
     for batch in batches:
         for sequence in list(batch.running):
-            if not ledger.holds_exclusively(sequence.id, sequence.num_computed_tokens):
+            if not accounting.holds_exclusively(sequence.id, sequence.num_computed_tokens):
                 gone.append(sequence)
                 batch.running.remove(sequence)
                 keep[:] = [each for each in keep if each.sequence != sequence.id]
-                ledger.reconcile(keep)
+                accounting.reconcile(keep)
     return gone

@@ -20,15 +20,15 @@ class Preemption:
 
     def __init__(
         self,
-        ledger: BlockAccounting,
-        room: KvAllocator,
-        prefixes: PrefixCache,
+        accounting: BlockAccounting,
+        allocator: KvAllocator,
+        prefix_cache: PrefixCache,
         prefill: PrefillDispatcher,
-        swaps: SwapPolicy | None,
+        swap: SwapPolicy | None,
     ) -> None:
-        """``swaps``: where KV of preempted sequences is kept; None = nowhere."""
-        self._accounting, self._allocator = ledger, room
-        self._prefix_cache, self._prefill, self._swap = prefixes, prefill, swaps
+        """``swap``: where KV of preempted sequences is kept; None = nowhere."""
+        self._accounting, self._allocator = accounting, allocator
+        self._prefix_cache, self._prefill, self._swap = prefix_cache, prefill, swap
 
     def free_blocks(self, batch: Batch, picked: dict[Sequence, int], stuck: list[Sequence]) -> Sequence | None:
         """Give up what is retained; else preempt the newest sequence of ``batch`` whose blocks help, of those with the

@@ -62,7 +62,7 @@ class PrefillDispatcher:
         num_workers: int,
         chunk: int,
         first_batch: int,
-        promises: SloAdmission | None = None,
+        slo_admission: SloAdmission | None = None,
         stores: Several[PromptCache] = (),
         ahead: int = GRANTS_AHEAD,
     ) -> None:
@@ -73,7 +73,7 @@ class PrefillDispatcher:
         self._lenders = dict[Sequence, _PrefixFetch]()  # of how a prompt begins
         self._chunk = chunk
         self._first_batch, self._ahead = first_batch, ahead
-        self.slo_admission = promises or SloAdmission(num_workers)
+        self.slo_admission = slo_admission or SloAdmission(num_workers)
 
     def is_for_prefill_worker(self, sequence: Sequence, known: int = 0) -> bool:
         """Whether a new sequence, of which so many tokens have KV on the memory workers, is for prefill workers. Where
@@ -202,11 +202,11 @@ class PrefillDispatcher:
             sequence.id, sequence.num_computed_tokens, count, worker.index, worker.next_step, sequence.location
         )
 
-    def begin_chunk(self, sequence: Sequence, grant: PrefillGrant, view: int = 0) -> ScheduledStep:
+    def begin_chunk(self, sequence: Sequence, grant: PrefillGrant, epoch: int = 0) -> ScheduledStep:
         """The worker's step for a grant that was given, under ``epoch``."""
         worker = self._workers[grant.worker]
         batch, ops = self._first_batch + worker.index, self._ops(worker, sequence)
-        plan = StepPlan(epoch=view, batch=batch, step=grant.step, ops=ops, rows=[grant.rows])
+        plan = StepPlan(epoch=epoch, batch=batch, step=grant.step, ops=ops, rows=[grant.rows])
         if worker.prompt_cache:
             worker.prompt_cache.apply(plan)
         if (lent := self._lenders.get(sequence)) is not None and lent.requested_s == math.inf:  # with its first chunk

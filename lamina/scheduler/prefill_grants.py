@@ -22,12 +22,12 @@ class GrantBudget:
     ops give back do not count; where sequences go on from what its ops make of them, nothing is sure.
     """
 
-    def __init__(self, ledger: BlockAccounting, ops: Iterable[SequenceOp], rows: Iterable[RowRange]) -> None:
-        self._accounting = ledger
+    def __init__(self, accounting: BlockAccounting, ops: Iterable[SequenceOp], rows: Iterable[RowRange]) -> None:
+        self._accounting = accounting
         self._granted = dict[int, RowRange]()  # by sequence: all rows of its grants
         self._free: list[int] = []  # by group; empty = nothing is sure
         if all(isinstance(op, New | Free) for op in ops):
-            self._free = self._less(ledger.free_blocks, self._needed(rows))
+            self._free = self._less(accounting.free_blocks, self._needed(rows))
 
     def try_reserve(self, grant: PrefillGrant) -> bool:
         """Whether it surely fits; it has its blocks then. False: ``can_apply`` has to look, and nothing is sure from
@@ -57,11 +57,11 @@ class GrantBudget:
 
 def grant_chunks(
     prefill: PrefillDispatcher,
-    ledger: BlockAccounting,
+    accounting: BlockAccounting,
     batch: Batch,
     picked: dict[Sequence, int],
     plan: Callable[[Batch, dict[Sequence, int]], StepPlan],
-    relief: Preemption,
+    preemption: Preemption,
 ) -> tuple[StepPlan | None, list[ScheduledStep]]:
     """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of ``picked``, for
     which ``plan`` gives a plan; what is retained gives way. The plan that says so, None where nobody does; and the
@@ -72,10 +72,10 @@ def grant_chunks(
     for sequence in (s for s in batch.running if s.id not in forked):
         while (grant := prefill.next_grant(sequence)) is not None and not sequence.finished:
             if sure is None:
-                sure, view = GrantBudget(ledger, batch.ops, next_rows(picked)), plan(batch, picked).epoch
+                sure, view = GrantBudget(accounting, batch.ops, next_rows(picked)), plan(batch, picked).epoch
             at = len(batch.ops)
             batch.ops.append(grant)
-            if not sure.try_reserve(grant) and not _make_room(ledger, batch, picked, plan, relief):
+            if not sure.try_reserve(grant) and not _make_room(accounting, batch, picked, plan, preemption):
                 del batch.ops[at]
                 return plan(batch, picked), steps
             steps.append(prefill.begin_chunk(sequence, grant, view))
@@ -83,14 +83,14 @@ def grant_chunks(
 
 
 def _make_room(
-    ledger: BlockAccounting,
+    accounting: BlockAccounting,
     batch: Batch,
     picked: dict[Sequence, int],
     plan: Callable[[Batch, dict[Sequence, int]], StepPlan],
-    relief: Preemption,
+    preemption: Preemption,
 ) -> bool:
     """Whether the batch's plan can be; as much as that needs is given up."""
-    while not ledger.can_apply(plan(batch, picked)):
-        if not relief.free_blocks_for_grants(batch, picked):
+    while not accounting.can_apply(plan(batch, picked)):
+        if not preemption.free_blocks_for_grants(batch, picked):
             return False
     return True

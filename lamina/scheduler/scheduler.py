@@ -60,7 +60,7 @@ class Scheduler:
 
     def __init__(
         self,
-        ledger: BlockAccounting,
+        accounting: BlockAccounting,
         *,
         max_num_seqs: int,
         prefill_chunk: int,
@@ -69,14 +69,14 @@ class Scheduler:
         num_layers: int = 1,
         num_replicas: int = 0,
         prefill: PrefillDispatcher | None = None,
-        prefixes: PrefixCache | None = None,
-        tier: OffloadIndex | None = None,
-        swaps: SwapPolicy | None = None,
-        evictions: BlockPruner | None = None,
-        shadows: ReferenceDecoder | None = None,
+        prefix_cache: PrefixCache | None = None,
+        offload_index: OffloadIndex | None = None,
+        swap: SwapPolicy | None = None,
+        pruner: BlockPruner | None = None,
+        reference_decoder: ReferenceDecoder | None = None,
         homes: int = 0,
         moving_ranks: int = 0,
-        view: int = 0,
+        epoch: int = 0,
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
@@ -86,31 +86,33 @@ class Scheduler:
         measures their errors; None = nothing does. ``homes``: memory workers on which sequences begin, the first ones;
         0 = all. ``moving_ranks``: whose stripes may move; 0 = none may. ``epoch``: of the first plans.
         """
-        self.epoch = view
-        self._accounting = ledger
+        self.epoch = epoch
+        self._accounting = accounting
         self._chunk_policy = ChunkPolicy(prefill_chunk, aligned)
-        self._allocator = KvAllocator(ledger, max_num_seqs + prefill_chunk, homes)
+        self._allocator = KvAllocator(accounting, max_num_seqs + prefill_chunk, homes)
         self.cordoned = self._allocator.cordoned  # groups in which no sequence begins
         self.waiting: deque[Sequence] = deque()  # the next one first
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers, self.num_replicas = num_layers, num_replicas
         self.prefill = prefill or PrefillDispatcher(0, prefill_chunk, num_batches)
-        self.prefix_cache = prefixes or PrefixCache(ledger, 0)
-        self.migration = KvMigration(ledger, self._allocator, self.prefix_cache, moving_ranks)
-        self.sessions, self.session_cache = self.prefix_cache.sessions, SessionCache(self.prefix_cache, ledger, tier)
-        self.offload_index, self.swap, self.pruner, self.reference_decoder = tier, swaps, evictions, shadows
+        self.prefix_cache = prefix_cache or PrefixCache(accounting, 0)
+        self.migration = KvMigration(accounting, self._allocator, self.prefix_cache, moving_ranks)
+        self.sessions = self.prefix_cache.sessions
+        self.session_cache = SessionCache(self.prefix_cache, accounting, offload_index)
+        self.offload_index, self.swap = offload_index, swap
+        self.pruner, self.reference_decoder = pruner, reference_decoder
         self._admission = Admission(
-            ledger,
+            accounting,
             self._allocator,
             self._chunk_policy,
             self.prefill,
             self.prefix_cache,
-            tier,
-            swaps,
+            offload_index,
+            swap,
             max_num_seqs,
             self.session_cache,
         )
-        self._preemption = Preemption(ledger, self._allocator, self.prefix_cache, self.prefill, swaps)
+        self._preemption = Preemption(accounting, self._allocator, self.prefix_cache, self.prefill, swap)
         self._prefill_steps: list[ScheduledStep] = []  # for prefill workers, not taken yet
         self._pending_ops: list[SequenceOp] = []  # for the next plan
         self._num_batches = num_batches  # from the next round on

@@ -17,8 +17,8 @@ PROMPT_ROUND_SHARE = 0.5  # of a round's rows are of prompts, where its time cou
 class StepTimer:
     """Tells Swaps and Promises of what a clock has shown. Times are of one clock, in seconds."""
 
-    def __init__(self, swaps: SwapPolicy | None, promises: SloAdmission) -> None:
-        self._swaps, self._promises = swaps, promises
+    def __init__(self, swap: SwapPolicy | None, slo_admission: SloAdmission) -> None:
+        self._swaps, self._promises = swap, slo_admission
         self._began: dict[int, float] = {}  # round -> when it was sent
         self._loads: dict[int, float] = {}  # sequence -> the same
         self._mixed = set[int]()  # rounds that may have waited for what is loaded

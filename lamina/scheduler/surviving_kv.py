@@ -16,10 +16,10 @@ class SurvivingTokens:
     """Whoever holds a part of a sequence counts: what it has not in all layers is to be computed again."""
 
     def __init__(
-        self, ledger: BlockAccounting, holders: Sequence[Sequence[int]], reports: Sequence[Mapping[int, int]]
+        self, accounting: BlockAccounting, holders: Sequence[Sequence[int]], reports: Sequence[Mapping[int, int]]
     ) -> None:
         """``holders``: group -> memory workers; ``reports``: see EpochChanged, empty for those that were lost."""
-        self._ledger, self._holders, self._reports = ledger, holders, reports
+        self._ledger, self._holders, self._reports = accounting, holders, reports
 
     def count(self, wanted: SurvivingKv) -> int:
         """How many of the tokens ``wanted`` can stay; 0 where a block that the next token needs was given back."""

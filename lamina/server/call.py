@@ -74,9 +74,9 @@ class Service:
         limits = self.config.memory_limits(memory_bytes())
         self.bodies, self.answers = MemoryBudget(limits.body_total), MemoryBudget(limits.answer_total)
 
-    def texts_of(self, asked: AcceptedRecord) -> TokenTexts:
+    def texts_of(self, record: AcceptedRecord) -> TokenTexts:
         """By which tokens are named in its log-probabilities."""
-        return TokenNumbers(self.token_texts.tokenizer) if asked.tokens_as_ids else self.token_texts
+        return TokenNumbers(self.token_texts.tokenizer) if record.tokens_as_ids else self.token_texts
 
     @property
     def unhealthy_reason(self) -> str | None:

@@ -94,7 +94,7 @@ def _room(service: Service, completions: int) -> Iterator[QueueTicket]:
 async def _call(
     request: Request,
     body: Sampling,
-    asked: AcceptedRecord,
+    record: AcceptedRecord,
     prompts: list[Prompt],
     ticket: QueueTicket,
     turn: SessionTurn | None,
@@ -102,39 +102,39 @@ async def _call(
     service: Service = request.app.state.service
     lengths = [len(p.ids) for p in prompts]
     request.state.intake.add(PROMPT_TOKEN * sum(lengths), "the prompt")
-    costs = answer_costs(asked, lengths, service.client.ready)
+    costs = answer_costs(record, lengths, service.client.ready)
     room = take_room(service.answers, costs, service.metrics.on_rejected)
     request.state.ends.callback(room.close)
-    entry = await _journaled(service, asked, prompts)
+    entry = await _journaled(service, record, prompts)
     try:
         call = Call(
             service,
             prompts,
-            asked.params,
+            record.params,
             ticket,
             request.state.arrival_s,
-            only_prompt=asked.only_prompt,
-            terms=cache_options_of(request.state.key_id, asked.salt, turn.name if turn else None, body),
+            only_prompt=record.only_prompt,
+            terms=cache_options_of(request.state.key_id, record.salt, turn.name if turn else None, body),
             entry=entry,
             turn=turn,
-            answer_id=asked.log_name,
+            answer_id=record.log_name,
         )
     except BaseException:
         if service.journal is not None:
-            service.journal.drop(asked.id)
+            service.journal.drop(record.id)
         raise
     request.state.call = call
     return call
 
 
-async def _journaled(service: Service, asked: AcceptedRecord, prompts: list[Prompt]) -> JournalEntry | None:
+async def _journaled(service: Service, record: AcceptedRecord, prompts: list[Prompt]) -> JournalEntry | None:
     """The request in the journal, where there is one; on the disk when this returns."""
     if (journal := service.journal) is None:
         return None
     keys, seed = journal.new_keys(len(prompts)), service.client.with_seed
-    kept = [JournalPrompt(k, p.ids, p.text, seed(asked.params).seed or 0) for k, p in zip(keys, prompts, strict=True)]
+    kept = [JournalPrompt(k, p.ids, p.text, seed(record.params).seed or 0) for k, p in zip(keys, prompts, strict=True)]
     try:
-        return await journal.accept(msgspec.structs.replace(asked, prompts=kept))
+        return await journal.accept(msgspec.structs.replace(record, prompts=kept))
     except OSError as e:
         text = f"the server's journal cannot be written: {e.strerror}"
         raise ApiError(503, text, code="journal_unwritable", retry_after_s=JOURNAL_RETRY_S) from e

@@ -26,23 +26,23 @@ class EpochListener:
         self._listener = listener
         self._early_arrivals: list[Channel] = []  # of views that this worker is not in yet
 
-    def accept(self, view: int, *, timeout_s: float) -> Channel | None:
+    def accept(self, epoch: int, *, timeout_s: float) -> Channel | None:
         """The next peer of ``epoch``; None where another one came. Raises ChannelTimeout, ChannelAborted."""
         for channel in self._early_arrivals:
-            if channel.epoch <= view:
+            if channel.epoch <= epoch:
                 self._early_arrivals.remove(channel)
-                return _of(view, channel)
+                return _of(epoch, channel)
         channel = self._listener.accept(timeout_s=timeout_s)
-        if channel.epoch > view:
+        if channel.epoch > epoch:
             self._early_arrivals.append(channel)
             return None
-        return _of(view, channel)
+        return _of(epoch, channel)
 
 
-def _of(view: int, channel: Channel) -> Channel | None:
-    if channel.epoch == view:
+def _of(epoch: int, channel: Channel) -> Channel | None:
+    if channel.epoch == epoch:
         return channel
-    channel.abort(f"view {channel.epoch} is over: this worker is in view {view}")
+    channel.abort(f"view {channel.epoch} is over: this worker is in view {epoch}")
     channel.close()
     return None
 
@@ -50,9 +50,9 @@ def _of(view: int, channel: Channel) -> Channel | None:
 class EpochFabric:
     """Connects, and accepts, under one view. ``end_epoch`` may come from any thread."""
 
-    def __init__(self, view: int, fabric: Fabric | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, epoch: int, fabric: Fabric | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """``fabric``: None for one who only accepts."""
-        self.epoch = view
+        self.epoch = epoch
         self._fabric, self._clock = fabric, clock
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
@@ -85,18 +85,18 @@ class EpochFabric:
         url, _, _ = str(error).partition(": ")
         return self._attempts.get(url, "")
 
-    def listener_for(self, door: EpochListener) -> SingleEpochListener:
-        """The listener of ``door`` for peers of this view."""
-        return SingleEpochListener(self, door)
+    def listener_for(self, listener: EpochListener) -> SingleEpochListener:
+        """The listener of ``listener`` for peers of this view."""
+        return SingleEpochListener(self, listener)
 
-    def accept(self, door: EpochListener, timeout_s: float) -> Channel:
+    def accept(self, listener: EpochListener, timeout_s: float) -> Channel:
         """The next peer of this view. Raises ChannelTimeout; ChannelAborted once the view is over."""
         deadline = self._clock() + timeout_s
         while True:
             self._check()
             left = deadline - self._clock()
             try:
-                channel = door.accept(self.epoch, timeout_s=max(0.0, min(left, POLL_S)))
+                channel = listener.accept(self.epoch, timeout_s=max(0.0, min(left, POLL_S)))
             except ChannelTimeout:
                 if left <= POLL_S:
                     raise
@@ -144,9 +144,9 @@ class EpochFabric:
 class SingleEpochListener:
     """A view's end of a door. It closes nothing: the door stays open for the next view."""
 
-    def __init__(self, fabric: EpochFabric, door: EpochListener) -> None:
-        self.url = door.url
-        self._fabric, self._listener = fabric, door
+    def __init__(self, fabric: EpochFabric, listener: EpochListener) -> None:
+        self.url = listener.url
+        self._fabric, self._listener = fabric, listener
 
     def accept(self, *, timeout_s: float) -> Channel:
         """The channel of the next peer of this view."""

@@ -64,11 +64,11 @@ class ForkRequest(NamedTuple):
 class Zygote:
     """Serves orders until its driver is gone."""
 
-    def __init__(self, door: socket.socket, life_line: int, lacks: str) -> None:
+    def __init__(self, listener: socket.socket, life_line: int, lacks: str) -> None:
         """``lacks``: why no worker can be forked; "" = nothing."""
-        self._request_socket, self._life_line, self._why_not = door, life_line, lacks
+        self._request_socket, self._life_line, self._why_not = listener, life_line, lacks
         self._poll = select.poll()
-        for fd in (door.fileno(), life_line):
+        for fd in (listener.fileno(), life_line):
             self._poll.register(fd, select.POLLIN)
         self._workers: dict[int, tuple[int, socket.socket]] = {}  # by descriptor of the process: pid, line
         self._closed = False  # the door: nobody can order any more
@@ -137,10 +137,10 @@ class Zygote:
         line.close()
 
 
-def receive_request(door: socket.socket) -> ForkRequest | None:
+def receive_request(listener: socket.socket) -> ForkRequest | None:
     """The next order; None for what is none. Raises EOFError where none will come."""
     number = array.array("i")
-    data, parts, _, _ = door.recvmsg(
+    data, parts, _, _ = listener.recvmsg(
         1, socket.CMSG_SPACE(PASSED_DESCRIPTORS * number.itemsize), socket.MSG_CMSG_CLOEXEC
     )
     if not data:

@@ -66,10 +66,10 @@ def text() -> str:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_it_is_the_same_program(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, place = Decoder(**options), Place()
-    first = convert(model, CUT, expect=3, kept=place)
+    first = convert(model, CUT, expect=3, cache=place)
     assert place.written == 1
     monkeypatch.setattr(sys.modules["lamina.converter.convert"], "capture", None)  # nothing is traced again
-    again = convert(model, CUT, expect=3, kept=place)
+    again = convert(model, CUT, expect=3, cache=place)
     assert place.written == 1
     assert told(again) == told(first)
     assert again.rows == first.rows == "numeric"
@@ -95,7 +95,7 @@ def test_weights_are_those_of_the_module_that_is_at_hand(text: str) -> None:
     model = Decoder(1)
     with torch.no_grad():
         model.embed.weight.mul_(2)
-    program = convert(model, CUT, kept=Place(text))
+    program = convert(model, CUT, cache=Place(text))
     assert program.slices[0].weights["embed.weight"] is model.embed.weight
 
 
@@ -140,7 +140,7 @@ def test_a_text_that_is_none_is_not_read(bad: str) -> None:
 
 def test_what_cannot_be_read_is_captured_anew_and_kept(text: str) -> None:
     place = Place(text[:-1])
-    assert told(convert(Decoder(1), CUT, kept=place)) == told(convert(Decoder(1), CUT, kept=Place(text)))
+    assert told(convert(Decoder(1), CUT, cache=place)) == told(convert(Decoder(1), CUT, cache=Place(text)))
     assert place.text == text
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_is_captured_anew_and_kept(text: str) -> None:
 @pytest.mark.parametrize("options", [{"layers": 1, "hidden": 16}, {"layers": 2}], ids=str)
 def test_a_capture_of_another_shape_or_depth_is_not_taken(options: dict[str, int], text: str) -> None:
     place = Place(text)
-    program = convert(Decoder(**options), CUT, expect=options["layers"], kept=place)
+    program = convert(Decoder(**options), CUT, expect=options["layers"], cache=place)
     assert len(program.calls) == options["layers"]
     assert place.written == 1, "and its own is kept from now on"
 
@@ -189,5 +189,5 @@ LARGE = torch.ones(portable.LARGEST_CONSTANT)
 def test_what_cannot_be_written_is_not_kept(mlp: Callable[[int], nn.Module]) -> None:
     """A body of an operator of higher order, which is a module, and a large constant."""
     model, place = Decoder(1, mlp=mlp), Place()
-    convert(model, CUT, kept=place)
+    convert(model, CUT, cache=place)
     assert place.text is None

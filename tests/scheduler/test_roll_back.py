@@ -316,7 +316,7 @@ def test_a_leaf_whose_shift_may_not_have_been_done_is_computed_anew(done: bool) 
     says how many these are, no more.
     """
     tables = BlockTables([0], [BLOCKS], BLOCK)
-    scheduler = Scheduler(tables, max_num_seqs=9, prefill_chunk=99, prefixes=PrefixCache(tables, BLOCK))
+    scheduler = Scheduler(tables, max_num_seqs=9, prefill_chunk=99, prefix_cache=PrefixCache(tables, BLOCK))
     before, turn = make(0, 20, 1), make(1, 14, 5)
     before.session = turn.session = scheduler.sessions.get_or_create(SessionName(b"", "mine"))
     add(scheduler, before)

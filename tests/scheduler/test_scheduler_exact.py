@@ -111,7 +111,7 @@ class Ledger:
     def __init__(
         self, free: list[int], held: dict[int, list[int]], lanes: tuple[Any, ...] = (KvShards(), KvShards())
     ) -> None:
-        self.lanes = lanes
+        self.kv_shards = lanes
         self.placement = KvPlacement(len(held), 0)
         self.free = free
         self.held = held  # lane of a place -> blocks of a sequence there
@@ -122,14 +122,14 @@ class Ledger:
         self.refuses = 0  # so many plans in a row
 
     @property
-    def num_lanes(self) -> int:
+    def num_kv_shards(self) -> int:
         return len(self.held)
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
         return tuple(self.free)
 
-    def most_blocks(self, place: KvLocation, length: int, max_rows: int) -> list[int]:
+    def max_blocks(self, place: KvLocation, length: int, max_rows: int) -> list[int]:
         self.rows_of_a_step.add(max_rows)
         return self.held[place.kv_shard] if length else [0] * len(self.free)
 
@@ -294,7 +294,7 @@ def test_without_more_words_plans_are_of_view_0_and_of_one_layer() -> None:
     plans = [step.plan for step in scheduler.schedule()]
     assert [plan.epoch for plan in plans] == [0] * 3
     assert [(plan.recompute_from, plan.reply_to) for plan in plans] == [route(batch, 0, 1, 3, 0) for batch in range(3)]
-    assert all(Scheduler(tables(9), max_num_seqs=9, prefill_chunk=9, view=view).epoch == view for view in (0, 5))
+    assert all(Scheduler(tables(9), max_num_seqs=9, prefill_chunk=9, epoch=view).epoch == view for view in (0, 5))
 
 
 @pytest.mark.parametrize("stripe", [0, 1])
@@ -314,4 +314,4 @@ def test_sequences_that_lose_blocks_take_their_budget_and_the_last_one_all(lengt
     options = SparsityOptions(kv_sparsity="evict", kv_budget=128)  # and 128 until it drops again
     ledger = BlockTables([0, 0], [900, 548], 4, sparse=[False, True])
     evictions = BlockPruner(options, 4, 1)
-    assert Scheduler(ledger, max_num_seqs=8, prefill_chunk=8, evictions=evictions).max_sequences_of(length) == fits
+    assert Scheduler(ledger, max_num_seqs=8, prefill_chunk=8, pruner=evictions).max_sequences_of(length) == fits

@@ -190,7 +190,7 @@ def drive(
         prefill_chunk=chunk,
         num_batches=num_batches,
         prefill=prefill,
-        prefixes=PrefixCache(ledger, page),
+        prefix_cache=PrefixCache(ledger, page),
     )
     prefills = list[FakePrefill]()
     prefills += [FakePrefill(store_blocks(), prefills) for _ in range(prefill_workers)]

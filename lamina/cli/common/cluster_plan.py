@@ -70,14 +70,14 @@ def _places(config: EngineConfig) -> dict[str, list[HostAssignment]]:
     return {role: [anywhere] * count for role, count in counts.items()}
 
 
-def _by_hand(config: EngineConfig, places: dict[str, list[HostAssignment]]) -> list[str]:
+def _by_hand(config: EngineConfig, assignments: dict[str, list[HostAssignment]]) -> list[str]:
     """The commands that a start would print, if it is for people to start the workers."""
     if config.launch.ray_address:
         return []
     from lamina.executor.launchers.static_commands import commands, instructions
 
     driver = re.sub(r":0$", ":PORT", config.launch.driver_address)
-    planned = places if config.launch.hosts else {}
+    planned = assignments if config.launch.hosts else {}
     made = commands(config, planned, config.topology.num_workers, driver, config.launch.driver_name or "NAME")
     return [instructions(made, config.deadlines.start_timeout_s)]
 

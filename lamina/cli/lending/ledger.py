@@ -76,7 +76,7 @@ def _show(place: tuple[str, int], key: bytes, watch_s: float, as_json: bool) -> 
         link.close()
 
 
-def ledger_json(answer: DebtsReply) -> dict[str, Any]:
+def ledger_json(reply: DebtsReply) -> dict[str, Any]:
     """Blocks of 1 MiB."""
     return {
         "creditors": [
@@ -91,10 +91,10 @@ def ledger_json(answer: DebtsReply) -> dict[str, Any]:
                 "refusing": row.refusing,
                 "silent_s": row.silent_s,
             }
-            for row in answer.lenders
+            for row in reply.lenders
         ],
-        "remote_share": remote_share(answer.lenders),
-        "cycles": [{"members": list(c.members), "blocks": c.blocks} for c in answer.cycles],
+        "remote_share": remote_share(reply.lenders),
+        "cycles": [{"members": list(c.members), "blocks": c.blocks} for c in reply.cycles],
     }
 
 
@@ -104,13 +104,13 @@ def remote_share(rows: Sequence[LenderRow]) -> float:
     return round(sum(row.num_lent for row in rows) / cap, 4) if cap else 0.0
 
 
-def ledger_table(answer: DebtsReply) -> str:
+def ledger_table(reply: DebtsReply) -> str:
     """For people: MiB."""
     lines = [f"{'creditor':40} {'free':>8} {'lent':>8} {'cap':>8}  debtors"]
-    for row in answer.lenders:
+    for row in reply.lenders:
         debtors = ", ".join(f"{d.debtor} {d.blocks}" for d in row.lent) or "-"
         state = " (refuses until its next heartbeat)" if row.refusing else ""
         lines.append(f"{row.name:40} {row.free:8} {row.num_lent:8} {row.cap:8}  {debtors}{state}")
-    lines.append(f"{remote_share(answer.lenders):.0%} of what could be lent is lent")
-    lines += [f"cycle of {c.blocks} MiB: {' -> '.join([*c.members, c.members[0]])}" for c in answer.cycles]
+    lines.append(f"{remote_share(reply.lenders):.0%} of what could be lent is lent")
+    lines += [f"cycle of {c.blocks} MiB: {' -> '.join([*c.members, c.members[0]])}" for c in reply.cycles]
     return "\n".join(lines)

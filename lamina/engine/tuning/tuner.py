@@ -21,12 +21,12 @@ RETUNE_FACTOR = 1.1  # within this factor of those that were looked at last, nob
 class Tuner:
     """``num_batches``: the batches that are wanted now. ``reason``: what was chosen last and why, in one line."""
 
-    def __init__(self, most: int, laws: RoundTimeModel) -> None:
+    def __init__(self, most: int, model: RoundTimeModel) -> None:
         """``most``: batches."""
-        self._most, self._laws = most, laws
+        self._most, self._laws = most, model
         self._rows, self._tokens = 0, 0  # that were looked at last
         self.num_batches = 1
-        self.reason = f"1 batch until requests come; measured at the start: {laws.describe()}"
+        self.reason = f"1 batch until requests come; measured at the start: {model.describe()}"
         log.info("--plan auto: %s", self.reason)
 
     def observe(self, done: Round) -> bool:
@@ -58,9 +58,9 @@ class Tuner:
         return done.rows != self._rows or not same
 
 
-def round_seconds(laws: RoundTimeModel, most: int, rows: int, tokens: float) -> dict[int, float]:
+def round_seconds(model: RoundTimeModel, most: int, rows: int, tokens: float) -> dict[int, float]:
     """Seconds of a round, by the number of batches; no batch is empty."""
-    return {n: laws.seconds(n, rows, tokens) for n in range(1, min(most, rows) + 1)}
+    return {n: model.seconds(n, rows, tokens) for n in range(1, min(most, rows) + 1)}
 
 
 def choose_num_batches(seconds: dict[int, float]) -> int:

@@ -94,12 +94,12 @@ def is_gpu_type(trait: str, types: Container[str]) -> bool:
     return trait.startswith(_TYPE) or trait in types
 
 
-def check_kv_memory(places: dict[str, list[HostAssignment]], kv_bytes: int) -> None:
+def check_kv_memory(assignments: dict[str, list[HostAssignment]], kv_bytes: int) -> None:
     """Raises ValueError where the room for KV is to be chosen (0 bytes) for a host that nobody measures: a compute
     worker does, for its own.
     """
-    measured = [p.host.address for p in places.get("compute", [])][:1]
-    elsewhere = [p.host.address for p in places.get("memory", []) if measured and p.host.address not in measured]
+    measured = [p.host.address for p in assignments.get("compute", [])][:1]
+    elsewhere = [p.host.address for p in assignments.get("memory", []) if measured and p.host.address not in measured]
     if elsewhere and not kv_bytes:
         raise ValueError(f"--kv-memory auto is for one host: say what a worker takes on {elsewhere[0]}, such as 4GiB")
 

@@ -53,12 +53,12 @@ class RayWorker:
     """A worker on another host, and its warden."""
 
     def __init__(
-        self, ray: Any, warden: Any, role: str, index: int, place: HostAssignment, pid: int, sock: EncryptedSocket
+        self, ray: Any, warden: Any, role: str, index: int, assignment: HostAssignment, pid: int, sock: EncryptedSocket
     ) -> None:
         self.role, self.index, self.pid = role, index, pid
         self.sock = sock
-        self.host = any_port(place.host.address)
-        self._ray, self._agent, self._where = ray, warden, place.host.address
+        self.host = any_port(assignment.host.address)
+        self._ray, self._agent, self._where = ray, warden, assignment.host.address
         self._end = warden.exit_reason.remote()  # answered at its end
         self._is_stopped, self._other = (
             False,
@@ -369,11 +369,11 @@ def reserve_placement_group(
         patience *= 2
 
 
-def _group(places: dict[str, list[HostAssignment]], placement: str, *, pinned: bool) -> Any:
+def _group(assignments: dict[str, list[HostAssignment]], placement: str, *, pinned: bool) -> Any:
     """A bundle for each worker, in the order of ``_each``. ``pinned``: to the very host of its place, else to any that
     has its labels.
     """
-    each = [at for _, _, at in _each(places)]
+    each = [at for _, _, at in _each(assignments)]
     labels = [{NODE_ID: at.host.name} if pinned else at.host.labels for at in each]
     strategy = "PACK" if pinned or placement == "pack" else "SPREAD"
     return import_module("ray.util").placement_group(
@@ -381,13 +381,13 @@ def _group(places: dict[str, list[HostAssignment]], placement: str, *, pinned: b
     )
 
 
-def _read_back(ray: Any, group: Any, places: dict[str, list[HostAssignment]]) -> dict[str, list[HostAssignment]]:
-    """``places`` with the hosts that Ray has given their bundles. Raises OSError where a host was lost
+def _read_back(ray: Any, group: Any, assignments: dict[str, list[HostAssignment]]) -> dict[str, list[HostAssignment]]:
+    """``assignments`` with the hosts that Ray has given their bundles. Raises OSError where a host was lost
     meanwhile."""
     nodes = import_module("ray.util").placement_group_table(group)["bundles_to_node_id"]
     hosts = {host.name: host for host in hosts_of(ray, whole=True)}
-    by_role: dict[str, list[HostAssignment]] = {role: [] for role in places}
-    for number, (role, _, at) in enumerate(_each(places)):
+    by_role: dict[str, list[HostAssignment]] = {role: [] for role in assignments}
+    for number, (role, _, at) in enumerate(_each(assignments)):
         if nodes[number] not in hosts:
             raise OSError(f"a host was lost that Ray had reserved for {role} workers: start again")
         by_role[role].append(HostAssignment(hosts[nodes[number]], at.resources))
@@ -408,6 +408,6 @@ def _hoped_for(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, lis
     }
 
 
-def _each(places: Mapping[str, list[HostAssignment]]) -> Iterator[tuple[str, int, HostAssignment]]:
-    for role, each in places.items():
+def _each(assignments: Mapping[str, list[HostAssignment]]) -> Iterator[tuple[str, int, HostAssignment]]:
+    for role, each in assignments.items():
         yield from ((role, index, at) for index, at in enumerate(each))

@@ -97,9 +97,9 @@ class ForkedProcess:
 class ZygoteClient:
     """The driver's end of a warm process, its own or one that it was forked from."""
 
-    def __init__(self, environment: Mapping[str, str], door: socket.socket) -> None:
+    def __init__(self, environment: Mapping[str, str], listener: socket.socket) -> None:
         self.environment = import_time_environment(environment)
-        self._order_socket = door
+        self._order_socket = listener
 
     def fork(
         self,

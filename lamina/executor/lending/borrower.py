@@ -46,15 +46,15 @@ class Borrower:
     def __init__(
         self,
         config: EngineConfig,
-        members: WorkerRegistry,
-        cohort: WorkerGroup,
+        registry: WorkerRegistry,
+        worker_group: WorkerGroup,
         elastic: MemoryResizer,
         links: BorrowerLinks,
         own: ColocatedLender | None = None,
     ) -> None:
         """``own``: what this engine lends itself, of which it borrows first."""
         self._own = own
-        self._registry, self._workers, self._resizer, self._links = members, cohort, elastic, links
+        self._registry, self._workers, self._resizer, self._links = registry, worker_group, elastic, links
         self._most = config.topology.borrow_bytes // BLOCK_BYTES  # of others
         self._homes, self._wait_s = config.topology.memory_workers, config.launch.borrow_wait_s
         self._engine: Engine | None = None
@@ -125,8 +125,8 @@ class Borrower:
         if self._own is not None:
             self._own.close()
 
-    def _is_to_leave(self, index: int, member: RegisteredWorker) -> bool:
-        handle = member.handle
+    def _is_to_leave(self, index: int, worker: RegisteredWorker) -> bool:
+        handle = worker.handle
         return index >= self._homes and not (isinstance(handle, GuestWorker) and not handle.is_recalled)
 
     def _add_guests(self, guests: list[GuestWorker]) -> None:
@@ -231,7 +231,7 @@ class Borrower:
 
 
 def open_borrower(
-    config: EngineConfig, members: WorkerRegistry, cohort: WorkerGroup, elastic: MemoryResizer
+    config: EngineConfig, registry: WorkerRegistry, worker_group: WorkerGroup, elastic: MemoryResizer
 ) -> Borrower:
     """Raises ValueError, OSError where there is no ledger, or it refuses this process."""
     key, host = key_of(config.topology.loan_flag), socket.gethostname()
@@ -244,4 +244,4 @@ def open_borrower(
         if own is not None:
             own.close()
         raise
-    return Borrower(config, members, cohort, elastic, links, own)
+    return Borrower(config, registry, worker_group, elastic, links, own)

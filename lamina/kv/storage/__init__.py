@@ -164,7 +164,7 @@ class StorageBackend(Protocol):
         ...
 
 
-def open_storage(name: str, place: StorageConfig) -> StorageBackend:
+def open_storage(name: str, config: StorageConfig) -> StorageBackend:
     """Open entry ``name`` of LAMINA_MEDIA or of the table. Raises ValueError, with one line, for an unknown name or a
     place that cannot be had; ImportError for a module of LAMINA_MEDIA that cannot be imported.
     """
@@ -172,5 +172,5 @@ def open_storage(name: str, place: StorageConfig) -> StorageBackend:
     if name not in STORAGE_BACKENDS and not plugin:
         raise ValueError(f"a medium is one of {', '.join(STORAGE_BACKENDS)}, not {name!r}")
     module = load_plugin(PLUGINS, plugin) if plugin else import_module(f"{__name__}.{STORAGE_BACKENDS[name]}")
-    medium: StorageBackend = module.open_storage(place)
+    medium: StorageBackend = module.open_storage(config)
     return medium

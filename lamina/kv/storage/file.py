@@ -30,28 +30,28 @@ _EXPIRES_PART = 1 / 64  # of the time for which pages are kept, between two look
 class FileStorage:
     """One worker's end of the store."""
 
-    def __init__(self, place: StorageConfig, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, config: StorageConfig, clock: Callable[[], float] = time.time) -> None:
         """``clock``: seconds, which go on while nobody has the store open."""
-        self._identity = place.identity
-        self._encrypt = place.encrypt
-        self._policy, self._expected = eviction_rank(place.policy), FetchWindow()
-        self._ttl_s, self._clock, self._expires_s = place.ttl_s, clock, 0.0
+        self._identity = config.identity
+        self._encrypt = config.encrypt
+        self._policy, self._expected = eviction_rank(config.policy), FetchWindow()
+        self._ttl_s, self._clock, self._expires_s = config.ttl_s, clock, 0.0
         self._writing = threading.Lock()  # free space has one keeper
         self._quiet = threading.Condition()
         self._num_calls = 0
         self._closed = False
         with ExitStack() as undo:
-            folder = StoreDirectory(place.directory)
+            folder = StoreDirectory(config.directory)
             undo.callback(folder.close)
-            first = folder.lock(place.server)
-            keys = DataKeys(folder, place.secret or store_secret(folder))
+            first = folder.lock(config.server)
+            keys = DataKeys(folder, config.secret or store_secret(folder))
             self._index = PageIndex(folder)
             undo.callback(self._index.close)
-            self._segments = Segments(folder, self._index, place.total_bytes, place.workers)
+            self._segments = Segments(folder, self._index, config.total_bytes, config.workers)
             undo.callback(self._segments.close)
             if first:
                 self._segments.recover()
-                folder.allow_others(place.server)
+                folder.allow_others(config.server)
             self._segments.lock_unowned()
             self._expire()
             self._records = Records(self._segments, keys)
@@ -249,6 +249,6 @@ def _held(entry: PageEntry) -> StoredPage:
     return StoredPage(entry.page, atoms, sum(record.extent.size for record in entry.records))
 
 
-def open_storage(place: StorageConfig) -> FileStorage:
+def open_storage(config: StorageConfig) -> FileStorage:
     """Open the store, made where there is none. Raises ValueError."""
-    return FileStorage(place)
+    return FileStorage(config)

@@ -33,17 +33,17 @@ class _HostPage(NamedTuple):
 class HostStorage:
     """A worker's part of the size is all that it takes, without what Python adds."""
 
-    def __init__(self, place: StorageConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: StorageConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock``: seconds."""
         self._clock = clock
         self._whole, self.size = (
-            place.total_bytes,
-            place.total_bytes // place.workers,
+            config.total_bytes,
+            config.total_bytes // config.workers,
         )  # bytes: of all workers, of this one
         self._lock = threading.Lock()
         self._pages: dict[bytes, _HostPage] | None = {}  # the most recently used last
-        self._expected, rank = FetchWindow(), eviction_rank(place.policy)
-        self._tier = EvictionQueue(place.policy, self.size, lambda use: self._expected.rank(use, rank))
+        self._expected, rank = FetchWindow(), eviction_rank(config.policy)
+        self._tier = EvictionQueue(config.policy, self.size, lambda use: self._expected.rank(use, rank))
         self._until: dict[bytes, float] = {}  # of prolonged pages
         self._ends: list[tuple[float, bytes]] = []  # a heap: when to look at a page, at its end or before
         self._expected.retained_until = self._until
@@ -208,6 +208,6 @@ class HostStorage:
         self._tier.record_use(lying.page.key, lying.page.number, lying.nbytes)
 
 
-def open_storage(place: StorageConfig) -> HostStorage:
+def open_storage(config: StorageConfig) -> HostStorage:
     """An empty one. Raises ValueError."""
-    return HostStorage(place)
+    return HostStorage(config)

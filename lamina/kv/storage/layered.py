@@ -256,7 +256,7 @@ def _both(disk: StoredPage | None, memory: StoredPage | None) -> StoredPage | No
     return StoredPage(memory.page, memory.fragments | disk.fragments, memory.nbytes + disk.nbytes)
 
 
-def open_storage(place: StorageConfig) -> TieredStorage:
+def open_storage(config: StorageConfig) -> TieredStorage:
     """Open the directory, made where there is none. Raises ValueError."""
-    memory = HostStorage(place._replace(total_bytes=place.memory_bytes))
-    return TieredStorage(memory, file.open_storage(place))
+    memory = HostStorage(config._replace(total_bytes=config.memory_bytes))
+    return TieredStorage(memory, file.open_storage(config))

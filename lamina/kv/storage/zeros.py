@@ -67,6 +67,6 @@ class DummyStorage:
         """Nothing is held."""
 
 
-def open_storage(place: StorageConfig) -> DummyStorage:
+def open_storage(config: StorageConfig) -> DummyStorage:
     """Of no size."""
     return DummyStorage()

@@ -122,9 +122,9 @@ class AttentionBackend(Protocol):
 
         return block_scores(op, store, blocks, q, seen)
 
-    def write_rows(self, store: LayerCache, at: SlotMapping, rows: StoredRows) -> None:
+    def write_rows(self, store: LayerCache, slot_mapping: SlotMapping, rows: StoredRows) -> None:
         """``LayerCache.write``, on the device that computes."""
-        store.write(at, rows)
+        store.write(slot_mapping, rows)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         """Rows ``left`` of ``parts`` become their merge with rows ``right``, bit for bit as inside ``attend_stored``.

@@ -175,12 +175,14 @@ class CudaAttention(AttentionBackend):
         shape = np.int32(heads), np.int32(dim)
         self._launch(self._common, "lamina_close", new.lse.numel(), *map(_address, tensors), *shape, _address(out))
 
-    def write_rows(self, store: LayerCache, at: SlotMapping, rows: StoredRows) -> None:
+    def write_rows(self, store: LayerCache, slot_mapping: SlotMapping, rows: StoredRows) -> None:
         """As ``LayerCache.write``, in one launch."""
         _, heads, size, v_dim = store.v.shape
         shape = (np.int32(heads), np.int32(size), np.int32(rows.k.shape[-1]), np.int32(v_dim))
         none = (None, None)
-        tensors = tuple(map(_address, (rows.k, rows.v, *(rows.scales or none), at.blocks, at.offsets)))
+        tensors = tuple(
+            map(_address, (rows.k, rows.v, *(rows.scales or none), slot_mapping.blocks, slot_mapping.offsets))
+        )
         to = tuple(map(_address, (store.k, store.v, *(store.scales or none))))
         self._launch(self._common, "lamina_append", len(rows.k) * heads, *tensors, *shape, *to)
 

@@ -61,8 +61,8 @@ class EmulatedAttention(AttentionBackend):
         self._device.finish()
         return scores
 
-    def write_rows(self, store: LayerCache, at: SlotMapping, rows: StoredRows) -> None:
-        self._inner.write_rows(store, at, rows)
+    def write_rows(self, store: LayerCache, slot_mapping: SlotMapping, rows: StoredRows) -> None:
+        self._inner.write_rows(store, slot_mapping, rows)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         self._inner.merge(parts, left, right)

@@ -125,8 +125,8 @@ class FlashInferAttention(AttentionBackend):
     ) -> None:
         self._cuda.finish(op, prepared.step, stored, q, kv, out)
 
-    def write_rows(self, store: LayerCache, at: SlotMapping, rows: StoredRows) -> None:
-        self._cuda.write_rows(store, at, rows)
+    def write_rows(self, store: LayerCache, slot_mapping: SlotMapping, rows: StoredRows) -> None:
+        self._cuda.write_rows(store, slot_mapping, rows)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         self._cuda.merge(parts, left, right)

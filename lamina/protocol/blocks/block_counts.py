@@ -70,11 +70,11 @@ def split_memory(
     return [n + int(t * more) for n, t in zip(counts, typical, strict=True)]
 
 
-def num_kv_shards(lanes: Iterable[KvShards]) -> int:
-    """The number of lanes of a partition, as far as ``lanes``, those of some of its pieces, show it. Raises
+def num_kv_shards(kv_shards: Iterable[KvShards]) -> int:
+    """The number of lanes of a partition, as far as ``kv_shards``, those of some of its pieces, show it. Raises
     ValueError where they disagree.
     """
-    counts = {len(x.pattern) for x in lanes} - {1} or {1}
+    counts = {len(x.pattern) for x in kv_shards} - {1} or {1}
     if len(counts) > 1:
         raise ValueError(f"lanes of {' and '.join(map(str, sorted(counts)))}")
     return counts.pop()

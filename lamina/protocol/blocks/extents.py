@@ -39,17 +39,17 @@ class Extents:
         self,
         windows: Sequence[int],
         block_size: int,
-        lanes: Sequence[KvShards],
+        kv_shards: Sequence[KvShards],
         placement: KvPlacement,
         sparse: Sequence[bool] = (),
     ) -> None:
         """``sparse[g]``: whether blocks may be dropped; such a group has no window, and all lanes. Empty: none."""
         self._windows, self._block_size = windows, block_size
         self._sparse = tuple(sparse) or (False,) * len(windows)
-        self._kv_shards, self._placement = lanes, placement
-        self._shard_counters = [ShardCounter(x, placement) for x in lanes]
+        self._kv_shards, self._placement = kv_shards, placement
+        self._shard_counters = [ShardCounter(x, placement) for x in kv_shards]
         self._windowed = any(windows)
-        self._keeps_all_blocks = all(x.has_all for x in lanes)  # wherever it lies
+        self._keeps_all_blocks = all(x.has_all for x in kv_shards)  # wherever it lies
         self.empty = Extent(0, 0, (0,) * len(windows))
 
     def extent_of_surviving(self, keep: SurvivingKv) -> Extent:
@@ -89,11 +89,11 @@ class Extents:
             for deal in self._shard_counters
         ]
 
-    def max_blocks(self, place: KvLocation, length: int, max_rows: int) -> list[int]:
+    def max_blocks(self, location: KvLocation, length: int, max_rows: int) -> list[int]:
         """The most blocks that a sequence of up to ``length`` tokens holds."""
         whole = -(-length // self._block_size)
         return [
-            min(deal.num_owned(place, whole), max_blocks_of_sequence(length, window, self._block_size, max_rows))
+            min(deal.num_owned(location, whole), max_blocks_of_sequence(length, window, self._block_size, max_rows))
             for deal, window in zip(self._shard_counters, self._windows, strict=True)
         ]
 

@@ -30,7 +30,7 @@ class SequenceBlocks:
         windows: Sequence[int],
         num_blocks: Sequence[int],
         block_size: int,
-        lanes: Sequence[KvShards] | None = None,
+        kv_shards: Sequence[KvShards] | None = None,
         stripe: int = 0,
         stays: bool = False,
         sparse: Sequence[bool] = (),
@@ -38,18 +38,18 @@ class SequenceBlocks:
         """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g; ``kv_shards`` None = all of them
         in every group. ``stays``: see Placement; ``sparse``: see Extents.
         """
-        lanes = [KvShards()] * len(windows) if lanes is None else lanes
-        same = len(windows) == len(num_blocks) == len(lanes) > 0
+        kv_shards = [KvShards()] * len(windows) if kv_shards is None else kv_shards
+        same = len(windows) == len(num_blocks) == len(kv_shards) > 0
         if not same or min(num_blocks) < 1 or min(windows) < 0 or block_size < 1:
             raise ValueError(f"block tables of windows {windows}, {num_blocks} blocks of {block_size} tokens")
         self.windows = tuple(windows)
         self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
-        self.kv_shards = tuple(lanes)
+        self.kv_shards = tuple(kv_shards)
         self.stripe = stripe
-        self.placement = KvPlacement(num_kv_shards(lanes), stripe, stays)
+        self.placement = KvPlacement(num_kv_shards(kv_shards), stripe, stays)
         self.sparse = tuple(sparse) or (False,) * len(windows)
-        if any(each and (w or not x.has_all) for each, w, x in zip(self.sparse, windows, lanes, strict=True)):
+        if any(each and (w or not x.has_all) for each, w, x in zip(self.sparse, windows, kv_shards, strict=True)):
             raise ValueError("block tables of sparse layers with a window, or of some lanes")
         self._extents = Extents(self.windows, block_size, self.kv_shards, self.placement, self.sparse)
         self._sequences: dict[int, Extent] = {}
@@ -109,9 +109,9 @@ class SequenceBlocks:
         """The blocks of the sequence that the group keeps no more, counted from its token 0, ascending."""
         return self._extent(self._sequences, sequence).dropped_blocks if self.sparse[group] else ()
 
-    def max_blocks(self, place: KvLocation, length: int, max_rows: int) -> list[int]:
-        """The most blocks by group that one sequence at ``place``, of up to ``length`` tokens, holds."""
-        return self._extents.max_blocks(place, length, max_rows)
+    def max_blocks(self, location: KvLocation, length: int, max_rows: int) -> list[int]:
+        """The most blocks by group that one sequence at ``location``, of up to ``length`` tokens, holds."""
+        return self._extents.max_blocks(location, length, max_rows)
 
     def count_blocks(self, sequences: Iterable[int]) -> tuple[int, ...]:
         """Blocks by group that some of ``sequences`` hold; those that do not exist hold none."""

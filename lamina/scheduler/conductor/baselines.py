@@ -16,29 +16,29 @@ IMBALANCE, IMBALANCE_RATIO, MATCH = 64, 1.5, 0.3
 MAX_MISSING_TOKENS = 2000
 
 
-def sglang(asked: RoutingQuery) -> RoutingDecision:
+def sglang(query: RoutingQuery) -> RoutingDecision:
     """By matches where loads are alike, else by loads."""
-    loads = [at.waiting for at in asked.workers]
+    loads = [at.waiting for at in query.workers]
     if max(loads) - min(loads) > IMBALANCE and max(loads) > IMBALANCE_RATIO * min(loads):
-        return without_transfer(asked, _idlest(asked))._replace(reason="fewest prompts")
-    best = max(asked.workers, key=lambda at: at.prefix)
-    if best.prefix > MATCH * asked.tokens:
-        return without_transfer(asked, best)
-    return without_transfer(asked, min(asked.workers, key=lambda at: asked.num_pages(at.worker)))._replace(
+        return without_transfer(query, _idlest(query))._replace(reason="fewest prompts")
+    best = max(query.workers, key=lambda at: at.prefix)
+    if best.prefix > MATCH * query.tokens:
+        return without_transfer(query, best)
+    return without_transfer(query, min(query.workers, key=lambda at: query.num_pages(at.worker)))._replace(
         reason="most room"
     )
 
 
-def production_stack(asked: RoutingQuery) -> RoutingDecision:
+def production_stack(query: RoutingQuery) -> RoutingDecision:
     """Whoever has nearly all of it, however many wait there."""
-    best = max(asked.workers, key=lambda at: at.prefix)
-    if best.prefix and best.prefix >= asked.tokens - MAX_MISSING_TOKENS:
-        return without_transfer(asked, best)
-    return without_transfer(asked, _idlest(asked))._replace(reason="fewest prompts")
+    best = max(query.workers, key=lambda at: at.prefix)
+    if best.prefix and best.prefix >= query.tokens - MAX_MISSING_TOKENS:
+        return without_transfer(query, best)
+    return without_transfer(query, _idlest(query))._replace(reason="fewest prompts")
 
 
 BASELINE_POLICIES: dict[str, Policy] = {"sglang": sglang, "production-stack": production_stack}
 
 
-def _idlest(asked: RoutingQuery) -> WorkerMatch:
-    return min(asked.workers, key=lambda at: at.waiting)
+def _idlest(query: RoutingQuery) -> WorkerMatch:
+    return min(query.workers, key=lambda at: at.waiting)

@@ -62,21 +62,21 @@ class DecisionLog:
         """Of a worker of the Conductor: its processes, or INLINE."""
         return prefill_worker_name(worker, self.stages) if self.stages else INLINE
 
-    def log_refused(self, asked: LoggedPrompt, refusal: Refusal, prices: Sequence[RoutingDecision]) -> None:
+    def log_refused(self, prompt: LoggedPrompt, refusal: Refusal, prices: Sequence[RoutingDecision]) -> None:
         """It is not taken."""
-        self._refused(asked, refusal.reason, refusal, prices)
+        self._refused(prompt, refusal.reason, refusal, prices)
 
-    def log_refused_late(self, asked: LoggedPrompt, refusal: Refusal) -> None:
+    def log_refused_late(self, prompt: LoggedPrompt, refusal: Refusal) -> None:
         """Its prompt is computed, and it is not decoded."""
-        self._refused(asked, f"{refusal.reason} {AFTER_PREFILL}", refusal, ())
+        self._refused(prompt, f"{refusal.reason} {AFTER_PREFILL}", refusal, ())
 
-    def _refused(self, asked: LoggedPrompt, limit: str, refusal: Refusal, prices: Sequence[RoutingDecision]) -> None:
+    def _refused(self, prompt: LoggedPrompt, limit: str, refusal: Refusal, prices: Sequence[RoutingDecision]) -> None:
         expected = {"ttft_s": refusal.ttft_s, "tbt_s": refusal.tbt_s, "retry_after_s": refusal.retry_after_s}
-        self.write(REFUSAL, {**asked._asdict(), "limit": limit, **expected, "prices": self._candidate_fields(prices)})
+        self.write(REFUSAL, {**prompt._asdict(), "limit": limit, **expected, "prices": self._candidate_fields(prices)})
 
     def log_routed(
         self,
-        asked: LoggedPrompt,
+        prompt: LoggedPrompt,
         cached: int,
         by: str,
         reason: str,
@@ -87,7 +87,7 @@ class DecisionLog:
         """``by`` whom it is computed, behind ``cached`` tokens: a prefill worker, or INLINE. ``choice``: of the
         Conductor at its arrival, None where nobody asked; ``prices``: of all ways then.
         """
-        fields = {**asked._asdict(), "cached": cached, "by": by, "reason": reason}
+        fields = {**prompt._asdict(), "cached": cached, "by": by, "reason": reason}
         foreseen = self._candidate_field(choice) if choice else {}
         self.write(
             CHOICE, {**fields, **foreseen, "prices": self._candidate_fields(prices), **self._placement_fields(seat)}
@@ -102,14 +102,14 @@ class DecisionLog:
         }
         return {**fields, "memory": self._memory(seat.location), "blocks_left": list(seat.free_blocks)}
 
-    def _memory(self, place: KvLocation) -> list[int]:
-        """The memory workers that have some of a sequence that begins at ``place``."""
+    def _memory(self, location: KvLocation) -> list[int]:
+        """The memory workers that have some of a sequence that begins at ``location``."""
         info = self.info
         if info is None:
             return []
         goes_on = info.stripe > 0 and not info.single_shard
         there = zip(info.kv_shards, info.holders, strict=True)
-        return sorted({w for lanes, holders in there if goes_on or place.kv_shard in lanes for w in holders})
+        return sorted({w for lanes, holders in there if goes_on or location.kv_shard in lanes for w in holders})
 
     def _candidate_fields(self, prices: Sequence[RoutingDecision]) -> list[LogFields]:
         return [

@@ -112,12 +112,12 @@ class _OnlineLeastSquares:
 class PrefillLatencyEstimator:
     """A law that follows what is measured."""
 
-    def __init__(self, law: PrefillLatency, *, trusted: bool = True) -> None:
+    def __init__(self, model: PrefillLatency, *, trusted: bool = True) -> None:
         """``model``: until something is measured. ``trusted``: it is worth one measurement then, else nothing."""
-        self.model, self._follower = law, _OnlineLeastSquares(3)
+        self.model, self._follower = model, _OnlineLeastSquares(3)
         for tokens, prefix in _PRIOR_PROMPTS if trusted else ():
             weight = _PRIOR / len(_PRIOR_PROMPTS)
-            self._follower.add_prior(_features(tokens, prefix), law.seconds(tokens, prefix), weight)
+            self._follower.add_prior(_features(tokens, prefix), model.seconds(tokens, prefix), weight)
 
     def observe(self, tokens: int, prefix: int, seconds: float) -> None:
         """A prompt took so long on a worker that did nothing else."""
@@ -132,12 +132,12 @@ class TransferLatencyEstimator:
     too dear, the cheaper one is thought to be, until it is tried; if that tells the same, the next time is later.
     """
 
-    def __init__(self, law: TransferLatency) -> None:
+    def __init__(self, model: TransferLatency) -> None:
         """``model``: until something is measured."""
-        self.model, self._follower = law, _OnlineLeastSquares(2)
+        self.model, self._follower = model, _OnlineLeastSquares(2)
         self._passed, self._patience = 0, _PATIENCE
         for tokens in _PRIOR_MOVED:
-            self._follower.add_prior((tokens / _UNIT, 1.0), law.seconds(tokens), _GUESS / len(_PRIOR_MOVED))
+            self._follower.add_prior((tokens / _UNIT, 1.0), model.seconds(tokens), _GUESS / len(_PRIOR_MOVED))
 
     def seconds(self, tokens: int) -> float:
         """The seconds that a transfer of so many tokens is thought to take."""

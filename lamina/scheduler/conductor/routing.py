@@ -73,13 +73,13 @@ class RoutingQuery(NamedTuple):
 Policy = Callable[[RoutingQuery], RoutingDecision]
 
 
-def mooncake(asked: RoutingQuery) -> RoutingDecision:
+def mooncake(query: RoutingQuery) -> RoutingDecision:
     """TTFT = queue + transfer + prefill, where the best match of all exceeds the worker's own times ``threshold``; else
     queue + prefill. The least TTFT.
     """
-    prices, most, threshold = _Estimates(asked), best_cached_worker(asked), asked.threshold
-    best, best_s = asked.workers[0], math.inf
-    for at in asked.workers:
+    prices, most, threshold = _Estimates(query), best_cached_worker(query), query.threshold
+    best, best_s = query.workers[0], math.inf
+    for at in query.workers:
         if at.queue_s >= best_s:  # no way is shorter than its queue
             continue
         fetches = most.sendable > at.prefix * threshold
@@ -91,11 +91,11 @@ def mooncake(asked: RoutingQuery) -> RoutingDecision:
     return prices.alone(best)
 
 
-def auto(asked: RoutingQuery) -> RoutingDecision:
+def auto(query: RoutingQuery) -> RoutingDecision:
     """The cheapest of all ways; a transfer ends while the queue is computed, so the longer of both counts."""
-    prices, most = _Estimates(asked), best_cached_worker(asked)
-    best, best_s, fetches = asked.workers[0], math.inf, False
-    for at in asked.workers:
+    prices, most = _Estimates(query), best_cached_worker(query)
+    best, best_s, fetches = query.workers[0], math.inf, False
+    for at in query.workers:
         if at.queue_s >= best_s:  # no way is shorter than its queue
             continue
         if (ttft_s := prices.alone_s(at)) < best_s:
@@ -104,33 +104,33 @@ def auto(asked: RoutingQuery) -> RoutingDecision:
             best, best_s, fetches = at, ttft_s, True
     if fetches:
         return prices.fetched(best, most)
-    passed = any(at.queue_s < best_s and prices.for_nothing_s(at, most) < best_s for at in asked.workers)
+    passed = any(at.queue_s < best_s and prices.for_nothing_s(at, most) < best_s for at in query.workers)
     return prices.alone(best)._replace(transfer_would_pay=passed) if passed else prices.alone(best)
 
 
-def candidates(asked: RoutingQuery) -> Iterator[RoutingDecision]:
+def candidates(query: RoutingQuery) -> Iterator[RoutingDecision]:
     """Both ways on each worker, with and without a transfer, by what the Conductor foresees of each."""
-    prices, most = _Estimates(asked), best_cached_worker(asked)
-    for at in asked.workers:
+    prices, most = _Estimates(query), best_cached_worker(query)
+    for at in query.workers:
         yield prices.alone(at)
         if most.sendable > at.prefix:
             yield prices.fetched(at, most)
 
 
-def cache_aware(asked: RoutingQuery) -> RoutingDecision:
+def cache_aware(query: RoutingQuery) -> RoutingDecision:
     """The least queue and prefill, nothing moves."""
-    prices = _Estimates(asked)
-    return prices.alone(min(asked.workers, key=prices.alone_s))
+    prices = _Estimates(query)
+    return prices.alone(min(query.workers, key=prices.alone_s))
 
 
-def load_balance(asked: RoutingQuery) -> RoutingDecision:
+def load_balance(query: RoutingQuery) -> RoutingDecision:
     """The shortest queue, whichever worker has a beginning of the prompt."""
-    return without_transfer(asked, min(asked.workers, key=lambda at: at.queue_s))._replace(reason="shortest queue")
+    return without_transfer(query, min(query.workers, key=lambda at: at.queue_s))._replace(reason="shortest queue")
 
 
-def random(asked: RoutingQuery) -> RoutingDecision:
+def random(query: RoutingQuery) -> RoutingDecision:
     """Any worker."""
-    return without_transfer(asked, asked.workers[int(asked.random() * len(asked.workers))])._replace(reason="by chance")
+    return without_transfer(query, query.workers[int(query.random() * len(query.workers))])._replace(reason="by chance")
 
 
 POLICIES: dict[str, Policy] = {
@@ -142,9 +142,9 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def best_cached_worker(asked: RoutingQuery) -> WorkerMatch:
+def best_cached_worker(query: RoutingQuery) -> WorkerMatch:
     """Who could send the most."""
-    return max(asked.workers, key=lambda at: at.sendable)
+    return max(query.workers, key=lambda at: at.sendable)
 
 
 def start_delay_s(queue_s: float, transfer_s: float, fill_s: float) -> float:
@@ -154,16 +154,16 @@ def start_delay_s(queue_s: float, transfer_s: float, fill_s: float) -> float:
     return max(queue_s, transfer_s + fill_s)
 
 
-def without_transfer(asked: RoutingQuery, at: WorkerMatch) -> RoutingDecision:
+def without_transfer(query: RoutingQuery, match: WorkerMatch) -> RoutingDecision:
     """A worker computes all that it has not."""
-    return _Estimates(asked).alone(at)
+    return _Estimates(query).alone(match)
 
 
 class _Estimates:
     """Of one question: seconds until the first token by a way, many of which are looked at, and the way as a choice."""
 
-    def __init__(self, asked: RoutingQuery) -> None:
-        self._asked = asked
+    def __init__(self, query: RoutingQuery) -> None:
+        self._asked = query
         self._known: dict[int, tuple[float, float]] = {}  # by prefix: seconds, and until the last stage can begin
 
     def _computing(self, prefix: int) -> tuple[float, float]:
@@ -174,37 +174,37 @@ class _Estimates:
             self._known[prefix] = known
         return known
 
-    def alone_s(self, at: WorkerMatch) -> float:
-        prefill_s, fill_s = self._computing(at.prefix)
-        return start_delay_s(at.queue_s, 0.0, fill_s) + prefill_s
+    def alone_s(self, match: WorkerMatch) -> float:
+        prefill_s, fill_s = self._computing(match.prefix)
+        return start_delay_s(match.queue_s, 0.0, fill_s) + prefill_s
 
-    def fetched_s(self, at: WorkerMatch, most: WorkerMatch, *, hides: bool = True) -> float:
+    def fetched_s(self, match: WorkerMatch, most: WorkerMatch, *, hides: bool = True) -> float:
         """``hides``: a transfer comes while the queue is computed; Algorithm 1 adds both."""
         prefill_s, fill_s = self._computing(most.sendable)
-        transfer_s = self._asked.transfer_s(most.worker, at.worker, most.sendable - at.prefix)
+        transfer_s = self._asked.transfer_s(most.worker, match.worker, most.sendable - match.prefix)
         if hides:
-            return start_delay_s(at.queue_s, transfer_s, fill_s) + prefill_s
-        return transfer_s + start_delay_s(at.queue_s, 0.0, fill_s) + prefill_s
+            return start_delay_s(match.queue_s, transfer_s, fill_s) + prefill_s
+        return transfer_s + start_delay_s(match.queue_s, 0.0, fill_s) + prefill_s
 
-    def for_nothing_s(self, at: WorkerMatch, most: WorkerMatch) -> float:
+    def for_nothing_s(self, match: WorkerMatch, most: WorkerMatch) -> float:
         """As fetched, if a transfer took no time."""
-        prefill_s, fill_s = self._computing(max(at.prefix, most.sendable))
-        return start_delay_s(at.queue_s, 0.0, fill_s) + prefill_s
+        prefill_s, fill_s = self._computing(max(match.prefix, most.sendable))
+        return start_delay_s(match.queue_s, 0.0, fill_s) + prefill_s
 
-    def alone(self, at: WorkerMatch) -> RoutingDecision:
-        prefill_s, fill_s = self._computing(at.prefix)
-        reason = "local match" if at.prefix else "new"
-        ttft_s = self.alone_s(at)
-        return RoutingDecision(at.worker, at.prefix, at.queue_s, 0.0, prefill_s, ttft_s, reason, fill_s=fill_s)
+    def alone(self, match: WorkerMatch) -> RoutingDecision:
+        prefill_s, fill_s = self._computing(match.prefix)
+        reason = "local match" if match.prefix else "new"
+        ttft_s = self.alone_s(match)
+        return RoutingDecision(match.worker, match.prefix, match.queue_s, 0.0, prefill_s, ttft_s, reason, fill_s=fill_s)
 
-    def fetched(self, at: WorkerMatch, most: WorkerMatch, *, hides: bool = True) -> RoutingDecision:
+    def fetched(self, match: WorkerMatch, most: WorkerMatch, *, hides: bool = True) -> RoutingDecision:
         prefill_s, fill_s = self._computing(most.sendable)
-        moved, ttft_s = most.sendable - at.prefix, self.fetched_s(at, most, hides=hides)
+        moved, ttft_s = most.sendable - match.prefix, self.fetched_s(match, most, hides=hides)
         return RoutingDecision(
-            at.worker,
+            match.worker,
             most.sendable,
-            at.queue_s,
-            self._asked.transfer_s(most.worker, at.worker, moved),
+            match.queue_s,
+            self._asked.transfer_s(most.worker, match.worker, moved),
             prefill_s,
             ttft_s,
             "remote match",

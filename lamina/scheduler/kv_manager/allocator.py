@@ -36,13 +36,13 @@ class Allocation(NamedTuple):
 class KvAllocator:
     """The ledger's blocks, by layer group, as sequences will take them: what is promised counts as taken."""
 
-    def __init__(self, ledger: BlockAccounting, max_rows: int, homes: int = 0) -> None:
+    def __init__(self, accounting: BlockAccounting, max_rows: int, homes: int = 0) -> None:
         """``max_rows``: of a step. ``homes``: lanes in which sequences begin, the first ones; 0 = all."""
-        self._accounting, self._homes = ledger, homes
-        self.spill = SpillPlacement(ledger, homes) if ledger.placement.single_shard else None
+        self._accounting, self._homes = accounting, homes
+        self.spill = SpillPlacement(accounting, homes) if accounting.placement.single_shard else None
         self._max_rows = max_rows
         self.cordoned: set[int] = set()  # groups in which no sequence begins
-        self._num_groups = len(ledger.kv_shards)
+        self._num_groups = len(accounting.kv_shards)
 
     @property
     def _all_locations(self) -> list[KvLocation]:
@@ -51,9 +51,9 @@ class KvAllocator:
             KvLocation(lane) for lane in range(min(self._homes or MAX_LISTED_SHARDS, self._accounting.num_kv_shards))
         ]
 
-    def max_blocks(self, place: KvLocation, length: int) -> list[int]:
-        """That a sequence at ``place``, of ``length`` tokens, takes at most."""
-        return self._accounting.max_blocks(place, length, self._max_rows)
+    def max_blocks(self, location: KvLocation, length: int) -> list[int]:
+        """That a sequence at ``location``, of ``length`` tokens, takes at most."""
+        return self._accounting.max_blocks(location, length, self._max_rows)
 
     def max_sequences(self, length: int, most_kept: int = 0) -> float:
         """How many sequences of ``length`` tokens all blocks hold at once, if each place has as many of them.
@@ -98,14 +98,14 @@ class KvAllocator:
         return fit
 
     def _fit_at(
-        self, place: KvLocation | None, sequence: Sequence, hit: PrefixHit | LoadableKv | None, left: list[int]
+        self, location: KvLocation | None, sequence: Sequence, hit: PrefixHit | LoadableKv | None, left: list[int]
     ) -> Allocation | None:
-        if place is None:
+        if location is None:
             return None
-        blocks = self.max_blocks(place, sequence.num_tokens_with_placeholders)
+        blocks = self.max_blocks(location, sequence.num_tokens_with_placeholders)
         if isinstance(hit, PrefixHit):
             blocks = [max(0, n) for n in subtract(blocks, list(hit.blocks))]
-        return Allocation(place, blocks, hit) if min(subtract(left, blocks)) >= 0 else None
+        return Allocation(location, blocks, hit) if min(subtract(left, blocks)) >= 0 else None
 
     def can_never_fit(self, sequence: Sequence) -> bool:
         """Whether a new sequence without stored tokens finds no room even if running sequences take none: a quick look.

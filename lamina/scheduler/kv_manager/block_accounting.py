@@ -34,8 +34,9 @@ class BlockAccounting(Protocol):
         """Blocks that nobody holds."""
         ...
 
-    def max_blocks(self, place: KvLocation, length: int, max_rows: int) -> list[int]:
-        """Blocks that a sequence at ``place``, of up to ``length`` tokens, takes at most, ``max_rows`` rows a step."""
+    def max_blocks(self, location: KvLocation, length: int, max_rows: int) -> list[int]:
+        """Blocks that a sequence at ``location``, of up to ``length`` tokens, takes at most, ``max_rows`` rows a "
+        "step."""
         ...
 
     def blocks_needed(self, rows: Iterable[RowRange]) -> Blocks:

@@ -43,12 +43,14 @@ class _StripeCopy(NamedTuple):
 class KvMigration:
     """``ranks``: each copies what it has of the stripes; 0, or layers with a window: nothing moves."""
 
-    def __init__(self, ledger: BlockAccounting, room: KvAllocator, prefixes: PrefixCache, ranks: int) -> None:
+    def __init__(
+        self, accounting: BlockAccounting, allocator: KvAllocator, prefix_cache: PrefixCache, ranks: int
+    ) -> None:
         self.num_moved_blocks = 0  # KV blocks of each layer, that have gone home, or left
         self.closing_shards: set[int] = set()  # groups of memory workers that are to go: whole sequences leave them
         self._stuck = False  # none of those that are left there finds room elsewhere
-        self._accounting, self._allocator, self._prefix_cache = ledger, room, prefixes
-        self._ranks = 0 if any(ledger.windows) else ranks  # of what a window has passed there is nothing to copy
+        self._accounting, self._allocator, self._prefix_cache = accounting, allocator, prefix_cache
+        self._ranks = 0 if any(accounting.windows) else ranks  # of what a window has passed there is nothing to copy
         self._copy: _StripeCopy | None = None
         self._stored, self._failed = 0, False  # of it: ranks that have it
         self._unsure: dict[int, int] = {}  # sequence -> step, before which not all know where it lies
@@ -82,13 +84,14 @@ class KvMigration:
             if self._unsure.get(rows.sequence, step.step + 1) <= step.step:
                 del self._unsure[rows.sequence]
 
-    def roll_back(self, kept: Callable[[SurvivingKv], int]) -> Callable[[SurvivingKv], int]:
-        """Steps in flight are taken back. What memory workers have, as ``kept`` tells it; of a sequence that not all
+    def roll_back(self, surviving: Callable[[SurvivingKv], int]) -> Callable[[SurvivingKv], int]:
+        """Steps in flight are taken back. What memory workers have,
+        as ``surviving`` tells it; of a sequence that not all
         know to lie elsewhere nothing is.
         """
         unsure = set(self._unsure)
         self._copy, self._unsure, self._fails, self._stuck = None, {}, not self._ranks, False
-        return lambda keep: 0 if keep.sequence in unsure else kept(keep)
+        return lambda keep: 0 if keep.sequence in unsure else surviving(keep)
 
     def add_ops(self, batches: Several[Batch], step: int, new_sequence_id: Callable[[], int], *, crowded: bool) -> None:
         """Add the ops that are due to the plans of ``step``, the next ones. ``new_sequence_id``: gives the number of a
@@ -158,8 +161,8 @@ class KvMigration:
                 rests[lane] = min(rest[g] for g in groups)
         return max(rests, key=rests.__getitem__, default=None)
 
-    def _groups(self, lane: int) -> set[int]:
-        return {group for group, lanes in enumerate(self._accounting.kv_shards) if lane in lanes}
+    def _groups(self, kv_shard: int) -> set[int]:
+        return {group for group, lanes in enumerate(self._accounting.kv_shards) if kv_shard in lanes}
 
     def _is_leaving(self, sequence: Sequence) -> bool:
         return bool(self.closing_shards) and not self._groups(sequence.location.kv_shard).isdisjoint(

@@ -47,7 +47,7 @@ class OffloadIndex:
     def __init__(
         self,
         facts: OffloadFacts,
-        ledger: BlockTables,
+        tables: BlockTables,
         holders: Several[Several[int]],
         *,
         whole: int = 1,
@@ -61,8 +61,8 @@ class OffloadIndex:
         self._exact = not prompts_only  # whether a page is kept, too, that is not whole
         self._keys = PageKeys(facts)
         self.identity = facts.identity
-        self._ledger = ledger
-        windows = [w for w in ledger.windows if w]
+        self._ledger = tables
+        windows = [w for w in tables.windows if w]
         self._most = min(windows) if windows else 0  # tokens of which a pool holds all, if they are loaded at once
         self._next_id = 0
         self._moving: dict[int, PageTransfer] = {}
@@ -165,24 +165,24 @@ class OffloadIndex:
         moved = tuple((n - m) * page for m, n in enumerate(left[:most]))
         return LoadableKv(most * page, able, tuple(keys[:most]), page_shifts=moved)
 
-    def _num_moved(self, keys: Several[bytes], numbers: Several[int], place: KvLocation) -> int:
+    def _num_moved(self, keys: Several[bytes], numbers: Several[int], location: KvLocation) -> int:
         """Pages, from the first on, that are there, in the lane where they will lie."""
-        lanes = [(self._kv_shard(place, now), self._kv_shard(place, was)) for now, was in enumerate(numbers)]
+        lanes = [(self._kv_shard(location, now), self._kv_shard(location, was)) for now, was in enumerate(numbers)]
         there = [
             now == was and now in self._kv_shards.get(key, ()) for (now, was), key in zip(lanes, keys, strict=True)
         ]
         return there.index(False) if False in there else len(there)
 
-    def _with_part(self, sequence: Sequence, whole: int, place: KvLocation, stop: int) -> int:
+    def _with_part(self, sequence: Sequence, whole: int, location: KvLocation, stop: int) -> int:
         """Behind its ``whole`` tokens that are there, how far a page goes that is there and not whole."""
-        lane, most = self._kv_shard(place, whole // self.page_size), min(stop, whole + self.page_size - 1)
+        lane, most = self._kv_shard(location, whole // self.page_size), min(stop, whole + self.page_size - 1)
         lengths = range(most, whole, -1) if self._exact and (whole or self.is_complete) else ()
         keys = ((n, self._keys.partial_page_key(sequence, n)) for n in lengths)
         return next((n for n, key in keys if key and self._has(key[0], lane)), whole)
 
-    def num_loadable_pages(self, keys: Several[bytes], place: KvLocation) -> int:
-        """Pages, from the first of ``keys`` on, that a sequence at ``place`` can load."""
-        there = (self._has(key, self._kv_shard(place, number)) for number, key in enumerate(keys))
+    def num_loadable_pages(self, keys: Several[bytes], location: KvLocation) -> int:
+        """Pages, from the first of ``keys`` on, that a sequence at ``location`` can load."""
+        there = (self._has(key, self._kv_shard(location, number)) for number, key in enumerate(keys))
         return next((number for number, has in enumerate(there) if not has), len(keys))
 
     def locations(self, *others: KvLocation) -> list[KvLocation]:
@@ -191,8 +191,8 @@ class OffloadIndex:
         there = [x for x in others if all(lane < num for lane in (x.kv_shard, *(run.kv_shard for run in x.moved_runs)))]
         return list(dict.fromkeys([*there, *map(KvLocation, range(num))]))
 
-    def _has(self, key: bytes, lane: int) -> bool:
-        return self.is_complete or lane in self._kv_shards.get(key, ())
+    def _has(self, key: bytes, kv_shard: int) -> bool:
+        return self.is_complete or kv_shard in self._kv_shards.get(key, ())
 
     @property
     def has_pending_ops(self) -> bool:
@@ -406,9 +406,9 @@ class OffloadIndex:
         """Of the whole pages of ``tokens``, of a prompt with ``salt``."""
         return self._keys.keys_after(salt, tokens)
 
-    def _kv_shard(self, place: KvLocation, number: int) -> int:
+    def _kv_shard(self, location: KvLocation, number: int) -> int:
         """Of a page."""
-        return self._ledger.placement.kv_shard_at(place, number * self.page_size // self._ledger.block_size)
+        return self._ledger.placement.kv_shard_at(location, number * self.page_size // self._ledger.block_size)
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:

@@ -74,7 +74,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        ledger: BlockAccounting,
+        accounting: BlockAccounting,
         page: int,
         *,
         prompts_only: bool = False,
@@ -84,7 +84,7 @@ class PrefixCache:
         """``page``: tokens, a multiple of the block size; 0 = nothing is retained. ``prompts_only``: completions
         are not. ``exact``: what is in common goes on behind whole pages, to the token. ``clock``: seconds.
         """
-        self._accounting = ledger
+        self._accounting = accounting
         self._page = page
         self._prompts_only, self._exact = prompts_only, exact
         self._roots: dict[bytes, PrefixNode] = {}  # by salt; one that leads nowhere is not there
@@ -289,9 +289,10 @@ class PrefixCache:
                 yield from known.sequence.page_keys
                 yield from known.sequence.partial_page_keys.values()
 
-    def keep_surviving(self, kept: Callable[[SurvivingKv], int]) -> list[SurvivingKv]:
+    def keep_surviving(self, surviving: Callable[[SurvivingKv], int]) -> list[SurvivingKv]:
         """Behind a change of the view nobody runs, and of what is retained that stays which is there whole: it is
-        returned; a shifted leaf does not, as nobody can tell whether it lies as before. ``kept``: how many tokens are
+        returned; a shifted leaf does not,
+        as nobody can tell whether it lies as before. ``surviving``: how many tokens are
         there of what is to be kept.
         """
         keep = list[SurvivingKv]()
@@ -300,15 +301,15 @@ class PrefixCache:
             each = SurvivingKv(number, sum(map(len, pages)) or (owner.length if owner else 0), sequence.location)
             if number not in self._retained:
                 self._forget(number)
-            elif each.length and not shifted and kept(each) == each.length:
+            elif each.length and not shifted and surviving(each) == each.length:
                 keep.append(each)
             else:
                 self.evict(number)
         return keep
 
-    def relocate(self, kept: Iterable[SurvivingKv]) -> None:
-        """Behind ``keep_surviving``: what is retained lies where ``kept`` says now, or nowhere any more."""
-        places = {each.sequence: each.location for each in kept}
+    def relocate(self, surviving: Iterable[SurvivingKv]) -> None:
+        """Behind ``keep_surviving``: what is retained lies where ``surviving`` says now, or nowhere any more."""
+        places = {each.sequence: each.location for each in surviving}
         for number in list(self._retained):
             if number not in places:
                 self.evict(number)

@@ -61,13 +61,18 @@ class PromptCache:
     """
 
     def __init__(
-        self, worker: int, directory: PrefixDirectory, keys: PromptPageKeys, ledger: BlockAccounting, room: Several[int]
+        self,
+        worker: int,
+        directory: PrefixDirectory,
+        keys: PromptPageKeys,
+        accounting: BlockAccounting,
+        room: Several[int],
     ) -> None:
-        """``ledger``: of the worker's blocks. ``room``: those by layer group that kept prompts never take: for the
+        """``accounting``: of the worker's blocks. ``room``: those by layer group that kept prompts never take: for the
         prompt that is computed, and for the first chunk of the next, in whose plan others give way.
         """
-        self._worker, self._directory, self._keys, self._accounting = worker, directory, keys, ledger
-        self._max_cached = [n - r for n, r in zip(ledger.num_blocks, room, strict=True)]
+        self._worker, self._directory, self._keys, self._accounting = worker, directory, keys, accounting
+        self._max_cached = [n - r for n, r in zip(accounting.num_blocks, room, strict=True)]
         self._cached = OrderedDict[int, list[bytes]]()  # those that are whole, the least recently used first
         self._promised = dict[bytes, dict[int, None]]()  # page -> which of these have it
         self._sources = dict[int, int]()  # prompt -> the kept one with whose KV it is to begin

@@ -31,9 +31,11 @@ from .prefix_cache import PrefixCache
 class SessionCache:
     """Of all sessions, whose leaves ``prefixes`` retains."""
 
-    def __init__(self, prefixes: PrefixCache, ledger: BlockAccounting, tier: OffloadIndex | None) -> None:
-        self._sessions, self._prefix_cache, self._offload_index = prefixes.sessions, prefixes, tier
-        self._accounting = ledger
+    def __init__(
+        self, prefix_cache: PrefixCache, accounting: BlockAccounting, offload_index: OffloadIndex | None
+    ) -> None:
+        self._sessions, self._prefix_cache, self._offload_index = prefix_cache.sessions, prefix_cache, offload_index
+        self._accounting = accounting
         self.num_shifts = 0
 
     def list_tenant(self, tenant: bytes) -> list[SessionInfo]:

@@ -25,13 +25,15 @@ from .block_accounting import BlockAccounting
 class SpillPlacement:
     """The loans of a ledger whose sequences stay, but for stripes on loan. Blocks are by layer group."""
 
-    def __init__(self, ledger: BlockAccounting, homes: int = 0) -> None:
+    def __init__(self, accounting: BlockAccounting, homes: int = 0) -> None:
         """``homes``: lanes in which sequences begin, the first ones; 0 = all."""
-        self._homes = homes or ledger.num_kv_shards
-        self._accounting, self._placement = ledger, ledger.placement
-        self._stripe_blocks = ledger.block_size
-        first = self.free_stripes(ledger.num_blocks)  # one lane of each worker
-        self._owners = {lane: next(at for at in first if self._same(at, lane)) for lane in range(ledger.num_kv_shards)}
+        self._homes = homes or accounting.num_kv_shards
+        self._accounting, self._placement = accounting, accounting.placement
+        self._stripe_blocks = accounting.block_size
+        first = self.free_stripes(accounting.num_blocks)  # one lane of each worker
+        self._owners = {
+            lane: next(at for at in first if self._same(at, lane)) for lane in range(accounting.num_kv_shards)
+        }
 
     def choose_location(
         self, begun: KvLocation | None, length: int, kept: int, blocks: Iterable[int]
@@ -54,12 +56,12 @@ class SpillPlacement:
         lent = None if whole else self.choose_location(None, length, 0, blocks)
         return whole or ([lent] if lent else [])
 
-    def _can_begin(self, lane: int, room: int, length: int) -> bool:
-        return lane < self._homes and room >= self._stripes(length)
+    def _can_begin(self, kv_shard: int, room: int, length: int) -> bool:
+        return kv_shard < self._homes and room >= self._stripes(length)
 
-    def location_of_prefix(self, place: KvLocation, length: int) -> KvLocation:
-        """Where the first ``length`` tokens of a sequence at ``place`` are."""
-        return location_of_prefix(place, self._stripes(length))
+    def location_of_prefix(self, location: KvLocation, length: int) -> KvLocation:
+        """Where the first ``length`` tokens of a sequence at ``location`` are."""
+        return location_of_prefix(location, self._stripes(length))
 
     def spill_next_stripes(self, wanted: Mapping[Sequence, int], free: Callable[[], list[int]]) -> list[Sequence]:
         """Borrow for the next rows of sequences that decode, so many each, where they begin a stripe for which home has
@@ -114,9 +116,9 @@ class SpillPlacement:
         """Lane -> stripes, the first lane of each memory worker."""
         return free_stripes_by_shard(self._placement, self._accounting.kv_shards, self._accounting.windows, blocks)
 
-    def _least_blocks(self, lane: int, blocks: list[int]) -> int:
+    def _least_blocks(self, kv_shard: int, blocks: list[int]) -> int:
         each = zip(blocks, self._accounting.kv_shards, self._accounting.windows, strict=True)
-        return min((n for n, lanes, window in each if lane in lanes and not window), default=0)
+        return min((n for n, lanes, window in each if kv_shard in lanes and not window), default=0)
 
     def _same(self, one: int, other: int) -> bool:
         return all((one in lanes) == (other in lanes) for lanes in self._accounting.kv_shards)

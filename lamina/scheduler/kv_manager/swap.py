@@ -31,9 +31,9 @@ class SwapPolicy:
     than to be computed.
     """
 
-    def __init__(self, tier: OffloadIndex, mode: str, nonce: bytes, *, fixed: bool = False) -> None:
+    def __init__(self, offload_index: OffloadIndex, mode: str, nonce: bytes, *, fixed: bool = False) -> None:
         """``nonce``: no other engine has it. ``fixed``: times decide nothing."""
-        self._offload_index, self._nonce = tier, nonce
+        self._offload_index, self._nonce = offload_index, nonce
         self._always, self._never = mode == "swap" or (mode == "auto" and fixed), mode == "recompute"
         self._swapped: dict[Sequence, _Swapped] = {}
         self._load_s: float | None = None  # of a token

@@ -117,7 +117,7 @@ class Sessions:
         session.turns = min(session.turns + 1, MOST_COUNT)
 
     def on_turn_ended(
-        self, session: SessionState, leaf: int, length: int, place: KvLocation, discarded: TokenRanges = ()
+        self, session: SessionState, leaf: int, length: int, location: KvLocation, discarded: TokenRanges = ()
     ) -> int | None:
         """A turn has ended: its KV is that of the retained sequence ``retained_sequence``. Returns the one before,
         which nobody needs any more.
@@ -127,7 +127,7 @@ class Sessions:
         session.retained_sequence, session.length, session.location, session.discarded_ranges = (
             leaf,
             length,
-            place,
+            location,
             discarded,
         )
         if self._by_name.get(session.name) is session:

@@ -17,12 +17,12 @@ from lamina.protocol.step_plan import DropBlocks
 from lamina.scheduler.sequence import Sequence
 
 
-def row_ops(picked: Mapping[Sequence, int], evictions: BlockPruner | None) -> list[RowOp]:
+def row_ops(picked: Mapping[Sequence, int], pruner: BlockPruner | None) -> list[RowOp]:
     """What a plan says of the next rows of ``picked``, so many each, besides the rows themselves."""
     lone = [s for s, count in picked.items() if count == 1 and (s.full_attention or s.kv_budget)]
     return [
         *(SelectBlocks(s.id, 0 if s.full_attention else s.kv_budget) for s in lone),
-        *(evictions.score_ops(picked) if evictions else ()),
+        *(pruner.score_ops(picked) if pruner else ()),
     ]
 
 

@@ -87,7 +87,7 @@ class ReferenceDecoder:
         now = f"{self.budget_tokens} tokens" if self.budget_tokens else "all"
         return f"{why}: running completions begin anew with all KV, new ones have {now} of it in sparse layers"
 
-    def update(self, batches: Several[Batch], waiting: deque[Sequence], relief: Preemption) -> None:
+    def update(self, batches: Several[Batch], waiting: deque[Sequence], preemption: Preemption) -> None:
         """Between two rounds: end the shadows of sequences that go on no more, and have sequences of a lower rung begin
         anew.
         """
@@ -102,7 +102,7 @@ class ReferenceDecoder:
                     self._keep_all(sequence)
             for batch in batches:
                 for sequence in [s for s in reversed(batch.running) if self._is_stale(s)]:
-                    relief.preempt(batch, sequence)
+                    preemption.preempt(batch, sequence)
                     self._rebuild(sequence)
                     requeue(waiting, sequence)
         for sequence in (*waiting, *(s for batch in batches for s in batch.running)):

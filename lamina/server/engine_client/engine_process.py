@@ -248,14 +248,14 @@ class _EngineLoop:
         elif message.number is not None:
             self._outbox.put(SessionsReply(message.number, [], refusal=message.text, blame=ErrorOrigin.SERVER))
 
-    def _report_sessions(self, asked: SessionsRequest) -> None:
+    def _report_sessions(self, request: SessionsRequest) -> None:
         sessions, copy, refusal, blame = list[SessionInfo](), None, "", ErrorOrigin.CLIENT
         try:
-            sessions = self._engine.scheduler.session_cache.list_tenant(asked.tenant)
-            if asked.drop is not None:
-                sessions = [s for s in sessions if s.name == asked.drop]
-                self._engine.drop_session(SessionName(asked.tenant, asked.drop))
-            copy = self._port_session(asked)
+            sessions = self._engine.scheduler.session_cache.list_tenant(request.tenant)
+            if request.drop is not None:
+                sessions = [s for s in sessions if s.name == request.drop]
+                self._engine.drop_session(SessionName(request.tenant, request.drop))
+            copy = self._port_session(request)
         except ValueError as e:
             refusal = str(e)
         except WorkerError:
@@ -263,16 +263,16 @@ class _EngineLoop:
         except Exception as e:
             log.exception("a question about sessions could not be answered")
             refusal, blame = f"the engine could not answer: {type(e).__name__}: {e}", ErrorOrigin.SERVER
-        self._outbox.put(SessionsReply(asked.number, sessions, copy, refusal, blame))
+        self._outbox.put(SessionsReply(request.number, sessions, copy, refusal, blame))
 
-    def _port_session(self, asked: SessionsRequest) -> SessionCopy | None:
+    def _port_session(self, request: SessionsRequest) -> SessionCopy | None:
         leaves = self._engine.scheduler.session_cache
-        if asked.import_ is not None:
-            leaves.import_session(asked.tenant, asked.import_, self._engine.worker_info.max_model_len)
-        if asked.copy is None:
+        if request.import_ is not None:
+            leaves.import_session(request.tenant, request.import_, self._engine.worker_info.max_model_len)
+        if request.copy is None:
             return None
         self._engine.release_idle_blocks()  # its last turn has ended for the client; so it has for the scheduler, then
-        return leaves.export_session(SessionName(asked.tenant, asked.copy))
+        return leaves.export_session(SessionName(request.tenant, request.copy))
 
     def _add(self, add: AddPrompt) -> None:
         try:

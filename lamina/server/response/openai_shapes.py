@@ -52,12 +52,12 @@ class ResponseShape(Protocol):
 class CompletionResponse:
     """/v1/completions."""
 
-    def __init__(self, call: AnsweredRequest, texts: TokenTexts, asked: AcceptedRecord) -> None:
+    def __init__(self, call: AnsweredRequest, texts: TokenTexts, record: AcceptedRecord) -> None:
         self._call = call
         self._texts = texts
-        self._head = head_of(asked)
-        self._echo = asked.echo
-        self._ids = asked.token_ids
+        self._head = head_of(record)
+        self._echo = record.echo
+        self._ids = record.token_ids
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._prompt_entries: dict[int, list[Raw]] = {}
         self._begun: set[int] = set()
@@ -126,12 +126,12 @@ class CompletionResponse:
 class ChatResponse:
     """/v1/chat/completions."""
 
-    def __init__(self, call: AnsweredRequest, texts: TokenTexts, asked: AcceptedRecord) -> None:
+    def __init__(self, call: AnsweredRequest, texts: TokenTexts, record: AcceptedRecord) -> None:
         self._call = call
         self._texts = texts
-        self._head = head_of(asked)
-        self._ids = asked.token_ids
-        self._echo = call.prompts[0].text if asked.echo else ""
+        self._head = head_of(record)
+        self._ids = record.token_ids
+        self._echo = call.prompts[0].text if record.echo else ""
         self._entries: list[Raw] | None = None  # of the prompt
 
     def head(self, *, stream: bool) -> dict[str, Any]:

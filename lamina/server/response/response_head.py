@@ -55,12 +55,12 @@ def usage_of(prompt: int, completion: int, cached: int, *, details_always: bool 
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total, **details}
 
 
-def head_of(asked: AcceptedRecord) -> dict[str, Any]:
+def head_of(record: AcceptedRecord) -> dict[str, Any]:
     """The fields that begin the answer and each of its chunks; ``object`` is filled in by the answer's shape."""
     return {
-        "id": asked.id,
+        "id": record.id,
         "object": "",
-        "created": asked.created,
-        "model": asked.model,
+        "created": record.created,
+        "model": record.model,
         "system_fingerprint": FINGERPRINT,
     }

@@ -14,20 +14,20 @@ from lamina.server.middleware.budget import Holding, MemoryBudget
 RETRY_AFTER_S = 1
 
 
-def answer_costs(asked: AcceptedRecord, lengths: Sequence[int], ready: EngineReady) -> dict[str, int]:
+def answer_costs(record: AcceptedRecord, lengths: Sequence[int], ready: EngineReady) -> dict[str, int]:
     """Bytes that an answer may take, by the field that asks for them. ``lengths``: tokens of each prompt.
 
     The first completion counts nothing without log-probabilities: the KV pool and --max-num-queued-reqs bound these.
     """
-    params, limit = asked.params, ready.max_model_len
+    params, limit = record.params, ready.max_model_len
     most = [min(params.max_tokens or limit, max(1, limit - length)) for length in lengths]
     each = sum(most)
     costs = {"n" if params.n > 1 else "prompt": (params.n * each - max(most)) * ANSWER_TOKEN}
     if params.logprobs is not None:
-        name = "logprobs" if asked.kind == "cmpl" else "top_logprobs"
+        name = "logprobs" if record.kind == "cmpl" else "top_logprobs"
         costs[name] = params.n * each * _alternatives(params.logprobs, ready) * SCORE
     if params.prompt_logprobs is not None:
-        name = "echo" if asked.echo else "prompt_logprobs"
+        name = "echo" if record.echo else "prompt_logprobs"
         tokens = sum(min(length, limit) for length in lengths)
         costs[name] = tokens * _alternatives(params.prompt_logprobs, ready) * PROMPT_SCORE
     return costs

@@ -47,8 +47,8 @@ class FaultRunner:
 
     moved_bytes = 0
 
-    def __init__(self, llm: LLM, wire: RecordingExecutor, tripwire: Failpoint, fault: Death) -> None:
-        self._llm, self._wire, self._tripwire, self._fault = llm, wire, tripwire, fault
+    def __init__(self, llm: LLM, executor: RecordingExecutor, tripwire: Failpoint, fault: Death) -> None:
+        self._llm, self._wire, self._tripwire, self._fault = llm, executor, tripwire, fault
         self._role, _, number = fault.victim.partition("-")
         self._number = int(number)
         self._in_time = False

@@ -14,8 +14,8 @@ from .verdict import Plans
 class RecordingExecutor:
     """Notes the plans of the steps that pass, and tells of each change of the view before the engine hears of it."""
 
-    def __init__(self, wire: Executor) -> None:
-        self._wire = wire
+    def __init__(self, executor: Executor) -> None:
+        self._wire = executor
         self.clear()
 
     def clear(self) -> None:

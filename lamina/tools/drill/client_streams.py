@@ -84,14 +84,14 @@ def read_all(
     timeout_s: float,
     hit: Callable[[], object] | None,
     after_s: float,
-    told: list[StreamRecord] | None = None,
+    records: list[StreamRecord] | None = None,
 ) -> list[StreamRecord]:
-    """All at a time, each to its end, into ``told``, at which others may look meanwhile; ``hit`` is called so much
+    """All at a time, each to its end, into ``records``, at which others may look meanwhile; ``hit`` is called so much
     later. Raises what it does.
     """
-    told = [StreamRecord() for _ in bodies] if told is None else told
+    records = [StreamRecord() for _ in bodies] if records is None else records
     try:
-        return asyncio.run(_read_all(url, bodies, timeout_s, hit, after_s, told))
+        return asyncio.run(_read_all(url, bodies, timeout_s, hit, after_s, records))
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
 
@@ -102,26 +102,26 @@ async def _read_all(
     timeout_s: float,
     hit: Callable[[], object] | None,
     after_s: float,
-    told: list[StreamRecord],
+    records: list[StreamRecord],
 ) -> list[StreamRecord]:
     from lamina.tools.bench.openai_client import open_client
 
     async with open_client(url, "", timeout_s) as http, asyncio.TaskGroup() as group:
         if hit is not None:
             group.create_task(_call(hit, after_s))
-        for body, one in zip(bodies, told, strict=True):
+        for body, one in zip(bodies, records, strict=True):
             group.create_task(_read(http, body, one))
-    return told
+    return records
 
 
-def read_one(url: str, body: dict[str, Any], timeout_s: float, told: StreamRecord) -> None:
-    """To its end, into ``told``, at which others may look meanwhile."""
+def read_one(url: str, body: dict[str, Any], timeout_s: float, record: StreamRecord) -> None:
+    """To its end, into ``record``, at which others may look meanwhile."""
 
     async def read() -> None:
         from lamina.tools.bench.openai_client import open_client
 
         async with open_client(url, "", timeout_s) as http:
-            await _read(http, body, told)
+            await _read(http, body, record)
 
     asyncio.run(read())
 
@@ -131,38 +131,38 @@ async def _call(hit: Callable[[], object], after_s: float) -> None:
     await asyncio.to_thread(hit)  # which may wait for its moment
 
 
-async def _read(http: Any, body: dict[str, Any], told: StreamRecord) -> None:
+async def _read(http: Any, body: dict[str, Any], record: StreamRecord) -> None:
     import aiohttp
 
     from lamina.tools.bench.openai_client import events
 
     try:
         async with http.post("v1/completions", json=body) as response:
-            told.error = "" if response.status == 200 else f"status {response.status}"
+            record.error = "" if response.status == 200 else f"status {response.status}"
             async for data in events(response):
-                _take(told, data)
+                _take(record, data)
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-        told.error = f"{type(error).__name__}: {error}"
-    if not told.error and len(told.reasons) != body.get("n", 1):
-        told.error = "it ended without a reason"
+        record.error = f"{type(error).__name__}: {error}"
+    if not record.error and len(record.reasons) != body.get("n", 1):
+        record.error = "it ended without a reason"
 
 
-def _take(told: StreamRecord, data: bytes) -> None:
+def _take(record: StreamRecord, data: bytes) -> None:
     import msgspec
 
     chunk = msgspec.json.decode(data)
-    told.id = chunk.get("id", told.id)
+    record.id = chunk.get("id", record.id)
     if "error" in chunk:
-        told.error = str(chunk["error"])
+        record.error = str(chunk["error"])
     for choice in chunk.get("choices") or ():
-        told.times.append(time.perf_counter())
+        record.times.append(time.perf_counter())
         index, logprobs = choice["index"], choice.get("logprobs")
-        told.texts[index] = told.texts.get(index, "") + choice["text"]
-        told.ids.setdefault(index, []).extend(choice["token_ids"])
+        record.texts[index] = record.texts.get(index, "") + choice["text"]
+        record.ids.setdefault(index, []).extend(choice["token_ids"])
         if logprobs:
             pairs = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
-            told.scores.setdefault(index, []).extend(pairs)
+            record.scores.setdefault(index, []).extend(pairs)
         if choice.get("finish_reason"):
-            told.reasons[index] = choice["finish_reason"]
+            record.reasons[index] = choice["finish_reason"]
     if usage := chunk.get("usage"):
-        told.tokens = usage["completion_tokens"]
+        record.tokens = usage["completion_tokens"]

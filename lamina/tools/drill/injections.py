@@ -113,7 +113,11 @@ class Drill:
         return due
 
     def _strike_all(
-        self, due: Sequence[tuple[str, FaultPoint]], victim: Victim, strikes: list[Injection], told: list[StreamRecord]
+        self,
+        due: Sequence[tuple[str, FaultPoint]],
+        victim: Victim,
+        strikes: list[Injection],
+        records: list[StreamRecord],
     ) -> None:
         """Each once the server has made good the one before; as long as half of the streams are read."""
         target, rng = self._target, self._rng
@@ -121,7 +125,7 @@ class Drill:
             role, how = self._faults[fault]
             if number:
                 time.sleep(rng.uniform(*BETWEEN) * self._took)
-                if sum(one.tokens > 0 for one in told) > len(told) // 2:
+                if sum(one.tokens > 0 for one in records) > len(records) // 2:
                     return
                 victim = target.victim(role, rng)
             kind = target.inject(victim, how, moment)
@@ -136,9 +140,9 @@ class Drill:
         return strike.fault in SILENT or self._target.is_noticed(NOTICE_S)
 
     def _blow(
-        self, strike: Injection, until: float, told: Sequence[StreamRecord], verdicts: Counter[str]
+        self, strike: Injection, until: float, records: Sequence[StreamRecord], verdicts: Counter[str]
     ) -> FaultResult:
-        pauses = [x for one in told if (x := one.pause_after(strike.at, until)) is not None]
+        pauses = [x for one in records if (x := one.pause_after(strike.at, until)) is not None]
         target, pause = self._target, max(pauses, default=0.0)
         noticed, idle = target.noticed_s(strike.at, until), target.idle_s(strike.at, until)
         rebuilt = target.rebuilt(strike.at, until)
@@ -149,14 +153,14 @@ class Drill:
         bodies: Sequence[dict[str, Any]],
         hit: Callable[[], object] | None = None,
         after_s: float = 0.0,
-        told: list[StreamRecord] | None = None,
+        records: list[StreamRecord] | None = None,
     ) -> list[StreamRecord]:
-        return read_all(self._target.url, bodies, self._args.timeout_s, hit, after_s, told)
+        return read_all(self._target.url, bodies, self._args.timeout_s, hit, after_s, records)
 
     def _read_one(self, body: dict[str, Any]) -> StreamRecord:
         return self._read([body])[0]
 
-    def _judged(self, told: Sequence[StreamRecord], *, well: bool) -> Counter[str]:
+    def _judged(self, records: Sequence[StreamRecord], *, well: bool) -> Counter[str]:
         """Where the server is well, streams without a seed are asked for again, with the seed that they were given, and
         without the KV that the hit streams have left: damage in it would be in both answers.
         """
@@ -164,26 +168,26 @@ class Drill:
         known = {i for i, b in enumerate(bodies) if has_one_answer(b)}
         if well:
             seeds = seeds_of(self._target.journal)
-            again = [i for i, one in enumerate(told) if i not in known and one.id in seeds]
+            again = [i for i, one in enumerate(records) if i not in known and one.id in seeds]
             for i in again:
-                bodies[i] = {**bodies[i], "seed": seeds[told[i].id]}
+                bodies[i] = {**bodies[i], "seed": seeds[records[i].id]}
             wanted.update(zip(again, self._read([bodies[i] for i in again]), strict=True))
             known.update(again)
-        verdicts = [verdict(one, wanted[i], exactly=i in known) for i, one in enumerate(told)]
-        error = max((error_of(one, wanted[i]) for i, one in enumerate(told) if i in known), default=0.0)
+        verdicts = [verdict(one, wanted[i], exactly=i in known) for i, one in enumerate(records)]
+        error = max((error_of(one, wanted[i]) for i, one in enumerate(records) if i in known), default=0.0)
         for i in known if well else ():
-            if verdicts[i] == "wrong" and is_numeric_tie(told[i], wanted[i], bodies[i], error, self._read_one):
+            if verdicts[i] == "wrong" and is_numeric_tie(records[i], wanted[i], bodies[i], error, self._read_one):
                 verdicts[i] = "edge"
         for i, word in enumerate(verdicts):
             if word in BAD:
-                words = difference_text(told[i], wanted[i])
+                words = difference_text(records[i], wanted[i])
                 log.warning("stream %d was %s: %s (error %.1g): %s", i, word, words, error, bodies[i])
-                log.warning("stream %d was told tokens %s; wanted are %s", i, told[i].ids, wanted[i].ids)
+                log.warning("stream %d was told tokens %s; wanted are %s", i, records[i].ids, wanted[i].ids)
         return Counter(verdicts)
 
 
-def _in_time(strikes: Sequence[Injection], told: Sequence[StreamRecord]) -> list[Injection]:
+def _in_time(strikes: Sequence[Injection], records: Sequence[StreamRecord]) -> list[Injection]:
     """Those behind which some stream was told something, or was harmed."""
-    if any(one.error for one in told):
+    if any(one.error for one in records):
         return list(strikes)
-    return [s for s in strikes if any(one.pause_after(s.at) is not None for one in told)]
+    return [s for s in strikes if any(one.pause_after(s.at) is not None for one in records)]

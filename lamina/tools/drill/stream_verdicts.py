@@ -32,24 +32,24 @@ class Divergence(NamedTuple):
     other: int
 
 
-def verdict(told: StreamRecord, wanted: StreamRecord, *, exactly: bool = True) -> str:
+def verdict(record: StreamRecord, wanted: StreamRecord, *, exactly: bool = True) -> str:
     """right, wrong, lost or twice. Not ``exactly``: its tokens are others each time, and only how many they are, that
     each has been told with its log-probability, and the reason of the end are looked at.
     """
-    if told.error:
+    if record.error:
         return "lost"
-    count = sum(map(len, told.ids.values()))
-    if told.tokens != count:
-        return "lost" if count < told.tokens else "twice"
-    if exactly and first_divergence(told, wanted) is not None:
+    count = sum(map(len, record.ids.values()))
+    if record.tokens != count:
+        return "lost" if count < record.tokens else "twice"
+    if exactly and first_divergence(record, wanted) is not None:
         return "wrong"
-    if told.tokens != wanted.tokens:
-        return "lost" if told.tokens < wanted.tokens else "twice"
+    if record.tokens != wanted.tokens:
+        return "lost" if record.tokens < wanted.tokens else "twice"
     if not exactly:
-        counts = [{i: len(x) for i, x in one.scores.items()} for one in (told, wanted)]
-        return "right" if told.reasons == wanted.reasons and counts[0] == counts[1] else "wrong"
-    same = (told.texts, told.ids, told.reasons) == (wanted.texts, wanted.ids, wanted.reasons)
-    return "right" if same and _near(told.scores, wanted.scores) else "wrong"
+        counts = [{i: len(x) for i, x in one.scores.items()} for one in (record, wanted)]
+        return "right" if record.reasons == wanted.reasons and counts[0] == counts[1] else "wrong"
+    same = (record.texts, record.ids, record.reasons) == (wanted.texts, wanted.ids, wanted.reasons)
+    return "right" if same and _near(record.scores, wanted.scores) else "wrong"
 
 
 def _near(scores: Mapping[int, Sequence[tuple[str, float]]], wanted: Mapping[int, Sequence[tuple[str, float]]]) -> bool:
@@ -59,31 +59,31 @@ def _near(scores: Mapping[int, Sequence[tuple[str, float]]], wanted: Mapping[int
     return all(abs(a - b) <= CLOSE_LOGPROB for a, b in pairs)
 
 
-def first_divergence(told: StreamRecord, wanted: StreamRecord) -> Divergence | None:
+def first_divergence(record: StreamRecord, wanted: StreamRecord) -> Divergence | None:
     """The first choice in which they part; None where each is at most longer."""
     for choice in sorted(wanted.ids):
-        for place, (token, other) in enumerate(zip(wanted.ids[choice], told.ids.get(choice, []), strict=False)):
+        for place, (token, other) in enumerate(zip(wanted.ids[choice], record.ids.get(choice, []), strict=False)):
             if token != other:
                 return Divergence(choice, place, token, other)
     return None
 
 
-def difference_text(told: StreamRecord, wanted: StreamRecord) -> str:
+def difference_text(record: StreamRecord, wanted: StreamRecord) -> str:
     """In what they differ, for people."""
-    if told.error:
-        return told.error
-    fork = first_divergence(told, wanted)
+    if record.error:
+        return record.error
+    fork = first_divergence(record, wanted)
     if fork is None:
-        return f"{told.tokens} tokens, ended by {told.reasons}, in place of {wanted.tokens}, by {wanted.reasons}"
+        return f"{record.tokens} tokens, ended by {record.reasons}, in place of {wanted.tokens}, by {wanted.reasons}"
     return f"token {fork.place} of choice {fork.choice} is {fork.other} in place of {fork.token}"
 
 
-def error_of(told: StreamRecord, wanted: StreamRecord) -> float:
+def error_of(record: StreamRecord, wanted: StreamRecord) -> float:
     """The largest difference of a log-probability, as far as the tokens are the same."""
     worst = 0.0
-    for choice, scores in told.scores.items():
+    for choice, scores in record.scores.items():
         for (_, a), (_, b), token, other in zip(
-            scores, wanted.scores.get(choice, []), told.ids[choice], wanted.ids.get(choice, []), strict=False
+            scores, wanted.scores.get(choice, []), record.ids[choice], wanted.ids.get(choice, []), strict=False
         ):
             if token != other:
                 break
@@ -110,18 +110,18 @@ def _movers(body: Mapping[str, Any], fork: Divergence) -> range:
     return range(first, last)
 
 
-def only_choice(told: StreamRecord, choice: int) -> StreamRecord:
+def only_choice(record: StreamRecord, choice: int) -> StreamRecord:
     """As if a stream had that one alone."""
-    parts: list[dict[int, Any]] = [told.texts, told.ids, told.scores, told.reasons]
+    parts: list[dict[int, Any]] = [record.texts, record.ids, record.scores, record.reasons]
     texts, ids, scores, reasons = ({k: v for k, v in part.items() if k == choice} for part in parts)
-    return StreamRecord(texts, ids, scores, reasons, sum(map(len, ids.values())), told.error, told.times, told.id)
+    return StreamRecord(texts, ids, scores, reasons, sum(map(len, ids.values())), record.error, record.times, record.id)
 
 
 def is_numeric_tie(
-    told: StreamRecord, wanted: StreamRecord, body: Mapping[str, Any], error: float, read: Undisturbed
+    record: StreamRecord, wanted: StreamRecord, body: Mapping[str, Any], error: float, read: Undisturbed
 ) -> bool:
     """Whether the streams part at edges alone, each choice for itself. ``error``: of log-probabilities."""
-    choices = [(only_choice(told, i), only_choice(wanted, i)) for i in sorted(wanted.ids)]
+    choices = [(only_choice(record, i), only_choice(wanted, i)) for i in sorted(wanted.ids)]
     parted = [(one, first_divergence(one, same)) for one, same in choices if verdict(one, same) != "right"]
     if not parted or error > CLOSE_LOGPROB:
         return False

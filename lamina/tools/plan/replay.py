@@ -152,8 +152,8 @@ class _Asking:
 
 
 class _Replay:
-    def __init__(self, engine: FastForwardEngine, wire: SimulatedExecutor, asking: _Asking) -> None:
-        self._engine, self._wire, self._asking = engine, wire, asking
+    def __init__(self, engine: FastForwardEngine, executor: SimulatedExecutor, asking: _Asking) -> None:
+        self._engine, self._wire, self._asking = engine, executor, asking
         self._last: dict[int, tuple[int, float]] = {}  # request -> its tokens, and when the last one came
         self._gaps, self._firsts = Counter[float](), Counter[float]()
         self._tokens = self._skipped = 0

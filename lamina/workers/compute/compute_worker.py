@@ -95,7 +95,7 @@ class ComputeWorker:
         ranks: RankGroup | None = None,
         staging: Staging | None = None,
         trace: Recorder = NULL_RECORDER,
-        view: int = 0,
+        epoch: int = 0,
     ) -> None:
         """``ring``: None for the only replica; ``ranks``: None where it has all weights; ``staging``: of the program's
         device, None for the CPU. ``pool`` and the others take and give tensors of that device.
@@ -115,7 +115,7 @@ class ComputeWorker:
         self._penalties_due: dict[
             tuple[int, int], dict[int, PendingHistory]
         ] = {}  # batch, step -> what the draws ahead here count
-        self._epoch = view
+        self._epoch = epoch
         self._past = dict.fromkeys(("send_s", "wait_s", "carry_s"), 0.0)  # of older views
         self.slice_s = 0.0
         self.sample_s = 0.0
@@ -130,12 +130,12 @@ class ComputeWorker:
     def connect(
         self,
         pool: Attention,
-        view: int,
+        epoch: int,
         ring: PipelineComm | None = None,
         ranks: RankGroup | None = None,
         replica: int = 0,
     ) -> None:
-        """Go on under ``view`` with others to talk to, as the replica of that number. Of older views nothing is left:
+        """Go on under ``epoch`` with others to talk to, as the replica of that number. Of older views nothing is left:
         no turns, no last tokens, and nothing that penalties count.
         """
         before = self._must_wait()
@@ -144,7 +144,7 @@ class ComputeWorker:
             pool,
             ring or LocalPipeline(),
             ranks or SingleRank(),
-            view,
+            epoch,
         )
         self._past = dict.fromkeys(before, 0.0)
         now = self._must_wait()

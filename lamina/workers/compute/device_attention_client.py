@@ -145,9 +145,9 @@ class DeviceAttentionClient:
         return sizes
 
 
-def _share(piece: WorkerPiece, wire: DeviceTransport, line: int) -> _DeviceShare:
+def _share(piece: WorkerPiece, transport: DeviceTransport, line: int) -> _DeviceShare:
     q_heads = slice(piece.head_start * piece.q_heads_per_kv_head, piece.head_stop * piece.q_heads_per_kv_head)
-    return _DeviceShare(wire, line, piece, q_heads, slice(piece.head_start, piece.head_stop))
+    return _DeviceShare(transport, line, piece, q_heads, slice(piece.head_start, piece.head_stop))
 
 
 class Connector(Protocol):

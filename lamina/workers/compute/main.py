@@ -122,7 +122,7 @@ class ComputeServer(ModelServer):
                 ranks=ranks,
                 staging=self.staging,
                 trace=self.trace,
-                view=meeting.epoch,
+                epoch=meeting.epoch,
             )
         bind = self._bind(meeting, 0) if not start.replica else None
         return self._worker_in_epoch, structs.replace(self.ready_message(cut, bounds, meeting.epoch), bind=bind)
@@ -143,13 +143,19 @@ class ComputeServer(ModelServer):
         """Open the place where the replica before this one connects, or where the other ranks do."""
         return EpochListener(self.fabric.listen(self.start.address, reception))
 
-    def _connect_ranks(self, meeting: Connect, fabric: EpochFabric, door: EpochListener) -> EpochGroup:
+    def _connect_ranks(self, meeting: Connect, fabric: EpochFabric, listener: EpochListener) -> EpochGroup:
         """The other ranks, once all are there. Raises ValueError, ChannelError."""
         start, urls = self.start, [rank.url for rank in meeting.rank_addresses]
         names = [rank_name(rank.name) for rank in meeting.rank_addresses]
         start_s, step_s = start.deadlines.start_timeout_s, start.deadlines.step_timeout_s
         mesh = connect_mesh(
-            fabric, fabric.listener_for(door), urls, names, start.rank, start_timeout_s=start_s, step_timeout_s=step_s
+            fabric,
+            fabric.listener_for(listener),
+            urls,
+            names,
+            start.rank,
+            start_timeout_s=start_s,
+            step_timeout_s=step_s,
         )
         at = RankLocation(self.staging.device, start_s, step_s)
         self.group, choice = choose_and_open(start.topology.collective, mesh, at)
@@ -171,13 +177,13 @@ class ComputeServer(ModelServer):
             directory = find_checkpoint(self.start.path, trust_remote_code=self.start.model.trust_remote_code)
             check_room(directory, copies, available_bytes())
 
-    def _connect_pipeline(self, meeting: Connect, fabric: EpochFabric, door: EpochListener) -> PipelineChannels:
+    def _connect_pipeline(self, meeting: Connect, fabric: EpochFabric, listener: EpochListener) -> PipelineChannels:
         start, following = self.start, meeting.next_replica
         if following is None:
             raise ProtocolError("a Connect that names no next replica")
         return PipelineChannels(
             fabric,
-            fabric.listener_for(door),
+            fabric.listener_for(listener),
             following.url,
             [pipeline_name(name) for name in (meeting.previous_replica, start.name, following.name)],
             [cut.tensors for cut in self._cut.program.cuts],
@@ -301,5 +307,5 @@ class ComputeServer(ModelServer):
         )
 
 
-def _url(door: EpochListener | None) -> str:
-    return door.url if door else ""
+def _url(listener: EpochListener | None) -> str:
+    return listener.url if listener else ""

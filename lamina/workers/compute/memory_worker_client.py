@@ -31,11 +31,11 @@ class MissingKvError(ChannelError):
     """A peer lives, and has not what the driver thinks that it has."""
 
 
-def next_of_epoch(channel: Channel, view: int, timeout_s: float) -> Arrival:
+def next_of_epoch(channel: Channel, epoch: int, timeout_s: float) -> Arrival:
     """The next message that is not of an older view; those are dropped. Raises ChannelError."""
     while True:
         arrival = channel.wait_signal(timeout_s=timeout_s)
-        if MessageKey.unpack(arrival.tag).epoch >= view:
+        if MessageKey.unpack(arrival.tag).epoch >= epoch:
             return arrival
         channel.release(arrival)
 

@@ -236,11 +236,11 @@ class ModelServer:
         cut.backend.packed_memory.seal()
         return program
 
-    def ready_message(self, cut: CutModel, bounds: Sequence[BindReply], view: int) -> ComputeReady:
+    def ready_message(self, cut: CutModel, bounds: Sequence[BindReply], epoch: int) -> ComputeReady:
         """The facts that the driver must know; ``bounds``: the memory workers' answers, in their order."""
         start = self.start
         return ComputeReady(
-            epoch=view,
+            epoch=epoch,
             vocab_size=cut.loaded_model.config.get_text_config().vocab_size,
             num_layers=len(cut.layers),
             max_model_len=cut.max_len,

@@ -102,12 +102,12 @@ class RemotePipeline:
         """Whether there is somebody behind."""
         return self._next is not None
 
-    def can_receive(self, view: int, timeout_s: float) -> bool:
+    def can_receive(self, epoch: int, timeout_s: float) -> bool:
         """Whether something has come to be taken, within so long. Raises ChannelError."""
         if self._received is None:
             begun = time.perf_counter()
             with suppress(ChannelTimeout):
-                self._received = next_of_epoch(_there(self._previous), view, timeout_s)
+                self._received = next_of_epoch(_there(self._previous), epoch, timeout_s)
             self.wait_s += time.perf_counter() - begun
         return self._received is not None
 

@@ -74,7 +74,7 @@ class EpochServer:
         open_store: Callable[[BindRequest], KvStore],
         meter: Counters,
         trace: Recorder,
-        view: int = 0,
+        epoch: int = 0,
         names: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,11 +82,11 @@ class EpochServer:
         number.
         """
         self._channels = [channel]
-        self._epoch, self._names = view, names
+        self._epoch, self._names = epoch, names
         self._meter = meter
         self._trace = trace
-        self._prefill_receiver = PrefillReceiver(meter, trace, clock, view)
-        self._inbox = MessageInbox(self._channels, self._prefill_receiver, meter, view)
+        self._prefill_receiver = PrefillReceiver(meter, trace, clock, epoch)
+        self._inbox = MessageInbox(self._channels, self._prefill_receiver, meter, epoch)
         self._awaits_host_channel = False  # whether a channel for hosts is still to come
         self._store = self._bind(open_store)
         self._prefill_receiver.set_store(self._store)
@@ -279,8 +279,8 @@ class EpochServer:
         if channel.peer_name != name:
             raise ProtocolError(f"worker {number} is {name!r} by the driver, and {channel.peer_name!r} came for it")
 
-    def _other_epoch_error(self, what: str, view: int) -> str:
-        return f"{what} is of view {view}, this worker is in view {self._epoch}"
+    def _other_epoch_error(self, what: str, epoch: int) -> str:
+        return f"{what} is of view {epoch}, this worker is in view {self._epoch}"
 
     def _can_use_device_path(self, store: KvStore) -> bool:
         bind = store.bind_request

@@ -140,12 +140,12 @@ class MemoryServer:
             if self._fabric is not None:
                 self._fabric.close()
 
-    def _reshard(self, worker: MemoryWorker, door: EpochListener, order: Reshard | RebuildKv) -> ReshardDone:
+    def _reshard(self, worker: MemoryWorker, listener: EpochListener, order: Reshard | RebuildKv) -> ReshardDone:
         assert self._fabric is not None
         try:
             if isinstance(order, RebuildKv):
-                return ReshardDone(epoch=order.epoch, nbytes=worker.rebuild(door, self._fabric, order))
-            return ReshardDone(epoch=order.epoch, nbytes=worker.reshard(door, self._fabric, order))
+                return ReshardDone(epoch=order.epoch, nbytes=worker.rebuild(listener, self._fabric, order))
+            return ReshardDone(epoch=order.epoch, nbytes=worker.reshard(listener, self._fabric, order))
         except (ChannelError, ProtocolError, ValueError, MemoryError, NoBlocksError) as error:
             return ReshardDone(epoch=order.epoch, error=f"{type(error).__name__}: {error}")
 

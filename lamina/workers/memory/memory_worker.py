@@ -102,15 +102,16 @@ class MemoryWorker:
         if fabric is not None:
             fabric.end_epoch(reason)
 
-    def leave_epochs_before(self, view: int) -> None:
+    def leave_epochs_before(self, epoch: int) -> None:
         """A Connect of ``epoch`` is to be served: end those of older views. Safe from any thread."""
         with self._lock:
-            self._next_epoch, fabric = max(view, self._next_epoch), self._fabric
-        if fabric is not None and fabric.epoch < view:
-            fabric.end_epoch(_epoch_over(fabric.epoch, view))
+            self._next_epoch, fabric = max(epoch, self._next_epoch), self._fabric
+        if fabric is not None and fabric.epoch < epoch:
+            fabric.end_epoch(_epoch_over(fabric.epoch, epoch))
 
-    def serve(self, door: EpochListener, meeting: Connect, net: Fabric | None = None) -> None:
-        """Have one bind and the others join who come to ``door``, then serve steps until a channel ends or the view is
+    def serve(self, listener: EpochListener, meeting: Connect, net: Fabric | None = None) -> None:
+        """Have one bind and the others join who come to ``listener``,
+        then serve steps until a channel ends or the view is
         over; close all channels. The store stays, and transfers go on until ``reject_until_next_epoch`` is over, or
         ``close``. ``net``: to reach others that have pages; None where none have.
 
@@ -119,7 +120,9 @@ class MemoryWorker:
         """
         fabric = self._enter_epoch(meeting.epoch, net)
         self._counters.add("connects", 1)
-        peers = self._peers = RemotePages(fabric, fabric.listener_for(door), meeting.peers, self._counters, self._clock)
+        peers = self._peers = RemotePages(
+            fabric, fabric.listener_for(listener), meeting.peers, self._counters, self._clock
+        )
         copies = LiveMigration(fabric, meeting.migration_peers, self._report, self._counters, self._runtime)
         try:
             with _ended_by_damage(self._runtime.exit_process), torch.inference_mode():
@@ -149,16 +152,16 @@ class MemoryWorker:
             copies.stop()
             fabric.close()
 
-    def reject_until_next_epoch(self, door: EpochListener, view: int) -> None:
-        """A channel of ``view`` has ended: until another view is called for, whoever still comes to ``door`` under
+    def reject_until_next_epoch(self, listener: EpochListener, epoch: int) -> None:
+        """A channel of ``epoch`` has ended: until another view is called for, whoever still comes to ``listener`` under
         that one is told so, and can tell the driver; else it would wait for a worker that is not there. By then the
         driver has said whether it ends, or has lost somebody: others may have heard of that before.
         """
-        fabric = self._enter_epoch(view)
+        fabric = self._enter_epoch(epoch)
         with suppress(ChannelError):
             while True:
                 with suppress(ChannelTimeout):
-                    fabric.accept(door, EPOCH_POLL_S).abort(f"view {view} has ended here: a worker of it is lost")
+                    fabric.accept(listener, EPOCH_POLL_S).abort(f"view {epoch} has ended here: a worker of it is lost")
         fabric.close()
         self._end_transfers()
 
@@ -175,7 +178,7 @@ class MemoryWorker:
         if transfers is not None:
             transfers.end(finish=bool(self._aborted))
 
-    def reshard(self, door: EpochListener, fabric: Fabric, order: Reshard) -> int:
+    def reshard(self, listener: EpochListener, fabric: Fabric, order: Reshard) -> int:
         """Have another store in place of the one that there is, with KV that other memory workers have. Bytes that
         came. The store from before is gone, however this ends. Raises ChannelError, ProtocolError,
         CorruptedMemoryError, and as Store.
@@ -185,7 +188,7 @@ class MemoryWorker:
         view, begun = self._enter_epoch(order.epoch, fabric), time.thread_time()
         try:
             with _ended_by_damage(self._runtime.exit_process), self._counters.time("move_s"), torch.inference_mode():
-                self._store, nbytes = self._reshard(door, view, order, old)
+                self._store, nbytes = self._reshard(listener, view, order, old)
         finally:
             self._preallocation.arena.clear()
             view.close()
@@ -195,7 +198,7 @@ class MemoryWorker:
         self._counters.add("moved_bytes", nbytes)
         return nbytes
 
-    def rebuild(self, door: EpochListener, fabric: Fabric, order: RebuildKv) -> int:
+    def rebuild(self, listener: EpochListener, fabric: Fabric, order: RebuildKv) -> int:
         """Give what a lost worker's KV is made of, or have that KV, in a new store. Bytes that came. Raises
         ChannelError, ProtocolError, PlanError, CorruptedMemoryError, and as Store.
         """
@@ -209,7 +212,7 @@ class MemoryWorker:
                     if self._store.checksums:
                         self._store.checksums.verify_surviving(order.surviving)
                 rebuilder = ParityRebuilder(order, None if store else self._store, store, self._clock)
-                rebuilder.connect(view, door)
+                rebuilder.connect(view, listener)
                 for layer in range(rebuilder.num_layers):
                     rebuilder.transfer_layer(layer)
         finally:
@@ -220,11 +223,11 @@ class MemoryWorker:
         self._counters.add("moved_bytes", rebuilder.nbytes)
         return rebuilder.nbytes
 
-    def prepare(self, bind: BindRequest | None, tier: OffloadConfig | None = None, *, ahead: bool = False) -> None:
+    def prepare(self, bind: BindRequest | None, offload: OffloadConfig | None = None, *, ahead: bool = False) -> None:
         """Take memory for the store of ``bind``, which a ``reshard`` may bring, or ``is_first_store`` a Bind;
         see StorePreallocation. Safe from any thread.
         """
-        self._preallocation.prepare(bind, tier, self._store, is_first_store=ahead)
+        self._preallocation.prepare(bind, offload, self._store, is_first_store=ahead)
 
     def _settle(self, store: KvStore) -> None:
         """Take the memory of what nobody has written yet."""
@@ -232,7 +235,7 @@ class MemoryWorker:
         prefault(each if self.device == CPU else [], lambda: self._store is store)
 
     def _reshard(
-        self, door: EpochListener, view: EpochFabric, order: Reshard, old: KvStore | None
+        self, listener: EpochListener, view: EpochFabric, order: Reshard, old: KvStore | None
     ) -> tuple[KvStore | None, int]:
         new, given = None, old.nbytes if old else 0
         if old is not None and old.checksums:
@@ -241,7 +244,7 @@ class MemoryWorker:
             new = self._preallocation.open_resharded_store(order.bind, given)
             new.tables.reconcile(order.surviving, moved=True)
         mover = KvTransfer(order, old, new, self._clock)
-        mover.connect(view, door)
+        mover.connect(view, listener)
         for layer in range(mover.num_layers):
             if new is not None:
                 new.allocate_next_layer()
@@ -256,12 +259,12 @@ class MemoryWorker:
             new.committed.reconcile(order.surviving)
         return new, mover.nbytes
 
-    def _enter_epoch(self, view: int, fabric: Fabric | None = None) -> EpochFabric:
-        entered = EpochFabric(view, fabric, self._clock)
+    def _enter_epoch(self, epoch: int, fabric: Fabric | None = None) -> EpochFabric:
+        entered = EpochFabric(epoch, fabric, self._clock)
         with self._lock:
-            self._next_epoch = max(view, self._next_epoch)
+            self._next_epoch = max(epoch, self._next_epoch)
             self._fabric = entered
-            reason = self._aborted or (_epoch_over(view, self._next_epoch) if view < self._next_epoch else "")
+            reason = self._aborted or (_epoch_over(epoch, self._next_epoch) if epoch < self._next_epoch else "")
         if reason:
             entered.end_epoch(reason)
         return entered
@@ -304,51 +307,51 @@ class MemoryWorker:
             self._open_tier(meeting.storage, self._store, meeting.epoch)
         return self._store
 
-    def _open_tier(self, tier: OffloadConfig, store: KvStore, view: int) -> None:
+    def _open_tier(self, offload: OffloadConfig, store: KvStore, epoch: int) -> None:
         """Raises ValueError where it cannot be had."""
         check_allowed_for_guest("--kv-offloading-size or --kv-store-dir", wanted=True)
-        room = page_capacity(tier, store.bind_request, store.bind_reply.kv_bytes)
-        medium, gone = self._medium_of(tier)
-        recipe = Provenance(PROMPT, tier.chunk_tokens, build_id(), tier.ranks)
+        room = page_capacity(offload, store.bind_request, store.bind_reply.kv_bytes)
+        medium, gone = self._medium_of(offload)
+        recipe = Provenance(PROMPT, offload.chunk_tokens, build_id(), offload.ranks)
         report, meter, trace = self._report, self._counters, self._trace
         assert self._peers is not None
         self._peers.serve(medium)
         read = self._peers.read
-        self._transfers = PageTransfers(medium, store, report, meter, view, tier.rank, recipe, trace, read=read)
+        self._transfers = PageTransfers(medium, store, report, meter, epoch, offload.rank, recipe, trace, read=read)
         try:
             keys = self._transfers.listed_pages(MAX_LISTED_PAGES)
         except StorageError as e:
             raise ValueError(str(e)) from None
-        self._stored = StoredPages(epoch=view, keys=keys, capacity=room, evicted=gone)
+        self._stored = StoredPages(epoch=epoch, keys=keys, capacity=room, evicted=gone)
 
-    def _medium_of(self, tier: OffloadConfig) -> tuple[StorageBackend, list[bytes]]:
+    def _medium_of(self, offload: OffloadConfig) -> tuple[StorageBackend, list[bytes]]:
         """The one that is open, with all that it has, also where others have come to share its size: then some pages
         may have given way, whose keys are told. Raises ValueError.
         """
         medium, had, gone = self._medium, self._tier, list[bytes]()
-        if medium is None or had is None or had != structs.replace(tier, workers=had.workers):
+        if medium is None or had is None or had != structs.replace(offload, workers=had.workers):
             self.close()
-            self._medium = medium = open_storage(tier.backend, _place(tier))
-        elif had.workers != tier.workers:
+            self._medium = medium = open_storage(offload.backend, _place(offload))
+        elif had.workers != offload.workers:
             try:
-                gone = medium.set_num_workers(tier.workers)
+                gone = medium.set_num_workers(offload.workers)
             except StorageError as e:
                 raise ValueError(str(e)) from None
-        self._tier = tier
+        self._tier = offload
         return medium, gone
 
 
-def _place(tier: OffloadConfig) -> StorageConfig:
+def _place(offload: OffloadConfig) -> StorageConfig:
     return StorageConfig(
-        tier.total_bytes,
-        tier.identity,
-        tier.workers,
-        tier.policy,
-        tier.directory,
-        tier.secret,
-        tier.server,
-        memory_bytes=tier.memory_bytes,
-        ttl_s=tier.ttl_s,
+        offload.total_bytes,
+        offload.identity,
+        offload.workers,
+        offload.policy,
+        offload.directory,
+        offload.secret,
+        offload.server,
+        memory_bytes=offload.memory_bytes,
+        ttl_s=offload.ttl_s,
     )
 
 
@@ -362,8 +365,8 @@ def _ended_by_damage(end: Callable[[str], None]) -> Iterator[None]:
         raise
 
 
-def _epoch_over(view: int, newer: int) -> str:
-    return f"view {view} is over: view {newer} begins"
+def _epoch_over(epoch: int, newer: int) -> str:
+    return f"view {epoch} is over: view {newer} begins"
 
 
 def _first(peers: RemotePages, copies: LiveMigration) -> Channel:

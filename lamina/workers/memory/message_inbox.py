@@ -17,9 +17,9 @@ MAX_QUEUED_PLANS = 64  # that may lie here before their round
 class MessageInbox:
     """Layer messages, and plans beside them. Of one thread."""
 
-    def __init__(self, channels: Sequence[Channel], grants: PrefillReceiver, meter: Counters, view: int) -> None:
+    def __init__(self, channels: Sequence[Channel], grants: PrefillReceiver, meter: Counters, epoch: int) -> None:
         """``channels``: of all replicas. While nothing comes, ``grants`` are served."""
-        self._channels, self._grants, self._meter, self._view = channels, grants, meter, view
+        self._channels, self._grants, self._meter, self._view = channels, grants, meter, epoch
         self.plans: deque[tuple[MessageKey, bytes]] = deque()  # that came before their round
         self.is_refused: dict[
             int, MessageKey

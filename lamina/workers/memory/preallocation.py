@@ -32,11 +32,11 @@ class StorePreallocation:
         self._had_store = False  # a store
 
     def prepare(
-        self, bind: BindRequest | None, tier: OffloadConfig | None, store: KvStore | None, *, is_first_store: bool
+        self, bind: BindRequest | None, offload: OffloadConfig | None, store: KvStore | None, *, is_first_store: bool
     ) -> None:
         """Take memory for the store of ``bind``: for all of it, or where there is a ``store``, which gives up its own
         layer by layer, for one layer of each form. ``is_first_store``: for the first one; nothing happens where there
-        has been one. None: what was taken goes back. Raises as Store, and as page_capacity for ``tier``.
+        has been one. None: what was taken goes back. Raises as Store, and as page_capacity for ``offload``.
         """
         with self._lock:
             if is_first_store and self._had_store:
@@ -44,8 +44,8 @@ class StorePreallocation:
             self.arena.clear()
             if bind is None:
                 return
-            if tier is not None:
-                page_capacity(tier, bind, bind.kv_bytes)
+            if offload is not None:
+                page_capacity(offload, bind, bind.kv_bytes)
             if is_first_store and bind.kv_bytes > (free := available_bytes(self._device)):
                 raise ValueError(not_enough_memory_message(bind.kv_bytes, free))
             layers = shapes_by_layer(bind) if self._device == CPU else []

@@ -92,7 +92,7 @@ class PrefillServer(ModelServer):
             deterministic=start.model.deterministic,
             staging=self.staging,
             trace=self.trace,
-            view=meeting.epoch,
+            epoch=meeting.epoch,
         )
         self._worker_in_epoch = PrefillWorker(
             worker, own, links, start.deadlines.step_timeout_s, self.runtime.clock, self.trace, meeting.epoch
@@ -114,8 +114,8 @@ class PrefillServer(ModelServer):
             beginnings.connect(order, fabric, self._prefix_listener, deadlines.start_timeout_s)
             self._attention.set_prefix_fetch(beginnings)
 
-    def _ready(self, bounds: list[BindReply], view: int) -> ComputeReady:
-        return structs.replace(self.ready_message(self._cut, bounds, view), prefill_stores=[self._store.bind_reply])
+    def _ready(self, bounds: list[BindReply], epoch: int) -> ComputeReady:
+        return structs.replace(self.ready_message(self._cut, bounds, epoch), prefill_stores=[self._store.bind_reply])
 
     def _join(self, meeting: Connect, fabric: EpochFabric) -> tuple[list[MemoryWorkerClient], list[BindReply]]:
         start, cut, links, bounds = self.start, self._cut, list[MemoryWorkerClient](), list[BindReply]()
@@ -181,5 +181,5 @@ class PrefillServer(ModelServer):
             raise ValueError(f"{self.role}: {e}") from e
 
 
-def _url(door: EpochListener | None) -> str:
-    return door.url if door else ""
+def _url(listener: EpochListener | None) -> str:
+    return listener.url if listener else ""

@@ -175,13 +175,13 @@ class PrefillWorker:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         trace: Recorder = NULL_RECORDER,
-        view: int = 0,
+        epoch: int = 0,
     ) -> None:
         """``worker`` runs on ``attention``."""
         self._worker = worker
         self._attention = attention
         self._trace = trace
-        self._links, self._view = links, view
+        self._links, self._view = links, epoch
         self._receives_q: Callable[[float], bool] = _is_here
         self._before = 0  # stages
         self._waiting_since: float | None = None  # for the stage before
@@ -194,14 +194,14 @@ class PrefillWorker:
         self._fetch_s = 0.0  # up to the step that was computed last
 
     def connect(
-        self, links: list[MemoryWorkerClient], pool: Attention, view: int, keep: Sequence[SurvivingKv] | None = None
+        self, links: list[MemoryWorkerClient], pool: Attention, epoch: int, keep: Sequence[SurvivingKv] | None = None
     ) -> None:
-        """Go on under ``view``, with ``pool`` over ``links``. Chunks of older views are dropped. ``keep``: of the
+        """Go on under ``epoch``, with ``pool`` over ``links``. Chunks of older views are dropped. ``keep``: of the
         store, see Connect.
         """
         self._attention.connect(pool, keep)
-        self._worker.connect(self._attention, view)
-        self._links, self._view, self._receives_q, self._waiting_since = links, view, _is_here, None
+        self._worker.connect(self._attention, epoch)
+        self._links, self._view, self._receives_q, self._waiting_since = links, epoch, _is_here, None
         self._computed.clear()
         self._stored, self._fetch_s = [-1] * len(links), self._attention.fetch_s
 

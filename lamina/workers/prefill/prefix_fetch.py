@@ -75,7 +75,7 @@ class PrefixFetch:
         self._sources: dict[int, Channel] = {}
         self._pending: _PendingFetch | None = None
 
-    def connect(self, order: ConnectPrefillPeers, fabric: EpochFabric, door: EpochListener, limit_s: float) -> None:
+    def connect(self, order: ConnectPrefillPeers, fabric: EpochFabric, listener: EpochListener, limit_s: float) -> None:
         """Open a channel to each other worker, and take in theirs. Raises ChannelError."""
         names = [prefix_listener_name(peer.name) for peer in order.peers]
         others = [number for number in range(len(names)) if number != order.own_index]
@@ -89,7 +89,7 @@ class PrefixFetch:
 
         def accept(until: set[str]) -> None:
             while due & until:
-                channel = fabric.accept(door, limit_s)
+                channel = fabric.accept(listener, limit_s)
                 if channel.peer_name not in due:
                     raise PeerFault(f"{channel.peer_name!r} has come, and is none that is still to come")
                 due.discard(channel.peer_name)

@@ -71,10 +71,10 @@ class StagePipeline:
         move: RemotePipeline,
         staging: Staging,
         dtype: torch.dtype,
-        view: int,
+        epoch: int,
     ) -> None:
         """``move``: to the stages before and behind. ``dtype``: of O."""
-        self._layers, self._attention, self._dtype, self._view = layers, attention, dtype, view
+        self._layers, self._attention, self._dtype, self._view = layers, attention, dtype, epoch
         self._local, self._remote, self._carries_output = LocalPipeline(), move, with_staging(move, staging)
 
     @property
@@ -116,19 +116,20 @@ def connect_stages(
     cut: CutModel,
     order: ConnectPrefillPeers,
     fabric: EpochFabric,
-    door: EpochListener,
+    listener: EpochListener,
     name: str,
     deadlines: Deadlines,
     max_rows: int,
 ) -> RemotePipeline:
-    """Meet the stages before and behind the worker ``name``: the one before comes to ``door``, and then this one goes
+    """Meet the stages before and behind the worker ``name``: the one before comes to ``listener``,
+    and then this one goes
     to the one behind. Raises ChannelError.
     """
     cuts, limit_s = stage_cuts(cut.program), deadlines.start_timeout_s
     previous: Channel | None = None
     following: Channel | None = None
     if order.previous_stage:
-        previous = fabric.accept(door, limit_s)
+        previous = fabric.accept(listener, limit_s)
         if previous.peer_name != stage_name(order.previous_stage):
             raise PeerFault(
                 f"{previous.peer} is {previous.peer_name!r} in place of {stage_name(order.previous_stage)!r}"

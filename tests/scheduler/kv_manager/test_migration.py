@@ -142,7 +142,7 @@ class House:
         self.ledger, self.workers = tables(blocks, window), tables(blocks, window)
         self.scheduler = Scheduler(
             self.ledger, max_num_seqs=8, prefill_chunk=512, moving_ranks=ranks, homes=homes,
-            prefixes=PrefixCache(self.ledger, page),
+            prefix_cache=PrefixCache(self.ledger, page),
         )  # fmt: skip
         self.ops, self.requests = list[SequenceOp](), count()
 
@@ -314,7 +314,7 @@ class Exit(House):
     def __init__(self, blocks: list[int], prompts: list[int], page: int = 0) -> None:
         self.ledger, self.workers = whole(blocks), whole(blocks)
         self.scheduler = Scheduler(
-            self.ledger, max_num_seqs=8, prefill_chunk=512, moving_ranks=1, prefixes=PrefixCache(self.ledger, page)
+            self.ledger, max_num_seqs=8, prefill_chunk=512, moving_ranks=1, prefix_cache=PrefixCache(self.ledger, page)
         )
         self.ops, self.requests = list[SequenceOp](), count()
         self.all = [self.add(prompt, 30) for prompt in prompts]

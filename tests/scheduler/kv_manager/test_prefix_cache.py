@@ -276,7 +276,7 @@ class House:
         self.ledger, tables = (BlockTables([0], [blocks], SIZE) for _ in range(2))
         self.pool = FakePool(tables)
         self.scheduler = Scheduler(
-            self.ledger, max_num_seqs=16, prefill_chunk=256, prefixes=PrefixCache(self.ledger, SIZE)
+            self.ledger, max_num_seqs=16, prefill_chunk=256, prefix_cache=PrefixCache(self.ledger, SIZE)
         )
         self.number = 0
 

@@ -37,7 +37,12 @@ class TierHouse:
         self.swaps = SwapPolicy(self.tier, mode, b"n")
         prefixes = PrefixCache(self.ledger, SIZE)
         self.scheduler = Scheduler(
-            self.ledger, max_num_seqs=8, prefill_chunk=64, prefixes=prefixes, tier=self.tier, swaps=self.swaps
+            self.ledger,
+            max_num_seqs=8,
+            prefill_chunk=64,
+            prefix_cache=prefixes,
+            offload_index=self.tier,
+            swap=self.swaps,
         )
         self.medium: dict[bytes, list[int]] = {}
         self.owed: deque[tuple[Transfer | DeletePages, list[list[int]]]] = deque()
@@ -212,7 +217,7 @@ def test_auto_takes_the_faster_way() -> None:
     swaps.record_load(100, 2.0)
     assert not swaps.is_worthwhile
     for _ in range(9):
-        swaps.loaded(100, 0.1)
+        swaps.record_load(100, 0.1)
     assert swaps.is_worthwhile
 
 

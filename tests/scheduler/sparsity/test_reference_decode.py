@@ -26,7 +26,7 @@ SELECT = SparsityOptions(kv_sparsity="select", kv_budget=256)
 
 def scheduler_of(blocks: int, shadows: ReferenceDecoder, *, batches: int = 1, chunk: int = 8) -> Scheduler:
     ledger = BlockTables([0], [blocks], 4)
-    return Scheduler(ledger, max_num_seqs=12, prefill_chunk=chunk, num_batches=batches, shadows=shadows)
+    return Scheduler(ledger, max_num_seqs=12, prefill_chunk=chunk, num_batches=batches, reference_decoder=shadows)
 
 
 class Run:

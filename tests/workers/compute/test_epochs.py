@@ -174,7 +174,7 @@ def test_a_prefill_worker_waits_anew_for_steps_of_the_new_view() -> None:
     inner.left.append(StepDone(epoch=1, batch=1, step=4, sampled_tokens=[]))
     own: Any = SimpleNamespace(connect=lambda pool, keep: connected.extend([pool, keep]), fetch_s=0.0)
     old, new = FakeLink(0, now), FakeLink(0, now)
-    mine = PrefillWorker(inner, own, [old], 1.0, lambda: now[0], view=1)  # type: ignore[list-item]
+    mine = PrefillWorker(inner, own, [old], 1.0, lambda: now[0], epoch=1)  # type: ignore[list-item]
     assert mine.run_next() is None
     mine.connect([new], "pool", 2, [])  # type: ignore[arg-type,list-item]
     assert connected == ["pool", [], 2]

@@ -23,17 +23,17 @@ class SimulatedInstance:
     """Prompts come with their KV and first token."""
 
     def __init__(
-        self, clock: VirtualClock, law: StepLatency, ended: Callable[[int, float], None], room: SimulatedPool = ROOM
+        self, clock: VirtualClock, model: StepLatency, ended: Callable[[int, float], None], room: SimulatedPool = ROOM
     ) -> None:
         """``ended`` is told of a completion at its last token, and the longest of its steps in seconds."""
 
         def seconds(load: RoundLoad) -> float:
-            return law.seconds(load.rows, sum(step.stored for step in load.steps) - load.rows)
+            return model.seconds(load.rows, sum(step.stored for step in load.steps) - load.rows)
 
         def rounds_s(load: RoundLoad, rounds: range) -> list[float]:
             """The same of rounds that come later, each of which reads as many tokens more as it has rows."""
             rows, stored = load.rows, sum(step.stored for step in load.steps) - load.rows
-            fixed_s, token_s = law.a + law.b * rows, law.c
+            fixed_s, token_s = model.a + model.b * rows, model.c
             return [fixed_s + token_s * (stored + n * rows) for n in rounds]
 
         self._clock, self._ended = clock, ended

@@ -35,8 +35,8 @@ class Leaps:
     the way: no round is skipped.
     """
 
-    def __init__(self, ledger: BlockAccounting, room: KvAllocator, max_num_seqs: int) -> None:
-        self._ledger, self._room, self._max_num_seqs = ledger, room, max_num_seqs
+    def __init__(self, accounting: BlockAccounting, allocator: KvAllocator, max_num_seqs: int) -> None:
+        self._ledger, self._room, self._max_num_seqs = accounting, allocator, max_num_seqs
 
     def longest(self, at: Standing, token: int) -> int:
         """The number of rounds behind the one in flight that are like it, if each row draws ``token``."""
@@ -114,9 +114,9 @@ class Leaps:
 class FastForwardScheduler(Scheduler):
     """A Scheduler that can skip rounds."""
 
-    def __init__(self, ledger: BlockAccounting, *, max_num_seqs: int, **options: Any) -> None:
-        super().__init__(ledger, max_num_seqs=max_num_seqs, **options)
-        self._leaps = Leaps(ledger, self._allocator, max_num_seqs)
+    def __init__(self, accounting: BlockAccounting, *, max_num_seqs: int, **options: Any) -> None:
+        super().__init__(accounting, max_num_seqs=max_num_seqs, **options)
+        self._leaps = Leaps(accounting, self._allocator, max_num_seqs)
 
     def rounds_alike(self, token: int) -> int:
         """Count of rounds after the only one in flight that can be skipped if all rows draw ``token``."""

@@ -190,25 +190,25 @@ class SimulatedExecutor:
 
 
 def fast_forward(
-    engine: FastForwardEngine, wire: SimulatedExecutor, until: float = float("inf"), most: int | None = None
+    engine: FastForwardEngine, executor: SimulatedExecutor, until: float = float("inf"), most: int | None = None
 ) -> list[float]:
     """Skip rounds that are all alike, of requests without texts, and are done before ``until``. When each of them is
     done: each gives all running sequences a token. Empty where none can be skipped. ``most``: of them, where that is
     known.
     """
     if most is None:
-        most = num_skippable_rounds(engine, wire)
+        most = num_skippable_rounds(engine, executor)
     if most < 1:
         return []
-    times = wire.fast_forward(most, until)
+    times = executor.fast_forward(most, until)
     if times:
         engine.leap(len(times), TOKEN)
     return times
 
 
-def num_skippable_rounds(engine: FastForwardEngine, wire: SimulatedExecutor) -> int:
+def num_skippable_rounds(engine: FastForwardEngine, executor: SimulatedExecutor) -> int:
     """How many rounds can be skipped now."""
-    return engine.scheduler.rounds_alike(TOKEN) if wire.has_one_round_in_flight else 0
+    return engine.scheduler.rounds_alike(TOKEN) if executor.has_one_round_in_flight else 0
 
 
 class SimulatedPool(NamedTuple):

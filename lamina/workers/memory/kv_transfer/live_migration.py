@@ -192,11 +192,11 @@ class LiveMigration:
         placement, place = self._store.placement, self._store.tables.location(op.source)
         return {self._owner(placement.kv_shard_of(place, n)) for n in range(op.stripe, op.stripe + max(1, op.count))}
 
-    def _owner(self, lane: int) -> int:
+    def _owner(self, kv_shard: int) -> int:
         assert self._store is not None
         partition = self._store.bind_request.partition
         owners = partition.tables[partition.layer_table[0]][0].owners
-        return owners[lane if len(owners) > 1 else 0]
+        return owners[kv_shard if len(owners) > 1 else 0]
 
     # Channels:
     def _connect(self) -> None:

@@ -24,11 +24,11 @@ from .reshard import SLOT_BYTES, KvTransfer, TransferKind, TransferPart, Transfe
 class ParityRebuilder(KvTransfer):
     """Of one worker, for one Rebuild. Workers have one piece of each layer, of equal sizes, and as many blocks."""
 
-    def connect(self, fabric: EpochFabric, door: EpochListener) -> None:
+    def connect(self, fabric: EpochFabric, listener: EpochListener) -> None:
         """All whom this worker gives something, or takes something from: of the first that gives also which blocks
         sequences have. Raises ChannelError, ProtocolError, PlanError.
         """
-        super().connect(fabric, door)
+        super().connect(fabric, listener)
         (first, *_), (taker,) = self._order.sources, self._order.targets
         if self._order.own_index == first and self._old is not None and taker in self._links:
             self._send_tables(taker, self._old)

@@ -48,9 +48,9 @@ class PrefillReceiver:
         meter: Counters,
         trace: Recorder = NULL_RECORDER,
         clock: Callable[[], float] = time.monotonic,
-        view: int = 0,
+        epoch: int = 0,
     ) -> None:
-        self._meter, self._trace, self._clock, self._view = meter, trace, clock, view
+        self._meter, self._trace, self._clock, self._view = meter, trace, clock, epoch
         self._senders: list[_Sender] = []  # by prefill worker, a group's one behind the other
         self._stages, self._ahead = 1, max_grants_in_flight(1, [])  # of a group; its grants at a time
         self._last_steps: list[int] = []  # by group, the last one that was granted

@@ -88,7 +88,7 @@ class KvTransfer:
         """That are to be moved, one after the other."""
         return len(self._store.bind_request.layers)
 
-    def connect(self, fabric: EpochFabric, door: EpochListener) -> None:
+    def connect(self, fabric: EpochFabric, listener: EpochListener) -> None:
         """All whom this worker gives something, or takes something from. Raises ChannelError, ProtocolError."""
         order, peers = self._order, self._peers()
         name = order.peers[order.own_index].name
@@ -99,7 +99,7 @@ class KvTransfer:
             self._links[peer] = fabric.connect(there.url, terms, timeout_s=order.timeout_s)
         due = {order.peers[p].name: p for p in peers if p > order.own_index}
         while due:
-            channel = fabric.accept(door, order.timeout_s)
+            channel = fabric.accept(listener, order.timeout_s)
             if channel.peer_name not in due:
                 raise ProtocolError(f"{channel.peer_name!r} has come, and gives and takes nothing")
             self._links[due.pop(channel.peer_name)] = channel

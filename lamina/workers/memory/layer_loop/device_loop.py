@@ -23,12 +23,12 @@ class DeviceLayerLoop:
     """The Layers of a session whose messages kernels move, in the order of HostLayerLoop. The host waits once a
     round."""
 
-    def __init__(self, wire: DeviceTransport, store: KvStore, meter: Counters, *, graphs: bool) -> None:
+    def __init__(self, transport: DeviceTransport, store: KvStore, meter: Counters, *, graphs: bool) -> None:
         """``graphs``: wanted, where the device has them and messages may be parts of them."""
-        self.transport = wire
+        self.transport = transport
         self._store, self._meter = store, meter
-        capture = store.staging.graph_capture() if graphs and wire.recordable else None
-        self._graphs = RoundGraphs(capture, self._launch, wire.launching) if capture else None
+        capture = store.staging.graph_capture() if graphs and transport.recordable else None
+        self._graphs = RoundGraphs(capture, self._launch, transport.launching) if capture else None
 
     def run(self, steps: Sequence[AttentionStep]) -> None:
         """All layers of a round, one step after another in each. Raises ChannelError, ProtocolError."""

@@ -11,7 +11,7 @@ from lamina.protocol.step_plan import BindRequest
 from lamina.workers.memory.kv_store import DTYPES, store_shape
 
 
-def page_capacity(tier: OffloadConfig, bind: BindRequest, kv_bytes: int) -> int:
+def page_capacity(offload: OffloadConfig, bind: BindRequest, kv_bytes: int) -> int:
     """Pages of which the worker of ``bind`` can keep its part; its pool has ``kv_bytes``. Raises ValueError where these
     are fewer than one sequence leaves, and as Store.
     """
@@ -24,13 +24,13 @@ def page_capacity(tier: OffloadConfig, bind: BindRequest, kv_bytes: int) -> int:
     firsts, places = range(0, tokens, PAGE), [KvLocation(lane) for lane in range(of.num_kv_shards)]
     owners = ([placement.kv_shard_at(place, first) for first in firsts] for place in places)
     pages = max(sum(any(lane in own for own in lanes) for lane in each) for each in owners)
-    room = (tier.total_bytes + (tier.memory_bytes if tier.directory else 0)) // tier.workers // nbytes
+    room = (offload.total_bytes + (offload.memory_bytes if offload.directory else 0)) // offload.workers // nbytes
     if room < pages:
-        flag = "--kv-store-size" if tier.directory else "--kv-offloading-size"
+        flag = "--kv-store-size" if offload.directory else "--kv-offloading-size"
         raise ValueError(
-            f"{flag}: {tier.total_bytes} bytes have no room for one sequence of {tokens} tokens, which takes "
+            f"{flag}: {offload.total_bytes} bytes have no room for one sequence of {tokens} tokens, which takes "
             f"{pages * nbytes} "
-            f"on each of {tier.workers} memory workers: give {pages * nbytes * tier.workers} at least, or lower "
+            f"on each of {offload.workers} memory workers: give {pages * nbytes * offload.workers} at least, or lower "
             f"--max-model-len"
         )
     return room

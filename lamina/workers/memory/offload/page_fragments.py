@@ -60,11 +60,11 @@ class StoreFragments:
         """The atoms of a page that lies wholly here."""
         return frozenset(atom for heads in self._heads for atom in _atoms(heads))
 
-    def locate(self, sequence: int, first: int, place: KvLocation, tokens: int = PAGE) -> PageBlocks | None:
+    def locate(self, sequence: int, first: int, location: KvLocation, tokens: int = PAGE) -> PageBlocks | None:
         """The blocks of the page from position ``first`` on, which has so many tokens; None where some that are meant
         to be kept here were given back.
         """
-        tables, lane = self._store.tables, self._store.placement.kv_shard_at(place, first)
+        tables, lane = self._store.tables, self._store.placement.kv_shard_at(location, first)
         low, high = first // tables.block_size, -(-(first + tokens) // tables.block_size)
         blocks = list[tuple[int, ...] | None]()
         for group, lanes in enumerate(tables.kv_shards):
@@ -76,48 +76,52 @@ class StoreFragments:
             blocks.append(tuple(tables.block_ids(group, sequence, low, high)))
         return PageBlocks(tuple(blocks), tokens)
 
-    def owns_page(self, first: int, place: KvLocation) -> bool:
-        """Whether the page from position ``first`` on of a sequence at ``place`` is kept here, or a part of it."""
-        lane = self._store.placement.kv_shard_at(place, first)
+    def owns_page(self, first: int, location: KvLocation) -> bool:
+        """Whether the page from position ``first`` on of a sequence at ``location`` is kept here, or a part of it."""
+        lane = self._store.placement.kv_shard_at(location, first)
         return any(lane in lanes for lanes in self._store.tables.kv_shards)
 
-    def nbytes(self, at: PageBlocks) -> int:
+    def nbytes(self, page_blocks: PageBlocks) -> int:
         """Bytes of the page's atoms, as far as they are here."""
-        each = ((heads, at.blocks[heads.group]) for heads in self._heads)
-        return sum(heads.num_heads * heads.form.nbytes(at.tokens) for heads, ids in each if ids is not None)
+        each = ((heads, page_blocks.blocks[heads.group]) for heads in self._heads)
+        return sum(heads.num_heads * heads.form.nbytes(page_blocks.tokens) for heads, ids in each if ids is not None)
 
-    def read(self, at: PageBlocks, staging: Staging) -> dict[PageFragment, memoryview]:
+    def read(self, page_blocks: PageBlocks, staging: Staging) -> dict[PageFragment, memoryview]:
         """A copy of the page's atoms, as far as they are here. ``staging``: of the thread that calls; the device has
         done what has filled them.
         """
         copies = dict[PageFragment, memoryview]()
-        for heads, ids, atoms in self._room(at):
+        for heads, ids, atoms in self._room(page_blocks):
             parts, numbers = heads.parts, list(ids)
             if staging.is_separate:
                 parts, numbers = staging.to_host(*(part[numbers] for part in parts)), list(range(len(ids)))
-            for part, room in zip(parts, _split(heads, atoms, at.tokens), strict=True):
+            for part, room in zip(parts, _split(heads, atoms, page_blocks.tokens), strict=True):
                 blocks, size = _bytes(part), part.shape[2]
-                for first, number in zip(range(0, at.tokens, size), numbers, strict=True):
+                for first, number in zip(range(0, page_blocks.tokens, size), numbers, strict=True):
                     rows = room[:, first : first + size]
                     rows[:] = blocks[number][:, : rows.shape[1]]  # the only copy
             copies |= _named(heads, atoms)
         return copies
 
-    def buffers(self, at: PageBlocks, layers: range | None = None) -> dict[PageFragment, memoryview]:
+    def buffers(self, page_blocks: PageBlocks, layers: range | None = None) -> dict[PageFragment, memoryview]:
         """Buffers for the page's atoms, as far as they are kept here. ``layers``: of these alone."""
-        rooms = self._room(at, layers)
+        rooms = self._room(page_blocks, layers)
         return {atom: data for heads, _, atoms in rooms for atom, data in _named(heads, atoms).items()}
 
     def write(
-        self, at: PageBlocks, atoms: Mapping[PageFragment, memoryview], staging: Staging, layers: range | None = None
+        self,
+        page_blocks: PageBlocks,
+        atoms: Mapping[PageFragment, memoryview],
+        staging: Staging,
+        layers: range | None = None,
     ) -> None:
         """Fill the page's blocks with ``atoms``, of ``room``. ``staging``: of the thread that calls, whose device
         may still be about to.
         """
-        for heads, ids, room in self._room(at, layers):
+        for heads, ids, room in self._room(page_blocks, layers):
             for row, atom in zip(room, _atoms(heads), strict=True):
                 row[:] = np.frombuffer(atoms[atom], np.uint8)
-            for part, new in zip(heads.parts, _split(heads, room, at.tokens), strict=True):
+            for part, new in zip(heads.parts, _split(heads, room, page_blocks.tokens), strict=True):
                 for number, block in enumerate(ids):
                     size = part.shape[2]
                     rows = new[:, number * size : (number + 1) * size]
@@ -129,13 +133,13 @@ class StoreFragments:
                         _bytes(part[block])[:, : rows.shape[1]] = rows
 
     def _room(
-        self, at: PageBlocks, layers: range | None = None
+        self, page_blocks: PageBlocks, layers: range | None = None
     ) -> Iterator[tuple[_HeadRange, tuple[int, ...], Numbers]]:
         """Each piece that the page has here, its blocks, and bytes for its atoms, [heads, bytes]."""
         for heads in self._heads:
-            ids = at.blocks[heads.group]
+            ids = page_blocks.blocks[heads.group]
             if ids is not None and (layers is None or heads.layer in layers):
-                yield heads, ids, np.empty((heads.num_heads, heads.form.nbytes(at.tokens)), np.uint8)
+                yield heads, ids, np.empty((heads.num_heads, heads.form.nbytes(page_blocks.tokens)), np.uint8)
 
 
 def _form(kv: LayerCache) -> FragmentFormat:

@@ -84,7 +84,7 @@ class PageTransfers:
         store: KvStore,
         report: Callable[[TransferDone | LoadReady], None],
         meter: Counters,
-        view: int = 0,
+        epoch: int = 0,
         rank: int = 0,
         recipe: Provenance = PROMPT_PROVENANCE,
         trace: Recorder = NULL_RECORDER,
@@ -94,7 +94,7 @@ class PageTransfers:
         """``report`` is called from threads of its own, too, and may raise what says that nobody listens any more.
         ``recipe``: of pages of prompts. ``read``: in place of the medium's, for loads.
         """
-        self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, view
+        self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, epoch
         self._atoms, self._recipe, self._trace = StoreFragments(store, rank), recipe, trace
         self._prefetcher, self._rate_limiter = Prefetcher(medium, self._atoms, meter), SaveRateLimiter()
         self._last = -1  # the number of the last transfer that was begun
@@ -168,8 +168,8 @@ class PageTransfers:
         pages = [self._locate(op, number, place) for number in range(len(op.keys))]
         return _PageTask(op, key, pages, written, left=set(range(len(pages))) if written else set())
 
-    def _locate(self, op: SaveKv, number: int, place: KvLocation) -> PageBlocks | None:
-        return self._atoms.locate(op.sequence, op.first + number * PAGE, place, min(PAGE, op.count - number * PAGE))
+    def _locate(self, op: SaveKv, number: int, location: KvLocation) -> PageBlocks | None:
+        return self._atoms.locate(op.sequence, op.first + number * PAGE, location, min(PAGE, op.count - number * PAGE))
 
     def _check(self, plan: StepPlan) -> None:
         begun = self.loader.sequences
@@ -325,7 +325,7 @@ class PageTransfers:
         return done, gone, error
 
     def _taken(
-        self, task: _PageTask, number: int, at: PageBlocks, staging: Staging
+        self, task: _PageTask, number: int, page_blocks: PageBlocks, staging: Staging
     ) -> dict[PageFragment, memoryview] | None:
         """The page's atoms; None where they are lost, and for nobody any more."""
         with self._lock:
@@ -333,9 +333,9 @@ class PageTransfers:
                 return None
             if number in task.left:
                 task.left.discard(number)
-                return self._atoms.read(at, staging)
+                return self._atoms.read(page_blocks, staging)
             if number in task.copies:
-                self._copied -= self._atoms.nbytes(at)
+                self._copied -= self._atoms.nbytes(page_blocks)
             return task.copies.pop(number, None)
 
 

@@ -216,7 +216,7 @@ class Bench:
     def __init__(self, medium: StorageBackend | Gate) -> None:
         (self.store,) = stores("head", (1.0,), block_size=32)
         self.said: SimpleQueue[TransferDone | LoadReady] = SimpleQueue()
-        self.transfers = PageTransfers(medium, self.store, self.said.put, Counters(), view=3)
+        self.transfers = PageTransfers(medium, self.store, self.said.put, Counters(), epoch=3)
         self._step = 100
 
     def do(self, *parts: SequenceOp | RowRange) -> None:
