@@ -382,7 +382,7 @@ class ControlLink:
         self._sock.close()
 
     def _wait(self, deadline: float) -> None:
-        if getattr(self._sock, "has_pending_token", 0):
+        if getattr(self._sock, "pending", 0):
             return  # a sealed socket has taken it from the kernel already
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)

@@ -311,7 +311,7 @@ class BindRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unconnected(self) -> BindRequest:
         """The same, whoever connects: of what the memory of a store follows from."""
-        alone = {"view": 0, "replicas": 1, "prefill_workers": 0, "prefill_pipeline": 1, "direct": False}
+        alone = {"epoch": 0, "replicas": 1, "prefill_workers": 0, "prefill_pipeline": 1, "device_path": False}
         return msgspec.structs.replace(self, **alone)
 
 
