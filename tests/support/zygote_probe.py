@@ -96,7 +96,7 @@ def brother() -> dict[str, Any]:
     """Of a worker that this one has started, and whose parent it is."""
     from lamina.executor.launchers import local
 
-    local.ROLES["probe"] = ("warm_probe", "serve_probe")
+    local.ROLES["probe"] = ("zygote_probe", "serve_probe")
     ours, theirs = socket.socketpair()
     with theirs:
         process = local.start("probe", theirs, 0, ())

@@ -148,7 +148,7 @@ def test_of_a_step_whose_message_never_comes(driver: Any) -> None:
     driver.link.send(a_round(2, 2))
     new.put_signal(new.reserve(0), b"")
     done = driver.link.recv(WAIT_S)
-    assert (done.view, done.step) == (2, 2)
+    assert (done.epoch, done.step) == (2, 2)
 
 
 def test_one_that_is_not_called_away_says_that_its_peer_is_gone_and_goes_on_when_it_is_told_to(driver: Any) -> None:
@@ -187,7 +187,7 @@ def again(driver: Any, view: int) -> None:
     driver.link.send(a_round(view, 7))
     channel.put_signal(channel.reserve(0), b"")
     done = driver.link.recv(WAIT_S)
-    assert (done.view, done.step) == (view, 7)
+    assert (done.epoch, done.step) == (view, 7)
 
 
 def test_a_refusal_is_the_users(driver: Any) -> None:

@@ -110,7 +110,7 @@ def test_who_starts_workers_takes_the_nearest(module: ModuleType, monkeypatch: p
         taken.append(config)
         raise ValueError("enough")
 
-    monkeypatch.setattr(module, "Pools", pools)
+    monkeypatch.setattr(module, "WorkerExecutor", pools)
     monkeypatch.setattr(
         module, "choose_transport", lambda config: (replace_options(config, {"transport": "loopback"}), "of a test")
     )
@@ -215,10 +215,10 @@ def test_workers_of_a_device_share_what_it_has_free(gpus: int, monkeypatch: pyte
     assert memory_share("cuda", 3) == pytest.approx(FREE_MEMORY_SHARE / 2)
     assert memory_share("cuda:1", 3) == pytest.approx(FREE_MEMORY_SHARE / 3)
     monkeypatch.setattr(memory_store, "available_bytes", lambda device: 1000)
-    wanted = bind([shape()], kv_bytes=600, kv_most=5000)
+    wanted = bind([shape()], kv_bytes=600, max_kv_bytes=5000)
     assert _kv_bytes(wanted, torch.device("cuda:0"), 0.5, 0) == 500
     assert _kv_bytes(wanted, torch.device("cuda:0"), 0.5, 200) == 600, "others give so much back"
-    assert _kv_bytes(bind([shape()], kv_bytes=600, kv_most=50), torch.device("cuda:0"), 0.5, 0) == 50
+    assert _kv_bytes(bind([shape()], kv_bytes=600, max_kv_bytes=50), torch.device("cuda:0"), 0.5, 0) == 50
     assert _kv_bytes(wanted, CPU, 0.5, 0) == 600, "the host is shared with everything else"
     with pytest.raises(ValueError, match="take 2.0 kB, 1.0 kB are free on cuda:0: lower --kv-memory below 1000B"):
         _kv_bytes(bind([shape()], kv_bytes=2000), torch.device("cuda:0"), 0.5, 0)

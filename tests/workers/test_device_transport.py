@@ -82,7 +82,7 @@ def direct_model(
     wait_s: float = WAIT_S,
 ) -> Model:
     """Its attention is a DeviceAttentionClient."""
-    bound = model(pool, weights, layers, direct=True)
+    bound = model(pool, weights, layers, device_path=True)
     peers, partition, dtype = bound.peers, bound.peers[0].bind.partition, bound.peers[0].bind.dtype
     connects = [partial(connect_to, pool, x.url) for x in pool.doors[-len(weights) :]]
     links = [MemoryWorkerClient(p.channel, n, wait_s) for n, p in enumerate(peers)]
@@ -212,7 +212,7 @@ def test_no_graph_is_launched_over_a_channel_that_is_closed() -> None:
 
 
 def test_no_round_is_launched_over_a_channel_that_is_closed() -> None:
-    steps, done, is_open = [SimpleNamespace(graph_key=(1, 1), become=lambda other: None)], list[str](), [True]
+    steps, done, is_open = [SimpleNamespace(graph_key=(1, 1), copy_inputs_from=lambda other: None)], list[str](), [True]
     graph = SimpleNamespace(replay=lambda: done.append("replayed"))
     capture = SimpleNamespace(begin=lambda: None, end=lambda: graph)
     rounds: Any = RoundGraphs(capture, lambda *_: None, lambda: nullcontext(is_open[0]))
@@ -225,9 +225,9 @@ def test_no_round_is_launched_over_a_channel_that_is_closed() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "offered"),
-    [({"direct": True}, True), ({}, False), ({"direct": True, "prefill_workers": 1}, False),
-     ({"direct": True, "replicas": 2}, False),
-     ({"direct": True, "weights": [1.0, 1.0], "partition": "token"}, False)],
+    [({"device_path": True}, True), ({}, False), ({"device_path": True, "prefill_workers": 1}, False),
+     ({"device_path": True, "replicas": 2}, False),
+     ({"device_path": True, "weights": [1.0, 1.0], "partition": "token"}, False)],
 )  # fmt: skip
 def test_a_memory_worker_offers_what_it_can(fields: dict[str, Any], offered: bool, gpu: Make, scheme: str) -> None:
     with workers(scheme) as pool:
@@ -238,9 +238,9 @@ def test_over_other_transports_and_on_other_devices_hosts_send(
     gpu: Make, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = gpu()
-    monkeypatch.setattr(other, "queue", lambda: Queue(1, 0))
+    monkeypatch.setattr(other, "current_queue", lambda: Queue(1, 0))
     with workers(scheme) as pool, memory_pool() as hosts:
-        assert not hosts.connect(bind(LAYERS, direct=True)).bound.device_path
+        assert not hosts.connect(bind(LAYERS, device_path=True)).bound.device_path
         here = pool.open()
         assert can_use_device_path(here, gpu())
         assert not can_use_device_path(here, other), "a channel of another GPU"
@@ -252,7 +252,7 @@ def test_over_other_transports_and_on_other_devices_hosts_send(
 def test_plans_go_by_a_channel_for_hosts(gpu: Make, scheme: str) -> None:
     """Not by one that was made for kernels, as a transport that chooses may have a nearer way for hosts."""
     with workers(scheme) as pool:
-        bound = model(pool, (1.0,), LAYERS, direct=True)
+        bound = model(pool, (1.0,), LAYERS, device_path=True)
         (peer,), asked = bound.peers, list[bool]()
 
         def connect(*, kernels: bool) -> Channel:
@@ -301,7 +301,7 @@ def test_where_one_memory_worker_cannot_hosts_send_to_all(
     gpu: Make, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with memory_pool() as hosts, workers(scheme) as pool:
-        binds = [bind(LAYERS, [1.0, 1.0], w, direct=True) for w in range(2)]
+        binds = [bind(LAYERS, [1.0, 1.0], w, device_path=True) for w in range(2)]
         peers = [pool.connect(binds[0])]
         monkeypatch.setitem(staging.KINDS, "cpu", StandIn)
         peers.append(pool.connect(binds[1]))
@@ -401,7 +401,7 @@ def test_a_message_that_is_not_the_next_one_ends_the_memory_worker(
         pool.threads[0].join(WAIT_S)
         (end,) = pool.ends
         assert isinstance(end, ProtocolError)
-        assert "in place of Key(kind=4, step=0, batch=0, view=0, layer=1)" in str(end)
+        assert "in place of MessageKey(kind=4, step=0, batch=0, epoch=0, layer=1)" in str(end)
         with pytest.raises(PeerFault, match="in place of"):
             there.pool.check_errors()
 

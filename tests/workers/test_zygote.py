@@ -189,7 +189,7 @@ def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(
     following = Probe()
     assert isinstance(following.process, ForkedProcess)
     assert start.pid != before
-    assert [record.getMessage() for record in caplog.records] == [zygote_client.MIN_RESTART_S]
+    assert [record.getMessage() for record in caplog.records] == [zygote_client.RESTART_MESSAGE]
     assert following.told()
     assert following.end() == 0
     assert probe.end() is None, "who could have told is gone"
@@ -237,7 +237,7 @@ def test_a_warm_process_with_a_thread_forks_nothing_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     (tmp_path / "pool.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()\n")
-    (tmp_path / "warm_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
+    (tmp_path / "zygote_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(local.ROLES, "probe", ROLE)
     monkeypatch.setattr(zygote_client, "MODULES", ("pool",))
@@ -263,7 +263,7 @@ def test_a_warm_process_that_stands_still_is_waited_for_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
-    (tmp_path / "warm_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
+    (tmp_path / "zygote_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(local.ROLES, "probe", ROLE)
     monkeypatch.setattr(zygote_client, "MODULES", ("endless",))
@@ -281,7 +281,7 @@ def test_a_warm_process_that_stands_still_is_waited_for_once(
 def test_a_warm_process_that_cannot_import_leaves_that_to_the_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    (tmp_path / "warm_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
+    (tmp_path / "zygote_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(local.ROLES, "probe", ROLE)
     monkeypatch.setattr(zygote_client, "MODULES", ("lamina.nowhere",))
@@ -296,15 +296,15 @@ def test_a_warm_process_that_cannot_import_leaves_that_to_the_worker(
 
 DRIVER = """
 import os, sys, socket
-from lamina.executor.launchers import local, warm
+from lamina.executor.launchers import local, zygote_client
 local.ROLES["probe"] = ("zygote_probe", "serve_probe")
 ours, theirs = socket.socketpair()
 if sys.argv[1] == "importing":
-    warm.MODULES = ("endless",)
-    local.START.begin(local.environment(0))
+    zygote_client.MODULES = ("endless",)
+    local.START.get(local.worker_environment(0))
     print(local.START.pid, flush=True)
 else:
-    warm.MODULES = ("json",)
+    zygote_client.MODULES = ("json",)
     worker = local.start("probe", theirs, 0, ())
     theirs.close()
     print(local.START.pid, worker.pid, flush=True)
@@ -353,7 +353,7 @@ def test_a_worker_that_starts_workers_uses_the_one_warm_process(
     probe.told()
     probe.sock.sendall(b"start")
     found = probe.told()
-    assert (found["kind"], found["parent"], found["status"]) == ("Forked", start.pid, 5)
+    assert (found["kind"], found["parent"], found["status"]) == ("ForkedProcess", start.pid, 5)
     assert sockets(found) == OWN, "nothing of its brother"
     assert probe.end() == 0
 

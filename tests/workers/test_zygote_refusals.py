@@ -54,7 +54,7 @@ def test_where_openmp_binds_threads_workers_are_fresh(name: str, monkeypatch: py
             spawned.append(a) or SimpleNamespace(pid=1, kill=lambda: None, wait=lambda *a: 0, poll=lambda: 0)
         ),
     )
-    monkeypatch.setattr(local.START, "begin", lambda *a: pytest.fail("the warm process was asked"))
+    monkeypatch.setattr(local.START, "get", lambda *a: pytest.fail("the warm process was asked"))
     ours, theirs = socket.socketpair()
     with ours, theirs:
         local.start("memory", theirs, 1, (0,))

@@ -28,7 +28,7 @@ from lamina.netstack.own_python import own_python
 from lamina.workers import worker_process
 
 log = logging.getLogger(__name__)
-MIN_RESTART_S = "the process that workers are forked from has ended: another one takes its place, and imports first"
+RESTART_MESSAGE = "the process that workers are forked from has ended: another one takes its place, and imports first"
 
 # Modules that workers import, in an order that suits each worker: torch without transformers first.
 MODULES = (
@@ -238,7 +238,7 @@ class ZygoteManager:
             if self._parent is not None and self._parent.environment == wanted:
                 return self._parent
             if self._own is not None and not self._own.is_alive:
-                log.warning("%s", MIN_RESTART_S)
+                log.warning("%s", RESTART_MESSAGE)
             if self._own is None or not self._own.is_alive or self._own.environment != wanted:
                 self._retire()
                 self._own = OwnedZygote(environment)
@@ -266,7 +266,7 @@ class ZygoteManager:
                 self._own = None
             else:
                 return
-        log.warning("%s", MIN_RESTART_S)
+        log.warning("%s", RESTART_MESSAGE)
         warm.close()
 
     def give_up(self, warm: ZygoteClient, why: object) -> None:

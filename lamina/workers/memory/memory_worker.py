@@ -224,7 +224,7 @@ class MemoryWorker:
         return rebuilder.nbytes
 
     def prepare(self, bind: BindRequest | None, offload: OffloadConfig | None = None, *, ahead: bool = False) -> None:
-        """Take memory for the store of ``bind``, which a ``reshard`` may bring, or ``is_first_store`` a Bind;
+        """Take memory for the store of ``bind``, which a ``reshard`` may bring, or ``ahead`` a Bind;
         see StorePreallocation. Safe from any thread.
         """
         self._preallocation.prepare(bind, offload, self._store, is_first_store=ahead)

@@ -253,13 +253,13 @@ class Model:
         q, k, v = (torch.cat(x) for x in zip(*spans, strict=True))
         return q, k, v
 
-    def step(self, step: int, ops: list[SequenceOp], rows: list[RowRange], *, view: int = 0) -> list[Tensor]:
+    def step(self, step: int, ops: list[SequenceOp], rows: list[RowRange], *, epoch: int = 0) -> list[Tensor]:
         """O of every layer, all heads."""
         partition = self.peers[0].bind.partition
         rows = [placed(r, partition) for r in rows]
         ops = [placed(op, partition) if isinstance(op, PrefillGrant) else op for op in ops]
         self.forks |= {op.sequence: op for op in ops if isinstance(op, Fork)}
-        plan, out = StepPlan(step=step, ops=ops, rows=rows, epoch=view), []
+        plan, out = StepPlan(step=step, ops=ops, rows=rows, epoch=epoch), []
         self.pool.send_plan(plan)
         self.pool.begin_step(plan)
         for layer in range(len(self.layers) if rows else 0):

@@ -9,7 +9,7 @@ import pytest
 
 from lamina.workers.compute.compile_passes import compile_passes
 
-OWN, TORCH = SimpleNamespace(own_threads=True, engine=object()), SimpleNamespace(own_threads=False, engine=None)
+OWN, TORCH = SimpleNamespace(has_own_threads=True, engine=object()), SimpleNamespace(has_own_threads=False, engine=None)
 GROUP, CAPTURE = SimpleNamespace(), SimpleNamespace()
 ROWS, LINEAR, LAST = "bind rows", "bind linear layers", "emulate a device"
 CHAIN, FEW = "chain units", "one thread for few rows"

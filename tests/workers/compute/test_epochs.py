@@ -42,7 +42,7 @@ pool = pools("loopback")
 
 def of_view(pool: Pool, view: int, weights: list[float], **fields: Any) -> Model:
     """All workers of ``pool``, bound under a view; they are new in the first."""
-    binds = [bind(LAYERS, weights, w, view=view, **fields) for w in range(len(weights))]
+    binds = [bind(LAYERS, weights, w, epoch=view, **fields) for w in range(len(weights))]
     if len(pool.workers) < len(weights):
         peers = [pool.connect(each) for each in binds]
     else:
@@ -65,12 +65,12 @@ def leave(pool: Pool, m: Model) -> None:
 def test_a_sequence_goes_on_under_the_next_view(pool: Pool, weights: list[float]) -> None:
     """With all its layers, windows and dtypes of K and V; each view has sequences of its own, too."""
     first = of_view(pool, 1, weights)
-    first.step(0, [New(1)], [RowRange(1, 0, 50)], view=1)
+    first.step(0, [New(1)], [RowRange(1, 0, 50)], epoch=1)
     leave(pool, first)
     rows = [RowRange(1, 50, 2), RowRange(2, 0, 3)]
     # How much memory it would take now, and who comes, is not what the store was made of.
     second = of_view(pool, 3, weights, kv_bytes=5 << 20)
-    for layer, o in enumerate(second.step(1, [New(2)], rows, view=3)):
+    for layer, o in enumerate(second.step(1, [New(2)], rows, epoch=3)):
         assert error(o, second.oracle(rows, layer)) < 1e-5
     assert [p.bound for p in second.peers] == [p.bound for p in first.peers]
     assert [w.stats()["stores"] for w in pool.workers] == [1.0] * len(weights)
@@ -78,7 +78,7 @@ def test_a_sequence_goes_on_under_the_next_view(pool: Pool, weights: list[float]
 
 def test_what_was_never_stored_is_refused_under_the_next_view_too(pool: Pool) -> None:
     first = of_view(pool, 1, [1.0])
-    first.step(0, [New(1)], [RowRange(1, 0, 10)], view=1)
+    first.step(0, [New(1)], [RowRange(1, 0, 10)], epoch=1)
     leave(pool, first)
     m = of_view(pool, 2, [1.0])
     # The plan that came last under the older view, word for word: no replay, as that step is over.
@@ -116,7 +116,7 @@ def under(view: int, new: RunRound) -> RunRound:
 def test_a_compute_worker_drops_rounds_and_turns_of_an_older_view() -> None:
     """And what was drawn last: the driver tells all tokens anew."""
     log, pool = list[Any](), FakePool()
-    mine = worker(pool, log, view=1)
+    mine = worker(pool, log, epoch=1)
     mine.submit(under(1, make_round(0, [0], 1, 2, first=True)))
     done = [mine.run_next() for _ in range(3)][-1]
     assert done is not None
@@ -149,7 +149,7 @@ def test_the_seconds_of_all_views_are_counted() -> None:
 
 
 def test_a_cut_of_an_older_view_is_dropped(ring_ends: list[PipelineChannels]) -> None:
-    old, new = (structs.replace(plan(3, step), view=view) for step, view in ((0, 1), (1, 2)))
+    old, new = (structs.replace(plan(3, step), epoch=view) for step, view in ((0, 1), (1, 2)))
     ring_ends[0].pipeline.send(old, 1, tuple(x + 1 for x in carry(1, 3)))
     ring_ends[0].pipeline.send(new, 1, carry(1, 3))
     for got, want in zip(ring_ends[1].pipeline.receive(new, 1), carry(1, 3), strict=True):

@@ -33,10 +33,10 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
 
 
 def told(tokens: list[int], pending: int | None = None, **options: Any) -> tuple[SamplingRequest, Any]:
-    fields = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "bias": {}, "prompt": []}
-    more = {k: options.pop(k) for k in ("bad_words", "allowed", *fields) if k in options}
+    fields = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "logit_bias": {}, "prompt_token_ids": []}
+    more = {k: options.pop(k) for k in ("bad_words_token_ids", "allowed_token_ids", *fields) if k in options}
     adjust = LogitsUpdate(num_known_tokens=0, tokens=tokens, penalties=Penalties(**{**fields, **more}))
-    draw = plain(logits_update=adjust, pending=pending is not None, **options)
+    draw = plain(logits_update=adjust, has_pending_token=pending is not None, **options)
     return draw, logit_changes_of(TokenHistories().update([], [draw]), {} if pending is None else {0: pending})
 
 
@@ -46,25 +46,25 @@ def token(sampler: Sampler, tokens: list[int], pending: int | None = None, **opt
 
 
 def test_a_word_of_one_token_is_always_forbidden(sampler: Sampler) -> None:
-    assert token(sampler, [], bad_words=[[0]]) == 1
-    assert token(sampler, [5], bad_words=[[1], [0]]) == 2
+    assert token(sampler, [], bad_words_token_ids=[[0]]) == 1
+    assert token(sampler, [5], bad_words_token_ids=[[1], [0]]) == 2
 
 
 def test_the_last_token_of_a_word_is_forbidden_behind_the_others_alone(sampler: Sampler) -> None:
     words = [[2, 3, 0], [3, 1]]
-    assert token(sampler, [2, 3], bad_words=words) == 2
-    assert token(sampler, [3], bad_words=words) == 0, "2 is missing"
-    assert token(sampler, [2], bad_words=words) == 0
-    assert token(sampler, [2, 3, 5], bad_words=words) == 0
-    assert token(sampler, [], bad_words=words) == 0
+    assert token(sampler, [2, 3], bad_words_token_ids=words) == 2
+    assert token(sampler, [3], bad_words_token_ids=words) == 0, "2 is missing"
+    assert token(sampler, [2], bad_words_token_ids=words) == 0
+    assert token(sampler, [2, 3, 5], bad_words_token_ids=words) == 0
+    assert token(sampler, [], bad_words_token_ids=words) == 0
 
 
 def test_the_token_that_is_being_drawn_counts(sampler: Sampler) -> None:
     words = [[2, 3, 0]]
-    assert token(sampler, [2], 3, bad_words=words) == 1
-    assert token(sampler, [5, 2], 3, bad_words=words) == 1
-    assert token(sampler, [2, 3], 5, bad_words=words) == 0, "the end has moved on"
-    assert token(sampler, [2], 4, bad_words=words) == 0
+    assert token(sampler, [2], 3, bad_words_token_ids=words) == 1
+    assert token(sampler, [5, 2], 3, bad_words_token_ids=words) == 1
+    assert token(sampler, [2, 3], 5, bad_words_token_ids=words) == 0, "the end has moved on"
+    assert token(sampler, [2], 4, bad_words_token_ids=words) == 0
 
 
 def test_no_word_is_found_where_two_histories_meet() -> None:
@@ -81,27 +81,27 @@ def test_no_word_is_found_where_two_histories_meet() -> None:
 
 @pytest.mark.parametrize("ids", [[-1], [1 << 31]])
 def test_a_bad_word_of_no_token_is_named(ids: list[int], sampler: Sampler) -> None:
-    for options in ({"bad_words": [[0, *ids]]}, {"allowed": ids}):
+    for options in ({"bad_words_token_ids": [[0, *ids]]}, {"allowed_token_ids": ids}):
         with pytest.raises(ValueError, match="penalties name the token"):
             told([], **options)
     with pytest.raises(ValueError, match="penalties name the token 6, there are 6"):
-        token(sampler, [], allowed=[0, 6])
+        token(sampler, [], allowed_token_ids=[0, 6])
     with pytest.raises(ValueError, match="a bad word without tokens"):
         BadWords([[1], []])
 
 
 def test_allowed_tokens_alone_are_drawn(sampler: Sampler) -> None:
-    assert token(sampler, [], allowed=[5, 3]) == 3
-    assert token(sampler, [], allowed=[5, 3, 3], bias={3: -3.0}) == 5
-    assert token(sampler, [], allowed=[5], bias={0: 100.0}) == 5
-    assert token(sampler, [], allowed=[5, 3], banned=[3]) == 5
-    assert token(sampler, [], allowed=[5, 3], bad_words=[[3]]) == 5
-    draws = [told([], allowed=[5, 3], temperature=5.0, seed=1, index=i) for i in range(200)]
+    assert token(sampler, [], allowed_token_ids=[5, 3]) == 3
+    assert token(sampler, [], allowed_token_ids=[5, 3, 3], logit_bias={3: -3.0}) == 5
+    assert token(sampler, [], allowed_token_ids=[5], logit_bias={0: 100.0}) == 5
+    assert token(sampler, [], allowed_token_ids=[5, 3], banned_token_ids=[3]) == 5
+    assert token(sampler, [], allowed_token_ids=[5, 3], bad_words_token_ids=[[3]]) == 5
+    draws = [told([], allowed_token_ids=[5, 3], temperature=5.0, seed=1, output_index=i) for i in range(200)]
     assert {sampler.sample(ROW, [draw], seen)[0].token_id for draw, seen in draws} == {3, 5}
 
 
 def test_log_probabilities_are_those_of_all_tokens(sampler: Sampler) -> None:
-    draw, seen = told([], allowed=[5], logprobs=2)
+    draw, seen = told([], allowed_token_ids=[5], logprobs=2)
     (found,) = sampler.sample(ROW, [draw], seen)
     exact = torch.log_softmax(ROW[0].double(), -1)
     assert [(t, rank) for t, _, rank in found.logprobs] == [(5, 6), (0, 1), (1, 2)]
@@ -111,14 +111,14 @@ def test_log_probabilities_are_those_of_all_tokens(sampler: Sampler) -> None:
 def test_of_equals_the_lower_token_ranks_first(sampler: Sampler) -> None:
     row = torch.tensor([[1.0, 2.0, 1.0, 1.0]])
     for known, rank in ((0, 2), (1, 1), (2, 3), (3, 4)):
-        (found,) = sampler.sample(row, [plain(known=known, logprobs=1)])
+        (found,) = sampler.sample(row, [plain(prompt_logprob_token=known, logprobs=1)])
         assert [(t, r) for t, _, r in found.logprobs] == [(known, rank), (1, 1)]
-    (found,) = sampler.sample(row, [plain(known=3, logprobs=(1 << 31) - 1)])
+    (found,) = sampler.sample(row, [plain(prompt_logprob_token=3, logprobs=(1 << 31) - 1)])
     assert [(t, r) for t, _, r in found.logprobs] == [(3, 4), (1, 1), (0, 2), (2, 3), (3, 4)]
 
 
 def test_nothing_is_left_of_what_is_allowed(sampler: Sampler) -> None:
-    assert token(sampler, [], allowed=[3], bad_words=[[3]]) == ALL_TOKENS_BANNED
+    assert token(sampler, [], allowed_token_ids=[3], bad_words_token_ids=[[3]]) == ALL_TOKENS_BANNED
 
 
 FULL = 64
@@ -131,7 +131,7 @@ ids = st.integers(0, FULL - 1)
     words=st.lists(st.lists(ids, min_size=1, max_size=2), max_size=3),
     allowed=st.lists(ids, max_size=5, unique=True),
     tokens=st.lists(ids, max_size=3),
-    bias=st.dictionaries(ids, st.sampled_from([-5.0, 5.0]), max_size=2),
+    logit_bias=st.dictionaries(ids, st.sampled_from([-5.0, 5.0]), max_size=2),
     temperature=st.sampled_from([0.0, 0.9]),
     top_k=st.sampled_from([0, 2]),
     logprobs=st.sampled_from([-1, 0, 3]),
@@ -141,8 +141,8 @@ def test_ranks_draw_what_one_worker_draws(
     seed: int, words: Any, allowed: list[int], tokens: list[int], **options: Any
 ) -> None:
     logits = (torch.randn(1, FULL, generator=torch.Generator().manual_seed(seed)) * 8).round() / 4
-    options["bias"] = {**options["bias"], **dict.fromkeys(allowed[:1], 1.0)}
-    draw, seen = told(tokens, bad_words=words, allowed=allowed, seed=seed, **options)
+    options["logit_bias"] = {**options["logit_bias"], **dict.fromkeys(allowed[:1], 1.0)}
+    draw, seen = told(tokens, bad_words_token_ids=words, allowed_token_ids=allowed, seed=seed, **options)
     few = LogitCandidates.needed_for([draw], FULL, seen)
     if few is None:
         assert not allowed

@@ -52,10 +52,10 @@ penalties = st.builds(
     presence=st.sampled_from([0.0, 1.5]),
     frequency=st.sampled_from([0.0, 0.7]),
     repetition=st.sampled_from([1.0, 1.4]),
-    bias=st.dictionaries(tokens, st.sampled_from([-9.0, 4.0]), max_size=2),
-    prompt=st.lists(tokens, max_size=2, unique=True),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-9.0, 4.0]), max_size=2),
+    prompt_token_ids=st.lists(tokens, max_size=2, unique=True),
 )
-adjusts = st.builds(LogitsUpdate, since=st.just(0), tokens=st.lists(tokens, max_size=4), start=penalties)
+adjusts = st.builds(LogitsUpdate, num_known_tokens=st.just(0), tokens=st.lists(tokens, max_size=4), penalties=penalties)
 
 
 @st.composite
@@ -101,7 +101,7 @@ def test_few_logits_give_the_same_token_and_log_probabilities(
 
 
 def plain(**options: Any) -> SamplingRequest:
-    fields = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "index": 0, "logprobs": -1, **options}
+    fields = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "output_index": 0, "logprobs": -1, **options}
     return SamplingRequest(row=0, sequence=0, **fields)
 
 
@@ -129,7 +129,7 @@ def test_of_equal_logits_the_lowest_ids_are_packed(dtype: torch.dtype) -> None:
 def test_all_ranks_together_know_that_every_token_is_banned() -> None:
     logits = torch.full((1, WIDTH), float("-inf"))
     logits[0, [2, WIDTH - 1]] = 1.0
-    draw = plain(banned=[2, WIDTH - 1])
+    draw = plain(banned_token_ids=[2, WIDTH - 1])
     few = LogitCandidates.needed_for([draw], WIDTH)
     assert few is not None
     known = Alike(list(logits.chunk(2, -1))).gathered(few, [draw], {})
@@ -140,8 +140,8 @@ def test_what_needs_all_logits_gets_them() -> None:
     assert LogitCandidates.needed_for([plain()], 1000) == LogitCandidates(1, 0)
     assert LogitCandidates.needed_for([plain(), plain(temperature=1.0)], 1000) is None
     assert LogitCandidates.needed_for([plain(temperature=1.0, top_k=40)], 1000) == LogitCandidates(41, 0)
-    assert LogitCandidates.needed_for([plain(logprobs=20, known=4)], 1000) == LogitCandidates(20, 1)
-    assert LogitCandidates.needed_for([plain(banned=list(range(600)))], 1000) is None
+    assert LogitCandidates.needed_for([plain(logprobs=20, prompt_logprob_token=4)], 1000) == LogitCandidates(20, 1)
+    assert LogitCandidates.needed_for([plain(banned_token_ids=list(range(600)))], 1000) is None
 
 
 @pytest.mark.parametrize("draw", [plain(logprobs=2), plain(temperature=0.9, seed=4), plain(temperature=0.9, top_k=3)])
@@ -184,8 +184,8 @@ def test_all_ranks_together_know_the_place_of_a_token() -> None:
         tokens=[],
         penalties=Penalties(presence=0.0, frequency=0.0, repetition=1.0, logit_bias={9: 90.0}, prompt_token_ids=[]),
     )
-    asked = [plain(logprobs=1, known=7), plain(logprobs=2), plain(logprobs=0, adjust=bias), plain(adjust=bias),
-             plain(logprobs=0, banned=list(range(4)))]  # fmt: skip
+    asked = [plain(logprobs=1, prompt_logprob_token=7), plain(logprobs=2), plain(logprobs=0, logits_update=bias), plain(logits_update=bias),
+             plain(logprobs=0, banned_token_ids=list(range(4)))]  # fmt: skip
     seen = logit_changes_of(TokenHistories().update([], asked[2:3]), {})
     assert LogitCandidates.needed_for(asked, WIDTH // 4, seen) is not None
 
@@ -242,7 +242,7 @@ def test_a_turn_whose_round_has_not_come_is_waited_for() -> None:
 @pytest.mark.parametrize("order", list(permutations(FILTERS)), ids=",".join)
 def test_a_share_of_all_tokens_is_not_taken_of_the_best_few(order: tuple[str, ...]) -> None:
     """top_p before top_k: the probability of tokens that no rank would send counts."""
-    draw = plain(temperature=1.0, top_k=3, top_p=0.5, order=order)
+    draw = plain(temperature=1.0, top_k=3, top_p=0.5, filter_order=order)
     first = order.index("top_p") < order.index("top_k")
     assert (LogitCandidates.needed_for([draw], WIDTH) is None) == first
-    assert LogitCandidates.needed_for([plain(temperature=1.0, top_k=3, order=order)], WIDTH) is not None
+    assert LogitCandidates.needed_for([plain(temperature=1.0, top_k=3, filter_order=order)], WIDTH) is not None

@@ -30,18 +30,18 @@ class FakePool:
         self.plan: StepPlan | None = None
         self.announced: list[tuple[int, int]] = []
 
-    def announce(self, plan: StepPlan) -> None:
+    def send_plan(self, plan: StepPlan) -> None:
         self.announced.append((plan.step, plan.batch))
 
     def prepare(self, plan: StepPlan) -> None: ...
 
-    def select(self, plan: StepPlan) -> None:
+    def begin_step(self, plan: StepPlan) -> None:
         self.plan = plan
 
     def o(self, layer: int, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.full((rows, 1), float(layer))
 
-    def settle(self) -> None: ...
+    def check_errors(self) -> None: ...
 
 
 class FakeProgram:
@@ -129,7 +129,7 @@ def test_turns_follow_the_rotation(n: int, layers: int, known: int) -> None:
 class Failing(FakePool):
     """Messages of step 1 have failed, which nobody knows before it asks."""
 
-    def settle(self) -> None:
+    def check_errors(self) -> None:
         if self.plan is not None and self.plan.step == 1:
             raise PeerFault("a memory worker is gone")
 

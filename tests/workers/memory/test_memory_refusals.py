@@ -46,14 +46,14 @@ pool = pools(*SCHEMES)
     ids=str,
 )
 def test_plans_that_cannot_be_are_refused_and_leave_no_trace(pool: Pool, plan: StepPlan, reason: str) -> None:
-    m = model(pool, view=2)
-    m.step(0, [New(1)], [RowRange(1, 0, 10)], view=2)
+    m = model(pool, epoch=2)
+    m.step(0, [New(1)], [RowRange(1, 0, 10)], epoch=2)
     plan = msgspec.structs.replace(plan, epoch=plan.epoch or 2)
     m.peers[0].plan(plan)
     with pytest.raises(RefusedError, match=reason):
         m.peers[0].receive(MessageKey(MessageKind.O, plan.step, plan.batch, plan.epoch))
     rows = [RowRange(1, 10, 1)]
-    for layer, o in enumerate(m.step(6, [], rows, view=2)):
+    for layer, o in enumerate(m.step(6, [], rows, epoch=2)):
         assert error(o, m.oracle(rows, layer)) < 1e-5
 
 

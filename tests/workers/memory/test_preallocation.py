@@ -34,7 +34,7 @@ def server() -> tuple[MemoryServer, list[Callable[[], None]], list[Any], list[St
     """It, what it is about to do beside its work, what it has made ready, and what it has said."""
     due, made, said = list[Callable[[], None]](), list[Any](), list[StorePrepared]()
     one = MemoryServer.__new__(MemoryServer)
-    one._runtime = SimpleNamespace(beside=lambda work, name: due.append(work))  # type: ignore[assignment]
+    one._runtime = SimpleNamespace(start_background=lambda work, name: due.append(work))  # type: ignore[assignment]
     one._loaded = lambda: SimpleNamespace(prepare=lambda bind, tier, *, ahead: made.append(bind))  # type: ignore[method-assign,return-value,assignment]
     one._link = SimpleNamespace(send=said.append)  # type: ignore[assignment]
     one._store_preallocation, one._prepare_thread = None, threading.Lock()
@@ -97,7 +97,7 @@ def ready(of: BindRequest = POOL) -> tuple[StorePreallocation, Counters, set[int
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-@pytest.mark.parametrize("fields", [{}, {"view": 7, "replicas": 2, "prefill_workers": 1}], ids=["as told", "met"])
+@pytest.mark.parametrize("fields", [{}, {"epoch": 7, "replicas": 2, "prefill_workers": 1}], ids=["as told", "met"])
 def test_the_store_of_any_place_lies_in_the_memory_of_a_spare(worker: int, fields: dict[str, Any]) -> None:
     made, meter, there = ready()
     before = resident()
@@ -160,7 +160,7 @@ def test_a_store_waits_for_memory_that_is_being_made_ready(monkeypatch: pytest.M
 
     monkeypatch.setattr(arena, "prefault", slowly)
     made = StorePreallocation(torch.device("cpu"), 1.0, Counters())
-    first = threading.Thread(target=made.prepare, args=(POOL, None, None), kwargs={"ahead": True})
+    first = threading.Thread(target=made.prepare, args=(POOL, None, None), kwargs={"is_first_store": True})
     first.start()
     assert begun.wait(30.0)
     stores = list[KvStore]()

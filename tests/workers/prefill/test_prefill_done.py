@@ -27,7 +27,7 @@ class FakeWorker:
     def connect(self, *others: object) -> None:
         pass
 
-    def turn(self) -> StepDone:
+    def run_next(self) -> StepDone:
         return self.left.popleft()
 
     def stats(self) -> dict[str, float]:
@@ -49,7 +49,7 @@ class FakeLink:
 def make(steps: int, links: int = 2, timeout_s: float = 1.0) -> tuple[PrefillWorker, list[FakeLink], list[float]]:
     now = [100.0]
     fakes = [FakeLink(i, now) for i in range(links)]
-    own = SimpleNamespace(attend_s=2.0, sending_s=3.0, fetch_s=0.0, fetched_bytes=0, occupied=KvOccupancy(0))
+    own = SimpleNamespace(attend_s=2.0, sending_s=3.0, fetch_s=0.0, fetched_bytes=0, kv_occupancy=KvOccupancy(0))
     worker = PrefillWorker(FakeWorker(steps), own, fakes, timeout_s, clock=lambda: now[0])  # type: ignore[arg-type]
     return worker, fakes, now
 

@@ -127,7 +127,7 @@ def test_what_comes_has_the_same_bits(part: int, fields: dict[str, object], monk
 
 def test_what_has_come_counts_under_all_views_and_for_no_slice() -> None:
     with met(2) as workers:
-        pool: Any = SimpleNamespace(send_s=0.0, select=lambda plan: None)
+        pool: Any = SimpleNamespace(send_s=0.0, begin_step=lambda plan: None)
         own = LocalAttention(workers[1].store, pool)
         own.set_prefix_fetch(workers[1].own)
         plan = StepPlan(step=1, ops=[New(5), FetchPrefix(5, 0, STORED, 0, 1)], rows=[RowRange(5, STORED, 3)])

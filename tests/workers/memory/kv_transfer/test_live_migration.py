@@ -268,7 +268,7 @@ def test_who_is_cut_off_in_the_midst_leaves_the_source_what_it_has(
         parts.append(layer)
         put(layer, *rest)
 
-    monkeypatch.setattr(stored, "put", cut)
+    monkeypatch.setattr(stored, "scatter", cut)
     for worker in street:
         worker.plan(1, CopyStripes(5, 1, 1, 2, 2))
     assert target.heard().error
@@ -309,7 +309,7 @@ def test_steps_may_come_while_other_workers_are_still_to_come() -> None:
     """The driver may begin as soon as those who compute are there."""
     movers = [MigrationPeer("here"), *(MigrationPeer(name, is_awaited=True) for name in NAMES)]
     with memory_pool() as pool:
-        peer = Peer(pool.open(view=VIEW, movers=movers), memory_peer.bind([shape()], view=VIEW))
+        peer = Peer(pool.open(view=VIEW, movers=movers), memory_peer.bind([shape()], epoch=VIEW))
         peer.plan(StepPlan(epoch=VIEW, step=0, ops=[Free(9)], rows=[]))
         for name in NAMES:
             pool.knock(-1, VIEW, name)

@@ -78,9 +78,9 @@ def test_each_block_of_each_head_goes_once_from_who_has_it_to_who_is_to(case: ob
                 assert piece.head_start <= strip.head_start < strip.head_stop <= piece.head_stop
         wanted = Counter[tuple[int, int, int, int, int]]()
         for each in keep:
-            assert each.was is not None
-            old = holders(before, layer, windows[layer], each, each.was)
-            new = holders(after, layer, windows[layer], each, each.place)
+            assert each.previous_location is not None
+            old = holders(before, layer, windows[layer], each, each.previous_location)
+            new = holders(after, layer, windows[layer], each, each.location)
             assert old.keys() == new.keys()
             wanted.update((each.sequence, *at, old[at], new[at]) for at in new)
         assert moved == wanted

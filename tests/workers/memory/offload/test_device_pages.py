@@ -99,11 +99,11 @@ def test_what_is_loaded_comes_behind_kernels_that_read_its_blocks(bench: DeviceB
     """Those of a sequence that has gone, and whose attention is still under way."""
     bench.do(save())
     wanted, read = rows_of(bench.store, 1), list[list[torch.Tensor]]()
-    (ids,) = bench.store.tables.table(0, 1)[1:]
+    (ids,) = bench.store.tables.block_table(0, 1)[1:]
     before = blocks(bench.store, ids)
     bench.give(lambda: read.append(blocks(bench.store, ids)))
     bench.do(Free(1), New(2), load())
-    assert set(bench.store.tables.table(0, 2)[1]) & set(ids), "some are those of the one that went"
+    assert set(bench.store.tables.block_table(0, 2)[1]) & set(ids), "some are those of the one that went"
     assert rows_of(bench.store, 2) == wanted
     assert all(torch.equal(a, b) for a, b in zip(read[0], before, strict=True))
 

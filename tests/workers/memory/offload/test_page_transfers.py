@@ -287,7 +287,7 @@ def test_behind_a_damaged_page_nothing_counts(page: int) -> None:
     fill(bench.store, 1, KvLocation(), 1)
     bench.do(save())
     bench.report()
-    copies = kept._lying[KEYS[page]].atoms  # type: ignore[attr-defined]
+    copies = kept._pages[KEYS[page]].fragments  # type: ignore[attr-defined]
     atom, copy = next(iter(copies.items()))
     copies[atom] = copy._replace(data=bytes([copy.data[0] ^ 1, *copy.data[1:]]))
     bench.do(New(2), load())
@@ -362,7 +362,7 @@ def test_what_was_freed_is_wiped_before_anything_is_loaded_there(bench: Bench, m
     bench.report()
     wiped = list[tuple[int, int]]()
     loads, saves = bench.transfers.loader.sequences, bench.transfers._open
-    monkeypatch.setattr(bench.store, "make_ready", lambda: wiped.append((len(loads), len(saves))))
+    monkeypatch.setattr(bench.store, "apply_block_copies", lambda: wiped.append((len(loads), len(saves))))
     bench.do(SaveKv(1, 1, 0, PAGE, KEYS[:1], b"t" * 16), Free(1), New(2), load(2))
     assert wiped == [(0, 1)]
     assert {bench.report().transfer_id, bench.report().transfer_id} == {1, 2}
@@ -561,7 +561,7 @@ def test_dropped_pages_are_gone(bench: Bench) -> None:
 
 def test_pages_are_prolonged_behind_their_save(bench: Bench) -> None:
     inner, said = bench.transfers._medium, SimpleQueue[tuple[list[bytes], float, int]]()
-    vars(inner)["prolong"] = lambda keys, seconds: said.put((keys, seconds, len(inner.pages())))
+    vars(inner)["set_retention"] = lambda keys, seconds: said.put((keys, seconds, len(inner.pages())))
     bench.do(save(), SetRetention(1, 60.0, KEYS))
     assert said.get(timeout=WAIT_S) == (KEYS, 60.0, PAGES)
 
@@ -574,10 +574,10 @@ class Nearer:
         self.looked: SimpleQueue[dict[int, list[bytes]]] = SimpleQueue()
         self.give: list[list[bytes]] = []
 
-    def expect(self, turn: int, keys: Sequence[bytes]) -> None:
+    def hint(self, turn: int, keys: Sequence[bytes]) -> None:
         self.turns[turn] = [*self.turns.get(turn, []), *keys] if keys else []
 
-    def fetch(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
+    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
         gone = self.give.pop() if self.give else None
         self.looked.put({turn: keys for turn, keys in self.turns.items() if keys})
         return gone
@@ -845,7 +845,7 @@ def test_a_read_that_fails_behind_the_end_of_its_load_changes_nothing(
     monkeypatch.setattr(loads_module, "LATE_LOAD_S", 0.0)
     bench, gate = by_layer
     callers, drop = list[threading.Thread](), gate.inner.delete
-    gate.drop = lambda keys: (callers.append(threading.current_thread()), drop(keys))  # type: ignore[attr-defined]
+    gate.delete = lambda keys: (callers.append(threading.current_thread()), drop(keys))  # type: ignore[attr-defined]
     bench.do(New(2), early())
     assert bench.opened() == 1
     bench.do(ROW)
