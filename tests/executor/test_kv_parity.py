@@ -16,7 +16,7 @@ KEPT = {ONE: {4: 20, 9: 3}, OTHER: {4: 21, 9: 3}, GUARD: {4: 19, 9: 5}}
 
 
 def parity(*lost: str, wanted: int = 1) -> KvParity:
-    members: Any = SimpleNamespace(memory=[ONE, OTHER, GUARD], lost=dict.fromkeys(lost))
+    members: Any = SimpleNamespace(memory=[ONE, OTHER, GUARD], lost_workers=dict.fromkeys(lost))
     config = make_config({"kv_parity": wanted, "transport": "shm"})
     return KvParity(config, members, worker_group=None, clock=lambda: 0.0)  # type: ignore[arg-type]
 

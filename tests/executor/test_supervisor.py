@@ -129,15 +129,15 @@ def test_another_takes_its_place_and_the_others_keep_what_they_have(victim: int)
         if worker is not lost:
             changes = 2 if lost.role == "compute" else 1  # without it, and with the one in its place
             assert [type(x) for x in worker.got[had:]] == [Quiesce, Connect] * changes, "it loads nothing again"
-            assert worker.got[-2].view < worker.got[-1].view == ready.epoch
+            assert worker.got[-2].epoch < worker.got[-1].epoch == ready.epoch
     start = new.got[0]
     assert isinstance(start, StartMemory | StartCompute)
     assert start.name.endswith("-1"), "a name that nobody has had"
     meetings = [x for w in run.world.workers for x in w.got if isinstance(x, Connect) and x.epoch == ready.epoch]
     assert any(start.name in str(meeting) for meeting in meetings)
     for worker in (run.now("memory", 0), run.now("memory", 1)):
-        assert worker.got[-1].keep == KEEP
-    assert run.now("prefill", 0).got[-1].keep == []
+        assert worker.got[-1].surviving == KEEP
+    assert run.now("prefill", 0).got[-1].surviving == []
     for worker in (run.now("compute", 0), run.now("compute", 1)):
         assert worker.got[-1].kv_bytes == [100, 200], "a new memory worker is to have as much as the one before"
 
@@ -161,7 +161,7 @@ def test_a_spare_takes_the_place_and_a_new_one_is_started_behind_it(victim: int)
     assert new in spares
     assert run.world.now - now < 1.0, "it had loaded before"
     assert [type(x) for x in new.got] == [type(lost.got[0]), Connect]
-    assert new.got[-1].number == (lost.index if lost.role == "compute" else None)
+    assert new.got[-1].replica == (lost.index if lost.role == "compute" else None)
     meetings = [x for w in run.world.workers for x in w.got if isinstance(x, Connect) and x.epoch == ready.epoch]
     assert any(f"{new.got[0].name}'" in str(meeting) for meeting in meetings)
     assert not any(f"{lost.got[0].name}'" in str(meeting) for meeting in meetings)
@@ -650,7 +650,7 @@ def test_one_that_says_the_same_as_the_one_in_whose_place_it_has_come_is_not_rep
 
     run.world.before = before
     first.inbox.append(Failed(text=FAILURE))
-    with pytest.raises(AssertionError, match=rf"^LostError\(.{FAILURE}.\)"):
+    with pytest.raises(AssertionError, match=rf"^WorkersLostError\(.{FAILURE}.\)"):
         run.recover()
     assert len(run.world.workers) == NUM_WORKERS + 1
 
@@ -683,7 +683,7 @@ def test_one_that_fails_as_it_starts_is_not_replaced() -> None:
 
     run.world.before = before
     first.kill()
-    with pytest.raises(AssertionError, match=r"^LostError\(.memory worker: RuntimeError: no memory.\)"):
+    with pytest.raises(AssertionError, match=r"^WorkersLostError\(.memory worker: RuntimeError: no memory.\)"):
         run.recover()
 
 
@@ -756,7 +756,7 @@ def test_a_run_without_room_for_workers_says_how_many_are_left(
     assert (told.value.workers_that_fit if isinstance(told.value, ReducedCapacityError) else {}) == left
     said = f"; there is room for a run with {words} at most" if words else ""
     assert str(told.value).endswith(f"no host has room{said}")
-    assert not left or told.value.without == ["n1", "n3"]  # type: ignore[attr-defined]
+    assert not left or told.value.lost_hosts == ["n1", "n3"]  # type: ignore[attr-defined]
     assert pools.is_closed
 
 
@@ -923,12 +923,12 @@ def test_decoding_goes_on_with_the_replicas_that_are_left() -> None:
     ready = run.supervisor.resume(KEEP)
     assert run.world.now - began < 5.0, "nobody waits for a start"
     meeting = second.got[-1]
-    assert (ready.replicas, meeting.replicas, meeting.number, meeting.behind) == (1, 1, 0, None)
+    assert (ready.replicas, meeting.replicas, meeting.replica, meeting.next_replica) == (1, 1, 0, None)
     assert run.now("prefill", 0).got[-1].replicas == 1
     assert not run.cohort.degraded.is_any_loaded()
     again = run.whole(ready)
     assert again.replicas == run.now("compute", 0).got[-1].replicas == 2
-    assert [run.now("compute", i).got[-1].number for i in (0, 1)] == [0, 1]
+    assert [run.now("compute", i).got[-1].replica for i in (0, 1)] == [0, 1]
     run.check(again)
 
 
@@ -974,7 +974,7 @@ def test_a_replica_that_dies_as_it_loads_has_a_successor_and_one_that_says_why_e
 def test_a_replica_that_stands_still_in_a_message_has_a_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     run, _, loads = one_loads()
     with monkeypatch.context() as patch:
-        patch.setattr(run.members, "hear", stand_still)
+        patch.setattr(run.members, "receive_from", stand_still)
         with pytest.raises(WorkersLostError, match="stands still") as told:
             run.cohort.degraded.is_any_loaded()
     assert told.value.has_exited
@@ -993,7 +993,7 @@ def test_one_that_is_to_come_and_stands_still_in_a_message_ends_the_change(monke
     coming = run.cohort.start_extra("memory", 2)
     elastic._change = ResizePlan(run.config.topology, [], Capacity([], [], 0, False, [], [], []))
     elastic._coming, elastic._preparing = {coming: ""}, {coming: PrepareStore(None)}
-    monkeypatch.setattr(run.members, "hear", stand_still)
+    monkeypatch.setattr(run.members, "receive_from", stand_still)
     assert not elastic.is_ready()
     outcome = elastic.take_outcome()
     assert outcome is not None

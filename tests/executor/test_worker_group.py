@@ -96,18 +96,18 @@ def test_a_connect_says_whom_to_meet() -> None:
     fleet = Fleet()
     fleet.start()
     meeting = {w.role + str(w.index): w.got[-1] for w in fleet.world.workers}
-    names = meeting["memory0"].joining
+    names = meeting["memory0"].joining_names
     assert [n[:9] for n in names] == ["compute-0", "compute-1", "prefill-0"]
-    assert meeting["memory1"].joining == names
+    assert meeting["memory1"].joining_names == names
     for here, other in ((0, 1), (1, 0)):
         mine = meeting[f"compute{here}"]
-        assert (mine.before, mine.behind.name, mine.ranks) == (names[other], names[other], [])
-        assert mine.behind.url == f"sim://{names[other]}/ring"
+        assert (mine.previous_replica, mine.next_replica.name, mine.rank_addresses) == (names[other], names[other], [])
+        assert mine.next_replica.url == f"sim://{names[other]}/ring"
     for worker in ("compute0", "compute1", "prefill0"):
-        assert [(a.url, a.name[:8]) for a in meeting[worker].memory] == [
-            (f"sim://{a.name}", f"memory-{i}") for i, a in enumerate(meeting[worker].memory)
+        assert [(a.url, a.name[:8]) for a in meeting[worker].memory_addresses] == [
+            (f"sim://{a.name}", f"memory-{i}") for i, a in enumerate(meeting[worker].memory_addresses)
         ]
-        assert len(meeting[worker].memory) == 2
+        assert len(meeting[worker].memory_addresses) == 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -187,7 +187,7 @@ def test_what_came_under_an_older_view_and_was_not_taken_is_dropped() -> None:
     with pytest.raises(WorkersLostError):
         fleet.cohort.connect()
     (member,) = (m for m in fleet.members if m.handle is second)
-    assert [x.view for x in member.inbox] == [1]
+    assert [x.epoch for x in member.inbox] == [1]
     fleet.members.begin_epoch(2)
     assert not member.inbox
 

@@ -280,13 +280,13 @@ def test_counters_have_the_time_that_a_step_has() -> None:
     theirs.send(Stats(values={"steps": 1.0}))
     assert pools.collect_stats() == {"memory-0": {"steps": 1.0}}
     assert not pools.has_pending_stats
-    assert pools.take_stats() is None
+    assert pools.collect_stats() is None
     with pytest.raises(TimeoutError):
         theirs.recv(timeout_s=0.0)  # it was asked once
-    pools.ask_stats()
+    pools.request_stats()
     now[0] += 62.0
     with pytest.raises(WorkerError, match=r"memory worker 0 .*took too long .*--step-timeout-s 60"):
-        pools.take_stats()
+        pools.collect_stats()
 
 
 @pytest.mark.parametrize("counts", [(0, 1), (2, 0)])

@@ -25,9 +25,9 @@ class ScriptedWarden:
     def __init__(self, at: tuple[str, int], answer: Mapping[str, Any]) -> None:
         self.at, self.killed, self.orders = at, False, list[dict[str, Any]]()
         self.listen = SimpleNamespace(remote=lambda order: self._answers(order, answer))
-        self.started = SimpleNamespace(remote=lambda: (self, {"pid": 7}))
-        self.fate = SimpleNamespace(remote=lambda: (self, None))
-        self.stands_still = SimpleNamespace(remote=lambda known: (self, None))
+        self.wait_started = SimpleNamespace(remote=lambda: (self, {"pid": 7}))
+        self.exit_reason = SimpleNamespace(remote=lambda: (self, None))
+        self.wait_stopped_change = SimpleNamespace(remote=lambda known: (self, None))
 
     def _answers(self, order: str, answer: Mapping[str, Any]) -> tuple[Any, Any]:
         self.orders.append(json.loads(order))

@@ -25,7 +25,7 @@ class Elastic:
     def __init__(self, least: int) -> None:
         self._least = least
 
-    def plan_loans(self, coming: list[int], leaving: list[int]) -> list[int]:
+    def plan_borrowed(self, coming: list[int], leaving: list[int]) -> list[int]:
         if min(coming) < self._least:
             raise ValueError("it is too small for a stripe")
         return coming
@@ -42,7 +42,7 @@ def borrower(elastic: Any = None) -> Borrower:
     info = SimpleNamespace(num_blocks=[[32], [32]], windows=[0, 0], stripe=8, block_size=16)
     promises = SimpleNamespace(counts=lambda: None)
     scheduler = SimpleNamespace(waiting=[])
-    engine: Any = SimpleNamespace(info=info, free_blocks=[32, 32], scheduler=scheduler, promises=promises)
+    engine: Any = SimpleNamespace(worker_info=info, free_blocks=[32, 32], scheduler=scheduler, slo_admission=promises)
     made.set_engine(engine)
     return made
 
@@ -88,19 +88,19 @@ def test_its_own_is_asked_for_before_that_of_others(
     """Where that is of use, here from 3 blocks on: a scrap would be asked for again and again. Of others it takes
     --borrow at most, 64 blocks. While it borrows it lends nothing.
     """
-    one, told, own = borrower(Elastic(3 * BLOCK_BYTES)), list[int](), SimpleNamespace(needs="")
+    one, told, own = borrower(Elastic(3 * BLOCK_BYTES)), list[int](), SimpleNamespace(local_need="")
     links: Any = one._links
-    links.own_unrequested, links.borrowed_from_others, links.borrowed, links.reclaim = (
+    links.own_unrequested, links.borrowed_from_others, links.borrowed_blocks, links.reclaim = (
         own_left,
         of_others,
         0,
         told.append,
     )
-    links.want, links.is_seeking = told.append, of_others > 0
+    links.request_blocks, links.is_seeking = told.append, of_others > 0
     one._own, one._lacking = own, lambda: lacking  # type: ignore[method-assign,assignment]
     one._ask(0.0)
     assert told == [*reclaimed, wanted]
-    assert own.needs == ("it borrows itself" if lacking or of_others else "")
+    assert own.local_need == ("it borrows itself" if lacking or of_others else "")
 
 
 def test_a_guest_that_has_ended_hides_nothing_of_what_the_others_read() -> None:

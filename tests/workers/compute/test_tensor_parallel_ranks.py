@@ -184,8 +184,8 @@ def test_all_ranks_together_know_the_place_of_a_token() -> None:
         tokens=[],
         penalties=Penalties(presence=0.0, frequency=0.0, repetition=1.0, logit_bias={9: 90.0}, prompt_token_ids=[]),
     )
-    asked = [plain(logprobs=1, prompt_logprob_token=7), plain(logprobs=2), plain(logprobs=0, logits_update=bias), plain(logits_update=bias),
-             plain(logprobs=0, banned_token_ids=list(range(4)))]  # fmt: skip
+    asked = [plain(logprobs=1, prompt_logprob_token=7), plain(logprobs=2), plain(logprobs=0, logits_update=bias),
+             plain(logits_update=bias), plain(logprobs=0, banned_token_ids=list(range(4)))]  # fmt: skip
     seen = logit_changes_of(TokenHistories().update([], asked[2:3]), {})
     assert LogitCandidates.needed_for(asked, WIDTH // 4, seen) is not None
 
