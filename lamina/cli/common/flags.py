@@ -52,16 +52,16 @@ def print_config(config: EngineConfig, **more: Any) -> None:
 
 
 def check_writable(path: str | None, flag: str) -> None:
-    """Before any work is done: raises ValueError that names ``flag_name`` where no file can be written. None: none is
+    """Before any work is done: raises ValueError that names ``flag`` where no file can be written. None: none is
     to."""
     if path is None:
         return
     folder = Path(path).absolute().parent
     if not folder.is_dir():
-        raise ValueError(f"{flag_name} {path}: there is no folder {folder}: make it, or name another")
+        raise ValueError(f"{flag} {path}: there is no folder {folder}: make it, or name another")
     target = path if os.path.exists(path) else folder
     if os.path.isdir(path) or not os.access(target, os.W_OK):
-        raise ValueError(f"{flag_name} {path} cannot be written: name a file in a folder that is yours")
+        raise ValueError(f"{flag} {path} cannot be written: name a file in a folder that is yours")
 
 
 def _kind(option: Option) -> dict[str, Any]:
