@@ -278,7 +278,9 @@ class Engine:
         return frozenset([*eos, *(params.stop_token_ids or [])])
 
     def _change(self, change: EpochChanged) -> list[RequestOutput]:
-        """Take in what was done, take back what was not, and go on under another view; the requests that got tokens."""
+        """Take in what was done, take back what was not, and go on under another epoch; the requests that got
+        tokens.
+        """
         touched, now = dict[int, RequestOutput](), self._clock()
         had = num_stored_tokens(self.scheduler.running)
         met: ComputeReady | EpochChanged = change
@@ -288,7 +290,7 @@ class Engine:
             met = self.executor.resume(self._roll_back(met))
         self.resume(met)
         again, pause_s = had - num_stored_tokens(self.scheduler.running), self._clock() - now
-        log.info("view %d: all sequences go on after %.3f s; %d tokens are computed again", met.epoch, pause_s, again)
+        log.info("epoch %d: all sequences go on after %.3f s; %d tokens are computed again", met.epoch, pause_s, again)
         return list(touched.values())
 
     def _roll_back(self, change: EpochChanged) -> list[SurvivingKv]:

@@ -24,7 +24,7 @@ class Evacuation:
         self._scheduler.migration.closing_shards |= self._groups
 
     def is_done(self) -> bool:
-        """Whether all have left who can; what is left there moves as the view changes."""
+        """Whether all have left who can; what is left there moves as the epoch changes."""
         return self._scheduler.migration.is_drained(self._scheduler.running)
 
     def cancel(self) -> None:

@@ -1,6 +1,6 @@
 """Degraded mode: decoding continues without lost replicas while new workers load.
 
-They join by a change of the view in which no worker is lost.
+They join by a change of the epoch in which no worker is lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory workers come or go while all others run on: one change of the view, in which KV moves and nothing is loaded.
+"""Memory workers come or go while all others run on: one change of the epoch, in which KV moves and nothing is loaded.
 
 Before any worker rests, the new workers are started, have imported all modules and taken their memory, and the staying
 ones have taken memory for one layer more, since KV passes to its new layout layer by layer. Then all workers come to

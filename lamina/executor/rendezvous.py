@@ -1,4 +1,4 @@
-"""Whom workers that have the model are told to meet under a view. Policy: no I/O."""
+"""Whom workers that have the model are told to meet under an epoch. Policy: no I/O."""
 
 from __future__ import annotations
 

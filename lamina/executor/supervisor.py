@@ -1,7 +1,7 @@
 """Losses made good: lost workers are fenced and replaced; the others rest, meet anew, and go on.
 
-The driver alone decides which workers live. Links keep their order, so nothing of an older view follows a Halted; and a
-fenced worker stays in an older view for ever.
+The driver alone decides which workers live. Links keep their order, so nothing of an older epoch follows a Halted; and
+a fenced worker stays in an older epoch for ever.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Supervisor:
         late = [m for m in loss.workers if m not in lost and not loss.has_exited]
         each = {*lost, *loss.workers}
         if not each:
-            return loss.has_exited  # of a view: nobody is lost, and all meet anew
+            return loss.has_exited  # of an epoch: nobody is lost, and all meet anew
         if self._restart_budget.in_progress and not all(map(self._workers.has_answered, late)):
             return False
         may_go_well = all(x.has_exited or self._is_first(member, x) for member, x in lost.items())

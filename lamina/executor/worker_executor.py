@@ -100,8 +100,8 @@ class WorkerExecutor:
             self.borrower.set_engine(engine)
 
     def connect(self) -> ComputeReady:
-        """Have all workers meet anew, under the next view, with all that they have loaded and stored. No step may be in
-        flight. Raises WorkerError, ValueError.
+        """Have all workers meet anew, under the next epoch, with all that they have loaded and stored. No step may be
+        in flight. Raises WorkerError, ValueError.
         """
         if len(self._steps_in_flight) or self._pending_chunks:
             raise ValueError("workers cannot be connected anew while steps are in flight: wait for them first")
@@ -202,7 +202,7 @@ class WorkerExecutor:
             return self._quiesce() if self._must_quiesce() else None
 
     def _must_quiesce(self) -> bool:
-        """Whether the view is to change: behind a loss, or as workers come or go."""
+        """Whether the epoch is to change: behind a loss, or as workers come or go."""
         due = self._loss is not None or self.resizer.is_ready()
         with self._note_loss():
             due = due or self._workers.degraded.is_any_loaded()

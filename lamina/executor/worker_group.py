@@ -1,6 +1,6 @@
 """The workers of one engine: started and loaded once, connected as often as needed.
 
-Each Connect begins a view. Members reports workers that are lost on the way; the others stay as they are, and may be
+Each Connect begins an epoch. Members reports workers that are lost on the way; the others stay as they are, and may be
 connected again.
 """
 
@@ -105,7 +105,7 @@ class WorkerGroup:
             phase()
 
     def connect(self, keep: Sequence[SurvivingKv] | None = None) -> ComputeReady:
-        """Have all workers meet under a new view. No step may be in flight. ``keep``: the KV that stays; None = all.
+        """Have all workers meet under a new epoch. No step may be in flight. ``keep``: the KV that stays; None = all.
         Returns what compute workers say.
 
         Raises WorkersLostError, and ValueError with what a user can put right.
@@ -122,7 +122,7 @@ class WorkerGroup:
         self.kv_bytes, self.backend = [ready.kv_bytes for ready in ranks], ranks[0].summary.get("attention", "")
         self.memory_binds = [ready.bind for ready in ranks if ready.bind is not None]
         log.info(
-            "view %d: %s", self.epoch, ", ".join(f"{m.label} is pid {m.handle.pid or '?'}" for m in self._registry)
+            "epoch %d: %s", self.epoch, ", ".join(f"{m.label} is pid {m.handle.pid or '?'}" for m in self._registry)
         )
         ready = merged_ready([*readies.values()], self.topology)
         ready = msgspec.structs.replace(ready, replicas=self._rendezvous_state.replicas)

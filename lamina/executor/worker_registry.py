@@ -79,7 +79,7 @@ class WorkerRegistry:
         self._before_end, self._after_end = before_end, after_end
         self._links, self._clock = links or ControlLinks(), clock
         self._looked = clock()
-        self.epoch = 0  # messages of older views are dropped
+        self.epoch = 0  # messages of older epochs are dropped
         self._kinds_of_old_epochs: tuple[type[Any], ...] = ()  # but of these kinds
         self.lost_workers: dict[RegisteredWorker, WorkersLostError] = {}  # nobody listens to these any more
         self.worker_names = WeakKeyDictionary[WorkerHandle, str]()  # that they prove to their peers
@@ -169,7 +169,7 @@ class WorkerRegistry:
         self.lost_workers.setdefault(worker, why)
 
     def begin_epoch(self, epoch: int, still: tuple[type[Any], ...] = ()) -> None:
-        """Drop messages of older views, those that still come included, but for the kinds ``still``."""
+        """Drop messages of older epochs, those that still come included, but for the kinds ``still``."""
         self.epoch, self._kinds_of_old_epochs = epoch, still
         for member in self._members:
             member.inbox = deque(x for x in member.inbox if not self._is_old(x))

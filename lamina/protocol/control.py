@@ -26,7 +26,7 @@ from .offload_messages import OffloadConfig, OffloadFacts
 from .step_plan import BindReply, BindRequest, StepPlan, SurvivingKv
 
 MAX_FRAME = 1 << 28
-EPOCH_BITS = 16  # of a view, which is the epoch of all channels that are opened under it
+EPOCH_BITS = 16  # of an epoch, which is the epoch of all channels that are opened under it
 _LENGTH = struct.Struct("<I")
 
 
@@ -142,14 +142,14 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
-    """Driver -> any worker: whom to meet, under a view. It may come again, of a higher view: the worker lets go of all
-    channels, and keeps its weights or KV. All but memory workers answer it, with ComputeReady or Failed.
+    """Driver -> any worker: whom to meet, under an epoch. It may come again, of a higher epoch: the worker lets go of
+    all channels, and keeps its weights or KV. All but memory workers answer it, with ComputeReady or Failed.
     """
 
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]
     joining_names: list[str] = []  # of a memory worker: the names of all that come, by number; empty: they have none
     replica: int | None = None  # of a compute worker: its replica's; None: as it was started for
-    replicas: int = 0  # of others than memory workers: that there are in this view; 0: as the topology says
+    replicas: int = 0  # of others than memory workers: that there are in this epoch; 0: as the topology says
     memory_addresses: list[Address] = []  # of others: the memory workers of its rank
     rank_addresses: list[
         Address
@@ -166,7 +166,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
 
 
 class Quiesce(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
-    """Driver -> any worker: a worker is lost. Let go of all channels of views before ``epoch``, come to rest, and keep
+    """Driver -> any worker: a worker is lost. Let go of all channels of epochs before ``epoch``, come to rest, and keep
     what you have loaded and stored. Answered by Halted, behind whatever was said before; a Connect follows.
     """
 
@@ -174,7 +174,7 @@ class Quiesce(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
 
 
 class Quiesced(msgspec.Struct, frozen=True, kw_only=True, tag="halted"):
-    """Any worker -> driver: nothing of an older view will be done, or written, any more."""
+    """Any worker -> driver: nothing of an older epoch will be done, or written, any more."""
 
     epoch: int
     surviving_tokens: dict[int, int] = {}  # of a memory worker: sequence -> tokens whose K and V it has in all layers
@@ -219,7 +219,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
     # Of the memory workers, filled in by the driver; None: they keep nothing beside it.
     storage: OffloadFacts | None = None
-    replicas: int = 0  # that there are in this view, filled in by the driver; 0: as many as at the start
+    replicas: int = 0  # that there are in this epoch, filled in by the driver; 0: as many as at the start
     prefill_stores: list[BindReply] = []  # of a prefill worker, its own; the driver puts those of all together
 
 

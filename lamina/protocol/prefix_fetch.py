@@ -42,7 +42,7 @@ def can_fetch_prefixes(prefill: Sequence[ComputeReady], batching: BatchingOption
 
 class ConnectPrefillPeers(msgspec.Struct, frozen=True, kw_only=True, tag="meet-prefill"):
     """Driver -> prefill worker, once all of them have answered their Connect: each opens a channel to each other one of
-    ``peers``, of which it is number ``own_index``, and to the stages before and behind it, under the same view. No
+    ``peers``, of which it is number ``own_index``, and to the stages before and behind it, under the same epoch. No
     answer: what is to be computed and fetched comes behind it.
     """
 

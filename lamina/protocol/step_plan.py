@@ -6,17 +6,17 @@ layer messages behind it have a fixed place and size: Q, KV and O carry tensors 
     PLAN    msgpack of StepPlan, from replica 0; the plans of a round follow one another
     Q, KV   of the rows that the worker needs, its heads; their bytes are in protocol.codec
     O       back to the replica that the plan names
-    BIND    msgpack of Bind, once a view, before any plan, from replica 0;  BOUND answers it
-    JOIN    msgpack of Join, once a view, from every other replica and then every prefill worker;  BOUND answers it
+    BIND    msgpack of Bind, once an epoch, before any plan, from replica 0;  BOUND answers it
+    JOIN    msgpack of Join, once an epoch, from every other replica and then every prefill worker;  BOUND answers it
     DIRECT  msgpack of Direct, once, first on a channel besides, where BOUND has offered that;  BOUND answers it. Then
             plans travel on that one, and Q, KV and O on the one of the Bind, from device to device
     CARRY   the tensors of a cut, from one replica to the next
     STORED  nothing; back to a prefill worker: all K and V of a grant are in the store
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
 
-A *view* is one generation of who is connected. It is the epoch of every channel that is opened under it, and part of
-every Key: so what was sent under an older view cannot reach a channel of a newer one, and is dropped where it does. A
-plan bears it too, as plans are also queued where there is no channel; a Bind or Join of another view is refused.
+An *epoch* is one generation of who is connected. It is the epoch of every channel that is opened under it, and part of
+every Key: so what was sent under an older epoch cannot reach a channel of a newer one, and is dropped where it does. A
+plan bears it too, as plans are also queued where there is no channel; a Bind or Join of another epoch is refused.
 
 Tensors are contiguous, in the wire dtype of Bind, rows in the order of the plan. Every message carries its Key as tag.
 A message without any row is not sent.
@@ -78,7 +78,7 @@ _KEY = struct.Struct("<QIIiI")
 
 
 class MessageKey(NamedTuple):
-    """Names a message: (view, batch, step, layer, kind). Together with the channel's epoch it is unique."""
+    """Names a message: (epoch, batch, step, layer, kind). Together with the channel's epoch it is unique."""
 
     kind: int
     step: int = 0
@@ -226,7 +226,7 @@ SequenceOp = BlockOp | StorageOp | RowOp
 
 
 class SurvivingKv(msgspec.Struct, frozen=True, array_like=True):
-    """What is left of a sequence behind a change of the view: its first ``length`` tokens, which lie at ``location``.
+    """What is left of a sequence behind a change of the epoch: its first ``length`` tokens, which lie at ``location``.
     ``previous_location``: where they lie by the partition before, and are to be moved from; None: where they are.
     """
 

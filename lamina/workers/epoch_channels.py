@@ -1,7 +1,7 @@
-"""The channels that a worker has under one view: opened with the view as their epoch, and closed together.
+"""The channels that a worker has under one epoch: opened with the epoch as their epoch, and closed together.
 
-A peer of an older view is turned away by its epoch, before any of its bytes are read: so no message of an older view
-reaches a worker of a newer one. A peer of a newer view waits until this worker is in that view, too.
+A peer of an older epoch is turned away by its epoch, before any of its bytes are read: so no message of an older epoch
+reaches a worker of a newer one. A peer of a newer epoch waits until this worker is in that epoch, too.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import replace
 
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, ChannelUnreachable, Fabric, Listener, Terms
 
-CONNECT_ATTEMPT_S = 1.0  # to be taken by a peer, before a worker looks whether its view is over
+CONNECT_ATTEMPT_S = 1.0  # to be taken by a peer, before a worker looks whether its epoch is over
 SILENT_S = 15.0  # of attempts that nothing answers; then a worker tells that it cannot reach a peer's host
-POLL_S = 0.25  # while nobody comes, before a worker looks whether its view is over
+POLL_S = 0.25  # while nobody comes, before a worker looks whether its epoch is over
 
 
 class EpochListener:
-    """A listener that stays open from view to view. One thread uses it."""
+    """A listener that stays open from epoch to epoch. One thread uses it."""
 
     def __init__(self, listener: Listener) -> None:
         self.url = listener.url
         self._listener = listener
-        self._early_arrivals: list[Channel] = []  # of views that this worker is not in yet
+        self._early_arrivals: list[Channel] = []  # of epochs that this worker is not in yet
 
     def accept(self, epoch: int, *, timeout_s: float) -> Channel | None:
         """The next peer of ``epoch``; None where another one came. Raises ChannelTimeout, ChannelAborted."""
@@ -42,13 +42,13 @@ class EpochListener:
 def _of(epoch: int, channel: Channel) -> Channel | None:
     if channel.epoch == epoch:
         return channel
-    channel.abort(f"view {channel.epoch} is over: this worker is in view {epoch}")
+    channel.abort(f"epoch {channel.epoch} is over: this worker is in epoch {epoch}")
     channel.close()
     return None
 
 
 class EpochFabric:
-    """Connects, and accepts, under one view. ``end_epoch`` may come from any thread."""
+    """Connects, and accepts, under one epoch. ``end_epoch`` may come from any thread."""
 
     def __init__(self, epoch: int, fabric: Fabric | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """``fabric``: None for one who only accepts."""
@@ -60,8 +60,8 @@ class EpochFabric:
         self._end_reason = ""
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
-        """Connect as Fabric.connect does, in this view's epoch; but no longer than this view lasts, as the peer may
-        have gone on, and take nobody of this view any more, nor to a host that is silent for SILENT_S.
+        """Connect as Fabric.connect does, in this epoch; but no longer than this epoch lasts, as the peer may
+        have gone on, and take nobody of this epoch any more, nor to a host that is silent for SILENT_S.
         """
         if self._fabric is None:
             raise ValueError(f"{url}: this worker connects to nobody")
@@ -86,11 +86,11 @@ class EpochFabric:
         return self._attempts.get(url, "")
 
     def listener_for(self, listener: EpochListener) -> SingleEpochListener:
-        """The listener of ``listener`` for peers of this view."""
+        """The listener of ``listener`` for peers of this epoch."""
         return SingleEpochListener(self, listener)
 
     def accept(self, listener: EpochListener, timeout_s: float) -> Channel:
-        """The next peer of this view. Raises ChannelTimeout; ChannelAborted once the view is over."""
+        """The next peer of this epoch. Raises ChannelTimeout; ChannelAborted once the epoch is over."""
         deadline = self._clock() + timeout_s
         while True:
             self._check()
@@ -105,7 +105,7 @@ class EpochFabric:
                 return self._keep(channel)
 
     def end_epoch(self, reason: str) -> None:
-        """The view is over: its channels are aborted, and so are those that would still be opened."""
+        """The epoch is over: its channels are aborted, and so are those that would still be opened."""
         with self._lock:
             self._end_reason = self._end_reason or reason
             channels = list(self._channels)
@@ -120,7 +120,7 @@ class EpochFabric:
     def close(self) -> None:
         """Let go of all channels. For the thread that opened them; idempotent."""
         with self._lock:
-            self._end_reason = self._end_reason or f"view {self.epoch} is over"
+            self._end_reason = self._end_reason or f"epoch {self.epoch} is over"
             channels, self._channels = self._channels, []
         for channel in channels:
             channel.close()
@@ -130,7 +130,7 @@ class EpochFabric:
             raise ChannelAborted(self._end_reason)
 
     def _keep(self, channel: Channel) -> Channel:
-        """Behind the end of the view nobody else closes it."""
+        """Behind the end of the epoch nobody else closes it."""
         with self._lock:
             over = self._end_reason
             if not over:
@@ -142,14 +142,14 @@ class EpochFabric:
 
 
 class SingleEpochListener:
-    """A view's end of a door. It closes nothing: the door stays open for the next view."""
+    """An epoch's end of a door. It closes nothing: the door stays open for the next epoch."""
 
     def __init__(self, fabric: EpochFabric, listener: EpochListener) -> None:
         self.url = listener.url
         self._fabric, self._listener = fabric, listener
 
     def accept(self, *, timeout_s: float) -> Channel:
-        """The channel of the next peer of this view."""
+        """The channel of the next peer of this epoch."""
         return self._fabric.accept(self._listener, timeout_s)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from lamina.netstack import Channel, ChannelTimeout
 from lamina.protocol.step_plan import ProtocolError
 
-LOOK_S = 1.0  # for the next ask, which only the end of the view ends
+LOOK_S = 1.0  # for the next ask, which only the end of the epoch ends
 Ask = TypeVar("Ask")
 
 

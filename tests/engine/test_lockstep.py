@@ -107,7 +107,7 @@ def test_a_row_that_is_computed_again_has_its_logits_again() -> None:
         with hold(engine, PROMPTS[:1]) as rows:
             before = rows.logits()
             lost_and_found(engine, {0: kept})
-            assert engine.get_logits(0) == b"", "of the old view"
+            assert engine.get_logits(0) == b"", "of the old epoch"
             assert rows.logits() == before
             assert choose_best(rows, 4) == [continuation(PROMPTS[0], 4)]
 

@@ -1,4 +1,6 @@
-"""An engine that rests has no step in flight, and goes on under another view with the tokens that it would have had."""
+"""An engine that rests has no step in flight, and goes on under another epoch with the tokens that it would have
+had.
+"""
 
 from __future__ import annotations
 

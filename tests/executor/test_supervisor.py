@@ -105,7 +105,7 @@ class Run:
         return worker
 
     def check(self, ready: ComputeReady) -> None:
-        """All places are taken, by workers that live and are of one view."""
+        """All places are taken, by workers that live and are of one epoch."""
         assert not self.members.lost_workers
         assert len(list(self.members)) == NUM_WORKERS
         for member in self.members:
@@ -403,7 +403,7 @@ def test_what_was_done_before_counts_and_what_is_said_later_does_not() -> None:
     ready = run.supervisor.resume(KEEP)
     run.now("compute", 1).inbox.append(done)
     run.members.check()
-    assert run.members.read_messages(StepDone) == [], "it is of an older view"
+    assert run.members.read_messages(StepDone) == [], "it is of an older epoch"
     run.check(ready)
 
 

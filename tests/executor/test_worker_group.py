@@ -1,4 +1,4 @@
-"""A cohort's start and its views, with real Members over simulated workers: losses at each moment, late answers."""
+"""A cohort's start and its epochs, with real Members over simulated workers: losses at each moment, late answers."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_one_that_says_nothing_any_more_is_named_at_the_deadline(victim: int) ->
 
 
 def test_a_late_answer_of_an_older_view_is_dropped() -> None:
-    """It comes while those of the newer view are awaited, and before them."""
+    """It comes while those of the newer epoch are awaited, and before them."""
     fleet = Fleet()
     fleet.cohort.start("a model")
     first = next(w for w in fleet.world.workers if w.role == "compute")

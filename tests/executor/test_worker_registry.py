@@ -152,7 +152,7 @@ def test_who_uses_a_link_as_another_thread_ends_all_workers_has_lost_nobody(
 
 
 def test_what_is_said_under_an_older_view_is_dropped() -> None:
-    """Before the view began and after; what knows no view is not."""
+    """Before the epoch began and after; what knows no epoch is not."""
     quiet, told = socket.socketpair()
     pools, (member,) = members(Ended("compute"))
     member.link, theirs = ControlLink(quiet, StepDone | Stats), ControlLink(told, StatsRequest)

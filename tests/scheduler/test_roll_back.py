@@ -1,4 +1,4 @@
-"""What the scheduler takes back where the workers' view has changed, and how it goes on from there."""
+"""What the scheduler takes back where the workers' epoch has changed, and how it goes on from there."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ FAILS = 0.1  # of copies
 
 
 class SimCopies:
-    """Of one view. A copy is made some time behind its plan, and each memory worker says so once."""
+    """Of one epoch. A copy is made some time behind its plan, and each memory worker says so once."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class SimCopies:
 
     def _copy(self, op: CopyStripes) -> None:
         if not all(self._lives("memory", worker.number) for worker in self._memory):
-            return  # the view changes
+            return  # the epoch changes
         there = all({op.sequence, op.source} <= {*worker.tables.sequences} for worker in self._memory)
         fails = self._rng.random() < FAILS
         for worker in self._memory:

@@ -122,7 +122,7 @@ class LastingCut:
 
         monkeypatch.setattr(SimChannel, "cut", cut_off)
         monkeypatch.setattr(SimFabric, "connect", reach)
-        monkeypatch.setattr(SimHost, "leave_epochs_before", leave)
+        monkeypatch.setattr(SimHost, "avoid_host", leave)
         monkeypatch.setattr(SimHost, "start", begin)
 
 
@@ -263,7 +263,7 @@ def inbox_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def turns_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compute worker goes on with the steps of an older view."""
+    """A compute worker goes on with the steps of an older epoch."""
     right = ComputeWorker.connect
 
     def wrong(self: ComputeWorker, *args: Any) -> None:
@@ -275,7 +275,7 @@ def turns_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill worker goes on with what was granted under an older view."""
+    """A prefill worker goes on with what was granted under an older epoch."""
     right = PrefillWorker.connect
 
     def wrong(self: PrefillWorker, *args: Any) -> None:
@@ -287,7 +287,7 @@ def chunks_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steps_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a loss the rounds in flight are sent once more under the new view, and nothing is taken back."""
+    """Behind a loss the rounds in flight are sent once more under the new epoch, and nothing is taken back."""
     right, sent = WorkerExecutor.submit, list[RunRound]()
 
     def submit(self: WorkerExecutor, new: RunRound) -> None:
@@ -296,12 +296,12 @@ def steps_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def change(self: Engine, change: Any) -> list[Any]:
         outputs = [output for done in change.done for output in self._postprocess(done)]
-        there = {s: min(kept.get(s, 0) for kept in change.kept) for s in self._accounting.sequences}
+        there = {s: min(kept.get(s, 0) for kept in change.surviving) for s in self._accounting.sequences}
         ready: Any = self.executor.resume([SurvivingKv(s, n) for s, n in there.items() if n])
-        self.scheduler.epoch = ready.view
+        self.scheduler.epoch = ready.epoch
         for new in sent:
             left = [s for s in new.steps if (s.plan.batch, s.plan.step) in self._in_flight]
-            steps = [structs.replace(s, plan=structs.replace(s.plan, epoch=ready.view)) for s in left]
+            steps = [structs.replace(s, plan=structs.replace(s.plan, epoch=ready.epoch)) for s in left]
             if steps:
                 right(self.executor, RunRound(round=new.round, steps=steps))  # type: ignore[arg-type]
         return outputs
@@ -320,22 +320,22 @@ def deaf_to_halts(self: MemoryServer, message: object) -> None:
 
 # A mistake -> a scenario by its seed, which is right without it.
 MISTAKES: dict[str, tuple[Mistake, int]] = {
-    "plans are of an older view": (OF_THE_ENGINE["the view"], 0),
-    "no view is looked at": (replacing(WorkerRegistry, "_is_old", lambda self, message: False), 11),
+    "plans are of an older epoch": (OF_THE_ENGINE["the epoch"], 0),
+    "no epoch is looked at": (replacing(WorkerRegistry, "_is_old", lambda self, message: False), 11),
     "the inbox is not drained": (inbox_kept, 12),
     "turns are kept": (turns_kept, 3),
     "grants are kept": (chunks_kept, 2),
     "prompts are kept": (OF_THE_ENGINE["prompts"], 0),
-    "the last tokens are kept": (OF_THE_ENGINE["num_drawing"], 1),
+    "the last tokens are kept": (OF_THE_ENGINE["num_output_placeholders"], 1),
     "no truncation": (replacing(KvStore, "reconcile", lambda self, keep: None), 0),
     "a block is used twice": (OF_THE_ENGINE["shared blocks"], 13),
     "a delta twice": (OF_THE_ENGINE["a delta twice"], 12),
-    "a Halt is ignored": (replacing(MemoryServer, "_heed", deaf_to_halts), 0),
+    "a Halt is ignored": (replacing(MemoryServer, "_on_message", deaf_to_halts), 0),
     "steps are sent again": (steps_sent_again, 0),
 }
 
 
-@pytest.mark.long(but=["plans are of an older view", "turns are kept", "grants are kept", "prompts are kept"])
+@pytest.mark.long(but=["plans are of an older epoch", "turns are kept", "grants are kept", "prompts are kept"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: str) -> None:
     """In a scenario that is right without it, as those of the first seeds are."""

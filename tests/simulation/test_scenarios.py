@@ -191,7 +191,7 @@ def told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def twice(self: Request, sequence: Sequence, drawn: Any) -> None:
         right_append(self, sequence, drawn)
-        sequence.output.token_ids.append(drawn.token)
+        sequence.output.token_ids.append(drawn.token_id)
 
     def wrong(self: Engine, change: Any) -> Any:
         with pytest.MonkeyPatch.context() as meanwhile:
@@ -202,7 +202,7 @@ def told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def old_view_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are of the view before."""
+    """Plans are of the epoch before."""
     right = Engine.resume
 
     def wrong(self: Engine, ready: Any) -> None:
@@ -266,19 +266,19 @@ def old_done_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MISTAKES = {
-    "num_scheduled": replacing(
+    "num_computed_tokens": replacing(
         Scheduler, "roll_back", lambda self, steps, kept, right=Scheduler.roll_back: right(self, [], kept)
     ),
-    "num_drawing": keeping(Sequence, "roll_back", "num_drawing"),
-    "num_prefilling": keeping(Sequence, "roll_back", "num_prefilling"),
-    "num_told": replacing(Scheduler, "tell_anew", lambda self: None),
-    "num_scored": scores_kept,
+    "num_output_placeholders": keeping(Sequence, "roll_back", "num_output_placeholders"),
+    "num_pending_prefill_chunks": keeping(Sequence, "roll_back", "num_pending_prefill_chunks"),
+    "num_tokens_in_penalties": replacing(Scheduler, "resend_penalties", lambda self: None),
+    "num_scored_prompt_tokens": scores_kept,
     "of those that wait": waiting_kept,
     "a delta twice": told_twice,
     "a step behind a gap": old_done_used,
-    "the view": old_view_kept,
-    "no truncation": keeping(Sequence, "roll_back", "num_scheduled"),
-    "steps of the engine": keeping(Engine, "_roll_back", "_steps"),
+    "the epoch": old_view_kept,
+    "no truncation": keeping(Sequence, "roll_back", "num_computed_tokens"),
+    "steps of the engine": keeping(Engine, "_roll_back", "_in_flight"),
     "rounds in flight": keeping(Scheduler, "roll_back", "_in_flight"),
     "numbers of rounds": replacing(
         Scheduler,
@@ -299,32 +299,40 @@ MISTAKES = {
     "the ledger": replacing(BlockTables, "reconcile", lambda self, keep: None),
     "lost KV": replacing(SurvivingTokens, "tokens", lambda self, wanted: wanted.length),
     "KV behind a window": replacing(
-        BlockTables, "held_of", lambda self, keep: self._extents.held(self._sequences.get(keep.sequence))
+        BlockTables,
+        "surviving_blocks",
+        lambda self, keep: self._extents.num_held_blocks(self._sequences.get(keep.sequence)),
     ),
     "retained KV": replacing(
-        PrefixCache, "stay", lambda self, kept, right=PrefixCache.keep_surviving: right(self, lambda keep: keep.length)
+        PrefixCache,
+        "keep_surviving",
+        lambda self, kept, right=PrefixCache.keep_surviving: right(self, lambda keep: keep.length),
     ),
     "shared blocks": replacing(BlockPool, "share", lambda self, blocks: None),
     "KV of another preempted one": replacing(
         OffloadIndex,
-        "save_own",
+        "save_all_ops",
         lambda self, of, length, root, right=OffloadIndex.save_all_ops: right(self, of, length, b""),
     ),
     "KV behind a preempted one": replacing(
         SwapPolicy,
-        "find",
+        "find_loadable",
         lambda self, of, right=SwapPolicy.find_loadable: (
             (load := right(self, of)) and load._replace(length=load.length - 1)
         ),
     ),
     "KV that is being loaded": rows_too_early,
-    "KV that was not loaded behind an open gate": replacing(EarlyTokens, "take", lambda self, sequence, drawn: False),
+    "KV that was not loaded behind an open gate": replacing(
+        EarlyTokens, "hold_back", lambda self, sequence, drawn: False
+    ),
     "KV that was not loaded": replacing(
         OffloadIndex,
-        "report",
-        lambda self, said, right=OffloadIndex.on_transfer_done: right(self, msgspec.structs.replace(said, pages=64)),
+        "on_transfer_done",
+        lambda self, said, right=OffloadIndex.on_transfer_done: right(
+            self, msgspec.structs.replace(said, num_pages=64)
+        ),
     ),
-    "transfers of an older view": replacing(OffloadIndex, "cancel", lambda self: None),
+    "transfers of an older epoch": replacing(OffloadIndex, "cancel_transfers", lambda self: None),
     "a beginning that was given back": replacing(
         OffloadIndex,
         "keys_of",
@@ -341,18 +349,18 @@ PLANNED_MISTAKES = {
     ),
     "where they were": replacing(
         KvAllocator,
-        "deal",
+        "reassign",
         lambda self, keep, right=KvAllocator.reassign: [
-            msgspec.structs.replace(k, was=None) for k in right(self, keep)
+            msgspec.structs.replace(k, previous_location=None) for k in right(self, keep)
         ],
     ),
-    "who lends": keeping(KvAllocator, "deal", "loans"),
-    "the ledger's blocks": replacing(BlockTables, "become", lambda self, other: None),
+    "who lends": keeping(KvAllocator, "reassign", "spill"),
+    "the ledger's blocks": replacing(BlockTables, "replace_with", lambda self, other: None),
     "who holds what": holders_kept,
-    "what is retained": replacing(PrefixCache, "lie", lambda self, kept: None),
+    "what is retained": replacing(PrefixCache, "relocate", lambda self, kept: None),
     "who keeps pages": replacing(
         OffloadIndex,
-        "learn",
+        "sync",
         lambda self, facts, holders, right=OffloadIndex.sync: right(
             self, facts, vars(self).setdefault("first", holders)
         ),
@@ -363,7 +371,7 @@ PLANNED_MISTAKES = {
 # Rare mistakes: the first of the seeds, of which one must be broken.
 BEGIN = {
     "a step behind a gap": 88,
-    "num_scheduled": 98,
+    "num_computed_tokens": 98,
     "of those that wait": 70,
     "KV of another preempted one": 24,
     "KV behind a preempted one": 6504,
@@ -372,7 +380,7 @@ BEGIN = {
     "KV that is being loaded": 24,
     "a delta twice": 32,
     "retained KV": 12,
-    "transfers of an older view": 150,
+    "transfers of an older epoch": 150,
     "a beginning that was given back": 150,
     "where sequences lie": 24,
     "who has no room": 24,
@@ -382,7 +390,7 @@ BEGIN = {
 }
 
 
-@pytest.mark.long(but=["num_scheduled", "num_drawing", "steps of the engine"])
+@pytest.mark.long(but=["num_computed_tokens", "num_output_placeholders", "steps of the engine"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: str) -> None:
     """In a scenario that is right without it."""
@@ -405,7 +413,7 @@ def breaks_by(mistake: str, of: Scenario) -> bool:
 @pytest.mark.long
 def test_a_broken_scenario_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """It can be played again, and needs what is left of it."""
-    MISTAKES["num_drawing"](monkeypatch)
+    MISTAKES["num_output_placeholders"](monkeypatch)
     broken = next(s for s in map(scenario, range(ENOUGH)) if breaks(s) and len(s.asks) > 2)
     small = smaller(broken)
     assert len(small.asks) + len(small.faults) < len(broken.asks) + len(broken.faults)

@@ -97,7 +97,7 @@ class SimExecutor:
         new_ids = [op.sequence for step in new.steps for op in step.plan.ops if isinstance(op, New | Fork)]
         assert not self._ids & set(new_ids), "a sequence of a number that there was"
         self._ids |= set(new_ids)
-        assert all(step.plan.epoch == self.view for step in new.steps), "a plan of another view"
+        assert all(step.plan.epoch == self.view for step in new.steps), "a plan of another epoch"
         for step in new.steps:
             assert step.plan.step > self._numbers.get(step.plan.batch, -1), "a step of a number that there was"
             self._numbers[step.plan.batch] = step.plan.step
@@ -112,7 +112,7 @@ class SimExecutor:
 
     def submit_prefill(self, worker: int, new: RunRound) -> None:
         (run,) = new.steps
-        assert run.plan.epoch == self.view, "a chunk of another view"
+        assert run.plan.epoch == self.view, "a chunk of another epoch"
         self._chunks[worker].append(Chunk(run, worker))
         self._compute_next(worker)
 

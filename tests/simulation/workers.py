@@ -90,7 +90,7 @@ class SimMemory:
     def _expect(self, op: PrefetchHint) -> None:
         """Of turns that a driver tells, in their order; and takes back what it has told."""
         if not op.keys:
-            assert self.expected.pop(op.order, 0), f"turn {op.order} was never expected, or in an older view"
+            assert self.expected.pop(op.order, 0), f"turn {op.order} was never expected, or in an older epoch"
             return
         assert self.expected.get(op.order, 0) == op.first, f"turn {op.order} has a gap"
         assert op.order >= max(self.expected, default=0), f"turn {op.order} comes behind later ones"

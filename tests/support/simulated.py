@@ -44,7 +44,7 @@ class World:
         self.before: Callable[[int], None] = lambda moment: None  # called with the number of each event, ahead of it
         self.workers: list[SimulatedWorker] = []
         self.load_s = 1.0
-        self.blocks = 0  # of each memory worker; 0 = as many as tell the view
+        self.blocks = 0  # of each memory worker; 0 = as many as tell the epoch
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._random = random.Random(seed)
@@ -181,7 +181,7 @@ class SimulatedWorker:
                 self._world.later(partial(other.miss, self.view), NOTICED_S)
 
     def miss(self, view: int) -> None:
-        """A channel of a view has ended: it tells so, and waits. A memory worker waits for the next that come."""
+        """A channel of an epoch has ended: it tells so, and waits. A memory worker waits for the next that come."""
         if not self.ended and self.role != "memory":
             self.inbox.append(ChannelLost(epoch=view, text="a peer is gone"))
 
@@ -222,7 +222,7 @@ class SimulatedWorker:
 
 
 def ready(view: int, blocks: int = 0, *, prefills: bool = False) -> ComputeReady:
-    """Of a view; each has its own number of ``blocks``, where none is named. ``prefills``: who does has a store."""
+    """Of an epoch; each has its own number of ``blocks``, where none is named. ``prefills``: who does has a store."""
     store = BindReply(windows=[0], kv_shards=[KvShards()], stripe=0, num_blocks=[32])
     return ComputeReady(
         epoch=view, vocab_size=97, num_layers=3, max_model_len=128, dtype="float32", eos_token_ids=[], windows=[0],

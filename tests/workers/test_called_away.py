@@ -1,4 +1,4 @@
-"""A worker whose peers have gone on goes on too: the next Connect ends whatever it waits for under the older view."""
+"""A worker whose peers have gone on goes on too: the next Connect ends whatever it waits for under the older epoch."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_one_that_is_halted_in_a_step_comes_to_rest(driver: Any) -> None:
 
 
 def again(driver: Any, view: int) -> None:
-    """It meets others under another view, and serves steps of that one alone."""
+    """It meets others under another epoch, and serves steps of that one alone."""
     driver.link.send(Connect(epoch=view))
     channel = driver.knock(view)
     assert view_of(driver) == view

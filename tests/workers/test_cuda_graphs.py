@@ -29,7 +29,7 @@ WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 
 
 def slice_of_a_model(ids: Tensor, x: Tensor, send: Any) -> tuple[Tensor, ...]:
-    """With a message in the midst, a view, an operator in place, and an input that is a result."""
+    """With a message in the midst, an epoch, an operator in place, and an input that is a result."""
     h = x @ WEIGHT
     q = torch.relu(h)
     send.q(4, q.view(-1, 2, 1, 4))

@@ -2,7 +2,7 @@
 loan joins as one more memory worker, on which no sequence begins, and leaves again when it is not needed, is wanted
 back, or is lost.
 
-Loans come and go by the same change of the view as an operator's workers (executor/elastic.py): KV moves, nothing is
+Loans come and go by the same change of the epoch as an operator's workers (executor/elastic.py): KV moves, nothing is
 loaded. A worker of this host takes the place of a guest that dies, until the next change lets it go.
 """
 

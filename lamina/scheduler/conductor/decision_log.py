@@ -56,7 +56,7 @@ class DecisionLog:
 
     write: Callable[[str, LogFields], None]
     stages: int = 1
-    info: ComputeReady | None = None  # of the view
+    info: ComputeReady | None = None  # of the epoch
 
     def worker_name(self, worker: int) -> str:
         """Of a worker of the Conductor: its processes, or INLINE."""

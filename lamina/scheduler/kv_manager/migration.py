@@ -54,7 +54,7 @@ class KvMigration:
         self._copy: _StripeCopy | None = None
         self._stored, self._failed = 0, False  # of it: ranks that have it
         self._unsure: dict[int, int] = {}  # sequence -> step, before which not all know where it lies
-        self._fails = not self._ranks  # nothing more is tried under this view
+        self._fails = not self._ranks  # nothing more is tried under this epoch
 
     @property
     def in_flight(self) -> bool:

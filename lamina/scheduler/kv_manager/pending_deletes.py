@@ -1,7 +1,8 @@
 """Pages that the media are to give up, and those of which they were told last. Pure policy: no torch, no I/O, no clock.
 
-Nobody hears what became of a Drop. So behind a loss all that media were told to give up under the view before, and have
-not been given again since, are told once more: until then nobody finds them, although memory workers may have them yet.
+Nobody hears what became of a Drop. So behind a loss all that media were told to give up under the epoch before, and
+have not been given again since, are told once more: until then nobody finds them, although memory workers may have
+them yet.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class _HintedSequence(NamedTuple):
 
 
 class PrefetchHints:
-    """The pages that memory workers were told to expect in one view. In the next view they expect nothing, and another
-    Ahead tells them.
+    """The pages that memory workers were told to expect in one epoch. In the next epoch they expect nothing, and
+    another Ahead tells them.
     """
 
     def __init__(self, room: int) -> None:

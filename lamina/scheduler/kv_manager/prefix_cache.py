@@ -290,7 +290,7 @@ class PrefixCache:
                 yield from known.sequence.partial_page_keys.values()
 
     def keep_surviving(self, surviving: Callable[[SurvivingKv], int]) -> list[SurvivingKv]:
-        """Behind a change of the view nobody runs, and of what is retained that stays which is there whole: it is
+        """Behind a change of the epoch nobody runs, and of what is retained that stays which is there whole: it is
         returned; a shifted leaf does not,
         as nobody can tell whether it lies as before. ``surviving``: how many tokens are
         there of what is to be kept.

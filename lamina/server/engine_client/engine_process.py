@@ -177,10 +177,10 @@ class _EngineLoop:
             threads[1].join(1.0)
 
     def _is_out_of_epochs(self) -> bool:
-        """Whether views have hardly a number left: this engine ends without a word then, and another one goes on."""
+        """Whether epochs have hardly a number left: this engine ends without a word then, and another one goes on."""
         spent = (view := self._pools.ready.epoch) >= LAST_EPOCH
         if spent:
-            log.warning("view %d is one of the last that have a number: this engine ends, as if it had died", view)
+            log.warning("epoch %d is one of the last that have a number: this engine ends, as if it had died", view)
         return spent
 
     def _advance(self) -> None:

@@ -95,7 +95,7 @@ class FaultRunner:
         self._tripwire.arm(pids[self._fault.victim], self._fault.event, self._fault.times)
 
     def _note(self, ids: Sequence[int]) -> None:
-        """The view changes: who runs now is who had KV."""
+        """The epoch changes: who runs now is who had KV."""
         scheduler, info = self._llm.engine.scheduler, self._llm.engine.worker_info
         running = [s for s in scheduler.running if not s.finished and s.request_id in ids]
         self._in_time = self._in_time or bool(running or scheduler.waiting)

@@ -12,7 +12,7 @@ from .verdict import Plans
 
 
 class RecordingExecutor:
-    """Notes the plans of the steps that pass, and tells of each change of the view before the engine hears of it."""
+    """Notes the plans of the steps that pass, and tells of each change of the epoch before the engine hears of it."""
 
     def __init__(self, executor: Executor) -> None:
         self._wire = executor

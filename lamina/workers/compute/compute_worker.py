@@ -116,7 +116,7 @@ class ComputeWorker:
             tuple[int, int], dict[int, PendingHistory]
         ] = {}  # batch, step -> what the draws ahead here count
         self._epoch = epoch
-        self._past = dict.fromkeys(("send_s", "wait_s", "carry_s"), 0.0)  # of older views
+        self._past = dict.fromkeys(("send_s", "wait_s", "carry_s"), 0.0)  # of older epochs
         self.slice_s = 0.0
         self.sample_s = 0.0
         self.steps = 0
@@ -135,7 +135,7 @@ class ComputeWorker:
         ranks: RankGroup | None = None,
         replica: int = 0,
     ) -> None:
-        """Go on under ``epoch`` with others to talk to, as the replica of that number. Of older views nothing is left:
+        """Go on under ``epoch`` with others to talk to, as the replica of that number. Of older epochs nothing is left:
         no turns, no last tokens, and nothing that penalties count.
         """
         before = self._must_wait()
@@ -153,7 +153,7 @@ class ComputeWorker:
 
     def submit(self, new: RunRound) -> None:
         """Queue the turns of a round that are this replica's; replica 0 announces its plans to the memory workers.
-        Steps of an older view are dropped.
+        Steps of an older epoch are dropped.
 
         Raises ValueError for penalties that count on what this worker was not told.
         """

@@ -1,4 +1,4 @@
-"""The group of ranks to which slices are bound once, for all views. Each view brings new channels to the ranks."""
+"""The group of ranks to which slices are bound once, for all epochs. Each epoch brings new channels to the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lamina.ops.collective import Collective
 
 
 class EpochGroup:
-    """A Collective: the group of the view that this rank is in."""
+    """A Collective: the group of the epoch that this rank is in."""
 
     def __init__(self, group: Collective) -> None:
         self._group = group
@@ -23,7 +23,7 @@ class EpochGroup:
 
     @property
     def wait_s(self) -> float:
-        """Seconds spent waiting for other ranks, under all views."""
+        """Seconds spent waiting for other ranks, under all epochs."""
         return self._past_s + self._group.wait_s
 
     def all_reduce(self, x: Tensor) -> Tensor:

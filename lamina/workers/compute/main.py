@@ -1,4 +1,4 @@
-"""The start of a compute worker: load and cut the model; then, under each view, connect and bind."""
+"""The start of a compute worker: load and cut the model; then, under each epoch, connect and bind."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def serve_compute(sock: socket.socket, module: Any = None) -> None:
 
 
 class ComputeServer(ModelServer):
-    """The process of a compute worker: it loads and cuts the model once, and serves each view by its ComputeWorker."""
+    """The process of a compute worker: it loads and cuts the model once, and serves each epoch by its ComputeWorker."""
 
     role = "compute worker"
     _pipeline_listener: EpochListener | None = None

@@ -32,7 +32,7 @@ class MissingKvError(ChannelError):
 
 
 def next_of_epoch(channel: Channel, epoch: int, timeout_s: float) -> Arrival:
-    """The next message that is not of an older view; those are dropped. Raises ChannelError."""
+    """The next message that is not of an older epoch; those are dropped. Raises ChannelError."""
     while True:
         arrival = channel.wait_signal(timeout_s=timeout_s)
         if MessageKey.unpack(arrival.tag).epoch >= epoch:

@@ -1,5 +1,5 @@
-"""The life of a worker that has the model: load and cut it once; then connect and serve rounds, view after view, until
-the driver goes.
+"""The life of a worker that has the model: load and cut it once; then connect and serve rounds, epoch after epoch,
+until the driver goes.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ class CutModel(NamedTuple):
 
 
 class ModelServer:
-    """The process of a worker that has a model. Subclasses load it in ``load``, and build the Worker of a view in
+    """The process of a worker that has a model. Subclasses load it in ``load``, and build the Worker of an epoch in
     ``connect``.
     """
 
     role: str  # for messages to people
     is_prefill = False  # whether it computes prompts alone
     _cut: CutModel  # once it is loaded
-    replicas = 1  # that there are in the view
+    replicas = 1  # that there are in the epoch
 
     def __init__(self, link: ControlLink, start: StartCompute, module: Any, around: Runtime = RUNTIME) -> None:
         """``module``: the model itself, where the driver is this process."""
@@ -131,8 +131,8 @@ class ModelServer:
         self.counters = {"loads": 0.0, "connects": 0.0}
         self._worker: Worker | None = None
         self._is_in_epoch: EpochFabric | None = None
-        self._next_epoch = -1  # the newest view that the driver has named
-        self._failure = False  # a channel of the view has ended
+        self._next_epoch = -1  # the newest epoch that the driver has named
+        self._failure = False  # a channel of the epoch has ended
         self.service = ControlLoop(
             link,
             self._stats,
@@ -302,7 +302,7 @@ class ModelServer:
         self.service.link.send(ready)
 
     def close_channels(self) -> None:
-        """Of all channels of the view."""
+        """Of all channels of the epoch."""
         if self.group:
             self.group.close()
             self.group = None
@@ -310,17 +310,17 @@ class ModelServer:
             self._is_in_epoch.close()
 
     def _on_message(self, message: object) -> None:
-        """Look at a message as it comes: a Connect or a Halt ends the older view at once, as work in it may wait for
+        """Look at a message as it comes: a Connect or a Halt ends the older epoch at once, as work in it may wait for
         peers that have gone on.
         """
         if isinstance(message, Connect | Quiesce):
             self._next_epoch = message.epoch
             if self._is_in_epoch and self._is_epoch_over:
-                self._is_in_epoch.end_epoch(f"view {self._is_in_epoch.epoch} is over: view {message.epoch} begins")
+                self._is_in_epoch.end_epoch(f"epoch {self._is_in_epoch.epoch} is over: epoch {message.epoch} begins")
 
     @property
     def _is_epoch_over(self) -> bool:
-        """Whether the Connect of a newer view has come."""
+        """Whether the Connect of a newer epoch has come."""
         return self._is_in_epoch is not None and self._next_epoch > self._is_in_epoch.epoch
 
     def _loop(self) -> None:

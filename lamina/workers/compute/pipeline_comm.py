@@ -25,7 +25,7 @@ from .memory_worker_client import next_of_epoch
 
 ALIGN = 64  # bytes at which each tensor of a message begins
 LEAST_SLOT_BYTES = 1 << 16
-PIPELINE_LISTENER_TERMS = ListenTerms(channels=2)  # of a replica's listener: the one before it alone, under two views
+PIPELINE_LISTENER_TERMS = ListenTerms(channels=2)  # of a replica's listener: the one before it alone, under two epochs
 
 
 class RowShape(Protocol):

@@ -1,4 +1,4 @@
-"""One view on a memory worker, from its Bind to its end: rounds of steps, layer by layer.
+"""One epoch on a memory worker, from its Bind to its end: rounds of steps, layer by layer.
 
 Every step of a round has its turn in each layer, in the order of the plans; so the worker knows at any time whose
 message is next, and waits for that one alone. The store is not the session's: it was there before, or stays behind it.
@@ -52,7 +52,7 @@ from .worker_counters import Counters
 
 
 class LayerLoop(Protocol):
-    """The way of a layer's messages, for all steps of a view; and the work of a layer between them."""
+    """The way of a layer's messages, for all steps of an epoch; and the work of a layer between them."""
 
     def run(self, steps: Sequence[AttentionStep]) -> None:
         """All layers of a round: of each layer, in the order of ``steps``, take Q, K and V, attend, store, send O. The
@@ -66,7 +66,7 @@ class LayerLoop(Protocol):
 
 
 class EpochServer:
-    """The channels of all replicas and prefill workers under one view. Replica 0 binds and sends the plans."""
+    """The channels of all replicas and prefill workers under one epoch. Replica 0 binds and sends the plans."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class EpochServer:
         return bind.replicas + bind.prefill_workers - len(self._channels) + self._awaits_host_channel
 
     def add_channel(self, channel: Channel) -> None:
-        """Take the next one in, or tell one of another view that it is. Raises ProtocolError if it is not the one that
+        """Take the next one in, or tell one of another epoch that it is. Raises ProtocolError if it is not the one that
         is due, or has another model.
         """
         arrival = self._inbox.receive(channel)
@@ -280,7 +280,7 @@ class EpochServer:
             raise ProtocolError(f"worker {number} is {name!r} by the driver, and {channel.peer_name!r} came for it")
 
     def _other_epoch_error(self, what: str, epoch: int) -> str:
-        return f"{what} is of view {epoch}, this worker is in view {self._epoch}"
+        return f"{what} is of epoch {epoch}, this worker is in epoch {self._epoch}"
 
     def _can_use_device_path(self, store: KvStore) -> bool:
         bind = store.bind_request

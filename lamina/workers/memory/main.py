@@ -1,4 +1,4 @@
-"""Start of a memory worker: listen, tell the driver where, import what takes seconds; then serve view after view.
+"""Start of a memory worker: listen, tell the driver where, import what takes seconds; then serve epoch after epoch.
 
 Compute workers load the model meanwhile, so torch is not imported here before the driver knows the address.
 """
@@ -85,7 +85,7 @@ class MemoryServer:
         self._link, self._start, self._runtime = link, start, around
         self._trace = recorder(start.trace)
         self._worker: MemoryWorker | None = None  # until it is loaded
-        self._next_epoch = -1  # the view of the last Connect
+        self._next_epoch = -1  # the epoch of the last Connect
         self._store_preallocation: PrepareStore | None = None  # what was asked for last
         self._prepare_thread = threading.Lock()  # one is made after the other
         self._loading = threading.Lock()
@@ -208,7 +208,7 @@ class MemoryServer:
             torch.set_num_threads(threads)
 
     def _on_message(self, message: object) -> None:
-        """Look at a message as it comes. A Connect or a Halt ends the view that is served, which may wait for ever for
+        """Look at a message as it comes. A Connect or a Halt ends the epoch that is served, which may wait for ever for
         peers that have gone on; a PrepareStore begins beside it, and the worker goes on serving.
         """
         if isinstance(message, PrepareStore):

@@ -1,7 +1,7 @@
 """The memory worker: keeps the KV cache and computes core attention.
 
 It serves the replicas of one model, a channel each, from a Connect to the next. When one of them is lost, or a newer
-view begins, it lets go of all channels. The sequences stay: a Bind of the same shape finds them.
+epoch begins, it lets go of all channels. The sequences stay: a Bind of the same shape finds them.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from .preallocation import StorePreallocation
 from .worker_counters import Counters
 
 POLL_S = 1.0  # of a wait that only an event ends: somebody comes
-EPOCH_POLL_S = 0.02  # of the same, while the next view may be called for at any time
+EPOCH_POLL_S = 0.02  # of the same, while the next epoch may be called for at any time
 ToDriver = StoredPages | TransferDone | LoadReady | BlockScoresReport | StripesCopied
 
 
 class MemoryWorker:
-    """Serves one view after the other. Holds state, decides nothing."""
+    """Serves one epoch after the other. Holds state, decides nothing."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class MemoryWorker:
         self._peers: RemotePages | None = None  # of the session
         self._lock = threading.Lock()
         self._fabric: EpochFabric | None = None  # of the session
-        self._next_epoch = -1  # the newest view that the driver has named
+        self._next_epoch = -1  # the newest epoch that the driver has named
         self._aborted = ""
 
     def stats(self) -> dict[str, float]:
         """Since the start: attend_s, write_s, score_s (counting what rows attend), grant_s (writing what prefill
         workers send), wait_s, plan_s; steps, rows, turns (a step in a layer), native_turns and graph_turns of them,
-        refused, dropped (messages of older views); stores (that were allocated), connects; stored_bytes that attention
+        refused, dropped (messages of older epochs); stores (that were allocated), connects; stored_bytes that attention
         read, of which remote_bytes of sequences at home elsewhere; payload bytes_received, bytes_sent; load_s, save_s,
         fetch_s, kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool), kv_peer_bytes of them
         (that another host had), kv_fetched_pages, kv_failed_transfers; move_s, move_cpu_s, moved_bytes (KV that came
@@ -103,7 +103,7 @@ class MemoryWorker:
             fabric.end_epoch(reason)
 
     def leave_epochs_before(self, epoch: int) -> None:
-        """A Connect of ``epoch`` is to be served: end those of older views. Safe from any thread."""
+        """A Connect of ``epoch`` is to be served: end those of older epochs. Safe from any thread."""
         with self._lock:
             self._next_epoch, fabric = max(epoch, self._next_epoch), self._fabric
         if fabric is not None and fabric.epoch < epoch:
@@ -111,7 +111,7 @@ class MemoryWorker:
 
     def serve(self, listener: EpochListener, meeting: Connect, net: Fabric | None = None) -> None:
         """Have one bind and the others join who come to ``listener``,
-        then serve steps until a channel ends or the view is
+        then serve steps until a channel ends or the epoch is
         over; close all channels. The store stays, and transfers go on until ``reject_until_next_epoch`` is over, or
         ``close``. ``net``: to reach others that have pages; None where none have.
 
@@ -153,15 +153,15 @@ class MemoryWorker:
             fabric.close()
 
     def reject_until_next_epoch(self, listener: EpochListener, epoch: int) -> None:
-        """A channel of ``epoch`` has ended: until another view is called for, whoever still comes to ``listener`` under
-        that one is told so, and can tell the driver; else it would wait for a worker that is not there. By then the
-        driver has said whether it ends, or has lost somebody: others may have heard of that before.
+        """A channel of ``epoch`` has ended: until another epoch is called for, whoever still comes to ``listener``
+        under that one is told so, and can tell the driver; else it would wait for a worker that is not there. By then
+        the driver has said whether it ends, or has lost somebody: others may have heard of that before.
         """
         fabric = self._enter_epoch(epoch)
         with suppress(ChannelError):
             while True:
                 with suppress(ChannelTimeout):
-                    fabric.accept(listener, EPOCH_POLL_S).abort(f"view {epoch} has ended here: a worker of it is lost")
+                    fabric.accept(listener, EPOCH_POLL_S).abort(f"epoch {epoch} has ended here: a worker of it is lost")
         fabric.close()
         self._end_transfers()
 
@@ -287,7 +287,7 @@ class MemoryWorker:
             )
 
     def surviving_tokens(self) -> dict[int, int]:
-        """Sequence -> tokens that it has in all layers. For the thread that serves, between two views."""
+        """Sequence -> tokens that it has in all layers. For the thread that serves, between two epochs."""
         return {} if self._store is None else self._store.committed.report()
 
     def _open_store(self, meeting: Connect, bind: BindRequest) -> KvStore:
@@ -366,7 +366,7 @@ def _ended_by_damage(end: Callable[[str], None]) -> Iterator[None]:
 
 
 def _epoch_over(epoch: int, newer: int) -> str:
-    return f"view {epoch} is over: view {newer} begins"
+    return f"epoch {epoch} is over: epoch {newer} begins"
 
 
 def _first(peers: RemotePages, copies: LiveMigration) -> Channel:

@@ -1,4 +1,4 @@
-"""What comes on the channels of a memory worker under one view, and is not for prefill workers' grants."""
+"""What comes on the channels of a memory worker under one epoch, and is not for prefill workers' grants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MessageInbox:
 
     def next_message(self, replica: int) -> Arrival | None:
         """The next layer message of ``replica``; None for a plan, which waits now, one of a refused step, or whatever
-        is of an older view.
+        is of an older epoch.
         """
         channel = self._channels[replica]
         arrival = self.receive(channel)

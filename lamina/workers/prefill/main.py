@@ -1,4 +1,4 @@
-"""The start of a prefill worker: load and cut the model; then, under each view, join the memory workers."""
+"""The start of a prefill worker: load and cut the model; then, under each epoch, join the memory workers."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class LocalAttention:
         self.fetch_s = 0.0  # until beginnings of prompts had come from others, once their steps were due
         self.fetched_bytes = 0
         self._in_slices_s = 0.0  # of both
-        self._past_s = 0.0  # sending, under older views
+        self._past_s = 0.0  # sending, under older epochs
 
     def connect(self, pool: Attention, keep: Sequence[SurvivingKv] | None = None) -> None:
         """K and V go on to ``pool`` from here on. ``keep``: of the store; None = all."""
@@ -70,7 +70,7 @@ class LocalAttention:
         self._past_s, self._client, self._step, self._prefix_fetch = self.sending_s, pool, None, None
 
     def set_prefix_fetch(self, beginnings: PrefixFetch) -> None:
-        """Others are met under this view, and have beginnings of prompts for this worker."""
+        """Others are met under this epoch, and have beginnings of prompts for this worker."""
         self._prefix_fetch = beginnings
 
     @property
@@ -196,7 +196,7 @@ class PrefillWorker:
     def connect(
         self, links: list[MemoryWorkerClient], pool: Attention, epoch: int, keep: Sequence[SurvivingKv] | None = None
     ) -> None:
-        """Go on under ``epoch``, with ``pool`` over ``links``. Chunks of older views are dropped. ``keep``: of the
+        """Go on under ``epoch``, with ``pool`` over ``links``. Chunks of older epochs are dropped. ``keep``: of the
         store, see Connect.
         """
         self._attention.connect(pool, keep)
@@ -206,7 +206,7 @@ class PrefillWorker:
         self._stored, self._fetch_s = [-1] * len(links), self._attention.fetch_s
 
     def connect_stages(self, ring: PipelineComm, comes: Callable[[float], bool], before: int) -> None:
-        """The stages before and behind are met under this view. ``comes``: whether what the next slice needs is there,
+        """The stages before and behind are met under this epoch. ``comes``: whether what the next slice needs is there,
         or comes within so many seconds, from the last of so many stages ``before`` this one.
         """
         self._worker.connect(self._attention, self._view, ring)

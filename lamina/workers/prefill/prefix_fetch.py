@@ -1,6 +1,6 @@
 """Beginnings of prompts: K and V that one prefill worker has in its store, and another one computes behind.
 
-Each worker has a channel to each other one under a view, and asks over it, as soon as it hears of a Fetch; who was
+Each worker has a channel to each other one under an epoch, and asks over it, as soon as it hears of a Fetch; who was
 asked answers on a thread of its own, out of its store, while it computes. The answer is the blocks of one layer after
 the other, in parts; each is taken before the layer is attended, and not before: until then it waits in the channel.
 """
@@ -45,7 +45,7 @@ def prefix_listener_name(worker: str) -> str:
 
 
 def prefix_listener_terms(worker: str, workers: int) -> ListenTerms:
-    """For the others of so many, under two views; twice as many, as some may come again."""
+    """For the others of so many, under two epochs; twice as many, as some may come again."""
     return ListenTerms(name=prefix_listener_name(worker), channels=4 * workers)
 
 
@@ -59,7 +59,7 @@ def prefix_inboxes(block_bytes: int) -> tuple[Geometry, Geometry]:
 
 
 class PrefixFetch:
-    """The exchange of beginnings in one view of a prefill worker: blocks that it fetches, and blocks that it gives."""
+    """The exchange of beginnings in one epoch of a prefill worker: blocks that it fetches, and blocks that it gives."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ def stage_name(worker: str) -> str:
 
 
 def stage_listener_terms(worker: str) -> ListenTerms:
-    """For the stage before it alone, under two views."""
+    """For the stage before it alone, under two epochs."""
     return ListenTerms(name=stage_name(worker), channels=2)
 
 

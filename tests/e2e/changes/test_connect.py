@@ -66,7 +66,7 @@ def test_workers_meet_anew_and_their_sequences_go_on(
         pids, rows = llm.pools.pids, counters(llm, "memory", "rows")
         files = open_files(llm)
         found = run(llm, prompts, VIEWS - 1)
-        assert open_files(llm) == files, "channels of older views are closed"
+        assert open_files(llm) == files, "channels of older epochs are closed"
         assert found == wanted
         assert llm.pools.pids == pids
         for role, name in (("compute", "loads"), ("prefill", "loads"), ("memory", "stores")):

@@ -370,7 +370,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
 def test_who_is_told_to_end_gives_its_kv_to_another_first(
     workers: int, partition: str, ends: list[int], tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are told together, as all of a host are, go by one change of the view."""
+    """Those that are told together, as all of a host are, go by one change of the epoch."""
     monkeypatch.setattr(termination_notice, "GATHER_S", 2.0 if len(ends) > 1 else 0.25)  # a busy host brings word late
     options = {"partition": partition, "transport": "shm", "max_recoveries": 0}
     with open_llm(tiny_lm, memory_workers=workers, **options) as llm:
@@ -421,7 +421,7 @@ def test_where_there_is_memory_for_one_they_go_one_by_one(
             seen[llm.pools.ready.epoch] = llm.pools.pids
         found = [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
         assert found == wanted
-        assert list(seen)[-2:] == [view + 2, view + 4], "two changes of the view"
+        assert list(seen)[-2:] == [view + 2, view + 4], "two changes of the epoch"
         first, both = ({n for n, pid in pids.items() if pid != before[n]} for pids in list(seen.values())[-2:])
         assert len(first) == 1, "whichever was heard first"
         assert first < both == {"memory-0", "memory-2"}

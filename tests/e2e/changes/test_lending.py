@@ -107,7 +107,7 @@ def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent, mon
     before, paused = moves.num_moved_blocks, pauses.total()
     assert [o.token_ids for r in lent.llm.generate(CROWD, CROWDED) for o in r.outputs] == lent.crowd
     assert moves.num_moved_blocks > before
-    assert pauses.total() == paused, "and no view changes for it"
+    assert pauses.total() == paused, "and no epoch changes for it"
 
 
 @pytest.mark.no_retry

@@ -76,7 +76,7 @@ def test_a_layer_comes_under_the_slice_before_it(
 def test_tokens_of_a_load_that_fails_behind_its_gate_count_for_nothing(
     llama_path: Path, way: dict[str, Any], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are computed anew, in the same view; what a page before it has is used."""
+    """They are computed anew, in the same epoch; what a page before it has is used."""
     script(monkeypatch, {"call": "read", "delay_s": 0.01}, {"call": "read", "after": 4, "times": 1, "fault": fault})
     with LLM(str(llama_path), **OPTIONS, **way) as llm:
         computed, loaded, cached = asked_twice(llm)

@@ -382,7 +382,7 @@ def test_where_a_copy_of_a_whole_sequence_is_not_to_be_it_goes_on_as_it_was(how:
     for _ in range(3):
         house.step()
     assert (moving.num_computed_tokens > 12) == (how == "fails"), "it decodes where it was"
-    assert house.scheduler.migration.is_drained(house.scheduler.running), "the rest moves as the view changes"
+    assert house.scheduler.migration.is_drained(house.scheduler.running), "the rest moves as the epoch changes"
     assert sum(isinstance(op, CopyStripes) for op in house.ops) == 1
 
 

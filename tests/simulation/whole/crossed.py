@@ -30,7 +30,7 @@ def crossed_fleet(seed: int) -> FleetScenario:
 
 
 def _in_halts(of: FleetScenario, rng: random.Random) -> FleetScenario:
-    """A loss, and others behind a message of the view change that makes it good."""
+    """A loss, and others behind a message of the epoch change that makes it good."""
     places = _places(of)
     first = rng.choice(places)
     others = rng.choices([p for p in places if p != first] or places, k=rng.choice((1, 1, 2)))
@@ -48,7 +48,7 @@ def _in_moves(of: FleetScenario, rng: random.Random) -> FleetScenario:
     gone = tuple(sorted(rng.sample(range(there), there - wanted))) if wanted < there else ()
     victims = rng.sample(range(max(there, wanted)), k=min(rng.choice((1, 1, 2)), max(there, wanted)))
     victims = [rng.choice(gone)] if gone and rng.random() < 0.7 else victims
-    message = rng.choice(("Recut", "Recut", "Recut", "PrepareStore"))
+    message = rng.choice(("Reshard", "Reshard", "Reshard", "PrepareStore"))
     hits = tuple(Strike(("memory", w), rng.randint(1, 2 * AT_ONCE), DIES, message) for w in victims)
     change = FleetChange(rng.uniform(0.0, 0.1), wanted, gone)
     options = {**of.options, "partition": partition, "memory_workers": there}
@@ -61,7 +61,9 @@ def _told_to_end(of: FleetScenario, rng: random.Random) -> FleetScenario:
     told = rng.sample(range(workers), k=min(rng.choice((1, 1, 2)), workers))
     hits = [Strike(("memory", w), rng.randint(1, SPAN), TOLD) for w in told]
     if rng.random() < 0.6:
-        hits.append(Strike(("memory", told[0]), rng.randint(1, 4 * AT_ONCE), DIES, rng.choice(("Leaving", "Recut"))))
+        hits.append(
+            Strike(("memory", told[0]), rng.randint(1, 4 * AT_ONCE), DIES, rng.choice(("TerminationNotice", "Reshard")))
+        )
     if rng.random() < 0.3:
         hits.append(Strike(("compute", 0), rng.randint(1, SPAN)))
     return replace(of, hits=tuple(hits))
@@ -73,7 +75,7 @@ def _hanging(of: FleetScenario, rng: random.Random) -> FleetScenario:
     hits = [Strike(rng.choice(places), rng.randint(1, SPAN), HANGS)]
     if rng.random() < 0.4:
         victim = rng.choice(places)
-        hits.append(Strike(victim, rng.randint(1, AT_ONCE), DIES, "Halt"))
+        hits.append(Strike(victim, rng.randint(1, AT_ONCE), DIES, "Quiesce"))
     return replace(of, options={**of.options, "step_timeout_s": HANG_S}, hits=tuple(hits))
 
 
@@ -82,7 +84,7 @@ def _damaged(of: FleetScenario, rng: random.Random) -> FleetScenario:
     places = [("memory", i) for i in range(of.options["memory_workers"])]
     hits = [Strike(rng.choice(places), rng.randint(1, SPAN), FLIPS) for _ in range(rng.choice((1, 1, 2)))]
     if rng.random() < 0.3:
-        hits.append(Strike(rng.choice(places), rng.randint(1, AT_ONCE), DIES, "Halt"))
+        hits.append(Strike(rng.choice(places), rng.randint(1, AT_ONCE), DIES, "Quiesce"))
     # A block that another worker has filled, or a fork has copied, has a checksum from the first step that attends it.
     options = {**of.options, "kv_checks": 1.0, "prefill_workers": 0, "enable_prefix_caching": False}
     asks = tuple(replace(ask, params={**ask.params, "n": 1}) for ask in of.asks)
@@ -100,5 +102,5 @@ def _places(of: FleetScenario) -> list[Place]:
 
 
 def _message(place: Place, rng: random.Random) -> str:
-    """Of a view change: that one is to come to rest, has, or is to meet the others."""
-    return rng.choice(("Halt", "Halted", "Connect"))
+    """Of an epoch change: that one is to come to rest, has, or is to meet the others."""
+    return rng.choice(("Quiesce", "Quiesced", "Connect"))

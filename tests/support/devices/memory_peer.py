@@ -152,7 +152,7 @@ class Pool:
         return self.knock(-1, view, name, inbound)
 
     def serve(self, worker: int, view: int, names: Sequence[str] = (), movers: Sequence[MigrationPeer] = ()) -> None:
-        """Have a worker serve a view, on a thread of its own."""
+        """Have a worker serve an epoch, on a thread of its own."""
 
         def serve() -> None:
             try:

@@ -1,4 +1,4 @@
-"""From one view to the next: what stays with a worker, and what is of an older view and is dropped."""
+"""From one epoch to the next: what stays with a worker, and what is of an older epoch and is dropped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pool = pools("loopback")
 
 
 def of_view(pool: Pool, view: int, weights: list[float], **fields: Any) -> Model:
-    """All workers of ``pool``, bound under a view; they are new in the first."""
+    """All workers of ``pool``, bound under an epoch; they are new in the first."""
     binds = [bind(LAYERS, weights, w, epoch=view, **fields) for w in range(len(weights))]
     if len(pool.workers) < len(weights):
         peers = [pool.connect(each) for each in binds]
@@ -63,7 +63,7 @@ def leave(pool: Pool, m: Model) -> None:
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0]], ids=str)
 def test_a_sequence_goes_on_under_the_next_view(pool: Pool, weights: list[float]) -> None:
-    """With all its layers, windows and dtypes of K and V; each view has sequences of its own, too."""
+    """With all its layers, windows and dtypes of K and V; each epoch has sequences of its own, too."""
     first = of_view(pool, 1, weights)
     first.step(0, [New(1)], [RowRange(1, 0, 50)], epoch=1)
     leave(pool, first)
@@ -81,7 +81,7 @@ def test_what_was_never_stored_is_refused_under_the_next_view_too(pool: Pool) ->
     first.step(0, [New(1)], [RowRange(1, 0, 10)], epoch=1)
     leave(pool, first)
     m = of_view(pool, 2, [1.0])
-    # The plan that came last under the older view, word for word: no replay, as that step is over.
+    # The plan that came last under the older epoch, word for word: no replay, as that step is over.
     for ops, rows, reason in (
         ([], [RowRange(1, 11, 1)], "its rows start at 11"),
         ([New(1)], [RowRange(1, 0, 10)], "exists"),
@@ -92,7 +92,7 @@ def test_what_was_never_stored_is_refused_under_the_next_view_too(pool: Pool) ->
 
 
 def test_prefill_workers_send_under_the_view_of_the_session(pool: Pool) -> None:
-    """A grant's K and V of another view end the session: they cannot be meant."""
+    """A grant's K and V of another epoch end the session: they cannot be meant."""
     from lamina.protocol.step_plan import PrefillGrant, encode
 
     m = of_view(pool, 2, [1.0], prefill_workers=1)
@@ -178,7 +178,7 @@ def test_a_prefill_worker_waits_anew_for_steps_of_the_new_view() -> None:
     assert mine.run_next() is None
     mine.connect([new], "pool", 2, [])  # type: ignore[arg-type,list-item]
     assert connected == ["pool", [], 2]
-    assert not mine.has_work, "the chunk of the older view is dropped"
+    assert not mine.has_work, "the chunk of the older epoch is dropped"
     inner.left.append(StepDone(epoch=2, batch=1, step=7, sampled_tokens=[]))
     new.keys += [MessageKey(MessageKind.STORED, 4, epoch=1), MessageKey(MessageKind.STORED, 7, epoch=2)]
     done = mine.run_next()
@@ -219,13 +219,13 @@ def knocking(fabric: Fabric, door: EpochListener, *epochs: int) -> Iterator[list
 
 
 def test_a_door_lets_in_whom_the_view_is_for(fabric: Fabric) -> None:
-    """An older peer is told so; a newer one waits for its view."""
+    """An older peer is told so; a newer one waits for its epoch."""
     door, second, third = EpochListener(fabric.listen()), EpochFabric(2), EpochFabric(3)
     with knocking(fabric, door, 1, 3, 2) as (late, early, due):
         assert second.accept(door, WAIT_S).epoch == 2
         with pytest.raises(ChannelTimeout):  # also where the others came behind
             second.accept(door, 0.5)
-        with pytest.raises(PeerFault, match="view 1 is over: this worker is in view 2"):
+        with pytest.raises(PeerFault, match="epoch 1 is over: this worker is in epoch 2"):
             late.result().wait_signal(timeout_s=WAIT_S)
         second.close()
         with pytest.raises(PeerFault):
@@ -240,10 +240,10 @@ def test_a_view_that_is_over_waits_for_nobody(fabric: Fabric) -> None:
     door, view = EpochListener(fabric.listen()), EpochFabric(1, fabric)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(view.accept, door, WAIT_S)
-        view.end_epoch("view 1 is over: view 2 begins")
-        with pytest.raises(ChannelAborted, match="view 1 is over: view 2 begins"):
+        view.end_epoch("epoch 1 is over: epoch 2 begins")
+        with pytest.raises(ChannelAborted, match="epoch 1 is over: epoch 2 begins"):
             waiting.result()
-        with pytest.raises(ChannelAborted, match="view 1 is over: view 2 begins"):
+        with pytest.raises(ChannelAborted, match="epoch 1 is over: epoch 2 begins"):
             view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=WAIT_S)
 
 
@@ -259,24 +259,24 @@ def test_who_is_reached_as_the_view_ends_is_let_go_of(fabric: Fabric) -> None:
     view = EpochFabric(1, SimpleNamespace(connect=connect))  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as threads:
         theirs = threads.submit(EpochFabric(1).accept, door, WAIT_S)
-        with pytest.raises(ChannelAborted, match="view 1 is over"):
+        with pytest.raises(ChannelAborted, match="epoch 1 is over"):
             view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=WAIT_S)
         with pytest.raises(PeerFault):
             theirs.result().wait_signal(timeout_s=WAIT_S)
 
 
 def test_a_connect_that_waits_ends_with_its_view() -> None:
-    """Its peer lives, and takes nobody of that view any more: it has heard of the next one before."""
+    """Its peer lives, and takes nobody of that epoch any more: it has heard of the next one before."""
     baton = Baton(VirtualClock(), Random(0))
     fabric = SimFabric(KEY, baton, lambda: 0.0, None)
     view, place = EpochFabric(1, fabric, baton.clock), fabric.listen()
 
     def leave() -> None:
         baton.sleep(5.0)
-        view.end_epoch("view 1 is over: view 2 begins")
+        view.end_epoch("epoch 1 is over: epoch 2 begins")
 
     baton.start(leave, "leave", LongLife())
-    with pytest.raises(ChannelAborted, match="view 2 begins"):
+    with pytest.raises(ChannelAborted, match="epoch 2 begins"):
         view.connect(place.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=600.0)
     assert baton.clock.now < 5.0 + 2 * CONNECT_ATTEMPT_S
     baton.end()
@@ -308,7 +308,7 @@ def test_who_comes_to_a_view_that_has_ended_is_told_so() -> None:
     baton.start(lambda: worker.reject_until_next_epoch(door, 1), "worker", LongLife())
     view = EpochFabric(1, fabric, baton.clock)
     channel = view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=600.0)
-    with pytest.raises(PeerFault, match="view 1 has ended"):
+    with pytest.raises(PeerFault, match="epoch 1 has ended"):
         channel.wait_signal(timeout_s=600.0)
     worker.leave_epochs_before(2)
     baton.end()

@@ -103,7 +103,7 @@ def knock(fabric: netstack.Fabric, url: str, view: int) -> Channel:
 
 
 def bound(driver: Driver, fabric: netstack.Fabric, url: str, view: int = 1) -> Channel:
-    """A channel of a new view."""
+    """A channel of a new epoch."""
     driver.link.send(Connect(epoch=view))
     channel = knock(fabric, url, view)
     answer, data = ask(channel, view)
@@ -208,7 +208,7 @@ def begin(channel: Channel, view: int = 1) -> None:
 
 
 def test_a_lost_compute_worker_is_replaced_and_its_sequences_go_on() -> None:
-    """Each view ends in the middle of a step; the O of every step is that of a worker whom nobody left."""
+    """Each epoch ends in the middle of a step; the O of every step is that of a worker whom nobody left."""
     length = 6
     with threaded() as (driver, fabric, _):
         channel = bound(driver, fabric, driver.ready())
@@ -234,7 +234,7 @@ def test_a_newer_view_begins_while_peers_of_the_older_one_stay() -> None:
         step(old, 0)
         begin(old)
         new = bound(driver, fabric, url, 2)
-        with pytest.raises(PeerFault, match="view 1 is over: view 2 begins"):
+        with pytest.raises(PeerFault, match="epoch 1 is over: epoch 2 begins"):
             old.wait_signal(timeout_s=WAIT_S)
         step(new, 1, view=2, sequence=0, first=1)
         assert driver.stats()["stores"] == 1
@@ -254,12 +254,12 @@ def test_who_comes_under_an_older_view_is_told_so_in_one_line() -> None:
         step(bound(driver, fabric, url), 0)
         driver.link.send(Connect(epoch=2))
         late = knock(fabric, url, 1)
-        with pytest.raises(PeerFault, match="view 1 is over: this worker is in view 2") as told:
+        with pytest.raises(PeerFault, match="epoch 1 is over: this worker is in epoch 2") as told:
             late.wait_signal(timeout_s=WAIT_S)
         assert "\n" not in str(told.value)
         channel = knock(fabric, url, 2)
         answer, text = ask(channel, 1)
-        assert (answer, text.decode()) == (MessageKind.REFUSED, "bind is of view 1, this worker is in view 2")
+        assert (answer, text.decode()) == (MessageKind.REFUSED, "bind is of epoch 1, this worker is in epoch 2")
         assert ask(channel, 2)[0] == MessageKind.BOUND
         step(channel, 1, view=2, sequence=0, first=1)
 
@@ -272,13 +272,13 @@ def test_a_join_of_an_older_view_is_refused_and_the_right_one_is_awaited() -> No
         send(first, MessageKey(MessageKind.BIND), encode(structs.replace(bind(2), replicas=2)))
         receive(first, MessageKind.BOUND)
         answer, text = ask(knock(fabric, url, 2), 1, join=True)
-        assert (answer, text.decode()) == (MessageKind.REFUSED, "join is of view 1, this worker is in view 2")
+        assert (answer, text.decode()) == (MessageKind.REFUSED, "join is of epoch 1, this worker is in epoch 2")
         assert ask(knock(fabric, url, 2), 2, join=True)[0] == MessageKind.BOUND
         step(first, 0, view=2)
 
 
 def test_messages_of_an_older_view_are_dropped() -> None:
-    """Of a plan and of a layer: the step of this view goes on as if they had not come."""
+    """Of a plan and of a layer: the step of this epoch goes on as if they had not come."""
     with threaded() as (driver, fabric, _):
         channel = bound(driver, fabric, driver.ready(), 2)
         old = StepPlan(epoch=1, step=0, ops=[New(0)], rows=[RowRange(0, 0, 1)])

@@ -32,7 +32,7 @@ STORED = 48  # tokens of sequence 1, which the first worker has
 
 
 class Prefiller:
-    """A store that is filled, and its end of a view."""
+    """A store that is filled, and its end of an epoch."""
 
     def __init__(self, number: int, count: int, scheme: str = "loopback", **fields: object) -> None:
         torch.manual_seed(number)
@@ -169,7 +169,7 @@ def test_a_damaged_part_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More parts than the channel holds: the view of the one that has them ends before the rest."""
+    """More parts than the channel holds: the epoch of the one that has them ends before the rest."""
     monkeypatch.setattr(prefix_fetch, "PART_BYTES", 1)
     with met(2) as workers:
         workers[1].begin([New(5), FetchPrefix(5, 0, STORED, 0, 1)], [RowRange(5, STORED, 1)])

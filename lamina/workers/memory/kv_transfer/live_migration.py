@@ -1,9 +1,9 @@
 """Stripes, or whole sequences, on their way from one memory worker to another that both go on serving (see
 protocol.migration_ops).
 
-Two workers have one channel for it under a view. A message is some KV blocks of a piece of a layer, whole: K, V, and
+Two workers have one channel for it under an epoch. A message is some KV blocks of a piece of a layer, whole: K, V, and
 their scales where there are some. Its tag names it and has a checksum. What comes for a copy that no plan wants any
-more is dropped; so is all that comes once a worker has left the view.
+more is dropped; so is all that comes once a worker has left the epoch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _IncomingCopy:
 
 
 class LiveMigration:
-    """Of one view of a memory worker. ``drop_cancelled`` and ``begin`` are for the thread that serves rounds."""
+    """Of one epoch of a memory worker. ``drop_cancelled`` and ``begin`` are for the thread that serves rounds."""
 
     def __init__(
         self,
@@ -139,13 +139,13 @@ class LiveMigration:
                 self._begin(op)
 
     def stop(self) -> None:
-        """Nothing is written from now on. Behind it the view's channels may be closed."""
+        """Nothing is written from now on. Behind it the epoch's channels may be closed."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
         self._jobs.put(None)
         if self._links or self._connects:
-            self._view.end_epoch(f"view {self._view.epoch} is over")
+            self._view.end_epoch(f"epoch {self._view.epoch} is over")
         with self._changed:
             if self._running:
                 self._changed.wait_for(lambda: not self._running, END_S)

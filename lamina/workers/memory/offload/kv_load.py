@@ -112,7 +112,7 @@ class PageLoad:
 
 
 class KvLoader:
-    """Of one view. A thread of its own reads; all methods are for the thread that serves rounds."""
+    """Of one epoch. A thread of its own reads; all methods are for the thread that serves rounds."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ A plan names the pages to save and to load. Two threads do it, so that a load (k
 never waits for what is being saved; a third one brings pages nearer that will be loaded (prefetch.py). A load fills
 blocks that nobody reads before: until its end is reported, its sequence keeps them. A save reads blocks that may go at
 any time: the plan that frees them has the pages copied first that still lie there, so that no step waits for a medium.
-Blocks are touched under a lock, for the time of a copy. The end of a view takes back what has not begun, and leaves a
+Blocks are touched under a lock, for the time of a copy. The end of an epoch takes back what has not begun, and leaves a
 call that the medium does not answer to itself; nothing of it comes into the pool or into the medium any more.
 """
 
@@ -58,7 +58,7 @@ from .rate_limit import SaveRateLimiter
 
 log = logging.getLogger(__name__)
 LAST_S = 1.0  # for what is still to be saved, once the driver ends
-END_S = 0.5  # for a medium to answer, once a view ends
+END_S = 0.5  # for a medium to answer, once an epoch ends
 MAX_COPIED_SHARE = 4  # of the pool's bytes one in so many may be copied for saves whose blocks have gone
 MIN_COPIED_BYTES = 64 << 20  # bytes
 PROMPT_PROVENANCE = Provenance(PROMPT)
@@ -76,7 +76,7 @@ class _PageTask:
 
 
 class PageTransfers:
-    """Of one view. ``begin_plan`` and ``collect`` are for the thread that serves rounds."""
+    """Of one epoch. ``begin_plan`` and ``collect`` are for the thread that serves rounds."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Pages that waiting turns need, on their way to where a medium is faster, before anybody asks for them.
 
-A thread of its own does it, a page at a time. It ends with the view: no turn of an older one is waited for any more.
+A thread of its own does it, a page at a time. It ends with the epoch: no turn of an older one is waited for any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .page_fragments import StoreFragments
 
 
 class Prefetcher:
-    """The fetches of one view. ``check``, ``add`` and ``stop`` are for the thread that serves rounds."""
+    """The fetches of one epoch. ``check``, ``add`` and ``stop`` are for the thread that serves rounds."""
 
     def __init__(self, medium: StorageBackend, atoms: StoreFragments, meter: Counters) -> None:
         self._medium, self._atoms, self._meter, self._share = medium, atoms, meter, atoms.whole_page_fragments

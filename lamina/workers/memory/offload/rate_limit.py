@@ -24,7 +24,7 @@ PRESSURE = "/proc/pressure/cpu"
 
 
 class SaveRateLimiter:
-    """Of one view. ``begin`` and ``wait`` are for the thread that saves, all else for any."""
+    """Of one epoch. ``begin`` and ``wait`` are for the thread that saves, all else for any."""
 
     def __init__(
         self, pressure: Callable[[], float | None] | None = None, clock: Callable[[], float] = time.monotonic

@@ -1,7 +1,7 @@
 """Pages that lie on another host: a worker that lacks an atom asks the memory workers there for it.
 
-Each worker opens a channel to each other one under the view, and asks over it; who was asked answers on a thread of its
-own, out of its medium. An ask is a PageRequest in msgpack. The answer to one with a key is the bytes of the atoms,
+Each worker opens a channel to each other one under the epoch, and asks over it; who was asked answers on a thread of
+its own, out of its medium. An ask is a PageRequest in msgpack. The answer to one with a key is the bytes of the atoms,
 behind each other, in parts, or that they are lost; to one without, keys of pages that have all of the atoms, in parts
 up to an empty one. What comes is used, and not kept here: the driver counts it as there for as long as the other host
 has it.
@@ -34,10 +34,10 @@ from lamina.workers.rpc import serve_requests
 log = logging.getLogger(__name__)
 PART_BYTES = 1 << 20  # of an answer
 SLOTS = 4
-CONNECT_S = 600.0  # to another worker, and for its first answer: it may still start; the view's end ends it, too
+CONNECT_S = 600.0  # to another worker, and for its first answer: it may still start; the epoch's end ends it, too
 ANSWER_S = 10.0  # for a part of an answer, but for the first one: the other end waits for its disk
 ACCEPT_TIMEOUT_S = 60.0  # for others to come, once they can be answered: they are a source of pages, and no need
-END_S = 0.5  # for an answer that is under way as the view ends
+END_S = 0.5  # for an answer that is under way as the epoch ends
 _TAG = struct.Struct(f"<I{CHECKSUM_BYTES}s")
 
 
@@ -57,7 +57,7 @@ _decode = msgspec.msgpack.Decoder(PageRequest).decode
 
 
 class RemotePages:
-    """Of one view of a memory worker. All methods but ``read`` are for the thread that serves rounds."""
+    """Of one epoch of a memory worker. All methods but ``read`` are for the thread that serves rounds."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class RemotePages:
             try:
                 for key in asked.keys(share):
                     self._locations.setdefault(key, asked)
-            except StorageError as e:  # a lost worker ends the view anyway
+            except StorageError as e:  # a lost worker ends the epoch anyway
                 log.warning("pages of %s are not found: %s", name, e)
         here = set(own)
         return [*(key for key in self._locations if key not in here), *own][-MAX_LISTED_PAGES:]
@@ -139,10 +139,10 @@ class RemotePages:
             self._meter.add("kv_peer_bytes", sum(memoryview(buffer).nbytes for buffer in into.values()))
 
     def stop(self) -> None:
-        """Answer nobody any more. Behind it the view's channels may be closed."""
+        """Answer nobody any more. Behind it the epoch's channels may be closed."""
         if self._connecting is None:
             return
-        self._view.end_epoch(f"view {self._view.epoch} is over")
+        self._view.end_epoch(f"epoch {self._view.epoch} is over")
         for thread in self._threads:
             thread.join(END_S)
         if self._reading.acquire(timeout=END_S):

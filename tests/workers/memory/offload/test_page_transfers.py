@@ -654,14 +654,14 @@ def test_nothing_is_written_behind_the_end_of_a_view() -> None:
     for thread in (bench.transfers.loader.thread, bench.transfers._thread):
         thread.join(WAIT_S)
         assert not thread.is_alive()
-    assert bench.said.empty(), "of a view that is over nothing is told"
+    assert bench.said.empty(), "of an epoch that is over nothing is told"
     assert rows_of(bench.store, 2) == before
     assert bench.store.committed.report().get(2, 0) == 0
 
 
 @pytest.mark.parametrize("finish", [True, False])
 def test_no_medium_holds_up_the_end(*, finish: bool) -> None:
-    """A disk that does not answer, as a view or the driver ends: within the time that an orphan has."""
+    """A disk that does not answer, as an epoch or the driver ends: within the time that an orphan has."""
     gate = Gate(medium())
     bench = Bench(gate)
     fill(bench.store, 1, KvLocation(), 1)

@@ -41,7 +41,7 @@ def filled(worker: RemotePages, number: int, atoms: Mapping[PageFragment, bytes]
 
 @dataclass
 class Hosts:
-    """Two workers, each with a medium of its own, that have met under one view. One thread serves both."""
+    """Two workers, each with a medium of its own, that have met under one epoch. One thread serves both."""
 
     fabric: netstack.Fabric
     doors: list[EpochListener]
@@ -107,7 +107,7 @@ def test_what_is_not_here_comes_from_where_it_is(hosts: Hosts) -> None:
 
 
 def test_who_opens_its_store_late_is_waited_for(monkeypatch: pytest.MonkeyPatch, pair: Hosts) -> None:
-    """Longer than for any other answer: its pages count for the whole view."""
+    """Longer than for any other answer: its pages count for the whole epoch."""
     monkeypatch.setattr(peers_module, "ANSWER_S", 0.0)
     (one, other), (here, there) = pair.workers, pair.media
     there.write(page(0), ATOMS)
