@@ -43,7 +43,7 @@ class FakeWire:
         self.flight: deque[RunRound] = deque()
         self.done: list[StepDone] = []
         self.order = random.Random(seed)
-        self.closed = False
+        self.is_closed = False
 
     def submit(self, new: RunRound) -> None:
         assert [s.plan.has_more for s in new.steps] == [True] * (len(new.steps) - 1) + [False]
@@ -79,10 +79,10 @@ class FakeWire:
     def begin_era(self) -> bytes:
         return b""
 
-    def look(self) -> None: ...
+    def check_workers(self) -> None: ...
 
     def close(self) -> None:
-        self.closed = True
+        self.is_closed = True
 
 
 class Letters:

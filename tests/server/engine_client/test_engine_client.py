@@ -55,7 +55,7 @@ class Handle:
         self.joined = list[float]()
         self._fates = list(fates)
 
-    def fate(self) -> str | None:
+    def exit_reason(self) -> str | None:
         return self._fates.pop(0) if len(self._fates) > 1 else (self._fates or [None])[0]
 
     def join(self, timeout_s: float) -> None:
@@ -98,19 +98,19 @@ def run(work: Callable[[Bench], Coroutine[Any, Any, None]], *fates: str | None) 
 
 
 def delta(key: int, index: int = 0, **more: Any) -> Delta:
-    return Delta(**{"key": key, "index": index, "tokens": [1], "text": "a", **more})
+    return Delta(**{"key": key, "index": index, "token_ids": [1], "text": "a", **more})
 
 
 def test_what_a_slow_reader_has_not_taken_is_added_up() -> None:
     feed, late = ReplyQueue(), PromptTimes(1.0, 2.0, 3.0)
     feed.push(delta(7, logprobs=[]))
     feed.push(delta(7, 1, text="z"))
-    feed.push(delta(7, tokens=[2, 3], text="bc", logprobs=[], finish_reason="stop", stop_reason=9, times=late,
+    feed.push(delta(7, token_ids=[2, 3], text="bc", logprobs=[], finish_reason="stop", stop_reason=9, times=late,
                     blame=ErrorOrigin.CLIENT))  # fmt: skip
 
     async def work() -> None:
         assert await feed.get() == [
-            delta(7, tokens=[1, 2, 3], text="abc", logprobs=[], finish_reason="stop", stop_reason=9, times=late,
+            delta(7, token_ids=[1, 2, 3], text="abc", logprobs=[], finish_reason="stop", stop_reason=9, times=late,
                   blame=ErrorOrigin.CLIENT),
             delta(7, 1, text="z"),
         ]  # fmt: skip
@@ -129,7 +129,7 @@ def test_an_end_without_log_probabilities_leaves_those_that_were_held() -> None:
     feed = ReplyQueue()
     for index, (first, last) in enumerate(([[[(1, -0.5, 1)]], None], [None, [[(1, -0.5, 1)]]])):
         feed.push(delta(7, index, logprobs=first))
-        feed.push(delta(7, index, tokens=[], text="", logprobs=last, finish_reason="abort"))
+        feed.push(delta(7, index, token_ids=[], text="", logprobs=last, finish_reason="abort"))
 
     async def work() -> None:
         assert [d.logprobs for d in await feed.get()] == [[[(1, -0.5, 1)]], None]

@@ -106,18 +106,18 @@ async def a_message_that_cannot_be_read_ends_the_engine(client: Any) -> None:
     await asyncio.wait_for(client.lost.wait(), 60)
     assert "link to the server has failed" in client.failure
     await asyncio.to_thread(client._handle.join, 30.0)
-    assert client._handle.fate() is not None, "it has ended"
+    assert client._handle.exit_reason() is not None, "it has ended"
 
 
 class Silent:
     """A handle of no process."""
 
-    role, index, pid, place, status = "engine", 0, 1, "", None
+    role, index, pid, host, status = "engine", 0, 1, "", None
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
-    def fate(self) -> str | None:
+    def exit_reason(self) -> str | None:
         return None
 
     def join(self, timeout_s: float) -> None: ...

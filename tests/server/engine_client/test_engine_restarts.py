@@ -141,7 +141,7 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         gone = client.add([9], SamplingParams(seed=3), ReplyQueue(), Quiet())
         ended = client.add([9], SamplingParams(), ReplyQueue(), Quiet())
         asked = [first.asked() for _ in range(3)]
-        assert [a.told for a in asked] == [[], [], []]
+        assert [a.resumed for a in asked] == [[], [], []]
         assert asked[0].params.seed is not None, "what the engine would draw, another one would draw otherwise"
         assert asked[0].params.seed != asked[2].params.seed
         assert asked[1].params.seed == 3
@@ -161,14 +161,14 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         late = client.add([2], SamplingParams(), ReplyQueue(), Quiet())
         second.link.send(READY)
         again, new = await asyncio.to_thread(second.asked), await asyncio.to_thread(second.asked)
-        assert msgspec.structs.replace(again, told=[], accepted=False) == asked[0]
+        assert msgspec.structs.replace(again, resumed=[], accepted=False) == asked[0]
         assert (again.accepted, new.accepted) == (True, False), "who was taken once is not refused for load"
-        assert again.terms == CacheOptions(b"salt")
-        assert again.told == [
+        assert again.cache_options == CacheOptions(b"salt")
+        assert again.resumed == [
             ResumedCompletion(index=0, token_ids=[4, 5, 3], num_chars=3),
             ResumedCompletion(index=1, token_ids=[6], num_chars=1, is_finished=True),
         ]
-        assert (new.key, new.told) == (late, [])
+        assert (new.key, new.resumed) == (late, [])
         assert not client.state.recovering
         second.say(grown(key, 0, [2], "e", [[(2, -1.0, 1)]], finish_reason="length", times=TIMES))
         assert await all_of(feed, 5) == {0: [4, 5, 3, 2], 1: [6]}
@@ -189,7 +189,7 @@ def test_log_probabilities_that_readers_have_are_not_told_to_the_next_engine() -
         second.link._most_bytes = 1 << 14
         second.link.send(READY)
         again = await asyncio.to_thread(second.asked)
-        assert [len(told.tokens) for told in again.told] == [1000]
+        assert [len(told.token_ids) for told in again.resumed] == [1000]
 
     play(work)
 
@@ -570,7 +570,7 @@ def test_by_plan_another_engine_goes_on_with_other_workers_and_no_recovery_is_sp
         second.link.send(READY)
         assert await changing >= 0.0
         add = await asyncio.to_thread(second.asked)
-        assert (add.key, [told.tokens for told in add.told]) == (key, [[5]])
+        assert (add.key, [told.token_ids for told in add.resumed]) == (key, [[5]])
         assert engines.workers == [3]
 
     play(work, max_recoveries=0)

@@ -48,7 +48,7 @@ class ToldHandle:
     """The process as its handle shows it."""
 
     def __init__(self) -> None:
-        self.pid, self.stopped = 7, False
+        self.pid, self.is_stopped = 7, False
 
 
 class WatchInTime:
@@ -114,7 +114,7 @@ def test_time_in_which_nobody_looked_hardly_counts(monkeypatch: pytest.MonkeyPat
 
 def test_one_that_is_stopped_is_ended_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     one = WatchInTime(monkeypatch)
-    one.engine.stopped, one.naps = True, None
+    one.engine.is_stopped, one.naps = True, None
     assert one.looks(20.0) == STOPPED_S + 0.25
     assert one.watch.check(one.engine, wanted=True, recovering=False) == "has been stopped for 1.75 s"
 

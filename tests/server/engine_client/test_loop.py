@@ -47,26 +47,26 @@ SOON_S = 20.0
 
 
 class Workers:
-    """The part of Pools that the loop uses, without the engine's wire."""
+    """The part of WorkerExecutor that the loop uses, without the engine's wire."""
 
     def __init__(self, wire: FakeWire) -> None:
         self.ready = wire.ready
         self.pids = {"memory-0": 2, "compute-0": 1}
         self.hosts = {"memory-0": "10.0.0.3", "compute-0": "localhost"}
         self.asked = 0
-        self.awaits_stats = False
+        self.has_pending_stats = False
         self.stats: dict[str, dict[str, float]] | None = None
         self.called: Any = None
-        self.recovering, self.borrower = False, None
-        self.elastic = SimpleNamespace(take_outcome=lambda: None, moved={})
+        self.is_recovering, self.borrower = False, None
+        self.resizer = SimpleNamespace(take_outcome=lambda: None, moved_bytes={})
 
-    def meanwhile(self, call: Any) -> None:
+    def call_periodically(self, call: Any) -> None:
         self.called = call
 
-    def ask_stats(self) -> None:
+    def request_stats(self) -> None:
         self.asked += 1
 
-    def take_stats(self) -> dict[str, dict[str, float]] | None:
+    def collect_stats(self) -> dict[str, dict[str, float]] | None:
         found, self.stats = self.stats, None
         return found
 
@@ -412,7 +412,7 @@ def test_all_that_waits_is_taken_before_a_step_and_an_idle_engine_waits_for_a_me
     monkeypatch.setattr(bench.loop, "_inbox", Inbox())
     bench.loop._take_messages()
     assert waits == [engine_process.IDLE_S]
-    bench.workers.awaits_stats = True
+    bench.workers.has_pending_stats = True
     bench.loop._take_messages()
     assert waits[1:] == [engine_process.HEALTH_CHECK_S], "one that does not answer is looked at more often"
     bench.loop._stopped = True
@@ -488,17 +488,17 @@ def test_workers_that_have_met_are_told_before_they_have_answered(running: Bench
 @pytest.mark.parametrize(("reason", "asked"), [("scale", True), ("borrow", True), (REASON, False)])
 def test_a_change_of_memory_workers_is_told_with_what_there_is_then(reason: str, asked: bool, bench: Bench) -> None:
     left = [ResizeResult("", 0.25, 7, reason)]
-    bench.workers.elastic.take_outcome = lambda: left.pop() if left else None
+    bench.workers.resizer.take_outcome = lambda: left.pop() if left else None
     bench.loop._report()
     told, state = bench.told()
-    assert (told.error, told.pause_s, told.asked) == ("", 0.25, asked)
+    assert (told.error, told.pause_s, told.was_requested) == ("", 0.25, asked)
     assert told.ready.num_blocks == bench.loop._ready().num_blocks
     assert isinstance(state, EngineState)
 
 
 def test_counters_go_to_whoever_weighs_memory_workers_by_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(bench.loop._rebalancer, "look", seen.append)
+    monkeypatch.setattr(bench.loop._rebalancer, "update", seen.append)
     bench.loop._report()
     bench.workers.stats = {"memory-0": {"attend_s": 1.0}}
     bench.loop._report()
@@ -534,7 +534,7 @@ def test_while_a_step_runs_a_state_is_due_where_a_worker_has_gone_on(bench: Benc
         bench.workers.stats = {"memory-0": {"steps": steps}}
         bench.loop._report()
         kinds.append([type(m).__name__ for m in bench.told()])
-    assert kinds == [["WorkerCounters", "State"], ["WorkerCounters"], ["WorkerCounters", "State"]]
+    assert kinds == [["WorkerCounters", "EngineState"], ["WorkerCounters"], ["WorkerCounters", "EngineState"]]
 
 
 def test_what_a_server_is_told_of_the_engine(bench: Bench) -> None:
@@ -567,7 +567,7 @@ def test_a_server_gets_all_of_a_prompt_over_the_link_and_stops_the_loop(running:
     running.server.send(AddPrompt(7, PROMPT, PARAMS))
     tokens: list[int] = []
     while len(tokens) < 5:
-        tokens += [t for d in until(running.server, Outputs).deltas for t in d.tokens]
+        tokens += [t for d in until(running.server, Outputs).deltas for t in d.token_ids]
     assert tokens == continuation(PROMPT, 5)
     assert EOS not in tokens
     running.server.send(Stop())
@@ -646,7 +646,7 @@ def test_what_cannot_be_sent_ends_the_loop_loudly(running: Bench) -> None:
 def test_of_workers_that_have_become_fewer_since_none_goes_by_a_number_from_before(bench: Bench) -> None:
     """Of two drains at once the second one's worker has gone, and another one has its number."""
     begun = list[Any]()
-    bench.workers.elastic.plan, bench.workers.elastic.begin = begun.append, begun.append
+    bench.workers.resizer.plan, bench.workers.resizer.begin = begun.append, begun.append
     bench.loop._take(ScaleMemory(1, [0]))
     (said,) = bench.told()
     assert (said.error, said.in_place) == ("memory workers 0 to 0 are there by now: ask again", True)

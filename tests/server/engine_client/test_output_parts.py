@@ -27,7 +27,7 @@ def many() -> Outputs:
     scores = [*map(encode_scores, [None, *[ENTRY] * 6])]
     return Outputs(
         [
-            grown(1, 0, [5], "é" * 40, [ENTRY], prompt_logprobs=scores, cached=2),
+            grown(1, 0, [5], "é" * 40, [ENTRY], prompt_logprobs=scores, num_cached_tokens=2),
             grown(2, 0, [6], "b", [ENTRY], prompt_logprobs=[*scores, encode_scores(ENTRY)]),
             grown(2, 1, [7], "c", [ENTRY], finish_reason="stop"),
         ],
@@ -78,7 +78,7 @@ def test_readers_get_the_whole_and_nothing_of_an_engine_that_died_in_its_midst()
         second = await engines.next(client)
         second.link.send(READY)
         again = await asyncio.to_thread(second.asked)
-        assert again.told == [], "nobody has what did not come whole"
+        assert again.resumed == [], "nobody has what did not come whole"
         second.link.send(Outputs([grown(key, 0, [5], "a", [ENTRY])]))
         assert [d.token_ids for d in await asyncio.wait_for(feed.get(), LIMIT_S)] == [[5]]
         for part in (first, last):

@@ -109,7 +109,7 @@ def test_a_server_that_goes_while_it_is_told_of_a_failure_is_no_failure(monkeypa
 class Noted:
     """A recorder that remembers its events."""
 
-    native: object = b""
+    native_buffer: object = b""
     notes = None
 
     def __init__(self) -> None:
@@ -122,10 +122,10 @@ class Noted:
         self.events.add(event)
 
 
-class Pools(Workers):
+class Executor(Workers):
     """Pools over a FakeWire, which the engine drives."""
 
-    made: list[Pools]
+    made: list[Executor]
 
     def __init__(self, model: str, config: Any, progress: Callable[[str, int, int], None], launch: Any) -> None:
         self.wire = FakeWire()
@@ -134,9 +134,9 @@ class Pools(Workers):
         self.tracer = SimpleNamespace(recorder=Noted())
         self.closed = False
         progress("load", 1, 2)
-        Pools.made.append(self)
+        Executor.made.append(self)
 
-    def attend(self, engine: Any) -> None: ...
+    def set_engine(self, engine: Any) -> None: ...
 
     def submit(self, new: Any) -> None:
         self.wire.submit(new)
@@ -144,8 +144,8 @@ class Pools(Workers):
     def wait(self) -> Any:
         return self.wire.wait()
 
-    def look(self) -> None:
-        self.wire.look()
+    def check_workers(self) -> None:
+        self.wire.check_workers()
 
     def close(self) -> None:
         self.closed = True
@@ -164,8 +164,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
         return SimpleNamespace(result=result)
 
-    Pools.made = []
-    monkeypatch.setattr(engine_process, "Pools", Pools)
+    Executor.made = []
+    monkeypatch.setattr(engine_process, "WorkerExecutor", Executor)
     monkeypatch.setattr(engine_process, "load_in_background", load_beside)
     return asked
 
@@ -177,7 +177,7 @@ def test_a_whole_life(loaded: list[tuple[Any, ...]], transport: str, here: bool)
         StartEngine(model="m", tokenizer="t" if here else "", config=config), AddPrompt(7, PROMPT, PARAMS), Stop()
     )
     serve_engine(server.sock)
-    (pools,) = Pools.made
+    (pools,) = Executor.made
     assert pools.closed
     assert pools.given == ("m", config)
     assert loaded == [("t" if here else "m", {"trust_remote_code": True, "here": here, "limit_s": 33.0}), (33.0,)]
@@ -193,12 +193,12 @@ def test_a_life_with_work(loaded: list[tuple[Any, ...]]) -> None:
     thread.start()
     tokens: list[int] = []
     while len(tokens) < 5:
-        tokens += [t for d in until(server.link, Outputs).deltas for t in d.tokens]
+        tokens += [t for d in until(server.link, Outputs).deltas for t in d.token_ids]
     assert tokens == continuation(PROMPT, 5)
     server.link.send(Stop())
     thread.join(SOON_S)
-    assert Pools.made[0].closed
-    assert {Event.SCHEDULE, Event.POSTPROCESS} <= Pools.made[0].tracer.recorder.events
+    assert Executor.made[0].closed
+    assert {Event.SCHEDULE, Event.POSTPROCESS} <= Executor.made[0].tracer.recorder.events
 
 
 @pytest.mark.parametrize("error", [ValueError("a bad number"), WorkerError("memory worker 0 is lost")])
@@ -217,4 +217,4 @@ def test_no_user_is_to_blame_for_an_engine_that_fails_while_it_runs(
             serve_engine(server.sock)
         assert said == [error]
         assert server.told()[1:] == [EngineDefect("engine: ValueError: a bad number")]
-    assert Pools.made[0].closed
+    assert Executor.made[0].closed

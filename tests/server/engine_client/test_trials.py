@@ -121,12 +121,12 @@ def test_suspects_are_tried_alone_and_newcomers_wait_until_all_are_cleared() -> 
         engine.say(grown(first, 0, [*range(PROOF)], "x" * PROOF))
         assert (await asked(engine, CancelPrompt)).key == first
         trial = await asked(engine)
-        assert (trial.key, [told.tokens for told in trial.told]) == (second, [[1, 2]])
+        assert (trial.key, [told.token_ids for told in trial.resumed]) == (second, [[1, 2]])
         engine.say(grown(first, 0, [98, 99], "yz"))  # after its withdrawal
         engine.say(grown(second, 0, [*range(PROOF)], "x" * PROOF))
         again, new = await asked(engine), await asked(engine)
         assert again.key not in (first, second), "by another name, as the old one may still be answered"
-        assert [told.tokens for told in again.told] == [[*range(PROOF)]]
+        assert [told.token_ids for told in again.resumed] == [[*range(PROOF)]]
         assert (again.prompt, new.key) == ([0], late)
         engine.say(grown(again.key, 0, [50], "z", finish_reason="length", times=TIMES))
         found = list[int]()
