@@ -80,17 +80,17 @@ class StoringWire(FakeWire):
         return structs.replace(done, sampled_tokens=drawn)
 
 
-class WirePools:
-    """As much of Pools as an engine process asks."""
+class WireExecutor:
+    """As much of WorkerExecutor as an engine process asks."""
 
-    recovering, borrower, awaits_stats = False, None, False
+    is_recovering, borrower, has_pending_stats = False, None, False
 
     def __init__(self, model: str, config: Any, progress: Any, launch: Any) -> None:
         self.wire = StoringWire()
         self.ready = self.wire.ready
         self.pids, self.hosts = {"memory-0": 0, "compute-0": 0}, {"memory-0": "localhost", "compute-0": "localhost"}
         self.tracer = SimpleNamespace(recorder=NULL_RECORDER)
-        self.elastic = SimpleNamespace(take_outcome=lambda: None, moved={}, plan=self._none, begin=self._none)
+        self.resizer = SimpleNamespace(take_outcome=lambda: None, moved_bytes={}, plan=self._none, begin=self._none)
         self._stats: dict[str, dict[str, float]] | None = None
 
     @staticmethod
@@ -100,14 +100,14 @@ class WirePools:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wire, name)
 
-    def attend(self, engine: Any) -> None: ...
+    def set_engine(self, engine: Any) -> None: ...
 
-    def meanwhile(self, call: Any) -> None: ...
+    def call_periodically(self, call: Any) -> None: ...
 
-    def ask_stats(self) -> None:
+    def request_stats(self) -> None:
         self._stats = {"memory-0": {"steps": 1.0}}
 
-    def take_stats(self) -> Any:
+    def collect_stats(self) -> Any:
         found, self._stats = self._stats, None
         return found
 
@@ -195,5 +195,5 @@ class WiredServer:
 def over_a_wire() -> Iterator[None]:
     """Engines of this process have wires in place of workers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_process, "Pools", WirePools)
+        patch.setattr(engine_process, "WorkerExecutor", WireExecutor)
         yield

@@ -100,7 +100,7 @@ def read_anyway(frame: bytes, error: Exception) -> Mended | None:
                 bad.append(name)
         ends = [failed(name, text) for name in dict.fromkeys(bad)]
         good = [delta for delta in deltas if delta.key not in bad]
-        tokens, more = _whole(fields.get("tokens")) or 0, fields.get("more") is True
+        tokens, more = _whole(fields.get("num_tokens")) or 0, fields.get("has_more") is True
         return Mended(Outputs(good + ends, tokens, more), [end.key for end in ends])
     if fields.get("type") == "refused" and key is not None:
         return Mended(PromptRefused(key, text, ErrorOrigin.SERVER), [])

@@ -135,7 +135,7 @@ class Raw:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"prompt": ["x"]}, {"params": 5}, {"told": [{}]}, {"terms": {"priority": "x"}}, {"prompt": None}],
+    [{"prompt": ["x"]}, {"params": 5}, {"resumed": [{}]}, {"cache_options": {"priority": "x"}}, {"prompt": None}],
     ids=str,
 )
 def test_a_request_that_an_engine_cannot_read_is_refused_and_others_go_on(wired: WiredServer, bad: Any) -> None:
