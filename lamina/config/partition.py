@@ -1,9 +1,10 @@
 """How attention is spread over memory workers. A partition is data: it gives every message its layout.
 
 A layer's KV heads are split into ranges. One memory worker keeps a range for all tokens, or several deal the tokens out
-among them: the *lane* of a token tells whose it is. A sequence begins in one lane and goes on to the next one behind
-each *stripe*, or stays in it, but for stripes on loan (protocol.kv_placement). So any number of memory workers, of any
-weights, can share any number of KV heads, and the scheduler balances with the lanes in which sequences begin.
+among them: the *KV shard* of a token tells whose it is. A sequence begins in one KV shard and goes on to the next one
+behind each *stripe*, or stays in it, but for stripes on loan (protocol.kv_placement). So any number of memory workers,
+of any weights, can share any number of KV heads, and the scheduler balances with the KV shards in which sequences
+begin.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ STRIPES_PER_WORKER = (
 SPILL_STRIPES_FACTOR = (
     8  # stripes on loan than those that are dealt out: 32 of a sequence of full length on one memory worker
 )
-MAX_SHARE_ERROR = 0.01  # of a memory worker's share, for which more lanes do not pay
+MAX_SHARE_ERROR = 0.01  # of a memory worker's share, for which more KV shards do not pay
 
 
 class HeadShare(msgspec.Struct, frozen=True, array_like=True):
@@ -30,11 +31,11 @@ class HeadShare(msgspec.Struct, frozen=True, array_like=True):
 
     head_start: int
     head_stop: int
-    owners: list[int]  # lane -> memory worker; a single one keeps all lanes
+    owners: list[int]  # KV shard -> memory worker; a single one keeps all KV shards
 
 
 class KvShards(msgspec.Struct, frozen=True, array_like=True):
-    """Some of the lanes, by number; a single entry stands for all of them."""
+    """Some of the KV shards, by number; a single entry stands for all of them."""
 
     pattern: tuple[bool, ...] = (True,)
 
@@ -47,7 +48,7 @@ class KvShards(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def portion(self) -> float:
-        """The share of all lanes that these are."""
+        """The share of all KV shards that these are."""
         return sum(self.pattern) / len(self.pattern)
 
 
@@ -68,10 +69,10 @@ class Partition(msgspec.Struct, frozen=True):
 
     num_workers: int
     num_kv_shards: int
-    stripe: int  # chunks of ops.attention.merge, a power of two; 0 = a sequence stays in one lane
+    stripe: int  # chunks of ops.attention.merge, a power of two; 0 = a sequence stays in one KV shard
     tables: list[list[HeadShare]]  # each in the order of its heads, which it covers exactly once
     layer_table: list[int]  # layer -> index into tables
-    single_shard: bool = False  # a sequence stays in one lane, but for stripes on loan
+    single_shard: bool = False  # a sequence stays in one KV shard, but for stripes on loan
 
     def pieces(self, layer: int, worker: int) -> list[Piece]:
         """The pieces of ``layer`` that ``worker`` has, in the order of heads; there may be none."""
@@ -189,7 +190,7 @@ def _fits(cells: int, weights: Sequence[float]) -> bool:
 
 
 def _interleave(cuts: list[int], low: int, high: int) -> list[int]:
-    """The owner of every lane of the unit of cells ``low .. high``; each worker's lanes far from each other."""
+    """The owner of every KV shard of the unit of cells ``low .. high``; each worker's KV shards far from each other."""
 
     def places() -> Iterator[tuple[float, int]]:
         for worker, (begin, end) in enumerate(pairwise(cuts)):

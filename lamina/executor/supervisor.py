@@ -1,7 +1,7 @@
 """Losses made good: lost workers are fenced and replaced; the others rest, meet anew, and go on.
 
-The driver alone decides which workers live. Links keep their order, so nothing of an older epoch follows a Halted; and
-a fenced worker stays in an older epoch for ever.
+The driver alone decides which workers live. Links keep their order, so nothing of an older epoch follows a Quiesced;
+and a fenced worker stays in an older epoch for ever.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The workers of one engine: started and loaded once, connected as often as needed.
 
-Each Connect begins an epoch. Members reports workers that are lost on the way; the others stay as they are, and may be
-connected again.
+Each Connect begins an epoch. WorkerRegistry reports workers that are lost on the way; the others stay as they are, and
+may be connected again.
 """
 
 from __future__ import annotations

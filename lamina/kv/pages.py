@@ -1,8 +1,8 @@
-"""Pages and atoms: the units in which K and V leave a memory worker's pool and come back to it.
+"""Pages and fragments: the units in which K and V leave a memory worker's pool and come back to it.
 
 A *page* is PAGE tokens of a sequence at absolute positions, from a multiple of PAGE on; the last one may be partial. An
-*atom* is the K and V of one page, one layer and one KV head, as they are stored, in rows by token, whatever the block
-size of the pool, the partition or the number of memory workers:
+*fragment* is the K and V of one page, one layer and one KV head, as they are stored, in rows by token, whatever the
+block size of the pool, the partition or the number of memory workers:
 
     K         [tokens, D]     in the store's dtype
     V         [tokens, Dv]
@@ -21,21 +21,23 @@ PROMPT, DECODE = "prompt", "decode"
 
 
 class PageFragment(NamedTuple):
-    """Names one atom of a page. ``head``: a KV head of the whole model's layer, not of a rank's part."""
+    """Names one fragment of a page. ``head``: a KV head of the whole model's layer, not of a rank's part."""
 
     layer: int
     head: int
 
 
 class FragmentFormat(NamedTuple):
-    """Bytes of one token's part of the atoms of one layer. ``scale``: of its fp32 scale of K, and of V; 0 = none."""
+    """Bytes of one token's part of the fragments of one layer. ``scale``: of its fp32 scale of K, and of V; 0 =
+    none.
+    """
 
     k: int
     v: int
     scale: int = 0
 
     def nbytes(self, tokens: int) -> int:
-        """Of an atom of ``tokens`` tokens."""
+        """Of a fragment of ``tokens`` tokens."""
         return tokens * (self.k + self.v + 2 * self.scale)
 
 

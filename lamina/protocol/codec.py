@@ -28,8 +28,8 @@ FP32_BYTES = 4
 
 
 class LayerGroup(NamedTuple):
-    """Pieces of one window length, in tokens, and the same lanes have the same rows in every step. Those of ``sparse``
-    layers have blocks of their own.
+    """Pieces of one window length, in tokens, and the same KV shards have the same rows in every step. Those of
+    ``sparse`` layers have blocks of their own.
     """
 
     window: int

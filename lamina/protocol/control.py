@@ -167,7 +167,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
 
 class Quiesce(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
     """Driver -> any worker: a worker is lost. Let go of all channels of epochs before ``epoch``, come to rest, and keep
-    what you have loaded and stored. Answered by Halted, behind whatever was said before; a Connect follows.
+    what you have loaded and stored. Answered by Quiesced, behind whatever was said before; a Connect follows.
     """
 
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]
@@ -181,7 +181,9 @@ class Quiesced(msgspec.Struct, frozen=True, kw_only=True, tag="halted"):
 
 
 class ChannelLost(msgspec.Struct, frozen=True, tag="broken"):
-    """Compute or prefill worker -> driver: a channel of ``epoch`` has ended. It waits for Halt, Connect, or its end."""
+    """Compute or prefill worker -> driver: a channel of ``epoch`` has ended. It waits for Quiesce, Connect, or its
+    end.
+    """
 
     epoch: int
     text: str

@@ -41,7 +41,7 @@ class EpochChanged(NamedTuple):
     capacity: Capacity | None = None  # of other memory workers, to which KV is moved; None: they are as before
     new_shards: Mapping[
         int, int
-    ] = {}  # lane before -> lane now of whoever stays, where sequences are to stay with them
+    ] = {}  # KV shard before -> KV shard now of whoever stays, where sequences are to stay with them
 
 
 class Executor(Protocol):

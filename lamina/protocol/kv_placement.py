@@ -1,14 +1,15 @@
 """Which memory worker keeps which tokens of a sequence: (sequence, stripe, head) -> memory worker. No other module
 computes that.
 
-The scheduler chooses the lane in which a sequence begins, its *first lane*. After each stripe the sequence goes on to
-the next lane, or it stays in its lane: the partition's rule. Exceptions are runs of stripes that lie elsewhere, on loan
-or because they were moved. The partition names the owner of a lane, head by head (config.partition).
+The scheduler chooses the KV shard in which a sequence begins, its *first KV shard*. After each stripe the sequence
+continues in the next KV shard, or it stays in its KV shard: the partition's rule. Exceptions are runs of stripes that
+lie elsewhere, on loan or because they were moved. The partition names the owner of a KV shard, head by head
+(config.partition).
 
-The first lane and the exceptions are a *place*. The rows of a plan carry the place of their sequence, so the two always
-agree: a refused plan changes no place, and a plan that is sent again names the same one. A place that differs from the
-one before tells memory workers to give back the blocks of stripes that have left them, and to hold blocks for stripes
-that come. The code that changes a place also moves the tokens before rows read them.
+The first KV shard and the exceptions are a *location*. The rows of a plan carry the location of their sequence, so the
+two always agree: a refused plan changes no location, and a plan that is sent again names the same one. With a new
+location memory workers give back the blocks of stripes that have left them, and hold blocks for stripes that come. The
+code that changes a location also moves the tokens before rows read them.
 """
 
 from __future__ import annotations
@@ -105,14 +106,14 @@ class KvPlacement(NamedTuple):
 
 
 class ShardCounter:
-    """How many units of a sequence are kept in some lanes, in the unit of the placement's stripe."""
+    """How many units of a sequence are kept in some KV shards, in the unit of the placement's stripe."""
 
     def __init__(self, kv_shards: KvShards, placement: KvPlacement) -> None:
         self._kv_shards, self._stripe, self._all = kv_shards, placement.stripe, kv_shards.has_all
         self._single_shard = placement.single_shard
         self._period = placement.num_kv_shards
         pattern = kv_shards.pattern if len(kv_shards.pattern) == self._period else kv_shards.pattern * self._period
-        self._before = [0, *accumulate(pattern * 2)]  # lanes that are kept, of those below
+        self._before = [0, *accumulate(pattern * 2)]  # KV shards that are kept, of those below
 
     def num_owned(self, location: KvLocation, units: int) -> int:
         """How many of the first ``units`` of a sequence are kept."""

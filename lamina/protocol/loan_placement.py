@@ -44,8 +44,8 @@ def spill_to(location: KvLocation, start: int, stop: int, kv_shard: int) -> KvLo
 
 
 def relocated(location: KvLocation, run: StripeRun, stripes: int) -> KvLocation | None:
-    """``location``, of so many stripes, with those of ``run`` in its lane; None where it would lie in more pieces than
-    there may be.
+    """``location``, of so many stripes, with those of ``run`` in its KV shard; None where it would lie in more pieces
+    than there may be.
     """
     home, runs = location.kv_shard, list[StripeRun]()
     for each in location.moved_runs:
@@ -92,14 +92,14 @@ def _nodes(location: KvLocation, kv_shard: int, stripes: int) -> int:
 
 def spill_locations(location: KvLocation, begin: int, stripes: int, room: Mapping[int, int]) -> KvLocation | None:
     """Where stripes ``begin .. stripes`` of a sequence go, whose first ones lie at ``location``: home first. ``room``:
-    lane -> stripes that its owner can take, one lane of each owner. None where they do not fit.
+    KV shard -> stripes that its owner can take, one KV shard of each owner. None where they do not fit.
     """
     new_place, stop = _fill(location, begin, stripes, room)
     return new_place if stop == stripes else None
 
 
 def longest_sequence(room: Mapping[int, int]) -> int:
-    """Stripes of the longest sequence that ``room`` holds, by lane as for ``spill_locations``."""
+    """Stripes of the longest sequence that ``room`` holds, by KV shard as for ``spill_locations``."""
     home = max(room, key=lambda lane: room[lane])
     return _fill(KvLocation(home), 0, sum(room.values()), room)[1]
 
@@ -115,9 +115,9 @@ def _fill(location: KvLocation, begin: int, stripes: int, room: Mapping[int, int
 def free_stripes_by_shard(
     placement: KvPlacement, groups: Sequence[KvShards], windows: Sequence[int], blocks: Iterable[int]
 ) -> dict[int, int]:
-    """Lane -> stripes of room, the first lane of each owner: lanes of the same ``groups`` lie with one. ``blocks``:
-    that each group has; one with a window counts for nothing, as it keeps little of a sequence. ``placement``: with
-    stripes in blocks.
+    """KV shard -> stripes of room, the first KV shard of each owner: KV shards of the same ``groups`` lie with one.
+    ``blocks``: that each group has; one with a window counts for nothing, as it keeps little of a sequence.
+    ``placement``: with stripes in blocks.
     """
     room, seen, counted = dict[int, int](), set[tuple[bool, ...]](), list(blocks)
     for lane in range(placement.num_kv_shards):

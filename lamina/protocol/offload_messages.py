@@ -30,10 +30,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages"):
-    """Memory worker -> driver, in answer to a Connect with a tier, once it is bound: the keys of pages with every atom
-    that this worker can need, in the order of their last use; MAX_LISTED_PAGES at most. ``capacity``: number of pages
-    whose part it can keep. ``evicted``: keys of pages that it has just given up for all workers, although another one
-    may have listed them before.
+    """Memory worker -> driver, in answer to a Connect with a tier, once it is bound: the keys of pages with every
+    fragment that this worker can need, in the order of their last use; MAX_LISTED_PAGES at most. ``capacity``: number
+    of pages whose part it can keep. ``evicted``: keys of pages that it has just given up for all workers, although
+    another one may have listed them before.
     """
 
     epoch: int

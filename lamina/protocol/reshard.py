@@ -52,11 +52,11 @@ class StorePrepared(msgspec.Struct, frozen=True, tag="room-made"):
 
 
 class Reshard(msgspec.Struct, frozen=True, kw_only=True, tag="recut"):
-    """Driver -> memory worker at rest, behind Halted: have the store of ``bind`` in place of the one that is there,
+    """Driver -> memory worker at rest, behind Quiesced: have the store of ``bind`` in place of the one that is there,
     with the KV of ``surviving``, which the workers of ``before`` have. Answered by Recutted.
     """
 
-    epoch: int  # of the Halt; of the channels between the peers, too
+    epoch: int  # of the Quiesce; of the channels between the peers, too
     bind: BindRequest | None  # None: this worker goes, and keeps nothing
     before: Partition
     after: Partition
@@ -69,11 +69,11 @@ class Reshard(msgspec.Struct, frozen=True, kw_only=True, tag="recut"):
 
 
 class RebuildKv(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
-    """Driver -> memory worker at rest, behind Halted: rebuild the KV of ``surviving`` of a lost worker, as the
+    """Driver -> memory worker at rest, behind Quiesced: rebuild the KV of ``surviving`` of a lost worker, as the
     exclusive or of all other workers' KV, of which one is the parity. Answered by Recutted.
     """
 
-    epoch: int  # of the Halt; of the channels between the peers, too
+    epoch: int  # of the Quiesce; of the channels between the peers, too
     bind: BindRequest | None  # of the one that takes the lost one's place; None: this worker gives
     surviving: list[SurvivingKv]
     peers: list[Address]  # all, the new one too
@@ -141,7 +141,7 @@ class HeadTransfers:
         return [piece.kv_shards for _, _, piece in _pieces(partition, layer)]
 
     def _numbers(self, of: Partition, kv_shards: KvShards, window: int, *, was: bool) -> dict[int, dict[int, None]]:
-        """Sequence -> the blocks that some lanes have of it."""
+        """Sequence -> the blocks that some KV shards have of it."""
         placement = KvPlacement(of.num_kv_shards, of.stripe * CHUNK_TOKENS // self._block_size, of.single_shard)
         extents, numbers = Extents([window], self._block_size, [kv_shards], placement), dict[int, dict[int, None]]()
         for each in self._keep:

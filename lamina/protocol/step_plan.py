@@ -178,7 +178,7 @@ class LoadKv(msgspec.Struct, frozen=True, array_like=True, tag="import"):
     """Hold blocks as Rows do, for pages that memory workers load from the medium; the last may be partial. Until all
     have reported its end, the sequence must not be freed, truncated, forked or loaded twice. It has rows once all gates
     are open: when what is to come takes no longer than its first rows, ``slack_s`` (0: never). ``page_shift``: the
-    pages were saved from positions so much further on, whole pages of all lanes: K is rotated as it comes.
+    pages were saved from positions so much further on, whole pages of all KV shards: K is rotated as it comes.
     """
 
     sequence: int
@@ -198,9 +198,9 @@ class LoadKv(msgspec.Struct, frozen=True, array_like=True, tag="import"):
 
 class ContextShift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
     """Discard ``count`` tokens of a sequence from position ``first`` on, and move all that is behind them to the
-    positions that become free: stored K is rotated. Both are whole pages, and ``count`` is a multiple of all lanes'
-    stripes, so every token stays in its lane. Nobody else may hold blocks behind the discarded ones. The sequence must
-    have no rows, no transfer that loads it, and no other op in this plan but Free.
+    positions that become free: stored K is rotated. Both are whole pages, and ``count`` is a multiple of all KV shards'
+    stripes, so every token stays in its KV shard. Nobody else may hold blocks behind the discarded ones. The sequence
+    must have no rows, no transfer that loads it, and no other op in this plan but Free.
     """
 
     sequence: int
@@ -335,12 +335,12 @@ class DevicePathRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BindReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to Bind: the capacity of every group (pieces of one window length and the same lanes, of sparse layers
-    or of others).
+    """The answer to Bind: the capacity of every group (pieces of one window length and the same KV shards, of sparse
+    layers or of others).
     """
 
     windows: list[int]  # group -> window in tokens, 0 = all tokens
-    kv_shards: list[KvShards]  # group -> the lanes whose KV it keeps
+    kv_shards: list[KvShards]  # group -> the KV shards whose KV it keeps
     sparse: list[bool] = []  # group -> whether it is of sparse layers; empty: none is
     stripe: int  # KV blocks of a sequence that stay together; 0 = all
     single_shard: bool = False  # all do, but for stripes on loan

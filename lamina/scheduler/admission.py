@@ -276,7 +276,7 @@ class Admission:
         self, sequence: Sequence, batches: Several[Batch], *, alone: bool
     ) -> list[LoadableKv | PrefixHit | None]:
         """The stored tokens that a waiting sequence may begin with, the best first. An empty list: it waits, and so do
-        all behind it; ASIDE: it waits for a transfer, and the others do not. ``alone``: nothing runs.
+        all behind it; WAIT_FOR_TRANSFER: it waits for a transfer, and the others do not. ``alone``: nothing runs.
         """
         if self._swap and self._swap.is_saving(sequence):
             return WAIT_FOR_TRANSFER

@@ -49,8 +49,8 @@ class Scheduler:
     round, in the order given; so the blocks that a plan gives back are free for the next plan.
 
     First come, first served, of one priority. A new sequence joins the batch whose attention reads least, and in it the
-    lane whose memory workers read least. The newest sequence of a batch is preempted when KV blocks run out: its blocks
-    are freed; when there is room again its KV is loaded, or rebuilt from its tokens, so nothing is lost.
+    KV shard whose memory workers read least. The newest sequence of a batch is preempted when KV blocks run out: its
+    blocks are freed; when there is room again its KV is loaded, or rebuilt from its tokens, so nothing is lost.
 
     Membership of a step is fixed before the tokens of the step before are known. A sequence that turns out to be
     finished thus runs one row too many, whose token is dropped; its blocks are freed by the next plan.

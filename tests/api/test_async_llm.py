@@ -40,7 +40,7 @@ class Wire(FakeWire):
             raise self.broken
         return super().wait()
 
-    def look(self) -> None:
+    def check_workers(self) -> None:
         if self.broken is not None:
             raise self.broken
 
@@ -301,7 +301,7 @@ def test_the_engines_death_wakes_everybody(error: Exception, make: Callable[...,
         llm.generate([1])
     with pytest.raises(WorkerError):
         run(llm.check_health())
-    assert wire.closed
+    assert wire.is_closed
 
 
 def test_shutdown_ends_everybody_though_a_step_hangs(
@@ -323,7 +323,7 @@ def test_shutdown_ends_everybody_though_a_step_hangs(
 
     run(go())
     llm._engine._thread.join(LIMIT_S)
-    assert wire.closed
+    assert wire.is_closed
     assert not llm.errored
     assert llm.is_stopped
     for call in (lambda: llm.generate([1]), lambda: run(llm.check_health())):
@@ -345,7 +345,7 @@ def test_one_that_nobody_holds_ends(make: Callable[..., AsyncLLM], monkeypatch: 
     gc.collect()
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-    assert wire.closed
+    assert wire.is_closed
 
 
 def test_a_worker_that_is_lost_while_nothing_is_decoded_is_noticed(

@@ -23,7 +23,7 @@ WEIGHTS = st.lists(st.floats(0.5, 4.0), min_size=1, max_size=6)
 
 
 def cells(partition: Partition, layer: int) -> Counter[int]:
-    """(KV head, lane) pairs of every worker; each pair must have one owner."""
+    """(KV head, KV shard) pairs of every worker; each pair must have one owner."""
     owners = Counter[tuple[int, int]]()
     work = Counter[int]()
     for worker in range(partition.num_workers):
@@ -76,7 +76,7 @@ def test_a_head_on_the_border_is_shared_by_lanes() -> None:
 
 
 def test_lanes_of_one_worker_lie_apart() -> None:
-    """The first sequences to come, which take the lanes in order, are spread by weight as well."""
+    """The first sequences to come, which take the KV shards in order, are spread by weight as well."""
     (share,) = by_request([4], [3.0, 1.0]).tables[0]
     assert sorted(share.owners) == [0, 0, 0, 1]
     assert share.owners not in ([0, 0, 0, 1], [1, 0, 0, 0])

@@ -36,14 +36,14 @@ Opener = Callable[..., StorageBackend]
 
 def page(number: int, tokens: int = PAGE, **more: Any) -> Page:
     return Page(**{"key": bytes([number]) * 32, "number": number, "tokens": tokens, "tenant": TENANT,
-                   "recipe": RECIPE} | more)  # fmt: skip
+                   "provenance": RECIPE} | more)  # fmt: skip
 
 
-def filled(medium: StorageBackend, key: bytes, atoms: Mapping[PageFragment, bytes]) -> dict[PageFragment, bytes]:
-    """What the medium has of these atoms."""
-    into = {atom: bytearray(len(data)) for atom, data in atoms.items()}
+def filled(medium: StorageBackend, key: bytes, fragments: Mapping[PageFragment, bytes]) -> dict[PageFragment, bytes]:
+    """What the medium has of these fragments."""
+    into = {fragment: bytearray(len(data)) for fragment, data in fragments.items()}
     medium.read(key, into)
-    return {atom: bytes(data) for atom, data in into.items()}
+    return {fragment: bytes(data) for fragment, data in into.items()}
 
 
 @pytest.fixture(params=[*(name for name in STORAGE_BACKENDS if name != "zeros"), "emulated"])
@@ -69,14 +69,14 @@ def medium(opener: Opener) -> StorageBackend:
     return opener()
 
 
-def put(medium: StorageBackend, what: Page, atoms: Mapping[PageFragment, bytes] = HEADS) -> list[bytes]:
-    given = medium.reserve(sum(map(len, atoms.values())))
-    medium.write(what, atoms)
+def put(medium: StorageBackend, what: Page, fragments: Mapping[PageFragment, bytes] = HEADS) -> list[bytes]:
+    given = medium.reserve(sum(map(len, fragments.values())))
+    medium.write(what, fragments)
     return given
 
 
 def fill(medium: StorageBackend, nbytes: int) -> int:
-    """Write pages of one atom for as long as there is room; returns how many."""
+    """Write pages of one fragment for as long as there is room; returns how many."""
     for number in itertools.count():
         try:
             medium.write(page(number % 250, key=number.to_bytes(32, "big")), {PageFragment(0, 0): bytes(nbytes)})
@@ -106,8 +106,8 @@ def test_a_page_is_there_as_far_as_it_was_written(medium: StorageBackend) -> Non
 def test_keys_are_those_of_pages_that_have_certain_atoms(medium: StorageBackend) -> None:
     """Those that were used last, and of a page what all of its writes brought."""
     first, second = dict(list(HEADS.items())[:4]), dict(list(HEADS.items())[4:])
-    for number, atoms in enumerate((HEADS, first, HEADS, second)):
-        put(medium, page(number), atoms)
+    for number, fragments in enumerate((HEADS, first, HEADS, second)):
+        put(medium, page(number), fragments)
     whole, part = frozenset(HEADS), frozenset(first)
     assert medium.keys(whole, 9) == [page(0).key, page(2).key]
     assert medium.keys(part, 9) == [page(number).key for number in range(3)]
@@ -125,9 +125,9 @@ def test_keys_are_those_of_pages_that_have_certain_atoms(medium: StorageBackend)
 
 def test_what_is_written_last_is_there(medium: StorageBackend) -> None:
     put(medium, page(1))
-    atom = PageFragment(0, 0)
-    put(medium, page(1), {atom: b"n" * ATOM})
-    assert filled(medium, page(1).key, HEADS) == HEADS | {atom: b"n" * ATOM}
+    fragment = PageFragment(0, 0)
+    put(medium, page(1), {fragment: b"n" * ATOM})
+    assert filled(medium, page(1).key, HEADS) == HEADS | {fragment: b"n" * ATOM}
 
 
 def test_pages_that_are_not_there(medium: StorageBackend) -> None:
@@ -144,7 +144,7 @@ def test_pages_that_are_not_there(medium: StorageBackend) -> None:
 
 
 def test_a_partial_page_and_its_recipe(medium: StorageBackend) -> None:
-    last = page(3, 17, recipe=Provenance("decode", 0, "another", 2))
+    last = page(3, 17, provenance=Provenance("decode", 0, "another", 2))
     put(medium, last, {PageFragment(0, 0): b"x"})
     assert [held.page for held in medium.pages()] == [last]
 
@@ -159,14 +159,14 @@ def test_another_page_under_a_key(medium: StorageBackend, other: dict[str, Any])
 
 def test_another_recipe_begins_the_page_anew(medium: StorageBackend) -> None:
     put(medium, page(1))
-    other, atom = page(1, recipe=RECIPE._replace(chunk=512)), PageFragment(0, 0)
-    put(medium, other, {atom: b"n" * ATOM})
-    assert [(held.page, held.fragments) for held in medium.pages()] == [(other, {atom})]
-    assert filled(medium, other.key, {atom: b"n" * ATOM}) == {atom: b"n" * ATOM}
+    other, fragment = page(1, provenance=RECIPE._replace(chunk=512)), PageFragment(0, 0)
+    put(medium, other, {fragment: b"n" * ATOM})
+    assert [(held.page, held.fragments) for held in medium.pages()] == [(other, {fragment})]
+    assert filled(medium, other.key, {fragment: b"n" * ATOM}) == {fragment: b"n" * ATOM}
 
 
 def test_misuse(medium: StorageBackend) -> None:
-    with pytest.raises(ValueError, match="at least one atom"):
+    with pytest.raises(ValueError, match="at least one fragment"):
         medium.write(page(1), {})
     put(medium, page(1))
     with pytest.raises(ValueError, match=f"{ATOM - 1}"):
@@ -187,9 +187,9 @@ def test_a_page_is_taken(medium: StorageBackend) -> None:
     assert medium.read_page(page(1).key) == (page(1), HEADS)
     some = dict(list(HEADS.items())[2:4])
     assert medium.read_page(page(1).key, frozenset({*some, PageFragment(99, 0)})) == (page(1), some)
-    for key, atoms in ((page(1).key, frozenset({PageFragment(99, 0)})), (page(2).key, None)):
+    for key, fragments in ((page(1).key, frozenset({PageFragment(99, 0)})), (page(2).key, None)):
         with pytest.raises(FragmentLostError):
-            medium.read_page(key, atoms)
+            medium.read_page(key, fragments)
     assert medium.lookup(page(1).key) == medium.pages()[0]
     assert medium.lookup(page(2).key) is None
 
@@ -314,9 +314,9 @@ def test_many_threads(medium: StorageBackend) -> None:
     def work(first: int) -> None:
         try:
             for number in range(first, first + 10):
-                atoms = {atom: bytes([number]) * ATOM for atom in HEADS}
-                medium.write(page(number), atoms)
-                if filled(medium, page(number).key, atoms) != atoms:
+                fragments = {fragment: bytes([number]) * ATOM for fragment in HEADS}
+                medium.write(page(number), fragments)
+                if filled(medium, page(number).key, fragments) != fragments:
                     wrong.append(number)
                 if number % 2:
                     medium.delete([page(number).key])
@@ -344,13 +344,13 @@ class Beside(RuleBasedStateMachine):
         self.known: dict[bytes, dict[PageFragment, bytes]] = {}
 
     pages = st.integers(0, 5)
-    atoms = st.dictionaries(
+    fragments = st.dictionaries(
         st.builds(PageFragment, st.integers(0, 2), st.integers(0, 2)), st.binary(min_size=1, max_size=3), min_size=1
     )
 
-    @rule(number=pages, atoms=atoms, copies=st.integers(1, 40_000))
-    def write(self, number: int, atoms: dict[PageFragment, bytes], copies: int) -> None:
-        data = {atom: each * copies for atom, each in atoms.items()}
+    @rule(number=pages, fragments=fragments, copies=st.integers(1, 40_000))
+    def write(self, number: int, fragments: dict[PageFragment, bytes], copies: int) -> None:
+        data = {fragment: each * copies for fragment, each in fragments.items()}
         nbytes = sum(map(len, data.values()))
         try:
             given = self.medium.reserve(nbytes)
@@ -367,8 +367,8 @@ class Beside(RuleBasedStateMachine):
     def read(self, choice: st.DataObject) -> None:
         key = choice.draw(st.sampled_from(sorted(self.known)))
         some = choice.draw(st.sets(st.sampled_from(sorted(self.known[key]))))
-        atoms = {atom: self.known[key][atom] for atom in some}
-        assert filled(self.medium, key, atoms) == atoms
+        fragments = {fragment: self.known[key][fragment] for fragment in some}
+        assert filled(self.medium, key, fragments) == fragments
 
     @rule(numbers=st.lists(pages))
     def drop(self, numbers: list[int]) -> None:

@@ -199,7 +199,7 @@ def test_after_a_step_that_failed_the_llm_is_closed(llm: LLM) -> None:
     wire.wait = broken
     with pytest.raises(KeyboardInterrupt):
         list(first)
-    assert wire.closed
+    assert wire.is_closed
     with pytest.raises(ValueError, match="this LLM is closed"):
         next(second)
 

@@ -1,4 +1,6 @@
-"""Losses made good, with real Members, Cohort and Supervisor over simulated workers: at each moment, also meanwhile."""
+"""Losses made good, with real WorkerRegistry, WorkerGroup and Supervisor over simulated workers: at each moment, also
+meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A cohort's start and its epochs, with real Members over simulated workers: losses at each moment, late answers."""
+"""A worker group's start and its epochs, with real WorkerRegistry over simulated workers: losses at each moment, late
+answers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ NUM_WORKERS = 5
 
 
 class Fleet:
-    """A cohort of simulated workers."""
+    """A worker group of simulated workers."""
 
     def __init__(self, seed: int = 0) -> None:
         self.world, config = World(seed), make_config({**OPTIONS, "transport": "shm", "start_timeout_s": LIMIT_S})

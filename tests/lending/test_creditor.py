@@ -7,7 +7,7 @@ from lamina.lending.lending_messages import Debt, GiveBack, LeaseRemainder, Loan
 
 
 def creditor(**changed: int) -> Creditor:
-    return Creditor("c", 20, LendingTerms(**{"cap": 12, "debtor_cap": 8, **changed}))
+    return Creditor("c", 20, LendingTerms(**{"max_lent": 12, "max_lent_per_debtor": 8, **changed}))
 
 
 def ask(debtor: str, number: int, blocks: int) -> LoanRequest:

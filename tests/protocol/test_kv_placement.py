@@ -57,7 +57,7 @@ def test_places_at_the_edge_can_be(placement: KvPlacement, place: KvLocation) ->
 
 @pytest.mark.parametrize("units", range(14))
 def test_what_lies_in_a_lane_is_counted_with_what_has_moved_there(units: int) -> None:
-    """Two units to a stripe. In lane 1 are 2 3 by rule, and 4 5 that were moved there; 8 9 were moved away."""
+    """Two units to a stripe. In KV shard 1 are 2 3 by rule, and 4 5 that were moved there; 8 9 were moved away."""
     place = KvLocation(0, (StripeRun(2, 3, 1), StripeRun(4, 5, 0)))
     kept = ShardCounter(KvShards((False, True, False)), DEALT).num_owned(place, units)
     assert kept == sum(n < units for n in (2, 3, 4, 5))

@@ -25,12 +25,12 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.9])
 
 
 def draw(**options: object) -> SamplingRequest:
-    fields = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 7, "index": 0, "logprobs": -1, **options}
+    fields = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 7, "output_index": 0, "logprobs": -1, **options}
     return SamplingRequest(row=0, sequence=5, **fields)  # type: ignore[arg-type]
 
 
 def adjust(**options: Any) -> LogitsUpdate:
-    none = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "bias": {}, "prompt": []}
+    none = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "logit_bias": {}, "prompt_token_ids": []}
     counts = Counter(options.pop("counts", {}))
     return LogitsUpdate(num_known_tokens=0, tokens=list(counts.elements()), penalties=Penalties(**{**none, **options}))
 
@@ -41,39 +41,41 @@ def token(draw: SamplingRequest, pending: dict[int, int] | None = None) -> int:
 
 
 def test_presence_counts_once_and_frequency_each_time() -> None:
-    assert token(draw(adjust=adjust(presence=0.05, counts={0: 9}))) == 0, "2.0 - 0.05 is still the best"
-    assert token(draw(adjust=adjust(presence=0.2, counts={0: 1}))) == 5
-    assert token(draw(adjust=adjust(frequency=0.05, counts={0: 1}))) == 0
-    assert token(draw(adjust=adjust(frequency=0.05, counts={0: 9}))) == 5
+    assert token(draw(logits_update=adjust(presence=0.05, counts={0: 9}))) == 0, "2.0 - 0.05 is still the best"
+    assert token(draw(logits_update=adjust(presence=0.2, counts={0: 1}))) == 5
+    assert token(draw(logits_update=adjust(frequency=0.05, counts={0: 1}))) == 0
+    assert token(draw(logits_update=adjust(frequency=0.05, counts={0: 9}))) == 5
 
 
 def test_a_token_still_being_drawn_is_counted() -> None:
     penalty = adjust(presence=0.2)
-    assert token(draw(adjust=penalty)) == 0
-    assert token(draw(adjust=penalty, pending=True), {5: 0}) == 5
+    assert token(draw(logits_update=penalty)) == 0
+    assert token(draw(logits_update=penalty, has_pending_token=True), {5: 0}) == 5
 
 
 def test_repetition_divides_or_multiplies() -> None:
-    assert token(draw(adjust=adjust(repetition=1.2, prompt=[0]))) == 5
+    assert token(draw(logits_update=adjust(repetition=1.2, prompt_token_ids=[0]))) == 5
     bias = {0: -100.0, 1: -100.0, 2: -100.0, 3: -2.9, 5: -100.0}
-    assert token(draw(adjust=adjust(repetition=3.0, prompt=[4], bias=bias))) == 3, "-1.0 * 3 is below -2.9"
-    assert token(draw(adjust=adjust(bias=bias))) == 4, "the control"
+    assert token(draw(logits_update=adjust(repetition=3.0, prompt_token_ids=[4], logit_bias=bias))) == 3, (
+        "-1.0 * 3 is below -2.9"
+    )
+    assert token(draw(logits_update=adjust(logit_bias=bias))) == 4, "the control"
 
 
 def test_bias_and_bans_win_over_the_logits() -> None:
-    assert token(draw(adjust=adjust(bias={4: 100.0}))) == 4
-    assert token(draw(adjust=adjust(bias={4: 100.0}), banned=[4])) == 0
+    assert token(draw(logits_update=adjust(logit_bias={4: 100.0}))) == 4
+    assert token(draw(logits_update=adjust(logit_bias={4: 100.0}), banned_token_ids=[4])) == 0
 
 
 @pytest.mark.parametrize(("min_p", "kept"), [(0.95, {0}), (0.9, {0, 5}), (0.36, {0, 1, 5}), (1.0, {0})])
 def test_min_p_keeps_what_is_near_the_best(min_p: float, kept: set[int]) -> None:
     ratios = {i: math.exp(float(x) - 2.0) for i, x in enumerate(LOGITS)}
     assert kept == {i for i, r in ratios.items() if r >= min_p}
-    assert {token(draw(temperature=1.0, min_p=min_p, index=i)) for i in range(300)} == kept
+    assert {token(draw(temperature=1.0, min_p=min_p, output_index=i)) for i in range(300)} == kept
 
 
 def test_a_known_token_is_reported_and_not_drawn() -> None:
-    (drawn,) = sample(LOGITS[None], [draw(known=3, logprobs=2)])
+    (drawn,) = sample(LOGITS[None], [draw(prompt_logprob_token=3, logprobs=2)])
     wanted = torch.log_softmax(LOGITS.double(), -1)
     assert drawn.token_id == 3
     assert [(i, rank) for i, _, rank in drawn.logprobs] == [(3, 5), (0, 1), (5, 2)]

@@ -114,7 +114,7 @@ class Ledger:
         self.kv_shards = lanes
         self.placement = KvPlacement(len(held), 0)
         self.free = free
-        self.held = held  # lane of a place -> blocks of a sequence there
+        self.held = held  # KV shard of a place -> blocks of a sequence there
         self.needed = [0, 0]
         self.windows = (0, 0)
         self.applied: list[StepPlan] = []
@@ -145,7 +145,7 @@ class Ledger:
 
 
 def running(ledger: Ledger, lanes: list[int], num_batches: int = 1) -> tuple[Scheduler, list[Sequence]]:
-    """A scheduler whose sequences run, each in its lane, one step done."""
+    """A scheduler whose sequences run, each in its KV shard, one step done."""
     scheduler = Scheduler(ledger, max_num_seqs=9, prefill_chunk=99, num_batches=num_batches)
     sequences = [make(i, 4, 20) for i in range(len(lanes))]
     for sequence, lane in zip(sequences, lanes, strict=True):
@@ -166,7 +166,7 @@ def running(ledger: Ledger, lanes: list[int], num_batches: int = 1) -> tuple[Sch
     ],
 )
 def test_whose_blocks_help(free: list[int], needed: list[int], victim: int) -> None:
-    """The newest one lies in lane 1; with a negative victim the one before it does."""
+    """The newest one lies in KV shard 1; with a negative victim the one before it does."""
     ledger = Ledger([99, 99], {0: [1, 0], 1: [0, 1]})
     scheduler, sequences = running(ledger, [0, 0, 1] if victim > 0 else [0, 1, 0])
     victim %= 3

@@ -60,7 +60,7 @@ def test_the_first_reason_stays() -> None:
 
 
 def test_a_drawn_token_is_no_longer_being_drawn() -> None:
-    one = sequence(num_drawing=2)
+    one = sequence(num_output_placeholders=2)
     assert one.num_tokens_with_placeholders == 5
     one.append(OTHER)
     assert (one.num_output_placeholders, one.num_tokens_with_placeholders) == (1, 5)
@@ -70,11 +70,12 @@ def test_a_drawn_token_is_no_longer_being_drawn() -> None:
     ("state", "wants"),
     [
         ({}, True),
-        ({"num_scheduled": 2}, True),
-        ({"num_scheduled": 3}, False),
-        ({"num_scheduled": 3, "num_drawing": 1}, True),
-        ({"num_scheduled": 3, "num_drawing": 2}, True),
-        ({"num_scheduled": 4, "num_drawing": 3}, False),  # the last token that it may have is being drawn
+        ({"num_computed_tokens": 2}, True),
+        ({"num_computed_tokens": 3}, False),
+        ({"num_computed_tokens": 3, "num_output_placeholders": 1}, True),
+        ({"num_computed_tokens": 3, "num_output_placeholders": 2}, True),
+        ({"num_computed_tokens": 4, "num_output_placeholders": 3}, False),
+        # the last token that it may have is being drawn
         ({"finished": True}, False),
         ({"prefill_worker": 0}, False),
     ],
@@ -84,12 +85,12 @@ def test_which_rows_it_wants(state: dict[str, int], wants: bool) -> None:
 
 
 def test_a_row_has_its_token_or_none_yet() -> None:
-    one = sequence(num_drawing=1)
+    one = sequence(num_output_placeholders=1)
     assert one.tokens_at(0, 4) == [1, 2, 3, -1]
 
 
 def test_a_restart_keeps_what_is_known_and_forgets_what_was_scheduled() -> None:
-    one = sequence(id=4, num_scheduled=3, num_told=2, num_scored=1)
+    one = sequence(id=4, num_computed_tokens=3, num_tokens_in_penalties=2, num_scored_prompt_tokens=1)
     one.append(OTHER)
     one.reset_computed()
     assert (one.id, one.num_computed_tokens, one.num_tokens_in_penalties) == (-1, 0, -1)
@@ -101,14 +102,16 @@ def test_what_was_drawn_while_it_was_loaded_is_drawn_again(drawn: int) -> None:
     """The rows are done, and the end of the load was not heard of: memory workers have KV of all rows, of tokens too
     that nobody was told.
     """
-    one = sequence(num_loading=2, num_cached=2, num_scheduled=2 + drawn, num_drawing=drawn)
+    one = sequence(
+        num_loading_tokens=2, num_cached_tokens=2, num_computed_tokens=2 + drawn, num_output_placeholders=drawn
+    )
     one.roll_back(2 + drawn)
     assert (one.num_computed_tokens, one.num_output_placeholders, one.is_schedulable) == (2, 0, True)
 
 
 def test_logits_that_come_behind_a_choice_are_of_the_token_before() -> None:
     """A held one that is computed again may be chosen for while its row is on the way: nobody may see these logits."""
-    one = sequence(held=True, max_len=100)
+    one = sequence(external_sampling=True, max_len=100)
     one.num_computed_tokens, one.num_output_placeholders = 3, 1
     one.on_logits_ready()
     assert one.awaits_external_token
@@ -119,5 +122,5 @@ def test_logits_that_come_behind_a_choice_are_of_the_token_before() -> None:
     one.on_logits_ready()
     assert not one.awaits_external_token, "behind the prompt, where the token behind it is chosen"
     one.num_computed_tokens, one.num_output_placeholders = 4, 1
-    one.wait()
+    one.on_logits_ready()
     assert one.awaits_external_token

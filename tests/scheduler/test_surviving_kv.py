@@ -50,7 +50,7 @@ def test_only_what_was_written_in_all_layers_counts() -> None:
     ],
 )
 def test_all_who_hold_a_part_count_and_nobody_else(reports: list[dict[int, int]], tokens: int) -> None:
-    """Two workers share the heads of lane 0; the third has lane 1."""
+    """Two workers share the heads of KV shard 0; the third has KV shard 1."""
     ledger = BlockTables([0, 0], [10, 10], 4, [KvShards((True, False)), KvShards((False, True))])
     ledger.apply(plan(New(1), RowRange(1, 0, 12, KvLocation(0))))
     assert SurvivingTokens(ledger, [[0, 1], [2]], reports).count(SurvivingKv(1, 9, KvLocation(0))) == tokens

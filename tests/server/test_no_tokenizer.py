@@ -57,7 +57,7 @@ def test_a_server_gives_up(stuck: str, tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-class NoPools:
+class NoExecutor:
     """Workers that have started already."""
 
     closed = 0
@@ -66,10 +66,10 @@ class NoPools:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def attend(self, engine: Any) -> None: ...
+    def set_engine(self, engine: Any) -> None: ...
 
     def close(self) -> None:
-        NoPools.closed += 1
+        NoExecutor.closed += 1
 
 
 @pytest.mark.no_retry
@@ -78,13 +78,13 @@ class NoPools:
 def test_it_is_given_up_and_workers_end(
     module: ModuleType, transport: str, stuck: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "Pools", NoPools)
-    before, config = NoPools.closed, make_config({"transport": transport, "start_timeout_s": 0.2})
-    monkeypatch.setattr(module, "Engine", lambda *_, **__: SimpleNamespace(config=config, promises=SloAdmission()))
+    monkeypatch.setattr(module, "WorkerExecutor", NoExecutor)
+    before, config = NoExecutor.closed, make_config({"transport": transport, "start_timeout_s": 0.2})
+    monkeypatch.setattr(module, "Engine", lambda *_, **__: SimpleNamespace(config=config, slo_admission=SloAdmission()))
     with pytest.raises(TimeoutError) as error:
         start_up(module, stuck, config)
     assert str(error.value) == f"{GIVEN_UP} 0.2 s"
-    assert NoPools.closed - before == (transport == "shm"), "threads are not started before it is there"
+    assert NoExecutor.closed - before == (transport == "shm"), "threads are not started before it is there"
 
 
 def start_up(module: ModuleType, model: str, config: EngineConfig) -> None:

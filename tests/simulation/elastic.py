@@ -24,7 +24,7 @@ class SimElastic:
         self._asked: tuple[PlannedChange, PoolShape] | None = None
         self._due_at = float("inf")
         self._exits: Evacuation | None = None  # of sequences, before that
-        self.stays: dict[int, int] = {}  # of the last change: lanes that keep their sequences; see EpochChanged
+        self.stays: dict[int, int] = {}  # of the last change: KV shards that keep their sequences; see EpochChanged
         self._old: list[SimMemory] | None = None  # whose KV is to be moved
         self._dying: deque[tuple[str, int]] = deque()
         self.changes = 0  # that were made

@@ -136,7 +136,7 @@ def test_one_that_hangs_as_kv_comes_back_by_parity_is_replaced_too(place: int, c
     options = {**of.options, "partition": "head", "memory_workers": 2, "kv_parity": 1, "kv_memory": "1MiB"}
     options |= {"pipeline": 1, "prefill_workers": 0, "step_timeout_s": HANG_S, "start_timeout_s": 10 * HANG_S}
     asks = tuple(longer(random.Random(0), ask) for ask in of.asks)
-    hits = Strike(("memory", 0), 60), Strike(("memory", place), call, HANGS, "Rebuild")
+    hits = Strike(("memory", 0), 60), Strike(("memory", place), call, HANGS, "RebuildKv")
     played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=hits))
     assert (played.deaths, played.hangs) == (1, 1)
     assert played.seconds < 5 * HANG_S
@@ -149,7 +149,7 @@ def test_one_that_hangs_as_kv_moves_is_replaced_within_few_times_of_a_step(place
     options = {**of.options, "partition": "head", "memory_workers": 1 + place % 2, "kv_memory": "1MiB"}
     options |= {"pipeline": 1, "prefill_workers": 0, "step_timeout_s": HANG_S, "start_timeout_s": 10 * HANG_S}
     asks = tuple(longer(random.Random(0), ask) for ask in of.asks)
-    hits = (Strike(("memory", place // 2), 3, HANGS, "Recut"),)
+    hits = (Strike(("memory", place // 2), 3, HANGS, "Reshard"),)
     change = FleetChange(0.02, 2 - place % 2)
     played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=hits, changes=(change,)))
     assert (played.hangs, played.changes) == (1, 1)
@@ -167,7 +167,7 @@ def test_one_that_hangs_as_all_meet_behind_a_loss_is_replaced_too(lost: str, han
     options |= {"prefill_workers": 1, "step_timeout_s": HANG_S, "start_timeout_s": 3 * HANG_S}
     options.pop("prefill_kv_memory", None)
     asks = tuple(longer(random.Random(0), ask) for ask in of.asks)
-    hits = Strike((lost, 0), 60), Strike((hangs, int(hangs == "memory")), call, HANGS, "Halt")
+    hits = Strike((lost, 0), 60), Strike((hangs, int(hangs == "memory")), call, HANGS, "Quiesce")
     played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=hits))
     assert (played.deaths, played.hangs) == (1, 1)
     assert 4 * HANG_S < played.seconds < 6 * HANG_S

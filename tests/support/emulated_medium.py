@@ -81,10 +81,10 @@ class EmulatedStorage:
         self._happen("reserve")
         return self._inner.reserve(nbytes)
 
-    def write(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
+    def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
         """Write to host memory, late or not at all where the script says so."""
-        self._happen("write", sum(memoryview(data).nbytes for data in atoms.values()))
-        self._inner.write(page, atoms)
+        self._happen("write", sum(memoryview(data).nbytes for data in fragments.values()))
+        self._inner.write(page, fragments)
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
         """Read from host memory; the script may delay it, let it fail or flip one bit."""
@@ -94,14 +94,14 @@ class EmulatedStorage:
             memoryview(next(iter(into.values()))).cast("B")[0] ^= 1
 
     def read_page(
-        self, key: bytes, atoms: frozenset[PageFragment] | None = None
+        self, key: bytes, fragments: frozenset[PageFragment] | None = None
     ) -> tuple[Page, dict[PageFragment, bytes]]:
-        """A page and its bytes: of ``atoms``, or all. It is no use of the page. Raises FragmentLostError."""
+        """A page and its bytes: of ``fragments``, or all. It is no use of the page. Raises FragmentLostError."""
         self._happen("read")
-        return self._inner.read_page(key, atoms)
+        return self._inner.read_page(key, fragments)
 
     def lookup(self, key: bytes) -> StoredPage | None:
-        """A page with its atoms that are here; None where there are none."""
+        """A page with its fragments that are here; None where there are none."""
         self._happen("pages")
         return self._inner.lookup(key)
 
@@ -117,9 +117,9 @@ class EmulatedStorage:
         """Keep these pages longer than others for so many seconds."""
         self._inner.set_retention(keys, seconds)
 
-    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
+    def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         """Bring a page nearer, as the medium within does; None: there is none."""
-        return self._inner.prefetch_next(atoms)
+        return self._inner.prefetch_next(fragments)
 
     def delete(self, keys: Iterable[bytes]) -> None:
         """Give up pages of host memory."""
@@ -135,10 +135,10 @@ class EmulatedStorage:
         self._happen("pages")
         return self._inner.pages()
 
-    def keys(self, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
-        """Keys of the last used pages that have all of ``atoms``; the most recently used last."""
+    def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
+        """Keys of the last used pages that have all of ``fragments``; the most recently used last."""
         self._happen("pages")
-        return self._inner.keys(atoms, most)
+        return self._inner.keys(fragments, most)
 
     def close(self) -> None:
         """Give up the host memory."""

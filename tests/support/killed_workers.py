@@ -23,7 +23,7 @@ LONGEST_S = 0.02  # of a worker's life behind its first call
 Said = tuple[str, int, int]  # what, page, version
 
 
-def atoms(number: int, version: int) -> dict[PageFragment, bytes]:
+def fragments(number: int, version: int) -> dict[PageFragment, bytes]:
     """Of one size, so that a page's versions could be mixed up."""
     return {PageFragment(0, head): bytes([number, version % 256, head]) * 20_000 for head in range(3)}
 
@@ -38,15 +38,15 @@ def opened(directory: str) -> FileStorage:
 
 def found(medium: FileStorage, number: int) -> int | None:
     """The version of a page; None where it is not there. Raises AssertionError where it is none at all."""
-    into = {atom: bytearray(len(data)) for atom, data in atoms(number, 0).items()}
+    into = {fragment: bytearray(len(data)) for fragment, data in fragments(number, 0).items()}
     try:
         medium.read(page(number).key, into)
     except FragmentLostError as e:
-        if "no such atom" in str(e):
+        if "no such fragment" in str(e):
             return None
         raise AssertionError("the index knew what was not there") from e
     version = into[PageFragment(0, 0)][1]
-    assert {a: bytes(d) for a, d in into.items()} == atoms(number, version), "a page of two versions"
+    assert {a: bytes(d) for a, d in into.items()} == fragments(number, version), "a page of two versions"
     return version
 
 
@@ -59,7 +59,7 @@ def work(directory: str, out: int, seed: int) -> None:
         os.write(out, f"{what} {number} {version % 256}\n".encode())
         if what == "w":
             medium.reserve(180_000)
-            medium.write(page(number), atoms(number, version))
+            medium.write(page(number), fragments(number, version))
         elif what == "d":
             medium.delete([page(number).key])
         else:

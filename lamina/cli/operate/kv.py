@@ -81,9 +81,8 @@ def _verify(folder: StoreDirectory, args: argparse.Namespace) -> int:
     for check in verify(folder, store_secret(folder, args.kv_key_file, make=False)):
         if isinstance(check, DamagedPage):
             damaged += 1
-            print(
-                f"page {check.page.key.hex()[:16]}: {len(check.fragments)} atoms are damaged, the first: {check.reason}"
-            )
+            key, count = check.page.key.hex()[:16], len(check.fragments)
+            print(f"page {key}: {count} fragments are damaged, the first: {check.reason}")
         else:
             whole += 1
     print(f"{whole} pages are whole, {damaged} are damaged")

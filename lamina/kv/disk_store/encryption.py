@@ -1,8 +1,10 @@
-"""How atoms lie on disk: encrypted (AES-256-GCM), or plain with the tag that AES-GCM has for data in the clear (GMAC).
+"""How fragments lie on disk: encrypted (AES-256-GCM), or plain with the tag that AES-GCM has for data in the clear
+(GMAC).
 
 A record has a key of its own: HMAC of a random number and of all that the index says of the page, under the data key of
-the page's tenant. An atom's layer and head are its nonce, which no other atom of the record has. So bytes of another
-atom, record, page or tenant do not pass for this one, and nor does a page whose entry in the index has changed.
+the page's tenant. A fragment's layer and head are its nonce, which no other fragment of the record has. So bytes of
+another fragment, record, page or tenant do not pass for this one, and nor does a page whose entry in the index has
+changed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class IntegrityError(Exception):
 
 
 class FragmentCipher:
-    """The seal of the atoms of one record. Any thread may use it."""
+    """The seal of the fragments of one record. Any thread may use it."""
 
     def __init__(self, data_key: bytes, salt: bytes, page: Page, *, encrypt: bool) -> None:
         """``salt``: SALT_BYTES that no other record of this tenant has."""
@@ -42,21 +44,21 @@ class FragmentCipher:
         self._cipher = AESGCM(hmac.digest(data_key, b"lamina kv record 1" + salt + associated_data, "sha256"))
         self._encrypt = encrypt
 
-    def encrypt(self, atom: PageFragment, data: memoryview, out: memoryview) -> bytes:
+    def encrypt(self, fragment: PageFragment, data: memoryview, out: memoryview) -> bytes:
         """Fill ``out`` as far as ``data`` is long, and anyhow what is behind it, TAG_BYTES; returns the tag."""
-        nonce = _ATOM_NONCE.pack(*atom)
+        nonce = _ATOM_NONCE.pack(*fragment)
         if self._encrypt:
             self._cipher.encrypt_into(nonce, data, None, out)
             return bytes(out[data.nbytes :])
         out[: data.nbytes] = data
         return self._cipher.encrypt(nonce, b"", data)
 
-    def decrypt(self, atom: PageFragment, sealed: memoryview, tag: bytes, out: memoryview) -> None:
+    def decrypt(self, fragment: PageFragment, sealed: memoryview, tag: bytes, out: memoryview) -> None:
         """Fill ``out``. ``sealed`` has TAG_BYTES behind what was sealed, which may be anything and stay so.
 
         Raises IntegrityError; then ``out`` holds anything.
         """
-        nonce = _ATOM_NONCE.pack(*atom)
+        nonce = _ATOM_NONCE.pack(*fragment)
         trailing = bytes(sealed[out.nbytes :])
         try:
             if self._encrypt:
@@ -66,7 +68,7 @@ class FragmentCipher:
                 out[:] = sealed[: out.nbytes]
                 self._cipher.decrypt(nonce, tag, out)  # checks what the caller gets
         except InvalidTag:
-            raise IntegrityError(f"layer {atom.layer}, head {atom.head}") from None
+            raise IntegrityError(f"layer {fragment.layer}, head {fragment.head}") from None
         finally:
             sealed[out.nbytes :] = trailing
 

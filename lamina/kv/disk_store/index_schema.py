@@ -1,7 +1,7 @@
 """What the index of a store has in its tables, and how pages and records lie in their rows.
 
-A page's row names the set of atoms that its records have together (``held``). There are few such sets, as there are
-few partitions; so who needs certain atoms asks for the pages of some sets, and reads no record.
+A page's row names the set of fragments that its records have together (``held``). There are few such sets, as there are
+few partitions; so who needs certain fragments asks for the pages of some sets, and reads no record.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class RecordExtent(NamedTuple):
 
 
 class EncryptedFragment(NamedTuple):
-    """The facts of an atom that lies in a record."""
+    """The facts of a fragment that lies in a record."""
 
     nbytes: int
     tag: bytes
 
 
 class Record(NamedTuple):
-    """Some atoms of a page, one behind the other in the order of ``fragments``."""
+    """Some fragments of a page, one behind the other in the order of ``fragments``."""
 
     extent: RecordExtent
     encrypted: bool
     salt: bytes
     fragments: dict[PageFragment, EncryptedFragment]
-    id: int = 0  # given by the index; of two records with one atom, that of the greater one counts
+    id: int = 0  # given by the index; of two records with one fragment, that of the greater one counts
 
 
 class PageEntry(NamedTuple):
@@ -85,22 +85,22 @@ def page_from_row(row: tuple[object, ...]) -> Page:
 
 def record_from_row(row: Iterable[object]) -> Record:
     """Of columns RECORD."""
-    number, segment, at, size, encrypted, salt, atoms = row
-    table = _ATOM.iter_unpack(atoms)  # type: ignore[arg-type]
+    number, segment, at, size, encrypted, salt, fragments = row
+    table = _ATOM.iter_unpack(fragments)  # type: ignore[arg-type]
     known = {PageFragment(layer, head): EncryptedFragment(nbytes, tag) for layer, head, nbytes, tag in table}
     return Record(RecordExtent(segment, at, size), bool(encrypted), salt, known, number)  # type: ignore[arg-type]
 
 
-def pack_fragments(atoms: dict[PageFragment, EncryptedFragment]) -> bytes:
-    """The bytes of sealed atoms, as ``record_from_row`` reads them."""
-    return b"".join(_ATOM.pack(*atom, *sealed) for atom, sealed in atoms.items())
+def pack_fragments(fragments: dict[PageFragment, EncryptedFragment]) -> bytes:
+    """The bytes of sealed fragments, as ``record_from_row`` reads them."""
+    return b"".join(_ATOM.pack(*fragment, *sealed) for fragment, sealed in fragments.items())
 
 
-def pack_fragment_set(atoms: Iterable[PageFragment]) -> bytes:
-    """The same for the same atoms in any order."""
-    return b"".join(_NAME.pack(*atom) for atom in sorted(atoms))
+def pack_fragment_set(fragments: Iterable[PageFragment]) -> bytes:
+    """The same for the same fragments in any order."""
+    return b"".join(_NAME.pack(*fragment) for fragment in sorted(fragments))
 
 
-def unpack_fragment_set(atoms: bytes) -> frozenset[PageFragment]:
-    """The set of atoms that ``pack_fragment_set`` has packed."""
-    return frozenset(map(PageFragment._make, _NAME.iter_unpack(atoms)))
+def unpack_fragment_set(fragments: bytes) -> frozenset[PageFragment]:
+    """The set of fragments that ``pack_fragment_set`` has packed."""
+    return frozenset(map(PageFragment._make, _NAME.iter_unpack(fragments)))

@@ -36,7 +36,7 @@ class StoreSummary(NamedTuple):
 
 
 class DamagedPage(NamedTuple):
-    """Atoms of a page that cannot be read, and why."""
+    """Fragments of a page that cannot be read, and why."""
 
     page: Page
     fragments: list[PageFragment]
@@ -51,7 +51,7 @@ def store_summary(folder: StoreDirectory) -> StoreSummary:
 
 
 def verify(folder: StoreDirectory, secret: bytes) -> Iterator[DamagedPage | Page]:
-    """Read every atom; yields each page, or the damage to it. Pages that go meanwhile are left out.
+    """Read every fragment; yields each page, or the damage to it. Pages that go meanwhile are left out.
 
     Raises ValueError where there is no store, or where its index is damaged; OSError.
     """
@@ -71,11 +71,11 @@ def verify(folder: StoreDirectory, secret: bytes) -> Iterator[DamagedPage | Page
 def _damage(records: Records, entry: PageEntry) -> DamagedPage | None:
     lost, why = [], ""
     for record in entry.records:
-        for atom, sealed in record.fragments.items():
+        for fragment, sealed in record.fragments.items():
             try:
-                records.get(entry.page, record, {atom: memoryview(bytearray(sealed.nbytes))})
+                records.get(entry.page, record, {fragment: memoryview(bytearray(sealed.nbytes))})
             except IntegrityError as e:
-                lost.append(atom)
+                lost.append(fragment)
                 why = why or str(e)
     return DamagedPage(entry.page, lost, why) if lost else None
 

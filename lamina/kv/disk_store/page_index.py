@@ -126,11 +126,11 @@ class PageIndex:
                 if not page.is_same_page(old):
                     raise ValueError("another page has this key")
                 for row in self._db.execute(f"SELECT {RECORD} FROM records WHERE page = ?", (number,)).fetchall():
-                    atoms = record_from_row(row).fragments.keys()
-                    if old != page or atoms <= record.fragments.keys():
+                    fragments = record_from_row(row).fragments.keys()
+                    if old != page or fragments <= record.fragments.keys():
                         self._db.execute("DELETE FROM records WHERE id = ?", row[:1])
                     else:
-                        held |= atoms
+                        held |= fragments
                 self._db.execute(
                     "UPDATE pages SET used = ?, source = ?, chunk = ?, build = ?, ranks = ?, held = ? WHERE id = ?",
                     (now, *page.provenance, self._set(held), number),
@@ -140,9 +140,9 @@ class PageIndex:
                 (number, *record.extent, record.encrypted, record.salt, pack_fragments(record.fragments)),
             )
 
-    def _set(self, atoms: Iterable[PageFragment]) -> int:
-        """The number of a set of atoms, a new one where it has none."""
-        name = (pack_fragment_set(atoms),)
+    def _set(self, fragments: Iterable[PageFragment]) -> int:
+        """The number of a set of fragments, a new one where it has none."""
+        name = (pack_fragment_set(fragments),)
         known = self._db.execute("SELECT id FROM sets WHERE atoms = ?", name).fetchone()
         if known is None:
             known = self._db.execute("INSERT INTO sets (atoms) VALUES (?) RETURNING id", name).fetchone()
@@ -228,15 +228,15 @@ class PageIndex:
             rows = self._db.execute(f"{query} ORDER BY used", (identity, tenant))
             return [PageEntry(page_from_row(row[1:]), records[row[0]]) for row in rows if row[0] in records]
 
-    def keys(self, identity: bytes, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
-        """Keys of pages that have all of ``atoms``: the ``most`` that were used last, in the order of their use."""
+    def keys(self, identity: bytes, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
+        """Keys of pages that have all of ``fragments``: the ``most`` that were used last, in the order of their use."""
         if self._touched:
             with self._change():  # what this worker used counts
                 pass
         sets = [
             number
             for number, held in self._rows("SELECT id, atoms FROM sets")
-            if atoms <= unpack_fragment_set(held)  # type: ignore[arg-type]
+            if fragments <= unpack_fragment_set(held)  # type: ignore[arg-type]
         ]
         marks = ", ".join("?" * len(sets))
         query = f"SELECT key FROM pages WHERE identity = ? AND held IN ({marks}) ORDER BY used DESC LIMIT ?"

@@ -1,4 +1,4 @@
-"""Records: some atoms of one page as they lie in a segment, one behind the other, sealed."""
+"""Records: some fragments of one page as they lie in a segment, one behind the other, sealed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .encryption import SALT_BYTES, TAG_BYTES, DataKeys, FragmentCipher, Integri
 from .index_schema import EncryptedFragment, Record, RecordExtent
 from .segments import BLOCK, Buffers, Segments, padded
 
-_GAP = 64 << 10  # bytes between two atoms that are read rather than left out
+_GAP = 64 << 10  # bytes between two fragments that are read rather than left out
 
 
 class _PlacedFragment(NamedTuple):
-    """An atom at ``at`` of its record."""
+    """A fragment at ``at`` of its record."""
 
     at: int
     fragment: PageFragment
@@ -28,7 +28,7 @@ class _PlacedFragment(NamedTuple):
 
 
 class Records:
-    """Writes records into extents, and reads atoms of them. Any thread does."""
+    """Writes records into extents, and reads fragments of them. Any thread does."""
 
     def __init__(self, segments: Segments, keys: DataKeys) -> None:
         self._segments = segments
@@ -36,24 +36,24 @@ class Records:
         self._buffers = Buffers()
 
     def put(
-        self, page: Page, extent: RecordExtent, atoms: Mapping[PageFragment, memoryview], *, encrypt: bool
+        self, page: Page, extent: RecordExtent, fragments: Mapping[PageFragment, memoryview], *, encrypt: bool
     ) -> Record:
         """Fill an extent, which is long enough. Raises OSError."""
         salt, at, sealed = token_bytes(SALT_BYTES), 0, {}
         seal = FragmentCipher(self._keys.make(page.tenant), salt, page, encrypt=encrypt)
         with self._buffers.borrow(extent.size + TAG_BYTES) as memory:
             # By head: whatever heads a worker reads lie side by side.
-            for atom in sorted(atoms, key=lambda atom: (atom.head, atom.layer)):
-                data = atoms[atom]
-                tag = seal.encrypt(atom, data, memory[at : at + data.nbytes + TAG_BYTES])
-                sealed[atom] = EncryptedFragment(data.nbytes, tag)
+            for fragment in sorted(fragments, key=lambda fragment: (fragment.head, fragment.layer)):
+                data = fragments[fragment]
+                tag = seal.encrypt(fragment, data, memory[at : at + data.nbytes + TAG_BYTES])
+                sealed[fragment] = EncryptedFragment(data.nbytes, tag)
                 at += data.nbytes
             memory[at : extent.size] = bytes(extent.size - at)
             self._segments.write(extent, memory)
         return Record(extent, encrypt, salt, sealed)
 
     def get(self, page: Page, record: Record, into: Mapping[PageFragment, memoryview]) -> None:
-        """Fill buffers, each as long as its atom of ``record``. Raises IntegrityError, OSError."""
+        """Fill buffers, each as long as its fragment of ``record``. Raises IntegrityError, OSError."""
         key = self._keys.get(page.tenant)
         if key is None:
             raise IntegrityError("the tenant's data key is gone")
@@ -64,9 +64,9 @@ class Records:
             with self._buffers.borrow(part.size + TAG_BYTES) as memory:
                 if not self._segments.read(part, memory):
                     raise IntegrityError(f"segment {part.segment} ends too early")
-                for at, atom, sealed in run:
+                for at, fragment, sealed in run:
                     stop = at - start + sealed.nbytes + TAG_BYTES
-                    seal.decrypt(atom, memory[at - start : stop], sealed.tag, into[atom])
+                    seal.decrypt(fragment, memory[at - start : stop], sealed.tag, into[fragment])
 
     def wipe(self, record: Record) -> None:
         """Overwrite it with zeros. Raises OSError."""
@@ -75,16 +75,16 @@ class Records:
             self._segments.write(record.extent, memory)
 
 
-def _runs(record: Record, atoms: Mapping[PageFragment, memoryview]) -> Iterator[list[_PlacedFragment]]:
-    """The atoms that are wanted, by place; those that one read brings together."""
+def _runs(record: Record, fragments: Mapping[PageFragment, memoryview]) -> Iterator[list[_PlacedFragment]]:
+    """The fragments that are wanted, by place; those that one read brings together."""
     run: list[_PlacedFragment] = []
     at = 0
-    for atom, sealed in record.fragments.items():
-        if atom in atoms:
+    for fragment, sealed in record.fragments.items():
+        if fragment in fragments:
             if run and at - run[-1].stop > _GAP:
                 yield run
                 run = []
-            run.append(_PlacedFragment(at, atom, sealed))
+            run.append(_PlacedFragment(at, fragment, sealed))
         at += sealed.nbytes
     if run:
         yield run

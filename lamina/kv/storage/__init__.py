@@ -2,14 +2,14 @@
 
 Contract, the same for every entry (tests/contract/test_media.py):
 
-- A page is known by its key. Its atoms come in any number of writes, by any number of workers: each writes those that
-  it holds. An atom that is written twice is there once, as it was written last.
-- A write is all or nothing, for all atoms that it is given: also where the process is killed half way. Before ``write``
-  returns nobody reads them, behind it everybody does who has the medium open, and ``pages`` has them.
+- A page is known by its key. Its fragments come in any number of writes, by any number of workers: each writes those
+  that it holds. A fragment that is written twice is there once, as it was written last.
+- A write is all or nothing, for all fragments that it is given: also where the process is killed half way. Before
+  ``write`` returns nobody reads them, behind it everybody does who has the medium open, and ``pages`` has them.
 - A read fills buffers with the bytes that were written, or raises FragmentLostError; then the buffers hold anything.
 Bytes
-  are checked: damage, a missing part or another atom's bytes in their place are an FragmentLostError, never a wrong
-  answer. A page with a damaged atom stays until its reader drops it.
+  are checked: damage, a missing part or another fragment's bytes in their place are an FragmentLostError, never a wrong
+  answer. A page with a damaged fragment stays until its reader drops it.
 - The medium holds at most its size. ``reserve`` gives up pages for what is to come, the worst first by the policy that
   the medium was opened with; ``write`` gives up none.
 - Pages that were prolonged give way behind those that were not, for that time; those that waiting turns ``hint``
@@ -44,7 +44,7 @@ class StorageError(Exception):
 
 
 class FragmentLostError(StorageError):
-    """An atom is not there, or is not as it was written."""
+    """A fragment is not there, or is not as it was written."""
 
 
 class StorageFullError(StorageError):
@@ -66,7 +66,7 @@ class StorageConfig(NamedTuple):
     it. ``memory_bytes``: the layered medium's, the same of the host's memory, while ``total_bytes`` is the disk's.
     ``policy``: who is given up first. ``identity``: pages of another one are not listed and not read, but may be given
     up. What follows is the file medium's: ``secret`` is the store's (lamina.kv.page_keys), and ``server`` names the
-    server whose workers share ``directory``; no other one may open it meanwhile. ``encrypt``: atoms lie there
+    server whose workers share ``directory``; no other one may open it meanwhile. ``encrypt``: fragments lie there
     encrypted, by a key of their tenant. ``ttl_s``: pages that were not used for so many seconds are given up, with the
     next ``reserve`` or start; 0 = they are not.
     """
@@ -87,28 +87,29 @@ class StorageBackend(Protocol):
     """One worker's end of a tier."""
 
     def reserve(self, nbytes: int) -> list[bytes]:
-        """Make room for one write of ``nbytes`` of atoms; returns the keys of the pages that were given up, of which
-        no atom is left. The room holds until the next ``reserve`` or ``write`` of this worker. Raises StorageFullError,
-        StorageError.
+        """Make room for one write of ``nbytes`` of fragments; returns the keys of the pages that were given up, of
+        which no fragment is left. The room holds until the next ``reserve`` or ``write`` of this worker. Raises
+        StorageFullError, StorageError.
         """
         ...
 
-    def write(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
-        """Add ``atoms`` to ``page``, which is made where it is not there. Raises StorageFullError, StorageError;
-        ValueError where there is no atom, or where the page is there with another number, tenant or count of tokens.
+    def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
+        """Add ``fragments`` to ``page``, which is made where it is not there. Raises StorageFullError, StorageError;
+        ValueError where there is no fragment, or where the page is there with another number, tenant or count of
+        tokens.
         """
         ...
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
-        """Fill each buffer with its atom of the page: writable, contiguous and of the atom's length. It is a use of
-        the page. Raises FragmentLostError, StorageError; ValueError for a buffer of another length.
+        """Fill each buffer with its fragment of the page: writable, contiguous and of the fragment's length. It is a
+        use of the page. Raises FragmentLostError, StorageError; ValueError for a buffer of another length.
         """
         ...
 
     def read_page(
-        self, key: bytes, atoms: frozenset[PageFragment] | None = None
+        self, key: bytes, fragments: frozenset[PageFragment] | None = None
     ) -> tuple[Page, dict[PageFragment, bytes]]:
-        """A page and the bytes of its ``atoms`` that are there; None: of all. The policy does not count it as a use
+        """A page and the bytes of its ``fragments`` that are there; None: of all. The policy does not count it as a use
         of the page. Raises FragmentLostError, also where there is none of them; StorageError.
         """
         ...
@@ -133,14 +134,14 @@ class StorageBackend(Protocol):
         """
         ...
 
-    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
-        """Bring one page that is expected to where it is read faster, as far as it has ``atoms``. Returns as
+    def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
+        """Bring one page that is expected to where it is read faster, as far as it has ``fragments``. Returns as
         ``reserve``, or None: there is nothing to do. Raises StorageError.
         """
         ...
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Give up pages, all atoms of all workers; those that are not there are none. Raises StorageError."""
+        """Give up pages, all fragments of all workers; those that are not there are none. Raises StorageError."""
         ...
 
     def set_num_workers(self, workers: int) -> list[bytes]:
@@ -153,8 +154,8 @@ class StorageBackend(Protocol):
         """The pages of this identity that are there; the most recently used last. Raises StorageError."""
         ...
 
-    def keys(self, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
-        """Keys of pages of this identity that have all of ``atoms``: the ``most``, one at least, that were used
+    def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
+        """Keys of pages of this identity that have all of ``fragments``: the ``most``, one at least, that were used
         last, in the order of their last use. It takes milliseconds for thousands of pages. Raises StorageError.
         """
         ...

@@ -58,7 +58,7 @@ class FileStorage:
             self._undo = undo.pop_all()
 
     def reserve(self, nbytes: int) -> list[bytes]:
-        """Make room for ``nbytes`` of atoms: old pages' files go. Raises StorageFullError, StorageError."""
+        """Make room for ``nbytes`` of fragments: old pages' files go. Raises StorageFullError, StorageError."""
         with self._call(), self._writing:
             given = self._expire()
             if nbytes > self._segments.share:
@@ -83,13 +83,13 @@ class FileStorage:
         self._expires_s = now + max(1.0, self._ttl_s * _EXPIRES_PART)
         return self._index.expire(int(now), self._ttl_s)
 
-    def write(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
-        """Seal the atoms and add them to the page's files. Raises StorageFullError, StorageError; ValueError for a page
-        that is there otherwise.
+    def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
+        """Seal the fragments and add them to the page's files. Raises StorageFullError, StorageError; ValueError for a
+        page that is there otherwise.
         """
-        if not atoms:
-            raise ValueError("a write has at least one atom")
-        views = {atom: memoryview(data).cast("B") for atom, data in atoms.items()}
+        if not fragments:
+            raise ValueError("a write has at least one fragment")
+        views = {fragment: memoryview(data).cast("B") for fragment, data in fragments.items()}
         nbytes = sum(view.nbytes for view in views.values())
         with self._call():
             with self._writing:
@@ -103,34 +103,34 @@ class FileStorage:
                     self._segments.commit(extent)
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
-        """Open the page's atoms into the buffers. Raises FragmentLostError, StorageError; ValueError for a wrong
+        """Open the page's fragments into the buffers. Raises FragmentLostError, StorageError; ValueError for a wrong
         length."""
-        views = {atom: memoryview(buffer).cast("B") for atom, buffer in into.items()}
+        views = {fragment: memoryview(buffer).cast("B") for fragment, buffer in into.items()}
         with self._call():
             self._read(key, lambda entry: views)
             self._index.note_use(self._identity, key)
 
     def read_page(
-        self, key: bytes, atoms: frozenset[PageFragment] | None = None
+        self, key: bytes, fragments: frozenset[PageFragment] | None = None
     ) -> tuple[Page, dict[PageFragment, bytes]]:
         """A page and its bytes: of ``fragments``, or all. It is no use of the page. Raises FragmentLostError."""
 
         def room(entry: PageEntry | None) -> dict[PageFragment, memoryview]:
             sizes = (
-                {atom: part.nbytes for record in entry.records for atom, part in record.fragments.items()}
+                {fragment: part.nbytes for record in entry.records for fragment, part in record.fragments.items()}
                 if entry
                 else {}
             )
-            return {a: memoryview(bytearray(n)) for a, n in sizes.items() if atoms is None or a in atoms}
+            return {a: memoryview(bytearray(n)) for a, n in sizes.items() if fragments is None or a in fragments}
 
         with self._call():
             entry, views = self._read(key, room)
         if not views:
-            raise FragmentLostError("no such atom is here")
-        return entry.page, {atom: bytes(view) for atom, view in views.items()}
+            raise FragmentLostError("no such fragment is here")
+        return entry.page, {fragment: bytes(view) for fragment, view in views.items()}
 
     def lookup(self, key: bytes) -> StoredPage | None:
-        """A page with its atoms that are here; None where there are none."""
+        """A page with its fragments that are here; None where there are none."""
         with self._call():
             entry = self._index.lookup(self._identity, key)
         return None if entry is None else _held(entry)
@@ -149,7 +149,7 @@ class FileStorage:
             now = self._clock()
             self._index.set_retention(self._identity, keys, int(now), int(now + seconds))
 
-    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
+    def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         """None: there is one place, so no page is brought nearer."""
         return None
 
@@ -168,17 +168,17 @@ class FileStorage:
             except IntegrityError as e:
                 before, entry = entry, self._index.lookup(self._identity, key)
                 if entry == before:
-                    raise FragmentLostError(f"an atom is damaged: {e}") from None
+                    raise FragmentLostError(f"a fragment is damaged: {e}") from None
         raise FragmentLostError("the page is replaced again and again")
 
     def _fill(self, entry: PageEntry | None, views: Mapping[PageFragment, memoryview]) -> PageEntry:
         """Raises IntegrityError, FragmentLostError, OSError."""
-        newest = {atom: record for record in (entry.records if entry else []) for atom in record.fragments}
+        newest = {fragment: record for record in (entry.records if entry else []) for fragment in record.fragments}
         if entry is None or not views.keys() <= newest.keys():
-            raise FragmentLostError("no such atom is here")
-        for atom, view in views.items():
-            if view.nbytes != (nbytes := newest[atom].fragments[atom].nbytes):
-                raise ValueError(f"an atom of {nbytes} bytes, and a buffer of {view.nbytes}")
+            raise FragmentLostError("no such fragment is here")
+        for fragment, view in views.items():
+            if view.nbytes != (nbytes := newest[fragment].fragments[fragment].nbytes):
+                raise ValueError(f"a fragment of {nbytes} bytes, and a buffer of {view.nbytes}")
         for record in entry.records:
             self._records.get(entry.page, record, {a: view for a, view in views.items() if newest[a] is record})
         return entry
@@ -200,10 +200,10 @@ class FileStorage:
         with self._call():
             return [_held(entry) for entry in self._index.entries(self._identity)]
 
-    def keys(self, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
-        """Keys of the last used pages that have all of ``atoms``, out of the index. Raises StorageError."""
+    def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
+        """Keys of the last used pages that have all of ``fragments``, out of the index. Raises StorageError."""
         with self._call():
-            return self._index.keys(self._identity, atoms, most)
+            return self._index.keys(self._identity, fragments, most)
 
     def close(self) -> None:
         """Close the index; files stay for the next one. Waits for calls of other threads."""
@@ -245,8 +245,8 @@ class FileStorage:
 
 
 def _held(entry: PageEntry) -> StoredPage:
-    atoms = frozenset[PageFragment]().union(*(record.fragments for record in entry.records))
-    return StoredPage(entry.page, atoms, sum(record.extent.size for record in entry.records))
+    fragments = frozenset[PageFragment]().union(*(record.fragments for record in entry.records))
+    return StoredPage(entry.page, fragments, sum(record.extent.size for record in entry.records))
 
 
 def open_storage(config: StorageConfig) -> FileStorage:

@@ -1,4 +1,4 @@
-"""Pages in the host's memory, of one process. A checksum of each atom is kept beside it."""
+"""Pages in the host's memory, of one process. A checksum of each fragment is kept beside it."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class HostStorage:
                 self._until.pop(key, None)
             return given
 
-    def write(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
-        """Copy the atoms into the page. Raises StorageFullError; ValueError for a page that is there otherwise."""
-        if not atoms:
-            raise ValueError("a write has at least one atom")
-        new = {atom: _StoredFragment(bytes(data), checksum(data)) for atom, data in atoms.items()}
+    def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
+        """Copy the fragments into the page. Raises StorageFullError; ValueError for a page that is there otherwise."""
+        if not fragments:
+            raise ValueError("a write has at least one fragment")
+        new = {fragment: _StoredFragment(bytes(data), checksum(data)) for fragment, data in fragments.items()}
         with self._lock:
             old = self._open().get(page.key)
             if old is not None and not page.is_same_page(old.page):
@@ -77,33 +77,37 @@ class HostStorage:
             self._use(lying)
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
-        """Copy the page's atoms into the buffers. Raises FragmentLostError; ValueError for a buffer's length."""
-        views = {atom: memoryview(buffer).cast("B") for atom, buffer in into.items()}
+        """Copy the page's fragments into the buffers. Raises FragmentLostError; ValueError for a buffer's length."""
+        views = {fragment: memoryview(buffer).cast("B") for fragment, buffer in into.items()}
         with self._lock:
             lying = self._open().get(key)
             if lying is None or not into.keys() <= lying.fragments.keys():
-                raise FragmentLostError("no such atom is here")
+                raise FragmentLostError("no such fragment is here")
             self._use(lying)
-        for atom, view in views.items():
-            if view.nbytes != len(lying.fragments[atom].data):
-                raise ValueError(f"an atom of {len(lying.fragments[atom].data)} bytes, and a buffer of {view.nbytes}")
-        for atom, view in views.items():
-            view[:] = lying.fragments[atom].data
-            if checksum(view) != lying.fragments[atom].sum:
-                raise FragmentLostError(f"an atom is damaged: layer {atom.layer}, head {atom.head}")
+        for fragment, view in views.items():
+            if view.nbytes != len(lying.fragments[fragment].data):
+                raise ValueError(
+                    f"a fragment of {len(lying.fragments[fragment].data)} bytes, and a buffer of {view.nbytes}"
+                )
+        for fragment, view in views.items():
+            view[:] = lying.fragments[fragment].data
+            if checksum(view) != lying.fragments[fragment].sum:
+                raise FragmentLostError(f"a fragment is damaged: layer {fragment.layer}, head {fragment.head}")
 
     def read_page(
-        self, key: bytes, atoms: frozenset[PageFragment] | None = None
+        self, key: bytes, fragments: frozenset[PageFragment] | None = None
     ) -> tuple[Page, dict[PageFragment, bytes]]:
         """A page and its bytes: of ``fragments``, or all. It is no use of the page. Raises FragmentLostError."""
         with self._lock:
             lying = self._open().get(key)
-        there = {} if lying is None else {a: c for a, c in lying.fragments.items() if atoms is None or a in atoms}
+        there = (
+            {} if lying is None else {a: c for a, c in lying.fragments.items() if fragments is None or a in fragments}
+        )
         if lying is None or not there:
-            raise FragmentLostError("no such atom is here")
+            raise FragmentLostError("no such fragment is here")
         if any(checksum(copy.data) != copy.sum for copy in there.values()):
-            raise FragmentLostError("an atom is damaged")
-        return lying.page, {atom: copy.data for atom, copy in there.items()}
+            raise FragmentLostError("a fragment is damaged")
+        return lying.page, {fragment: copy.data for fragment, copy in there.items()}
 
     def lookup(self, key: bytes) -> StoredPage | None:
         """What is here of one page; None where it is not."""
@@ -150,7 +154,7 @@ class HostStorage:
             elif self._until.pop(key, None) is not None:
                 self._tier.update_ranks([key])
 
-    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
+    def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         """None: there is one place, so no page is brought nearer."""
         return None
 
@@ -172,7 +176,7 @@ class HostStorage:
             return self._tier.next_victim(room=room)
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Give up these pages, all atoms of all workers."""
+        """Give up these pages, all fragments of all workers."""
         with self._lock:
             lying = self._open()
             for key in keys:
@@ -185,10 +189,10 @@ class HostStorage:
         with self._lock:
             return [StoredPage(each.page, frozenset(each.fragments), each.nbytes) for each in self._open().values()]
 
-    def keys(self, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
+    def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
         """Keys of the last used pages that have all of ``fragments``; the most recently used last."""
         with self._lock:
-            there = [key for key, each in self._open().items() if atoms <= each.fragments.keys()]
+            there = [key for key, each in self._open().items() if fragments <= each.fragments.keys()]
         return there[-most:]
 
     def close(self) -> None:

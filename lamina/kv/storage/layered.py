@@ -36,7 +36,7 @@ class TieredStorage:
         self._change_lock = threading.Lock()  # for the pages that are expected
         self._expected = FetchWindow()
         self._dirty: set[bytes] = set()  # pages of memory that the disk has not, or not as they are now
-        self._split: set[bytes] = set()  # pages of memory of which the disk has atoms that memory has not
+        self._split: set[bytes] = set()  # pages of memory of which the disk has fragments that memory has not
         self._lost: set[bytes] = set()  # keys of expected pages that are not there
         self._read: deque[bytes] = deque(maxlen=_MOST_READ)
 
@@ -49,8 +49,10 @@ class TieredStorage:
             self._reserved = nbytes
             return given
 
-    def write(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
-        """Add the atoms to the page, in memory; what has no room there goes to the disk at once. Raises as both do."""
+    def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
+        """Add the fragments to the page, in memory; what has no room there goes to the disk at once. Raises as both
+        do.
+        """
         with self._moves:
             self._reserved = 0
             old = self._disk.lookup(page.key)
@@ -59,52 +61,54 @@ class TieredStorage:
             if old is not None and old.page != page:
                 self._disk.delete([page.key])
             try:
-                self._memory.write(page, atoms)
+                self._memory.write(page, fragments)
                 self._dirty.add(page.key)
                 here = self._memory.lookup(page.key)
                 if old is not None and old.page == page and here is not None and not old.fragments <= here.fragments:
                     self._split.add(page.key)
             except StorageFullError:
-                self._write_through(page, atoms)
-            self._page_bytes = max(self._page_bytes, sum(memoryview(data).nbytes for data in atoms.values()))
+                self._write_through(page, fragments)
+            self._page_bytes = max(self._page_bytes, sum(memoryview(data).nbytes for data in fragments.values()))
 
-    def _write_through(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
+    def _write_through(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
         together = dict[PageFragment, Bytes]()
         with suppress(FragmentLostError):
             old, there = self._memory.read_page(page.key)
             together |= there if old == page else {}
-        self._disk.write(page, together | dict(atoms))
+        self._disk.write(page, together | dict(fragments))
         self._evict_from_memory(page.key)
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
         """Fill the buffers from memory, and from the disk with what is not there. Raises FragmentLostError,
         ValueError."""
         held = self._memory.lookup(key)
-        here = {atom: buffer for atom, buffer in into.items() if held is not None and atom in held.fragments}
+        here = {
+            fragment: buffer for fragment, buffer in into.items() if held is not None and fragment in held.fragments
+        }
         try:
             if here:
                 self._memory.read(key, here)
         except FragmentLostError:  # it has moved meanwhile
             here = {}
         if len(here) < len(into) or held is None:
-            self._disk.read(key, {atom: buffer for atom, buffer in into.items() if atom not in here})
+            self._disk.read(key, {fragment: buffer for fragment, buffer in into.items() if fragment not in here})
             self._read.append(key)
 
     def read_page(
-        self, key: bytes, atoms: frozenset[PageFragment] | None = None
+        self, key: bytes, fragments: frozenset[PageFragment] | None = None
     ) -> tuple[Page, dict[PageFragment, bytes]]:
         """A page and its bytes, the newer ones where both places have some. Raises FragmentLostError."""
         copy: tuple[Page, dict[PageFragment, bytes]] | None = None
         for place in (self._disk, self._memory):  # what is in memory is newer
             with suppress(FragmentLostError):
-                page, there = place.read_page(key, atoms)
+                page, there = place.read_page(key, fragments)
                 copy = page, (copy[1] if copy is not None else {}) | there
         if copy is None:
-            raise FragmentLostError("no such atom is here")
+            raise FragmentLostError("no such fragment is here")
         return copy
 
     def lookup(self, key: bytes) -> StoredPage | None:
-        """A page with the atoms that either place has; None where neither has any."""
+        """A page with the fragments that either place has; None where neither has any."""
         return _both(self._disk.lookup(key), self._memory.lookup(key))
 
     def hint(self, turn: int, keys: Sequence[bytes]) -> None:
@@ -125,12 +129,12 @@ class TieredStorage:
         self._memory.set_retention(pages, seconds)
         self._disk.set_retention(pages, seconds)
 
-    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
+    def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         """Bring the next page of the fetch window from the disk to memory; None: there is none."""
         with self._moves:
             while (key := self._next()) is not None:
                 try:
-                    page, there = self._disk.read_page(key, atoms)
+                    page, there = self._disk.read_page(key, fragments)
                 except FragmentLostError:
                     self._lost.add(key)
                     continue
@@ -190,12 +194,12 @@ class TieredStorage:
             pages |= {each.page.key: both} if both is not None else {}
         return list(pages.values())
 
-    def keys(self, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
+    def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
         """Keys of the last used pages that have all of ``fragments`` in both places together, those of memory last."""
-        keys = dict.fromkeys(self._disk.keys(atoms, most))
+        keys = dict.fromkeys(self._disk.keys(fragments, most))
         for each in self._memory.pages():
-            both = each if atoms <= each.fragments else self.lookup(each.page.key)
-            if both is not None and atoms <= both.fragments:
+            both = each if fragments <= each.fragments else self.lookup(each.page.key)
+            if both is not None and fragments <= both.fragments:
                 keys.pop(each.page.key, None)
                 keys[each.page.key] = None
         return list(keys)[-most:]
@@ -220,12 +224,12 @@ class TieredStorage:
         """Move a page from memory to the disk. Keys of pages that are nowhere any more."""
         given, left_s = list[bytes](), self._memory.retention_left_s(key)
         try:
-            page, atoms = self._memory.read_page(key)
+            page, fragments = self._memory.read_page(key)
             held = None if key in self._dirty else self._disk.lookup(key)
-            if held is None or held.page != page or not atoms.keys() <= held.fragments:
-                given += self._disk.reserve(sum(map(len, atoms.values())))
+            if held is None or held.page != page or not fragments.keys() <= held.fragments:
+                given += self._disk.reserve(sum(map(len, fragments.values())))
                 if key not in given or key not in self._split:  # else its other part has given way: it is not whole
-                    self._disk.write(page, atoms)
+                    self._disk.write(page, fragments)
                     if left_s:
                         self._disk.set_retention([key], left_s)
                     given = [each for each in given if each != key]

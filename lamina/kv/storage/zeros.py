@@ -16,7 +16,7 @@ class DummyStorage:
         """Nobody gives way."""
         return []
 
-    def write(self, page: Page, atoms: Mapping[PageFragment, Bytes]) -> None:
+    def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
         """Nothing is kept."""
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
@@ -26,7 +26,7 @@ class DummyStorage:
             view[:] = bytes(view.nbytes)
 
     def read_page(
-        self, key: bytes, atoms: frozenset[PageFragment] | None = None
+        self, key: bytes, fragments: frozenset[PageFragment] | None = None
     ) -> tuple[Page, dict[PageFragment, bytes]]:
         """Raises FragmentLostError: no page has a name here."""
         raise FragmentLostError("zeros have no pages to take")
@@ -44,7 +44,7 @@ class DummyStorage:
     def mark_copied(self, key: bytes, *, yes: bool) -> None:
         """Nobody gives way."""
 
-    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
+    def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         """None: nothing is to be done."""
         return None
 
@@ -59,7 +59,7 @@ class DummyStorage:
         """None, by name."""
         return []
 
-    def keys(self, atoms: frozenset[PageFragment], most: int) -> list[bytes]:
+    def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
         """None, by name."""
         return []
 

@@ -35,11 +35,11 @@ def split_memory(
 
     A group's store has one block more, the null block, which counts against ``kv_bytes`` too. Every group can hold one
     sequence of ``max_len`` tokens; where others lend (``single_shard``), a stripe of it. What is left is shared out for
-    sequences of a quarter of that length, spread evenly over the lanes: with longer ones the groups without a window
-    run out first, with shorter ones the others. ``max_kept_tokens[g]``: tokens that a sequence has in group g once
-    blocks were dropped, 0 = all. Where such groups exist, the rest is shared out for sequences of full length, since
-    groups that drop blocks are for long ones, and each has room for one prompt on its way. Raises ValueError where
-    ``kv_bytes`` cannot hold one sequence.
+    sequences of a quarter of that length, spread evenly over the KV shards: with longer ones the groups without a
+    window run out first, with shorter ones the others. ``max_kept_tokens[g]``: tokens that a sequence has in group g
+    once blocks were dropped, 0 = all. Where such groups exist, the rest is shared out for sequences of full length,
+    since groups that drop blocks are for long ones, and each has room for one prompt on its way. Raises ValueError
+    where ``kv_bytes`` cannot hold one sequence.
     """
 
     placement = KvPlacement(num_kv_shards(kv_shards), 0 if single_shard else stripe)

@@ -1,7 +1,8 @@
 """Which KV blocks a sequence holds: ids and counts only, no tensors, no I/O.
 
 A memory worker keeps its store's block tables here; the engine keeps the same class as a ledger, so that it knows
-before it sends a plan whether every worker will take it. Tables are those of a *group*: of one window length and lanes.
+before it sends a plan whether every worker will take it. Tables are those of a *group*: of one window length and KV
+shards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a sequence holds, in numbers: windows, lanes and lengths to counts of KV blocks, by layer group."""
+"""What a sequence holds, in numbers: windows, KV shards and lengths to counts of KV blocks, by layer group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Extents:
         placement: KvPlacement,
         sparse: Sequence[bool] = (),
     ) -> None:
-        """``sparse[g]``: whether blocks may be dropped; such a group has no window, and all lanes. Empty: none."""
+        """``sparse[g]``: whether blocks may be dropped; such a group has no window, and all KV shards. Empty: none."""
         self._windows, self._block_size = windows, block_size
         self._sparse = tuple(sparse) or (False,) * len(windows)
         self._kv_shards, self._placement = kv_shards, placement
@@ -74,7 +74,7 @@ class Extents:
             held = tuple(
                 [deal.num_owned(place, stop) - deal.num_owned(place, min(start, stop)) for deal, start in deals]
             )
-        else:  # whole, in one lane
+        else:  # whole, in one KV shard
             lanes = zip(self._kv_shards, extent.starts, strict=True)
             held = tuple([stop - start if start < stop and place.kv_shard in own else 0 for own, start in lanes])
         if not extent.dropped_blocks:

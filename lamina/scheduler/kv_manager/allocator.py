@@ -37,7 +37,7 @@ class KvAllocator:
     """The ledger's blocks, by layer group, as sequences will take them: what is promised counts as taken."""
 
     def __init__(self, accounting: BlockAccounting, max_rows: int, homes: int = 0) -> None:
-        """``max_rows``: of a step. ``homes``: lanes in which sequences begin, the first ones; 0 = all."""
+        """``max_rows``: of a step. ``homes``: KV shards in which sequences begin, the first ones; 0 = all."""
         self._accounting, self._homes = accounting, homes
         self.spill = SpillPlacement(accounting, homes) if accounting.placement.single_shard else None
         self._max_rows = max_rows
@@ -152,8 +152,9 @@ class KvAllocator:
     ) -> list[SurvivingKv]:
         """Places for sequences if all blocks are free, the longest first, so that each group holds its portion as far
         as possible. Sequences for which no room is left are left out. ``last``: sequences that come behind all others,
-        in this order, and borrow nothing. ``single_shard``: lanes whose sequences come first, and the lanes where these
-        are to lie if they can. Where the groups have changed, a closed group stays closed if its worker stays.
+        in this order, and borrow nothing. ``single_shard``: KV shards whose sequences come first, and the KV shards
+        where these are to lie if they can. Where the groups have changed, a closed group stays closed if its worker
+        stays.
         """
         if len(self._accounting.kv_shards) != self._num_groups:
             closed = {stays[group] for group in self.cordoned if group in stays}

@@ -17,7 +17,7 @@ class BlockAccounting(Protocol):
     are by layer group.
     """
 
-    kv_shards: tuple[KvShards, ...]  # group -> the lanes that it keeps
+    kv_shards: tuple[KvShards, ...]  # group -> the KV shards that it keeps
     num_blocks: tuple[int, ...]  # group -> KV blocks
     sparse: tuple[bool, ...]  # group -> whether sequences may lose blocks there
     windows: tuple[int, ...]  # group -> tokens that its layers see; 0 = all

@@ -31,7 +31,7 @@ MAX_RETAINED_CHECKED = 8  # retained sequences
 
 
 class _StripeCopy(NamedTuple):
-    """``source``: the sequence, by its number, whose stripes ``run`` are to lie in its lane; none: all of it is.
+    """``source``: the sequence, by its number, whose stripes ``run`` are to lie in its KV shard; none: all of it is.
     ``number``: of the copy.
     """
 
@@ -150,7 +150,7 @@ class KvMigration:
         return None
 
     def _shard_with_room(self, sequence: Sequence, left: list[int]) -> int | None:
-        """The lane with the most room, of those that have enough for it."""
+        """The KV shard with the most room, of those that have enough for it."""
         rests = dict[int, int]()
         for lane in range(self._accounting.num_kv_shards):
             groups = self._groups(lane)

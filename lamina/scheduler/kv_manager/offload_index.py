@@ -92,7 +92,7 @@ class OffloadIndex:
         self.hints = PrefetchHints(
             0 if self.is_complete else self._room(facts.capacities)
         )  # workers have been told of no waiting turn yet
-        self._kv_shards: dict[bytes, set[int]] = {}  # page -> lanes whose workers can load it
+        self._kv_shards: dict[bytes, set[int]] = {}  # page -> KV shards whose workers can load it
         page_keys = [self._drops.exclude_deleted(keys) for keys in facts.pages]
         self._keys.era = facts.era
         for lane, owners in enumerate(self._num_holders):
@@ -101,7 +101,7 @@ class OffloadIndex:
         self._found = None
 
     def _room(self, rooms: Several[int]) -> int:
-        """Pages of all lanes, where each has as many. ``rooms``: pages of which each worker can keep its part."""
+        """Pages of all KV shards, where each has as many. ``rooms``: pages of which each worker can keep its part."""
         if not rooms:
             return 0
         lanes_of = Counter(worker for owners in self._num_holders for worker in owners)
@@ -166,7 +166,7 @@ class OffloadIndex:
         return LoadableKv(most * page, able, tuple(keys[:most]), page_shifts=moved)
 
     def _num_moved(self, keys: Several[bytes], numbers: Several[int], location: KvLocation) -> int:
-        """Pages, from the first on, that are there, in the lane where they will lie."""
+        """Pages, from the first on, that are there, in the KV shard where they will lie."""
         lanes = [(self._kv_shard(location, now), self._kv_shard(location, was)) for now, was in enumerate(numbers)]
         there = [
             now == was and now in self._kv_shards.get(key, ()) for (now, was), key in zip(lanes, keys, strict=True)
@@ -186,7 +186,9 @@ class OffloadIndex:
         return next((number for number, has in enumerate(there) if not has), len(keys))
 
     def locations(self, *others: KvLocation) -> list[KvLocation]:
-        """Places where a sequence can begin: ``others`` whose lanes still exist, then the start of each lane."""
+        """Places where a sequence can begin: ``others`` whose KV shards still exist, then the start of each KV
+        shard.
+        """
         num = self._ledger.num_kv_shards
         there = [x for x in others if all(lane < num for lane in (x.kv_shard, *(run.kv_shard for run in x.moved_runs)))]
         return list(dict.fromkeys([*there, *map(KvLocation, range(num))]))

@@ -26,11 +26,11 @@ class SpillPlacement:
     """The loans of a ledger whose sequences stay, but for stripes on loan. Blocks are by layer group."""
 
     def __init__(self, accounting: BlockAccounting, homes: int = 0) -> None:
-        """``homes``: lanes in which sequences begin, the first ones; 0 = all."""
+        """``homes``: KV shards in which sequences begin, the first ones; 0 = all."""
         self._homes = homes or accounting.num_kv_shards
         self._accounting, self._placement = accounting, accounting.placement
         self._stripe_blocks = accounting.block_size
-        first = self.free_stripes(accounting.num_blocks)  # one lane of each worker
+        first = self.free_stripes(accounting.num_blocks)  # one KV shard of each worker
         self._owners = {
             lane: next(at for at in first if self._same(at, lane)) for lane in range(accounting.num_kv_shards)
         }
@@ -47,8 +47,8 @@ class SpillPlacement:
         return spill_locations(place, first, self._stripes(length), room)
 
     def candidate_locations(self, length: int, blocks: list[int]) -> list[KvLocation]:
-        """For a sequence of ``length`` tokens that may begin anywhere: whole in a lane; else spread over several, from
-        the one with the most room on.
+        """For a sequence of ``length`` tokens that may begin anywhere: whole in a KV shard; else spread over several,
+        from the one with the most room on.
         """
         whole = [
             KvLocation(lane) for lane, room in self.free_stripes(blocks).items() if self._can_begin(lane, room, length)
@@ -113,7 +113,7 @@ class SpillPlacement:
         return counts
 
     def free_stripes(self, blocks: Iterable[int]) -> dict[int, int]:
-        """Lane -> stripes, the first lane of each memory worker."""
+        """KV shard -> stripes, the first KV shard of each memory worker."""
         return free_stripes_by_shard(self._placement, self._accounting.kv_shards, self._accounting.windows, blocks)
 
     def _least_blocks(self, kv_shard: int, blocks: list[int]) -> int:

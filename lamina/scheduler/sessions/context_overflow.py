@@ -19,7 +19,7 @@ ANSWER_DIVISOR = 4  # of the context one in so many tokens is kept free for an a
 
 class ContextOverflow(NamedTuple):
     """``limit``: tokens of a sequence; ``first``: that are kept; ``step``: that are discarded at once; ``unit``: those
-    of the fewest whole pages that have as many in each lane.
+    of the fewest whole pages that have as many in each KV shard.
     """
 
     limit: int
@@ -54,7 +54,7 @@ class ContextOverflow(NamedTuple):
 
 def build_context_overflow(options: OverflowOptions, limit: int, lane_tokens: int) -> ContextOverflow | None:
     """How prompts that are too long are truncated; None: they are refused. ``lane_tokens``: tokens of a stripe in every
-    lane. Raises ValueError where a context of ``limit`` tokens is too short to be truncated.
+    KV shard. Raises ValueError where a context of ``limit`` tokens is too short to be truncated.
     """
     if not options.truncates_context:
         return None

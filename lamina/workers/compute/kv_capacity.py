@@ -202,7 +202,7 @@ def choose_kv_bytes(
     """Room on ``worker``, in a store of ``dtype``, for its part of ``max_num_seqs`` sequences of ``max_len`` tokens,
     but at most its part of a quarter of the ``free`` bytes; and for one sequence of two blocks at least.
     """
-    whole, parts = 0, [0.0] * partition.num_workers  # bytes of a token in all lanes; of one on average, by worker
+    whole, parts = 0, [0.0] * partition.num_workers  # bytes of a token in all KV shards; of one on average, by worker
     for i, layer in enumerate(layers):
         token = head_bytes(layer.qk_dim, layer.v_dim, dtype)
         for each in range(partition.num_workers):

@@ -310,8 +310,8 @@ class ModelServer:
             self._is_in_epoch.close()
 
     def _on_message(self, message: object) -> None:
-        """Look at a message as it comes: a Connect or a Halt ends the older epoch at once, as work in it may wait for
-        peers that have gone on.
+        """Look at a message as it comes: a Connect or a Quiesce ends the older epoch at once, as work in it may wait
+        for peers that have gone on.
         """
         if isinstance(message, Connect | Quiesce):
             self._next_epoch = message.epoch

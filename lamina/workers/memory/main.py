@@ -208,8 +208,8 @@ class MemoryServer:
             torch.set_num_threads(threads)
 
     def _on_message(self, message: object) -> None:
-        """Look at a message as it comes. A Connect or a Halt ends the epoch that is served, which may wait for ever for
-        peers that have gone on; a PrepareStore begins beside it, and the worker goes on serving.
+        """Look at a message as it comes. A Connect or a Quiesce ends the epoch that is served, which may wait for ever
+        for peers that have gone on; a PrepareStore begins beside it, and the worker goes on serving.
         """
         if isinstance(message, PrepareStore):
             self._store_preallocation = message

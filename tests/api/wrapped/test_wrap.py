@@ -265,7 +265,7 @@ def test_logits_that_are_no_numbers_end_the_call_and_say_so(wrapped: Any) -> Non
         output(
             request,
             sequence,
-            SampledToken(drawn.sequence, NO_TOKEN if sequence.num_output_tokens == 2 else drawn.token),
+            SampledToken(drawn.sequence, NO_TOKEN if sequence.num_output_tokens == 2 else drawn.token_id),
         )
 
     with pytest.MonkeyPatch.context() as patch:

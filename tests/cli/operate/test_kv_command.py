@@ -59,7 +59,7 @@ def there(path: Path) -> list[int]:
     found = []
     with closing(opened(path)) as medium:
         for held in medium.pages():
-            into = {atom: bytearray(6000) for atom in DATA}
+            into = {fragment: bytearray(6000) for fragment in DATA}
             try:
                 medium.read(held.page.key, into)
             except FragmentLostError:
@@ -94,7 +94,8 @@ def test_verify(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kv", "verify", str(path)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said == [
-        "page 0000000000000000: 1 atoms are damaged, the first: layer 1, head 0", "1 pages are whole, 1 are damaged",
+        "page 0000000000000000: 1 fragments are damaged, the first: layer 1, head 0",
+        "1 pages are whole, 1 are damaged",
     ]  # fmt: skip
 
 

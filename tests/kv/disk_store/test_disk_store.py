@@ -59,15 +59,15 @@ def opener(path: Path) -> Iterator[Opener]:
         medium.close()
 
 
-def has(medium: FileStorage, what: Page, atoms: dict[PageFragment, bytes] | None = None) -> bool:
-    """Whether it has all of a page's atoms as they were written; a wrong answer is an error."""
-    atoms = ATOMS if atoms is None else atoms
-    into = {atom: bytearray(len(data)) for atom, data in atoms.items()}
+def has(medium: FileStorage, what: Page, fragments: dict[PageFragment, bytes] | None = None) -> bool:
+    """Whether it has all of a page's fragments as they were written; a wrong answer is an error."""
+    fragments = ATOMS if fragments is None else fragments
+    into = {fragment: bytearray(len(data)) for fragment, data in fragments.items()}
     try:
         medium.read(what.key, into)
     except FragmentLostError:
         return False
-    assert into == atoms
+    assert into == fragments
     return True
 
 
@@ -148,9 +148,9 @@ def test_a_flipped_bit(opener: Opener, path: Path, at: int, encrypt: bool) -> No
     medium.write(page(), ATOMS)
     assert has(medium, page())
     flip(segment_of(path), at)
-    hit = sorted(ATOMS, key=lambda atom: (atom.head, atom.layer))[at // 3000]
+    hit = sorted(ATOMS, key=lambda fragment: (fragment.head, fragment.layer))[at // 3000]
     assert not has(medium, page(), {hit: ATOMS[hit]})
-    assert has(medium, page(), {atom: data for atom, data in ATOMS.items() if atom != hit})
+    assert has(medium, page(), {fragment: data for fragment, data in ATOMS.items() if fragment != hit})
     medium.write(page(), ATOMS)
     assert has(medium, page()), "written again, it is whole"
 
@@ -168,14 +168,16 @@ def flip(file: Path, at: int) -> None:
 def test_swapped_atoms(opener: Opener, path: Path, other: int, encrypt: bool) -> None:
     medium = opener(encrypt=encrypt)
     for number in range(2):
-        medium.write(page(number), {atom: data[number:] + data[:number] for atom, data in ATOMS.items()})
+        medium.write(page(number), {fragment: data[number:] + data[:number] for fragment, data in ATOMS.items()})
     assert has(medium, page(0))
     with segment_of(path).open("r+b") as file:
         data = bytearray(file.read())
         data[0:3000], data[other : other + 3000] = data[other : other + 3000], data[0:3000]
         file.seek(0)
         file.write(data)
-    assert [has(medium, page(0), {atom: ATOMS[atom]}) for atom in (PageFragment(0, 0), PageFragment(1, 0))] == [
+    assert [
+        has(medium, page(0), {fragment: ATOMS[fragment]}) for fragment in (PageFragment(0, 0), PageFragment(1, 0))
+    ] == [
         False,
         other > 3000,
     ]
@@ -249,7 +251,7 @@ def test_a_smaller_size(opener: Opener, path: Path) -> None:
     medium = opener()
     medium.write(page(), ATOMS)
     medium.close()
-    medium = opener(size=64 << 10)
+    medium = opener(total_bytes=64 << 10)
     assert medium.pages() == []
     medium.write(page(), ATOMS)
     assert sum(file.stat().st_size for file in path.glob("segment-*")) <= 64 << 10
@@ -498,24 +500,24 @@ import sys
 import threading
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from test_disk_store import Atom, MediumPlace, NoRoomError, SECRET, has, page, File
-medium = File(MediumPlace(64 << 20, b"i" * 32, directory={path!r} + "/kv", secret=SECRET, server="one"))
+from test_disk_store import PageFragment, StorageConfig, StorageFullError, SECRET, has, page, FileStorage
+medium = FileStorage(StorageConfig(64 << 20, b"i" * 32, directory={path!r} + "/kv", secret=SECRET, server="one"))
 for number in range(255):
     try:
-        medium.write(page(number), {{Atom(0, 0): bytes([number]) * 100_000}})
-    except NoRoomError as e:
+        medium.write(page(number), {{PageFragment(0, 0): bytes([number]) * 100_000}})
+    except StorageFullError as e:
         break
-large = {{Atom(0, 0): b"l" * 100_000}}
+large = {{PageFragment(0, 0): b"l" * 100_000}}
 given = medium.reserve(100_000)
 medium.write(page(255), large)
 there = [held.page.number for held in medium.pages()]
 print(20 < number < 80, len(given) > 0, there == [*range(len(given), number), 255])
-small = (has(medium, page(n), {{Atom(0, 0): bytes([n]) * 100_000}}) for n in there[:-1])
+small = (has(medium, page(n), {{PageFragment(0, 0): bytes([n]) * 100_000}}) for n in there[:-1])
 print(all(small), has(medium, page(255), large))
-other = File(MediumPlace(64 << 20, b"i" * 32, directory={path!r} + "/kv", secret=SECRET, server="one"))
+other = FileStorage(StorageConfig(64 << 20, b"i" * 32, directory={path!r} + "/kv", secret=SECRET, server="one"))
 try:
     other.reserve(100_000)
-except NoRoomError as e:
+except StorageFullError as e:
     print(e)
 """
 
@@ -573,10 +575,10 @@ def test_a_flipped_bit_in_the_hosts_memory() -> None:
     medium = HostStorage(StorageConfig(SIZE))
     medium.write(page(), ATOMS)
     assert medium._pages is not None
-    copies, atom = medium._pages[page().key].fragments, PageFragment(0, 0)
-    copies[atom] = copies[atom]._replace(data=bytes([copies[atom].data[0] ^ 1]) + copies[atom].data[1:])
+    copies, fragment = medium._pages[page().key].fragments, PageFragment(0, 0)
+    copies[fragment] = copies[fragment]._replace(data=bytes([copies[fragment].data[0] ^ 1]) + copies[fragment].data[1:])
     with pytest.raises(FragmentLostError, match="damaged: layer 0, head 0"):
-        medium.read(page().key, {atom: bytearray(3000)})
+        medium.read(page().key, {fragment: bytearray(3000)})
 
 
 @pytest.mark.long
@@ -584,7 +586,7 @@ def test_a_flipped_bit_in_the_hosts_memory() -> None:
 def test_what_nobody_has_used_for_long_goes(seed: int) -> None:
     """Beside a dict of when each page was used last: nothing goes earlier, and what is older is gone behind a look."""
     order, now, ttl = random.Random(seed), 1000.0, 100.0
-    used, atoms = dict[int, float](), {PageFragment(0, 0): bytes(100)}
+    used, fragments = dict[int, float](), {PageFragment(0, 0): bytes(100)}
 
     def clock() -> float:
         return now
@@ -600,11 +602,11 @@ def test_what_nobody_has_used_for_long_goes(seed: int) -> None:
                     number = order.randrange(6)
                     gone = [key[0] for key in medium.reserve(100)]
                     assert all(now - used.pop(each) >= ttl for each in gone)
-                    medium.write(page(number), atoms)
+                    medium.write(page(number), fragments)
                     used[number] = now
                 case "read" if used:
                     number = order.choice(sorted(used))
-                    if has(medium, page(number), atoms):
+                    if has(medium, page(number), fragments):
                         used[number] = now
                     else:
                         assert now - used.pop(number) >= ttl
@@ -623,7 +625,7 @@ def test_what_nobody_has_used_for_long_goes(seed: int) -> None:
 
 
 def test_a_page_that_is_prolonged_outlives_the_age_limit_and_a_restart() -> None:
-    now, atoms = 1000.0, {PageFragment(0, 0): bytes(100)}
+    now, fragments = 1000.0, {PageFragment(0, 0): bytes(100)}
 
     def clock() -> float:
         return now
@@ -633,7 +635,7 @@ def test_a_page_that_is_prolonged_outlives_the_age_limit_and_a_restart() -> None
         place = StorageConfig(SIZE, b"i" * 32, directory=folder, secret=SECRET, server="one", ttl_s=100.0)
         medium = FileStorage(place, clock)
         for number in range(2):
-            medium.write(page(number), atoms)
+            medium.write(page(number), fragments)
         medium.set_retention([page(1).key], 1000.0)
         now += 50.0
         medium.reserve(100)  # a look

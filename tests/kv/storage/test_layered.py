@@ -79,8 +79,8 @@ def test_figure_9(tmp_path: Path, *, on_disk: bool) -> None:
     copies = list[set[int]]()
     right = disk.write
 
-    def write(page: Page, atoms: Mapping[PageFragment, Any]) -> None:
-        right(page, atoms)
+    def write(page: Page, fragments: Mapping[PageFragment, Any]) -> None:
+        right(page, fragments)
         copies.append(has(disk))
 
     disk.write = write
@@ -176,14 +176,14 @@ def test_a_read_does_not_wait_for_a_fetch() -> None:
     places = Places(3, 4)
     put(places.both, 1)
     put(places.disk, 2)
-    came, may_go, right = threading.Event(), threading.Event(), places.disk.take
+    came, may_go, right = threading.Event(), threading.Event(), places.disk.read_page
 
     def take(*args: Any) -> Any:
         came.set()
         assert may_go.wait(WAIT_S)
         return right(*args)
 
-    places.disk.take = take
+    places.disk.read_page = take
     places.both.hint(1, [key(2)])
     thread = threading.Thread(target=places.fetch_all)
     thread.start()

@@ -68,9 +68,9 @@ def test_the_pool_is_not_left_for_less_than_a_page() -> None:
     house.serve([first])
     other = make(2, 0, 3)
     other.prompt[:], other.tokens[:] = [*first.tokens, 7], [*first.tokens, 7]
-    assert house.tier.find(other, 0) is not None
-    assert house.tier.find(other, 12) == house.tier.find(other, 0)
-    assert house.tier.find(other, 13) is None, "of 16 tokens"
+    assert house.tier.find_loadable(other, 0) is not None
+    assert house.tier.find_loadable(other, 12) == house.tier.find_loadable(other, 0)
+    assert house.tier.find_loadable(other, 13) is None, "of 16 tokens"
 
 
 @given(seed=st.integers(0, 10**6), blocks=st.integers(12, 60), errors=st.booleans())
@@ -92,9 +92,9 @@ def test_what_lies_beside_the_pool_are_the_tokens_of_its_keys(seed: int, blocks:
     assert all(tokens == pages[key] for key, tokens in house.medium.items()), (
         "a page has other tokens than its key says"
     )
-    assert house.tier._lanes.keys() <= house.medium.keys(), "found, and not there"
+    assert house.tier._kv_shards.keys() <= house.medium.keys(), "found, and not there"
     if not errors:
-        assert house.tier._lanes.keys() == house.medium.keys() == pages.keys()
+        assert house.tier._kv_shards.keys() == house.medium.keys() == pages.keys()
 
 
 def test_a_page_that_could_not_be_saved_is_saved_at_the_end() -> None:
@@ -118,7 +118,7 @@ def test_what_went_wrong_leaves_nothing() -> None:
     sequence.finish("error")
     house.serve([sequence])
     assert house.medium == {}
-    assert not house.tier._lanes
+    assert not house.tier._kv_shards
 
 
 def test_pages_that_are_to_be_kept_are_named_at_the_end_also_where_others_have_them() -> None:
@@ -136,7 +136,7 @@ def test_a_turn_that_has_lost_tokens_is_loaded_from_the_pages_of_its_whole_conve
     """Those that are left, each from where it was saved, up to the first that is not there; for its session alone."""
     house, name = TierHouse(60), SessionName(b"me", "a")
     first = make(1, 20, 4)
-    first.session = house.scheduler.sessions.of(name)
+    first.session = house.scheduler.sessions.get_or_create(name)
     house.scheduler.add(first)
     house.serve([first])
     house.scheduler.evict_retained()
@@ -146,13 +146,13 @@ def test_a_turn_that_has_lost_tokens_is_loaded_from_the_pages_of_its_whole_conve
         turn.original_prompt, turn.discarded_ranges = given, lost
         turn.prompt[:] = turn.tokens[:] = remove_ranges(given, lost)
         turn.max_len = len(turn.tokens) + 3
-        turn.session = house.scheduler.sessions.of(name) if turns else None
+        turn.session = house.scheduler.sessions.get_or_create(name) if turns else None
         before = len(ops_of(house, LoadKv))
         house.scheduler.add(turn)
         house.serve([turn])
         check_tokens([turn])
         assert turn.num_cached_tokens == cached
-        moved = [(op.first, op.count, op.moved) for op in ops_of(house, LoadKv)[before:]]
+        moved = [(op.first, op.count, op.page_shift) for op in ops_of(house, LoadKv)[before:]]
         assert moved == {0: [], 12: [(0, 4, 0), (4, 8, 8)] if lost[0] == (4, 12) else [(0, 4, 4), (4, 8, 8)]}[cached]
         house.scheduler.evict_retained()
         house.round()
@@ -167,9 +167,9 @@ def test_a_session_that_is_deleted_in_its_turn_leaves_nothing(*, alone: bool) ->
         house.scheduler.add(other)
         house.serve([other])
     shared = dict(house.medium)
-    sequence.session = house.scheduler.sessions.of(name)
+    sequence.session = house.scheduler.sessions.get_or_create(name)
     house.scheduler.add(sequence)
-    while len(house.tier._lanes) < 4:
+    while len(house.tier._kv_shards) < 4:
         house.round()
         if house.owed:
             house.answer()
@@ -184,7 +184,7 @@ def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, s
     """Also where a plan had told of it, which memory workers may not have come to; but what is saved since stays."""
     house, name = TierHouse(40), SessionName(b"me", "a")
     turn, other = make(1, 9, 3), make(1, 9, 3)
-    turn.session = house.scheduler.sessions.of(name)
+    turn.session = house.scheduler.sessions.get_or_create(name)
     house.scheduler.add(turn)
     house.serve([turn])
     before = dict(house.medium)
@@ -198,9 +198,9 @@ def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, s
         house.serve([other])
     keep = house.scheduler.roll_back(steps, lambda each: each.length)
     house.pool.tables.reconcile(keep)
-    house.tier.learn(OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[list(before)]), [[0]])
+    house.tier.sync(OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[list(before)]), [[0]])
     house.medium |= before
-    assert (house.tier.find(make(1, 9, 3), 0) is not None) == saved_again
+    assert (house.tier.find_loadable(make(1, 9, 3), 0) is not None) == saved_again
     house.scheduler.evict_retained()
     house.serve([other] if other.finished else [])
     assert (house.medium == before) == saved_again
@@ -210,7 +210,7 @@ def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, s
 def test_of_a_session_that_is_deleted_another_one_keeps_the_page_that_is_not_whole() -> None:
     house, name = TierHouse(40), SessionName(b"me", "a")
     turn, other = make(1, 9, 3), make(1, 9, 3)
-    turn.session = house.scheduler.sessions.of(name)
+    turn.session = house.scheduler.sessions.get_or_create(name)
     house.scheduler.add(turn)
     house.serve([turn])
     house.scheduler.evict_retained()
@@ -237,10 +237,10 @@ def test_a_page_whose_last_token_is_being_drawn_waits_for_it() -> None:
     """Its key stands for all of its tokens."""
     house, sequence = TierHouse(40), make(1, 2 * PAGE - 1, 4)
     sequence.id, sequence.num_computed_tokens = 0, 2 * PAGE
-    (first,) = house.tier.fill([sequence])
+    (first,) = house.tier.save_filled([sequence])
     assert (first.first, first.count) == (0, PAGE)
     sequence.tokens.append(7)
-    (second,) = house.tier.fill([sequence])
+    (second,) = house.tier.save_filled([sequence])
     assert (second.first, second.count) == (PAGE, PAGE)
     assert [*first.keys, *second.keys] == house.tier.keys_of(sequence, 2 * PAGE)
 

@@ -90,7 +90,7 @@ def test_where_it_will_most_likely_lie() -> None:
     [
         ([KvShards()], [[0, 1]], [9, 7], 7),  # parts of each page
         ([KvShards((True, False)), KvShards((False, True))], [[0], [1]], [9, 7], 14),  # some pages each
-        ([KvShards((True, False)), KvShards((False, True))], [[0], [0]], [9], 8),  # one that has both lanes
+        ([KvShards((True, False)), KvShards((False, True))], [[0], [0]], [9], 8),  # one that has both KV shards
         ([KvShards()], [[0]], [], 0),  # nobody says
     ],
 )

@@ -114,7 +114,7 @@ def test_any_mix_gives_every_sequence_its_own_tokens(
     sends: bool,
     lanes: tuple[KvShards, ...],
 ) -> None:
-    """Memory enough and too little on both sides; sequences that begin in different lanes."""
+    """Memory enough and too little on both sides; sequences that begin in different KV shards."""
     sequences = [prompt(number, *shape) for number, shape in enumerate(shapes)]
     drive(
         sequences,

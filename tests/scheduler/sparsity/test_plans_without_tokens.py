@@ -324,7 +324,7 @@ def test_all_of_it_happens() -> None:
 @pytest.mark.parametrize("mistake", ["share", "copy", "place"])
 def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is free while another sequence has it; a begun block that is not copied; a fork that works in
-    another lane than its source.
+    another KV shard than its source.
     """
     if mistake == "share":
         monkeypatch.setattr(BlockPool, "share", lambda self, blocks: None)

@@ -45,7 +45,7 @@ class KeptClient(FakeClient):
         self.hangs_at: int | None = None  # a key
         self.hanging: int | None = None  # the same, once it has come
 
-    def seeded(self, params: SamplingParams) -> SamplingParams:
+    def with_seed(self, params: SamplingParams) -> SamplingParams:
         return params
 
     def add(  # type: ignore[override]

@@ -78,7 +78,7 @@ def test_a_server_that_keeps_no_kv_has_no_sessions() -> None:
     service = make_service()
     client = service.client
     assert isinstance(client, FakeClient)
-    client.ready = msgspec.structs.replace(READY, keeps_kv=False)
+    client.ready = msgspec.structs.replace(READY, caches_prefixes=False)
     response = chat(service, "hi")
     assert response.status_code == 400
     assert "--enable-prefix-caching" in error_of(response)["message"]

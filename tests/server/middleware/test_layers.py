@@ -231,9 +231,9 @@ def test_health_and_load_tell_the_truth() -> None:
     client = FakeClient()
     service = make_service(client, health_timeout_s=4.0)
     assert ask("GET", "/health", service).status_code == 200
-    client.silence_s = 4.1
+    client.seconds_without_progress = 4.1
     assert ask("GET", "/health", service).status_code == 503
-    client.silence_s, client.failure = 0.0, "lost"
+    client.seconds_without_progress, client.failure = 0.0, "lost"
     assert ask("GET", "/health", service).json() == {"status": "lost"}
     assert ask("POST", "/v1/completions", service, json=GOOD).status_code == 503
     assert ask("GET", "/load", service).json() == {"server_load": 0, "running": 1, "waiting": 2, "kv_usage": 0.25}

@@ -231,7 +231,7 @@ class _FleetPlay(Play):
         tables = [(w, store.tables) for w, store in enumerate(stores) if store is not None]
         assert len(tables) == len(stores), "a memory worker has no store"
         if not self._pools.resizer.in_progress:
-            ready = [process.memory._room.arena.nbytes for process in self._pools.memory]
+            ready = [process.memory._preallocation.arena.nbytes for process in self._pools.memory]
             assert not any(ready), f"memory that was made ready is nobody's: {ready} bytes"
         self._check_tables(tables, self._engine.worker_info.holders)
 

@@ -210,7 +210,7 @@ Placed = TypeVar("Placed", RowRange, PrefillGrant)
 
 
 def placed(rows: Placed, partition: Partition) -> Placed:
-    """In these tests sequences lie in lanes by their ids."""
+    """In these tests sequences lie in KV shards by their ids."""
     return replace(rows, location=KvLocation(rows.sequence % partition.num_kv_shards))
 
 

@@ -54,7 +54,7 @@ class FakeClient:
         }
         self.failure: str | None = None
         self.lost = asyncio.Event()
-        self.silence_s = 0.0
+        self.seconds_without_progress = 0.0
         self.hold = False
         self.cached: int | None = None  # tokens of each prompt
         self.added: list[tuple[list[int], SamplingParams]] = []
@@ -92,7 +92,7 @@ class FakeClient:
             return [] if found is None else [found]
         return [facts for name, facts in self.named.items() if name.tenant == tenant]
 
-    async def ask(self, question: SessionsRequest) -> SessionsReply:
+    async def query(self, question: SessionsRequest) -> SessionsReply:
         facts = self.named.get(SessionName(question.tenant, question.copy or ""))
         copy = facts and SessionCopy(identity=b"", name=facts.name, turns=facts.turns, salt=b"", tokens=b"")
         return SessionsReply(question.number, [], copy, self.refusal)

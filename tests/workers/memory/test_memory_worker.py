@@ -111,7 +111,7 @@ def test_a_fork_attends_what_its_source_has_stored(either: Pool, partition: str,
     """Bit for bit as a sequence that was given the same tokens; and neither sees what the other goes on with, in the
     same block neither.
     """
-    weights, source, fork = [2.0, 1.0], 1, 7  # which begin in the same lane
+    weights, source, fork = [2.0, 1.0], 1, 7  # which begin in the same KV shard
     forked, given = (model(either, weights, partition=partition, dtype=dtype, max_rows=200) for _ in range(2))
     given.forks[fork] = Fork(fork, source, length)  # tokens, no op
     for m in (forked, given):

@@ -118,7 +118,7 @@ class KvLoader:
         self,
         medium: StorageBackend,
         store: KvStore,
-        atoms: StoreFragments,
+        fragments: StoreFragments,
         meter: Counters,
         opened: Callable[[LoadKv], None],
         ended: Callable[[LoadResult], None],
@@ -129,7 +129,7 @@ class KvLoader:
         give a load up, the thread that serves rounds calls the latter. ``read``: as Medium.read.
         """
         self._read = read
-        self._medium, self._store, self._atoms, self._meter, self._trace = medium, store, atoms, meter, trace
+        self._medium, self._store, self._atoms, self._meter, self._trace = medium, store, fragments, meter, trace
         self._opened, self._on_end = opened, ended
         self._gates = not any(store.tables.windows)  # else rows give back blocks that are being loaded
         self._under_way: dict[int, PageLoad] = {}  # by sequence; not settled

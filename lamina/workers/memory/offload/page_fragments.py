@@ -1,7 +1,7 @@
-"""Pages of a memory worker's pool as atoms (kv.pages), out of its blocks and back into them.
+"""Pages of a memory worker's pool as fragments (kv.pages), out of its blocks and back into them.
 
-An atom says nothing of block sizes, partitions and workers: a worker that keeps its head, and its page's lane, can put
-it into blocks of its own.
+A fragment says nothing of block sizes, partitions and workers: a worker that keeps its head, and its page's KV shard,
+can put it into blocks of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _HeadRange(NamedTuple):
 
 
 class StoreFragments:
-    """The atoms of a store. ``rank``: of the tensor parallel ranks, each of which has as many heads as this one."""
+    """The fragments of a store. ``rank``: of the tensor parallel ranks, each of which has as many heads as this one."""
 
     def __init__(self, store: KvStore, rank: int = 0) -> None:
         self._store = store
@@ -57,8 +57,8 @@ class StoreFragments:
 
     @property
     def whole_page_fragments(self) -> frozenset[PageFragment]:
-        """The atoms of a page that lies wholly here."""
-        return frozenset(atom for heads in self._heads for atom in _atoms(heads))
+        """The fragments of a page that lies wholly here."""
+        return frozenset(fragment for heads in self._heads for fragment in _atoms(heads))
 
     def locate(self, sequence: int, first: int, location: KvLocation, tokens: int = PAGE) -> PageBlocks | None:
         """The blocks of the page from position ``first`` on, which has so many tokens; None where some that are meant
@@ -82,45 +82,45 @@ class StoreFragments:
         return any(lane in lanes for lanes in self._store.tables.kv_shards)
 
     def nbytes(self, page_blocks: PageBlocks) -> int:
-        """Bytes of the page's atoms, as far as they are here."""
+        """Bytes of the page's fragments, as far as they are here."""
         each = ((heads, page_blocks.blocks[heads.group]) for heads in self._heads)
         return sum(heads.num_heads * heads.form.nbytes(page_blocks.tokens) for heads, ids in each if ids is not None)
 
     def read(self, page_blocks: PageBlocks, staging: Staging) -> dict[PageFragment, memoryview]:
-        """A copy of the page's atoms, as far as they are here. ``staging``: of the thread that calls; the device has
-        done what has filled them.
+        """A copy of the page's fragments, as far as they are here. ``staging``: of the thread that calls; the device
+        has done what has filled them.
         """
         copies = dict[PageFragment, memoryview]()
-        for heads, ids, atoms in self._room(page_blocks):
+        for heads, ids, fragments in self._room(page_blocks):
             parts, numbers = heads.parts, list(ids)
             if staging.is_separate:
                 parts, numbers = staging.to_host(*(part[numbers] for part in parts)), list(range(len(ids)))
-            for part, room in zip(parts, _split(heads, atoms, page_blocks.tokens), strict=True):
+            for part, room in zip(parts, _split(heads, fragments, page_blocks.tokens), strict=True):
                 blocks, size = _bytes(part), part.shape[2]
                 for first, number in zip(range(0, page_blocks.tokens, size), numbers, strict=True):
                     rows = room[:, first : first + size]
                     rows[:] = blocks[number][:, : rows.shape[1]]  # the only copy
-            copies |= _named(heads, atoms)
+            copies |= _named(heads, fragments)
         return copies
 
     def buffers(self, page_blocks: PageBlocks, layers: range | None = None) -> dict[PageFragment, memoryview]:
-        """Buffers for the page's atoms, as far as they are kept here. ``layers``: of these alone."""
+        """Buffers for the page's fragments, as far as they are kept here. ``layers``: of these alone."""
         rooms = self._room(page_blocks, layers)
-        return {atom: data for heads, _, atoms in rooms for atom, data in _named(heads, atoms).items()}
+        return {fragment: data for heads, _, fragments in rooms for fragment, data in _named(heads, fragments).items()}
 
     def write(
         self,
         page_blocks: PageBlocks,
-        atoms: Mapping[PageFragment, memoryview],
+        fragments: Mapping[PageFragment, memoryview],
         staging: Staging,
         layers: range | None = None,
     ) -> None:
-        """Fill the page's blocks with ``atoms``, of ``room``. ``staging``: of the thread that calls, whose device
+        """Fill the page's blocks with ``fragments``, of ``room``. ``staging``: of the thread that calls, whose device
         may still be about to.
         """
         for heads, ids, room in self._room(page_blocks, layers):
-            for row, atom in zip(room, _atoms(heads), strict=True):
-                row[:] = np.frombuffer(atoms[atom], np.uint8)
+            for row, fragment in zip(room, _atoms(heads), strict=True):
+                row[:] = np.frombuffer(fragments[fragment], np.uint8)
             for part, new in zip(heads.parts, _split(heads, room, page_blocks.tokens), strict=True):
                 for number, block in enumerate(ids):
                     size = part.shape[2]
@@ -135,7 +135,7 @@ class StoreFragments:
     def _room(
         self, page_blocks: PageBlocks, layers: range | None = None
     ) -> Iterator[tuple[_HeadRange, tuple[int, ...], Numbers]]:
-        """Each piece that the page has here, its blocks, and bytes for its atoms, [heads, bytes]."""
+        """Each piece that the page has here, its blocks, and bytes for its fragments, [heads, bytes]."""
         for heads in self._heads:
             ids = page_blocks.blocks[heads.group]
             if ids is not None and (layers is None or heads.layer in layers):
@@ -155,16 +155,16 @@ def _atoms(heads: _HeadRange) -> list[PageFragment]:
     return [PageFragment(heads.layer, heads.first + head) for head in range(heads.num_heads)]
 
 
-def _named(heads: _HeadRange, atoms: Numbers) -> dict[PageFragment, memoryview]:
-    return {atom: memoryview(row) for atom, row in zip(_atoms(heads), atoms, strict=True)}
+def _named(heads: _HeadRange, fragments: Numbers) -> dict[PageFragment, memoryview]:
+    return {fragment: memoryview(row) for fragment, row in zip(_atoms(heads), fragments, strict=True)}
 
 
-def _split(heads: _HeadRange, atoms: Numbers, tokens: int) -> Iterator[Numbers]:
+def _split(heads: _HeadRange, fragments: Numbers, tokens: int) -> Iterator[Numbers]:
     """The bytes of each part of ``heads``: [heads, tokens, bytes of a token], no copies."""
     at = 0
     for part in heads.parts:
         each = part.shape[3] * part.itemsize
-        yield atoms[:, at : at + tokens * each].reshape(len(atoms), tokens, each)
+        yield fragments[:, at : at + tokens * each].reshape(len(fragments), tokens, each)
         at += tokens * each
 
 

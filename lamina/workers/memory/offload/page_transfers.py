@@ -122,7 +122,7 @@ class PageTransfers:
 
     @property
     def whole_page_fragments(self) -> frozenset[PageFragment]:
-        """The atoms of a page that lies wholly here."""
+        """The fragments of a page that lies wholly here."""
         return self._atoms.whole_page_fragments
 
     def begin_plan(self, plan: StepPlan) -> None:
@@ -307,16 +307,16 @@ class PageTransfers:
             try:
                 if at is None:
                     raise StorageError("the pool has it not any more")
-                atoms = self._taken(task, number, at, staging)
-                if atoms is None:  # its blocks were needed, and there was no memory for a copy
+                fragments = self._taken(task, number, at, staging)
+                if fragments is None:  # its blocks were needed, and there was no memory for a copy
                     done = number
-                elif atoms:
-                    nbytes = sum(x.nbytes for x in atoms.values())
+                elif fragments:
+                    nbytes = sum(x.nbytes for x in fragments.values())
                     gone += self._medium.reserve(nbytes)
                     source = PROMPT if first + at.tokens <= op.num_prompt_tokens else DECODE
                     recipe = self._recipe._replace(source=source)
                     page = Page(op.keys[number], first // PAGE, at.tokens, op.tenant, recipe)
-                    self._medium.write(page, atoms)
+                    self._medium.write(page, fragments)
                     self._meter.add("kv_saved_bytes", nbytes)
                     self._trace.add(Event.SAVE, start, task.key, value=nbytes)
             except (StorageError, ValueError) as e:
@@ -327,7 +327,7 @@ class PageTransfers:
     def _taken(
         self, task: _PageTask, number: int, page_blocks: PageBlocks, staging: Staging
     ) -> dict[PageFragment, memoryview] | None:
-        """The page's atoms; None where they are lost, and for nobody any more."""
+        """The page's fragments; None where they are lost, and for nobody any more."""
         with self._lock:
             if self._cancelled:
                 return None

@@ -22,8 +22,8 @@ from .page_fragments import StoreFragments
 class Prefetcher:
     """The fetches of one epoch. ``check``, ``add`` and ``stop`` are for the thread that serves rounds."""
 
-    def __init__(self, medium: StorageBackend, atoms: StoreFragments, meter: Counters) -> None:
-        self._medium, self._atoms, self._meter, self._share = medium, atoms, meter, atoms.whole_page_fragments
+    def __init__(self, medium: StorageBackend, fragments: StoreFragments, meter: Counters) -> None:
+        self._medium, self._atoms, self._meter, self._share = medium, fragments, meter, fragments.whole_page_fragments
         self._turns = Counter[int]()  # pages that are expected, by turn
         self._queue: SimpleQueue[PrefetchHint | None] = SimpleQueue()  # None: look again
         self._lock = threading.Lock()  # of the keys that have given way, and the end

@@ -1,10 +1,10 @@
-"""Pages that lie on another host: a worker that lacks an atom asks the memory workers there for it.
+"""Pages that lie on another host: a worker that lacks a fragment asks the memory workers there for it.
 
 Each worker opens a channel to each other one under the epoch, and asks over it; who was asked answers on a thread of
-its own, out of its medium. An ask is a PageRequest in msgpack. The answer to one with a key is the bytes of the atoms,
-behind each other, in parts, or that they are lost; to one without, keys of pages that have all of the atoms, in parts
-up to an empty one. What comes is used, and not kept here: the driver counts it as there for as long as the other host
-has it.
+its own, out of its medium. An ask is a PageRequest in msgpack. The answer to one with a key is the bytes of the
+fragments, behind each other, in parts, or that they are lost; to one without, keys of pages that have all of the
+fragments, in parts up to an empty one. What comes is used, and not kept here: the driver counts it as there for as
+long as the other host has it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class PageReplyKind(enum.IntEnum):
 
 
 class PageRequest(msgspec.Struct, frozen=True, array_like=True):
-    """``key``: of the page whose atoms are wanted; empty: which pages have all of them?"""
+    """``key``: of the page whose fragments are wanted; empty: which pages have all of them?"""
 
     key: bytes
-    atoms: list[PageFragment]
+    fragments: list[PageFragment]
 
 
 _decode = msgspec.msgpack.Decoder(PageRequest).decode
@@ -119,8 +119,8 @@ class RemotePages:
         return [*(key for key in self._locations if key not in here), *own][-MAX_LISTED_PAGES:]
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
-        """As Medium.read, from another host where this one lacks atoms; atoms of a host that does not answer are lost.
-        For one thread.
+        """As Medium.read, from another host where this one lacks fragments; fragments of a host that does not answer
+        are lost. For one thread.
         """
         assert self._medium is not None
         try:
@@ -197,7 +197,7 @@ class _PageSource:
         while len(data) < wanted and (part := self._next(ANSWER_S)):
             data += part
         if len(data) != wanted:
-            raise self._broken(f"{len(data)} bytes of atoms in place of {wanted}")
+            raise self._broken(f"{len(data)} bytes of fragments in place of {wanted}")
         at = 0
         for view in views:
             view[:] = data[at : at + view.nbytes]
@@ -255,19 +255,21 @@ class _PageServer:
             self._channel.abort(str(e))
 
     def _check(self, ask: PageRequest) -> None:
-        if len(ask.key) not in (0, KEY_BYTES) or not ask.atoms:
-            raise ProtocolError(f"{self._channel.peer_name} asks for {len(ask.atoms)} atoms of a page without a name")
-        if len({*ask.atoms}) < len(ask.atoms):  # an answer of any size for a small ask
-            raise ProtocolError(f"{self._channel.peer_name} asks for an atom more than once")
+        if len(ask.key) not in (0, KEY_BYTES) or not ask.fragments:
+            raise ProtocolError(
+                f"{self._channel.peer_name} asks for {len(ask.fragments)} fragments of a page without a name"
+            )
+        if len({*ask.fragments}) < len(ask.fragments):  # an answer of any size for a small ask
+            raise ProtocolError(f"{self._channel.peer_name} asks for a fragment more than once")
 
     def _answer(self, ask: PageRequest) -> None:
         if not ask.key:
-            self._send(b"".join(self._medium.keys(frozenset(ask.atoms), MAX_LISTED_PAGES)))
+            self._send(b"".join(self._medium.keys(frozenset(ask.fragments), MAX_LISTED_PAGES)))
             self._put(PageReplyKind.PART, b"")
             return
         try:
-            _, there = self._medium.read_page(ask.key, frozenset(ask.atoms))
-            data = b"".join(there[atom] for atom in ask.atoms)
+            _, there = self._medium.read_page(ask.key, frozenset(ask.fragments))
+            data = b"".join(there[fragment] for fragment in ask.fragments)
         except (StorageError, KeyError):
             self._put(PageReplyKind.MISSING, b"")
         else:

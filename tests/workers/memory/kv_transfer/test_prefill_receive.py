@@ -70,7 +70,7 @@ def with_prefill(
 @pytest.mark.no_retry
 @pytest.mark.parametrize(("workers", "partition"), [(1, "head"), (2, "head"), (3, "token"), (2, "request")])
 def test_decoding_behind_granted_tokens_has_the_bits_of_the_plain_way(pool: Pool, workers: int, partition: str) -> None:
-    """Chunks of prompts longer than the windows, of three sequences that lie in different lanes."""
+    """Chunks of prompts longer than the windows, of three sequences that lie in different KV shards."""
     plain = model(pool, [1.0] * workers, partition=partition)
     decoding, (prefiller,) = with_prefill(pool, workers, partition)
     step = 0

@@ -98,7 +98,7 @@ def fill_rows(store: KvStore, sequence: int, count: int, step: int) -> None:
 
 
 def rows_of(store: KvStore, sequence: int, count: int = PAGES * PAGE) -> dict[tuple[int, int, int], bytes]:
-    """What a store has of each layer, head and position, read without atoms."""
+    """What a store has of each layer, head and position, read without fragments."""
     found, size, place = dict[tuple[int, int, int], bytes](), store.tables.block_size, store.tables.location(sequence)
     for layer, held in enumerate(store.pieces):
         for one, piece in zip(held, store.layers[layer], strict=True):
@@ -124,8 +124,8 @@ def test_an_atom_is_as_its_form_says() -> None:
     fill(store, 1, KvLocation(), 3)
     at, rows = StoreFragments(store).locate(1, PAGE, KvLocation()), rows_of(store, 1)
     assert at is not None
-    for atom, data in StoreFragments(store).read(at, store.staging).items():
-        layer = LAYERS[atom.layer]
+    for fragment, data in StoreFragments(store).read(at, store.staging).items():
+        layer = LAYERS[fragment.layer]
         form = FragmentFormat(layer.qk_dim, layer.v_dim, SCALE_BYTES)
         assert data.nbytes == form.nbytes(PAGE)
         each = (form.k, form.v, form.scale, form.scale)
@@ -133,7 +133,7 @@ def test_an_atom_is_as_its_form_says() -> None:
         for token in range(PAGE):
             spans = [(at + token * size, size) for at, size in zip(begin, each, strict=True)]
             row = b"".join(bytes(data[at : at + size]) for at, size in spans)
-            assert row == rows[*atom, PAGE + token]
+            assert row == rows[*fragment, PAGE + token]
 
 
 SPLITS = st.tuples(
@@ -150,7 +150,7 @@ FORMS = st.sampled_from([("float32", "auto"), ("bfloat16", "auto"), ("float16", 
 @settings(max_examples=12, deadline=None)
 def test_atoms_of_any_pool_fit_any_other(source: Any, target: Any, form: tuple[str, str], seed: int) -> None:
     stored = {"dtype": form[0], "kv_cache_dtype": form[1]}
-    before, after, atoms = list[KvStore](), list[KvStore](), list[dict[PageFragment, memoryview]]()
+    before, after, fragments = list[KvStore](), list[KvStore](), list[dict[PageFragment, memoryview]]()
     for split, into in ((source, before), (target, after)):
         into += stores(split[0], split[1], **stored, block_size=split[2])
     places = [
@@ -159,23 +159,25 @@ def test_atoms_of_any_pool_fit_any_other(source: Any, target: Any, form: tuple[s
     for number, store in enumerate(before):
         fill(store, 1, places[0], seed * 10 + number)
     for page in range(PAGES):
-        atoms.append({})
+        fragments.append({})
         for store in before:
             at = StoreFragments(store).locate(1, page * PAGE, places[0])
             assert at is not None
             taken = StoreFragments(store).read(at, store.staging)
-            assert not taken.keys() & atoms[page].keys(), "two workers have the same"
-            atoms[page] |= taken
+            assert not taken.keys() & fragments[page].keys(), "two workers have the same"
+            fragments[page] |= taken
     for store in after:
         fill(store, 7, places[1], 5)
         for page in range(PAGES):
             at = StoreFragments(store).locate(7, page * PAGE, places[1])
             assert at is not None
             StoreFragments(store).write(
-                at, {atom: atoms[page][atom] for atom in StoreFragments(store).buffers(at)}, store.staging
+                at,
+                {fragment: fragments[page][fragment] for fragment in StoreFragments(store).buffers(at)},
+                store.staging,
             )
     assert all_rows(before, 1) == all_rows(after, 7)
-    assert len(atoms[0]) == sum(x.kv_heads for x in LAYERS)
+    assert len(fragments[0]) == sum(x.kv_heads for x in LAYERS)
 
 
 def test_heads_of_ranks_have_numbers_of_the_whole_model() -> None:
@@ -198,10 +200,10 @@ class Gate:
         assert self.may_go.wait(WAIT_S)
         self.inner.read(key, into)
 
-    def write(self, page: Any, atoms: Mapping[PageFragment, Any]) -> None:
+    def write(self, page: Any, fragments: Mapping[PageFragment, Any]) -> None:
         self.came.set()
         assert self.may_go.wait(WAIT_S)
-        self.inner.write(page, atoms)
+        self.inner.write(page, fragments)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -288,8 +290,8 @@ def test_behind_a_damaged_page_nothing_counts(page: int) -> None:
     bench.do(save())
     bench.report()
     copies = kept._pages[KEYS[page]].fragments  # type: ignore[attr-defined]
-    atom, copy = next(iter(copies.items()))
-    copies[atom] = copy._replace(data=bytes([copy.data[0] ^ 1, *copy.data[1:]]))
+    fragment, copy = next(iter(copies.items()))
+    copies[fragment] = copy._replace(data=bytes([copy.data[0] ^ 1, *copy.data[1:]]))
     bench.do(New(2), load())
     said = bench.report()
     assert said.num_pages == page
@@ -577,7 +579,7 @@ class Nearer:
     def hint(self, turn: int, keys: Sequence[bytes]) -> None:
         self.turns[turn] = [*self.turns.get(turn, []), *keys] if keys else []
 
-    def prefetch_next(self, atoms: frozenset[PageFragment]) -> list[bytes] | None:
+    def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         gone = self.give.pop() if self.give else None
         self.looked.put({turn: keys for turn, keys in self.turns.items() if keys})
         return gone
@@ -625,7 +627,7 @@ def test_no_turn_is_waited_for_behind_the_end_of_a_view() -> None:
 
 
 def test_pages_of_other_lanes_are_not_expected() -> None:
-    """A sequence lies in one lane, or page by page in each in turn."""
+    """A sequence lies in one KV shard, or page by page in each in turn."""
     for partition, places in (("request", [[], KEYS]), ("token", [KEYS[1:2], KEYS[0::2]])):
         nearer = Nearer()
         store = stores(partition, (1.0, 1.0), block_size=128)[1]
@@ -718,7 +720,7 @@ class LayerGate:
         self.lost = b""
 
     def read(self, key: bytes, into: Mapping[PageFragment, Any]) -> None:
-        if any(atom.layer >= self.stop for atom in into):
+        if any(fragment.layer >= self.stop for fragment in into):
             assert self.may_go.wait(WAIT_S)
             if key == self.lost:
                 raise FragmentLostError("gone")

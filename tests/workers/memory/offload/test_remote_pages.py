@@ -33,10 +33,12 @@ def page(number: int) -> Page:
     return Page(bytes([number]) * 32, number, PAGE, b"t" * 16, Provenance("prompt"))
 
 
-def filled(worker: RemotePages, number: int, atoms: Mapping[PageFragment, bytes] = ATOMS) -> dict[PageFragment, bytes]:
-    into = {atom: bytearray(len(data)) for atom, data in atoms.items()}
+def filled(
+    worker: RemotePages, number: int, fragments: Mapping[PageFragment, bytes] = ATOMS
+) -> dict[PageFragment, bytes]:
+    into = {fragment: bytearray(len(data)) for fragment, data in fragments.items()}
     worker.read(page(number).key, into)
-    return {atom: bytes(data) for atom, data in into.items()}
+    return {fragment: bytes(data) for fragment, data in into.items()}
 
 
 @dataclass
@@ -82,11 +84,11 @@ def hosts(pair: Hosts) -> Hosts:
 
 def test_what_is_not_here_comes_from_where_it_is(hosts: Hosts) -> None:
     """Whole pages of what a worker needs, and no others; a large one in several messages."""
-    large = {atom: data * 150 for atom, data in ATOMS.items()}
+    large = {fragment: data * 150 for fragment, data in ATOMS.items()}
     assert sum(map(len, large.values())) > 2 * PART_BYTES
     some = dict(list(ATOMS.items())[:3])
-    for number, atoms in enumerate((ATOMS, large, some)):
-        hosts.media[1].write(page(number), atoms)
+    for number, fragments in enumerate((ATOMS, large, some)):
+        hosts.media[1].write(page(number), fragments)
     hosts.media[0].write(page(5), ATOMS)
     one, other = hosts.workers
     assert one.set_locations(SHARE) == [page(0).key, page(1).key]
@@ -195,7 +197,7 @@ def test_nobody_is_waited_for_once_the_view_is_over(hosts: Hosts) -> None:
     hosts.workers[1].stop()
     with pytest.raises(FragmentLostError, match="other"):
         filled(hosts.workers[0], 0)
-    with pytest.raises(FragmentLostError, match="no such atom"):
+    with pytest.raises(FragmentLostError, match="no such fragment"):
         filled(hosts.workers[0], 0)
 
 
@@ -221,7 +223,7 @@ def test_an_answer_that_is_none_is_an_error_and_so_are_all_behind_it(tags: list[
             channel.put_signal(slot, tag)
         for _ in range(2):
             with pytest.raises(StorageError) as error:
-                asked.page(page(0).key, {atom: bytearray(len(data)) for atom, data in ATOMS.items()})
+                asked.page(page(0).key, {fragment: bytearray(len(data)) for fragment, data in ATOMS.items()})
             assert not isinstance(error.value, FragmentLostError)
 
 
@@ -257,11 +259,11 @@ def test_who_asks_for_what_nobody_has_is_not_heard_any_more(said: bytes) -> None
 def test_who_takes_no_answer_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A half of it would pass for a part of the next one."""
     monkeypatch.setattr(peers_module, "ANSWER_S", 0.0)
-    medium, atom = HostStorage(StorageConfig(1 << 25)), PageFragment(0, 0)
-    medium.write(page(0), {atom: bytes(6 * PART_BYTES)})
+    medium, fragment = HostStorage(StorageConfig(1 << 25)), PageFragment(0, 0)
+    medium.write(page(0), {fragment: bytes(6 * PART_BYTES)})
     with closing(netstack.open("loopback", key=b"k" * 32)) as fabric:
         asked, channel = talking(fabric)
-        said = msgspec.msgpack.encode(PageRequest(page(0).key, [atom]))
+        said = msgspec.msgpack.encode(PageRequest(page(0).key, [fragment]))
         slot = asked._channel.reserve(len(said))
         slot.data[:] = said
         asked._channel.put_signal(slot, b"")
