@@ -59,7 +59,7 @@ async def parse(model: type[M], request: Request) -> M:
     loop = asyncio.get_running_loop()
     async with service.decoding:  # one at a time, as each may take many times its size
         intake.hold(decoding_bytes(len(body)))
-        value, held = await loop.run_in_executor(service.decoder, _parse, model, body, service)
+        value, held = await loop.run_in_executor(service.decode_executor, _parse, model, body, service)
         intake.hold(held)
     return value
 
