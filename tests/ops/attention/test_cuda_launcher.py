@@ -132,4 +132,4 @@ def test_old_gpus_and_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="takes bfloat16 and float16, not float32"):
         get("flashinfer", GPU, torch.float32)
     with gpu(monkeypatch):
-        assert type(get("auto", GPU, torch.bfloat16)).__name__ == "Cuda"
+        assert type(get("auto", GPU, torch.bfloat16)).__name__ == "CudaAttention"

@@ -71,7 +71,7 @@ def test_ranks_of_this_host_know_each_other_and_meet(caplog: pytest.LogCaptureFi
 
     with caplog.at_level(logging.WARNING):
         for found, *chosen in on_all(2, work):
-            assert chosen == ["Mesh", "not every rank computes on a GPU", True]
+            assert chosen == ["MeshCollective", "not every rank computes on a GPU", True]
             assert found[0] == found[1]
             assert found[0].gpu == b""
     assert not caplog.records
@@ -178,8 +178,8 @@ def test_what_is_expected_where_only_ranks_can_know() -> None:
 
 
 def test_expecting_imports_no_torch() -> None:
-    code = "import sys; from lamina.ops.collective.expected_collective import expected; "
-    code += "print(expected('auto', 'cuda', together=True), file=sys.stderr); print('torch' in sys.modules)"
+    code = "import sys; from lamina.ops.collective.expected_collective import expected_collective; "
+    code += "print(expected_collective('auto', 'cuda', together=True), file=sys.stderr); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.split() == ["False"]
 

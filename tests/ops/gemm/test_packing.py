@@ -154,7 +154,7 @@ class Backend:
     """Packs whatever there is as it lies."""
 
     def __init__(self) -> None:
-        self.packs, self.pages = False, PrivateMemory()
+        self.packs_weights, self.packed_memory = False, PrivateMemory()
 
     def packed_bytes(self, dtype: torch.dtype, cols: int, k_size: int) -> int:
         return cols * k_size * 2
@@ -179,16 +179,16 @@ def test_a_replica_takes_no_room_of_its_own(path: str, weights: list[Tensor], mo
     w = weights[0]
     each = w.nbytes
     monkeypatch.setenv(PACKED, path)
-    assert not decided(w, lambda: 2 * each - 1).packs  # and its turn is over
+    assert not decided(w, lambda: 2 * each - 1).packs_weights  # and its turn is over
     first = decided(w, lambda: 2 * each)
-    assert first.packs
-    first.pages.allocate(w, each)[0].fill_(5)
-    first.pages.seal()
-    assert decided(w, lambda: 0).packs  # what is there needs no room
-    assert not decided(torch.zeros_like(w), lambda: 8 * each - 1).packs  # but what lies in no file does
+    assert first.packs_weights
+    first.packed_memory.allocate(w, each)[0].fill_(5)
+    first.packed_memory.seal()
+    assert decided(w, lambda: 0).packs_weights  # what is there needs no room
+    assert not decided(torch.zeros_like(w), lambda: 8 * each - 1).packs_weights  # but what lies in no file does
     monkeypatch.setenv(PACKED, "/proc/self/fd/none")
-    assert not decided(w, lambda: 8 * each - 1).packs  # two slices of two replicas, each for itself
-    assert decided(w, lambda: 8 * each).packs
+    assert not decided(w, lambda: 8 * each - 1).packs_weights  # two slices of two replicas, each for itself
+    assert decided(w, lambda: 8 * each).packs_weights
     monkeypatch.delenv(PACKED)
-    assert not decided(w, lambda: 8 * each - 1).packs
-    assert decided(w, lambda: 4 * each, TopologyOptions()).packs
+    assert not decided(w, lambda: 8 * each - 1).packs_weights
+    assert decided(w, lambda: 4 * each, TopologyOptions()).packs_weights

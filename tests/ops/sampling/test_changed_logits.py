@@ -17,7 +17,7 @@ from lamina.protocol.control import ALL_TOKENS_BANNED, NO_TOKEN, LogitsUpdate, P
 VOCAB = 6
 ROW = [2.0, -2.0, 1.0, -1.0, 4.0, 0.5]
 PROMPT, DRAWN = [0, 1], [1, 2, 2]
-NONE: dict[str, Any] = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "bias": {}, "prompt": []}
+NONE: dict[str, Any] = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "logit_bias": {}, "prompt_token_ids": []}
 
 
 def draw(*, row: int = 0, temperature: float = 0.0, banned: tuple[int, ...] = (), **more: Any) -> SamplingRequest:
@@ -29,7 +29,9 @@ def draw(*, row: int = 0, temperature: float = 0.0, banned: tuple[int, ...] = ()
 
 def told(pending: int | None = None, **penalties: Any) -> tuple[SamplingRequest, dict[int, LogitChanges]]:
     """A draw behind DRAWN, and what it counts."""
-    one = draw(adjust=LogitsUpdate(num_known_tokens=0, tokens=DRAWN, penalties=Penalties(**{**NONE, **penalties})))
+    one = draw(
+        logits_update=LogitsUpdate(num_known_tokens=0, tokens=DRAWN, penalties=Penalties(**{**NONE, **penalties}))
+    )
     return one, logit_changes_of(TokenHistories().update([], [one]), {} if pending is None else {3: pending})
 
 
@@ -46,11 +48,14 @@ def changed(*told: Any) -> list[float]:
         ({"presence": 0.5}, [2.0, -2.5, 0.5, -1.0, 4.0, 0.5]),
         ({"frequency": 0.5}, [2.0, -2.5, 0.0, -1.0, 4.0, 0.5]),
         ({"presence": 0.5, "frequency": 0.25}, [2.0, -2.75, 0.0, -1.0, 4.0, 0.5]),
-        ({"repetition": 2.0, "prompt": PROMPT}, [1.0, -4.0, 0.5, -1.0, 4.0, 0.5]),
-        ({"repetition": 2.0, "prompt": PROMPT, "bias": {2: 5.0, 1: 1.0, 0: -3.0}}, [-2.0, -2.0, 3.0, -1.0, 4.0, 0.5]),
-        ({"repetition": 2.0, "prompt": PROMPT, "frequency": 0.5}, [1.0, -4.5, -0.5, -1.0, 4.0, 0.5]),
-        ({"bias": {2: 5.0, 5: -1.0}}, [2.0, -2.0, 6.0, -1.0, 4.0, -0.5]),
-        ({"bias": {2: 5.0}, "presence": -0.5}, [2.0, -1.5, 6.5, -1.0, 4.0, 0.5]),
+        ({"repetition": 2.0, "prompt_token_ids": PROMPT}, [1.0, -4.0, 0.5, -1.0, 4.0, 0.5]),
+        (
+            {"repetition": 2.0, "prompt_token_ids": PROMPT, "logit_bias": {2: 5.0, 1: 1.0, 0: -3.0}},
+            [-2.0, -2.0, 3.0, -1.0, 4.0, 0.5],
+        ),
+        ({"repetition": 2.0, "prompt_token_ids": PROMPT, "frequency": 0.5}, [1.0, -4.5, -0.5, -1.0, 4.0, 0.5]),
+        ({"logit_bias": {2: 5.0, 5: -1.0}}, [2.0, -2.0, 6.0, -1.0, 4.0, -0.5]),
+        ({"logit_bias": {2: 5.0}, "presence": -0.5}, [2.0, -1.5, 6.5, -1.0, 4.0, 0.5]),
     ],
 )
 def test_what_penalties_and_bias_do_to_each_logit(penalties: dict[str, Any], expected: list[float]) -> None:
@@ -63,8 +68,8 @@ def test_a_pending_token_counts_as_one_more() -> None:
 
 
 def test_bans_come_last() -> None:
-    one, seen = told(bias={4: 1.0})
-    assert changed(draw(banned=(0, 4), adjust=one.logits_update), seen) == [
+    one, seen = told(logit_bias={4: 1.0})
+    assert changed(draw(banned=(0, 4), logits_update=one.logits_update), seen) == [
         -torch.inf,
         -2.0,
         1.0,
@@ -83,8 +88,8 @@ def test_a_ban_of_no_token_is_named(token: int) -> None:
 
 
 def test_a_penalty_of_no_token_is_named() -> None:
-    changed(*told(bias={VOCAB - 1: 1.0}))
-    for pending, penalties in ((None, {"bias": {VOCAB: 1.0}}), (VOCAB, {"presence": 1.0})):
+    changed(*told(logit_bias={VOCAB - 1: 1.0}))
+    for pending, penalties in ((None, {"logit_bias": {VOCAB: 1.0}}), (VOCAB, {"presence": 1.0})):
         with pytest.raises(ValueError) as refused:
             changed(*told(pending, **penalties))
         assert str(refused.value) == f"penalties name the token {VOCAB}, there are {VOCAB}"
@@ -121,13 +126,13 @@ def test_threads_are_those_asked_for_or_torchs(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_known_token_is_reported_whatever_is_banned(one: Sampler) -> None:
-    draws = [draw(known=1, banned=(0, 4)), draw(known=0, banned=(0,))]
+    draws = [draw(prompt_logprob_token=1, banned=(0, 4)), draw(prompt_logprob_token=0, banned=(0,))]
     assert [d.token_id for d in one.sample(torch.tensor([ROW] * 2), draws)] == [1, 0]
 
 
 def test_changed_rows_plain_rows_and_known_tokens_keep_their_order(one: Sampler) -> None:
-    first, seen = told(bias={3: 9.0})
-    draws = [draw(row=0), first, draw(known=1), draw(banned=(4,)), draw(known=0), draw()]
+    first, seen = told(logit_bias={3: 9.0})
+    draws = [draw(row=0), first, draw(prompt_logprob_token=1), draw(banned=(4,)), draw(prompt_logprob_token=0), draw()]
     logits = torch.tensor([ROW] * 6)
     before = logits.clone()
     assert [d.token_id for d in one.sample(logits, draws, seen)] == [4, 3, 1, 0, 0, 4]
@@ -144,7 +149,7 @@ def test_log_probabilities_are_of_the_raw_logits(one: Sampler) -> None:
     for count, told in ((-1, 0), (0, 1), (VOCAB, VOCAB + 1), (VOCAB + 9, VOCAB + 1)):
         (found,) = one.sample(torch.tensor([ROW]), [draw(logprobs=count)])
         assert len(found.logprobs) == told
-    (known,) = one.sample(torch.tensor([ROW]), [draw(known=0, logprobs=0)])
+    (known,) = one.sample(torch.tensor([ROW]), [draw(prompt_logprob_token=0, logprobs=0)])
     assert known.logprobs == [(0, pytest.approx(exact[0]), 2)]
 
 

@@ -13,12 +13,12 @@ sample = Sampler(threads=1).sample
 
 
 def draw(row: int = 0, **options: object) -> SamplingRequest:
-    fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 7, "index": 0, "logprobs": -1, **options}
+    fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 7, "output_index": 0, "logprobs": -1, **options}
     return SamplingRequest(row=row, sequence=row, **fields)  # type: ignore[arg-type]
 
 
 def frequencies(logits: torch.Tensor, count: int = 4000, **options: object) -> torch.Tensor:
-    drawn = [sample(logits[None], [draw(index=i, **options)])[0].token_id for i in range(count)]
+    drawn = [sample(logits[None], [draw(output_index=i, **options)])[0].token_id for i in range(count)]
     return torch.bincount(torch.tensor(drawn), minlength=logits.numel()).double() / count
 
 
@@ -40,7 +40,7 @@ def test_a_draw_beside_another_gets_its_token_and_tells_how_far_apart_they_are()
     own, other = torch.randn(2, 300, generator=torch.Generator().manual_seed(3)).double()
     other[7] = own[7] = float("-inf")
     rows = torch.stack([LOGITS.new_zeros(300), other.float(), own.float(), other.float()])
-    draws = [draw(0), draw(1), draw(2, beside=1), draw(3, beside=1)]
+    draws = [draw(0), draw(1), draw(2, reference_request=1), draw(3, reference_request=1)]
     drawn = sample(rows, draws)
     p, q = own.softmax(-1), other.softmax(-1)
     kl = float((p * (p / q).log()).nan_to_num(0.0).sum())
@@ -85,7 +85,7 @@ def test_a_row_whose_tokens_are_all_banned_is_no_broken_one() -> None:
     rows = torch.tensor([[-inf, 2.0, 1.0], [-inf, 2.0, nan], [-inf, inf, 1.0], [-inf, -inf, -inf], [-inf, 2.0, 1.0]])
     for options in ({"temperature": 0.0, "logprobs": 1}, {}, {"top_k": 2, "top_p": 0.9, "min_p": 0.1}):
         for banned in ([1, 2], [0, 1, 2]):
-            draws = [draw(i, banned=banned, **options) for i in range(4)]
+            draws = [draw(i, banned_token_ids=banned, **options) for i in range(4)]
             found = sample(rows, [*draws, draw(4, **options)])
             assert [d.token_id for d in found[:4]] == [ALL_TOKENS_BANNED, NO_TOKEN, NO_TOKEN, NO_TOKEN]
             assert found[0].logprobs == []
@@ -93,9 +93,9 @@ def test_a_row_whose_tokens_are_all_banned_is_no_broken_one() -> None:
 
 
 def test_banned_tokens_are_never_drawn() -> None:
-    assert sample(LOGITS[None], [draw(temperature=0.0, banned=[0, 5])])[0].token_id == 1
+    assert sample(LOGITS[None], [draw(temperature=0.0, banned_token_ids=[0, 5])])[0].token_id == 1
     assert frequencies(LOGITS, 200)[0] > 0
-    banned = [sample(LOGITS[None], [draw(index=i, banned=[0])])[0].token_id for i in range(200)]
+    banned = [sample(LOGITS[None], [draw(output_index=i, banned_token_ids=[0])])[0].token_id for i in range(200)]
     assert 0 not in banned
 
 
@@ -111,7 +111,9 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
 def test_a_row_does_not_depend_on_its_mates(rows: int, vocab: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=generator) * 3
-    draws = [draw(i, temperature=0.8, top_p=0.9, top_k=5, seed=seed + i, index=i, logprobs=1) for i in range(rows)]
+    draws = [
+        draw(i, temperature=0.8, top_p=0.9, top_k=5, seed=seed + i, output_index=i, logprobs=1) for i in range(rows)
+    ]
     together = sample(logits, draws)
     alone = [sample(logits[i : i + 1], [draws[i]])[0] for i in range(rows)]
     assert together == alone

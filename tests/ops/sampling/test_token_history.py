@@ -81,7 +81,7 @@ def test_a_prefill_worker_is_told_all_and_the_others_later() -> None:
 
 
 def adjusted(since: int, tokens: list[int], start: Penalties | None = None) -> SamplingRequest:
-    fields = {"row": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "index": 0, "logprobs": -1}
+    fields = {"row": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "output_index": 0, "logprobs": -1}
     return SamplingRequest(
         sequence=4, logits_update=LogitsUpdate(num_known_tokens=since, tokens=tokens, penalties=start), **fields
     )  # type: ignore[arg-type]
