@@ -94,7 +94,7 @@ class Frontend:
         if params.bad_words and self.tokenizer is not None:
             params.bad_words_token_ids = bad_words_ids(self.tokenizer, params.bad_words)
         if params.truncate_prompt_tokens is not None:
-            ids = ids[-self._is_cacheable(params) :]
+            ids = ids[-self._num_kept_prompt_tokens(params) :]
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: pass tokenizer= or use stop_token_ids")
         make_pieces, spell = None, None
@@ -113,7 +113,7 @@ class Frontend:
                 wanted = "-1, the whole vocabulary" if count == -1 else count
                 raise ValueError(f"{name} must be at most {most}, not {wanted}: start with max_logprobs={count}")
 
-    def _is_cacheable(self, params: SamplingParams) -> int:
+    def _num_kept_prompt_tokens(self, params: SamplingParams) -> int:
         """How many of a prompt's last tokens."""
         kept = params.truncate_prompt_tokens or 0
         return kept if kept > 0 else max(1, self.engine.worker_info.max_model_len - (params.max_tokens or 1))

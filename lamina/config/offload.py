@@ -7,7 +7,7 @@ from typing import Annotated
 from .option import Choices, Options, ParsedBy, check_size, parse_seconds, parse_size
 
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
-NO_EXPIRY = 1 << 60  # bytes, of what takes no room
+UNLIMITED_BYTES = 1 << 60  # bytes, of what takes no room
 POLICIES = ("lru", "fifo", "lfu", "length")  # see kv.eviction_policy, which has one rank for each
 
 
@@ -79,7 +79,7 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
     def total_bytes(self) -> int:
         """Bytes of all memory workers together; of a layered medium those of the disk."""
         if self.backend == "zeros":
-            return NO_EXPIRY
+            return UNLIMITED_BYTES
         return parse_size(self.kv_store_size, "--kv-store-size") if self.kv_store_dir else self.memory_bytes
 
     @property

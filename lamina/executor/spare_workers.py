@@ -64,7 +64,7 @@ class SpareWorkers:
         if spare is None:
             self._starting.add((role, number))
             return
-        with self._registry.is_ending:
+        with self._registry.ending_lock:
             if self._registry.closed:  # by another thread, which does not know of it
                 self._registry.fence(spare)
                 return

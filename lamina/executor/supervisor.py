@@ -96,7 +96,7 @@ class Supervisor:
         """About a run that ends by ``loss``."""
         if self._is_replaceable(loss) and self._restart_budget.max_recoveries and not self.is_recoverable(loss):
             limit = f", as --max-recoveries {self._restart_budget.max_recoveries} allows no more in ten minutes,"
-        elif loss.has_exited:
+        elif loss.is_certain:
             limit = ""
         else:
             return str(loss)
@@ -127,13 +127,13 @@ class Supervisor:
         started: the next one would be as late.
         """
         lost = self._registry.lost_workers
-        late = [m for m in loss.workers if m not in lost and not loss.has_exited]
+        late = [m for m in loss.workers if m not in lost and not loss.is_certain]
         each = {*lost, *loss.workers}
         if not each:
-            return loss.has_exited  # of an epoch: nobody is lost, and all meet anew
+            return loss.is_certain  # of an epoch: nobody is lost, and all meet anew
         if self._restart_budget.in_progress and not all(map(self._workers.has_answered, late)):
             return False
-        may_go_well = all(x.has_exited or self._is_first(member, x) for member, x in lost.items())
+        may_go_well = all(x.is_certain or self._is_first(member, x) for member, x in lost.items())
         return may_go_well and all(map(self._workers.can_replace, each))
 
     def _is_first(self, worker: RegisteredWorker, failure: WorkersLostError) -> bool:
@@ -148,14 +148,14 @@ class Supervisor:
     @staticmethod
     def _known(loss: WorkersLostError) -> Sequence[RegisteredWorker]:
         """The members that ``loss`` has ended for certain."""
-        return loss.workers if loss.has_exited else ()
+        return loss.workers if loss.is_certain else ()
 
     def quiesce(self, loss: WorkersLostError | None) -> list[dict[int, int]]:
         """Fence who is lost, and bring the others to rest. Returns the KV that is left, by memory worker; see
         EpochChanged. What was said before may be taken by WorkerRegistry.read_messages. ``loss``: None where nobody is
         lost, so far. Raises WorkersLostError where no more can be made good.
         """
-        meets_late = loss is not None and not loss.has_exited and self._restart_budget.in_progress
+        meets_late = loss is not None and not loss.is_certain and self._restart_budget.in_progress
         if loss is not None:
             log.warning("%s; whoever is lost is replaced, and all requests go on", str(loss))  # not the processes
             self._count()
@@ -198,7 +198,7 @@ class Supervisor:
     def _count(self) -> None:
         """Those that are on loan are no reason to give up: others may lend."""
         lost = self._registry.lost_workers
-        self._failed_workers |= {str(failure) for failure in lost.values() if not failure.has_exited}
+        self._failed_workers |= {str(failure) for failure in lost.values() if not failure.is_certain}
         self._restart_budget.begin(self._registry, lost, free=all(m.on_loan for m in lost) and bool(lost))
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 STATS_S = 5.0
 LOCAL_HOST = "localhost"
-LATE_STATS_S = 1.0  # a worker that waits for another one in vain knows more than we do: let it speak first
+DRIVER_GRACE_S = 1.0  # a worker that waits for another one in vain knows more than we do: let it speak first
 
 
 class WorkerExecutor:
@@ -286,14 +286,14 @@ class WorkerExecutor:
             owing = self._registry.compute + owing
         owing = owing + (self._registry.memory if self._reports else [])
         text = f"for {what} (--step-timeout-s {limit:g})"
-        return self._registry.wait_for(owing, Done, limit + LATE_STATS_S, text)
+        return self._registry.wait_for(owing, Done, limit + DRIVER_GRACE_S, text)
 
     def _note(self, done: StepDone) -> None:
         """Steps of compute workers must not hide that a prefill worker hangs. One that has answered does not, however
         long the driver has not listened.
         """
         now, limit, first = self._clock(), self._config.deadlines.step_timeout_s, self._batches
-        if self._reports and now - self._progress_at > limit + LATE_STATS_S:
+        if self._reports and now - self._progress_at > limit + DRIVER_GRACE_S:
             silent = [m for m in self._registry.memory if not self._registry.has_message(m)]
             if silent:
                 raise self._registry.timeout_error(
@@ -301,7 +301,7 @@ class WorkerExecutor:
                 )
         if done.batch >= first:
             self._pending_chunks.on_done(done.batch - first, now)
-        for group in self._pending_chunks.late_groups(self._registry.prefill, now, limit + LATE_STATS_S):
+        for group in self._pending_chunks.late_groups(self._registry.prefill, now, limit + DRIVER_GRACE_S):
             if not self._registry.has_message(group[-1]):
                 raise self._registry.timeout_error(group, f"for a chunk of a prompt (--step-timeout-s {limit:g})")
 
@@ -380,7 +380,7 @@ class WorkerExecutor:
     @property
     def _counters_limit(self) -> tuple[float, str]:
         limit_s = self._config.deadlines.step_timeout_s
-        return limit_s + LATE_STATS_S, f"to report its counters (--step-timeout-s {limit_s:g})"
+        return limit_s + DRIVER_GRACE_S, f"to report its counters (--step-timeout-s {limit_s:g})"
 
     def close(self) -> None:
         """End all workers: ask, wait, then by force. Idempotent."""

@@ -36,9 +36,9 @@ class WorkersLostError(WorkerError):
     """Workers are lost: the text says which, and how. The others are as they were."""
 
     def __init__(self, text: str, workers: Sequence[RegisteredWorker], *, ended: bool = False) -> None:
-        """``has_exited``: without a word."""
+        """``ended``: whether the loss is certain, so no answer of these workers is awaited."""
         super().__init__(text)
-        self.workers, self.has_exited = tuple(workers), ended
+        self.workers, self.is_certain = tuple(workers), ended
 
 
 class BadInputError(ValueError):
@@ -85,7 +85,7 @@ class WorkerRegistry:
         self.worker_names = WeakKeyDictionary[WorkerHandle, str]()  # that they prove to their peers
         self._named = dict[RegisteredWorker, float]()  # when somebody has lost its way to a memory worker that lives
         self.closed, self._ends = False, False  # by ``shut_down``, and as that begins
-        self.is_ending = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
+        self.ending_lock = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
         self.on_tick: Callable[[], None] = lambda: None  # called a few times a second by whoever waits
 
     def __iter__(self) -> Iterator[RegisteredWorker]:
@@ -121,7 +121,7 @@ class WorkerRegistry:
     @contextlib.contextmanager
     def register(self, new: RegisteredWorker) -> Iterator[None]:
         """To take in one that was started. Raises WorkerError where all have been ended meanwhile, and ends it, too."""
-        with self.is_ending:
+        with self.ending_lock:
             if self.closed:
                 self.fence(new)
                 raise WorkerError("the workers have been ended")
@@ -176,7 +176,7 @@ class WorkerRegistry:
 
     def shut_down(self, join_s: float) -> None:
         """End all workers: ask, wait for so long, then by force. Idempotent."""
-        with self.is_ending:
+        with self.ending_lock:
             if not self.closed:
                 self._end(join_s)
 

@@ -249,7 +249,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     step: int
     ops: list[SequenceOp]
     rows: list[RowRange]
-    recompute_from: list[int] = []  # layer -> replica that sends its Q and KV; empty = replica 0 for all
+    send_from: list[int] = []  # layer -> replica that sends its Q and KV; empty = replica 0 for all
     reply_to: list[int] = []  # layer -> replica that receives its O; empty = replica 0 for all
     has_more: bool = False  # the plan of another batch in the same round comes behind this one
 
@@ -259,8 +259,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     def replica_of(self, index: int) -> int:
         """The replica that runs slice ``index``; the last slice belongs to the one that receives the last O."""
-        if index < len(self.recompute_from):
-            return self.recompute_from[index]
+        if index < len(self.send_from):
+            return self.send_from[index]
         return self.reply_to[-1] if self.reply_to else 0
 
 

@@ -407,7 +407,7 @@ class Scheduler:
         source, reply_to = self._route(batch.index, self._next_round)
         return StepPlan(
             epoch=self.epoch, batch=batch.index, step=self._next_round, ops=batch.ops, rows=next_rows(picked),
-            recompute_from=source, reply_to=reply_to,
+            send_from=source, reply_to=reply_to,
         )  # fmt: skip
 
     def _route(self, batch: int, step: int) -> tuple[list[int], list[int]]:

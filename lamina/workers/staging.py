@@ -18,7 +18,7 @@ from lamina.utils.tensor_buffers import tensor_over
 
 from .cuda_graphs import CudaCapture, GraphCapture
 
-NO_WAIT = torch.empty(0, dtype=torch.uint8)
+EMPTY_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class Queue(NamedTuple):
@@ -89,7 +89,7 @@ class HostStaging:
 
     def device_buffer(self, data: memoryview) -> Tensor:
         """``data`` as a flat tensor, without a copy."""
-        return tensor_over(data, torch.uint8) if len(data) else NO_WAIT
+        return tensor_over(data, torch.uint8) if len(data) else EMPTY_BYTES
 
     def copy_out(self, data: memoryview, room: Tensor) -> None:
         """Nothing to do: ``room`` is ``data``."""

@@ -99,7 +99,7 @@ class Zygote:
         """Whether this is the worker now."""
         sys.stdout.flush()
         sys.stderr.flush()
-        why, pid = self._why_not or why_not_fork() or was_abandoned(order.line), -1
+        why, pid = self._why_not or why_not_fork() or why_abandoned(order.line), -1
         if not why:
             try:
                 pid = os.fork()
@@ -184,7 +184,7 @@ def why_not_fork() -> str:
     return ""
 
 
-def was_abandoned(line: socket.socket) -> str:
+def why_abandoned(line: socket.socket) -> str:
     """Why nobody waits for the answer any more, "" where somebody does: who gave up has started another worker."""
     poll = select.poll()
     poll.register(line, 0)

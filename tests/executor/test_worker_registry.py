@@ -89,7 +89,7 @@ def test_one_that_ended_without_a_word_is_named_by_its_fate(notice: Notice) -> N
     pools, (lost, _) = members(Ended("compute"), Ended("memory", BROKEN))
     with pytest.raises(WorkersLostError, match=r"compute worker 0 .pid 1. ended$") as told:
         notice(pools, lost)
-    assert (told.value.workers, told.value.has_exited) == ((lost,), True)
+    assert (told.value.workers, told.value.is_certain) == ((lost,), True)
 
 
 def test_of_two_that_are_lost_each_is_reported_and_nobody_waits_for_them() -> None:
@@ -120,7 +120,7 @@ def test_one_that_stands_still_in_a_message_is_lost_also_while_it_is_asked_who_h
         WorkersLostError, match=r"^memory worker 0 .pid 1. stands still in the midst of a message$"
     ) as loss:
         pools.check()
-    assert loss.value.has_exited
+    assert loss.value.is_certain
     assert {*pools.lost_workers} == {other}
 
 

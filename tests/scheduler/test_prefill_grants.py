@@ -14,7 +14,7 @@ BLOCK = 4
 
 
 def plan(ops: list[New | PrefillGrant], rows: list[RowRange]) -> StepPlan:
-    return StepPlan(epoch=1, batch=0, step=1, ops=[*ops], rows=rows, recompute_from=[], reply_to=[])
+    return StepPlan(epoch=1, batch=0, step=1, ops=[*ops], rows=rows, send_from=[], reply_to=[])
 
 
 def grants_of(sequence: int, first: int, ahead: int, rng: random.Random) -> list[PrefillGrant]:

@@ -257,7 +257,7 @@ def test_a_batch_that_joins_late_rotates_in_phase_with_the_others() -> None:
         steps = scheduler.schedule()
         assert [s.plan.batch for s in steps] == [0, 1, 2]
         for layer in range(3):
-            on = [s.plan.recompute_from[layer] for s in steps]
+            on = [s.plan.send_from[layer] for s in steps]
             assert on in ([0, 1, 0], [1, 0, 1])
 
 

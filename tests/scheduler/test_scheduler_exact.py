@@ -59,7 +59,7 @@ def test_steps_take_the_way_of_the_pipeline_over_the_replicas_that_there_are(rep
         scheduler.add(make(i, 4, 20))
     for number in range(3):
         steps = scheduler.schedule()
-        ways = [(step.plan.recompute_from, step.plan.reply_to) for step in steps]
+        ways = [(step.plan.send_from, step.plan.reply_to) for step in steps]
         assert ways == [route(batch, number, 4, 3, replicas) for batch in range(3)]
         serve(scheduler, steps)
 
@@ -293,7 +293,7 @@ def test_without_more_words_plans_are_of_view_0_and_of_one_layer() -> None:
         scheduler.add(make(i, 4, 20))
     plans = [step.plan for step in scheduler.schedule()]
     assert [plan.epoch for plan in plans] == [0] * 3
-    assert [(plan.recompute_from, plan.reply_to) for plan in plans] == [route(batch, 0, 1, 3, 0) for batch in range(3)]
+    assert [(plan.send_from, plan.reply_to) for plan in plans] == [route(batch, 0, 1, 3, 0) for batch in range(3)]
     assert all(Scheduler(tables(9), max_num_seqs=9, prefill_chunk=9, epoch=view).epoch == view for view in (0, 5))
 
 

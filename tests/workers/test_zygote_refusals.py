@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_an_order_that_nobody_waits_for_is_not_forked() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        assert zygote.was_abandoned(ours) == ""
+        assert zygote.why_abandoned(ours) == ""
         theirs.close()
-        assert zygote.was_abandoned(ours)
+        assert zygote.why_abandoned(ours)
 
 
 def test_a_system_that_shows_no_ends_of_processes_is_no_place_to_fork(monkeypatch: pytest.MonkeyPatch) -> None:

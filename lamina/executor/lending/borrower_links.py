@@ -48,7 +48,7 @@ class GuestWorker:
         self.host = "" if ipaddress.ip_address(host).is_loopback else any_port(host)
         self.key = secrets.token_bytes(LEASE_KEY_BYTES)
         self.nbytes = loan.blocks * BLOCK_BYTES
-        self.is_lost = ""  # how it ended
+        self.lost_reason = ""  # how it ended
         self._links = links
 
     @property
@@ -57,7 +57,7 @@ class GuestWorker:
         return self.loan.recalled > 0
 
     def exit_reason(self) -> str | None:
-        return (self.is_lost and f"on loan from {self.loan.creditor} {self.is_lost}") or None
+        return (self.lost_reason and f"on loan from {self.loan.creditor} {self.lost_reason}") or None
 
     def join(self, timeout_s: float) -> None:
         """Its memory goes back; nobody waits for it."""
@@ -193,7 +193,7 @@ class BorrowerLinks:
         if isinstance(message, GuestEnded):
             self._debtor.loans.pop((peer, message.lease), None)
             if (guest := self._guests.get((peer, message.lease))) is not None:
-                guest.is_lost = message.fate
+                guest.lost_reason = message.fate
             return []
         if getattr(message, "creditor", peer) != peer:
             return []
@@ -227,7 +227,7 @@ class BorrowerLinks:
             over = [key for key in self._guests if key not in self._debtor.loans]
             guests = [self._guests.pop(key) for key in over]
         for guest in guests:
-            guest.is_lost = guest.is_lost or "ended with its lease"
+            guest.lost_reason = guest.lost_reason or "ended with its lease"
             with suppress(OSError):
                 guest.sock.shutdown(socket.SHUT_RDWR)
 

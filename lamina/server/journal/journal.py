@@ -81,9 +81,9 @@ class Journal:
                 break
             for at, record in enumerate(contents.records):
                 self._replay(record, first=at == 0, number=number)
-            if contents.is_torn:
+            if contents.num_torn_bytes:
                 log.warning(
-                    "--journal: the last %d bytes of %s were not written whole: left out", contents.is_torn, path
+                    "--journal: the last %d bytes of %s were not written whole: left out", contents.num_torn_bytes, path
                 )
             size = contents.end
         number = segments[-1][0] if segments else 0

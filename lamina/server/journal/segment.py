@@ -43,8 +43,8 @@ class SegmentContents:
                 self.records.append(record)
         except msgspec.DecodeError:  # it is whole, and nothing that this version writes
             raise damaged(path, self.end) from None
-        self.is_torn = len(data) - self.end  # bytes behind a record that was not written whole
-        if self.is_torn and _synced(data, self.end) > self.end:
+        self.num_torn_bytes = len(data) - self.end  # bytes behind a record that was not written whole
+        if self.num_torn_bytes and _synced(data, self.end) > self.end:
             raise damaged(path, self.end)
 
 

@@ -92,7 +92,7 @@ def decode_value(name: str, raw: bytes | msgspec.Raw, max_nesting: int, most: in
     except RecursionError:
         field = None
     else:
-        if not _max_depth(field, max_nesting):
+        if not _is_within_depth(field, max_nesting):
             return field
     raise ApiError(400, f"{name} is nested deeper than {max_nesting}", param=name, code="too_deep")
 
@@ -188,7 +188,7 @@ def _row(piece: bytes) -> bytes:
     return b"[" + piece[opening.end() :] + b"]"
 
 
-def _max_depth(value: Any, limit: int) -> bool:
+def _is_within_depth(value: Any, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
         level = [x for v in level for x in _children(v)]

@@ -55,8 +55,8 @@ class AttentionClient:
         where tensors come from and go to; None for the CPU. ``parity``: to who keeps that of all others, which have
         equal runs of heads.
         """
-        self._has_unread = [] if parity is None else [parity]  # links from which no O is due
-        self.clients = [*links, *self._has_unread]
+        self._parity_links = [] if parity is None else [parity]  # links from which no O is due
+        self.clients = [*links, *self._parity_links]
         specs = [AttentionSpec.decode(shape.spec) for shape in layers]
         windows = [spec.window for spec in specs]
         groups = list[LayerGroup]()
@@ -97,7 +97,7 @@ class AttentionClient:
         self._step = step
 
     def _laid_out(self, plan: StepPlan) -> ClientStep:
-        return ClientStep(plan, self._groups, self._placement, guarded=bool(self._has_unread))
+        return ClientStep(plan, self._groups, self._placement, guarded=bool(self._parity_links))
 
     def send_plan(self, plan: StepPlan) -> None:
         """Tell all memory workers of a step to come."""
@@ -158,7 +158,7 @@ class AttentionClient:
         """Raise the refusal of a memory worker from which no O is due; every O that is due has come. Raises
         RefusedError, ProtocolError.
         """
-        for link in self._has_unread:
+        for link in self._parity_links:
             if (key := link.poll(0.0)) is not None:
                 raise ProtocolError(f"memory worker {link.number}: {key}, of which nothing is due")
 

@@ -138,7 +138,7 @@ class ComputeWorker:
         """Go on under ``epoch`` with others to talk to, as the replica of that number. Of older epochs nothing is left:
         no turns, no last tokens, and nothing that penalties count.
         """
-        before = self._must_wait()
+        before = self._activity_seconds()
         self._replica = replica
         self._client, self._pipeline, self._rank_group, self._epoch = (
             pool,
@@ -147,7 +147,7 @@ class ComputeWorker:
             epoch,
         )
         self._past = dict.fromkeys(before, 0.0)
-        now = self._must_wait()
+        now = self._activity_seconds()
         self._past = {name: seconds - now[name] for name, seconds in before.items()}
         self._tasks, self._penalties_due, self._last_tokens, self._histories = [], {}, {}, TokenHistories()
 
@@ -195,7 +195,7 @@ class ComputeWorker:
 
     def stats(self) -> dict[str, float]:
         """Seconds by activity (``slice_s`` excludes sending), and counts."""
-        waits = self._must_wait()
+        waits = self._activity_seconds()
         return {
             "slice_s": self.slice_s - waits["send_s"],
             **waits,
@@ -204,7 +204,7 @@ class ComputeWorker:
             "rows": float(self.rows),
         }
 
-    def _must_wait(self) -> dict[str, float]:
+    def _activity_seconds(self) -> dict[str, float]:
         now = self._client.send_s, self._client.wait_s, self._pipeline.wait_s
         return {name: past + s for (name, past), s in zip(self._past.items(), now, strict=True)}
 

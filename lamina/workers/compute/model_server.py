@@ -130,7 +130,7 @@ class ModelServer:
         self.decisions: dict[str, str] = {}  # use -> what was chosen for it here, and why
         self.counters = {"loads": 0.0, "connects": 0.0}
         self._worker: Worker | None = None
-        self._is_in_epoch: EpochFabric | None = None
+        self._epoch_fabric: EpochFabric | None = None
         self._next_epoch = -1  # the newest epoch that the driver has named
         self._failure = False  # a channel of the epoch has ended
         self.service = ControlLoop(
@@ -287,7 +287,7 @@ class ModelServer:
     def _connect(self, meeting: Connect) -> None:
         self.close_channels()
         self.clock.restart()
-        self._is_in_epoch = fabric = EpochFabric(meeting.epoch, self.fabric, self.runtime.clock)
+        self._epoch_fabric = fabric = EpochFabric(meeting.epoch, self.fabric, self.runtime.clock)
         self._failure = False
         if self._is_epoch_over:
             return
@@ -306,8 +306,8 @@ class ModelServer:
         if self.group:
             self.group.close()
             self.group = None
-        if self._is_in_epoch:
-            self._is_in_epoch.close()
+        if self._epoch_fabric:
+            self._epoch_fabric.close()
 
     def _on_message(self, message: object) -> None:
         """Look at a message as it comes: a Connect or a Quiesce ends the older epoch at once, as work in it may wait
@@ -315,13 +315,13 @@ class ModelServer:
         """
         if isinstance(message, Connect | Quiesce):
             self._next_epoch = message.epoch
-            if self._is_in_epoch and self._is_epoch_over:
-                self._is_in_epoch.end_epoch(f"epoch {self._is_in_epoch.epoch} is over: epoch {message.epoch} begins")
+            if self._epoch_fabric and self._is_epoch_over:
+                self._epoch_fabric.end_epoch(f"epoch {self._epoch_fabric.epoch} is over: epoch {message.epoch} begins")
 
     @property
     def _is_epoch_over(self) -> bool:
         """Whether the Connect of a newer epoch has come."""
-        return self._is_in_epoch is not None and self._next_epoch > self._is_in_epoch.epoch
+        return self._epoch_fabric is not None and self._next_epoch > self._epoch_fabric.epoch
 
     def _loop(self) -> None:
         while not self.service.is_stopped.is_set():
@@ -339,10 +339,10 @@ class ModelServer:
 
     def _report_channel_lost(self, error: Exception) -> None:
         """A channel has ended: its other end knows why. Whatever else it is, this worker has failed."""
-        if not isinstance(error, ChannelError) or self._is_in_epoch is None or self.service.is_stopped.is_set():
+        if not isinstance(error, ChannelError) or self._epoch_fabric is None or self.service.is_stopped.is_set():
             raise error
         self._failure = True
-        (view := self._is_in_epoch).end_epoch(f"{self.role}: {error}")
+        (view := self._epoch_fabric).end_epoch(f"{self.role}: {error}")
         self.service.link.send(
             ChannelLost(view.epoch, str(error), isinstance(error, MissingKvError), view.peer_in_error(error))
         )
@@ -357,10 +357,10 @@ class ModelServer:
             elif isinstance(new, Quiesce):
                 self.close_channels()
                 self.service.link.send(Quiesced(epoch=new.epoch))
-            elif self._worker is None or self._is_in_epoch is None or self._is_idle:
+            elif self._worker is None or self._epoch_fabric is None or self._is_idle:
                 continue
             elif isinstance(new, ConnectPrefillPeers):
-                self.connect_prefill_peers(new, self._is_in_epoch)
+                self.connect_prefill_peers(new, self._epoch_fabric)
             else:
                 if idle:
                     self.trace.add(Event.WAIT_STEP, start, new.steps[0].plan)

@@ -218,14 +218,14 @@ class EpochServer:
                 self._prefill_receiver.expect(plan, self._store)
                 step = AttentionStep(self._store, plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
-            self._inbox.is_refused[key.batch] = key
+            self._inbox.refused_plans[key.batch] = key
             self._meter.add("refused", 1)
             reader = plan.replica_of(1) if plan else 0
             channel = self._channels[reader if 0 <= reader < len(self._channels) else 0]
             self._send(channel, key._replace(kind=MessageKind.REFUSED), str(e).encode())
             layers.abort(str(e))
             return None, plan is not None and plan.has_more
-        self._inbox.is_refused.pop(key.batch, None)
+        self._inbox.refused_plans.pop(key.batch, None)
         self._meter.add("steps", 1)
         self._meter.add("rows", step.plan.num_rows)
         self._meter.add("remote_bytes", step.remote_bytes)

@@ -42,7 +42,7 @@ from lamina.protocol.step_plan import (
 )
 from lamina.utils.tensor_buffers import tensor_over
 from lamina.workers.device_selection import CPU, FREE_MEMORY_SHARE
-from lamina.workers.staging import NO_WAIT, open_staging
+from lamina.workers.staging import EMPTY_BYTES, open_staging
 
 from .committed_tokens import CommittedTokens
 from .kv_checksums import BlockChecksums
@@ -161,15 +161,15 @@ class KvStore:
 
     def message_tensor(self, data: memoryview) -> Tensor:
         """Its bytes, flat, on the device. On the CPU they are shared, not copied."""
-        return self.staging.to_device(tensor_over(data, torch.uint8)) if len(data) else NO_WAIT
+        return self.staging.to_device(tensor_over(data, torch.uint8)) if len(data) else EMPTY_BYTES
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Apply a plan, all or nothing. Raises ProtocolError, PlanError, NoBlocksError: then nothing has changed."""
         bind = self.bind_request
-        for replicas in (plan.recompute_from, plan.reply_to):
+        for replicas in (plan.send_from, plan.reply_to):
             if len(replicas) not in (0, len(bind.layers)) or any(not 0 <= r < bind.replicas for r in replicas):
                 raise ProtocolError(f"step {plan.step} names {replicas} as replicas of {len(bind.layers)} layers")
-        if plan.recompute_from[1:] != plan.reply_to[:-1]:
+        if plan.send_from[1:] != plan.reply_to[:-1]:
             raise ProtocolError(f"step {plan.step}: an O does not go to the replica of the next slice")
         if plan.num_rows > bind.max_rows:
             raise ProtocolError(f"step {plan.step} has {plan.num_rows} rows, {bind.max_rows} were bound")

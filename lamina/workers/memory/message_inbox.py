@@ -21,7 +21,7 @@ class MessageInbox:
         """``channels``: of all replicas. While nothing comes, ``grants`` are served."""
         self._channels, self._grants, self._meter, self._view = channels, grants, meter, epoch
         self.plans: deque[tuple[MessageKey, bytes]] = deque()  # that came before their round
-        self.is_refused: dict[
+        self.refused_plans: dict[
             int, MessageKey
         ] = {}  # batch -> its last plan, if refused: its layer messages are dropped
 
@@ -38,7 +38,7 @@ class MessageInbox:
             if len(self.plans) == MAX_QUEUED_PLANS:
                 raise ProtocolError(f"{MAX_QUEUED_PLANS} plans in place of a layer message")
             self.plans.append((key, bytes(arrival.data)))
-        elif not ((bad := self.is_refused.get(key.batch)) and key == bad._replace(kind=key.kind, layer=key.layer)):
+        elif not ((bad := self.refused_plans.get(key.batch)) and key == bad._replace(kind=key.kind, layer=key.layer)):
             return arrival
         channel.release(arrival)
         return None

@@ -27,7 +27,7 @@ from lamina.workers.compute.pipeline_comm import PipelineComm
 from lamina.workers.memory.attention_step import AttentionStep, StoredAttention
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_write import StoredKvRows
-from lamina.workers.staging import NO_WAIT
+from lamina.workers.staging import EMPTY_BYTES
 
 from .kv_occupancy import KvOccupancy
 from .prefix_fetch import PrefixFetch
@@ -48,12 +48,12 @@ class LocalAttention:
         self._store, self._first = store, first
         token_bytes = sum(piece.kv.token_bytes for layer in store.layers for piece in layer)
         self.kv_occupancy = KvOccupancy(token_bytes)
-        self._before = NO_WAIT  # what a stage before has attended
+        self._before = EMPTY_BYTES  # what a stage before has attended
         self._client = pool
         self._prefix_fetch: PrefixFetch | None = None  # exchange with other workers; None: not met
         self._trace = trace
         self._step: AttentionStep | None = None
-        self._q = NO_WAIT
+        self._q = EMPTY_BYTES
         self._writes: list[StoredKvRows] = []
         self._stored: list[StoredAttention] = []
         self.attend_s = 0.0
@@ -145,7 +145,7 @@ class LocalAttention:
         (piece,) = self._store.layers[own]
         shape = num_rows, 1, piece.operator.q_heads, piece.operator.v_dim
         out = torch.empty(shape, dtype=dtype, device=self._store.device)
-        step.finish(own, self._stored, self._q, self._writes, NO_WAIT, _flat(out))
+        step.finish(own, self._stored, self._q, self._writes, EMPTY_BYTES, _flat(out))
         self.attend_s += time.perf_counter() - begun
         if own + 1 == len(self._store.layers):
             self.kv_occupancy.end()

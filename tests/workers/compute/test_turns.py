@@ -75,7 +75,7 @@ def make_round(number: int, batches: list[int], n: int, layers: int, first: bool
     for b in batches:
         source, reply_to = route(b, number, layers, n)
         plan = StepPlan(
-            step=number, batch=b, ops=[New(b)] if first else [], rows=[RowRange(b, number, 1)], recompute_from=source,
+            step=number, batch=b, ops=[New(b)] if first else [], rows=[RowRange(b, number, 1)], send_from=source,
             reply_to=reply_to,
         )  # fmt: skip
         draw = SamplingRequest(
@@ -165,7 +165,7 @@ def test_a_step_without_rows_is_done_at_once_and_by_one_replica() -> None:
     ]
     source, reply_to = route(1, 0, 2, 3)
     step = RunStep(
-        plan=StepPlan(step=0, batch=1, ops=[], rows=[], recompute_from=source, reply_to=reply_to),
+        plan=StepPlan(step=0, batch=1, ops=[], rows=[], send_from=source, reply_to=reply_to),
         token_ids=[],
         sampling_requests=[],
     )

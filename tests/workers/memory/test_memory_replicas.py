@@ -45,7 +45,7 @@ def test_a_round_of_all_batches_gives_the_bits_of_one_replica(pool: Pool, n: int
             source, reply_to = route(b, step, len(LAYERS), n)
             plans.append(
                 StepPlan(step=step, batch=b, ops=[New(b)] if step == 0 else [], rows=rows[b], has_more=b < n - 1,
-                         recompute_from=source, reply_to=reply_to)
+                         send_from=source, reply_to=reply_to)
             )  # fmt: skip
         want = [alone.step(3 * b + step, p.ops, p.rows) for b, p in enumerate(plans)]
         for plan in plans:
@@ -54,8 +54,8 @@ def test_a_round_of_all_batches_gives_the_bits_of_one_replica(pool: Pool, n: int
             for b, plan in enumerate(plans):
                 q, k, v = alone.rows(plan.rows, layer)
                 key = MessageKey(MessageKind.Q, step, b, 0, layer)
-                source, reader = peers[plan.recompute_from[layer]], peers[plan.reply_to[layer]]
-                used.add((plan.recompute_from[layer], plan.reply_to[layer]))
+                source, reader = peers[plan.send_from[layer]], peers[plan.reply_to[layer]]
+                used.add((plan.send_from[layer], plan.reply_to[layer]))
                 source.send_tensors(key, q)
                 source.send_tensors(key._replace(kind=MessageKind.KV), k, v)
                 got = tensors(reader.receive(key._replace(kind=MessageKind.O)), q, v.shape[2])
@@ -66,7 +66,7 @@ def test_a_round_of_all_batches_gives_the_bits_of_one_replica(pool: Pool, n: int
 def test_plans_of_the_next_round_may_come_while_a_layer_is_awaited(pool: Pool) -> None:
     alone, (first, second) = model(pool), replicas(pool, 2)
     source, reply_to = route(0, 0, len(LAYERS), 3)
-    plan = StepPlan(step=0, ops=[New(1)], rows=[RowRange(1, 0, 3)], recompute_from=source, reply_to=reply_to)
+    plan = StepPlan(step=0, ops=[New(1)], rows=[RowRange(1, 0, 3)], send_from=source, reply_to=reply_to)
     assert source[:2] == [0, 1]
     first.plan(plan)
     first.plan(StepPlan(step=1, ops=[], rows=[]))
@@ -87,7 +87,7 @@ def test_too_many_plans_before_their_round_end_the_session(pool: Pool) -> None:
     first, _ = replicas(pool, 2)
     source, reply_to = route(1, 0, len(LAYERS), 3)
     first.plan(
-        StepPlan(step=0, ops=[New(1)], rows=[RowRange(1, 0, 3)], recompute_from=[0, *source[1:]], reply_to=reply_to)
+        StepPlan(step=0, ops=[New(1)], rows=[RowRange(1, 0, 3)], send_from=[0, *source[1:]], reply_to=reply_to)
     )
     flood = (first.plan(StepPlan(step=step, ops=[], rows=[])) for step in range(1, 100))
     with pytest.raises(PeerFault, match="plans in place of a layer message"):

@@ -132,7 +132,7 @@ class FastForwardScheduler(Scheduler):
         self._leaps.skip(at.steps, rounds, token)
         for step in at.steps:
             source, reply_to = self._route(step.plan.batch, step.plan.step)
-            step.plan = msgspec.structs.replace(step.plan, recompute_from=source, reply_to=reply_to)
+            step.plan = msgspec.structs.replace(step.plan, send_from=source, reply_to=reply_to)
         flight.tokens += rounds * flight.rows
         self._next_round += rounds
         return [*at.steps]

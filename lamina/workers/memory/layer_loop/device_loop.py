@@ -14,7 +14,7 @@ from lamina.workers.device_transport import DESCRIPTOR_WORDS, DeviceTransport, m
 from lamina.workers.memory.attention_step import AttentionStep
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.worker_counters import Counters
-from lamina.workers.staging import NO_WAIT
+from lamina.workers.staging import EMPTY_BYTES
 
 from .cuda_graph_loop import RoundGraphs
 
@@ -83,7 +83,7 @@ class DeviceLayerLoop:
 
     def _receive(self, kind: MessageKind, line: Tensor, nbytes: int) -> Tensor:
         if not nbytes:
-            return NO_WAIT
+            return EMPTY_BYTES
         target = torch.empty(nbytes, dtype=torch.uint8, device=self._store.device)
         self.transport.receive(kind, line, target)
         return target

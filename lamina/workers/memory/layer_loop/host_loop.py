@@ -16,7 +16,7 @@ from lamina.workers.memory.kv_write import StoredKvRows
 from lamina.workers.memory.message_inbox import MessageInbox
 from lamina.workers.memory.offload.kv_load import KvLoader
 from lamina.workers.memory.worker_counters import Counters
-from lamina.workers.staging import NO_WAIT
+from lamina.workers.staging import EMPTY_BYTES
 
 RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 
@@ -48,7 +48,7 @@ class HostLayerLoop:
                 self._serve_layer(step, layer)
                 self._meter.add("turns", 1)
                 if layer == last:
-                    self._write_stored(step)
+                    self._commit_rows(step)
 
     def _wait_for_loads(self, step: AttentionStep, layer: int) -> None:
         """Until what the rows of ``step`` see in ``layer`` is loaded."""
@@ -60,8 +60,8 @@ class HostLayerLoop:
             self._grants.receive_one()
         self._trace.add(Event.WAIT_LAYER, start, step.plan, layer)
 
-    def _write_stored(self, step: AttentionStep) -> None:
-        """All layers of ``step`` are."""
+    def _commit_rows(self, step: AttentionStep) -> None:
+        """Count the rows of ``step`` as stored: all its layers are written."""
         if self._loads is not None:
             self._loads.collect()  # else its rows would count before the loaded tokens in front of them
         self._store.committed.commit(step.plan.rows)
@@ -111,7 +111,7 @@ class HostLayerLoop:
         """Nothing to do: the session sends the reason in place of the O that a compute worker waits for."""
 
     def _message(self, arrival: Arrival | None) -> Tensor:
-        return NO_WAIT if arrival is None else self._store.message_tensor(arrival.data)
+        return EMPTY_BYTES if arrival is None else self._store.message_tensor(arrival.data)
 
     def _finish(
         self,

@@ -65,7 +65,7 @@ class NativeLayerLoop(HostLayerLoop):
             turns = self._count(steps)
             loop.begin(())  # else the loop and the steps hold each other
             for step in steps[: max(0, turns - (len(self._store.layers) - 1) * len(steps))]:
-                self._write_stored(step)
+                self._commit_rows(step)
 
     def _resume(self, steps: Sequence[AttentionStep]) -> int:
         """As Loop.run, up to the first turn whose stored K and V are still to be loaded."""

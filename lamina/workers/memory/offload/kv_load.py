@@ -50,20 +50,21 @@ class PageLoad:
     def __init__(
         self,
         ops: Sequence[LoadKv],
-        at: Sequence[Sequence[PageBlocks | None]],
+        page_blocks: Sequence[Sequence[PageBlocks | None]],
         key: MessageKey,
         nbytes: int,
-        ready: Callable[[], None],
+        wait_until_ready: Callable[[], None],
     ) -> None:
-        """``page_blocks``: of each op, where its pages go; ``key``: of the plan; ``nbytes``: of all. ``is_ready``: wait
-        until the device needs the blocks for nothing else.
+        """``page_blocks``: of each op, where its pages go; ``key``: of the plan; ``nbytes``: of all.
+
+        ``wait_until_ready``: returns once the device needs the blocks for nothing else.
         """
-        self.is_ready = ready
-        self.ops, self.page_blocks, self.key, self.nbytes = ops, at, key, nbytes
+        self.wait_until_ready = wait_until_ready
+        self.ops, self.page_blocks, self.key, self.nbytes = ops, page_blocks, key, nbytes
         self.sequence, self.spare_s = ops[0].sequence, min(op.slack_s for op in ops)
         self.done = [len(op.keys) for op in ops]  # pages, as far as is known
         self.errors, self.evicted = [""] * len(ops), [list[bytes]() for _ in ops]
-        self.num_open = self.num_ended = False
+        self.is_opening = self.is_over = False
         self.layers = 0  # that are there
         self.changed = threading.Condition()
         self._waited_s = 0.0  # until a layer came, for all that came
@@ -94,7 +95,7 @@ class PageLoad:
         """So many are there now."""
         with self.changed:
             self._waited_s, self._since = self.waited_s, None
-            self.layers, self.num_ended = max(self.layers, layers), self.num_ended or ended
+            self.layers, self.is_over = max(self.layers, layers), self.is_over or ended
             self.changed.notify_all()
 
     def wait(self, layer: int, patience_s: float) -> bool:
@@ -148,7 +149,7 @@ class KvLoader:
     def is_gated(self, sequence: int) -> bool:
         """Whether it may have no rows."""
         load = self._under_way.get(sequence)
-        return load is not None and not load.num_open
+        return load is not None and not load.is_opening
 
     def add(self, plan: StepPlan) -> None:
         """Begin what a plan loads, of which the store has the blocks."""
@@ -187,7 +188,7 @@ class KvLoader:
 
     def _give_up_load(self, load: PageLoad, layer: int) -> None:
         with self._lock:
-            if load.num_ended:
+            if load.is_over:
                 return
             load.mark_all_missing(
                 f"layer {layer} of sequence {load.sequence} was not there when rows had waited {LATE_LOAD_S:g} s"
@@ -220,24 +221,24 @@ class KvLoader:
             except Exception as e:  # any error: else a request waits for ever
                 log.exception("a load has failed")
                 with self._lock:
-                    if not load.num_ended:
+                    if not load.is_over:
                         load.mark_all_missing(f"{type(e).__name__}: {e}")
             self._meter.add("load_s", time.perf_counter() - start)
             with self._lock:
-                ended = [] if self._cancelled or load.num_ended else self._end(load)
+                ended = [] if self._cancelled or load.is_over else self._end(load)
             with suppress(StorageError):
                 self._medium.delete([key for gone in load.evicted for key in gone])
             self._tell(ended)
 
     def _load(self, load: PageLoad, begun: float, staging: Staging) -> None:
         spare_s, loaded = load.spare_s if self._gates else 0.0, 0
-        load.is_ready()
+        load.wait_until_ready()
         layers = len(self._store.layers)
         for run in layer_runs(layers, load.nbytes) if spare_s > 0 else [range(layers)]:
             start, before = self._trace.now(), loaded
             for number, page in list(load.pages()):
                 loaded += self._bring(load, number, page, run, staging)
-                if self._cancelled or load.num_ended:
+                if self._cancelled or load.is_over:
                     return
             staging.record_event()()  # rows come by another queue of the device
             self._trace.add(Event.LOAD, start, load.key, run.start, value=loaded - before)
@@ -246,11 +247,11 @@ class KvLoader:
                 load.on_layers_loaded(run.stop)
             if (
                 spare_s > 0
-                and not load.num_open
+                and not load.is_opening
                 and not load.failed
                 and can_start(load.nbytes, loaded, now - begun, spare_s)
             ):
-                load.num_open = True
+                load.is_opening = True
                 for op in load.ops:
                     self._opened(op)
 
@@ -264,7 +265,7 @@ class KvLoader:
             if room:
                 self._read(op.keys[page], room)
                 with self._lock:
-                    if self._cancelled or load.num_ended:
+                    if self._cancelled or load.is_over:
                         return 0
                     self._atoms.write(at, room, staging, run)
                     if op.page_shift:
@@ -273,7 +274,7 @@ class KvLoader:
                 self._meter.add("kv_loaded_bytes", nbytes)
         except (StorageError, ValueError) as e:
             with self._lock:
-                if self._cancelled or load.num_ended:
+                if self._cancelled or load.is_over:
                     return 0
                 load.mark_missing(number, page, f"page {op.first // PAGE + page} was not loaded: {e}")
                 if isinstance(e, FragmentLostError):  # whoever asks again is not to fail, too

@@ -73,7 +73,7 @@ class RemotePages:
         self._name = next((peer.name for peer in peers if peer.url == listener.url), "")
         self._names = {peer.name for peer in self._peers}
         self._due, self._until = set(self._names), math.inf  # who is to come, and ask
-        self._num_connected: list[Channel] = []  # who is not heard before there is a medium
+        self._waiting_channels: list[Channel] = []  # who is not heard before there is a medium
         self._medium: StorageBackend | None = None
         self._locations: dict[bytes, _PageSource] = {}
         self._threads: list[threading.Thread] = []
@@ -95,7 +95,7 @@ class RemotePages:
         if channel.peer_name not in self._names:
             return channel
         self._due.discard(channel.peer_name)
-        self._num_connected.append(channel)
+        self._waiting_channels.append(channel)
         self._hear()
         return None
 
@@ -168,8 +168,8 @@ class RemotePages:
         return opened
 
     def _hear(self) -> None:
-        while self._medium is not None and self._num_connected:
-            work = _PageServer(self._num_connected.pop(), self._medium).run
+        while self._medium is not None and self._waiting_channels:
+            work = _PageServer(self._waiting_channels.pop(), self._medium).run
             self._threads.append(threading.Thread(target=work, name="lamina-answer", daemon=True))
             self._threads[-1].start()
 
