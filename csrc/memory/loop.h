@@ -78,7 +78,7 @@ struct Places {
   Numbers rows, blocks, offsets;
 };
 
-// What a group has of a step; see step._GroupStep and write._Place.
+// What a group has of a step; see attention_step.py and kv_write.py.
 struct GroupRows {
   std::size_t whole = 0;  // rows of sequences that are whole here
   Numbers nodes;          // rows of the others' Q for nodes of stored tokens
@@ -140,13 +140,13 @@ struct Result {
 class Loop {
  public:
   Store store;
-  std::vector<Link> links;  // there is one
+  std::vector<Link> links;  // one for each replica
   double reserve_s = 0;     // that a slot is waited for
   Spans spans;
   Counts counts{};
 
   void begin(std::vector<Step*> steps);
-  // Goes on where it was, until something unusual; each wait takes `poll_timeout_s` at most, and where `overdue` is
+  // Goes on where it was, until something unusual; each wait takes `patience_s` at most, and where `overdue` is
   // over, which is no time if 0, it pauses before the next turn; so it does before turn `limit`. Throws std::bad_alloc.
   Result run(double patience_s, std::uint64_t overdue, std::size_t limit);
   // What the last run has sent half.

@@ -193,7 +193,7 @@ class Engine:
         return outputs
 
     def get_logits(self, request_id: int) -> bytes:
-        """Of a held request, behind its last token: see Drawn. Empty until they have come."""
+        """Of a held request, behind its last token: see SampledToken. Empty until they have come."""
         request = self._requests[request_id]
         return request.logits if request.sequences[0].awaits_external_token else b""
 

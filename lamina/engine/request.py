@@ -28,7 +28,7 @@ class Request:
         self.decode_token = spell
         self.sequences = sequences
         self.text_streams = texts
-        self.logits = b""  # of a held one that waits, see Drawn
+        self.logits = b""  # of a held one that waits, see SampledToken
 
     def on_scheduled(self, sequence: Sequence, now: float) -> None:
         """The first rows of a sequence are on their way."""

@@ -48,7 +48,7 @@ def eviction_rank(policy: str) -> Callable[[PageUsage], EvictionRank]:
 class EvictionQueue:
     """The pages of a tier, in the order in which they give way. A page's use moves the clock on by one.
 
-    The way to use a prefix: ``num_cached`` it, ``record_use`` its pages from the last one to the first, then ``evict``.
+    The way to use a prefix: look it up, ``record_use`` its pages from the last one to the first, then ``evict``.
     So of one prefix the last page is the first that the clock makes old, and a page never goes before those that need
     it.
     """

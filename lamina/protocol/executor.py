@@ -45,7 +45,8 @@ class EpochChanged(NamedTuple):
 
 
 class Executor(Protocol):
-    """Both pools, as the engine sees them. ``executor.worker_executor.Pools`` is the real one, ``sim`` has others.
+    """Both pools, as the engine sees them. ``executor.worker_executor.WorkerExecutor`` is the real one; simulations
+    have others.
 
     Rounds run in the order given. The steps of one batch are done in that order; of two batches either may be first.
     """
@@ -75,9 +76,10 @@ class Executor(Protocol):
         ...
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
-        """Behind EpochChanged: replace lost workers, and have all meet anew, with the KV of ``keep`` alone; KV that
-        ``was`` elsewhere moves first. Another EpochChanged where others are lost meanwhile. Raises WorkerError where
-        that cannot be.
+        """Replace lost workers after EpochChanged, and connect all again with the KV of ``keep`` alone.
+
+        KV whose location has changed moves first. Returns another EpochChanged if others are lost meanwhile. Raises
+        WorkerError if workers cannot be replaced.
         """
         ...
 

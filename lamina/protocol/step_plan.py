@@ -310,7 +310,7 @@ class BindRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unconnected(self) -> BindRequest:
-        """The same, whoever connects: of what the memory of a store follows from."""
+        """A copy without the fields that differ by peer; a store's memory follows from the rest."""
         alone = {"epoch": 0, "replicas": 1, "prefill_workers": 0, "prefill_pipeline": 1, "device_path": False}
         return msgspec.structs.replace(self, **alone)
 

@@ -23,12 +23,11 @@ LAUNCHERS = {"local": "local", "ray": "ray", "static": "static"}
 
 
 class HostLostError(OSError):
-    """The host of a lost worker is gone, and no other one has room. ``lost_hosts``: hosts that were lost so, by
-    name."""
+    """The host of a lost worker is gone, and no other one has room. ``lost_hosts``: names of such hosts."""
 
-    def __init__(self, text: str, without: Collection[str] = ()) -> None:
+    def __init__(self, text: str, lost_hosts: Collection[str] = ()) -> None:
         super().__init__(text)
-        self.lost_hosts = sorted(without)
+        self.lost_hosts = sorted(lost_hosts)
 
 
 class WorkerHandle(Protocol):

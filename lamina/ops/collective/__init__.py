@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from .mesh import MeshCollective
 
 AUTO = "auto"
-# name -> module of this package with ``lacks(device)``, ``unfit(ranks)`` and ``open_collective(mesh, at)``, for the
-# functions of these names below; imported when first used. For --collective the names stand in config, too.
+# name -> module of this package with ``why_unavailable(device)``, ``why_unusable_together(ranks)`` and
+# ``open_collective(mesh, at)``, for the functions of these names below; imported when first used. For --collective the
+# names stand in config, too.
 COLLECTIVES: dict[str, str] = {"mesh": "mesh", "nccl": "nccl"}
 
 

@@ -132,7 +132,7 @@ def _whole(draw: SamplingRequest, logits: Tensor) -> SampledToken:
 
 
 def _apart(own: Tensor, other: Tensor) -> tuple[bool, float]:
-    """Of the logits of a draw, and of the one beside which it is: see Drawn."""
+    """Of the logits of a draw, and of the one beside which it is: see SampledToken."""
     log_p, log_q = own.float().log_softmax(-1), other.float().log_softmax(-1)
     p = log_p.exp()
     return bool(own.argmax() != other.argmax()), float(torch.where(p > 0, p * (log_p - log_q), 0.0).sum())

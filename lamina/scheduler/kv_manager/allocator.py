@@ -152,7 +152,7 @@ class KvAllocator:
     ) -> list[SurvivingKv]:
         """Places for sequences if all blocks are free, the longest first, so that each group holds its portion as far
         as possible. Sequences for which no room is left are left out. ``last``: sequences that come behind all others,
-        in this order, and borrow nothing. ``single_shard``: KV shards whose sequences come first, and the KV shards
+        in this order, and borrow nothing. ``stays``: KV shards whose sequences come first, and the KV shards
         where these are to lie if they can. Where the groups have changed, a closed group stays closed if its worker
         stays.
         """

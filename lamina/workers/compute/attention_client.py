@@ -176,12 +176,12 @@ class ClientLayer:
     """A layer, and the pieces of it that each memory worker has."""
 
     def __init__(
-        self, shape: LayerShape, spec: AttentionSpec, pieces: tuple[tuple[WorkerPiece, ...], ...], like: int
+        self, shape: LayerShape, spec: AttentionSpec, pieces: tuple[tuple[WorkerPiece, ...], ...], equal_layer: int
     ) -> None:
         """``pieces``: by link; ``equal_layer``: the first layer that has the same."""
         self.shape, self.num_q_heads, self.v_dim = shape, shape.q_heads, shape.v_dim
         self.sinks = torch.frombuffer(bytearray(shape.sinks), dtype=FP32) if spec.sinks else None
-        self.pieces, self.equal_layer = pieces, like
+        self.pieces, self.equal_layer = pieces, equal_layer
 
 
 class _GroupIndices(NamedTuple):

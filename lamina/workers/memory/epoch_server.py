@@ -1,7 +1,7 @@
 """One epoch on a memory worker, from its Bind to its end: rounds of steps, layer by layer.
 
 Every step of a round has its turn in each layer, in the order of the plans; so the worker knows at any time whose
-message is next, and waits for that one alone. The store is not the session's: it was there before, or stays behind it.
+message is next, and waits for that one alone. The store is not the epoch's: it was there before, and outlives it.
 """
 
 from __future__ import annotations

@@ -66,15 +66,15 @@ class MemoryWorker:
         self.device, self._report, self._runtime, self._clock = device, report, around, around.clock
         self._counters = Counters()
         self._trace = trace
-        self._store: KvStore | None = None  # outlives the sessions
+        self._store: KvStore | None = None  # outlives the epochs
         self._preallocation = StorePreallocation(device, share, self._counters)  # of the next one
         self._medium: StorageBackend | None = None  # so does it
         self._tier: OffloadConfig | None = None  # where that is
-        self._transfers: PageTransfers | None = None  # of the session
-        self._stored: StoredPages | None = None  # to be told, of the session
-        self._peers: RemotePages | None = None  # of the session
+        self._transfers: PageTransfers | None = None  # of the epoch
+        self._stored: StoredPages | None = None  # to be reported in this epoch
+        self._peers: RemotePages | None = None  # of the epoch
         self._lock = threading.Lock()
-        self._fabric: EpochFabric | None = None  # of the session
+        self._fabric: EpochFabric | None = None  # of the epoch
         self._next_epoch = -1  # the newest epoch that the driver has named
         self._aborted = ""
 
@@ -127,7 +127,7 @@ class MemoryWorker:
         try:
             with _ended_by_damage(self._runtime.exit_process), torch.inference_mode():
                 open_store = partial(self._open_store, meeting)
-                session = EpochServer(
+                server = EpochServer(
                     _first(peers, copies),
                     open_store,
                     self._counters,
@@ -136,14 +136,14 @@ class MemoryWorker:
                     meeting.joining_names,
                     self._clock,
                 )
-                session.page_transfers, session.report = self._transfers, self._report
+                server.page_transfers, server.report = self._transfers, self._report
                 if meeting.migration_peers and self._store is not None:
                     copies.start(self._store)
-                    session.live_migration = copies
-                while session.num_missing or peers.num_missing or copies.num_missing:
-                    self._join(session, peers, copies)
+                    server.live_migration = copies
+                while server.num_missing or peers.num_missing or copies.num_missing:
+                    self._join(server, peers, copies)
                 self._tell_pages()
-                session.run()
+                server.run()
         except ProtocolError as e:
             fabric.abort(str(e))
             raise
@@ -269,12 +269,12 @@ class MemoryWorker:
             entered.end_epoch(reason)
         return entered
 
-    def _join(self, session: EpochServer, peers: RemotePages, copies: LiveMigration) -> None:
-        if session.num_missing:  # else steps may come while other memory workers are still to come
-            session.check_channels()
+    def _join(self, server: EpochServer, peers: RemotePages, copies: LiveMigration) -> None:
+        if server.num_missing:  # else steps may come while other memory workers are still to come
+            server.check_channels()
         with suppress(ChannelTimeout):
             if (channel := _next(peers, copies)) is not None:
-                session.add_channel(channel)
+                server.add_channel(channel)
 
     def _tell_pages(self) -> None:
         """The driver hears which pages can be loaded, once all have come who may have some."""

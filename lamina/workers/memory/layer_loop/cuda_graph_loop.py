@@ -33,7 +33,7 @@ class _CapturedRound(NamedTuple):
 
 
 class RoundGraphs:
-    """Of one session. For the thread that serves rounds."""
+    """Of one epoch. For the thread that serves rounds."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from .cuda_graph_loop import RoundGraphs
 
 
 class DeviceLayerLoop:
-    """The Layers of a session whose messages kernels move, in the order of HostLayerLoop. The host waits once a
+    """The layers of an epoch whose messages kernels move, in the order of HostLayerLoop. The host waits once a
     round."""
 
     def __init__(self, transport: DeviceTransport, store: KvStore, meter: Counters, *, graphs: bool) -> None:

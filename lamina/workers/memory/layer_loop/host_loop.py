@@ -22,7 +22,7 @@ RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 
 
 class HostLayerLoop:
-    """The Layers of a session whose messages are in host memory."""
+    """The layers of an epoch whose messages are in host memory."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class HostLayerLoop:
                 source.release(arrival)
 
     def abort(self, reason: str) -> None:
-        """Nothing to do: the session sends the reason in place of the O that a compute worker waits for."""
+        """Nothing to do: the epoch server sends the reason in place of the O that a compute worker waits for."""
 
     def _message(self, arrival: Arrival | None) -> Tensor:
         return EMPTY_BYTES if arrival is None else self._store.message_tensor(arrival.data)

@@ -48,7 +48,7 @@ def can_use_native_loop(store: KvStore, channels: Sequence[Channel]) -> bool:
 
 
 class NativeLayerLoop(HostLayerLoop):
-    """The Layers of a session whose messages are in host memory. Only where ``can_use_native_loop``."""
+    """The layers of an epoch whose messages are in host memory. Only where ``can_use_native_loop``."""
 
     def run(self, steps: Sequence[AttentionStep]) -> None:
         """All layers of a round."""

@@ -10,7 +10,7 @@ from .host_loop import HostLayerLoop
 
 
 class ParityLayerLoop(HostLayerLoop):
-    """The Layers of such a session. No Q comes, and nobody waits for O."""
+    """The layers of a parity worker. No Q comes, and nobody waits for O."""
 
     def _serve_layer(self, step: AttentionStep, layer: int) -> None:
         self._grants.receive_overdue()
