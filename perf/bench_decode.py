@@ -269,7 +269,7 @@ def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
         "cost_of_sampling": greedy and shm / greedy - 1.0,
         "seconds_by_role": _difference(split.stats(), before),
         "prompts_s": {name: p.prompts_s for name, p in players.items() if not isinstance(p, Generate)},
-        "convert_s": split.engine.info.summary["convert_s"],
+        "convert_s": split.engine.worker_info.summary["convert_s"],
         "cpu_pressure_avg10": pressure,
     }
 

@@ -68,7 +68,7 @@ def test_a_competitor_that_computes_something_else_is_refused(
     right = bench.torch_sdpa
 
     def wrong(problem: object, *, folded: bool) -> object:
-        found = right(problem, fold_runs=folded)
+        found = right(problem, folded=folded)
         return found._replace(result=lambda: found.result() * 1.5) if folded else found
 
     monkeypatch.setattr(bench, "torch_sdpa", wrong)

@@ -55,7 +55,7 @@ class Steady:
         self._seconds, self.prompts_s = seconds, 9.0 * seconds
         self.llm = SimpleNamespace(
             stats=dict[str, dict[str, float]],
-            engine=SimpleNamespace(info=SimpleNamespace(summary={"convert_s": 0.0})),
+            engine=SimpleNamespace(worker_info=SimpleNamespace(summary={"convert_s": 0.0})),
         )
 
     def turn(self, steps: int) -> list[float]:
