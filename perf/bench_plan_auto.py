@@ -1,4 +1,4 @@
-"""`--plan auto` against all numbers of batches by hand, on emulated devices at five ratios of t_m and t_a.
+"""`--pipeline auto` against all numbers of batches by hand, on emulated devices at five ratios of t_m and t_a.
 
 Everything is real (engine, processes, messages, tokens of a small model) but the time of a slice and of an attention,
 for which workers sleep: a slice takes t_m, the attention of all sequences t_a, by its bytes. All engines of a ratio

@@ -274,7 +274,7 @@ def main() -> int:
     args = parser.parse_args()
     server = Server(
         "--dtype", args.dtype, "--max-num-seqs", str(args.running), "--max-num-queued-reqs",
-        str(args.streams - args.running), "--no-log-requests",
+        str(args.streams - args.running), "--no-enable-log-requests",
     )  # fmt: skip
     try:
         load = ServerLoad(server.url, "examples/tiny_lm/model", input_len=args.input_len, output_len=args.output_len,

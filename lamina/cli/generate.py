@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina.config.engine_config import EngineConfig
+from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import flat_options
-from lamina.config.option import flag_name
 from lamina.facts.report import count_text
 from lamina.request import RequestOutput, SamplingParams
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             text.end()
         if reason := llm.engine.worker_info.summary.get("plan"):
-            print(f"--plan auto: {reason}", file=sys.stderr)
+            print(f"--pipeline auto: {reason}", file=sys.stderr)
     return 0
 
 

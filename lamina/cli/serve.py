@@ -14,7 +14,8 @@ from hashlib import sha256
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lamina.config.option import flag_name
+from lamina.config.flag_groups import GROUP_OF, OLD_FLAGS, flag_name
+from lamina.config.option import parse_seconds
 from lamina.facts.host_memory import memory_bytes
 from lamina.facts.report import size_text
 from lamina.models.checkpoint import peek_config
@@ -24,27 +25,43 @@ from lamina.server.server_config import ServerConfig
 from lamina.utils.background_thread import LowPriorityCall
 
 from .common.flags import add_engine_flags, engine_config, print_config
+from .common.group_flags import FlagValue, RenamedSwitch, add_groups, add_old_flags
 from .common.preflight import check, workers_that_would_start
 
 if TYPE_CHECKING:
     from lamina.server.journal.journal import Journal
 
+TIMEOUTS = GROUP_OF["health_timeout_s"].options
 NEEDS = ("fastapi", "prometheus_client", "uvicorn")
-_TYPES = {"int": int, "float": float, "str": str}
+_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("model", help="a directory or a hub id")
     group = parser.add_argument_group("server")
-    for f in dataclasses.fields(ServerConfig):
-        kind: dict[str, Any] = (
-            {"action": argparse.BooleanOptionalAction} if f.type == "bool" else {"type": _TYPES[str(f.type)]}
-        )
-        group.add_argument(
-            flag_name(f.name), default=f.default, help=f"{f.metadata['help']} (default: {f.default})", **kind
-        )
+    fields = dataclasses.fields(ServerConfig)
+    values = {
+        f.name: FlagValue(_seconds if f.name in TIMEOUTS else _TYPES[str(f.type)], f.default, f.metadata["help"])
+        for f in fields
+    }
+    grouped = add_groups(parser, group, values)
+    for name in (name for name in values if name not in grouped):
+        parse, default, help = values[name]
+        kind: dict[str, Any] = {"type": parse}
+        if parse is bool:
+            kind = {"action": RenamedSwitch if name in OLD_FLAGS.values() else argparse.BooleanOptionalAction}
+        group.add_argument(flag_name(name), default=default, help=f"{help} (default: {default})", **kind)
+    add_old_flags(parser, values)
     add_engine_flags(parser)
+
+
+def _seconds(text: str) -> float:
+    """Seconds of a number, or of a time with its unit. Raises ValueError."""
+    try:
+        return float(text)
+    except ValueError:
+        return parse_seconds(text, "")
 
 
 def run(args: argparse.Namespace) -> int:

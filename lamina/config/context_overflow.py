@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from .flag_groups import flag_text
 from .option import Choices, Options
 
 PAGE_TOKENS = 128  # kv.pages.PAGE, which is above
@@ -29,7 +30,9 @@ class OverflowOptions(Options, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keep_first % PAGE_TOKENS:
-            raise ValueError(f"--keep-first {self.keep_first} is not whole pages: use a multiple of {PAGE_TOKENS}")
+            raise ValueError(
+                f"{flag_text('keep_first', self.keep_first)} is not whole pages: use a multiple of {PAGE_TOKENS}"
+            )
 
     @property
     def truncates_context(self) -> bool:

@@ -18,18 +18,9 @@ from lamina.netstack.contract.channel_terms import NAME_BYTES
 from lamina.utils.cpu_cores import Cores
 
 from .context_overflow import OverflowOptions
+from .flag_groups import flag_name
 from .offload import OffloadOptions
-from .option import (
-    Choices,
-    Options,
-    ParsedBy,
-    check_size,
-    flag_name,
-    parse_core_lists,
-    parse_list,
-    parse_size,
-    strip_torch_prefix,
-)
+from .option import Choices, Options, ParsedBy, check_size, parse_core_lists, parse_list, parse_size, strip_torch_prefix
 from .sparsity import SparsityOptions
 from .topology import TopologyOptions
 
@@ -112,7 +103,7 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
         str,
         Choices(PREEMPTION_MODES),
         "KV of a sequence that gives its blocks to others: computed again (recompute), or kept in "
-        "--kv-offloading-size or --kv-store-dir (swap); auto = the way that takes less time, as measured; with "
+        "--kv-offloading-size or --kv-offload dir= (swap). auto = the way that takes less time, as measured, or with "
         "--deterministic swap, where there is such a place",
     ] = "auto"
     scheduling_policy: Annotated[
@@ -183,7 +174,7 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
 
     def kv_bytes(self) -> int:
         """``kv_memory`` in bytes; 0 = choose at start. Raises ValueError on anything else than a size."""
-        return 0 if self.kv_memory == "auto" else parse_size(self.kv_memory, "--kv-memory")
+        return 0 if self.kv_memory == "auto" else parse_size(self.kv_memory, "--kv-cache-memory-bytes")
 
 
 class LaunchOptions(Options, frozen=True, kw_only=True):
@@ -244,7 +235,7 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         "one; a multiple of --tensor-parallel-size",
     ] = 0
     spare_memory: Annotated[
-        int, Meta(ge=0), "the same for memory workers; each has taken --kv-memory before it takes a place"
+        int, Meta(ge=0), "the same for memory workers; each has taken --kv-cache-memory-bytes before it takes a place"
     ] = 0
     ledger: Annotated[
         str, "with --borrow or --lend: the ledger of lenders, HOST:PORT of `lamina-launch ledger serve`"

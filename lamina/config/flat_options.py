@@ -9,13 +9,14 @@ from typing import Any
 from msgspec import structs
 
 from .engine_config import EngineConfig
-from .option import Option, flag_name, options_of
+from .flag_groups import flag_name
+from .option import Option, options_of
 from .resolve import check_compatible
 
 _GROUPS = {f.name: f.type for f in structs.fields(EngineConfig)}
 OPTIONS: dict[str, Option] = {name: option for group in _GROUPS.values() for name, option in options_of(group).items()}
 REMOVED_OPTIONS = {
-    "compute_workers": "use --pipeline n, or --plan auto:n, for up to n batches on n - 1 replicas",
+    "compute_workers": "use --pipeline n or auto:n, for up to n batches on n - 1 replicas",
     "compile": "leave it out, as slices are native calls without it",
 }
 

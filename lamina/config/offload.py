@@ -7,6 +7,7 @@ from typing import Annotated
 from .option import Choices, Options, ParsedBy, check_size, parse_seconds, parse_size
 
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
+STORE_SIZE = "10GiB"
 UNLIMITED_BYTES = 1 << 60  # bytes, of what takes no room
 POLICIES = ("lru", "fifo", "lfu", "length")  # see kv.eviction_policy, which has one rank for each
 
@@ -17,24 +18,24 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
     kv_offloading_size: Annotated[
         str,
         ParsedBy(check_size),
-        "host memory of all memory workers together for the KV of finished requests, beside the pool, such as 4GiB; "
-        "with --kv-store-dir it lies in front of the disk; empty = none",
+        "host memory of all memory workers together for the KV of finished requests, such as 4GiB. With --kv-offload "
+        "dir= it is in front of the disk; empty = none",
     ] = ""
     kv_store_dir: Annotated[
         str, "directory in which memory workers keep the KV of finished requests, also for later starts; empty = none"
     ] = ""
     kv_key_file: Annotated[
-        str, "file with the secret of --kv-store-dir, 64 hexadecimal digits; empty = one that is made in the directory"
+        str, "file with the secret of the directory, 64 hexadecimal digits; empty = one that is made in it"
     ] = ""
-    kv_store_size: Annotated[str, ParsedBy(check_size), "the most bytes in --kv-store-dir, such as 100GiB"] = "10GiB"
+    kv_store_size: Annotated[str, ParsedBy(check_size), "the most bytes in the directory, such as 100GiB"] = STORE_SIZE
     kv_store_ttl: Annotated[
         str,
-        "how long --kv-store-dir keeps pages that nobody uses, such as 12h or 7d; empty = until others need the room",
+        "how long the directory keeps unused pages, such as 12h or 7d; empty = until others need the room",
     ] = ""
     kv_eviction_policy: Annotated[
         str,
         Choices(POLICIES),
-        "pages that give way first in host memory or in --kv-store-dir: used the longest ago (lru), the first to come "
+        "pages that give way first in host memory or in the directory: used the longest ago (lru), the first to come "
         "(fifo), used the fewest times (lfu), furthest from the beginning of their sequence (length)",
     ] = "lru"
     kv_load_failure_policy: Annotated[
@@ -51,11 +52,13 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_key_file and not self.kv_store_dir:
-            raise ValueError("--kv-key-file is the secret of --kv-store-dir: name that too, or leave this one out")
+            raise ValueError("--kv-offload key= is the secret of dir=: name that too, or leave this one out")
         if self.kv_store_ttl and not self.kv_store_dir:
-            raise ValueError("--kv-store-ttl is for what lies in --kv-store-dir: name that too, or leave this one out")
-        parse_seconds(self.kv_store_ttl, "--kv-store-ttl")
-        parse_size(self.kv_store_size, "--kv-store-size")
+            raise ValueError("--kv-offload ttl= is for what lies in dir=: name that too, or leave this one out")
+        if self.kv_store_size != STORE_SIZE and not self.kv_store_dir:
+            raise ValueError("--kv-offload size= is of dir=: name that too, or use --kv-offloading-size for memory")
+        parse_seconds(self.kv_store_ttl, "--kv-offload ttl=")
+        parse_size(self.kv_store_size, "--kv-offload size=")
         if self.kv_offloading_size:
             parse_size(self.kv_offloading_size, "--kv-offloading-size")
         if self.decode_only and self.backend != "zeros":
@@ -65,7 +68,11 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
     def flag(self) -> str:
         """The option by which there is a medium."""
         return (
-            "--kv-store-dir" if self.kv_store_dir else "--kv-offloading-size" if self.memory_bytes else "--decode-only"
+            "--kv-offload dir="
+            if self.kv_store_dir
+            else "--kv-offloading-size"
+            if self.memory_bytes
+            else "--decode-only"
         )
 
     @property
@@ -80,7 +87,7 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
         """Bytes of all memory workers together; of a layered medium those of the disk."""
         if self.backend == "zeros":
             return UNLIMITED_BYTES
-        return parse_size(self.kv_store_size, "--kv-store-size") if self.kv_store_dir else self.memory_bytes
+        return parse_size(self.kv_store_size, "--kv-offload size=") if self.kv_store_dir else self.memory_bytes
 
     @property
     def memory_bytes(self) -> int:

@@ -14,6 +14,8 @@ from msgspec import Meta, structs
 
 from lamina.utils.cpu_cores import AUTO, parse_cores
 
+from .flag_groups import flag_name, with_value
+
 MEASURED = "measured"
 _SIZES = {"": 1, "B": 1} | {f"{x}B": 1000**n for n, x in enumerate("KMGT", 1)}
 _SIZES |= {f"{x}IB": 1024**n for n, x in enumerate("KMGT", 1)}
@@ -123,11 +125,6 @@ def parse_core_lists(value: Any) -> Any:
     return tuple(cores for text in each for cores in parse_cores(text))
 
 
-def flag_name(name: str) -> str:
-    """The command-line flag of an option."""
-    return "--" + name.replace("_", "-")
-
-
 def parse_size(text: str | int, name: str) -> int:
     """Bytes of "4GiB", "512MB", "1048576". Raises ValueError that names ``name``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
@@ -153,5 +150,5 @@ def parse_seconds(text: str, name: str) -> float:
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text.strip())
     value = float(match[1]) * units[match[2]] if match else 0.0
     if not 0 < value < math.inf:
-        raise ValueError(f"{name} {text} is not a time above 0 with its unit, such as 100ms")
+        raise ValueError(f"{with_value(name, text)} is not a time above 0 with its unit, such as 100ms")
     return value

@@ -10,7 +10,8 @@ from lamina.netstack import beyond_host, check_rdma_device, check_scheme, in_pro
 
 from .context_overflow import OverflowOptions
 from .engine_config import EngineConfig, LaunchOptions
-from .option import flag_name, size_flag
+from .flag_groups import flag_name, flag_text
+from .option import size_flag
 from .partition import PARTITIONS, Partition
 
 
@@ -49,7 +50,7 @@ def check_names(config: EngineConfig, attention: Collection[str], gemm: Collecti
     except ValueError as error:
         raise ValueError(f"--transport: {error}") from None
     for name, value, known in (
-        ("--attention", config.kv.attention, ("auto", *attention)),
+        ("--attention-backend", config.kv.attention, ("auto", *attention)),
         ("--gemm", config.model.gemm, ("auto", *gemm)),
     ):
         if value not in known:
@@ -91,7 +92,8 @@ def check_model(config: EngineConfig, model: ModelLimits) -> int:
     if 0 < config.devices.kv_bytes() * workers < need - topology.borrow_bytes:  # what is lent comes back
         on = f"{workers} memory worker{'s' if workers > 1 else ''}"
         raise ValueError(
-            f"--kv-memory {config.devices.kv_memory} on {on} cannot hold one sequence of {max_len} tokens, which "
+            f"--kv-cache-memory-bytes {config.devices.kv_memory} on {on} cannot hold one sequence of {max_len} "
+            "tokens, which "
             f"takes {size_flag(need, least=True)} at least: raise it, or lower --max-model-len"
         )
     return max_len
@@ -212,10 +214,10 @@ def _check_loans(config: EngineConfig) -> None:
         "--partition spill": topology.partition != "spill",
         "--transport shm or tcp": in_process(launching.scheme),
         **_beyond_equals(config),
-        "--kv-memory SIZE, of which it is a part": topology.lend > 0.0 and not config.devices.kv_bytes(),
+        "--kv-cache-memory-bytes SIZE, of which it is a part": topology.lend > 0.0 and not config.devices.kv_bytes(),
     }
     if missing := next((what for what, is_wrong in wrong.items() if is_wrong), ""):
-        raise ValueError(f"{'--lend' if missing.startswith('--kv-memory') else name} needs {missing}")
+        raise ValueError(f"{'--lend' if missing.startswith('--kv-cache-memory-bytes') else name} needs {missing}")
 
 
 def _beyond_equals(config: EngineConfig) -> dict[str, bool]:
@@ -258,7 +260,8 @@ def _check_prefixes(config: EngineConfig) -> None:
     tier = config.offload
     if config.batching.preemption_mode == "swap" and not tier.backend:
         raise ValueError(
-            "--preemption-mode swap keeps KV beside the pool: say where, by --kv-offloading-size or --kv-store-dir, or "
+            "--preemption-mode swap keeps KV beside the pool: say where, by --kv-offloading-size or --kv-offload "
+            "dir=, or "
             "leave it out"
         )
     if tier.backend and (config.topology.prefill_workers or not config.caches_prefixes):
@@ -304,9 +307,8 @@ def _check_sparsity(config: EngineConfig) -> None:
     if kv.drops_blocks and config.overflow.truncates_context:
         raise ValueError(f"{name} leaves nothing for a session to go on with: leave out --context-overflow truncate")
     if kv.kv_error_budget and config.offload.backend:
-        raise ValueError(
-            f"--kv-error-budget {kv.kv_error_budget} is not for KV that is loaded: leave out {config.offload.flag}"
-        )
+        budget = flag_text("kv_error_budget", kv.kv_error_budget)
+        raise ValueError(f"{budget} is not for KV that is loaded: leave out {config.offload.flag}")
     if not kv.selects_blocks:
         return
     if config.overflow.truncates_context:

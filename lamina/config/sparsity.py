@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from lamina.request.sampling_params import KV_SPARSITY_MODES
 
+from .flag_groups import ERROR_BUDGET, flag_name
 from .option import Choices, Options
 
 SCORE_TOKENS = 128  # behind the prompt: so many tokens come before blocks are scored and dropped again
@@ -24,22 +25,22 @@ class ErrorBudget(NamedTuple):
 
 
 def parse_error_budget(text: str) -> ErrorBudget | None:
-    """Of --kv-error-budget; None: there is none. Raises ValueError."""
+    """Parses ``kv_error_budget``; None: there is none. Raises ValueError."""
     if not text:
         return None
-    known, given = ErrorBudget._field_defaults, dict[str, float]()
+    given = dict[str, float]()
     for part in text.split(",") if text != "default" else ():
         name, _, value = part.strip().partition("=")
         try:
-            given[name] = float(value)
+            given[name] = float(value) if name in ErrorBudget._fields else float("")
         except ValueError:
-            given[name] = 0.0
-        if name not in known or not 0.0 < given[name] <= 1.0:
             raise ValueError(
-                f"--kv-error-budget {text}: {part.strip()!r} is none of top1=, kl= and shadow= with a number above 0 "
-                f"and up to 1, such as top1=0.1,kl=0.1,shadow=0.05; default stands for these"
-            )
-    return ErrorBudget(**{**known, **given})
+                f"kv_error_budget {text}: {part.strip()!r} is none of top1=, kl= and shadow= with a number, such as "
+                f"{ERROR_BUDGET}; default stands for these"
+            ) from None
+        if not 0.0 < given[name] <= 1.0:
+            raise ValueError(f"{flag_name(f'kv_error_budget.{name}')} must be above 0 and at most 1, not {value}")
+    return ErrorBudget(**given)
 
 
 class SparsityOptions(Options, frozen=True, kw_only=True):
@@ -58,20 +59,20 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
         Meta(ge=1),
         "tokens that a sequence keeps in each of these layers (evict), or a query attends (select)",
     ] = 1024
-    kv_full_layers: Annotated[int, Meta(ge=0), "with --kv-sparsity: the first layers, in which nothing is left out"] = 1
-    kv_sink: Annotated[int, Meta(ge=0), "with --kv-sparsity: the first tokens, which always stay, in whole blocks"] = 4
-    kv_recent: Annotated[int, Meta(ge=0), "with --kv-sparsity: the last tokens, which always stay, whole blocks"] = 64
+    kv_full_layers: Annotated[int, Meta(ge=0), "the first layers, in which nothing is left out"] = 1
+    kv_sink: Annotated[int, Meta(ge=0), "the first tokens, which always stay, in whole blocks"] = 4
+    kv_recent: Annotated[int, Meta(ge=0), "the last tokens, which always stay, whole blocks"] = 64
     kv_window: Annotated[
         int,
         Meta(ge=1),
-        "with --kv-sparsity evict: tokens at the end of a prompt whose attention decides which of its blocks stay: at "
+        "tokens at the end of a prompt whose attention decides which of its blocks stay: at "
         "most as many as the question has, as text before the question outvotes it",
     ] = 4
     kv_error_budget: Annotated[
         str,
-        "with --kv-sparsity: how far answers may be from answers with all KV, as top1=0.1,kl=0.1,shadow=0.05 "
+        "how far answers may be from answers with all KV, as top1=0.1,kl=0.1,shadow=0.05 "
         "(default): the share of tokens that may differ, nats of KL, and the share of completions that are computed "
-        "with all KV too, to measure both. Where it is exceeded, --kv-budget doubles; in the end all KV stays",
+        "with all KV too, to measure both. Where it is exceeded, kv_budget doubles; in the end all KV stays",
     ] = ""
 
     @property
@@ -96,19 +97,19 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
             for name in ("kv_budget", "kv_full_layers", "kv_sink", "kv_recent", "kv_window", "kv_error_budget"):
                 if getattr(self, name) != getattr(own, name):
                     raise ValueError(
-                        f"--{name.replace('_', '-')} is for --kv-sparsity evict or select: say one, or leave it out"
+                        f"{flag_name(name)} is not for --kv-sparsity none: say evict or select, or leave it out"
                     )
             return
         if self.selects_blocks and self.kv_window != SparsityOptions().kv_window:
             raise ValueError(
-                "--kv-window says by which rows blocks are chosen that stay, and --kv-sparsity select keeps all: leave "
-                "it out, or use evict"
+                "--kv-sparsity evict:window= says by which rows blocks are chosen that stay, and select keeps all: "
+                "leave it out, or use evict"
             )
         parse_error_budget(self.kv_error_budget)
         always = -(-self.kv_sink // block_size) + -(-self.kv_recent // block_size) + 1  # the last block may be begun
         if self.kv_budget < (always + 1) * block_size:
             raise ValueError(
-                f"--kv-budget {self.kv_budget} has no room beside --kv-sink {self.kv_sink} and --kv-recent "
-                f"{self.kv_recent}, which take {always} blocks of {block_size} tokens: use at least "
+                f"--kv-sparsity {self.kv_sparsity}:budget={self.kv_budget} has no room beside sink={self.kv_sink} and "
+                f"recent={self.kv_recent}, which take {always} blocks of {block_size} tokens: use at least "
                 f"{(always + 1) * block_size}"
             )

@@ -81,7 +81,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     lend: Annotated[
         float,
         Meta(ge=0.0, le=0.9),
-        "the part of --kv-memory that other deployments may have while it is not needed here, such as 0.25; with "
+        "the part of --kv-cache-memory-bytes that other deployments may have while it is not needed here, such as "
+        "0.25; with "
         "--ledger and --partition spill; 0 = none",
     ] = 0.0
 
@@ -91,18 +92,19 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         if self.memory_weights != MEASURED:
             parse_weights(self.memory_weights)
         if isinstance(self.pipeline, str):
-            more = f": use --plan {self.pipeline}, which measures it" if re.match("auto", self.pipeline) else ""
+            more = f", as is plan={self.pipeline!r}, which measures it" if re.match("auto", self.pipeline) else ""
             raise ValueError(f"--pipeline must be a number of batches, not {self.pipeline}{more}")
         if self.pipeline < 1:
             raise ValueError(f"--pipeline must be at least 1, not {self.pipeline}")
         if self.plan and not re.fullmatch(r"auto(:[1-9][0-9]*)?", self.plan):
-            raise ValueError(f"--plan must be auto, or auto:n for up to n batches, not {self.plan}")
+            raise ValueError(f"--pipeline must be a number, auto, or auto:n for up to n batches, not {self.plan}")
         if self.plan and self.pipeline > 1:
             raise ValueError(
-                f"--plan {self.plan} chooses --pipeline: leave that out, or say --plan auto:{self.pipeline}"
+                f"--pipeline {self.plan} chooses the batches, which are {self.pipeline} already: leave one out, or say "
+                f"--pipeline auto:{self.pipeline}"
             )
         if self.max_batches > MAX_BATCHES:
-            name = "--plan auto:n" if self.plan else "--pipeline"
+            name = "--pipeline auto:n" if self.plan else "--pipeline"
             raise ValueError(f"{name} must be at most {MAX_BATCHES}, not {self.max_batches}")
 
     @property

@@ -408,7 +408,7 @@ class Engine:
         touched, shadows = {}, self.scheduler.reference_decoder
         for sequence, drawn in each:
             if isinstance(sequence, ReferenceSequence) and shadows and (why := shadows.on_sampled(sequence, drawn)):
-                log.warning("--kv-error-budget: %s", why)
+                log.warning("--kv-sparsity evict:max-top1=: %s", why)
             if self._early_tokens.hold_back(sequence, drawn):
                 continue
             request = self._requests.get(sequence.request_id)

@@ -54,7 +54,7 @@ class KvStorage:
             rank=index % self._ranks,
             ranks=self._ranks,
             chunk_tokens=self._chunk,
-            ttl_s=parse_seconds(self._options.kv_store_ttl, "--kv-store-ttl"),
+            ttl_s=parse_seconds(self._options.kv_store_ttl, "--kv-offload ttl="),
             directory=self._options.kv_store_dir,
             secret=self._secret,
             server=self._server,
@@ -115,10 +115,10 @@ def check_store(options: OffloadOptions) -> None:
         return
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise ValueError(
-            f"--kv-store-dir {options.kv_store_dir}: it cannot be made in {path.parent}: name one that you may write"
+            f"--kv-offload dir={options.kv_store_dir}: it cannot be made in {path.parent}: name one that you may write"
         )
     if options.kv_key_file:
-        read_secret(options.kv_key_file, "--kv-key-file")
+        read_secret(options.kv_key_file, "--kv-offload key=")
 
 
 def num_reports(new: RunRound) -> int:

@@ -40,7 +40,9 @@ def check_resizable(config: EngineConfig, *, same: bool = False) -> None:
     if config.topology.kv_parity:
         raise ResizeNeedsRestartError("one more keeps the parity of as many memory workers as there are (--kv-parity)")
     if not same and config.topology.measures_pipeline:
-        raise ResizeNeedsRestartError(f"--plan {config.topology.plan} has measured the memory workers that there are")
+        raise ResizeNeedsRestartError(
+            f"--pipeline {config.topology.plan} has measured the memory workers that there are"
+        )
 
 
 def reorder_workers(
@@ -91,7 +93,7 @@ def binds_of(
     wanted: TopologyOptions, rank: int, first: BindRequest, backend: str, asked: int = 0, had: int = 0
 ) -> list[BindRequest]:
     """Of the memory workers that a rank is to have, by that of its ``first`` one and the ``backend`` of the others.
-    ``asked``: bytes of each by --kv-memory; without it they share the bytes that there were.
+    ``asked``: bytes of each by --kv-cache-memory-bytes; without it they share the bytes that there were.
     """
     weights = wanted.of_rank(wanted.normalized_weights, rank)
     partition = partition_of(wanted.partition, first.layers, weights, first.max_model_len)

@@ -25,7 +25,8 @@ def check_same_model(readies: Mapping[str, ComputeReady]) -> None:
         backend, known = (r.summary.get("attention") for r in (ready, wanted))
         if backend != known:
             raise ValueError(
-                f"memory workers of {label} attend with {backend}, those of {first} with {known}: by --attention name "
+                f"memory workers of {label} attend with {backend}, those of {first} with {known}: by "
+                "--attention-backend name "
                 f"one that all hosts have, or build the native modules on each"
             )
         for name in OF_THE_MODEL:

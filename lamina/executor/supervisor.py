@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from lamina.config.engine_config import EngineConfig
+from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import with_fewer_workers
-from lamina.config.option import flag_name
 from lamina.protocol.control import ComputeReady, Quiesce, Quiesced, StepDone
 from lamina.protocol.executor import Clock, ReducedCapacityError, WorkerError
 from lamina.protocol.step_plan import SurvivingKv

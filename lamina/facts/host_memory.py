@@ -47,8 +47,8 @@ def _group_limits(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def check_kv_memory_fits(config: EngineConfig, free: int) -> None:
-    """Raises ValueError where ``free`` bytes of this host are less than --kv-memory on all memory workers, and on their
-    spares.
+    """Raises ValueError where ``free`` bytes of this host are less than --kv-cache-memory-bytes on all memory workers,
+    and on their spares.
     """
     spares = config.launch.spare_memory
     workers = config.topology.num_workers["memory"] + spares
@@ -56,13 +56,14 @@ def check_kv_memory_fits(config: EngineConfig, free: int) -> None:
         on = f" on {workers} memory workers" if workers > 1 else ""
         on += f", {spares} of them spare" if spares else ""
         raise ValueError(
-            f"--kv-memory {config.devices.kv_memory}{on}: {not_enough_memory_message(asked, free, workers)}"
+            f"--kv-cache-memory-bytes {config.devices.kv_memory}{on}: {not_enough_memory_message(asked, free, workers)}"
         )
 
 
 def not_enough_memory_message(asked: int, free: int, workers: int = 1, where: str = "here") -> str:
-    """What to say of KV blocks of ``asked`` bytes on so many workers together, and the --kv-memory that is too much."""
+    """What to say of KV blocks of ``asked`` bytes on so many workers together, where that is too much."""
     from .report import size_text
 
     below = size_flag(free // workers)
-    return f"KV blocks take {size_text(asked)}, {size_text(free)} are free {where}: lower --kv-memory below {below}"
+    are_free = f"{size_text(free)} are free {where}"
+    return f"KV blocks take {size_text(asked)}, {are_free}: lower --kv-cache-memory-bytes below {below}"

@@ -10,7 +10,7 @@ from .report import size_text, table
 HOST = "cpu"
 _FIXES = {
     "weights": "use --dtype bfloat16, or fewer copies: --pipeline N takes N - 1, --prefill-workers one each",
-    "KV blocks": "lower --kv-memory",
+    "KV blocks": "lower --kv-cache-memory-bytes",
     "slots": "lower --prefill-chunk or --max-num-seqs",
     "workspace": "lower --prefill-chunk or --max-num-seqs",
     "runtime": "use fewer --memory-workers or --prefill-workers",

@@ -41,7 +41,7 @@ _RANKS: dict[str, Callable[[PageUsage], EvictionRank]] = {
 def eviction_rank(policy: str) -> Callable[[PageUsage], EvictionRank]:
     """The page of the lowest rank goes first. Raises ValueError for a name that is none."""
     if policy not in _RANKS:
-        raise ValueError(f"--kv-eviction-policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+        raise ValueError(f"--kv-offload eviction= must be one of {', '.join(POLICIES)}, not {policy!r}")
     return _RANKS[policy]
 
 

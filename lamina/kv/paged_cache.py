@@ -214,6 +214,8 @@ def allocate_layer(
                 each[num_blocks] = 0
     except (RuntimeError, OSError, OverflowError) as e:
         nbytes = sum(prod(shape) * kind.itemsize for shape, kind in shapes)
-        raise MemoryError(f"cannot allocate {nbytes} bytes for the KV blocks of a layer: lower --kv-memory") from e
+        raise MemoryError(
+            f"cannot allocate {nbytes} bytes for the KV blocks of a layer: lower --kv-cache-memory-bytes"
+        ) from e
     bounds = torch.zeros((2, num_blocks + 1, kv_heads, qk_dim), dtype=bounds_dtype(dtype)) if selects else None
     return LayerCache(k, v, Scales(*scales) if scales else None, bounds)

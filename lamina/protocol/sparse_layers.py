@@ -33,7 +33,9 @@ def _approximate(layers: Sequence[LayerShape], windows: Sequence[int], options: 
         raise ValueError(f"{name}: all layers of this model have a window or ALiBi: leave it out")
     most = max(number for number, each in enumerate(free) if each)
     raise ValueError(
-        f"--kv-full-layers {options.kv_full_layers} leaves none of {len(layers)} layers to {name}: use {most} or fewer"
+        f"--kv-sparsity {options.kv_sparsity}:full-layers={options.kv_full_layers} leaves none of {len(layers)} "
+        "layers sparse: "
+        f"use {most} or fewer"
     )
 
 

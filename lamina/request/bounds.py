@@ -13,7 +13,7 @@ from msgspec import Meta
 INT64 = 1 << 63  # integers of messages are in -INT64 .. INT64 - 1
 MOST_COUNT = (1 << 53) - 1  # the largest integer that a float64 holds exactly, with all below
 MOST_TOKEN = (1 << 32) - 1
-MOST_TEXT = 1 << 28  # characters of a prompt or a message, or bytes of a session: --max-body allows less
+MOST_TEXT = 1 << 28  # characters of a prompt or a message, or bytes of a session: --limits body= allows less
 MOST_LABEL = 1 << 12  # characters of a model's or a user's name
 MOST_WORD = 1 << 8  # characters of a session's name, and of other short names
 MOST_ITEMS = 1 << 15  # of a list or an object that is no prompt and no conversation

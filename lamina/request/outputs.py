@@ -67,8 +67,8 @@ class OverloadedError(Exception):
 def refusal_text(refusal: Refusal) -> str:
     """A refusal in words, with what was expected."""
     if refusal.reason == "ttft":
-        return f"the first token would come after {refusal.ttft_s:.3g} s, later than is promised (--slo-ttft)"
-    return f"a token would take {refusal.tbt_s:.3g} s, longer than is promised (--slo-tbt)"
+        return f"the first token would come after {refusal.ttft_s:.3g} s, later than is promised (--slo ttft=)"
+    return f"a token would take {refusal.tbt_s:.3g} s, longer than is promised (--slo tbt=)"
 
 
 @dataclass

@@ -57,7 +57,7 @@ def with_middleware(app: FastAPI, service: Service) -> ASGIApp:
     if not config.api_keys and not config.uds:  # no browser has the key, or gets at a Unix socket
         inner = TrustedHosts(inner, config)
     heads = config.enable_request_id_headers
-    seen = RequestLog(inner, service.metrics, routes, log_requests=config.log_requests, heads=heads)
+    seen = RequestLog(inner, service.metrics, routes, log_requests=config.enable_log_requests, heads=heads)
     return RootPath(seen, config.root_path) if config.root_path else seen
 
 
@@ -68,7 +68,7 @@ def _routers(service: Service) -> list[APIRouter]:
         (optional_routes.tokenizer_info, config.enable_tokenizer_info_endpoint),
         (optional_routes.development, config.server_dev_mode),
         (operator_routes.router, bool(config.admin_key)),
-        (dashboard.router, config.page),
+        (dashboard.router, config.dashboard),
         (session_routes.router, service.client.ready.caches_prefixes),
     ]
     return [completion_routes.router, info_routes.router, *(router for router, wanted in optional if wanted)]

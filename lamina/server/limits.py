@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
+from lamina.config.flag_groups import flag_name, flag_text
 from lamina.config.option import parse_size, size_flag
 
-BODY_TOTAL, ANSWER_TOTAL = "body-total", "answer-total"
-KNOWN = (BODY_TOTAL, ANSWER_TOTAL)
 BODY_PART, ANSWER_PART = 16, 8  # the defaults are a 16th and an 8th of the memory
 LEAST = 64 << 20  # bytes of either, where nothing is set
 SPARE = 8  # a large body leaves the 8th part of the room to bodies of a few KiB
@@ -35,28 +34,24 @@ class MemoryLimits(NamedTuple):
     answer_total: int
 
 
-def memory_limits(text: str, memory: int, max_body: int) -> MemoryLimits:
-    """The limits that ``text`` sets, and defaults for the others on a host with ``memory`` bytes. Raises ValueError."""
-    given = _parsed(text)
+def memory_limits(body_total: str, answer_total: str, memory: int, max_body: int) -> MemoryLimits:
+    """The limits that these sizes set, and defaults for empty ones on a host with ``memory`` bytes. Raises
+    ValueError.
+    """
     least = least_total(max_body)
-    body_total = given.get(BODY_TOTAL, max(memory // BODY_PART, LEAST, least))
-    if body_total < least:
-        needs = f"to decode a body of --max-body {size_flag(max_body)} takes {size_flag(least, least=True)}"
-        given_total = f"--limits {BODY_TOTAL}={size_flag(body_total)}"
-        raise ValueError(f"{given_total}: {needs}: raise it, or lower --max-body")
-    return MemoryLimits(body_total, given.get(ANSWER_TOTAL, max(memory // ANSWER_PART, LEAST)))
+    bodies = _size("body_total", body_total) or max(memory // BODY_PART, LEAST, least)
+    if bodies < least:
+        size = size_flag(max_body)
+        raise ValueError(
+            f"{flag_text('body_total', size_flag(bodies))}: to decode a body of {flag_text('max_body', size)} takes "
+            f"{size_flag(least, least=True)}: raise it, or lower {flag_name('max_body')}"
+        )
+    return MemoryLimits(bodies, _size("answer_total", answer_total) or max(memory // ANSWER_PART, LEAST))
 
 
-def _parsed(text: str) -> dict[str, int]:
-    given = dict[str, int]()
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = part.partition("=")
-        if name not in KNOWN:
-            raise ValueError(f"--limits {name}: there is no such limit; known: {', '.join(KNOWN)}")
-        if name in given:
-            raise ValueError(f"--limits has {name} twice")
-        given[name] = parse_size(value, f"--limits {name}")
-    return given
+def _size(name: str, text: str) -> int:
+    """Bytes of an option's text; 0 of none."""
+    return parse_size(text, flag_name(name)) if text else 0
 
 
 def least_total(max_body: int) -> int:

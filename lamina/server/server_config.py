@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.config.option import flag_name, parse_seconds, parse_size
+from lamina.config.flag_groups import flag_name
+from lamina.config.option import parse_seconds, parse_size
 from lamina.scheduler.conductor import ConductorConfig
 from lamina.scheduler.conductor.overload import NO_LIMITS, OVERLOAD_POLICIES, SloLimits
 from lamina.scheduler.conductor.routing import POLICIES
@@ -53,21 +54,20 @@ class ServerConfig:
     )
     overload: str = option(
         "predictive",
-        f"when the load of decoding counts for these promises: {', '.join(OVERLOAD_POLICIES)} (docs/prefill.md)",
+        f"when the load of decoding counts for them: {', '.join(OVERLOAD_POLICIES)} (docs/prefill.md)",
     )
     prefill_policy: str = option(
         "auto", f"which of --prefill-workers computes a prompt: {', '.join(POLICIES)} (docs/prefill.md)"
     )
     kvcache_balancing_threshold: float = option(
         1.5,
-        "of --prefill-policy mooncake: a prompt's KV comes from another worker that has so many times as much of it",
+        "a prompt's KV comes from another worker that has so many times as much of it",
     )
     max_body: str = option("8MiB", "size of a request's body")
-    limits: str = option(
-        "",
-        "memory of all requests, by comma: body-total=SIZE for bodies and prompts, answer-total=SIZE for answers; "
-        "empty = a 16th and an 8th of this host's memory (docs/serve.md)",
+    body_total: str = option(
+        "", "memory of all bodies and prompts together; empty = a 16th of this host's memory (docs/serve.md)"
     )
+    answer_total: str = option("", "memory of all answers together; empty = an 8th of this host's memory")
     max_nesting: int = option(64, "depth of a request's JSON")
     max_prompts: int = option(256, "prompts in a request")
     max_n: int = option(16, "completions of a prompt (n)")
@@ -101,12 +101,12 @@ class ServerConfig:
         4.0, "seconds without progress of a step, or without an answer of an idle worker, until /health says 503"
     )
     journal: str = option("", "directory where accepted requests are kept, so that the next server finishes them")
-    journal_size: str = option("64MiB", "size of --journal, about; answers go with the oldest half")
-    page: bool = option(True, "a page at / to chat and to watch both pools; with API keys browsers cannot load it")
+    journal_size: str = option("64MiB", "its size, about; answers go with the oldest half")
+    dashboard: bool = option(True, "a page at / to chat and to watch both pools; with API keys browsers cannot load it")
     metrics_compat: str = option("", "'vllm' shows metrics under the names of vLLM too")
     log_json: bool = option(False, "log lines as JSON")
     log_stats_s: float = option(10.0, "seconds between status lines in the log; 0 = none")
-    log_requests: bool = option(True, "log a line for every request; never its text")
+    enable_log_requests: bool = option(True, "log a line for every request; never its text")
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -136,12 +136,12 @@ class ServerConfig:
             raise ValueError(f"--prefill-policy must be one of {', '.join(POLICIES)}, not {self.prefill_policy!r}")
         self.conductor_config  # noqa: B018 - or it raises
         self.memory_limits(0)
-        parse_size(self.journal_size, "--journal-size")
+        parse_size(self.journal_size, flag_name("journal_size"))
 
     @property
     def conductor_config(self) -> ConductorConfig:
         """The rules by which requests are refused. Raises ValueError."""
-        ttft_s, tbt_s = parse_seconds(self.slo_ttft, "--slo-ttft"), parse_seconds(self.slo_tbt, "--slo-tbt")
+        ttft_s, tbt_s = (parse_seconds(getattr(self, name), flag_name(name)) for name in ("slo_ttft", "slo_tbt"))
         return ConductorConfig(
             policy=self.prefill_policy,
             threshold=self.kvcache_balancing_threshold,
@@ -157,16 +157,16 @@ class ServerConfig:
     @property
     def max_body_bytes(self) -> int:
         """``max_body`` in bytes."""
-        return parse_size(self.max_body, "--max-body")
+        return parse_size(self.max_body, flag_name("max_body"))
 
     def memory_limits(self, memory: int) -> MemoryLimits:
-        """The bounds of ``limits``, on a host or in a control group with ``memory`` bytes. Raises ValueError."""
-        return memory_limits(self.limits, memory, self.max_body_bytes)
+        """The bounds of all requests, on a host or in a control group with ``memory`` bytes. Raises ValueError."""
+        return memory_limits(self.body_total, self.answer_total, memory, self.max_body_bytes)
 
     @property
     def journal_bytes(self) -> int:
         """``journal_size`` in bytes."""
-        return parse_size(self.journal_size, "--journal-size")
+        return parse_size(self.journal_size, flag_name("journal_size"))
 
     @property
     def api_keys(self) -> list[str]:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.cli.common.flags import check_writable
+from lamina.cli.common.group_flags import FlagValue, add_groups
 from lamina.config.engine_config import BatchingOptions, KVOptions
+from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import OPTIONS
-from lamina.config.option import parse_size
+from lamina.config.option import options_of, parse_size
 from lamina.config.sparsity import SparsityOptions
 from lamina.facts.hardware import DEVICES, Device, device
 from lamina.facts.report import estimate_text, explain_text
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from lamina.converter import SlicedProgram
 
     from .plan.kv_tiers import KVTiers, MemorySplit
+
+_SPARSITY = options_of(SparsityOptions)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--length", type=int, default=4096, help="stored tokens of each sequence (4096)")
     group.add_argument("--kv-cache-dtype", default="auto", help="stored K and V: auto (the model's dtype), int8 or fp8")
     group = parser.add_argument_group("KV with --kv-sparsity evict, of sequences of --length tokens")
-    group.add_argument("--kv-budget", type=int, metavar="N", help="tokens that a sequence keeps in each sparse layer")
+    values = {name: FlagValue(int, option.default, option.help) for name, option in _SPARSITY.items()}
+    values |= {name: values[name]._replace(parse=str) for name in ("kv_sparsity", "kv_error_budget")}
+    add_groups(parser, group, values)
     group.add_argument(
-        "--kv-full-layers", type=int, default=1, metavar="N", help="the first layers, which keep all (1)"
+        flag_name("kv_memory"),
+        dest="kv_memory",
+        default="",
+        metavar="SIZE",
+        help="of one memory worker: its split, too",
     )
-    group.add_argument("--kv-memory", default="", metavar="SIZE", help="of one memory worker: how it is split, too")
     parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
 
@@ -145,19 +154,21 @@ def _devices(args: argparse.Namespace) -> _Devices | None:
 
 def _sparsity(args: argparse.Namespace) -> SparsityOptions | None:
     """None: nobody asks. Raises ValueError."""
-    if args.kv_budget is None:
-        if args.kv_memory or args.kv_full_layers != 1:
-            raise ValueError("--kv-full-layers and --kv-memory are for --kv-budget: say that too, or leave them out")
+    if args.kv_sparsity == "none":
+        if args.kv_memory:
+            raise ValueError(f"{flag_name('kv_memory')} is for --kv-sparsity evict: say that too, or leave it out")
         return None
     if args.kv_memory:
-        parse_size(args.kv_memory, "--kv-memory")
-    options = SparsityOptions(kv_sparsity="evict", kv_budget=args.kv_budget, kv_full_layers=args.kv_full_layers)
+        parse_size(args.kv_memory, flag_name("kv_memory"))
+    options = SparsityOptions(**{name: getattr(args, name) for name in _SPARSITY})
+    if not options.drops_blocks:
+        raise ValueError(f"--kv-sparsity {options.kv_sparsity} keeps all KV: say evict, or leave it out")
     options.check_budget(KVOptions().block_size)
     return options
 
 
 def _tiers(args: argparse.Namespace, options: SparsityOptions, program: SlicedProgram) -> list[KVTiers | MemorySplit]:
-    """What sequences keep, and how --kv-memory is split. Raises ValueError."""
+    """What sequences keep, and how --kv-cache-memory-bytes is split. Raises ValueError."""
     from lamina.kv.stored_format import stored_dtype
     from lamina.models.convert import layer_shapes
 
@@ -166,7 +177,7 @@ def _tiers(args: argparse.Namespace, options: SparsityOptions, program: SlicedPr
     layers, dtype = layer_shapes(program), stored_dtype(args.kv_cache_dtype, program.calls[0].q.dtype)
     parts: list[KVTiers | MemorySplit] = [tiers_of(layers, dtype, options, args.length)]
     if args.kv_memory:
-        kv_bytes, rows = parse_size(args.kv_memory, "--kv-memory"), BatchingOptions().max_rows
+        kv_bytes, rows = parse_size(args.kv_memory, flag_name("kv_memory")), BatchingOptions().max_rows
         size = KVOptions().block_size
         parts.append(split_of(layers, dtype, options, args.length, kv_bytes, block_size=size, max_rows=rows))
     return parts

@@ -113,7 +113,8 @@ def check(config: EngineConfig) -> tuple[torch.device, torch.device]:
             attention.get(config.kv.attention, memory, dtype)
         except ValueError as error:
             raise ValueError(
-                f"--attention {config.kv.attention} with --memory-device {config.devices.memory_device}: {error}"
+                f"--attention-backend {config.kv.attention} with --memory-device {config.devices.memory_device}: "
+                f"{error}"
             ) from None
         if config.devices.memory_sms:
             check_sms(memory, config.devices.memory_sms)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from lamina.cli.launch import COMMANDS, main
+from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import OPTIONS, make_config
-from lamina.config.option import flag_name, parse_size, size_flag
+from lamina.config.option import parse_size, size_flag
 from lamina.executor.load_balance import weights_of
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
@@ -35,7 +36,8 @@ def test_every_option_has_a_flag_and_help(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
     text = capsys.readouterr().out
-    assert [f.name for f in OPTIONS.values() if flag_name(f.name) not in text] == []
+    words = [re.split("[ :,]", flag_name(name)) for name in OPTIONS]  # a flag, and perhaps a mode and a key
+    assert [each for each in words if each[0] not in text or f" {each[-1]}" not in text] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -54,7 +56,7 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "m"], "--prompt"),
         (["generate", "m", "--prompt", "x", "--memory-workers", "0"], "--memory-workers"),
         (["generate", "m", "--prompt", "x", "--compute-threads", "100000"], "--compute-threads"),
-        (["generate", "m", "--prompt", "x", "--kv-memory", "9 bananas"], "--kv-memory"),
+        (["generate", "m", "--prompt", "x", "--kv-cache-memory-bytes", "9 bananas"], "--kv-cache-memory-bytes"),
         (["generate", "m", "--prompt", "x", "--temperature", "nan"], "temperature"),
         (["generate", "m", "--prompt", "x", "--n", "0"], "--n must be at least 1"),
         (["generate", "m", "--prompt", "x", "--max-tokens", "0"], "--max-tokens must be at least 1"),
@@ -68,8 +70,8 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "m", "--prompt", "x", "--logprobs", "2"], "--logprobs needs --json"),
         (["generate", "m", "--prompt", "x", "--block-size", "48"], "--block-size"),
         (
-            ["generate", MODEL, "--prompt", "x", "--kv-memory", "9999999GB"],
-            "--kv-memory 9999999GB on 2 memory workers: KV",
+            ["generate", MODEL, "--prompt", "x", "--kv-cache-memory-bytes", "9999999GB"],
+            "--kv-cache-memory-bytes 9999999GB on 2 memory workers: KV",
         ),
         (["generate", "", "--prompt", "x"], "model is empty"),
         (["generate", "", "--prompt", "x", "--dry-run"], "model is empty"),
@@ -129,15 +131,15 @@ def test_a_directory_without_a_model_is_told_before_anything_starts(
     assert "it has no config.json" in capsys.readouterr().err
 
 
-@pytest.mark.long(but=["generate-flags0---transport", "generate-flags1---attention", "serve-flags5-"])
+@pytest.mark.long(but=["generate-flags0---transport", "generate-flags1---attention-backend", "serve-flags5-"])
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--transport", "pigeon"], "--transport"),
-        (["--attention", "magic"], "--attention"),
+        (["--attention-backend", "magic"], "--attention-backend"),
         (["--max-model-len", "99999"], "--max-model-len"),
         (["--memory-weights", "1,1000"], "would get nothing of 4 KV heads"),
-        (["--kv-memory", "9999999GB"], "are free here: lower --kv-memory below"),
+        (["--kv-cache-memory-bytes", "9999999GB"], "are free here: lower --kv-cache-memory-bytes below"),
         ([], ""),
     ],
 )
@@ -164,10 +166,13 @@ def test_a_dry_run_imports_torch_for_a_model_that_is_there_alone(command: list[s
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kv-store-dir", "no/such/kv"], "--kv-store-dir no/such/kv: it cannot be made in "),
-        (["--kv-store-dir", str(Path(__file__).parent)], "and KV tells prompts: chmod 700 "),
-        (["--kv-store-dir", "kv", "--kv-key-file", "no/such"], "--kv-key-file no/such: No such file or directory"),
-        (["--partition", "spill", "--kv-memory", "2MiB"], "tokens together, not of 2048: raise --kv-memory, or lower"),
+        (["--kv-offload", "dir=no/such/kv"], "--kv-offload dir=no/such/kv: it cannot be made in "),
+        (["--kv-offload", f"dir={Path(__file__).parent}"], "and KV tells prompts: chmod 700 "),
+        (["--kv-offload", "dir=kv,key=no/such"], "--kv-offload key=no/such: No such file or directory"),
+        (
+            ["--partition", "spill", "--kv-cache-memory-bytes", "2MiB"],
+            "tokens together, not of 2048: raise --kv-cache-memory-bytes, or lower",
+        ),
         (["--prefill-pipeline", "2"], "there are none: say --prefill-workers 2, or leave it out"),
     ],
 )
@@ -184,7 +189,7 @@ def test_dry_run_refuses_what_a_start_would(
 def test_dry_run_reads_a_store_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "kv"
     store.mkdir(0o700)
-    command = ["serve", MODEL, "--dry-run", "--kv-store-dir", str(store)]
+    command = ["serve", MODEL, "--dry-run", "--kv-offload", f"dir={store}"]
     assert main(command) == 0
     (store / "secret").write_text("no secret")
     (store / "secret").chmod(0o600)
@@ -308,14 +313,16 @@ def test_pickled_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text, "--kv-memory") == size
+    assert parse_size(text, "--kv-cache-memory-bytes") == size
 
 
 @pytest.mark.parametrize("text", ["", "-1", "0", "4 GiB x", "nan", "4TiBs"])
 def test_bad_sizes(text: str) -> None:
-    words = re.escape(f"--kv-memory must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not {text!r}")
+    words = re.escape(
+        f"--kv-cache-memory-bytes must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not {text!r}"
+    )
     with pytest.raises(ValueError, match=f"^{words}$"):
-        parse_size(text, "--kv-memory")
+        parse_size(text, "--kv-cache-memory-bytes")
 
 
 @pytest.mark.parametrize(
@@ -331,7 +338,7 @@ def test_bad_sizes(text: str) -> None:
 )
 def test_a_size_is_told_as_a_flag_takes_it(nbytes: int, least: str, most: str) -> None:
     assert (size_flag(nbytes, least=True), size_flag(nbytes)) == (least, most)
-    assert parse_size(most, "--kv-memory") <= nbytes <= parse_size(least, "--kv-memory")
+    assert parse_size(most, "--kv-cache-memory-bytes") <= nbytes <= parse_size(least, "--kv-cache-memory-bytes")
     assert size_flag(0) == "0B"
 
 

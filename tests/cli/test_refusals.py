@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refused import MODEL_REFUSED, OPTIONS_REFUSED, PROMISES_REFUSED, SERVER_REFUSED
+from refused import FLAGS_REFUSED, MODEL_REFUSED, OPTIONS_REFUSED, PROMISES_REFUSED, SERVER_REFUSED
 
 from lamina import config as option_structs
 from lamina.cli.common.preflight import check
 from lamina.config import flat_options
+from lamina.config.flag_groups import GROUP_OF
 from lamina.config.flat_options import make_config
 from lamina.engine.tuning.unloaded_latency import check_slo
 from lamina.server import server_config
@@ -45,6 +46,13 @@ def test_options_of_a_server_are_refused_where_they_are_made(options: dict[str, 
     assert str(refused.value) == line
 
 
+@pytest.mark.parametrize(("option", "text", "line"), FLAGS_REFUSED, ids=str)
+def test_flags_of_several_options_are_refused_where_they_are_read(option: str, text: str, line: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        GROUP_OF[option].parse(text)
+    assert str(refused.value) == line
+
+
 @pytest.mark.parametrize(("promised", "line"), PROMISES_REFUSED, ids=str)
 def test_what_a_request_alone_does_not_keep_is_not_promised(promised: dict[str, Any], line: str) -> None:
     clock = VirtualClock()
@@ -70,6 +78,8 @@ def test_each_refusal_of_options_is_in_the_table() -> None:
         reached |= refused_at(lambda asked=asked: check(MODEL, make_config(asked)))
     for asked, _ in SERVER_REFUSED:
         reached |= refused_at(lambda asked=asked: ServerConfig(**asked))
+    for option, text, _ in FLAGS_REFUSED:
+        reached |= refused_at(lambda option=option, text=text: GROUP_OF[option].parse(text))
     files = [
         Path(str(flat_options.__file__)),
         Path(str(server_config.__file__)),

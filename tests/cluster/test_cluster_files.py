@@ -178,7 +178,7 @@ def test_up_says_what_it_would_start(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.long
 def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LIKE_33B))
-    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "80GiB", *DRY_RUN, *ON_GPUS]
+    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-cache-memory-bytes", "80GiB", *DRY_RUN, *ON_GPUS]
     assert main(argv) == 0
     title, _, compute, *memory = capsys.readouterr().out.splitlines()
     assert "DOP (1, 2)" in title
@@ -198,7 +198,16 @@ def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.Captu
     hosts = "hosts:\n" + "".join(
         f"  - {{address: 10.20.0.{i}, compute: {n}, memory: 4, cores: 4}}\n" for i, n in ((1, 3), (2, 1))
     )
-    ask = ["serve", MODEL, "--ray-address", write(tmp_path, hosts), "--kv-memory", "8MiB", *DRY_RUN, "--pipeline"]
+    ask = [
+        "serve",
+        MODEL,
+        "--ray-address",
+        write(tmp_path, hosts),
+        "--kv-cache-memory-bytes",
+        "8MiB",
+        *DRY_RUN,
+        "--pipeline",
+    ]
     ask += ["3", "--tensor-parallel-size", "2", "--compute-on", "lamina_compute", "--memory-on", "lamina_memory"]
 
     def lines(*flags: str) -> list[str]:
@@ -214,7 +223,7 @@ def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.long
 def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LIKE_33B, "vocab_size": 4_000_000}))
-    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "8GiB", *DRY_RUN]
+    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-cache-memory-bytes", "8GiB", *DRY_RUN]
     assert main([*argv, *ON_GPUS]) == 2
     assert "GB of weights do not fit in the 80 GB of NVIDIA H100" in capsys.readouterr().err
     assert main(argv) == 0  # in the memory of the host itself they may
@@ -233,7 +242,7 @@ def test_the_plan_names_the_device_that_workers_would_use(
     flags: tuple[str, ...], compute: str, memory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever else their host has."""
-    assert main(["serve", MODEL, "--ray-address", PAPER, "--kv-memory", "8GiB", *DRY_RUN, *flags]) == 0
+    assert main(["serve", MODEL, "--ray-address", PAPER, "--kv-cache-memory-bytes", "8GiB", *DRY_RUN, *flags]) == 0
     lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()[2:5]]
     assert [line[2] for line in lines] == [compute, memory, memory]
     assert [" of 80 GB" in lines[0][3], " of 96 GB" in lines[1][3]] == ["GB" in compute, "GB" in memory]
@@ -244,8 +253,11 @@ def test_the_plan_names_the_device_that_workers_would_use(
     [
         (["--memory-workers", "9"], "9 memory workers do not fit: the cluster has room for 8"),
         (["--pipeline", "4"], "3 compute workers do not fit: the cluster has room for 2"),
-        (["--kv-memory", "90GiB", "--memory-device", "cuda"], "--kv-memory 90GiB exceeds the 96 GB"),
-        ([], "--kv-memory auto is for one host: say what a worker takes on 10.20.0.2, such as 4GiB"),
+        (
+            ["--kv-cache-memory-bytes", "90GiB", "--memory-device", "cuda"],
+            "--kv-cache-memory-bytes 90GiB exceeds the 96 GB",
+        ),
+        ([], "--kv-cache-memory-bytes auto is for one host: say what a worker takes on 10.20.0.2, such as 4GiB"),
         (["--memory-on", "B200"], "no host of the cluster has B200 free, which --memory-on"),
         (["--transport", "loopback"], "--transport: loopback stays in one process"),
         (["--memory-addresses", "10.0.0.1:1,10.0.0.2:1"], "--memory-addresses are for this machine"),

@@ -327,7 +327,9 @@ def test_a_server_goes_on_with_fewer_workers_where_a_node_stays_away(role: str, 
     body = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0.0}
     flags = ("--ray-address", cluster.address, *more, *EXACT)
     try:
-        server = Running(tmp_path / "server", *flags, "--kv-memory", "32MiB", env=cluster.environment, fresh=True)
+        server = Running(
+            tmp_path / "server", *flags, "--kv-cache-memory-bytes", "32MiB", env=cluster.environment, fresh=True
+        )
         with httpx.Client(base_url=server.url, timeout=150) as http:
 
             def told(*, hit: bool) -> str:

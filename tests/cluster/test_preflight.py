@@ -21,7 +21,10 @@ MODEL = str(ROOT / "examples/tiny_lm/model")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kv-memory", "1KiB"], "--kv-memory 1KiB on 2 memory workers cannot hold one sequence of 2048 tokens"),
+        (
+            ["--kv-cache-memory-bytes", "1KiB"],
+            "--kv-cache-memory-bytes 1KiB on 2 memory workers cannot hold one sequence of 2048 tokens",
+        ),
         (["--memory-workers", "100000"], "--memory-workers must be at most 1024, not 100000"),
         (["--prefill-workers", "2000"], "--prefill-workers must be at most 1024"),
         (["--pipeline", "5000"], "--pipeline must be at most 1025"),

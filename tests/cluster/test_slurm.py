@@ -62,7 +62,7 @@ def nodes() -> Iterator[tuple[Space, Space]]:
 def test_a_job_of_two_nodes(nodes: tuple[Space, Space], known: Known, tmp_path: Path) -> None:
     """The text is that of one machine; nothing is left on either node, nor the key."""
     slurm = Slurm(tmp_path, *nodes)
-    done = slurm.sbatch(*known.command, "--kv-memory", "16MiB")
+    done = slurm.sbatch(*known.command, "--kv-cache-memory-bytes", "16MiB")
     assert done.returncode == 0, done.stderr
     assert done.stdout == known.text
     first, second = sorted(slurm.steps(), key=lambda step: str(step["node"]))
@@ -77,7 +77,7 @@ def test_a_job_of_two_nodes(nodes: tuple[Space, Space], known: Known, tmp_path: 
 def test_a_driver_that_cannot_start_ends_the_job(nodes: tuple[Space, Space], tmp_path: Path) -> None:
     """And its workers, which would wait for it for minutes."""
     done = Slurm(tmp_path, *nodes).sbatch(
-        "generate", MODEL, *ASK, "--kv-memory", "16MiB", DRIVER_ADDRESS="10.255.255.254:7000"
+        "generate", MODEL, *ASK, "--kv-cache-memory-bytes", "16MiB", DRIVER_ADDRESS="10.255.255.254:7000"
     )
     assert done.returncode == 2
     assert "cannot listen at 10.255.255.254:7000: " in done.stderr

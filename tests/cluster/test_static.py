@@ -47,7 +47,7 @@ MODEL = str(ROOT / "examples" / "tiny_lm" / "model")
 PAPER = str(ROOT / "examples" / "h100_h20.yaml")
 KEY = bytes(range(32))
 SOON_S = 60.0
-ROOM = ["--kv-memory", "16MiB", "--memory-workers", "2"]
+ROOM = ["--kv-cache-memory-bytes", "16MiB", "--memory-workers", "2"]
 TWO_HOSTS = "hosts:\n  - {address: 127.0.0.2, compute: 1, memory: 1}\n  - {address: 127.0.0.3, memory: 1}\n"
 
 
@@ -163,7 +163,7 @@ def test_printed_commands_make_a_working_engine(key_file: str, known: Known, tmp
 
 def test_a_dry_run_says_what_to_run(key_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--launcher", "static", "--driver-address", "10.20.0.1:7000", "--memory-workers", "2", "--dry-run"]
-    ask = ["generate", MODEL, "--prompt", "x", *flags, "--kv-memory", "8GiB"]
+    ask = ["generate", MODEL, "--prompt", "x", *flags, "--kv-cache-memory-bytes", "8GiB"]
     assert main([*ask, "--hosts", PAPER, "--memory-device", "cuda"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert " by hand over auto " in said[0]
@@ -263,7 +263,9 @@ def test_a_planned_host_gets_its_own_workers(launch: Open, tmp_path: Path) -> No
 def test_room_for_kv_on_another_host_must_be_said(launch: Open) -> None:
     launcher = launch(kv_memory="auto")
     links = [settle(launcher, "compute"), settle(launcher), settle(launcher, host="127.0.0.2")]
-    with pytest.raises(ValueError, match=r"--kv-memory auto is for one host: say what a worker takes on 127\.0\.0\.2"):
+    with pytest.raises(
+        ValueError, match=r"--kv-cache-memory-bytes auto is for one host: say what a worker takes on 127\.0\.0\.2"
+    ):
         launcher.thread_count("memory", 0)
     assert len(links) == 3
 

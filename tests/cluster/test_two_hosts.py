@@ -100,7 +100,16 @@ def test_a_cluster_comes_up_serves_and_goes(hosts: Hosts) -> None:
     assert "started" in hosts.run("cluster", "up", target)
     assert "was up already" in hosts.run("cluster", "up", target)
     assert [line.split()[1] for line in hosts.run("cluster", "status", target).splitlines()] == ["up", "up"]
-    options = ("--memory-workers", "2", "--placement", "spread", "--kv-memory", "64MiB", "--ray-address", target)
+    options = (
+        "--memory-workers",
+        "2",
+        "--placement",
+        "spread",
+        "--kv-cache-memory-bytes",
+        "64MiB",
+        "--ray-address",
+        target,
+    )
     planned = hosts.run("generate", MODEL, *ASK, *options, "--dry-run")
     assert [line.split()[0] for line in planned.splitlines()[2:5]] == ["compute-0", "memory-0", "memory-1"]
     here = subprocess.run(
@@ -118,7 +127,7 @@ def test_a_host_that_falls_silent_is_noticed(hosts: Hosts) -> None:
     target = str(hosts.file)
     hosts.run("cluster", "up", target)
     ask = ("--prompt", "import os", "--max-tokens", "1900", "--ignore-eos", "--dtype", "float32")
-    room = ("--kv-memory", "64MiB")
+    room = ("--kv-cache-memory-bytes", "64MiB")
     with subprocess.Popen(
         hosts.command("generate", MODEL, *ask, "--memory-workers", "3", *room, "--ray-address", target),
         cwd=ROOT, env=hosts.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -147,7 +156,7 @@ def test_where_a_host_stays_silent_all_goes_on_without_it(hosts: Hosts, more: tu
     hosts.run("cluster", "up", target)
     penalties = [word for name, value in PENALTIES.items() for word in (f"--{name}-penalty", str(value))]
     ask = ("--prompt", PROMPT, "--max-tokens", str(TOKENS), "--ignore-eos", "--dtype", "float32", *penalties)
-    options = ("--deterministic", "--memory-workers", "2", "--kv-memory", "64MiB")
+    options = ("--deterministic", "--memory-workers", "2", "--kv-cache-memory-bytes", "64MiB")
     wanted = json.loads(hosts.run("generate", MODEL, *ask, *options, "--json"))
     assert least_margin(wanted["prompt_token_ids"], wanted["outputs"][0]["token_ids"]) > TIE, "take another prompt"
     over_ray = ("--ray-address", target, "--placement", "spread", *more)

@@ -72,7 +72,7 @@ def test_every_option_is_declared_once() -> None:
         (TopologyOptions, {"memory_weights": [0.0]}, "--memory-weights must be positive"),
         (TopologyOptions, {"memory_workers": 0}, ">= 1"),
         (TopologyOptions, {"pipeline": 0}, "--pipeline"),
-        (TopologyOptions, {"plan": "auto:0"}, "--plan"),
+        (TopologyOptions, {"plan": "auto:0"}, "--pipeline"),
     ],
 )
 def test_what_comes_from_the_wire_is_checked_as_what_is_made_here(
@@ -111,7 +111,9 @@ def test_a_plan_measures_the_parts_of_the_work_unless_they_are_given() -> None:
 
 @pytest.mark.parametrize("plan", ["auto:", "auto:0", "auto:x", "auto:-1", "auto:\u0663", "fast"])
 def test_other_words_for_a_plan_are_refused(plan: str) -> None:
-    with pytest.raises(ValueError, match=f"--plan must be auto, or auto:n for up to n batches, not {plan}"):
+    with pytest.raises(
+        ValueError, match=f"--pipeline must be a number, auto, or auto:n for up to n batches, not {plan}"
+    ):
         TopologyOptions(plan=plan)
 
 
@@ -120,14 +122,17 @@ def test_other_words_for_a_plan_are_refused(plan: str) -> None:
     [
         (
             {"pipeline": "auto:3"},
-            "--pipeline must be a number of batches, not auto:3: use --plan auto:3, which measures it",
+            "--pipeline must be a number of batches, not auto:3, as is plan='auto:3', which measures it",
         ),
         (
             {"pipeline": "auto", "plan": "auto"},
-            "--pipeline must be a number of batches, not auto: use --plan auto, which",
+            "--pipeline must be a number of batches, not auto, as is plan='auto', which",
         ),
-        ({"pipeline": 3, "plan": "auto"}, "--plan auto chooses --pipeline: leave that out, or say --plan auto:3"),
-        ({"plan": "auto:2000"}, "--plan auto:n must be at most 1025, not 2000"),
+        (
+            {"pipeline": 3, "plan": "auto"},
+            "--pipeline auto chooses the batches, which are 3 already: leave one out, or say --pipeline auto:3",
+        ),
+        ({"plan": "auto:2000"}, "--pipeline auto:n must be at most 1025, not 2000"),
     ],
 )
 def test_a_plan_and_a_number_of_batches_do_not_go_together(asked: dict[str, Any], line: str) -> None:
@@ -136,7 +141,7 @@ def test_a_plan_and_a_number_of_batches_do_not_go_together(asked: dict[str, Any]
 
 
 def test_the_old_number_of_replicas_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    new = "use --pipeline n, or --plan auto:n, for up to n batches on n - 1 replicas"
+    new = "use --pipeline n or auto:n, for up to n batches on n - 1 replicas"
     line = f"--compute-workers is no option any more: {new}"
     with pytest.raises(ValueError, match="--compute-workers") as refused:
         make_config({"plan": "auto", "compute_workers": 3})

@@ -21,7 +21,7 @@ from poison import ASK, END_S, MODEL, PROMPT, ROOT, TOKENS, PoisonedDirectory, c
 from lamina.executor.launchers import LAUNCHERS
 
 pytestmark = pytest.mark.timeout(300)
-WORKERS = ("--memory-workers", "2", "--kv-memory", "16MiB")
+WORKERS = ("--memory-workers", "2", "--kv-cache-memory-bytes", "16MiB")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""--attention auto means one backend for all memory workers, and for who merges what they return in parts."""
+"""--attention-backend auto means one backend for all memory workers, and for who merges what they return in parts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_who_lacks_the_others_backend_is_named(
     lacks(monkeypatch, thread, "native")
     with pytest.raises(ValueError, match=words) as caught:
         LLM(llama_path, **TWO, **options)
-    assert "--attention" in str(caught.value)
+    assert "--attention-backend" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -49,7 +49,13 @@ def test_what_is_on_a_device_is_not_on_the_host() -> None:
 @pytest.mark.parametrize(
     ("worker", "words"),
     [
-        (MEMORY, "the workers take 38.0 GB of memory, 37.9 GB are free here; 30.0 GB are KV blocks: lower --kv-memory"),
+        (
+            MEMORY,
+            (
+                "the workers take 38.0 GB of memory, 37.9 GB are free here; 30.0 GB are KV blocks: lower "
+                "--kv-cache-memory-bytes"
+            ),
+        ),
         (WorkerMemory(name="x", mapped=38 * GB), "38.0 GB are weights: use --dtype bfloat16, or fewer copies"),
         (WorkerMemory(name="x", slots=38 * GB), "38.0 GB are slots: lower --prefill-chunk or --max-num-seqs"),
         (WorkerMemory(name="x", workspace=38 * GB), "38.0 GB are workspace: lower --prefill-chunk"),
@@ -101,15 +107,15 @@ STARTERS = [["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"
 @pytest.mark.long(but=["generate"])
 @pytest.mark.parametrize("command", STARTERS, ids=lambda c: c[0])
 def test_every_dry_run_has_it(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--dry-run", "--kv-memory", "8MiB", "--prefill-workers", "1"]) == 0
+    assert main([*command, "--dry-run", "--kv-cache-memory-bytes", "8MiB", "--prefill-workers", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "would start 1 compute worker, 1 prefill worker and 2 memory workers over shm" in lines[0]
     assert [line.split()[0] for line in lines[1:6]] == ["memory", "compute-0", "prefill-0", "memory-0", "memory-1"]
-    assert "  8.4 MB  " in lines[4], "KV blocks are as many as --kv-memory holds"
+    assert "  8.4 MB  " in lines[4], "KV blocks are as many as --kv-cache-memory-bytes holds"
 
 
 def test_spares_have_weights_and_pools_and_no_slots(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--kv-memory", "8MiB", "--spare-memory", "1", "--spare-compute", "2"]
+    flags = ["--kv-cache-memory-bytes", "8MiB", "--spare-memory", "1", "--spare-compute", "2"]
     assert main([*STARTERS[0], "--dry-run", *flags]) == 0
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert [name for name in rows if "spare" in name] == ["compute-spare-0", "compute-spare-1", "memory-spare-0"]
@@ -122,7 +128,8 @@ def test_a_start_has_room_for_the_pools_of_spares() -> None:
     config = make_config({"memory_workers": 2, "spare_memory": 1, "kv_memory": "1GiB"})
     check_kv_memory_fits(config, 3 << 30)
     words = (
-        r"^--kv-memory 1GiB on 3 memory workers, 1 of them spare: KV blocks take 3\.2 GB, .* lower --kv-memory below"
+        r"^--kv-cache-memory-bytes 1GiB on 3 memory workers, 1 of them spare: KV blocks take 3\.2 GB, .* "
+        "lower --kv-cache-memory-bytes below"
     )
     with pytest.raises(ValueError, match=words):
         check_kv_memory_fits(config, (3 << 30) - 1)
@@ -133,7 +140,7 @@ def test_a_dry_run_refuses_what_the_host_has_no_room_for(
 ) -> None:
     free: Callable[[], int] = lambda: 100_000_000  # noqa: E731
     monkeypatch.setattr("lamina.workers.memory.kv_store.available_bytes", free)
-    assert main([*STARTERS[1], "--dry-run", "--kv-memory", "16MiB"]) == 2
+    assert main([*STARTERS[1], "--dry-run", "--kv-cache-memory-bytes", "16MiB"]) == 2
     printed = capsys.readouterr()
     assert "100.0 MB are free here" in printed.err
     assert printed.err.count("\n") == 1

@@ -58,7 +58,7 @@ def test_sizes() -> None:
 
 
 def test_an_unknown_policy() -> None:
-    with pytest.raises(ValueError, match="--kv-eviction-policy must be one of lru, fifo, lfu, length"):
+    with pytest.raises(ValueError, match="--kv-offload eviction= must be one of lru, fifo, lfu, length"):
         eviction_rank("mru")
 
 

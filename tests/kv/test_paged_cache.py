@@ -95,5 +95,5 @@ def test_a_write_overwrites_and_touches_nothing_else() -> None:
 
 
 def test_an_impossible_size_is_refused_in_words() -> None:
-    with pytest.raises(MemoryError, match="lower --kv-memory"):
+    with pytest.raises(MemoryError, match="lower --kv-cache-memory-bytes"):
         allocate_layer(1 << 40, 8, 16, 128, 128, torch.float32, CPU)

@@ -187,15 +187,24 @@ def test_a_dropped_block_is_neither_written_nor_dropped_again() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_budget": 512}, "--kv-budget is for --kv-sparsity evict or select: say one"),
-        ({"kv_sparsity": "evict", "kv_budget": 64}, "--kv-budget 64 has no room beside --kv-sink 4 and --kv-recent 64"),
-        ({"kv_sparsity": "select", "kv_budget": 64}, "--kv-budget 64 has no room"),
+        ({"kv_budget": 512}, "--kv-sparsity evict:budget= is not for --kv-sparsity none: say evict or select"),
+        (
+            {"kv_sparsity": "evict", "kv_budget": 64},
+            "--kv-sparsity evict:budget=64 has no room beside sink=4 and recent=64",
+        ),
+        ({"kv_sparsity": "select", "kv_budget": 64}, "--kv-sparsity select:budget=64 has no room"),
         ({"kv_sparsity": "some"}, "kv.sparsity"),
-        ({"kv_window": 8}, "--kv-window is for --kv-sparsity evict or select"),
-        ({"kv_sparsity": "select", "kv_window": 8}, "--kv-window says by which rows .*: leave it out, or use evict"),
-        ({"kv_error_budget": "default"}, "--kv-error-budget is for --kv-sparsity evict or select"),
+        ({"kv_window": 8}, "--kv-sparsity evict:window= is not for --kv-sparsity none"),
+        (
+            {"kv_sparsity": "select", "kv_window": 8},
+            "--kv-sparsity evict:window= says by which rows .*: leave it out, or use evict",
+        ),
+        ({"kv_error_budget": "default"}, "--kv-sparsity evict:max-top1= is not for --kv-sparsity none"),
         ({"kv_sparsity": "evict", "kv_error_budget": "top1"}, "'top1' is none of top1=, kl= and shadow="),
-        ({"kv_sparsity": "evict", "kv_error_budget": "kl=0.1, top1=1.5"}, "'top1=1.5' is none of .* up to 1, such as"),
+        (
+            {"kv_sparsity": "evict", "kv_error_budget": "kl=0.1, top1=1.5"},
+            "--kv-sparsity evict:max-top1= must be above 0 and at most 1, not 1.5",
+        ),
         ({"kv_sparsity": "evict", "kv_error_budget": "ppl=0.1"}, "'ppl=0.1' is none of"),
     ],
 )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a second and a half, in each process that runs tests
 
 FLAGS = (
     "--dtype=float32", "--max-num-seqs=8", "--max-num-queued-reqs=24", "--metrics-compat=vllm", "--log-json",
-    "--served-model-name=tiny,other", "--log-stats-s=1", "--max-body=1MiB", "--body-timeout-s=2",
+    "--served-model-name=tiny,other", "--log-stats-s=1", "--limits=body=1MiB", "--timeouts=body=2",
 )  # fmt: skip
 
 

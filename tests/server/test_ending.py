@@ -95,7 +95,7 @@ def silence_s(http: httpx.Client) -> float:
 def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> None:
     """Over a Unix socket, so that this is tried too."""
     place = tmp_path / "socket"
-    with ended_all(tmp_path / "log", f"--uds={place}", "--health-timeout-s=2", "--max-recoveries=0") as (server, pids):
+    with ended_all(tmp_path / "log", f"--uds={place}", "--timeouts=health=2", "--max-recoveries=0") as (server, pids):
         assert len(pids) >= 4, "the engine, a compute worker, two memory workers"
         workers = [p for p in pids if b"lamina.workers.memory.main:" in Path(f"/proc/{p}/cmdline").read_bytes()]
         transport = httpx.HTTPTransport(uds=str(place))
@@ -145,7 +145,7 @@ def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(
     [
         (["m", "--ssl-keyfile", "x"], "--ssl-certfile"),
         (["m", "--metrics-compat", "x"], "--metrics-compat"),
-        (["m", "--max-body", "x"], "--max-body"),
+        (["m", "--limits", "body=x"], "--limits body="),
         (["m", "--host", "203.0.113.1"], "--host"),
     ],
 )

@@ -347,7 +347,7 @@ def test_requests_that_wait_for_a_stream_before_them_count_with_their_bodies() -
 
     async def work() -> None:
         client = Later()
-        async with serving(client, max_body="64KiB", limits="body-total=4MiB") as place:
+        async with serving(client, max_body="64KiB", body_total="4MiB") as place:
             writers = []
             for number in range(60):
                 _, writer = await place.connect(post({**GOOD, "stream": True}))
@@ -368,7 +368,7 @@ def test_requests_that_wait_for_a_stream_before_them_count_with_their_bodies() -
 
 def test_a_body_that_finds_no_room_before_anything_takes_it_gets_503() -> None:
     async def work() -> None:
-        async with serving(max_body="64KiB", limits="body-total=4MiB", body_timeout_s=FOREVER) as place:
+        async with serving(max_body="64KiB", body_total="4MiB", body_timeout_s=FOREVER) as place:
             taken = place.service.bodies.hold()
             assert taken.resize(place.service.bodies.limit)
             reader, _ = await place.connect(post({"prompt": "x" * 60_000}))

@@ -36,13 +36,13 @@ class DrillSizes(NamedTuple):
     @property
     def borrowing(self) -> list[str]:
         """Flags of the server that borrows."""
-        return ["--kv-memory", str(self.pool), "--borrow", str(self.loan), "--borrow-wait-s", "600"]
+        return ["--kv-cache-memory-bytes", str(self.pool), "--borrow", str(self.loan), "--borrow-wait-s", "600"]
 
     @property
     def lending(self) -> list[str]:
         """Flags of the server that lends as much as the other one borrows."""
         lent = self.loan // 2 + SPARE_BYTES
-        return ["--kv-memory", str(self.pool + lent), "--lend", f"{lent / (self.pool + lent):.6f}"]
+        return ["--kv-cache-memory-bytes", str(self.pool + lent), "--lend", f"{lent / (self.pool + lent):.6f}"]
 
 
 class StartedCommand(NamedTuple):

@@ -158,8 +158,8 @@ def test_a_model_is_traced_for_the_first_explanation_alone(
 
 @pytest.mark.long
 def test_kv_that_a_budget_keeps_is_told_by_tier_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = [_config(tmp_path, 4), "--no-weights", "--length", "1000", "--kv-budget", "256"]
-    facts = _json(capsys, *plan, "--kv-memory", "10MB")
+    plan = [_config(tmp_path, 4), "--no-weights", "--length", "1000", "--kv-sparsity", "evict:budget=256"]
+    facts = _json(capsys, *plan, "--kv-cache-memory-bytes", "10MB")
     token = 2 * (16 + 16) * 2  # KV heads, K and V of 16 numbers in bf16, in one layer
     assert [(t["name"], t["layers"], t["token_bytes"]) for t in facts["kv_tiers"]["tiers"]] == [
         ("full", 1, token), ("sparse", 3, 3 * token)
@@ -173,12 +173,18 @@ def test_kv_that_a_budget_keeps_is_told_by_tier_of_layers(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kv-memory", "1GB"], "--kv-full-layers and --kv-memory are for --kv-budget"),
-        (["--kv-budget", "0"], "--kv-budget"),
-        (["--kv-budget", "64"], "--kv-budget 64 has no room"),
-        (["--kv-budget", "256", "--kv-memory", "much"], "--kv-memory must be a size"),
-        (["--kv-budget", "256", "--kv-full-layers", "4"], "--kv-full-layers 4 leaves none of 4 layers"),
-        (["--kv-budget", "256", "--kv-memory", "10KB"], "raise --kv-memory"),
+        (["--kv-cache-memory-bytes", "1GB"], "--kv-cache-memory-bytes is for --kv-sparsity evict"),
+        (["--kv-sparsity", "evict:budget=0"], "--kv-sparsity evict:budget="),
+        (["--kv-sparsity", "evict:budget=64"], "--kv-sparsity evict:budget=64 has no room"),
+        (
+            ["--kv-sparsity", "evict:budget=256", "--kv-cache-memory-bytes", "much"],
+            "--kv-cache-memory-bytes must be a size",
+        ),
+        (
+            ["--kv-sparsity", "evict:budget=256,full-layers=4"],
+            "--kv-sparsity evict:full-layers=4 leaves none of 4 layers",
+        ),
+        (["--kv-sparsity", "evict:budget=256", "--kv-cache-memory-bytes", "10KB"], "raise --kv-cache-memory-bytes"),
     ],
 )
 def test_budgets_that_nothing_can_be_told_of_are_one_line(

@@ -198,7 +198,7 @@ def test_a_gpu_that_is_not_there(gpus: int) -> None:
 
 
 def test_backends_of_another_device_are_refused(gpus: int) -> None:
-    with pytest.raises(ValueError, match="--attention native with --memory-device cuda: .* computes on CPUs"):
+    with pytest.raises(ValueError, match="--attention-backend native with --memory-device cuda: .* computes on CPUs"):
         check(make_config({"memory_device": "cuda", "attention": "native"}))
     with pytest.raises(ValueError, match="--gemm native computes on CPUs: use auto or torch with --compute-device"):
         check(make_config({"compute_device": "cuda", "gemm": "native"}))
@@ -220,7 +220,9 @@ def test_workers_of_a_device_share_what_it_has_free(gpus: int, monkeypatch: pyte
     assert _kv_bytes(wanted, torch.device("cuda:0"), 0.5, 200) == 600, "others give so much back"
     assert _kv_bytes(bind([shape()], kv_bytes=600, max_kv_bytes=50), torch.device("cuda:0"), 0.5, 0) == 50
     assert _kv_bytes(wanted, CPU, 0.5, 0) == 600, "the host is shared with everything else"
-    with pytest.raises(ValueError, match="take 2.0 kB, 1.0 kB are free on cuda:0: lower --kv-memory below 1000B"):
+    with pytest.raises(
+        ValueError, match="take 2.0 kB, 1.0 kB are free on cuda:0: lower --kv-cache-memory-bytes below 1000B"
+    ):
         _kv_bytes(bind([shape()], kv_bytes=2000), torch.device("cuda:0"), 0.5, 0)
 
 

@@ -134,7 +134,9 @@ def _weights(nbytes: int, on: _Used) -> tuple[str, str]:
 def _kv(token: float, config: EngineConfig, on: _Used) -> tuple[str, str]:
     limit, asked = on.memory, config.devices.kv_bytes()
     if limit is not None and asked > limit:
-        raise ValueError(f"--kv-memory {config.devices.kv_memory} exceeds the {limit / _GB:g} GB of {on.title}")
+        raise ValueError(
+            f"--kv-cache-memory-bytes {config.devices.kv_memory} exceeds the {limit / _GB:g} GB of {on.title}"
+        )
     if asked:
         room = f"{_size(asked)} for KV" + ("" if limit is None else f" of {limit / _GB:g} GB")
         return on.title, f"{room}: {int(asked / token)} tokens"

@@ -6,28 +6,41 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from lamina.api.vllm_compat import PASTED, SWITCHES, translate_vllm_options
 from lamina.config.engine_config import EngineConfig
+from lamina.config.flag_groups import RENAMED_FLAGS, flag_name
 from lamina.config.flat_options import OPTIONS, REMOVED_OPTIONS, flat_options, make_config
-from lamina.config.option import Option, flag_name
+from lamina.config.option import Option
+
+from .group_flags import FlagValue, RenamedFlag, add_groups, add_old_flags
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tuple(OPTIONS)) -> None:
-    """One flag for each option of an engine, or for those of ``only``, plus --print-config and --dry-run."""
+    """The flags of an engine's options, or of those of ``only``, plus --print-config and --dry-run."""
     group = parser.add_argument_group("engine")
-    for option in (option for name, option in OPTIONS.items() if name in only):
+    values = {
+        name: FlagValue(_parser_of(option), option.default, option.help)
+        for name, option in OPTIONS.items()
+        if name in only
+    }
+    grouped = add_groups(parser, group, values)
+    for option in (OPTIONS[name] for name in values if name not in grouped):
         default = {(): "", None: "unset"}.get(option.default, option.default)
-        help = f"{option.help} (default: {default})"
-        group.add_argument(flag_name(option.name), default=option.default, help=help, **_kind(option))
+        help, kind = f"{option.help} (default: {default})", _kind(option)
+        if option.name in RENAMED_FLAGS:
+            kind |= {"action": RenamedFlag, "metavar": flag_name(option.name).strip("-").replace("-", "_").upper()}
+        group.add_argument(flag_name(option.name), dest=option.name, default=option.default, help=help, **kind)
+    add_old_flags(parser, values)
     for name in REMOVED_OPTIONS:
         parser.add_argument(flag_name(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for name in PASTED:
-        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if name in SWITCHES else {}
-        parser.add_argument(flag_name(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
+        if (flag := flag_name(name)) not in RENAMED_FLAGS.values():
+            switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if name in SWITCHES else {}
+            parser.add_argument(flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **switch)
     parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be started, and exit")
 
@@ -68,7 +81,11 @@ def _kind(option: Option) -> dict[str, Any]:
     """How argparse reads the option's text; a list stays text, which the option parses."""
     if bool in option.types:
         return {"action": argparse.BooleanOptionalAction}
-    return {"type": _int_or_word if option.types == (int, str) else str if tuple in option.types else option.types[0]}
+    return {"type": _parser_of(option)}
+
+
+def _parser_of(option: Option) -> Callable[[str], Any]:
+    return _int_or_word if option.types == (int, str) else str if tuple in option.types else option.types[0]
 
 
 def _int_or_word(text: str) -> int | str:

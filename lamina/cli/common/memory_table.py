@@ -52,8 +52,8 @@ class _RankFacts(NamedTuple):
 
 
 def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMemory]:
-    """Of every worker on this host, which has ``free`` bytes. Raises ValueError where KV blocks do not fit --kv-memory,
-    or all of them no sequence of --max-model-len; OSError where nothing can be measured.
+    """Of every worker on this host, which has ``free`` bytes. Raises ValueError where KV blocks do not fit
+    --kv-cache-memory-bytes, or all of them no sequence of --max-model-len; OSError where nothing can be measured.
     """
     from lamina import netstack
 
@@ -233,7 +233,7 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> 
 
 
 def _memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> WorkerMemory:
-    """``free``: for KV blocks that --kv-memory leaves to the workers."""
+    """``free``: for KV blocks that --kv-cache-memory-bytes leaves to the workers."""
     from lamina.workers.compute.kv_capacity import attention_bytes
 
     # Who keeps the parity of all others has as much as each.

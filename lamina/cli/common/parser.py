@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from lamina.api.vllm_compat import replacement_of
 
+from .group_flags import tell_old_flags
 from .vllm_flags import translated
 
 NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
@@ -32,6 +33,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag} is not here: {way_out}")
             near = get_close_matches(flag, known, n=1) if flag.startswith("--") else []
             self.error(f"unknown argument {flag}" + (f" (did you mean {near[0]}?)" if near else ""))
+        tell_old_flags(flags)
         return flags, unknown
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:

@@ -9,9 +9,7 @@ from collections.abc import Collection, Sequence
 
 # They do the same thing. A flag takes the place of a flag alone; what follows it stays.
 _SAME = {
-    "--disable-log-requests": "--no-log-requests",
-    "--no-enable-log-requests": "--no-log-requests",
-    "--enable-log-requests": "--log-requests",
+    "--disable-log-requests": "--no-enable-log-requests",
     "-tp": "--tensor-parallel-size",
 }
 _VALUES = {("--dtype", "half"): "float16", ("--dtype", "float"): "float32"}
@@ -19,7 +17,7 @@ _LISTS = frozenset({"--served-model-name"})  # separate values there, one value 
 # They mean nothing here, and are taken with a line that says so.
 _NOTHING = {
     "--enable-server-load-tracking": "GET /load always counts",
-    "--disable-uvicorn-access-log": "there is none; --no-log-requests leaves out a line for every request",
+    "--disable-uvicorn-access-log": "there is none; --no-enable-log-requests leaves out a line for every request",
 }
 
 

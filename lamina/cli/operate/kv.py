@@ -25,7 +25,7 @@ ACTIONS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("action", choices=ACTIONS, help="; ".join(f"{k}: {v}" for k, v in ACTIONS.items()))
-    parser.add_argument("dir", metavar="DIR", help="the directory of --kv-store-dir")
+    parser.add_argument("dir", metavar="DIR", help="the directory of --kv-offload dir=")
     parser.add_argument("--json", action="store_true", help="stat: print it as JSON")
     parser.add_argument(
         "--tenant",
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--tenant goes with purge, not with {args.action}")
     path = Path(args.dir).expanduser()
     if path.is_dir() and not (path / INDEX).exists():  # its reader prints nothing then
-        raise ValueError(f"DIR {args.dir}: no KV store is there: name the directory of --kv-store-dir")
+        raise ValueError(f"DIR {args.dir}: no KV store is there: name the directory of --kv-offload dir=")
     with closing(StoreDirectory(args.dir, "DIR", make=False)) as folder:
         if args.action == "stat" or args.dry_run:
             return _stat(folder, as_json=args.json)
@@ -78,7 +78,7 @@ def _verify(folder: StoreDirectory, args: argparse.Namespace) -> int:
     from lamina.kv.disk_store.store_directory import store_secret
 
     whole = damaged = 0
-    for check in verify(folder, store_secret(folder, args.kv_key_file, make=False)):
+    for check in verify(folder, store_secret(folder, args.kv_key_file, make=False, flag="--kv-key-file")):
         if isinstance(check, DamagedPage):
             damaged += 1
             key, count = check.page.key.hex()[:16], len(check.fragments)
@@ -105,6 +105,8 @@ def _purge(folder: StoreDirectory, args: argparse.Namespace) -> int:
         purge(folder)
         print("purged: the store is empty, and its keys are gone")
     else:
-        pages = purge_tenant(folder, store_secret(folder, args.kv_key_file, make=False), _tenant(args.tenant))
+        pages = purge_tenant(
+            folder, store_secret(folder, args.kv_key_file, make=False, flag="--kv-key-file"), _tenant(args.tenant)
+        )
         print(f"purged {pages} pages of the tenant, and its data key")
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lamina.config.option import flag_name
+from lamina.config.flag_groups import flag_name
 
 from .operator_client import add_server, check_timeout, check_url, request
 
@@ -53,4 +53,4 @@ def run(args: argparse.Namespace) -> int:
 
 def _listed(sizes: dict[str, int | str]) -> str:
     """As flags of ``serve``; a word is the plan by which batches are chosen."""
-    return ", ".join(f"{flag_name(name) if isinstance(n, int) else '--plan'} {n}" for name, n in sizes.items())
+    return ", ".join(f"{flag_name(name)} {n}" for name, n in sizes.items())

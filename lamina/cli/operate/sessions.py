@@ -20,7 +20,7 @@ ASK_S = 10.0
 ACTIONS = {
     "list": "say which there are, and where their KV is",
     "drop": "forget one, and give up its KV",
-    "export": "write one to a new file, encrypted, for another server that has the KV in its --kv-store-dir",
+    "export": "write one to a new file, encrypted, for another server that has the KV in its --kv-offload dir=",
     "import": "take one over from such a file",
     "advise": "say how much memory or disk those of a model need, and what that costs",
 }

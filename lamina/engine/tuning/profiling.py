@@ -47,7 +47,8 @@ def _shapes(engine: Engine) -> list[tuple[int, int]]:
     least = SHORT + _answer(engine, 1, SHORT)
     if limit < least:
         raise ValueError(
-            f"--plan auto measures by sequences of {least} tokens, and --max-model-len is {limit}: raise it, or say "
+            f"--pipeline auto measures by sequences of {least} tokens, and --max-model-len is {limit}: raise it, or "
+            "say "
             f"how many batches, by --pipeline"
         )
 
@@ -83,7 +84,8 @@ class _Probe:
             begun |= self._note(engine.step())
             if engine.idle:
                 raise ValueError(
-                    f"--plan auto: {rows} sequences of {prompt + answer} tokens have no room: raise --kv-memory"
+                    f"--pipeline auto: {rows} sequences of {prompt + answer} tokens have no room: raise "
+                    "--kv-cache-memory-bytes"
                 )
 
     def _note(self, outputs: Iterable[RequestOutput]) -> set[int]:

@@ -27,7 +27,7 @@ class Tuner:
         self._rows, self._tokens = 0, 0  # that were looked at last
         self.num_batches = 1
         self.reason = f"1 batch until requests come; measured at the start: {model.describe()}"
-        log.info("--plan auto: %s", self.reason)
+        log.info("--pipeline auto: %s", self.reason)
 
     def observe(self, done: Round) -> bool:
         """A round was done; whether another choice has been made by that."""
@@ -50,7 +50,7 @@ class Tuner:
             f"long together, takes "
             f"{text}; measured at the start: {self._laws.describe()}"
         )
-        log.info("--plan auto: %s", self.reason)
+        log.info("--pipeline auto: %s", self.reason)
         return True
 
     def _load_changed(self, done: Round) -> bool:

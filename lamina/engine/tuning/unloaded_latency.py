@@ -43,8 +43,8 @@ def check_slo(
     finally:
         promises.decision_log = reasons
     if best.ttft_s > limits.ttft_s:
-        raise ValueError(_below("--slo-ttft", limits.ttft_s, FIRST, best.ttft_s))
-    raise ValueError(_below("--slo-tbt", limits.tbt_s, STEP, best.tbt_s))
+        raise ValueError(_below("--slo ttft=", limits.ttft_s, FIRST, best.ttft_s))
+    raise ValueError(_below("--slo tbt=", limits.tbt_s, STEP, best.tbt_s))
 
 
 def _measure(engine: Engine, clock: Callable[[], float]) -> UnloadedLatency:
@@ -66,7 +66,7 @@ def _measure(engine: Engine, clock: Callable[[], float]) -> UnloadedLatency:
 
 def _below(name: str, limit_s: float, what: str, took_s: float) -> str:
     took = f"{what} takes alone, {_spelt(took_s)}, the best of {NUM_TRIES}"
-    return f"{name} {_spelt(limit_s)} is below what {took}: raise it"
+    return f"{name}{_spelt(limit_s)} is below what {took}: raise it"
 
 
 def _spelt(seconds: float) -> str:

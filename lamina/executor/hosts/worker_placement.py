@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lamina.config.engine_config import EngineConfig
-from lamina.config.option import flag_name
+from lamina.config.flag_groups import flag_name
 
 RACK = "lamina_rack"  # hosts with the same value of this label are near each other
 _TYPE = "accelerator_type:"  # how Ray names the resource of a type of GPU
@@ -101,7 +101,9 @@ def check_kv_memory(assignments: dict[str, list[HostAssignment]], kv_bytes: int)
     measured = [p.host.address for p in assignments.get("compute", [])][:1]
     elsewhere = [p.host.address for p in assignments.get("memory", []) if measured and p.host.address not in measured]
     if elsewhere and not kv_bytes:
-        raise ValueError(f"--kv-memory auto is for one host: say what a worker takes on {elsewhere[0]}, such as 4GiB")
+        raise ValueError(
+            f"--kv-cache-memory-bytes auto is for one host: say what a worker takes on {elsewhere[0]}, such as 4GiB"
+        )
 
 
 def _next(

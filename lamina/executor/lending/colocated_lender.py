@@ -30,7 +30,8 @@ class ColocatedLender:
         blocks = config.topology.lent_bytes(asked) // BLOCK_BYTES
         if not blocks:
             raise ValueError(
-                f"--lend {config.topology.lend:g} of --kv-memory {config.devices.kv_memory} is less than 1 MiB on all "
+                f"--lend {config.topology.lend:g} of --kv-cache-memory-bytes {config.devices.kv_memory} is less than "
+                "1 MiB on all "
                 f"memory workers together: lend more, or leave it out"
             )
         self.local_need = ""

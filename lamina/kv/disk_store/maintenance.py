@@ -118,7 +118,7 @@ def purge_tenant(folder: StoreDirectory, secret: bytes, tenant: bytes) -> int:
 
 def _check_store(folder: StoreDirectory) -> None:
     if INDEX not in folder.list_names():
-        raise ValueError(f"{folder.name}: no KV store is there: name the directory of --kv-store-dir")
+        raise ValueError(f"{folder.name}: no KV store is there: name the directory of --kv-offload dir=")
 
 
 def _index(folder: StoreDirectory) -> PageIndex:

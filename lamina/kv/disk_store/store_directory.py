@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from lamina.config.flag_groups import with_value
 from lamina.kv.page_keys import ERA_BYTES, SECRET_BYTES
 
 LOCK, SECRET, ERA, INDEX, KEY, SEGMENT, DRAFT = "lock", "secret", "era", "index.db", "key-", "segment-", "new-"
@@ -20,10 +21,10 @@ _POLL_S = 0.02
 class StoreDirectory:
     """An open directory. Files in it are named by their names alone, and no link is followed."""
 
-    def __init__(self, path: str, flag: str = "--kv-store-dir", *, make: bool = True) -> None:
+    def __init__(self, path: str, flag: str = "--kv-offload dir=", *, make: bool = True) -> None:
         """``flag``: what errors call it. Raises ValueError: it is not there, another's, or readable by others."""
         self.path = Path(path).expanduser().absolute()
-        self.name = f"{flag} {path}"
+        self.name = with_value(flag, path)
         try:
             if make:
                 with suppress(FileExistsError):
@@ -151,23 +152,25 @@ class StoreDirectory:
             raise ValueError(f"{self.name}: {text}, and KV tells prompts: chmod {mode:o} {path}")
 
 
-def store_secret(folder: StoreDirectory, key_file: str = "", *, make: bool = True) -> bytes:
+def store_secret(
+    folder: StoreDirectory, key_file: str = "", *, make: bool = True, flag: str = "--kv-offload key="
+) -> bytes:
     """The secret, SECRET_BYTES long, from which keys of pages and of data follow. It is read from ``key_file``, or from
-    the directory, where ``make`` makes a missing one. Raises ValueError.
+    the directory, where ``make`` makes a missing one. Raises ValueError, which names ``flag``.
     """
     if not key_file:
         text = folder.read(SECRET)
         if text is None and not make:
-            raise ValueError(f"{folder.name}: its secret is not there: name its file by --kv-key-file")
+            raise ValueError(f"{folder.name}: its secret is not there: name its file by {flag}")
         text = text or folder.create(SECRET, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
         return _decoded(text, f"{folder.name}: {folder.path / SECRET}")
-    return read_secret(key_file, "--kv-key-file")
+    return read_secret(key_file, flag)
 
 
 def read_secret(key_file: str, flag: str) -> bytes:
     """SECRET_BYTES of a file of one's own. Raises ValueError, which names ``flag``."""
     path = Path(key_file).expanduser()
-    name = f"{flag} {key_file}"
+    name = with_value(flag, key_file)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as e:

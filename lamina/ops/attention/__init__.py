@@ -172,7 +172,9 @@ def get_equivalent(name: str, device: torch.device, dtype: torch.dtype, other: s
     try:
         return get(name, device, dtype)
     except ImportError as e:
-        raise ValueError(f"{e}; the memory workers compute with it: --attention takes one that all hosts have") from e
+        raise ValueError(
+            f"{e}; the memory workers compute with it: --attention-backend takes one that all hosts have"
+        ) from e
 
 
 def check_store(name: str, kv_cache_dtype: str) -> None:
@@ -181,7 +183,7 @@ def check_store(name: str, kv_cache_dtype: str) -> None:
         others = ", ".join(b for b in BACKENDS if b not in (*UNSCALED, *WRAPPERS))
         raise ValueError(
             f"--kv-cache-dtype {kv_cache_dtype}: attention backend {name!r} stores K and V as --dtype alone; "
-            f"use --attention {others} or auto"
+            f"use --attention-backend {others} or auto"
         )
 
 

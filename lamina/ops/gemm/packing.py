@@ -42,7 +42,7 @@ def has_room(needed: int, shared: int, free: int, topology: TopologyOptions, dev
     those of a host have ``shared`` together. ``free``: bytes of the host.
 
     All workers of a host together take at most half of them, so that KV whose size is chosen at the start has as much,
-    and leave what --kv-memory asks for.
+    and leave what --kv-cache-memory-bytes asks for.
     """
     taken = shared + (needed - shared) * (topology.num_compute + topology.prefill_groups)
     return taken <= free / 2 and taken + devices.kv_bytes() * topology.num_workers["memory"] <= free

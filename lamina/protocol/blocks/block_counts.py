@@ -60,7 +60,8 @@ def split_memory(
     if need > kv_bytes:
         raise ValueError(
             f"{size_flag(kv_bytes)} of KV memory cannot hold one sequence of {max_len} tokens, which needs "
-            f"{size_flag(need, least=True)} on each memory worker: raise --kv-memory or lower --max-model-len"
+            f"{size_flag(need, least=True)} on each memory worker: raise --kv-cache-memory-bytes or lower "
+            "--max-model-len"
         )
     kept = max_kept_tokens if any(max_kept_tokens) else [0] * len(kv_shards)
     usual, dealt = most(max_len if any(kept) else -(-max_len // 4), everything), stripe > 0 and not single_shard

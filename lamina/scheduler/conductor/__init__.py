@@ -24,8 +24,8 @@ from .routing import NO_WORKER, POLICIES, RoutingDecision, RoutingQuery, WorkerM
 @dataclass(frozen=True, kw_only=True)
 class ConductorConfig:
     """Names by which the options call them. ``policy``: of POLICIES or OTHERS. ``threshold``:
-    ``--kvcache-balancing-threshold``. ``check_before_decode``: whether early and predictive look at decoding once more
-    when a prompt is computed; without that, what they take is decoded, as in section 6.3. Raises ValueError.
+    ``--prefill-policy mooncake:threshold=``. ``check_before_decode``: whether early and predictive look at decoding
+    once more when a prompt is computed; without that, what they take is decoded, as in section 6.3. Raises ValueError.
     """
 
     policy: str = "auto"
@@ -38,7 +38,8 @@ class ConductorConfig:
         check_overload_policy(self.overload)
         if not 1.0 <= self.threshold < math.inf:
             raise ValueError(
-                f"--kvcache-balancing-threshold must be at least 1, not {self.threshold:g}: a transfer must bring more "
+                f"--prefill-policy mooncake:threshold= must be at least 1, not {self.threshold:g}: a transfer must "
+                "bring more "
                 f"than a worker has itself"
             )
 
@@ -215,8 +216,8 @@ class Conductor:
         return self.decode_load_model.tbt_s() / self.config.limits.tbt_s
 
     def tbt_s(self, prompt: PromptInfo, now_s: float, done_s: float) -> float:
-        """A step of those that will decode with ``prompt`` at ``done_s``, when it is computed, by ``--overload``: as it
-        is foreseen now.
+        """A step of those that will decode with ``prompt`` at ``done_s``, when it is computed, by ``--slo overload=``:
+        as it is foreseen now.
         """
         if self.config.overload == "baseline":
             return 0.0

@@ -2,7 +2,7 @@
 I/O, no clock.
 
 The load of a pool is a predicted time over its limit: of the first token for prefill workers, of the gap between tokens
-for what decodes (Mooncake, section 6.1). When decoding is looked at, says ``--overload``:
+for what decodes (Mooncake, section 6.1). When decoding is looked at, says ``--slo overload=``:
 
 baseline    once the prompt is computed: if there is no room then, the prefill was for nothing
 early       at the arrival, as decoding is then (section 6.2)
@@ -23,7 +23,7 @@ PRIOR_COMPLETIONS = 49  # completions that a first decoding time is worth
 
 
 class SloLimits(NamedTuple):
-    """``--slo-ttft`` and ``--slo-tbt``, seconds: infinite where nothing is promised."""
+    """``--slo ttft=`` and ``--slo tbt=``, seconds: infinite where nothing is promised."""
 
     ttft_s: float = math.inf
     tbt_s: float = math.inf
@@ -152,5 +152,5 @@ class DecodeLoadModel:
 def check_overload_policy(name: str) -> str:
     """Raises ValueError for a name that is none."""
     if name not in OVERLOAD_POLICIES:
-        raise ValueError(f"--overload must be one of {', '.join(OVERLOAD_POLICIES)}, not {name!r}")
+        raise ValueError(f"--slo overload= must be one of {', '.join(OVERLOAD_POLICIES)}, not {name!r}")
     return name

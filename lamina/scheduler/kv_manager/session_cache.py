@@ -138,7 +138,7 @@ class SessionCache:
 
     def _with_tier(self) -> OffloadIndex:
         if self._offload_index is None or self._offload_index.backend == "host":
-            raise ValueError("sessions go from server to server with the KV in --kv-store-dir: start it with that")
+            raise ValueError("sessions go from server to server with the KV in --kv-offload dir=: start it with that")
         return self._offload_index
 
     def drop_session(self, name: SessionName, running: Iterable[Sequence]) -> list[SequenceOp] | None:

@@ -42,7 +42,7 @@ class ContextOverflow(NamedTuple):
         for first, stop in ranges:
             if not self.first <= first < stop < length:
                 raise ValueError(
-                    f"kv_discard: tokens {first} to {stop} of {length}: the first {self.first} (--keep-first) and the "
+                    f"kv_discard: tokens {first} to {stop} of {length}: the first {self.first} (keep-first) and the "
                     f"last one stay, so name some between"
                 )
             if first % PAGE or (stop - first) % self.unit:
@@ -63,8 +63,8 @@ def build_context_overflow(options: OverflowOptions, limit: int, lane_tokens: in
     first = options.keep_first
     if limit - limit // ANSWER_DIVISOR - step - first < 1:
         raise ValueError(
-            f"--context-overflow truncate: a context of {limit} tokens has no room behind the {first} of --keep-first, "
-            f"the {step} of --truncate-ratio {options.truncate_ratio:g} (whole steps of {unit}) and an answer: lower "
-            f"those, or raise --max-model-len"
+            f"--context-overflow truncate: a context of {limit} tokens has no room behind keep-first={first}, "
+            f"the {step} of ratio={options.truncate_ratio:g} (whole steps of {unit}) and an answer: lower those, or "
+            "raise --max-model-len"
         )
     return ContextOverflow(limit, first, step, unit)

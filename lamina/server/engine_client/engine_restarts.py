@@ -16,8 +16,8 @@ from functools import cached_property
 from msgspec import msgpack, structs
 
 from lamina.config.engine_config import EngineConfig
+from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import flat_options, replace_options, with_fewer_workers
-from lamina.config.option import flag_name
 from lamina.executor.restart_budget import RestartBudget
 from lamina.facts.report import count_text
 from lamina.request import ResumedCompletion, SamplingParams

@@ -7,9 +7,9 @@ its power loses the last of them, and they are computed again.
 **A disk that fails.** After a failed wait the bytes on the disk are unknown. The next request first begins another
 segment, with all that is known.
 
-**How long.** Records go to the newest segment. At half of --journal-size another one begins with the running requests.
-All older segments but one are removed, so an answer stays until one or two segments are full. Only a thread of the
-journal waits for the disk.
+**How long.** Records go to the newest segment. At half of ``journal_size`` another one begins with the running
+requests. All older segments but one are removed, so an answer stays until one or two segments are full. Only a thread
+of the journal waits for the disk.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ class EngineMetrics(Collector):
 
     def _slo(self, counts: SloCounts) -> Iterator[Metric]:
         for name, text, load in (
-            ("prefill_load", "a prompt's wait for the last one that was taken, over --slo-ttft", counts.prefill_load),
-            ("decode_load", "a step that decodes, over --slo-tbt", counts.decode_load),
+            ("prefill_load", "a prompt's wait for the last one that was taken, over --slo ttft=", counts.prefill_load),
+            ("decode_load", "a step that decodes, over --slo tbt=", counts.decode_load),
         ):
             yield self._gauge(name, text, load)
         for name, text, value in (

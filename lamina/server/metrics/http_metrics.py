@@ -83,7 +83,7 @@ class ServerMetrics:
             PREFIX + "admission_rejections", "requests refused for load", (*_LABELS, "reason"), registry=self.registry
         )
         self._good = Counter(
-            PREFIX + "goodput_requests", "prompts that were answered to their ends within --slo-ttft and --slo-tbt",
+            PREFIX + "goodput_requests", "prompts that were answered to their ends within --slo ttft= and --slo tbt=",
             _LABELS, registry=self.registry,
         ).labels(**self.labels)  # fmt: skip
         self._http = Counter("http_requests", "HTTP requests", ("handler", "method", "status"), registry=self.registry)

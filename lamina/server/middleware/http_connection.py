@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         partial = self._head + HEADER_BYTES * len(self.headers or ()) if self._head else 0
         nbytes = partial + sum(map(_bytes_of, waiting)) - FREE
         if not self._holding.resize(max(0, nbytes), self._leave):
-            text = "requests of other connections fill the memory for them (--limits body-total): connect again"
+            text = "requests of other connections fill the memory for them (--limits body-total=): connect again"
             self._refuse(ApiError(503, text, code="no_room_for_body", retry_after_s=1))
 
     def _feed(self, data: bytes) -> None:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from lamina.config.flag_groups import flag_name
 from lamina.facts.report import size_text
 from lamina.server.errors import ApiError
-from lamina.server.limits import BODY_TOTAL, SPARE, TOKENIZING
+from lamina.server.limits import SPARE, TOKENIZING
 
 from .budget import MemoryBudget
 
@@ -67,14 +68,12 @@ class Intake:
     def _check(self, nbytes: int, granted: bool, what: str) -> None:
         if granted:
             return
-        most = size_text(self._budget.limit - self._leave)
+        most, flag = size_text(self._budget.limit - self._leave), flag_name("body_total")
         if not self._budget.could_fit(nbytes, self._leave):
-            text = (
-                f"{what} takes {size_text(nbytes)} of memory here, more than {most} (--limits {BODY_TOTAL}): send less"
-            )
+            text = f"{what} takes {size_text(nbytes)} of memory here, more than {most} ({flag}): send less"
             raise ApiError(413, text, code="body_too_large")
         self._refused("bodies")
-        text = f"bodies and prompts of other requests fill the memory for them (--limits {BODY_TOTAL}): ask again"
+        text = f"bodies and prompts of other requests fill the memory for them ({flag}): ask again"
         raise ApiError(503, text, code="no_room_for_body", retry_after_s=RETRY_AFTER_S)
 
 

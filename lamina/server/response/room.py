@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lamina.config.flag_groups import flag_name
 from lamina.facts.report import size_text
 from lamina.server.engine_client.messages import EngineReady
 from lamina.server.errors import ApiError
 from lamina.server.journal.journal_records import AcceptedRecord
-from lamina.server.limits import ANSWER_TOKEN, ANSWER_TOTAL, PROMPT_SCORE, SCORE
+from lamina.server.limits import ANSWER_TOKEN, PROMPT_SCORE, SCORE
 from lamina.server.middleware.budget import Holding, MemoryBudget
 
 RETRY_AFTER_S = 1
@@ -49,9 +50,9 @@ def take_room(budget: MemoryBudget, costs: dict[str, int], refused: Callable[[st
         param = max(costs, key=lambda name: costs[name])
         text = (
             f"{param} asks for too much at once: the answer may take {size_text(total)} of memory, more than "
-            f"{size_text(budget.limit)} (--limits {ANSWER_TOTAL}): ask for fewer prompts, tokens or alternatives"
+            f"{size_text(budget.limit)} ({flag_name('answer_total')}): ask for fewer prompts, tokens or alternatives"
         )
         raise ApiError(400, text, param=param, code="answer_too_large")
     refused("answers")
-    text = f"answers of other requests fill the memory for them (--limits {ANSWER_TOTAL}): ask again"
+    text = f"answers of other requests fill the memory for them ({flag_name('answer_total')}): ask again"
     raise ApiError(503, text, code="no_room_for_answer", retry_after_s=RETRY_AFTER_S)

@@ -90,7 +90,9 @@ def measure(llm: LLM, batch: int, input_len: int, output_len: int, warm: int, se
             grown = engine.step()
             steps.append(time.perf_counter() - start)
             if len(grown) != batch:
-                raise ValueError(f"{len(grown)} of {batch} sequences decode together: give more --kv-memory")
+                raise ValueError(
+                    f"{len(grown)} of {batch} sequences decode together: give more --kv-cache-memory-bytes"
+                )
         after = llm.stats()
     finally:
         for request_id in ids:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lamina.config.engine_config import KV_CACHE_DTYPES, KVOptions
-from lamina.config.option import flag_name
+from lamina.config.flag_groups import flag_words
 from lamina.config.partition import PARTITIONS
 from lamina.config.topology import TopologyOptions
 from lamina.netstack import HERE
@@ -66,7 +66,7 @@ class Setting:
     @property
     def text(self) -> str:
         """Its flags, as ``lamina-launch`` takes them."""
-        words = [_words(name, value) for name, value in self.options.items()]
+        words = flag_words(self.options)
         tight = ["(too little memory for one sequence)"] * self.lends
         tight += ["(too little memory for all)"] * self.swaps
         labels = [*tight, *["(prompts one by one)"] * self.runs_alone, *["(KV loaded)"] * self.loads_from_disk]
@@ -335,9 +335,3 @@ def _sparse(transports: Sequence[str]) -> list[Setting]:
 def _rounded(dtype: str) -> Setting:
     """Numbers of another width have no bits in common with the base's: they are compared with the reference alone."""
     return Setting("dtype", Exactness.BOUNDED, None, {"dtype": dtype})
-
-
-def _words(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return flag_name(name) if value else flag_name(f"no_{name}")
-    return f"{flag_name(name)} {value}"

@@ -189,7 +189,7 @@ def _excuse(setting: Setting, run: Outcome, like: Outcome) -> str:
     steps; and without ``deterministic`` bits are promised for the same plans alone.
     """
     if run.num_preemptions > run.num_swapped or like.num_preemptions > like.num_swapped:
-        return "a sequence was preempted: bits are not promised (raise --kv-memory)"
+        return "a sequence was preempted: bits are not promised (raise --kv-cache-memory-bytes)"
     if not setting.options.get("deterministic") and run.plans != like.plans:
         return "the plans were others: bits are not promised"
     return ""

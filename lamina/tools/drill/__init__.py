@@ -29,7 +29,7 @@ FAULTS = {
 USUAL = [name for name in FAULTS if name not in ("partition", "kill-spare", "flip")]  # which need flags of their own
 FLAGS = ["--memory-workers", "2", "--prefill-workers", "1", "--dtype", "float32", "--deterministic"]
 # Flags without which a drill ends early, or cannot try an edge: that takes a bias for each token of the vocabulary.
-REMOVED_LIMITS = {"--max-recoveries": "1000000", "--max-logit-bias": "1000000"}
+REMOVED_LIMITS = {"--max-recoveries": "1000000", "--limits": "logit-bias=1000000"}
 CHECKED = {"--kv-checks": "1"}
 
 

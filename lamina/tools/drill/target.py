@@ -23,6 +23,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+from lamina.config.flag_groups import flag_words
 from lamina.netstack.own_python import own_python
 from lamina.observe.failpoints import FAILPOINT, Failpoint
 from lamina.observe.trace import FLIP_BIT
@@ -38,7 +39,7 @@ MODULES = {
     "engine": "lamina.server.engine_client.engine_process",
 }
 NOTICED = "all requests go on"  # words of the log
-BESIDE = "--kv-store-dir", "--kv-offloading-size"  # flags with which KV is kept beside the pools
+BESIDE = "--kv-offload", "--kv-offloading-size"  # flags with which KV is kept beside the pools
 SPARE = "spare"  # the role of workers that have no place
 SCALE = "SCALE"  # nobody is hit: the server gets other memory workers
 _MET = re.compile(r"epoch \d+: .* is pid \d+")  # a line of the log, when workers have met
@@ -91,8 +92,8 @@ class Target:
         self._tripwire = Failpoint(self._folder / "tripwire")
         self.journal = self._folder / "journal"
         held, self._life_line = os.pipe()
-        words = ["serve", model, "--port", "0", "--no-log-requests"]
-        words += ["--journal", str(self.journal), "--journal-size", JOURNAL_SIZE] if journal else []
+        words = ["serve", model, "--port", "0", "--no-enable-log-requests"]
+        words += flag_words({"journal": self.journal, "journal_size": JOURNAL_SIZE}) if journal else []
         own = {FAILPOINT: str(self._folder / "tripwire"), "LAMINA_ADMIN_KEY": self._key}
         command, environ = own_python(
             "-m",

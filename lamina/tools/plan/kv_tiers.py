@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lamina.config.flag_groups import flag_text
 from lamina.config.sparsity import SparsityOptions
 from lamina.facts.report import size_text, table
 from lamina.kv.stored_format import head_bytes
@@ -64,7 +65,9 @@ class KVTiers:
     def lines(self) -> list[str]:
         """For people."""
         kept = sum(t.kept * t.token_bytes for t in self.tiers)
-        head = f"KV by tier of layers, modelled: a sequence of {self.length} tokens, --kv-budget {self.budget}"
+        head = (
+            f"KV by tier of layers, modelled: a sequence of {self.length} tokens, {flag_text('kv_budget', self.budget)}"
+        )
         rows = [["tier", "layers", "tokens kept", "bytes", ""]]
         rows += [[t.name, str(t.layers), str(t.kept), size_text(t.kept * t.token_bytes), ""] for t in self.tiers]
         gains = f"{self.gain:.2f} times as many sequences; {self.least_gain:.2f} just before blocks are dropped again"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lamina.config.flag_groups import flag_name
 from lamina.config.option import parse_seconds
 from lamina.scheduler.conductor import Conductor, ConductorConfig
 from lamina.scheduler.conductor.baselines import BASELINE_POLICIES
@@ -160,10 +161,16 @@ def _arrivals(trace: RequestTrace, args: argparse.Namespace) -> list[TracedPromp
 
 def _rules(args: argparse.Namespace, policy: str, overload: str) -> ConductorConfig:
     ttft_s, tbt_s = parse_seconds(args.slo_ttft, "--slo-ttft"), parse_seconds(args.slo_tbt, "--slo-tbt")
-    return ConductorConfig(
-        policy=policy, threshold=args.kvcache_balancing_threshold, overload=overload,
-        limits=SloLimits(ttft_s or math.inf, tbt_s or math.inf), check_before_decode=args.check_again,
-    )  # fmt: skip
+    try:
+        return ConductorConfig(
+            policy=policy, threshold=args.kvcache_balancing_threshold, overload=overload,
+            limits=SloLimits(ttft_s or math.inf, tbt_s or math.inf), check_before_decode=args.check_again,
+        )  # fmt: skip
+    except ValueError as error:  # by the flags of serve
+        text = str(error).replace(flag_name("overload"), "--overload")
+        raise ValueError(
+            text.replace(flag_name("kvcache_balancing_threshold"), "--kvcache-balancing-threshold")
+        ) from None
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -262,7 +262,7 @@ class ComputeServer(ModelServer):
         except RefusedError as e:
             if backend == bind.kv.attention or repr(backend) not in str(e):
                 raise
-            others = "memory workers before it took that one: name one that all have by --attention"
+            others = "memory workers before it took that one: name one that all have by --attention-backend"
             raise RefusedError(f"memory worker {link.number}: {e}; {others}") from e
 
     def _merging(self, cut: CutModel, backend: str) -> AttentionBackend:

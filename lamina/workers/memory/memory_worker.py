@@ -309,7 +309,7 @@ class MemoryWorker:
 
     def _open_tier(self, offload: OffloadConfig, store: KvStore, epoch: int) -> None:
         """Raises ValueError where it cannot be had."""
-        check_allowed_for_guest("--kv-offloading-size or --kv-store-dir", wanted=True)
+        check_allowed_for_guest("--kv-offloading-size or --kv-offload dir=", wanted=True)
         room = page_capacity(offload, store.bind_request, store.bind_reply.kv_bytes)
         medium, gone = self._medium_of(offload)
         recipe = Provenance(PROMPT, offload.chunk_tokens, build_id(), offload.ranks)

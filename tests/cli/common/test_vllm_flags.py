@@ -26,7 +26,7 @@ def test_they_do_the_same_thing_where_it_exists(
     more = ("--max-num-batched-tokens=64", "--memory-workers", "2")
     found = config(capsys, "--enforce-eager", "--disable-log-requests", *more, *dtype, *size)
     assert found["prefill_chunk"] == 64
-    names = ("cuda_graphs", "log_requests", "dtype", "tensor_parallel_size")
+    names = ("cuda_graphs", "enable_log_requests", "dtype", "tensor_parallel_size")
     assert [found[name] for name in names] == [False, False, "float16", 2]
     own = config(capsys, "--memory-workers", "2", "--served-model-name", "half")
     assert [own[name] for name in names] == [True, True, "auto", 1]
@@ -49,7 +49,7 @@ def test_names_may_stand_one_behind_the_other(capsys: pytest.CaptureFixture[str]
     [
         (
             ["--gpu-memory-utilization=0.9", "--memory-device", "cuda"],
-            "--gpu-memory-utilization is not here: --kv-memory",
+            "--gpu-memory-utilization is not here: --kv-cache-memory-bytes",
         ),
         (["--quantization", "awq"], "--quantization is not here: weights are used as they are"),
         (["--pipeline-parallel-size=2"], "--pipeline-parallel-size is not here: --pipeline n rotates n batches"),
@@ -91,7 +91,7 @@ def test_some_mean_nothing_here_and_are_taken_with_a_line(capsys: pytest.Capture
         "--enable-server-load-tracking is left out: GET /load always counts",
         "--enable-chunked-prefill is left out: prompts are always computed in chunks, of --prefill-chunk tokens",
         "--swap-space is left out: preempted sequences are computed again, or saved by --preemption-mode swap",
-        "--gpu-memory-utilization is left out: --kv-memory SIZE says what each memory worker keeps for KV",
+        "--gpu-memory-utilization is left out: --kv-cache-memory-bytes SIZE says what each memory worker keeps for KV",
     ]
 
 
@@ -102,7 +102,7 @@ def test_as_arguments_of_llm(caplog: pytest.LogCaptureFixture) -> None:
     }  # fmt: skip
     assert our_option_names(given) == {"cuda_graphs": False, "prefill_chunk": 64, "dtype": "float16"}
     assert [r.getMessage() for r in caplog.records] == [
-        "--gpu-memory-utilization is left out: --kv-memory SIZE says what each memory worker keeps for KV"
+        "--gpu-memory-utilization is left out: --kv-cache-memory-bytes SIZE says what each memory worker keeps for KV"
     ]
     with pytest.raises(ValueError, match="--pipeline-parallel-size is not here: --pipeline n"):
         our_option_names({"pipeline_parallel_size": 2})

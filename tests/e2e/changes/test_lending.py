@@ -216,7 +216,7 @@ def test_a_ledger_that_is_not_there_is_one_line_before_anything_starts(
         ({"borrow": "1GB", "ledger": "a:1", "transport": "loopback"}, "--borrow needs --transport shm or tcp"),
         ({"lend": 0.5}, "--lend needs --ledger"),
         ({"lend": 1.5, "ledger": "a:1"}, "--lend must be at most 0.9"),
-        ({"lend": 0.5, "ledger": "a:1", "kv_memory": "auto"}, "--lend needs --kv-memory SIZE"),
+        ({"lend": 0.5, "ledger": "a:1", "kv_memory": "auto"}, "--lend needs --kv-cache-memory-bytes SIZE"),
         ({"lend": 0.5, "ledger": "a:1", "lend_address": "here"}, "--lend-address must be HOST:PORT"),
         ({"borrow": "1GB", "ledger": "a:1", "lend_gbps": 8.0}, "--lend-gbps needs --lend"),
     ],

@@ -97,7 +97,7 @@ def test_zeros_are_read_whatever_was_written() -> None:
     ("flags", "why"),
     [
         (["--kv-offloading-size", "1GiB"], "leave it out, or --kv-offloading-size"),
-        (["--kv-store-dir", "d"], "leave it out, or --kv-store-dir"),
+        (["--kv-offload", "dir=d"], "leave it out, or --kv-offload dir="),
         (["--deterministic"], "--deterministic is about how that is done: leave one out"),
         (["--prefill-workers", "1"], "leave it out, or --prefill-workers"),
         (["--no-enable-prefix-caching"], "leave it out, or --no-enable-prefix-caching"),

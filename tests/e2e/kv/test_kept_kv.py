@@ -329,7 +329,7 @@ def test_a_size_without_room_for_a_sequence_is_refused_in_one_line(llama_path: P
     with pytest.raises(ValueError, match=f"^--kv-offloading-size: {whole - 1} bytes have {why.format(whole)}.*$"):
         LLM(str(llama_path), kv_offloading_size=str(whole - 1), memory_workers=1, **TINY)
     halves = {"kv_store_dir": str(tmp_path / "kv"), "memory_workers": 2, "partition": "token"}
-    with pytest.raises(ValueError, match=f"^--kv-store-size: {whole - 1} bytes have {why.format(whole // 2)}.*$"):
+    with pytest.raises(ValueError, match=f"^--kv-offload size=: {whole - 1} bytes have {why.format(whole // 2)}.*$"):
         LLM(str(llama_path), kv_store_size=str(whole - 1), **halves, **TINY)
     with LLM(str(llama_path), kv_store_size=str(whole), **halves, **TINY) as llm:
         assert ask(llm, PROMPT).outputs
@@ -339,13 +339,13 @@ def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^--kv-offloading-size has what --enable-prefix-caching finds: .*$"):
         LLM(str(llama_path), kv_offloading_size="1MiB", enable_prefix_caching=False)
     (tmp_path / "open").mkdir(mode=0o755)
-    with pytest.raises(ValueError, match="^--kv-store-dir .*: chmod 700 .*$"):
+    with pytest.raises(ValueError, match="^--kv-offload dir=.*: chmod 700 .*$"):
         LLM(str(llama_path), enable_prefix_caching=True, kv_store_dir=str(tmp_path / "open"))
     for wrong, why in (
-        ({}, "is for what lies in --kv-store-dir"),
+        ({}, "is for what lies in dir="),
         ({"kv_store_dir": str(tmp_path)}, "7 is not a time"),
     ):
-        with pytest.raises(ValueError, match=f"^--kv-store-ttl {why}"):
+        with pytest.raises(ValueError, match=f"^--kv-offload ttl= ?{why}"):
             LLM(str(llama_path), kv_store_ttl="7", **wrong)
-    with pytest.raises(ValueError, match="^--kv-key-file is the secret of --kv-store-dir: .*$"):
+    with pytest.raises(ValueError, match="^--kv-offload key= is the secret of dir=: .*$"):
         LLM(str(llama_path), enable_prefix_caching=True, kv_key_file=str(tmp_path / "key"))

@@ -146,7 +146,7 @@ def test_tokens_that_are_named_go_from_the_middle_of_a_session(llama_path: Path)
             said += output.outputs[0].token_ids
             mirror.keep((len(said) - gone - 1) // 32 * 32)
         assert llm.engine.scheduler.session_cache.num_shifts == 2
-        for wrong, words in (((200, 328), "multiple of 128"), ((0, 128), "--keep-first"), ((256, 2048), "between")):
+        for wrong, words in (((200, 328), "multiple of 128"), ((0, 128), "keep-first"), ((256, 2048), "between")):
             with pytest.raises(ValueError, match=words):
                 llm.generate([said], PARAMS, session_id="mine", kv_discard=[wrong])
         with pytest.raises(ValueError, match="one prompt"):
@@ -195,9 +195,9 @@ def test_a_long_prompt_without_a_session_is_computed_from_what_is_left(llama_pat
     [
         ({"deterministic": True}, "--context-overflow truncate.*leave out --deterministic"),
         ({"tensor_parallel_size": 2, "memory_workers": 2}, "leave out --tensor-parallel-size"),
-        ({"context_overflow": "refuse"}, "--truncate-ratio is for --context-overflow truncate"),
-        ({"keep_first": 100}, "--keep-first"),
-        ({"keep_first": 384}, "no room behind the 384 of --keep-first"),
+        ({"context_overflow": "refuse"}, "--context-overflow truncate:ratio= is for"),
+        ({"keep_first": 100}, "--context-overflow truncate:keep-first=100"),
+        ({"keep_first": 384}, "no room behind keep-first=384"),
     ],
     ids=str,
 )

@@ -165,7 +165,7 @@ def test_a_wrong_attention_gives_status_1_and_its_axis(
     add_backend(Careless)
     assert main(["check", str(llama_path), "--axis", "attention", "--max-tokens", "8"]) == 1
     printed = capsys.readouterr()
-    assert "2/2 attention --attention added: BROKEN" in printed.err
+    assert "2/2 attention --attention-backend added: BROKEN" in printed.err
     assert "1 of 2 promises BROKEN (attention)" in printed.out
 
 
@@ -317,7 +317,7 @@ def test_a_forgetful_worker_process_is_found(
         (["--max-tokens", "1"], "--max-tokens"),
         (["--max-tokens", "512"], "--max-tokens 512 leaves no room"),
         (["--prompt-seed", "-1"], "--prompt-seed"),
-        (["--attention", "magic"], "--attention"),
+        (["--attention-backend", "magic"], "--attention-backend"),
         (["--prompt", "no tokenizer"], "tokenizer"),
     ],
 )

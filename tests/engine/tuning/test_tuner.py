@@ -181,7 +181,9 @@ def test_the_reason_is_told_and_nothing_stays(caplog: pytest.LogCaptureFixture) 
 def test_sequences_that_are_too_short_are_said() -> None:
     wire = TimedWire(lambda rows, tokens: (0.1, 0.1))
     wire.ready = msgspec.structs.replace(wire.ready, max_model_len=16)
-    with pytest.raises(ValueError, match=r"--plan auto measures by sequences of 24 tokens, and --max-model-len is 16"):
+    with pytest.raises(
+        ValueError, match=r"--pipeline auto measures by sequences of 24 tokens, and --max-model-len is 16"
+    ):
         engine_of(wire, plan="auto")
 
 

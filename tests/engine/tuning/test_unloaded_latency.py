@@ -55,7 +55,7 @@ def test_a_slow_beginning_refuses_nobody() -> None:
     host.check(SloLimits(0.02, 0.02))
     assert host.tries == list(range(NUM_TRIES))
     host = Host(slow=1000)
-    with pytest.raises(ValueError, match="--slo-ttft 20ms is below .* takes alone, 1s, the best of"):
+    with pytest.raises(ValueError, match="--slo ttft=20ms is below .* takes alone, 1s, the best of"):
         host.check(SloLimits(0.02, 0.02))
 
 

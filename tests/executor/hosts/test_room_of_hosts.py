@@ -132,7 +132,7 @@ def test_room_for_kv_is_measured_where_the_first_compute_worker_is() -> None:
         with pytest.raises(ValueError) as refused:
             check_kv_memory({"compute": compute, "memory": [here, there]}, 0)
         assert str(refused.value) == (
-            "--kv-memory auto is for one host: say what a worker takes on 10.0.0.2, such as 4GiB"
+            "--kv-cache-memory-bytes auto is for one host: say what a worker takes on 10.0.0.2, such as 4GiB"
         )
 
 

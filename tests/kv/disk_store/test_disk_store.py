@@ -304,7 +304,7 @@ def test_space_that_another_worker_gave_up(opener: Opener) -> None:
 
 def test_two_servers_on_one_directory(opener: Opener) -> None:
     first = opener()
-    with pytest.raises(ValueError, match=r"--kv-store-dir .*: another server has it open; end that, or name"):
+    with pytest.raises(ValueError, match=r"--kv-offload dir=.*: another server has it open; end that, or name"):
         opener(server="two")
     second = opener()
     first.close()
@@ -374,7 +374,7 @@ def test_secrets(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("0a" * 32 + "\n")
     file.chmod(0o640)
-    with pytest.raises(ValueError, match=r"--kv-key-file .*: others may read it \(mode 640\): chmod 600"):
+    with pytest.raises(ValueError, match=r"--kv-offload key=.*: others may read it \(mode 640\): chmod 600"):
         store_secret(folder, str(file))
     file.chmod(0o600)
     assert store_secret(folder, str(file)) == b"\n" * 32
@@ -382,7 +382,7 @@ def test_secrets(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="64 hexadecimal digits: make one by openssl rand -hex 32"):
         store_secret(folder, str(file))
     (tmp_path / "link").symlink_to(file)
-    with pytest.raises(ValueError, match="--kv-key-file"):
+    with pytest.raises(ValueError, match="--kv-offload key="):
         store_secret(folder, str(tmp_path / "link"))
     folder.close()
 

@@ -383,7 +383,7 @@ def test_a_sequence_that_lies_elsewhere_can_begin_here() -> None:
 def test_memory_is_split_for_full_sequences_first() -> None:
     fields = {"block_size": 16, "max_rows": 64, "max_len": 1024}
     assert split_memory(1000 * 65, [1000], [0], [KvShards()], **fields) == [64]
-    words = r"^63\.4KiB of KV memory .* needs 63\.5KiB on each memory worker: raise --kv-memory or lower "
+    words = r"^63\.4KiB of KV memory .* needs 63\.5KiB on each memory worker: raise --kv-cache-memory-bytes or lower "
     with pytest.raises(ValueError, match=words):
         split_memory(1000 * 65 - 1, [1000], [0], [KvShards()], **fields)
     for kv_bytes in (10**6, 10**7 + 123):

@@ -281,8 +281,8 @@ def _cpu_s(work: Callable[[], None]) -> float:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"overload": "late"}, "--overload must be one of baseline, early, predictive"),
-        ({"threshold": 0.9}, "--kvcache-balancing-threshold must be at least 1"),
+        ({"overload": "late"}, "--slo overload= must be one of baseline, early, predictive"),
+        ({"threshold": 0.9}, "--prefill-policy mooncake:threshold= must be at least 1"),
     ],
 )
 def test_rules_that_are_none(wrong: dict[str, object], said: str) -> None:

@@ -67,7 +67,7 @@ def test_who_may_not_take_it() -> None:
     for of, tenant, why in (
         (leaves(identity=b"j"), TENANT, "of another model"), (leaves(), b"", "of another API key"),
         (leaves(), b"u" * 32, "of another API key"), (old, TENANT, "there is a session 'tea'"),
-        (leaves(medium="host"), TENANT, "--kv-store-dir"),
+        (leaves(medium="host"), TENANT, "--kv-offload dir="),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=why):
             of[0].import_session(tenant, copy, MOST)

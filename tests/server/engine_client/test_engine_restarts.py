@@ -644,10 +644,10 @@ def test_where_no_engine_starts_as_planned_one_goes_on_as_before() -> None:
         await until(lambda: engines.restarts.is_planned)
         engines.all[0].link.close()
         second = await engines.next(client)
-        second.link.send(Failed(text="--kv-memory: too little", user_error=True))
+        second.link.send(Failed(text="--kv-cache-memory-bytes: too little", user_error=True))
         third = await engines.next(client)
         third.link.send(READY)
-        with pytest.raises(PlanFailedError, match="--kv-memory: too little"):
+        with pytest.raises(PlanFailedError, match="--kv-cache-memory-bytes: too little"):
             await changing
         assert (await asyncio.to_thread(third.asked)).key == key
         assert engines.workers == [3, before]

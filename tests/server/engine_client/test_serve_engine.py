@@ -53,7 +53,10 @@ def failing(error: Exception) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (ValueError("--kv-memory is too small"), Failed(text="--kv-memory is too small", user_error=True)),
+        (
+            ValueError("--kv-cache-memory-bytes is too small"),
+            Failed(text="--kv-cache-memory-bytes is too small", user_error=True),
+        ),
         (OSError("no such file"), Failed(text="no such file", user_error=True)),
         (ImportError("no ray"), Failed(text="no ray", user_error=True)),
         (WorkerError("memory worker 0 was killed"), Failed(text="memory worker 0 was killed")),

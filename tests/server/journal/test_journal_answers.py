@@ -300,7 +300,7 @@ STREAMS: tuple[dict[str, Any], ...] = (
 @pytest.mark.timeout(300)
 def test_streams_of_a_server_that_is_killed_are_finished_by_the_next_one(tmp_path: Path) -> None:
     more = {"prompt": "def f(", "max_tokens": 150, "ignore_eos": True}
-    flags = ("--dtype=float32", "--journal", str(tmp_path / "j"), "--api-key=k", "--journal-size=1MiB")
+    flags = ("--dtype=float32", "--journal", f"{tmp_path / 'j'},size=1MiB", "--api-key=k")
     server = Running(tmp_path / "log", *flags)
     heard: list[tuple[str, dict[int, str]]] = []
 

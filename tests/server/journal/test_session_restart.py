@@ -49,7 +49,7 @@ def test_a_replay_goes_on_with_other_workers(tmp_path: Path, capsys: pytest.Capt
     key.write_text("ab" * 32)
     key.chmod(0o600)
     ported = ["--file", str(tmp_path / "second.session"), "--key-file", str(key)]
-    flags, said = ("--dtype", "float32", "--kv-store-dir", str(tmp_path / "kv")), dict[str, str]()
+    flags, said = ("--dtype", "float32", "--kv-offload", f"dir={tmp_path / 'kv'}"), dict[str, str]()
     server = Running(tmp_path / "one.log", *flags, "--memory-workers", "2")
     try:
         for name, opening in OPENINGS.items():

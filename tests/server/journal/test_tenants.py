@@ -121,7 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
-    flags = ("--dtype=float32", "--block-size=16", "--server-dev-mode", f"--kv-store-dir={folder / 'kv'}")
+    flags = ("--dtype=float32", "--block-size=16", "--server-dev-mode", f"--kv-offload=dir={folder / 'kv'}")
     running = Running(folder / "log", *flags, env={"LAMINA_API_KEY": "one,two"})
     yield running
     running.kill()

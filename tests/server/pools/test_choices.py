@@ -27,7 +27,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("choices")
     path = str(folder / "run.json")
     flags = ("--prefill-workers", "2", "--prefill-chunk", str(CHUNK), "--prefill-policy", "mooncake", "--trace", path)
-    server = Running(folder / "log", *flags, "--slo-ttft", "1h", "--block-size", str(PAGE))
+    server = Running(folder / "log", *flags, "--slo", "ttft=1h", "--block-size", str(PAGE))
     try:
 
         def ask(tokens: list[int]) -> None:

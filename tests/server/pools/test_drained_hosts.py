@@ -43,7 +43,9 @@ def test_a_host_whose_workers_people_started_is_drained(tmp_path: Path, capsys: 
     by_hand = threading.Thread(target=start_workers)
     by_hand.start()
     flags = ("--launcher", "static", "--driver-address", "127.0.0.1:0", "--hosts", str(hosts))
-    server = Running(log, *flags, "--memory-workers", "2", "--kv-memory", "16MiB", "--deterministic", env=env)
+    server = Running(
+        log, *flags, "--memory-workers", "2", "--kv-cache-memory-bytes", "16MiB", "--deterministic", env=env
+    )
     try:
         by_hand.join(SOON_S)
         with httpx.Client(base_url=server.url, timeout=120) as client:

@@ -11,12 +11,12 @@ from running import MODEL, START_S, Running
 from lamina.engine.tuning.unloaded_latency import FIRST, STEP
 
 
-@pytest.mark.long(but=["flags0---slo-tbt 0.001ms is below what a step of one completion takes alone, "])
+@pytest.mark.long(but=["flags0---slo tbt=0.001ms is below what a step of one completion takes alone, "])
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--slo-tbt", "1us"), f"--slo-tbt 0.001ms is below what {STEP} takes alone, "),
-        (("--slo-ttft", "1us"), f"--slo-ttft 0.001ms is below what {FIRST} takes alone, "),
+        (("--slo", "tbt=1us"), f"--slo tbt=0.001ms is below what {STEP} takes alone, "),
+        (("--slo", "ttft=1us"), f"--slo ttft=0.001ms is below what {FIRST} takes alone, "),
     ],
 )
 def test_a_promise_that_nobody_could_keep_is_one_line(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -32,4 +32,4 @@ def test_a_promise_that_nobody_could_keep_is_one_line(flags: tuple[str, ...], sa
 
 
 def test_one_that_is_kept_is_promised(tmp_path: Path) -> None:
-    Running(tmp_path / "log", "--transport", "loopback", "--slo-ttft", "1h", "--slo-tbt", "1h").kill()
+    Running(tmp_path / "log", "--transport", "loopback", "--slo", "ttft=1h,tbt=1h").kill()

@@ -202,7 +202,7 @@ def test_who_says_how_many_batches_takes_the_place_of_a_plan() -> None:
     """Memory workers keep their measured parts; other numbers leave the plan as it is."""
     planned = make_config({"plan": "auto:3", "memory_workers": 2})
     assert _listed(_sizes(planned)) == (
-        "--memory-workers 2, --prefill-workers 0, --tensor-parallel-size 1, --plan auto:3"
+        "--memory-workers 2, --prefill-workers 0, --tensor-parallel-size 1, --pipeline auto:3"
     )
     for n in (1, 2):
         told = scaled_config(planned, {"pipeline": n})

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from test_flow import until
 from test_layers import JSON, ask, error_of, run
 
+from lamina.config.flag_groups import GROUP_OF
 from lamina.facts.host_memory import memory_bytes
 from lamina.server.app import make_app
 from lamina.server.limits import decoding_bytes, memory_limits
@@ -136,7 +137,7 @@ def routes_of(app: Any) -> Iterable[Any]:
 
 
 MIB = 1 << 20
-SMALL = {"max_body": "1MiB", "limits": "body-total=70MiB", "max_num_queued_reqs": 100_000}
+SMALL = {"max_body": "1MiB", "body_total": "70MiB", "max_num_queued_reqs": 100_000}
 
 
 def prompt(tokens: int) -> bytes:
@@ -161,7 +162,7 @@ def test_prompts_that_wait_are_counted_until_their_requests_end() -> None:
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "1"
             assert error_of(refused)["code"] == "no_room_for_body"
-            assert "--limits body-total" in error_of(refused)["message"]
+            assert "--limits body-total=" in error_of(refused)["message"]
             assert service.bodies.used <= service.bodies.limit
             small = await http.post("/tokenize", json={"prompt": "x"})
             assert small.status_code == 200, "small ones have room that large ones leave"
@@ -255,15 +256,15 @@ def test_nested_fields_are_bounded_in_sum(field: str) -> None:
 
 
 def test_limits_have_defaults_of_the_memory_that_there_is() -> None:
-    limits = memory_limits("", 64 << 30, 8 * MIB)
+    limits = memory_limits("", "", 64 << 30, 8 * MIB)
     assert limits == (4 << 30, 8 << 30)
-    small = memory_limits("", 0, 8 * MIB)
+    small = memory_limits("", "", 0, 8 * MIB)
     assert small.body_total * 7 // 8 >= decoding_bytes(8 * MIB), "the largest body fits at least"
-    assert memory_limits(" answer-total=1GiB, body-total=2GiB", 0, MIB) == (2 << 30, 1 << 30)
+    assert memory_limits("2GiB", "1GiB", 0, MIB) == (2 << 30, 1 << 30)
 
 
 def test_a_budget_of_a_server_follows_its_flag() -> None:
-    assert make_service(limits="body-total=300MiB").bodies.limit == 300 << 20
+    assert make_service(body_total="300MiB").bodies.limit == 300 << 20
 
 
 def test_large_bodies_leave_room_for_small_ones() -> None:
@@ -277,13 +278,14 @@ def test_large_bodies_leave_room_for_small_ones() -> None:
 
 def test_an_error_names_what_is_wrong_with_limits() -> None:
     for text, words in (
-        ("bodies=1GiB", "--limits bodies: there is no such limit; known: body-total, answer-total"),
-        ("body-total", "--limits body-total must be a size such as 512MiB or 4GiB"),
-        ("body-total=1GiB,body-total=1GiB", "--limits has body-total twice"),
-        ("body-total=50MiB", "raise it, or lower --max-body"),
+        ("bodies=1GiB", "--limits bodies: there is no such key; did you mean body? its keys are body, body-total, "),
+        ("body-total", "--limits body-total has no value"),
+        ("body-total=much", "--limits body-total= must be a size such as 512MiB or 4GiB"),
+        ("body-total=1GiB,body-total=1GiB", "--limits body-total= is given twice"),
+        ("body-total=50MiB", "raise it, or lower --limits body="),
     ):
         with pytest.raises(ValueError) as error:
-            ServerConfig(limits=text)
+            ServerConfig(**GROUP_OF["body_total"].parse(text))
         assert words in str(error.value)
 
 

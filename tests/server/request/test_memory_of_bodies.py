@@ -11,7 +11,7 @@ from running import eventually
 
 BODY, TOTAL = 256 << 10, 16 << 20
 OPTIONS = {
-    "max_body": str(BODY), "limits": f"body-total={TOTAL}", "api_key": "client", "admin_key": "operator",
+    "max_body": str(BODY), "body_total": str(TOTAL), "api_key": "client", "admin_key": "operator",
     "header_timeout_s": 600, "body_timeout_s": 600, "slow_reader_timeout_s": 600,
 }  # fmt: skip
 BOUND = 2 * TOTAL + (8 << 20)  # bodies, connections, and what the process itself may vary by

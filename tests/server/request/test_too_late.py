@@ -136,11 +136,11 @@ def test_flags_say_what_is_promised() -> None:
     assert ServerConfig(slo_ttft="2s", slo_tbt="100ms").conductor_config.limits == SloLimits(2.0, 0.1)
     assert not ServerConfig().has_slo
     for wrong, said in (
-        ({"slo_ttft": "2"}, "--slo-ttft 2 is not a time"),
-        ({"slo_tbt": "-1s"}, "--slo-tbt -1s is not a time"),
+        ({"slo_ttft": "2"}, "--slo ttft=2 is not a time"),
+        ({"slo_tbt": "-1s"}, "--slo tbt=-1s is not a time"),
         ({"prefill_policy": "best"}, "--prefill-policy must be one of auto, mooncake, .*, not 'best'"),
-        ({"kvcache_balancing_threshold": 0.5}, "--kvcache-balancing-threshold must be at least 1, not 0.5"),
-        ({"overload": "late"}, "--overload must be one of baseline, early, predictive, not 'late'"),
+        ({"kvcache_balancing_threshold": 0.5}, "--prefill-policy mooncake:threshold= must be at least 1, not 0.5"),
+        ({"overload": "late"}, "--slo overload= must be one of baseline, early, predictive, not 'late'"),
     ):
         with pytest.raises(ValueError, match=said):
             ServerConfig(**wrong)  # type: ignore[arg-type]

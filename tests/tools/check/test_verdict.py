@@ -132,7 +132,7 @@ def test_other_plans_excuse_nothing_where_all_is_deterministic() -> None:
     assert judge(BATCHED, run, outcome()).held is False
     preempted = judge(BATCHED, replace(run, num_preemptions=1), outcome())
     assert (preempted.promised, preempted.held) == ("token-equal", True)
-    assert "--kv-memory" in preempted.note
+    assert "--kv-cache-memory-bytes" in preempted.note
 
 
 def test_tokens_behind_the_first_difference_are_not_compared() -> None:

@@ -261,9 +261,10 @@ def test_a_server_that_may_not_recover_fails_it() -> None:
 @pytest.mark.timeout(300)
 def test_memory_workers_are_killed_while_pages_are_saved_and_loaded(tmp_path: Path) -> None:
     """The pool is too small for what all streams leave."""
-    flags = f"--memory-workers 2 --dtype float32 --deterministic --kv-memory 8MiB --kv-store-dir {tmp_path / 'kv'}"
+    flags = "--memory-workers 2 --dtype float32 --deterministic --kv-cache-memory-bytes 8MiB "
+    flags += f"--kv-offload dir={tmp_path / 'kv'},size=64MiB"
     sizes = ("--count", "8", "--streams", "14", "--tokens", "48")
-    status, out = drill(*sizes, "--faults", "kill-memory", "--json", "--flags", f"{flags} --kv-store-size 64MiB")
+    status, out = drill(*sizes, "--faults", "kill-memory", "--json", "--flags", flags)
     found = json.loads(out)
     assert (status, found["hits"], found["left"]) == (0, 8, 0), out
     assert {SAVE, LOAD} <= set(found["kinds"]), out

@@ -36,7 +36,14 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trace") / "run.json"
     prompts = [x for i in range(4) for x in ("--prompt", f"def f{i}(x):\n    ")]
     flags = ["--max-tokens", "10", "--ignore-eos", "--compute-threads", "1", "--memory-threads", "1"]
-    flags += ["--pipeline", "2", "--attention", "reference", "--trace", str(path)]  # slow enough to be waited for
+    flags += [
+        "--pipeline",
+        "2",
+        "--attention-backend",
+        "reference",
+        "--trace",
+        str(path),
+    ]  # slow enough to be waited for
     assert main(["generate", str(MODEL), *prompts, *flags]) == 0
     return path
 

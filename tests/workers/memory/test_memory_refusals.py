@@ -123,8 +123,14 @@ def bad_binds() -> Iterator[tuple[BindRequest, str]]:
     yield with_kv(block_size=48), "--block-size must divide 128, not 48"
     yield with_kv(block_size=0), "`int` >= 1 - at `[$].kv.block_size`"
     yield with_kv(kv_cache_dtype="int3"), "--kv-cache-dtype must be one of auto, int8, fp8, not 'int3'"
-    yield msgspec.structs.replace(good, kv_bytes=1000), "cannot hold one sequence of 512 tokens.*--kv-memory"
-    yield msgspec.structs.replace(good, kv_bytes=1 << 60), "GB are free here: lower --kv-memory below [0-9.]+[GM]iB"
+    yield (
+        msgspec.structs.replace(good, kv_bytes=1000),
+        "cannot hold one sequence of 512 tokens.*--kv-cache-memory-bytes",
+    )
+    yield (
+        msgspec.structs.replace(good, kv_bytes=1 << 60),
+        "GB are free here: lower --kv-cache-memory-bytes below [0-9.]+[GM]iB",
+    )
     yield msgspec.structs.replace(good, max_rows=0), "0 rows"
     yield msgspec.structs.replace(good, prefill_workers=-1), "-1 prefill workers"
     for stages in (0, 2):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lamina.config.flag_groups import flag_name
 from lamina.facts.report import size_text, table
 from lamina.tools.plan.cost_model import PhaseTime, split_load
 from lamina.tools.plan.deployment import GIB
@@ -110,7 +111,7 @@ def serve_command(planner: Planner, ranking: Ranking, verdict: PlanVerdict) -> s
         "--memory-workers": deployment.memory_workers,
         "--pipeline": deployment.batches,
         "--max-num-seqs": math.ceil(best.batch),
-        "--kv-memory": f"{int(each // GIB)}GiB",
+        flag_name("kv_memory"): f"{int(each // GIB)}GiB",
         "--max-model-len": ranking.trace.longest,
     }
     name = planner.costs.model.name

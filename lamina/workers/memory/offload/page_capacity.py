@@ -26,7 +26,7 @@ def page_capacity(offload: OffloadConfig, bind: BindRequest, kv_bytes: int) -> i
     pages = max(sum(any(lane in own for own in lanes) for lane in each) for each in owners)
     room = (offload.total_bytes + (offload.memory_bytes if offload.directory else 0)) // offload.workers // nbytes
     if room < pages:
-        flag = "--kv-store-size" if offload.directory else "--kv-offloading-size"
+        flag = "--kv-offload size=" if offload.directory else "--kv-offloading-size"
         raise ValueError(
             f"{flag}: {offload.total_bytes} bytes have no room for one sequence of {tokens} tokens, which takes "
             f"{pages * nbytes} "

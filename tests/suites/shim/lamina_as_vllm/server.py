@@ -26,11 +26,10 @@ DROPPED = {
     "--reasoning-parser": (VALUED, "no reasoning here"), "--structured-outputs-config.backend": (VALUED, "none here"),
     "--load-format": (VALUED, "one here"), "--runner": (VALUED, "one here"),
 }  # fmt: skip
-RENAMED = {"--attention-backend": "--attention"}
 
 
 def flags_here(args: list[str]) -> list[str]:
-    """``args`` without what is dropped, and renamed."""
+    """``args`` without what is dropped, by the names here."""
     out, rest = [], [str(a) for a in args]
     while rest:
         flag = rest.pop(0)
@@ -44,7 +43,7 @@ def flags_here(args: list[str]) -> list[str]:
                 rest.pop(0)
                 count -= count == VALUED
         else:
-            out.append(RENAMED.get(name, name) + equals + value)
+            out.append(name + equals + value)
     return out
 
 

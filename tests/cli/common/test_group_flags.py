@@ -1,0 +1,159 @@
+"""Flags that set several options, and old names of flags, as a user of ``serve`` meets them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lamina.cli.launch import main
+from lamina.config.flag_groups import OLD_FLAGS, OLD_NAMES_GO, flag_text
+
+SERVE = ["serve", "some/model", "--print-config"]
+# Option that had a flag of its own -> the text after the old flag.
+OLD_VALUES = {
+    "max_body": "9MiB", "max_nesting": "9", "max_prompts": "9", "max_n": "9", "max_stop": "9", "max_stop_chars": "9",
+    "max_logit_bias": "9", "header_timeout_s": "9", "body_timeout_s": "9", "slow_reader_timeout_s": "9",
+    "sse_keep_alive_s": "9", "health_timeout_s": "9", "slo_ttft": "9s", "slo_tbt": "9ms", "overload": "early",
+    "kvcache_balancing_threshold": "9", "journal_size": "9MiB", "kv_budget": "999", "kv_full_layers": "9",
+    "kv_sink": "9", "kv_recent": "9", "kv_window": "9", "kv_error_budget": "top1=0.9", "kv_store_dir": "/nine",
+    "kv_store_size": "9GiB", "kv_store_ttl": "9d", "kv_key_file": "/nine", "kv_eviction_policy": "lfu",
+    "kv_load_failure_policy": "fail", "truncate_ratio": "0.25", "keep_first": "256", "plan": "auto:9",
+    "attention": "native", "kv_memory": "9GiB", "dashboard": "", "enable_log_requests": "",
+}  # fmt: skip
+# What an old flag's option goes with.
+SPARSE, STORED, LONG = ["--kv-sparsity", "evict"], ["--kv-offload", "dir=/nine"], ["--context-overflow", "truncate"]
+BESIDE = {
+    "kv_budget": SPARSE, "kv_full_layers": SPARSE, "kv_sink": SPARSE, "kv_recent": SPARSE, "kv_window": SPARSE,
+    "kv_error_budget": ["--kv-sparsity", "select"], "kv_store_size": STORED, "kv_store_ttl": STORED,
+    "kv_key_file": STORED, "truncate_ratio": LONG, "keep_first": LONG, "journal_size": ["--journal", "/nine"],
+    "kvcache_balancing_threshold": ["--prefill-workers", "1", "--prefill-policy", "mooncake"],
+}  # fmt: skip
+
+
+def config(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[dict[str, Any], list[str]]:
+    """The settings that would be served, and the lines on stderr."""
+    assert main([*SERVE, *flags]) == 0, capsys.readouterr().err
+    out, err = capsys.readouterr()
+    return json.loads(out), err.splitlines()
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The one line with which ``flags`` are refused."""
+    status: object = None
+    try:
+        status = main([*SERVE, *flags])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lamina-launch serve: ")
+    return line.removeprefix("lamina-launch serve: ").removesuffix("; see lamina-launch serve --help")
+
+
+def test_several_options_are_set_by_one_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    found, lines = config(
+        capsys, "--kv-sparsity=evict:budget=512,recent=96", "--limits", "n=3,body=16MiB,body-total=2GiB",
+        "--timeouts", "body=60,health=500ms", "--slo", "ttft=2s,overload=early", "--journal", "/j,size=1GiB",
+        "--kv-offload", "dir=/a\\,b,ttl=7d", "--context-overflow", "refuse", "--pipeline", "3",
+    )  # fmt: skip
+    wanted = {
+        "kv_sparsity": "evict", "kv_budget": 512, "kv_recent": 96, "kv_sink": 4, "max_n": 3, "max_body": "16MiB",
+        "body_total": "2GiB", "answer_total": "", "body_timeout_s": 60.0, "health_timeout_s": 0.5,
+        "header_timeout_s": 10.0, "slo_ttft": "2s", "slo_tbt": "", "overload": "early", "journal": "/j",
+        "journal_size": "1GiB", "kv_store_dir": "/a,b", "kv_store_ttl": "7d", "kv_store_size": "10GiB",
+        "context_overflow": "refuse", "pipeline": 3, "plan": "",
+    }  # fmt: skip
+    assert {name: found[name] for name in wanted} == wanted
+    assert lines == []
+
+
+def test_a_flag_may_come_twice_with_other_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    found, _ = config(
+        capsys, "--limits", "n=3", "--limits=stop=4", "--kv-sparsity", "evict", "--kv-sparsity=evict:sink=8"
+    )
+    assert [found[name] for name in ("max_n", "max_stop", "kv_sparsity", "kv_sink")] == [3, 4, "evict", 8]
+    assert refusal(capsys, "--limits", "n=3", "--limits", "n=4") == (
+        "--limits n=4: --limits n=3 is there, too: leave one out"
+    )
+    assert refusal(capsys, "--kv-sparsity", "evict", "--kv-sparsity", "select:sink=8") == (
+        "--kv-sparsity select:sink=8: --kv-sparsity evict is there, too: leave one out"
+    )
+
+
+@pytest.mark.parametrize(("old", "name"), OLD_FLAGS.items())
+def test_an_old_name_sets_its_option_and_tells_the_new_one(
+    old: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_switch = name in ("dashboard", "enable_log_requests")
+    written = [old.replace("--", "--no-", 1)] if is_switch else [old, OLD_VALUES[name]]
+    beside = BESIDE.get(name, [])
+    found, (line,) = config(capsys, *beside, *written)
+    before, _ = config(capsys, *beside)
+    assert found[name] != before[name]
+    words, _, new = line.removesuffix(f" now: the old name goes in version {OLD_NAMES_GO}").partition(" is ")
+    assert words == " ".join(written)
+    again, lines = config(capsys, *beside, *new.split(" ", 1))
+    assert (again, lines) == (found, []), "what the line says to write is the same"
+    assert old not in new.split()
+
+
+def test_the_table_of_old_names_is_whole() -> None:
+    assert {*OLD_FLAGS.values()} == OLD_VALUES.keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max-n", "2", "--limits", "n=3"], "--max-n and --limits n= set the same: leave out --max-n"),
+        (["--limits", "n=3", "--max-n", "2"], "--max-n and --limits n= set the same: leave out --max-n"),
+        (["--plan", "auto", "--pipeline", "auto:3"], "--plan and --pipeline set the same: leave out --plan"),
+        (
+            ["--kv-memory", "1GiB", "--kv-cache-memory-bytes", "2GiB"],
+            "--kv-memory and --kv-cache-memory-bytes set the same: leave out --kv-memory",
+        ),
+        (["--no-page", "--dashboard"], "--no-page and --dashboard set the same: leave out --no-page"),
+        (
+            ["--kv-error-budget", "default", "--kv-sparsity", "evict:max-kl=0.5"],
+            "--kv-error-budget and --kv-sparsity evict:max-top1= set the same: leave out --kv-error-budget",
+        ),
+    ],
+)
+def test_an_old_name_beside_the_new_one_is_refused(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, *flags) == f"{words}, which is an old name"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--limits", "n=many"], "--limits n= must be a whole number, not 'many'"),
+        (["--timeouts", "body=x"], "--timeouts body= must be a number of seconds, or a time such as 500ms, not 'x'"),
+        (["--context-overflow", "truncate:ratio=x"], "--context-overflow truncate:ratio= must be a number, not 'x'"),
+        (["--kv-sparsity", "evict:budget=64"], "--kv-sparsity evict:budget=64 has no room beside sink=4 and recent=64"),
+        (
+            ["--prefill-policy", "mooncake:threshold=0.5"],
+            "--prefill-policy mooncake:threshold= must be at least 1",
+        ),
+        (["--slo", "ttft=2"], "--slo ttft=2 is not a time above 0 with its unit, such as 100ms"),
+        (
+            ["--limits", "bodi=3"],
+            "--limits bodi: there is no such key; did you mean body? its keys are body, ",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line_that_names_flag_and_key(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, *flags).startswith(words)
+
+
+def test_other_commands_take_them_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("generate", "bench decode"):
+        assert main([*command.split(), "m", "--print-config", "--kv-offload", "dir=/x", "--kv-recent", "96"]) == 2
+        assert main([*command.split(), "m", "--print-config", "--kv-offload", "dir=/x", "--plan", "auto"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["kv_store_dir"] == "/x"
+        assert f"--plan auto is {flag_text('plan', 'auto')} now" in err
