@@ -29,7 +29,9 @@ class Slurm:
         self._programs.mkdir()
         (folder / "nodes").write_text(json.dumps({node.host: node.enter for node in nodes}))
         for name in ("srun", "scontrol"):
-            words = shlex.join([sys.executable, str(ROOT / "tests" / "support" / "cluster" / "slurm_stand_in.py"), name])
+            words = shlex.join(
+                [sys.executable, str(ROOT / "tests" / "support" / "cluster" / "slurm_stand_in.py"), name]
+            )
             (self._programs / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
             (self._programs / name).chmod(0o700)
 
