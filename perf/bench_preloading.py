@@ -67,7 +67,7 @@ class TurnTimes:
         engine = self._llm.engine
         if engine.scheduler.swap:
             told = self._measured if rows_s is None else lambda tokens: rows_s
-            vars(engine.scheduler.swap)["compute_s"] = told
+            vars(engine.scheduler.swap)["prefill_estimate_s"] = told
         engine.add(prompt, PARAMS, cacheable=kept)
         outputs = list[RequestOutput]()
         while engine.has_work:

@@ -169,7 +169,7 @@ class Stub:
     def __init__(self, crowd: ConnectionLimiter, gone: list[Stub]) -> None:
         self.crowd, self.gone = crowd, gone
 
-    def give_up(self) -> None:
+    def close_now(self) -> None:
         self.crowd.on_request(self)
         self.gone.append(self)
 

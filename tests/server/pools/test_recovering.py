@@ -85,8 +85,8 @@ def health(http: httpx.Client) -> tuple[int, str]:
 
 def worker(server: Running, role: str) -> int:
     """One of them."""
-    others = {"engine": "server.link.engine_process", "prefill": "compute.prefill.main"}
-    module = others.get(role, f"{role}.main")
+    others = {"engine": "server.engine_client.engine_process", "prefill": "workers.prefill.main"}
+    module = others.get(role, f"workers.{role}.main")
     wanted = f"lamina.{module}:".encode()
     return next(p for p in server.descendants() if wanted in Path(f"/proc/{p}/cmdline").read_bytes())
 
