@@ -241,7 +241,7 @@ def test_no_round_waits_for_a_comparison(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(module, "dist", desk)
     monkeypatch.setattr(module.torch, "equal", equal)
-    monkeypatch.setattr(module, "MAX_GRAPHS", 4)
+    monkeypatch.setattr(module, "MOST_ROUNDS", 4)
     with ThreadPoolExecutor(2) as pool:
         first, _ = pool.map(play, range(2))
     assert len(first) == 8, "two batches of 4, behind one to warm up"
