@@ -30,7 +30,7 @@ def end():
 left, main = Left(), threading.main_thread()
 kept = logging.handlers.MemoryHandler(100, target=logging.StreamHandler(sys.stdout))
 launch.main = end
-launch.program()
+launch.run_program()
 """
 
 

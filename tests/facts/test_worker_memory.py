@@ -25,7 +25,7 @@ MEMORY = WorkerMemory(name="memory-0", kv=30 * GB, slots=2 * GB, workspace=GB, p
 
 
 def again(worker: WorkerMemory, name: str, part: int = 0) -> WorkerMemory:
-    return WorkerMemory(**{**vars(worker), "name": name, "part": part})
+    return WorkerMemory(**{**vars(worker), "name": name, "memory_share": part})
 
 
 def test_a_process_has_all_that_it_has_mapped() -> None:

@@ -17,8 +17,8 @@ CHILD = """
 import os, sys
 from lamina.observe.trace import Event
 from lamina.observe.failpoints import recorder
-from lamina.protocol.step_plan import Key, Kind
-trace, key = recorder(False), Key(Kind.Q)
+from lamina.protocol.step_plan import MessageKey, MessageKind
+trace, key = recorder(False), MessageKey(MessageKind.Q)
 print(os.getpid(), flush=True)
 for line in sys.stdin:
     event = Event(int(line))

@@ -140,7 +140,7 @@ def test_requests_that_come_behind_a_failed_wait_share_the_next_segment(
 ) -> None:
     journal = opened(tmp_path / "j")
     accepted(journal)
-    journal._unsure = True
+    journal._unsynced = True
     disk = SlowDisk(monkeypatch)
 
     async def both() -> None:

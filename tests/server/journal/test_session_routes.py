@@ -213,7 +213,7 @@ def test_no_turn_begins_while_the_engine_takes_a_session(monkeypatch: pytest.Mon
         busy.append(str(refused.value))
         return await answer(question)
 
-    monkeypatch.setattr(new.client, "send_request", slow)
+    monkeypatch.setattr(new.client, "query", slow)
     assert taken(new, ported(old).json()["session"]).status_code == 200
     assert len(busy) == 1
     assert chat(new, "hi", "yes?", "more").status_code == 200

@@ -77,8 +77,8 @@ def attacked(files: int = FILES, *, fresh: bool = False, **options: float | str)
     """A server with these options of ServerConfig, which may open so many files. ``fresh``: its heap has no free room
     that imports have left, which a forked one may have tens of megabytes of.
     """
-    here = Path(__file__).resolve().parents[1]
-    code = f"import runpy, sys; sys.path[:0] = {[str(here), str(here / 'bodies'), str(here.parent)]}; "
+    here = Path(__file__).resolve().parents[2] / "support" / "server"
+    code = f"import runpy, sys; sys.path[:0] = {[str(here), str(here.parent), str(here.parents[1])]}; "
     code += f"runpy.run_path({str(here / 'no_engine.py')!r}, run_name='__main__')"
     words = [str(files), json.dumps(options)]
     process: Program = _fresh(code, words) if fresh else ForkedProgram(words, code=code)

@@ -253,7 +253,7 @@ def test_a_completion_that_was_rebuilt_with_all_kv_says_so() -> None:
         asked = asyncio.create_task(spoken(make_service(client)))
         await until(lambda: client.added)
         client.grow("a")
-        client.grow("b", finish_reason="length", rebuilt=True)
+        client.grow("b", finish_reason="length", kv_rebuilt=True)
         return await asked
 
     _, body = run(work())

@@ -274,14 +274,14 @@ def test_memory_workers_are_killed_while_pages_are_saved_and_loaded(tmp_path: Pa
 HELD = """
 import os, signal, subprocess, sys
 from lamina.cli import launch
-from lamina.tools.drill import leash
+from lamina.cli import parent_watchdog
 def serve():
     child = subprocess.Popen(["sleep", "1000"])
     os.kill(child.pid, signal.SIGSTOP)
     print(*sys.argv[1:], child.pid, flush=True)
     signal.pause()
-launch.program = serve
-leash.main(int(sys.argv[1]), sys.argv[2])
+launch.run_program = serve
+parent_watchdog.main(int(sys.argv[1]), sys.argv[2])
 """
 
 

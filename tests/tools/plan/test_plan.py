@@ -15,6 +15,7 @@ from planned import STOCK, even, planner
 from transformers import LlamaConfig
 
 from lamina.cli.launch import main
+from lamina.config.flag_groups import RENAMED_FLAGS
 from lamina.config.flat_options import make_config
 from lamina.facts.hardware import DEVICES
 from lamina.tools.plan.cost_model import BatchLoad, split_load
@@ -42,7 +43,9 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 def flags_of(command: str) -> dict[str, str]:
     words = command.split()
     assert words[:2] == ["lamina-launch", "serve"]
-    return {f.removeprefix("--").replace("-", "_"): v for f, v in zip(words[3::2], words[4::2], strict=True)}
+    named = {flag: option for option, flag in RENAMED_FLAGS.items()}
+    pairs = zip(words[3::2], words[4::2], strict=True)
+    return {named.get(f) or f.removeprefix("--").replace("-", "_"): v for f, v in pairs}
 
 
 def test_a_plan_that_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +182,7 @@ def test_the_slo_bounds_the_batch() -> None:
     assert bound.tbt_s <= 0.06 < free.tbt_s  # type: ignore[union-attr]
     assert bound.limit.startswith("the SLO")  # type: ignore[union-attr]
     impossible = planner(slo_s=0.005).operating_point(where, stored)
-    assert (impossible.tbt_s > 0.005, impossible.lacks) == (True, 0.0)  # type: ignore[union-attr]
+    assert (impossible.tbt_s > 0.005, impossible.missing_bytes) == (True, 0.0)  # type: ignore[union-attr]
 
 
 def test_heads_that_do_not_divide_cost_messages() -> None:
