@@ -21,7 +21,7 @@ options |= {"launcher": "static", "driver_address": "127.0.0.1:0", "kv_store_dir
 with LLM("examples/tiny_lm/model", **options) as llm:
     prompt = [(7 * i + 3) % 90 + 5 for i in range(300)]
     (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1))
-    llm.engine.rest()
+    llm.engine.finish_in_flight()
     logprobs = [[x.logprob for x in each.values()] for each in output.outputs[0].logprobs]
     moved = sum(each.get("kv_peer_bytes", 0.0) for each in llm.stats().values())
     print(json.dumps([output.num_cached_tokens, moved, [output.outputs[0].token_ids, logprobs]]))

@@ -62,7 +62,7 @@ def test_only_the_request_that_bans_every_token_ends(options: dict[str, Any]) ->
     banning = SamplingParams(max_tokens=12, min_tokens=3, stop_token_ids=list(range(20)))
     with LLM(model, transport="loopback", max_num_seqs=4, **options) as llm:
         with torch.no_grad():
-            model.lm_head.logit_bias[20:] = float("-inf")
+            model.lm_head.bias[20:] = float("-inf")
         wanted = tokens(llm, GOOD)
         assert [len(t) for t in wanted] == [12, 12, 12]
         found = [o.outputs[0] for o in llm.generate([*GOOD, GOOD[0]], [PARAMS] * 3 + [banning])]

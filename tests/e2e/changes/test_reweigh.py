@@ -78,7 +78,7 @@ def test_one_that_is_throttled_has_a_smaller_part_until_it_is_not_bit_by_bit(
 ) -> None:
     with open_llm(tiny_lm, transport="loopback", **{"memory_weights": "measured", **options}) as llm:
         wanted, _ = run(llm)
-        workers = len(llm.pools._members.memory)
+        workers = len(llm.pools._registry.memory)
         rows = counts(llm, "compute", "rows") + counts(llm, "prefill", "rows")
         slow = (10e9,) * (workers - 1) + (5e9,)
         found, changes = run_beside(llm, [(10e9,) * workers, slow, (10e9,) * workers])
@@ -86,10 +86,10 @@ def test_one_that_is_throttled_has_a_smaller_part_until_it_is_not_bit_by_bit(
         assert [(c.error, c.reason, c.moved_bytes > 0) for c, _ in changes] == [("", REASON, True)] * 2
         size = llm.engine.config.topology.tensor_parallel_size
         assert [weights for _, weights in changes] == [[1.0] * (workers - size) + [0.5] * size, [1.0] * workers]
-        assert counts(llm, "compute", "loads") == len(llm.pools._members.compute)
+        assert counts(llm, "compute", "loads") == len(llm.pools._registry.compute)
         again = counts(llm, "compute", "rows") + counts(llm, "prefill", "rows") - rows
         assert again < rows + 4 * llm.engine.config.batching.max_num_seqs * workers, "a prompt was computed again"
-        assert dict(llm.pools.elastic.moved) == {REASON: sum(c.moved_bytes for c, _ in changes)}
+        assert dict(llm.pools.resizer.moved_bytes) == {REASON: sum(c.moved_bytes for c, _ in changes)}
         assert run(llm)[0] == wanted
 
 
@@ -108,10 +108,10 @@ def test_parts_stay_where_they_are_not_measured_or_cannot_be_others(
     options: dict[str, Any], tiny_lm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_llm(tiny_lm, transport="loopback", **{"memory_weights": "measured", **options}) as llm:
-        workers = len(llm.pools._members.memory)
+        workers = len(llm.pools._registry.memory)
         _, changes = run_beside(llm, [(10e9,) * (workers - 1) + (5e9,)])
         assert changes == []
-        assert llm.pools.elastic.weights == [1.0] * workers
+        assert llm.pools.resizer.weights == [1.0] * workers
     assert "keep their parts" not in caplog.text, "nobody looks at them"
 
 

@@ -68,7 +68,7 @@ def test_meetings_of_devices_are_part_of_graphs_and_change_no_bit(
     options: dict[str, Any], llama_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module: Any = ModuleType("lamina.ops.collective.stand_in")
-    module.lacks, module.why_unusable_together, module.open_collective = (
+    module.why_unavailable, module.why_unusable_together, module.open_collective = (
         lambda device: "",
         lambda ranks: "",
         open_stand_in,

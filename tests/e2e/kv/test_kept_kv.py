@@ -261,8 +261,8 @@ def test_where_bits_count_another_build_finds_nothing(
 ) -> None:
     found, recipes = [], set[Provenance]()
     for build, fixed in itertools.product(("one", "two"), (True, False)):
-        for room in ("compute.identity", "memory.worker"):
-            monkeypatch.setattr(f"lamina.{room}.build_id", lambda build=build: build)
+        for room in ("compute.kv_identity", "memory.memory_worker"):
+            monkeypatch.setattr(f"lamina.workers.{room}.build_id", lambda build=build: build)
         where = {**TINY, "kv_store_dir": str(tmp_path / "kv"), "deterministic": fixed}
         with LLM(str(llama_path), **where) as llm:
             found.append(ask(llm, [*PROMPT, *range(5, 12)]).num_cached_tokens)

@@ -26,7 +26,7 @@ from lamina.cli.common.memory_table import workers_memory
 from lamina.config.flat_options import make_config
 from lamina.workers.memory.kv_store import available_bytes
 rows = workers_memory(sys.argv[1], make_config(json.loads(sys.argv[2])), available_bytes())
-print(json.dumps([{**dataclasses.asdict(row), "total": row.total} for row in rows]))
+print(json.dumps([{**dataclasses.asdict(row), "total": row.resident_bytes} for row in rows]))
 """
 
 

@@ -77,7 +77,7 @@ def serve_prefill(sock: socket.socket) -> None:
 
 
 def serve_failing_memory(sock: socket.socket) -> None:
-    _fail_midway(KvStore, "begin")
+    _fail_midway(KvStore, "apply_plan")
     memory_main.serve_memory(sock)
 
 

@@ -101,7 +101,7 @@ class MemoryWorkers:
                 )
                 links.append(MemoryWorkerClient(channel, worker, TIMEOUT_S))
                 fields = {
-                    "view": self._view, "worker": worker, "partition": partition, "layers": layers,
+                    "epoch": self._view, "worker": worker, "partition": partition, "layers": layers,
                     "dtype": str(dtype)[6:], "kv": KVOptions(block_size=16, attention=backend),
                     "kv_bytes": 16 << 20, "max_rows": MAX_ROWS, "max_model_len": MAX_LEN, **options,
                 }  # fmt: skip
