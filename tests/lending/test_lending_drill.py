@@ -23,9 +23,9 @@ def test_one_server_lends_what_the_other_borrows(pool: int, loan: int) -> None:
 
     sizes = DrillSizes(pool, loan)
     lending = options(sizes.lending)
-    lender = make_config({**SERVED, "kv_memory": lending["kv_memory"], "lend": float(lending["lend"])})
+    lender = make_config({**SERVED, "kv_memory": lending["kv_cache_memory_bytes"], "lend": float(lending["lend"])})
     borrowing = options(sizes.borrowing)
-    debtor = make_config({**SERVED, "kv_memory": borrowing["kv_memory"], "borrow": borrowing["borrow"]})
+    debtor = make_config({**SERVED, "kv_memory": borrowing["kv_cache_memory_bytes"], "borrow": borrowing["borrow"]})
     asked = lender.devices.kv_bytes()
     assert lender.topology.lent_bytes(asked) // BLOCK_BYTES >= loan // BLOCK_BYTES == debtor.topology.borrow_bytes >> 20
     assert abs(lender.topology.pool_bytes(asked) - debtor.topology.pool_bytes(debtor.devices.kv_bytes())) < asked / 1e5

@@ -68,7 +68,7 @@ def came_whole(patch: pytest.MonkeyPatch) -> None:
 def never_late(patch: pytest.MonkeyPatch) -> None:
     """Who is late is not made good."""
     right = Supervisor.is_recoverable
-    patch.setattr(Supervisor, "is_recoverable", lambda self, loss: loss.ended and right(self, loss))
+    patch.setattr(Supervisor, "is_recoverable", lambda self, loss: loss.is_certain and right(self, loss))
 
 
 def one_loss_at_a_time(patch: pytest.MonkeyPatch) -> None:

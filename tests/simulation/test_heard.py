@@ -113,10 +113,10 @@ def test_readers_get_what_one_engine_would_have_told(part: int) -> None:
     assert begun > SEEDS / PARTS / 2, "few had begun when it died"
 
 
-@pytest.mark.parametrize("name", ["tokens", "chars", "ended"])
+@pytest.mark.parametrize("name", ["token_ids", "num_chars", "is_finished"])
 def test_what_was_not_heard_is_missed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = PromptProgress.request_message
-    nothing: dict[str, Any] = {"tokens": [], "chars": 0, "ended": False}
+    nothing: dict[str, Any] = {"token_ids": [], "num_chars": 0, "is_finished": False}
 
     def forgetful(self: PromptProgress, key: int) -> AddPrompt:
         add = right(self, key)

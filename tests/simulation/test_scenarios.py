@@ -297,7 +297,7 @@ MISTAKES = {
     "chunks": prefill_keeping("in_flight"),
     "what prefill workers hold": prefill_keeping("held"),
     "the ledger": replacing(BlockTables, "reconcile", lambda self, keep: None),
-    "lost KV": replacing(SurvivingTokens, "tokens", lambda self, wanted: wanted.length),
+    "lost KV": replacing(SurvivingTokens, "count", lambda self, wanted: wanted.length),
     "KV behind a window": replacing(
         BlockTables,
         "surviving_blocks",
