@@ -169,6 +169,10 @@ class EnginePlay(Play):
         self._scores: dict[int, Any] = {}  # by request: of its prompt, told by an engine before this one
         self._logprobs: dict[int, list[Any]] = {}  # by request: of the tokens of each completion, likewise
 
+    @property
+    def executor(self) -> SimExecutor:
+        return self._wire
+
     def run(self) -> Played:
         assert self.take_steps(MOST_STEPS), "nothing comes to its end"
         engine = self._engine

@@ -1,0 +1,52 @@
+"""Prints a digest of all rounds that engines submit in the scenarios of some seeds.
+
+python -m simulation.plan_hash [FIRST [COUNT]], in the folder ``tests``. A change of the scheduler's structure keeps the
+digest. A change of its policy changes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+from lamina.protocol.control import RunRound
+
+from .run import EnginePlay
+from .scenario import Scenario, leaving, planned, scenario
+
+
+def hash_rounds(of: Scenario) -> bytes:
+    """Play a scenario and return the digest of its rounds, those of prefill workers among them, in order."""
+    play, digest = EnginePlay(of), hashlib.sha256()
+    executor: Any = play.executor
+    submit, submit_prefill = executor.submit, executor.submit_prefill
+
+    def submitted(work: RunRound) -> None:
+        digest.update(msgspec.msgpack.encode(work))
+        submit(work)
+
+    def submitted_to_prefill(worker: int, work: RunRound) -> None:
+        digest.update(worker.to_bytes(4, "little") + msgspec.msgpack.encode(work))
+        submit_prefill(worker, work)
+
+    executor.submit, executor.submit_prefill = submitted, submitted_to_prefill
+    play.run()
+    return digest.digest()
+
+
+def main(first: int = 0, count: int = 100) -> None:
+    """Print the digest over three scenarios of each seed."""
+    total = hashlib.sha256()
+    for seed in range(first, first + count):
+        for of in (scenario(seed), planned(seed), leaving(seed)):
+            with patch("secrets.token_bytes", bytes):  # keys of swapped pages are secret, and other ones in each run
+                total.update(hash_rounds(of))
+    sys.stdout.write(f"{3 * count} scenarios from {first} on: {total.hexdigest()[:16]}\n")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
