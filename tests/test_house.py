@@ -61,7 +61,7 @@ POLICY = (
     "scheduler/scheduler_output.py", "scheduler/kv_manager/early_tokens.py",
     "scheduler/sequence.py",
     "scheduler/rotation/pipeline.py", "engine/tuning/tuner.py", "engine/tuning/round_time_model.py",
-    "scheduler/kv_manager/offload_index.py", "scheduler/admission.py", "scheduler/kv_manager/prefix_cache.py",
+    "scheduler/kv_manager/offload_index.py", "scheduler/admission.py", "scheduler/batch.py", "scheduler/kv_manager/prefix_cache.py",
     "scheduler/kv_manager/allocator.py", "scheduler/preemption.py", "scheduler/prefill_grants.py",
     "scheduler/kv_manager/swap.py", "scheduler/step_timing.py", "scheduler/sampling_requests.py",
     "scheduler/kv_manager/block_accounting.py", "scheduler/sparsity/pruning.py",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from lamina.protocol.step_plan import Free, PrefillGrant, RowRange
 
-from .admission import Batch
+from .batch import Batch
 from .kv_manager.allocator import KvAllocator, next_rows
 from .kv_manager.block_accounting import BlockAccounting
 from .kv_manager.prefix_cache import PrefixCache

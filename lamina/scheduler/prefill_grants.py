@@ -8,7 +8,7 @@ from contextlib import suppress
 from lamina.protocol.blocks.block_tables import PlanError
 from lamina.protocol.step_plan import Fork, Free, New, PrefillGrant, RowRange, SequenceOp, StepPlan
 
-from .admission import Batch
+from .batch import Batch
 from .kv_manager.allocator import next_rows
 from .kv_manager.block_accounting import BlockAccounting
 from .preemption import Preemption

@@ -14,8 +14,8 @@ from lamina.protocol.offload_messages import LoadReady, TransferDone
 from lamina.protocol.sparse_ops import BlockScoresReport
 from lamina.protocol.step_plan import SequenceOp, StepPlan, SurvivingKv, Truncate
 
-from .admission import (
-    Admission,
+from .admission import Admission
+from .batch import (
     Batch,
     ChunkPolicy,
     apply_locations,

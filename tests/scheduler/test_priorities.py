@@ -9,7 +9,7 @@ from fake_executor import make_engine, run
 from scheduled import make
 
 from lamina.request import SamplingParams
-from lamina.scheduler.admission import enqueue, requeue
+from lamina.scheduler.batch import enqueue, requeue
 from lamina.scheduler.conductor import ConductorConfig, PromptInfo
 from lamina.scheduler.conductor.overload import SloLimits
 from lamina.scheduler.conductor.queues import PrefillQueue, QueuedPrompt

@@ -19,7 +19,7 @@ from lamina.protocol.kv_placement import KvLocation, StripeRun
 from lamina.protocol.loan_placement import relocated
 from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
 from lamina.protocol.step_plan import Fork, Free, StepPlan, SurvivingKv
-from lamina.scheduler.admission import Batch
+from lamina.scheduler.batch import Batch
 from lamina.scheduler.sequence import ReferenceSequence, Sequence
 
 from .allocator import KvAllocator, subtract

@@ -16,7 +16,7 @@ import msgspec
 
 from lamina.config.sparsity import ErrorBudget, SparsityOptions
 from lamina.protocol.control import SampledToken
-from lamina.scheduler.admission import Batch, requeue
+from lamina.scheduler.batch import Batch, requeue
 from lamina.scheduler.preemption import Preemption
 from lamina.scheduler.request_validation import FULL_ATTENTION_SALT
 from lamina.scheduler.sequence import ReferenceSequence, Sequence

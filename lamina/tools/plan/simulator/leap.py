@@ -14,7 +14,7 @@ import msgspec
 
 from lamina.engine.engine import Engine
 from lamina.protocol.step_plan import RowRange, StepPlan
-from lamina.scheduler.admission import Batch
+from lamina.scheduler.batch import Batch
 from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.block_accounting import BlockAccounting
 from lamina.scheduler.scheduler import Scheduler

@@ -1,0 +1,134 @@
+"""Batches: who is in which, and who waits. Pure policy: no torch, no I/O, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import NamedTuple
+
+from lamina.protocol.step_plan import SequenceOp, SurvivingKv
+
+from .kv_manager.block_accounting import BlockAccounting
+from .sequence import Sequence
+
+
+@dataclass
+class Batch:
+    """Sequences that take their steps together."""
+
+    index: int
+    running: list[Sequence] = field(default_factory=list)
+    ops: list[SequenceOp] = field(default_factory=list)  # of its next plan
+
+    @property
+    def load(self) -> int:
+        """Tokens that its attention reads: what a batch costs the memory workers."""
+        return sum(s.num_tokens_with_placeholders for s in self.running)
+
+
+class ChunkPolicy(NamedTuple):
+    """Where prompts are cut: into chunks of at most ``chunk`` tokens; ``aligned``: at multiples of it only."""
+
+    chunk: int
+    aligned: bool
+
+    def next_chunk(self, missing: int, budget: int, scheduled: int) -> int:
+        """Number of tokens to schedule in this step: at most ``budget`` of the ``missing`` ones behind ``scheduled``
+        ones; 0 = none yet.
+        """
+        if not self.aligned:
+            return min(missing, budget)
+        count = min(missing, self.chunk - scheduled % self.chunk)
+        return count if count <= budget else 0
+
+    def rows_of_batch(self, batch: Batch) -> dict[Sequence, int]:
+        """Rows of each sequence in the batch's next step, as far as its chunk of prompt tokens goes."""
+        budget = self.chunk
+        wanted: dict[Sequence, int] = {}
+        for sequence in batch.running:
+            if sequence.is_schedulable:
+                due = sequence.num_schedulable_tokens(wanted)
+                prefilling = due > 1
+                count = self.next_chunk(due, budget, sequence.num_computed_tokens) if prefilling else due
+                if prefilling:
+                    budget -= count
+                if count:
+                    wanted[sequence] = count
+        return wanted
+
+
+def balance_batches(running: Iterable[Sequence], num_batches: int) -> list[Batch]:
+    """The longest sequences first, each to the batch whose attention reads least. No round is in flight, so no batch
+    has operations left, and those that decode know all their tokens; prefill workers go on meanwhile.
+    """
+    batches = [Batch(i) for i in range(num_batches)]
+    for sequence in sorted(running, key=lambda s: -s.num_tokens_with_placeholders):
+        min(batches, key=lambda b: (b.load, len(b.running))).running.append(sequence)
+    for batch in batches:
+        batch.running.sort(key=lambda s: s.request_id)  # the newest is preempted first
+    return batches
+
+
+def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
+    """Have a new sequence wait, behind the sequences of its priority."""
+    at = len(waiting)
+    while at and waiting[at - 1].priority > sequence.priority:
+        at -= 1
+    waiting.insert(at, sequence)
+
+
+def requeue(waiting: deque[Sequence], sequence: Sequence) -> None:
+    """Have a preempted sequence wait again, before the sequences of its priority."""
+    before = takewhile(lambda s: s.priority < sequence.priority, waiting)
+    waiting.insert(sum(1 for _ in before), sequence)
+
+
+def apply_locations(batches: Several[Batch], surviving: Iterable[SurvivingKv]) -> list[Sequence]:
+    """Running sequences lie elsewhere now. Those that are not among ``surviving`` leave their batches, and are "
+    "returned."""
+    places, gone = {each.sequence: each.location for each in surviving}, list[Sequence]()
+    for batch in batches:
+        gone += [s for s in batch.running if s.id not in places]
+        batch.running = [s for s in batch.running if s.id in places]
+        for sequence in batch.running:
+            sequence.location = places[sequence.id]
+    return gone
+
+
+def roll_back_batches(
+    batches: Several[Batch], surviving: Callable[[SurvivingKv], int], forget: Callable[[Sequence], None]
+) -> tuple[list[SurvivingKv], list[Sequence]]:
+    """Take running sequences back to the tokens that ``surviving`` counts.
+
+    Returns the KV to keep of sequences that go on, and the sequences without any KV. The latter leave their batches.
+    So do finished ones, for which ``forget`` is called.
+    """
+    keep, gone = list[SurvivingKv](), list[Sequence]()
+    for batch in batches:
+        for sequence in batch.running:
+            sequence.roll_back(surviving(SurvivingKv(sequence.id, sequence.num_computed_tokens, sequence.location)))
+            if sequence.finished:
+                forget(sequence)
+        left = [s for s in batch.running if not s.finished]
+        gone += [s for s in left if not s.num_computed_tokens]
+        batch.running = [s for s in left if s.num_computed_tokens]
+        keep += [SurvivingKv(s.id, s.num_computed_tokens, s.location) for s in batch.running]
+    return keep, gone
+
+
+def find_overwritten(accounting: BlockAccounting, batches: Iterable[Batch], keep: list[SurvivingKv]) -> list[Sequence]:
+    """Behind a loss: who would write into a block that another one holds, which was forked from it by steps that were
+    done, and not told. They leave ``batches``, ``keep`` and the ledger, and are to begin anew.
+    """
+    gone = list[Sequence]()
+    for batch in batches:
+        for sequence in list(batch.running):
+            if not accounting.holds_exclusively(sequence.id, sequence.num_computed_tokens):
+                gone.append(sequence)
+                batch.running.remove(sequence)
+                keep[:] = [each for each in keep if each.sequence != sequence.id]
+                accounting.reconcile(keep)
+    return gone
