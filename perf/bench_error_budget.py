@@ -29,6 +29,7 @@ from lamina.config.sparsity import ErrorBudget
 from lamina.kv import sparsity
 from lamina.models.tokenizer import load_tokenizer
 from lamina.scheduler.sparsity.error_budget import CompletionErrors, ErrorMonitor
+from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 
 Seen = list[tuple[CompletionErrors, bool, float]]  # by whom, whether a token would have been another, and nats of KL
 POLICIES: dict[str, Callable[[Mapping[int, int]], dict[int, int]]] = {
@@ -57,7 +58,7 @@ def shadows_see(policy: str, prompts: list[list[int]], tokens: int, budget: int)
     options: dict[str, Any] = {"kv_budget": budget, "kv_recent": RECENT, "block_size": SIZE, "max_num_seqs": 64}
     options |= {"prefill_chunk": 1024, "memory_workers": 1, "compute_threads": 1, "memory_threads": 1}
     with LLM(str(MODEL), transport="loopback", kv_sparsity="evict", kv_error_budget="shadow=1", **options) as llm:
-        shadows, watch = llm.engine.scheduler.reference_decoder, RecordingWatch()
+        shadows, watch = llm.engine.scheduler.features.get(ReferenceDecoder), RecordingWatch()
         assert shadows is not None
         shadows.monitor = watch
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)

@@ -27,6 +27,7 @@ from peers.recall import ENVIRONMENTS, PEERS, RecallPeer
 
 from lamina import LLM, SamplingParams
 from lamina.models.tokenizer import load_tokenizer
+from lamina.scheduler.sparsity.pruning import BlockPruner
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -135,7 +136,7 @@ class SparsityCosts:
                 for order in args.orders:
                     with self.engine(form, budget) as llm:
                         answered = right(llm, prompts, order)
-                        evictions = llm.engine.scheduler.pruner
+                        evictions = llm.engine.scheduler.features.get(BlockPruner)
                     yield {
                         "form": form, "order": order, "distance": distance, "pairs": pairs, "share": kept,
                         "budget": budget, "length": length, "recall": answered,

@@ -26,6 +26,7 @@ from common import BrokenError, cpu_pressure, record
 from reference_model import make
 
 from lamina import LLM, RequestOutput, SamplingParams
+from lamina.scheduler.kv_manager.swap import SwapPolicy
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from emulated_medium import environment
@@ -57,7 +58,7 @@ class TurnTimes:
 
     def __init__(self, path: Path, **options: Any) -> None:
         self._llm = LLM(str(path), dtype="float32", memory_workers=1, max_model_len=2048, prefill_chunk=1024, **options)
-        swaps = self._llm.engine.scheduler.swap
+        swaps = self._llm.engine.scheduler.features.get(SwapPolicy)
         self._measured = swaps.prefill_estimate_s if swaps else None
 
     def ask(self, prompt: list[int], rows_s: float | None = None, *, kept: bool = False) -> RequestOutput:
@@ -65,9 +66,9 @@ class TurnTimes:
         ``cacheable``: the medium has its pages from then on.
         """
         engine = self._llm.engine
-        if engine.scheduler.swap:
+        if engine.scheduler.features.get(SwapPolicy):
             told = self._measured if rows_s is None else lambda tokens: rows_s
-            vars(engine.scheduler.swap)["prefill_estimate_s"] = told
+            vars(engine.scheduler.features.get(SwapPolicy))["prefill_estimate_s"] = told
         engine.add(prompt, PARAMS, cacheable=kept)
         outputs = list[RequestOutput]()
         while engine.has_work:

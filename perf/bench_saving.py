@@ -24,6 +24,8 @@ from reference_model import make
 
 from lamina import LLM, SamplingParams
 from lamina.kv.pages import PAGE
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 
 WORDS = 30_000
 AHEAD = 2  # prompts that are to be saved while one is
@@ -43,11 +45,11 @@ class SavingDecoder:
         )  # fmt: skip
         one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         self._llm.generate([[draw.randrange(1, WORDS) for _ in range(args.saved + 1)]], one)
-        self._engine, tier = self._llm.engine, self._llm.engine.scheduler.offload_index
+        self._engine, tier = self._llm.engine, self._llm.engine.scheduler.features.get(OffloadIndex)
         assert tier is not None
         self._engine.finish_in_flight()
         self.page_bytes = self.saved_bytes() * tier.page_size / args.saved
-        self._tier, prefixes = tier, self._engine.scheduler.prefix_cache
+        self._tier, prefixes = tier, self._engine.scheduler.features[PrefixCache]
         (number,) = prefixes.eviction_order
         self._known = prefixes._indexed[number].sequence
         self._keys = tier.keys_of(self._known, args.saved)

@@ -28,6 +28,7 @@ from common import BrokenError, cpu_pressure, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from emulated_medium import environment
@@ -48,7 +49,7 @@ class SavingJobs:
             str(path), dtype="float32", memory_workers=1, max_model_len=2048, prefill_chunk=2048,
             kv_offloading_size="256MiB",
         )  # fmt: skip
-        self._draw, tier = random.Random(1), self._llm.engine.scheduler.offload_index
+        self._draw, tier = random.Random(1), self._llm.engine.scheduler.features.get(OffloadIndex)
         assert tier is not None
         self._tier, self._fill = tier, tier.save_filled
 

@@ -31,6 +31,7 @@ from lamina.kv.disk_store.maintenance import DamagedPage, verify
 from lamina.kv.disk_store.page_index import PageIndex
 from lamina.kv.disk_store.store_directory import StoreDirectory, store_secret
 from lamina.protocol.step_plan import LoadKv, SaveKv
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 
 SHAPE = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -74,7 +75,7 @@ class TransferKiller:
         self.hits[" and ".join(sorted(kinds)) or "just behind one"] += 1
 
     def _moving(self) -> list[SaveKv | LoadKv]:
-        tier = self._llm.engine.scheduler.offload_index
+        tier = self._llm.engine.scheduler.features.get(OffloadIndex)
         assert tier is not None
         return [moving.op for moving in list(tier._moving.values())]
 

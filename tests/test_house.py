@@ -61,7 +61,9 @@ POLICY = (
     "scheduler/scheduler_output.py", "scheduler/kv_manager/early_tokens.py",
     "scheduler/sequence.py",
     "scheduler/rotation/pipeline.py", "engine/tuning/tuner.py", "engine/tuning/round_time_model.py",
-    "scheduler/kv_manager/offload_index.py", "scheduler/admission.py", "scheduler/batch.py", "scheduler/kv_manager/prefix_cache.py",
+    "scheduler/kv_manager/offload_index.py", "scheduler/admission.py", "scheduler/batch.py",
+    "scheduler/feature.py", "scheduler/feature_table.py", "scheduler/kv_manager/prefix_cache.py",
+    "scheduler/kv_manager/prefetcher.py", "scheduler/sparsity/selection.py",
     "scheduler/kv_manager/allocator.py", "scheduler/preemption.py", "scheduler/prefill_grants.py",
     "scheduler/kv_manager/swap.py", "scheduler/step_timing.py", "scheduler/sampling_requests.py",
     "scheduler/kv_manager/block_accounting.py", "scheduler/sparsity/pruning.py",
@@ -265,6 +267,29 @@ def test_netstack_needs_no_torch() -> None:
 def test_policy_imports_no_torch_and_no_io(policy: str) -> None:
     names = {n.split(".")[0] for n in imported(ROOT / "lamina" / policy)}
     assert not names & {"torch", "socket", "subprocess", "os", "threading", "time", "select"}
+
+
+def feature_modules() -> set[str]:
+    """Returns the modules of the scheduler's features."""
+    return {
+        module_of(path)
+        for path in sources("lamina/scheduler")
+        for node in facts(path).classes
+        if any(isinstance(base, ast.Name) and base.id == "Feature" for base in node.bases)
+    }
+
+
+@pytest.mark.parametrize("core", ["scheduler/scheduler.py", "engine/engine.py"])
+def test_the_scheduler_imports_no_feature(core: str) -> None:
+    """The table of features is the factory's: `lamina/engine/scheduler_factory.py`."""
+    assert len(feature_modules()) > 8
+    assert feature_modules().isdisjoint(targets(ROOT / "lamina" / core))
+
+
+def test_the_scheduler_has_few_parameters() -> None:
+    (scheduler,) = (c for c in facts(ROOT / "lamina/scheduler/scheduler.py").classes if c.name == "Scheduler")
+    (init,) = (f for f in scheduler.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
+    assert len([*init.args.args[1:], *init.args.kwonlyargs]) <= 8
 
 
 def has_room(room: str) -> bool:

@@ -19,6 +19,7 @@ from lamina.models.checkpoint import peek_config
 from lamina.models.generation_defaults import AUTO, default_sampling_params
 from lamina.models.tokenizer import Detokenizer, TokenSpeller, bad_words_ids, load_in_background, token_ids
 from lamina.request import Metric, SamplingParams
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.utils.progress import progress_bar
 
 from .vllm_compat import PASTED, translate_vllm_options
@@ -30,7 +31,7 @@ MAX_LOGPROBS = 20  # where an LLM is not given another limit, as vLLM has it
 
 def metrics_of(engine: Engine) -> list[Metric]:
     """What the engine counts, by the names under which vLLM's scripts look for it."""
-    scheduler = engine.scheduler
+    scheduler, prefixes = engine.scheduler, engine.scheduler.features[PrefixCache]
     used = (
         1.0 - free / all_
         for free, all_ in zip(engine.free_blocks, map(min, engine.worker_info.num_blocks), strict=True)
@@ -40,8 +41,8 @@ def metrics_of(engine: Engine) -> list[Metric]:
         "num_requests_waiting": scheduler.num_waiting,
         "kv_cache_usage_perc": max(used),
         "num_preemptions": scheduler.num_preemptions,
-        "prefix_cache_queries": scheduler.prefix_cache.num_queried_tokens,
-        "prefix_cache_hits": scheduler.prefix_cache.num_hit_tokens,
+        "prefix_cache_queries": prefixes.num_queried_tokens,
+        "prefix_cache_hits": prefixes.num_hit_tokens,
     }
     return [Metric(f"vllm:{name}", float(value)) for name, value in counts.items()]
 

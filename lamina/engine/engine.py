@@ -16,7 +16,6 @@ from lamina.protocol.executor import Clock, Done, EpochChanged, Executor, Report
 from lamina.protocol.step_plan import SurvivingKv
 from lamina.request import CompletionOutput, ErrorOrigin, RequestOutput, RequestTimes, ResumedCompletion, SamplingParams
 from lamina.scheduler.kv_manager.early_tokens import EarlyTokens
-from lamina.scheduler.kv_manager.in_flight_transfers import TransferResult
 from lamina.scheduler.request_validation import (
     check_cache_options,
     check_discard,
@@ -28,18 +27,24 @@ from lamina.scheduler.request_validation import (
 )
 from lamina.scheduler.sampling_requests import completion_seed, prompt_logprob_requests_of, sampling_requests_of
 from lamina.scheduler.scheduler import Scheduler
-from lamina.scheduler.scheduler_output import ScheduledStep
-from lamina.scheduler.sequence import ReferenceSequence, Sequence
+from lamina.scheduler.scheduler_output import ScheduledStep, TransferResult
+from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.sessions.context_overflow import build_context_overflow
-from lamina.scheduler.sessions.session_table import SessionName
+from lamina.scheduler.sessions.session_table import SessionName, Sessions
 from lamina.scheduler.sessions.token_ranges import TokenRanges, remove_ranges, union
-from lamina.scheduler.step_timing import StepTimer
 from lamina.scheduler.surviving_kv import SurvivingTokens, num_stored_tokens
 
 from .detokenizer import DecodeToken, IncrementalDetokenizer, build_text_streams
 from .request import Request
-from .scheduler_factory import build_scheduler, build_slo_admission, new_block_tables, refresh_prefill_stores
+from .scheduler_factory import (
+    build_scheduler,
+    build_slo_admission,
+    build_step_timer,
+    drop_session,
+    new_block_tables,
+    refresh_prefill_stores,
+)
 from .tuning.tuner import Tuner
 
 log = logging.getLogger(__name__)
@@ -59,12 +64,20 @@ class Engine:
         self._tuner: Tuner | None = None
         num_batches = 1 if config.topology.measures_pipeline else config.topology.max_batches
         self.slo_admission = build_slo_admission(config, clock, trace)
+        self.sessions = Sessions()
         self.scheduler = build_scheduler(
-            config, self.worker_info, self._accounting, num_batches, self.slo_admission, clock, self.scheduler_class
+            config,
+            self.worker_info,
+            self._accounting,
+            num_batches,
+            self.slo_admission,
+            self.sessions,
+            clock,
+            self.scheduler_class,
         )
         stripe = self.worker_info.stripe * self.worker_info.block_size * self._accounting.num_kv_shards
         self._overflow = build_context_overflow(config.overflow, self.worker_info.max_model_len, stripe)
-        self._timing = StepTimer(self.scheduler.swap, self.slo_admission)
+        self._timing = build_step_timer(self.scheduler, self.slo_admission)
         self._in_flight: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._early_tokens, self._seeds = EarlyTokens(), random.Random(config.batching.seed)
         self._next_round = self._next_request = 0
@@ -107,7 +120,7 @@ class Engine:
         self.check(prompt, params, terms)
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        known = self.scheduler.sessions.get(terms.session) if terms.session else None
+        known = self.sessions.get(terms.session) if terms.session else None
         given, discarded = prompt, TokenRanges()
         if self._overflow and params.prompt_logprobs is None and not external_sampling:
             before = union([*(known.discarded_ranges if known else ()), *terms.discard_ranges])
@@ -130,7 +143,7 @@ class Engine:
         self.slo_admission.check_admission(sequences, self.scheduler.max_sequences_of, accepted=accepted)
         if terms.session:  # none is made for who is refused
             for sequence in sequences:
-                sequence.session = self.scheduler.sessions.get_or_create(terms.session)
+                sequence.session = self.sessions.get_or_create(terms.session)
         outputs, times = [s.output for s in sequences], RequestTimes(self._clock())
         output = RequestOutput(request_id, text, list(given), outputs, times)
         output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
@@ -246,22 +259,20 @@ class Engine:
             raise ValueError(
                 f"memory workers had {self.worker_info.num_blocks} KV blocks, and now have {ready.num_blocks}"
             )
-        self.scheduler.epoch, self.scheduler.num_replicas = ready.epoch, ready.replicas or self.worker_info.replicas
+        self.scheduler.begin_epoch(ready.epoch, ready.replicas or self.worker_info.replicas)
         self.worker_info = refresh_prefill_stores(self.scheduler, self.config, self.worker_info, ready.prefill_stores)
         self.scheduler.resend_penalties()
-        if self.scheduler.offload_index and ready.storage:
-            self.scheduler.offload_index.sync(ready.storage, ready.holders)
+        self.scheduler.features.resume(ready)
 
     def reset_prefix_cache(self) -> None:
         """Find no KV of finished requests any more, here or in a later engine; blocks are free with the next step."""
-        self.scheduler.reset_prefix_cache(self.executor.begin_era() if self.scheduler.offload_index else b"")
-        self.scheduler.prefill.reset_prompt_caches()
+        self.scheduler.reset_prefix_cache(self.executor.begin_era() if self.worker_info.storage else b"")
 
     def drop_session(self, name: SessionName) -> bool:
         """Forget a session and give up its KV, but for what others have too; the blocks are free with the next step,
         or once the engine settles. False: there is no such session.
         """
-        return self.scheduler.drop_session(name)
+        return drop_session(self.scheduler, name)
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -405,10 +416,10 @@ class Engine:
 
     def _append_sampled(self, each: Iterable[tuple[Sequence, SampledToken]]) -> list[RequestOutput]:
         """Take drawn tokens in; the requests that got some."""
-        touched, shadows = {}, self.scheduler.reference_decoder
+        touched = {}
         for sequence, drawn in each:
-            if isinstance(sequence, ReferenceSequence) and shadows and (why := shadows.on_sampled(sequence, drawn)):
-                log.warning("--kv-sparsity evict:max-top1=: %s", why)
+            for line in self.scheduler.features.on_sampled(sequence, drawn) if sequence.is_hidden else ():
+                log.warning("%s", line)
             if self._early_tokens.hold_back(sequence, drawn):
                 continue
             request = self._requests.get(sequence.request_id)

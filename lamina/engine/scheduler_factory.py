@@ -16,18 +16,27 @@ from lamina.protocol.capacity import Capacity, num_usable_blocks
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.prefill_stages import max_grants_in_flight
 from lamina.protocol.prefix_fetch import prompt_cache_tokens
+from lamina.protocol.sparse_layers import max_kept_tokens
 from lamina.protocol.step_plan import BindReply
 from lamina.scheduler.conductor.decision_log import DecisionLog
 from lamina.scheduler.conductor.latency_model import PrefillPipelineShape, TransferLatency, TransferLatencyEstimator
+from lamina.scheduler.feature import Feature
+from lamina.scheduler.kv_manager.allocator import KvAllocator
+from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
+from lamina.scheduler.kv_manager.prefetcher import Prefetcher
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.prompt_store import PromptCache, PromptPageKeys
+from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.scheduler import Scheduler
+from lamina.scheduler.sessions.session_table import SessionName, Sessions
 from lamina.scheduler.slo_admission import SloAdmission
 from lamina.scheduler.sparsity.pruning import BlockPruner
 from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
+from lamina.scheduler.sparsity.selection import BlockSelection
+from lamina.scheduler.step_timing import StepTimer
 
 NONCE_BYTES = 16
 INITIAL_TRANSFER_BYTES_PER_S = 1e9  # from one prefill worker to another, until some were sent
@@ -87,14 +96,18 @@ def build_scheduler(
     tables: BlockTables,
     num_batches: int,
     slo_admission: SloAdmission,
+    sessions: Sessions,
     clock: Callable[[], float],
     scheduler_class: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     """``num_batches``: that take turns at first. ``slo_admission``: to those that come. ``clock``: seconds."""
     batching, topology = config.batching, config.topology
-    tier, prefixes = _tier(config, tables, info), _prefixes(config, tables, clock)
-    stores = _stores(config, info, slo_admission, prefixes.page_size)
-    budget = parse_error_budget(config.kv.kv_error_budget)
+    allocator = KvAllocator(
+        tables,
+        batching.max_num_seqs + batching.prefill_chunk,
+        topology.memory_workers if topology.may_borrow else 0,
+        max_kept_tokens(config.kv) if config.kv.drops_blocks else 0,
+    )
     scheduler = scheduler_class(
         tables,
         max_num_seqs=batching.max_num_seqs,
@@ -102,35 +115,61 @@ def build_scheduler(
         aligned=config.model.deterministic,
         num_batches=num_batches,
         num_layers=info.num_layers,
-        num_replicas=topology.replicas,
-        prefill=PrefillDispatcher(
-            topology.prefill_groups,
-            batching.prefill_chunk,
-            topology.max_batches,
-            slo_admission,
-            stores,
-            max_grants_in_flight(topology.prefill_pipeline, info.windows),
-        ),
-        prefix_cache=prefixes,
-        offload_index=tier,
-        swap=_swaps(config, tier),
-        pruner=_evictions(config, info),
-        reference_decoder=ReferenceDecoder(config.kv, budget) if budget else None,
-        homes=topology.memory_workers if topology.may_borrow else 0,
-        moving_ranks=topology.tensor_parallel_size if config.migrates_kv else 0,
-        epoch=info.epoch,
+        allocator=allocator,
+        features=_features(config, info, tables, allocator, slo_admission, sessions, clock),
     )
+    scheduler.begin_epoch(info.epoch, topology.replicas)
+    return scheduler
+
+
+def _features(
+    config: EngineConfig,
+    info: ComputeReady,
+    tables: BlockTables,
+    allocator: KvAllocator,
+    slo_admission: SloAdmission,
+    sessions: Sessions,
+    clock: Callable[[], float],
+) -> list[Feature]:
+    """The table of features, in the order in which the scheduler asks them. A feature uses only those before it."""
+    prefixes, tier = _prefixes(config, tables, sessions, clock), _tier(config, tables, info)
+    budget = parse_error_budget(config.kv.kv_error_budget)
     slo_admission.cached_tokens_of, slo_admission.shared_tokens_of = (
         prefixes.num_cached_or_pending,
         prefixes.num_shared_tokens,
     )
-    _explain(slo_admission, info)
-    return scheduler
+    table = [
+        _prefill(config, info, slo_admission, prefixes),
+        _swaps(config, tier),
+        ReferenceDecoder(config.kv, budget) if budget else None,
+        prefixes,
+        SessionCache(prefixes, tables, tier),
+        BlockSelection() if config.kv.is_sparse else None,
+        _evictions(config, info),
+        tier,
+        Prefetcher(tier, prefixes) if tier else None,
+        KvMigration(tables, allocator, prefixes, config.topology.tensor_parallel_size if config.migrates_kv else 0),
+    ]
+    return [feature for feature in table if feature is not None]
 
 
 def _explain(slo_admission: SloAdmission, info: ComputeReady) -> None:
     if slo_admission.decision_log:
         slo_admission.decision_log.info = info
+
+
+def _prefill(
+    config: EngineConfig, info: ComputeReady, slo_admission: SloAdmission, prefixes: PrefixCache
+) -> PrefillDispatcher:
+    _explain(slo_admission, info)
+    return PrefillDispatcher(
+        config.topology.prefill_groups,
+        config.batching.prefill_chunk,
+        config.topology.max_batches,
+        slo_admission,
+        _stores(config, info, slo_admission, prefixes.page_size),
+        max_grants_in_flight(config.topology.prefill_pipeline, info.windows),
+    )
 
 
 def _stores(config: EngineConfig, info: ComputeReady, slo_admission: SloAdmission, page: int) -> list[PromptCache]:
@@ -174,13 +213,13 @@ def refresh_prefill_stores(
     """``info`` with the stores that prefill workers have now. A worker that has taken a lost one's place may have
     another size of it; behind the loss all are empty.
     """
-    _explain(scheduler.prefill.slo_admission, info)
+    prefill = scheduler.features[PrefillDispatcher]
+    _explain(prefill.slo_admission, info)
     if stores == info.prefill_stores:
         return info
     info = structs.replace(info, prefill_stores=stores)
-    scheduler.prefill.reset_caches(
-        _stores(config, info, scheduler.prefill.slo_admission, scheduler.prefix_cache.page_size)
-    )
+    page_size = scheduler.features[PrefixCache].page_size
+    prefill.reset_caches(_stores(config, info, prefill.slo_admission, page_size))
     return info
 
 
@@ -193,12 +232,24 @@ def build_slo_admission(config: EngineConfig, clock: Callable[[], float], trace:
     return promises
 
 
-def _prefixes(config: EngineConfig, tables: BlockTables, clock: Callable[[], float]) -> PrefixCache:
+def build_step_timer(scheduler: Scheduler, slo_admission: SloAdmission) -> StepTimer:
+    """The clock of steps and loads, for the features that choose by time."""
+    return StepTimer(scheduler.features.get(SwapPolicy), slo_admission)
+
+
+def drop_session(scheduler: Scheduler, name: SessionName) -> bool:
+    """Forget a session, and give up its KV with the next plan. False: there is no such session."""
+    ops = scheduler.features[SessionCache].drop_session(name, scheduler.running)
+    scheduler.add_pending_ops(ops or [])
+    return ops is not None
+
+
+def _prefixes(config: EngineConfig, tables: BlockTables, sessions: Sessions, clock: Callable[[], float]) -> PrefixCache:
     """Where bits count, a prefix ends where a fresh prompt would have been cut."""
     batching, fixed = config.batching, config.model.deterministic
     page = math.lcm(tables.block_size, batching.prefill_chunk if fixed else 1)
     kept = page if config.caches_prefixes else 0
-    return PrefixCache(tables, kept, prompts_only=fixed, exact=not fixed, clock=clock)
+    return PrefixCache(tables, kept, prompts_only=fixed, exact=not fixed, clock=clock, sessions=sessions)
 
 
 def _evictions(config: EngineConfig, info: ComputeReady) -> BlockPruner | None:

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from lamina.request import CompletionOutput, RequestOutput, SamplingParams
+from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.sessions.session_table import SessionInfo, SessionName
 from lamina.scheduler.sessions.session_turns import EMPTY_TRANSCRIPT, SessionTurns, TurnTranscript
@@ -147,7 +148,7 @@ class RequestStreams:
 
     def sessions(self) -> list[SessionInfo]:
         """Of this engine, which has one tenant."""
-        return self._engine.scheduler.session_cache.list_tenant(b"")
+        return self._engine.scheduler.features[SessionCache].list_tenant(b"")
 
     def drop_session(self, name: str) -> bool:
         """Forget a session and give up its KV; False: there is no such session. Raises SessionBusyError while a turn of

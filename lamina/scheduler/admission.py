@@ -14,6 +14,7 @@ from lamina.protocol.step_plan import Fork
 
 from .batch import Batch, ChunkPolicy
 from .conductor.decision_log import DecodePlacement
+from .feature_table import FeatureTable
 from .kv_manager.allocator import Allocation, KvAllocator, subtract
 from .kv_manager.block_accounting import BlockAccounting
 from .kv_manager.offload_index import OffloadIndex
@@ -49,16 +50,15 @@ class Admission:
         accounting: BlockAccounting,
         allocator: KvAllocator,
         cuts: ChunkPolicy,
-        prefill: PrefillDispatcher,
-        prefix_cache: PrefixCache,
-        offload_index: OffloadIndex | None,
-        swap: SwapPolicy | None,
         max_num_seqs: int,
-        session_cache: SessionCache,
+        features: FeatureTable,
     ) -> None:
         self._accounting, self._allocator, self._chunk_policy = accounting, allocator, cuts
-        self._prefill, self._prefix_cache, self._offload_index, self._swap = prefill, prefix_cache, offload_index, swap
-        self._max_num_seqs, self._session_cache = max_num_seqs, session_cache
+        self._max_num_seqs = max_num_seqs
+        self._prefill = features.get(PrefillDispatcher) or PrefillDispatcher(0, cuts.chunk, 0)
+        self._prefix_cache = features.get(PrefixCache) or PrefixCache(accounting, 0)
+        self._offload_index, self._swap = features.get(OffloadIndex), features.get(SwapPolicy)
+        self._session_cache = features.get(SessionCache)
         self._next_id = 0
         self._affinity = OrderedDict[
             bytes, KvLocation
@@ -75,14 +75,8 @@ class Admission:
         batch that reads least among the batches whose next chunk has room for its tokens: so all chunks are filled.
         Blocks of sequences that have ended or were preempted count from the next round on.
         """
-        self._prefix_cache.pinned = [s.session for s in waiting if s.session is not None]
         running = _running(batches)
-        if (
-            running
-            and waiting
-            and not isinstance(waiting[0], ReferenceSequence)
-            and self._reject_if_too_long(waiting[0])
-        ):
+        if running and waiting and not waiting[0].is_hidden and self._reject_if_too_long(waiting[0]):
             return
         wanted = [self._chunk_policy.rows_of_batch(batch) for batch in batches]
         budgets = [self._chunk_policy.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
@@ -91,14 +85,12 @@ class Admission:
         aside = list[Sequence]()  # they wait for KV that others load
         while waiting and len(_running(batches)) < self._max_num_seqs:
             begins = self._begin(waiting[0], here)
-            if begins is None and not isinstance(waiting[0], ReferenceSequence):
+            if begins is None and not waiting[0].is_hidden:
                 break
             sequence = waiting.popleft()
             if not begins:
                 aside.append(sequence)
         waiting.extendleft(reversed(aside))
-        if self._offload_index:
-            batches[0].ops += self._offload_index.hints.next_ops([*waiting], self._to_load)
 
     def _begin(self, sequence: Sequence, here: _RoundBudget) -> bool | None:
         """Have the first of the waiting sequences join a batch, if it can. False: it waits on, and those behind it need
@@ -137,7 +129,7 @@ class Admission:
         else:
             return None
         here.left = subtract(here.left, fit.blocks)
-        is_logged = self._prefill.slo_admission.decision_log is not None and not isinstance(sequence, ReferenceSequence)
+        is_logged = self._prefill.slo_admission.decision_log is not None and not sequence.is_hidden
         seat = (
             DecodePlacement(to, tuple(here.loads), fit.location, self._log_placement(sequence, fit), here.left)
             if is_logged
@@ -200,15 +192,6 @@ class Admission:
         both = self._prefix_cache.longest_cached([x for x in self._prefix_cache.lookup(sequence) if x.length <= length])
         return both if both and both.length == length else None
 
-    def _to_load(self, sequence: Sequence) -> LoadableKv | None:
-        """Beside the pool, of one that waits for its turn; preempted ones come back soon, and truncated ones from their
-        leaf alone.
-        """
-        if self._offload_index is None or sequence.discarded_ranges or sequence.num_preemptions:
-            return None
-        hit = self._prefix_cache.longest_cached(self._prefix_cache.lookup(sequence))
-        return self._offload_index.find_loadable(sequence, hit.length if hit else 0)
-
     def _truncated_starts(self, sequence: Sequence, batches: Several[Batch]) -> list[LoadableKv | PrefixHit | None]:
         """Of a truncated sequence: the leaf of its session alone, or pages that the session had saved. The leaf may
         have to be shifted first, in a round in which no other operation touches it.
@@ -217,7 +200,7 @@ class Admission:
         leaf = session.retained_sequence if session is not None else None
         if leaf is not None and any(leaf in sequences_of_op(op) for batch in batches for op in batch.ops):
             return WAIT_FOR_TRANSFER
-        shift = self._session_cache.shift_op(sequence)
+        shift = self._session_cache.shift_op(sequence) if self._session_cache else None
         if shift is not None:
             batches[0].ops.append(shift)
             return WAIT_FOR_TRANSFER

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from lamina.protocol.step_plan import Free, PrefillGrant, RowRange
+from lamina.protocol.step_plan import Free, RowRange
 
 from .batch import Batch
+from .feature_table import FeatureTable
 from .kv_manager.allocator import KvAllocator, next_rows
 from .kv_manager.block_accounting import BlockAccounting
-from .kv_manager.prefix_cache import PrefixCache
-from .kv_manager.swap import SwapPolicy
-from .prefill_dispatch import PrefillDispatcher
-from .sequence import ReferenceSequence, Sequence
+from .sequence import Sequence
 
 
 class Preemption:
@@ -22,13 +20,9 @@ class Preemption:
         self,
         accounting: BlockAccounting,
         allocator: KvAllocator,
-        prefix_cache: PrefixCache,
-        prefill: PrefillDispatcher,
-        swap: SwapPolicy | None,
+        features: FeatureTable,
     ) -> None:
-        """``swap``: where KV of preempted sequences is kept; None = nowhere."""
-        self._accounting, self._allocator = accounting, allocator
-        self._prefix_cache, self._prefill, self._swap = prefix_cache, prefill, swap
+        self._accounting, self._allocator, self._features = accounting, allocator, features
 
     def free_blocks(self, batch: Batch, picked: dict[Sequence, int], stuck: list[Sequence]) -> Sequence | None:
         """Give up what is retained; else preempt the newest sequence of ``batch`` whose blocks help, of those with the
@@ -48,22 +42,20 @@ class Preemption:
         if self._evict_retained(batch, relieves):
             return None
         newest = batch.running[::-1]  # shadows give way before all others: answers depend on who gives way
-        newest.sort(key=lambda s: (not isinstance(s, ReferenceSequence), -s.priority))
+        newest.sort(key=lambda s: (not s.is_hidden, -s.priority))
         victim = next(filter(helps, newest), batch.running[-1])
         if victim.num_pending_prefill_chunks or victim.num_loading_tokens:
             picked.popitem()
             return None
         picked.pop(victim, None)
-        if isinstance(victim, ReferenceSequence):
+        if victim.is_hidden:
             victim.finish("abort")
         self.preempt(batch, victim)
-        return None if isinstance(victim, ReferenceSequence) else victim
+        return None if victim.is_hidden else victim
 
-    def free_blocks_for_grants(self, batch: Batch, picked: dict[Sequence, int]) -> bool:
-        """Give up one that is retained where blocks lack for the grants of ``batch`` beside the rows of ``picked``;
-        whether there was any that is of use.
-        """
-        return self._evict_retained(batch, self._test_rows([*next_rows(picked), *_granted(batch)]))
+    def evict_for(self, batch: Batch, rows: Iterable[RowRange]) -> bool:
+        """Give up one that is retained where blocks lack for ``rows``; whether there was any that is of use."""
+        return self._evict_retained(batch, self._test_rows(rows))
 
     def _test_rows(self, rows: Iterable[RowRange]) -> Callable[[Iterable[int]], bool]:
         """Whether blocks, by layer group, are of use where such rows lack some; where they lack none, any are."""
@@ -76,38 +68,20 @@ class Preemption:
         """Give up the oldest of what is retained whose blocks of its own are of use, else the oldest that shares some
         which are; whether there was any.
         """
-        oldest, ledger = self._prefix_cache.eviction_order, self._accounting
+        oldest, ledger = self._features.eviction_order, self._accounting
         number = next((n for n in oldest if relieves(ledger.exclusive_blocks(n))), None)
         if number is None:
             number = next((n for n in oldest if relieves(ledger.count_blocks([n]))), None)
         if number is not None:
-            batch.ops.append(self._prefix_cache.evict(number))
+            batch.ops.append(self._features.evict(number))
         return number is not None
 
     def preempt(self, batch: Batch, victim: Sequence) -> None:
         """Its KV is freed with the batch's next plan, or kept beside the pool."""
         batch.running.remove(victim)
-        if (
-            self._swap
-            and not victim.evicts_kv
-            and not victim.finished
-            and victim.num_computed_tokens > victim.num_cached_tokens
-        ):
-            batch.ops += self._swap.save_ops(victim)
+        batch.ops += self._features.on_preempted(victim)
         batch.ops.append(Free(victim.id))
-        self._prefill.remove(victim)
-        self._prefix_cache.forget_sequence(victim)
         victim.num_preemptions += 1
         victim.reset_computed()
         if not victim.finished:
-            self._prefill.on_arrival(victim)
-
-
-def _granted(batch: Batch) -> list[RowRange]:
-    """Of each sequence that prefill workers go on with in the next plan, all rows."""
-    rows = dict[int, RowRange]()
-    for op in batch.ops:
-        if isinstance(op, PrefillGrant):
-            first = rows[op.sequence].first if op.sequence in rows else op.first
-            rows[op.sequence] = RowRange(op.sequence, first, op.first + op.count - first, op.location)
-    return list(rows.values())
+            self._features.on_arrival(victim, is_new=False)

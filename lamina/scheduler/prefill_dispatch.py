@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
 from lamina.protocol.step_plan import GRANTS_AHEAD, Free, New, PrefillGrant, SequenceOp, StepPlan
 
 from .conductor.routing import NO_WORKER
+from .feature import Ending, Feature, PlanDraft
 from .kv_manager.prompt_store import PromptCache
+from .prefill_grants import grant_chunks
 from .scheduler_output import ScheduledStep
 from .sequence import Sequence
 from .slo_admission import SloAdmission
@@ -41,7 +42,7 @@ class _PrefillWorkerState:
     is_waiting_for_prefix: bool = False  # it came behind another one, which kept all stages at work
 
 
-class PrefillDispatcher:
+class PrefillDispatcher(Feature):
     """Deals prompts to prefill workers: the Conductor has said at the arrival of a prompt which one computes it
     (scheduler.slo_admission). Each worker has one prompt after the other, first come, first served, and of each
     computes what neither the memory workers have nor its own store.
@@ -84,7 +85,7 @@ class PrefillDispatcher:
         here = rest <= 1 or (known > 0 and rest <= self._chunk and self.slo_admission.keeps_slo(rest))
         return bool(self._workers) and not here
 
-    def on_arrival(self, sequence: Sequence) -> None:
+    def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> None:
         """A sequence waits: it has a worker from now on, where somebody wants to know."""
         if self.slo_admission.routes_prompts and (
             not self._workers or self.is_for_prefill_worker(sequence, self.slo_admission.cached_tokens_of(sequence))
@@ -156,6 +157,20 @@ class PrefillDispatcher:
             if lender is not None:
                 self._lenders[sequence] = _PrefixFetch(lender, moved)
 
+    def on_cancelled(self, sequence: Sequence) -> tuple[SequenceOp, ...]:
+        """Expect a sequence no more that waited."""
+        self.slo_admission.remove(sequence)
+        return ()
+
+    def on_preempted(self, sequence: Sequence) -> tuple[SequenceOp, ...]:
+        """Its worker, if it has one, computes its prompt no more."""
+        self.remove(sequence)
+        return ()
+
+    def on_finished(self, ending: Ending) -> None:
+        """Its worker, if it has one, computes its prompt no more."""
+        self.remove(ending.sequence)
+
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has no chunk in flight."""
         self.slo_admission.remove(sequence)
@@ -170,9 +185,9 @@ class PrefillDispatcher:
                 self._start_next(worker)
             sequence.prefill_worker = None
 
-    def roll_back(self, ended: Iterable[Sequence] = ()) -> None:
-        """Take all prompts from the workers, in flight or to come; nobody expects those of ``ended`` any more. Numbers
-        of steps never go back.
+    def roll_back(self, sequences: Several[Sequence] = ()) -> tuple[int, ...]:
+        """Take all prompts from the workers, in flight or to come; nobody expects those of finished ``sequences`` any
+        more. Numbers of steps never go back.
         """
         self._lenders.clear()
         for worker in self._workers:
@@ -181,14 +196,20 @@ class PrefillDispatcher:
             worker.num_held_tokens, worker.computing = NO_STEP, None
             if worker.prompt_cache:
                 worker.prompt_cache.reset()
-        for sequence in ended:
+        for sequence in (s for s in sequences if s.finished):
             self.slo_admission.remove(sequence)
         self.slo_admission.reset_prefill()
+        return ()
 
     def reset_caches(self, stores: Several[PromptCache]) -> None:
         """Behind ``roll_back``: workers have these stores from now on, which are empty; none of them: nothing."""
         for worker in self._workers:
             worker.prompt_cache = stores[worker.index] if stores else None
+
+    def extend_plan(self, draft: PlanDraft) -> None:
+        """Let the workers go on with sequences of the batch, unless one that runs waits for blocks."""
+        if self._workers and not any(s.is_schedulable and s not in draft.picked for s in draft.batch.running):
+            draft.prefill_steps += grant_chunks(self, draft)
 
     def next_grant(self, sequence: Sequence) -> PrefillGrant | None:
         """For the next chunk of ``sequence``, if it is its turn."""
@@ -233,11 +254,19 @@ class PrefillDispatcher:
             return []
         return [*([] if before == NO_STEP else [Free(before)]), New(sequence.id)]
 
-    def reset_prompt_caches(self) -> None:
+    def reset(self, era: bytes, sequences: Several[Sequence]) -> tuple[SequenceOp, ...]:
         """Forget the KV of earlier prompts on prefill workers: no later prompt begins with it."""
         for worker in self._workers:
             if worker.prompt_cache:
                 worker.prompt_cache.invalidate()
+        return ()
+
+    def on_step_done(self, step: ScheduledStep) -> None:
+        """A worker's chunk is stored, or a step of compute workers has drawn tokens."""
+        if step.prefill_worker is not None:
+            self.on_chunk_stored(step, step.prefill_worker)
+        else:
+            self.slo_admission.on_inline_sampled(step.sampled_sequences)
 
     def on_chunk_stored(self, step: ScheduledStep, worker: int) -> None:
         """The memory workers have the K and V of ``step``, which ``worker`` has computed."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import Protocol
 
 from lamina.protocol.blocks.block_tables import PlanError
-from lamina.protocol.step_plan import Fork, Free, New, PrefillGrant, RowRange, SequenceOp, StepPlan
+from lamina.protocol.step_plan import Fork, Free, New, PrefillGrant, RowRange, SequenceOp
 
-from .batch import Batch
+from .feature import PlanDraft
 from .kv_manager.allocator import next_rows
 from .kv_manager.block_accounting import BlockAccounting
-from .preemption import Preemption
-from .prefill_dispatch import PrefillDispatcher
 from .scheduler_output import ScheduledStep
 from .sequence import Sequence
 
@@ -55,42 +54,50 @@ class GrantBudget:
         return [n - taken for n, taken in zip(have, needed, strict=False)]
 
 
-def grant_chunks(
-    prefill: PrefillDispatcher,
-    accounting: BlockAccounting,
-    batch: Batch,
-    picked: dict[Sequence, int],
-    plan: Callable[[Batch, dict[Sequence, int]], StepPlan],
-    preemption: Preemption,
-) -> tuple[StepPlan | None, list[ScheduledStep]]:
-    """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of ``picked``, for
-    which ``plan`` gives a plan; what is retained gives way. The plan that says so, None where nobody does; and the
-    steps of these workers.
+class Granting(Protocol):
+    """The prefill workers, by what they may compute next."""
+
+    def next_grant(self, sequence: Sequence) -> PrefillGrant | None:
+        """A grant for the next chunk of ``sequence``, if it is its turn."""
+        ...
+
+    def begin_chunk(self, sequence: Sequence, grant: PrefillGrant, epoch: int = 0) -> ScheduledStep:
+        """The worker's step for a grant that was given, under ``epoch``."""
+        ...
+
+
+def grant_chunks(prefill: Granting, draft: PlanDraft) -> list[ScheduledStep]:
+    """Let prefill workers go on with sequences of a batch, as far as there are blocks besides those of its rows; what
+    is retained gives way. The plan gets a grant for each of the returned steps.
     """
-    sure, view, steps = None, 0, list[ScheduledStep]()
-    forked = {op.sequence for op in batch.ops if isinstance(op, Fork)}  # they have to be there first
-    for sequence in (s for s in batch.running if s.id not in forked):
+    sure, epoch, steps, ops = None, 0, list[ScheduledStep](), draft.batch.ops
+    forked = {op.sequence for op in ops if isinstance(op, Fork)}  # they have to be there first
+    for sequence in (s for s in draft.batch.running if s.id not in forked):
         while (grant := prefill.next_grant(sequence)) is not None and not sequence.finished:
             if sure is None:
-                sure, view = GrantBudget(accounting, batch.ops, next_rows(picked)), plan(batch, picked).epoch
-            at = len(batch.ops)
-            batch.ops.append(grant)
-            if not sure.try_reserve(grant) and not _make_room(accounting, batch, picked, plan, preemption):
-                del batch.ops[at]
-                return plan(batch, picked), steps
-            steps.append(prefill.begin_chunk(sequence, grant, view))
-    return plan(batch, picked) if steps else None, steps
+                sure, epoch = GrantBudget(draft.accounting, ops, next_rows(draft.picked)), draft.build().epoch
+            at = len(ops)
+            ops.append(grant)
+            if not sure.try_reserve(grant) and not _make_room(draft):
+                del ops[at]
+                return steps
+            steps.append(prefill.begin_chunk(sequence, grant, epoch))
+    return steps
 
 
-def _make_room(
-    accounting: BlockAccounting,
-    batch: Batch,
-    picked: dict[Sequence, int],
-    plan: Callable[[Batch, dict[Sequence, int]], StepPlan],
-    preemption: Preemption,
-) -> bool:
+def _make_room(draft: PlanDraft) -> bool:
     """Whether the batch's plan can be; as much as that needs is given up."""
-    while not accounting.can_apply(plan(batch, picked)):
-        if not preemption.free_blocks_for_grants(batch, picked):
+    while not draft.accounting.can_apply(draft.build()):
+        if not draft.evict_for(draft.batch, [*next_rows(draft.picked), *_granted(draft.batch.ops)]):
             return False
     return True
+
+
+def _granted(ops: Iterable[SequenceOp]) -> list[RowRange]:
+    """All rows of each sequence that prefill workers go on with in the next plan."""
+    rows = dict[int, RowRange]()
+    for op in ops:
+        if isinstance(op, PrefillGrant):
+            first = rows[op.sequence].first if op.sequence in rows else op.first
+            rows[op.sequence] = RowRange(op.sequence, first, op.first + op.count - first, op.location)
+    return list(rows.values())

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from lamina.protocol.executor import Report
-from lamina.protocol.offload_messages import LoadReady, TransferDone
-from lamina.protocol.sparse_ops import BlockScoresReport
-from lamina.protocol.step_plan import SequenceOp, StepPlan, SurvivingKv, Truncate
+from lamina.protocol.step_plan import Free, SequenceOp, StepPlan, SurvivingKv, Truncate
 
 from .admission import Admission
 from .batch import (
@@ -25,23 +23,14 @@ from .batch import (
     requeue,
     roll_back_batches,
 )
+from .feature import Ending, Feature, PlanDraft
+from .feature_table import FeatureTable
 from .kv_manager.allocator import NO_SHARDS, KvAllocator, next_rows
 from .kv_manager.block_accounting import BlockAccounting, Blocks
-from .kv_manager.in_flight_transfers import TransferResult
-from .kv_manager.migration import KvMigration
-from .kv_manager.offload_index import OffloadIndex
-from .kv_manager.prefix_cache import PrefixCache
-from .kv_manager.session_cache import SessionCache
-from .kv_manager.swap import SwapPolicy
 from .preemption import Preemption
-from .prefill_dispatch import PrefillDispatcher
-from .prefill_grants import grant_chunks
 from .rotation.pipeline import route
-from .scheduler_output import Round, ScheduledStep, commit, round_of
-from .sequence import ReferenceSequence, Sequence
-from .sessions.session_table import SessionName
-from .sparsity.pruning import BlockPruner, row_ops
-from .sparsity.reference_decode import ReferenceDecoder
+from .scheduler_output import Round, ScheduledStep, TransferResult, commit, round_of
+from .sequence import Sequence
 
 
 class Scheduler:
@@ -67,52 +56,24 @@ class Scheduler:
         aligned: bool = False,
         num_batches: int = 1,
         num_layers: int = 1,
-        num_replicas: int = 0,
-        prefill: PrefillDispatcher | None = None,
-        prefix_cache: PrefixCache | None = None,
-        offload_index: OffloadIndex | None = None,
-        swap: SwapPolicy | None = None,
-        pruner: BlockPruner | None = None,
-        reference_decoder: ReferenceDecoder | None = None,
-        homes: int = 0,
-        moving_ranks: int = 0,
-        epoch: int = 0,
+        allocator: KvAllocator | None = None,
+        features: Iterable[Feature] = (),
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
-        ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
-        need. ``prefill``: who computes the prompts; None = the batches do. ``prefix_cache``: what is kept of finished
-        sequences; None = nothing. ``offload_index``: where it is kept besides; None = nowhere; ``swap``: so too that of
-        preempted ones. ``pruner``: how sparse sequences lose blocks; None = there are none. ``reference_decoder``: what
-        measures their errors; None = nothing does. ``homes``: memory workers on which sequences begin, the first ones;
-        0 = all. ``moving_ranks``: whose stripes may move; 0 = none may. ``epoch``: of the first plans.
+        ``num_layers``: attention operators, over which the steps rotate. ``allocator``: places sequences; None = by a
+        new one over ``accounting``. ``features``: what else it does, in the order in which they are asked.
         """
-        self.epoch = epoch
+        self.epoch = self.num_replicas = 0
         self._accounting = accounting
         self._chunk_policy = ChunkPolicy(prefill_chunk, aligned)
-        self._allocator = KvAllocator(accounting, max_num_seqs + prefill_chunk, homes)
+        self._allocator = allocator or KvAllocator(accounting, max_num_seqs + prefill_chunk)
         self.cordoned = self._allocator.cordoned  # groups in which no sequence begins
         self.waiting: deque[Sequence] = deque()  # the next one first
         self.batches = [Batch(i) for i in range(num_batches)]
-        self._num_layers, self.num_replicas = num_layers, num_replicas
-        self.prefill = prefill or PrefillDispatcher(0, prefill_chunk, num_batches)
-        self.prefix_cache = prefix_cache or PrefixCache(accounting, 0)
-        self.migration = KvMigration(accounting, self._allocator, self.prefix_cache, moving_ranks)
-        self.sessions = self.prefix_cache.sessions
-        self.session_cache = SessionCache(self.prefix_cache, accounting, offload_index)
-        self.offload_index, self.swap = offload_index, swap
-        self.pruner, self.reference_decoder = pruner, reference_decoder
-        self._admission = Admission(
-            accounting,
-            self._allocator,
-            self._chunk_policy,
-            self.prefill,
-            self.prefix_cache,
-            offload_index,
-            swap,
-            max_num_seqs,
-            self.session_cache,
-        )
-        self._preemption = Preemption(accounting, self._allocator, self.prefix_cache, self.prefill, swap)
+        self._num_layers = num_layers
+        self.features = FeatureTable(features)
+        self._admission = Admission(accounting, self._allocator, self._chunk_policy, max_num_seqs, self.features)
+        self._preemption = Preemption(accounting, self._allocator, self.features)
         self._prefill_steps: list[ScheduledStep] = []  # for prefill workers, not taken yet
         self._pending_ops: list[SequenceOp] = []  # for the next plan
         self._num_batches = num_batches  # from the next round on
@@ -120,12 +81,16 @@ class Scheduler:
         self._next_round = 0  # also the number of its steps, so that all batches rotate in one phase
         self.num_preemptions = 0
 
+    def begin_epoch(self, epoch: int, num_replicas: int) -> None:
+        """Workers have met. ``epoch``: of plans from now on; ``num_replicas``: 0 = as many as the batches need."""
+        self.epoch, self.num_replicas = epoch, num_replicas
+
     @property
     def num_waiting(self) -> int:
         """Sequences without rows that are not finished: a cancelled one stays in line until the next round. Shadows are
         nobody's.
         """
-        return self._num_schedulable(self.waiting)
+        return _num_unfinished(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -134,12 +99,7 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Of those that run: a finished one leaves with the next round."""
-        return self._num_schedulable(self.running)
-
-    def _num_schedulable(self, sequences: Iterable[Sequence]) -> int:
-        if self.reference_decoder is None:
-            return sum(not s.finished for s in sequences)
-        return sum(not s.finished and not isinstance(s, ReferenceSequence) for s in sequences)
+        return _num_unfinished(self.running)
 
     @property
     def running(self) -> list[Sequence]:
@@ -149,7 +109,7 @@ class Scheduler:
     def free_blocks(self) -> Blocks:
         """KV blocks that sequences can still have: free ones, and those of retained or finished sequences."""
         running = self.running
-        if not self.prefix_cache.num_retained and not any(s.finished for s in running):
+        if not self.features.num_retained and not any(s.finished for s in running):
             return self._accounting.free_blocks
         held = self._accounting.count_blocks(s.id for s in running if not s.finished)
         return tuple(total - n for total, n in zip(self._accounting.num_blocks, held, strict=True))
@@ -161,14 +121,13 @@ class Scheduler:
 
     def max_sequences_of(self, length: int) -> float:
         """How many of ``length`` tokens have room for their KV at once."""
-        return self._allocator.max_sequences(length, self.pruner.max_kept_tokens if self.pruner else 0)
+        return self._allocator.max_sequences(length)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence, and its shadow where it gets one."""
+        """Queue a new sequence, and those that features have wait with it."""
         enqueue(self.waiting, sequence)
-        self.prefill.on_arrival(sequence)
-        if self.reference_decoder and (shadow := self.reference_decoder.on_admitted(sequence)):
-            enqueue(self.waiting, shadow)
+        for other in self.features.on_arrival(sequence, is_new=True):
+            enqueue(self.waiting, other)
 
     @property
     def can_schedule_ahead(self) -> bool:
@@ -178,13 +137,7 @@ class Scheduler:
     @property
     def has_transfers(self) -> bool:
         """Whether KV is being saved, loaded, scored or copied."""
-        return any(
-            (
-                self.offload_index and self.offload_index.has_transfers,
-                self.pruner and self.pruner.awaits_scores,
-                self.migration.awaits_reports,
-            )
-        )
+        return self.features.has_transfers
 
     @property
     def must_wait_for_transfer(self) -> bool:
@@ -196,18 +149,9 @@ class Scheduler:
 
     def on_report(self, report: Report) -> TransferResult | None:
         """A memory worker has done something. What has become of all of a sequence, if that was its last transfer."""
-        self.migration.on_copied(report)
-        if isinstance(report, BlockScoresReport) and self.pruner:
-            self.pruner.on_scores(report)
-        if isinstance(report, LoadReady) and self.offload_index:
-            self.offload_index.on_load_ready(report)
-        transfer = (
-            self.offload_index.on_transfer_done(report)
-            if self.offload_index and isinstance(report, TransferDone)
-            else None
-        )
+        transfer = self.features.on_report(report)
         if transfer and transfer.loaded_sequence:
-            self._forget_swapped(transfer.loaded_sequence)
+            self._pending_ops += self.features.on_loaded(transfer.loaded_sequence)
         return transfer
 
     def set_num_batches(self, num_batches: int) -> None:
@@ -221,22 +165,20 @@ class Scheduler:
         if self._num_batches != len(self.batches):
             if self._in_flight:
                 return []
-            ReferenceDecoder.drop(self.running)
+            for sequence in self.running:
+                sequence.interrupt()
             self.batches = balance_batches(self.running, self._num_batches)
-        if self.reference_decoder:
-            self.reference_decoder.update(self.batches, self.waiting, self._preemption)
+        self.features.begin_round(self)
         self.drop_cancelled()
-        self.batches[0].ops += [*self._pending_ops, *(self.offload_index.pending_ops() if self.offload_index else [])]
+        self.batches[0].ops += [*self._pending_ops, *self.features.first_ops()]
         self._pending_ops = []
         for batch in self.batches:
             self._drop_finished(batch)
-            batch.ops += self.pruner.prune_ops(batch.running) if self.pruner else []
-            batch.ops += self.offload_index.save_filled(batch.running) if self.offload_index else []
-        if self.waiting or (self.offload_index and self.offload_index.hints):
+            batch.ops += self.features.batch_ops(batch.running)
+        self.features.begin_admission(self.waiting)
+        if self.waiting:
             self._admission.admit(self.waiting, self.batches)
-        self.migration.add_ops(
-            self.batches, self._next_round, self._admission.next_sequence_id, crowded=bool(self.waiting)
-        )
+        self.features.after_admission(self)
         steps = [s for s in map(self._schedule_batch, self.batches) if s is not None]
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, has_more=step is not steps[-1])
@@ -249,13 +191,25 @@ class Scheduler:
         """Let go of sequences that were cancelled while they waited."""
         if ended := [s for s in self.waiting if s.finished]:
             for sequence in ended:
-                self._forget_swapped(sequence)
-                self.prefill.slo_admission.remove(sequence)
+                self._drop_kept(sequence)
             self.waiting = deque(s for s in self.waiting if not s.finished)
 
-    def _forget_swapped(self, sequence: Sequence) -> None:
-        if self.swap:
-            self._pending_ops += self.swap.drop(sequence)
+    def _drop_kept(self, sequence: Sequence) -> None:
+        """Give up what is kept for a sequence that has ended without KV in the pool."""
+        self._pending_ops += self.features.on_cancelled(sequence)
+
+    @property
+    def next_round(self) -> int:
+        """The number of the next round, while it is planned."""
+        return self._next_round
+
+    def new_sequence_id(self) -> int:
+        """A number that no other sequence has had."""
+        return self._admission.next_sequence_id()
+
+    def preempt(self, batch: Batch, sequence: Sequence) -> None:
+        """Free the KV of a running sequence of ``batch``, which runs no more; the caller has it wait."""
+        self._preemption.preempt(batch, sequence)
 
     def take_prefill_steps(self) -> list[ScheduledStep]:
         """The steps of prefill workers that the last round has granted."""
@@ -264,11 +218,9 @@ class Scheduler:
 
     def on_step_done(self, step: ScheduledStep) -> Round | None:
         """The step is done and its tokens have been appended; returns its round if that is done now."""
+        self.features.on_step_done(step)
         if step.prefill_worker is not None:
-            self.prefill.on_chunk_stored(step, step.prefill_worker)
             return None
-        self.prefill.slo_admission.on_inline_sampled(step.sampled_sequences)
-        self.migration.on_step_done(step.plan)
         flight = next(r for r in self._in_flight if step in r.unfinished_steps)
         flight.unfinished_steps.discard(step)
         if flight.unfinished_steps:
@@ -288,16 +240,16 @@ class Scheduler:
                 if sequence.id == rows.sequence:
                     sequence.num_computed_tokens = min(sequence.num_computed_tokens, rows.first)
         self._in_flight = []
-        ReferenceDecoder.drop((*self.waiting, *self.running))
-        self.prefill.roll_back(s for s in (*self.waiting, *self.running) if s.finished)
-        if self.offload_index:
-            self.offload_index.cancel_transfers()
-        if self.pruner:
-            self.pruner.reset()
-        self._pending_ops = []
-        surviving = self.migration.roll_back(surviving)
-        keep = self.prefix_cache.keep_surviving(surviving)
-        running, gone = roll_back_batches(self.batches, surviving, self._forget_swapped)
+        sequences = [*self.waiting, *self.running]
+        for sequence in sequences:
+            sequence.interrupt()
+        distrusted, self._pending_ops = self.features.roll_back(sequences), []
+
+        def count(keep: SurvivingKv) -> int:
+            return 0 if keep.sequence in distrusted else surviving(keep)
+
+        keep = self.features.keep_surviving(count)
+        running, gone = roll_back_batches(self.batches, count, self._drop_kept)
         keep += running
         self._accounting.reconcile(keep)
         self._reset_sequences([*self.waiting, *gone, *find_overwritten(self._accounting, self.batches, keep)])
@@ -309,17 +261,16 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.roll_back(0)
             sequence.reset_computed()
-            self.prefill.on_arrival(sequence)
+            self.features.on_arrival(sequence, is_new=False)
 
     def adopt_blocks(
         self, blocks: BlockAccounting, keep: Iterable[SurvivingKv], new_shards: Mapping[int, int] = NO_SHARDS
     ) -> list[SurvivingKv]:
         """Have other blocks, behind ``roll_back``. Where KV is to lie, what runs first (``new_shards``: see
         EpochChanged)."""
-        self.migration.closing_shards.clear()
         self._accounting.replace_with(blocks)
-        kept = self._allocator.reassign(keep, self.prefix_cache.eviction_order[::-1], new_shards)
-        self.prefix_cache.relocate(kept)
+        kept = self._allocator.reassign(keep, self.features.eviction_order[::-1], new_shards)
+        self.features.relocate(kept)
         self._accounting.reconcile(kept, moved=True)
         self._reset_sequences([*self.waiting, *apply_locations(self.batches, kept)])
         return kept
@@ -330,26 +281,22 @@ class Scheduler:
 
     def reset_prefix_cache(self, era: bytes = b"") -> None:
         """Give up what is retained, with the next plan. What runs leaves nothing. ``era``: of pages from now on."""
-        self._pending_ops += self.prefix_cache.clear()
         for sequence in self.running:
             sequence.do_not_cache = True
-        if self.offload_index:
-            self.offload_index.reset(era, (*self.running, *self.waiting))
+        self._pending_ops += self.features.reset(era, [*self.running, *self.waiting])
 
-    def drop_session(self, name: SessionName) -> bool:
-        """Forget a session, and give up its KV with the next plan. False: there is no such session."""
-        ops = self.session_cache.drop_session(name, self.running)
-        self._pending_ops += ops or []
-        return ops is not None
+    def add_pending_ops(self, ops: Iterable[SequenceOp]) -> None:
+        """Have the first plan of the next round begin with ``ops``, after those that were given before."""
+        self._pending_ops += ops
 
     @property
     def has_pending_ops(self) -> bool:
-        """Whether memory workers are to be told of something, if nothing else is to be done."""
-        return bool(self._pending_ops) or bool(self.offload_index and self.offload_index.has_pending_ops)
+        """True if memory workers are to do something even if nothing runs."""
+        return bool(self._pending_ops) or self.features.has_pending_ops
 
     def evict_retained(self) -> None:
         """The same of the pools alone: what is kept beside them can be loaded."""
-        self._pending_ops += [self.prefix_cache.evict(number) for number in self.prefix_cache.eviction_order]
+        self._pending_ops += [self.features.evict(number) for number in self.features.eviction_order]
 
     def resend_penalties(self) -> None:
         """Compute workers count no tokens any more for penalties: the next draw of each sequence tells all."""
@@ -358,17 +305,20 @@ class Scheduler:
 
     def _schedule_batch(self, batch: Batch) -> ScheduledStep | None:
         picked, plan = self._pick_rows(batch)
-        if not any(s.is_schedulable and s not in picked for s in batch.running):  # that waits for blocks
-            granted, chunks = grant_chunks(
-                self.prefill, self._accounting, batch, picked, self._build_plan, self._preemption
+        before = [*batch.ops]
+        self.features.extend_plan(
+            PlanDraft(
+                batch,
+                picked,
+                self._accounting,
+                lambda: self._build_plan(batch, picked),
+                self._preemption.evict_for,
+                self._prefill_steps,
             )
-            plan, self._prefill_steps = granted or plan, self._prefill_steps + chunks
+        )
         if not picked and not batch.ops:
             return None
-        ops = [*batch.ops, *row_ops(picked, self.pruner)]
-        ops = self.offload_index.assign_ids(ops) if self.offload_index else ops
-        if ops != batch.ops:
-            batch.ops = ops
+        if batch.ops != before:
             plan = self._build_plan(batch, picked)
         self._accounting.apply(plan)
         batch.ops = []
@@ -381,10 +331,12 @@ class Scheduler:
         ]
         first = self.batches[0].ops
         for sequence in ended:
-            self.prefill.remove(sequence)
-            for op in self.prefix_cache.retain_or_free(sequence):  # a retained one may be evicted by the first plan
-                (first if isinstance(op, Truncate) else batch.ops).append(op)
-                first += self.session_cache.on_turn_end(sequence, op)
+            ending = Ending(sequence, Free(sequence.id))
+            self.features.on_finished(ending)
+            retained = isinstance(ending.op, Truncate)  # and the first plan may evict it
+            (first if retained else batch.ops).append(ending.op)
+            first += ending.first
+            batch.ops += ending.own
         batch.running = [s for s in batch.running if s not in ended]
 
     def _pick_rows(self, batch: Batch) -> tuple[dict[Sequence, int], StepPlan]:
@@ -392,7 +344,7 @@ class Scheduler:
         picked = self._chunk_policy.rows_of_batch(batch)
         loans, free = (
             self._allocator.spill,
-            lambda: self._allocator.available_blocks(self.running, self.prefix_cache.eviction_order),
+            lambda: self._allocator.available_blocks(self.running, self.features.eviction_order),
         )
         stuck = loans.spill_next_stripes(picked, free) if loans else []
         plan = self._build_plan(batch, picked)
@@ -412,3 +364,7 @@ class Scheduler:
 
     def _route(self, batch: int, step: int) -> tuple[list[int], list[int]]:
         return route(batch, step, self._num_layers, len(self.batches), self.num_replicas)
+
+
+def _num_unfinished(sequences: Iterable[Sequence]) -> int:
+    return sum(not s.finished and not s.is_hidden for s in sequences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lamina.protocol.step_plan import StepPlan
 
@@ -35,6 +35,16 @@ class ScheduledStep:
     def num_attended_pairs(self) -> int:
         """The number of pairs of a row and a token that its attention sees."""
         return sum(row.count * row.first + row.count * (row.count + 1) // 2 for row in self.plan.rows)
+
+
+class TransferResult(NamedTuple):
+    """All transfers of a sequence have ended. ``loaded_sequence``: the sequence, where they were loads; else
+    ``saved_sequence`` has its number. ``error``: why not all pages are where they were to be.
+    """
+
+    loaded_sequence: Sequence | None
+    saved_sequence: int
+    error: str
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from lamina.kv.sparsity import BlockScores
 from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
@@ -20,6 +21,8 @@ class Sequence:
 
     ``id`` names the KV on the memory workers: a preempted sequence comes back under a new one.
     """
+
+    is_hidden: ClassVar[bool] = False  # it belongs to no request, holds up no other one, and gives way before all
 
     request_id: int
     params: SamplingParams
@@ -172,6 +175,9 @@ class Sequence:
         self.logits_stale = self.is_migrating = False
         self.prefill_worker = None
 
+    def interrupt(self) -> None:
+        """Take note that steps do not go on as they did: batches are dealt anew, or workers were lost."""
+
     def reset_computed(self) -> None:
         """Forget what was scheduled; everything that is known will be computed again under a new id."""
         self.id, self.awaits_external_token = -1, False
@@ -188,6 +194,8 @@ class ReferenceSequence(Sequence):
     It belongs to no request, and nobody sees it.
     """
 
+    is_hidden = True
+
     def __init__(self, of: Sequence) -> None:
         output = CompletionOutput(-1)
         params = replace(of.params, prompt_logprobs=None, logprobs=None)  # nobody reads them
@@ -195,6 +203,10 @@ class ReferenceSequence(Sequence):
         self.target, self.tokens, self.do_not_cache, self.priority = of, of.tokens, True, of.priority
         self._attempt = of.num_preemptions
         self.errors = CompletionErrors(of.max_len - len(of.prompt))  # compares with the other one's tokens
+
+    def interrupt(self) -> None:
+        """End: it has no longer its rows in the steps of the other one."""
+        self.finish("abort")
 
     @property
     def is_orphaned(self) -> bool:

@@ -15,6 +15,7 @@ from lamina.engine.evacuation import Evacuation
 from lamina.engine.scheduler_factory import cordon, cordoned_workers, new_block_tables
 from lamina.protocol.step_plan import BindReply
 from lamina.request import SamplingParams
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.tools.plan.simulator.clock import VirtualClock
 from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
@@ -255,4 +256,4 @@ def test_what_is_retained_elsewhere_stays_where_blocks_lack(prefill_workers: int
         engine.add([number] * 57, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0))
     while not engine.scheduler.num_preemptions:
         engine.step()
-    assert first.id in engine.scheduler.prefix_cache.eviction_order
+    assert first.id in engine.scheduler.features[PrefixCache].eviction_order

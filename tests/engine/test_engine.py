@@ -11,6 +11,7 @@ from fake_executor import VOCAB, FakeWire, Letters, continuation, make_engine, r
 from lamina.protocol.control import NO_TOKEN, RunStep, SampledToken, StepDone
 from lamina.request import SamplingParams
 from lamina.request.outputs import ResumedCompletion
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.sessions.cache_options import CacheOptions
 
 
@@ -175,5 +176,5 @@ def test_requests_share_kv_within_a_salt_only() -> None:
         assert [o.token_ids for o in output.outputs] == [continuation(prompt, 3)] * n
         found.append(output.num_cached_tokens)
     assert found == [0, 0, 29, 29, 0]
-    hits = engine.scheduler.prefix_cache.num_hit_tokens
+    hits = engine.scheduler.features[PrefixCache].num_hit_tokens
     assert 4 * 28 < hits <= 4 * 29, "all sequences but the first of each salt, to the token where that is there"

@@ -12,6 +12,7 @@ from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import ContextShift, Free, New, RowRange, SurvivingKv
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
@@ -28,7 +29,9 @@ def begin(
         tuple(KvShards(tuple(i == lane for i in range(lanes))) for lane in range(lanes)) if lanes > 1 else (KvShards(),)
     )
     tables = BlockTables([0] * lanes, [BLOCKS] * lanes, BLOCK, kept)
-    scheduler = Scheduler(tables, max_num_seqs=9, prefill_chunk=8, num_batches=num_batches, prefill=prefill)
+    scheduler = Scheduler(
+        tables, max_num_seqs=9, prefill_chunk=8, num_batches=num_batches, features=[prefill] if prefill else []
+    )
     return scheduler, tables
 
 
@@ -316,13 +319,15 @@ def test_a_leaf_whose_shift_may_not_have_been_done_is_computed_anew(done: bool) 
     says how many these are, no more.
     """
     tables = BlockTables([0], [BLOCKS], BLOCK)
-    scheduler = Scheduler(tables, max_num_seqs=9, prefill_chunk=99, prefix_cache=PrefixCache(tables, BLOCK))
+    prefixes = PrefixCache(tables, BLOCK)
+    features = [prefixes, SessionCache(prefixes, tables, None)]
+    scheduler = Scheduler(tables, max_num_seqs=9, prefill_chunk=99, features=features)
     before, turn = make(0, 20, 1), make(1, 14, 5)
-    before.session = turn.session = scheduler.sessions.get_or_create(SessionName(b"", "mine"))
+    before.session = turn.session = prefixes.sessions.get_or_create(SessionName(b"", "mine"))
     add(scheduler, before)
     for _ in range(3):
         serve(scheduler, scheduler.schedule())
-    assert scheduler.prefix_cache.num_retained == 1
+    assert prefixes.num_retained == 1
     turn.prompt[:] = turn.tokens[:] = [*before.tokens[:BLOCK], *before.tokens[3 * BLOCK : 5 * BLOCK], 7, 8]
     turn.discarded_ranges = ((BLOCK, 3 * BLOCK),)
     add(scheduler, turn)

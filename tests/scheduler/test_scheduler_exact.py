@@ -13,13 +13,14 @@ from lamina.config.partition import KvShards
 from lamina.config.sparsity import SparsityOptions
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation, KvPlacement
+from lamina.protocol.sparse_layers import max_kept_tokens
 from lamina.protocol.step_plan import Free, New, RowRange, StepPlan
+from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.rotation.pipeline import route
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
-from lamina.scheduler.sparsity.pruning import BlockPruner
 
 
 def tables(blocks: int, block_size: int = 4) -> BlockTables:
@@ -52,9 +53,8 @@ def test_rounds_are_counted_and_all_but_the_last_step_of_a_round_say_that_more_c
 
 @pytest.mark.parametrize("replicas", [0, 1, 2, 3, 5])
 def test_steps_take_the_way_of_the_pipeline_over_the_replicas_that_there_are(replicas: int) -> None:
-    scheduler = Scheduler(
-        tables(99), max_num_seqs=9, prefill_chunk=9, num_batches=3, num_layers=4, num_replicas=replicas
-    )
+    scheduler = Scheduler(tables(99), max_num_seqs=9, prefill_chunk=9, num_batches=3, num_layers=4)
+    scheduler.begin_epoch(0, replicas)
     for i in range(3):
         scheduler.add(make(i, 4, 20))
     for number in range(3):
@@ -219,7 +219,7 @@ def test_the_chunk_of_a_prompt_under_way_leaves_the_rest_to_the_next_ones() -> N
 def test_a_prompt_at_a_prefill_worker_keeps_what_it_will_still_take() -> None:
     """20 tokens, of which two chunks of 8 are granted: four blocks are taken, and a fifth will be."""
     for blocks, admitted in ((6, True), (5, False)):
-        scheduler = Scheduler(tables(blocks), max_num_seqs=9, prefill_chunk=8, prefill=PrefillDispatcher(1, 8, 1))
+        scheduler = Scheduler(tables(blocks), max_num_seqs=9, prefill_chunk=8, features=[PrefillDispatcher(1, 8, 1)])
         scheduler.add(make(0, 20, 1))
         serve(scheduler, scheduler.schedule())
         assert len(scheduler.take_prefill_steps()) == 2
@@ -294,7 +294,9 @@ def test_without_more_words_plans_are_of_view_0_and_of_one_layer() -> None:
     plans = [step.plan for step in scheduler.schedule()]
     assert [plan.epoch for plan in plans] == [0] * 3
     assert [(plan.send_from, plan.reply_to) for plan in plans] == [route(batch, 0, 1, 3, 0) for batch in range(3)]
-    assert all(Scheduler(tables(9), max_num_seqs=9, prefill_chunk=9, epoch=view).epoch == view for view in (0, 5))
+    assert scheduler.epoch == 0
+    scheduler.begin_epoch(5, 0)
+    assert scheduler.epoch == 5
 
 
 @pytest.mark.parametrize("stripe", [0, 1])
@@ -313,5 +315,5 @@ def test_sequences_that_lose_blocks_take_their_budget_and_the_last_one_all(lengt
     """
     options = SparsityOptions(kv_sparsity="evict", kv_budget=128)  # and 128 until it drops again
     ledger = BlockTables([0, 0], [900, 548], 4, sparse=[False, True])
-    evictions = BlockPruner(options, 4, 1)
-    assert Scheduler(ledger, max_num_seqs=8, prefill_chunk=8, pruner=evictions).max_sequences_of(length) == fits
+    allocator = KvAllocator(ledger, 16, max_kept_tokens=max_kept_tokens(options))
+    assert Scheduler(ledger, max_num_seqs=8, prefill_chunk=8, allocator=allocator).max_sequences_of(length) == fits

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from lamina.engine.engine import Engine
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.request import RequestOutput
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.tools.plan.simulator.clock import VirtualClock
 
 from .model import Letters
@@ -142,5 +143,7 @@ class Play:
         """Of an engine that has settled."""
         engine = self._engine
         assert not engine.has_work
-        assert len(engine._accounting.sequences) == engine.scheduler.prefix_cache.num_retained, "sequences are left"
+        assert len(engine._accounting.sequences) == engine.scheduler.features[PrefixCache].num_retained, (
+            "sequences are left"
+        )
         assert engine.free_blocks == engine._accounting.num_blocks

@@ -189,8 +189,7 @@ def drive(
         max_num_seqs=4,
         prefill_chunk=chunk,
         num_batches=num_batches,
-        prefill=prefill,
-        prefix_cache=PrefixCache(ledger, page),
+        features=[prefill, PrefixCache(ledger, page)],
     )
     prefills = list[FakePrefill]()
     prefills += [FakePrefill(store_blocks(), prefills) for _ in range(prefill_workers)]

@@ -36,9 +36,11 @@ class Allocation(NamedTuple):
 class KvAllocator:
     """The ledger's blocks, by layer group, as sequences will take them: what is promised counts as taken."""
 
-    def __init__(self, accounting: BlockAccounting, max_rows: int, homes: int = 0) -> None:
-        """``max_rows``: of a step. ``homes``: KV shards in which sequences begin, the first ones; 0 = all."""
-        self._accounting, self._homes = accounting, homes
+    def __init__(self, accounting: BlockAccounting, max_rows: int, homes: int = 0, max_kept_tokens: int = 0) -> None:
+        """``max_rows``: of a step. ``homes``: KV shards in which sequences begin, the first ones; 0 = all.
+        ``max_kept_tokens``: that a sequence has in sparse layers once it has lost blocks; 0 = none loses any.
+        """
+        self._accounting, self._homes, self._max_kept_tokens = accounting, homes, max_kept_tokens
         self.spill = SpillPlacement(accounting, homes) if accounting.placement.single_shard else None
         self._max_rows = max_rows
         self.cordoned: set[int] = set()  # groups in which no sequence begins
@@ -55,15 +57,15 @@ class KvAllocator:
         """That a sequence at ``location``, of ``length`` tokens, takes at most."""
         return self._accounting.max_blocks(location, length, self._max_rows)
 
-    def max_sequences(self, length: int, most_kept: int = 0) -> float:
-        """How many sequences of ``length`` tokens all blocks hold at once, if each place has as many of them.
-        ``most_kept``: tokens that one has in sparse layers once it has lost blocks; the last one to come has not yet.
+    def max_sequences(self, length: int) -> float:
+        """The number of sequences of ``length`` tokens that all blocks hold at once, if each place has as many of them.
+        The last one to come has not lost blocks yet.
         """
         each = [self.max_blocks(place, length) for place in self._all_locations]
         whole: list[int] = [sum(n) for n in zip(*each, strict=True)]
         room = list(self._accounting.num_blocks)
-        if most_kept:
-            kept = -(-most_kept // self._accounting.block_size) * len(each)
+        if self._max_kept_tokens:
+            kept = -(-self._max_kept_tokens // self._accounting.block_size) * len(each)
             needed = [min(n, kept) if sparse else n for n, sparse in zip(whole, self._accounting.sparse, strict=True)]
             room, whole = [n - a + b for n, a, b in zip(room, whole, needed, strict=True)], needed
         return min(n * len(each) / needed for n, needed in zip(room, whole, strict=True) if needed)

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import Transfer
 from lamina.scheduler.sequence import Sequence
 
 from .prefetch import LoadableKv
-
-
-class TransferResult(NamedTuple):
-    """All transfers of a sequence have ended. ``loaded_sequence``: the sequence, where they were loads; else
-    ``saved_sequence`` has its number. ``error``: why not all pages are where they were to be.
-    """
-
-    loaded_sequence: Sequence | None
-    saved_sequence: int
-    error: str
 
 
 @dataclass

@@ -18,9 +18,11 @@ from lamina.protocol.executor import Report
 from lamina.protocol.kv_placement import KvLocation, StripeRun
 from lamina.protocol.loan_placement import relocated
 from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
-from lamina.protocol.step_plan import Fork, Free, StepPlan, SurvivingKv
+from lamina.protocol.step_plan import Fork, Free, SequenceOp, SurvivingKv
 from lamina.scheduler.batch import Batch
-from lamina.scheduler.sequence import ReferenceSequence, Sequence
+from lamina.scheduler.feature import Feature, Scheduling
+from lamina.scheduler.scheduler_output import ScheduledStep
+from lamina.scheduler.sequence import Sequence
 
 from .allocator import KvAllocator, subtract
 from .block_accounting import BlockAccounting
@@ -40,7 +42,7 @@ class _StripeCopy(NamedTuple):
     run: StripeRun
 
 
-class KvMigration:
+class KvMigration(Feature):
     """``ranks``: each copies what it has of the stripes; 0, or layers with a window: nothing moves."""
 
     def __init__(
@@ -62,7 +64,7 @@ class KvMigration:
         return self._copy is not None or bool(self._unsure) or bool(self.closing_shards)
 
     @property
-    def awaits_reports(self) -> bool:
+    def has_transfers(self) -> bool:
         """Whether a memory worker has yet to say that a copy is there, or is not."""
         return self._copy is not None and not self._failed and self._stored < self._ranks
 
@@ -72,26 +74,38 @@ class KvMigration:
         sure = self._unsure.keys().isdisjoint(s.id for s in there)
         return self._copy is None and sure and (self._fails or self._stuck or not any(map(self._is_leaving, there)))
 
-    def on_copied(self, report: Report) -> None:
+    def on_report(self, report: Report) -> None:
         """A memory worker has done its part of a copy, or could not; others are about something else."""
         if isinstance(report, StripesCopied) and self._copy is not None and report.sequence == self._copy.number:
             self._failed |= bool(report.error)
             self._stored += report.nbytes > 0
 
-    def on_step_done(self, step: StepPlan) -> None:
-        """A step is: whoever has rows of it knows where they lie."""
-        for rows in step.rows if self._unsure else ():
-            if self._unsure.get(rows.sequence, step.step + 1) <= step.step:
+    def on_step_done(self, step: ScheduledStep) -> None:
+        """Memory workers with rows of a batch's step that is done know where these sequences lie."""
+        if not self._unsure or step.prefill_worker is not None:
+            return
+        for rows in step.plan.rows:
+            if self._unsure.get(rows.sequence, step.plan.step + 1) <= step.plan.step:
                 del self._unsure[rows.sequence]
 
-    def roll_back(self, surviving: Callable[[SurvivingKv], int]) -> Callable[[SurvivingKv], int]:
-        """Steps in flight are taken back. What memory workers have,
-        as ``surviving`` tells it; of a sequence that not all
-        know to lie elsewhere nothing is.
-        """
-        unsure = set(self._unsure)
+    def roll_back(self, sequences: Several[Sequence]) -> list[int]:
+        """Steps in flight are taken back. Sequences that not all memory workers know to lie elsewhere keep nothing."""
+        unsure = list(self._unsure)
         self._copy, self._unsure, self._fails, self._stuck = None, {}, not self._ranks, False
-        return lambda keep: 0 if keep.sequence in unsure else surviving(keep)
+        return unsure
+
+    def relocate(self, kept: Iterable[SurvivingKv]) -> None:
+        """The memory workers that were to go have gone."""
+        self.closing_shards.clear()
+
+    def after_admission(self, scheduling: Scheduling) -> None:
+        """Add the ops that are due to the next plans."""
+        self.add_ops(
+            scheduling.batches,
+            scheduling.next_round,
+            scheduling.new_sequence_id,
+            crowded=bool(scheduling.waiting),
+        )
 
     def add_ops(self, batches: Several[Batch], step: int, new_sequence_id: Callable[[], int], *, crowded: bool) -> None:
         """Add the ops that are due to the plans of ``step``, the next ones. ``new_sequence_id``: gives the number of a
@@ -206,7 +220,7 @@ class KvMigration:
                     return sequence, part
         return None
 
-    def _evict_one(self, running: list[Sequence]) -> list[Free]:
+    def _evict_one(self, running: list[Sequence]) -> list[SequenceOp]:
         """The oldest of what is retained and was not asked to stay, where some could go home without the oldest few."""
         few = [
             (n, self._accounting.exclusive_blocks(n))
@@ -240,4 +254,4 @@ class KvMigration:
         waits = (
             sequence.num_loading_tokens or sequence.num_pending_prefill_chunks or sequence.prefill_worker is not None
         )
-        return sequence.is_decoding and not waits and not isinstance(sequence, ReferenceSequence)
+        return sequence.is_decoding and not waits and not sequence.is_hidden

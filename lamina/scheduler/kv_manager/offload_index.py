@@ -17,6 +17,8 @@ from msgspec import structs
 
 from lamina.kv.page_keys import page_key
 from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.control import ComputeReady
+from lamina.protocol.executor import Report
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.offload_messages import LoadReady, OffloadFacts, TransferDone
 from lamina.protocol.step_plan import (
@@ -29,10 +31,12 @@ from lamina.protocol.step_plan import (
     SetRetention,
     Transfer,
 )
+from lamina.scheduler.feature import Feature, PlanDraft
+from lamina.scheduler.scheduler_output import TransferResult
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.token_ranges import count_tokens
 
-from .in_flight_transfers import PageTransfer, SequenceLoad, SequenceSave, TransferResult
+from .in_flight_transfers import PageTransfer, SequenceLoad, SequenceSave
 from .page_keys import PageKeys
 from .pending_deletes import PendingDeletes
 from .prefetch import LoadableKv, PrefetchHints
@@ -41,7 +45,7 @@ NO_TRANSFER_ID = 0  # a transfer whose plan is not made yet
 MAX_PAGES_PER_SAVE = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
 
 
-class OffloadIndex:
+class OffloadIndex(Feature):
     """The driver's index of all media. Transfers of one sequence are loads or saves."""
 
     def __init__(
@@ -220,6 +224,10 @@ class OffloadIndex:
         )
         return ops
 
+    def batch_ops(self, running: Several[Sequence]) -> list[SaveKv]:
+        """The saves of pages that running sequences have filled."""
+        return self.save_filled(running)
+
     def save_filled(self, running: Iterable[Sequence]) -> list[SaveKv]:
         """Of pages that sequences have filled since they were offered: rows behind these go on meanwhile. Where some
         layers have a window nothing is saved before the end, as its blocks may go at any time.
@@ -280,6 +288,12 @@ class OffloadIndex:
             self._drops.on_saved(page_keys)
         return ops
 
+    def on_report(self, report: Report) -> TransferResult | None:
+        """A memory worker has begun to have enough of a load, or has ended a transfer; see `on_transfer_done`."""
+        if isinstance(report, LoadReady):
+            self.on_load_ready(report)
+        return self.on_transfer_done(report) if isinstance(report, TransferDone) else None
+
     def on_load_ready(self, report: LoadReady) -> None:
         """A memory worker has enough of a load. Once all have, the sequence may have its first rows; those behind them
         wait for the load's end.
@@ -325,6 +339,11 @@ class OffloadIndex:
             for low in range(0, len(keys), MAX_PAGES_PER_TRANSFER)
         ]
 
+    def roll_back(self, sequences: Several[Sequence]) -> tuple[int, ...]:
+        """No transfer under way will be done."""
+        self.cancel_transfers()
+        return ()
+
     def cancel_transfers(self) -> None:
         """Behind a loss: no transfer under way will be done."""
         self._drops.restart()
@@ -333,7 +352,7 @@ class OffloadIndex:
         self._loading.clear()
         self._removed.clear()
 
-    def reset(self, era: bytes, sequences: Iterable[Sequence]) -> None:
+    def reset(self, era: bytes, sequences: Several[Sequence]) -> tuple[SequenceOp, ...]:
         """Find none of the present pages again, nor those on their way: later pages are of another ``era``, pages of
         ``sequences`` too. The media give the old pages up bit by bit, but for pages that are being loaded.
         """
@@ -345,8 +364,14 @@ class OffloadIndex:
         self._removed |= saving
         self._kv_shards.clear()
         self._found, self._keys.era = None, era
+        return ()
 
-    def pending_ops(self) -> list[DeletePages]:
+    def resume(self, ready: ComputeReady) -> None:
+        """Workers have met anew: the pages that they list exist."""
+        if ready.storage is not None:
+            self.sync(ready.storage, ready.holders)
+
+    def first_ops(self) -> list[DeletePages]:
         """For the next plan, of pages that nobody will find any more."""
         return self._drops.next_ops()
 
@@ -384,6 +409,10 @@ class OffloadIndex:
         if not self._saving:
             self._removed.clear()
         return TransferResult(None, op.sequence, saving.error)
+
+    def extend_plan(self, draft: PlanDraft) -> None:
+        """Number the transfers of the plan."""
+        draft.batch.ops = self.assign_ids(draft.batch.ops)
 
     def assign_ids(self, ops: Iterable[SequenceOp]) -> list[SequenceOp]:
         """The ops of the next plan, whose transfers begin with it: they get their numbers, as these follow the order of

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from lamina.kv.fetch_window import eviction_order
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import Fork, Free, New, SequenceOp, SurvivingKv, Truncate
+from lamina.scheduler.feature import Ending, Feature
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import Sessions, SessionState
 
@@ -69,7 +71,7 @@ class _IndexedSequence(NamedTuple):
     shifted: bool = False  # a plan has said so; whether memory workers have done it is not known
 
 
-class PrefixCache:
+class PrefixCache(Feature):
     """Sequences by their pages. Ops are for the next round; forks go first in its first plan."""
 
     def __init__(
@@ -80,6 +82,7 @@ class PrefixCache:
         prompts_only: bool = False,
         exact: bool = True,
         clock: Callable[[], float] = lambda: 0.0,
+        sessions: Sessions | None = None,
     ) -> None:
         """``page``: tokens, a multiple of the block size; 0 = nothing is retained. ``prompts_only``: completions
         are not. ``exact``: what is in common goes on behind whole pages, to the token. ``clock``: seconds.
@@ -91,7 +94,7 @@ class PrefixCache:
         self._indexed: dict[int, _IndexedSequence] = {}  # running sequences, with their prompts, and retained ones
         self._retained: OrderedDict[int, float] = OrderedDict()  # the least recently used first; prolonged until then
         self._clock = clock
-        self.sessions = Sessions()
+        self.sessions = Sessions() if sessions is None else sessions
         self.pinned: list[SessionState] = []  # of waiting turns, the one that is next first
         self.num_queried_tokens = 0  # tokens of admitted sequences
         self.num_hit_tokens = 0  # of them, in forks
@@ -172,6 +175,20 @@ class PrefixCache:
         if hit.source in self._retained:
             self._retained.move_to_end(hit.source)
         return Fork(sequence.id, hit.source, hit.length)
+
+    def on_finished(self, ending: Ending) -> None:
+        """Retain it, in place of those whose pages it has too; or have it freed."""
+        ending.op, *freed = self.retain_or_free(ending.sequence)
+        ending.own += freed
+
+    def on_preempted(self, sequence: Sequence) -> tuple[SequenceOp, ...]:
+        """A sequence has no KV any more."""
+        self.forget_sequence(sequence)
+        return ()
+
+    def reset(self, era: bytes, sequences: Several[Sequence]) -> list[Free]:
+        """Give up all that is retained."""
+        return self.clear()
 
     def retain_or_free(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain a finished sequence, in place of those whose pages it has too; or free it."""

@@ -8,10 +8,12 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Several
 
 from lamina.kv.page_keys import tenant_of
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import ContextShift, Free, SequenceOp, Truncate
+from lamina.scheduler.feature import Ending, Feature
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import (
     NOWHERE,
@@ -28,7 +30,7 @@ from .offload_index import OffloadIndex
 from .prefix_cache import PrefixCache
 
 
-class SessionCache:
+class SessionCache(Feature):
     """Of all sessions, whose leaves ``prefixes`` retains."""
 
     def __init__(
@@ -71,6 +73,15 @@ class SessionCache:
         session.discarded_ranges = union([*gone, more])
         self.num_shifts += 1
         return op
+
+    def begin_admission(self, waiting: Several[Sequence]) -> None:
+        """The sessions of waiting turns give way after all others."""
+        if waiting or (self._offload_index and self._offload_index.hints):
+            self._prefix_cache.pinned = [s.session for s in waiting if s.session is not None]
+
+    def on_finished(self, ending: Ending) -> None:
+        """Save, delete or keep offloaded pages of a sequence, by what becomes of its KV in the pool."""
+        ending.first += self.on_turn_end(ending.sequence, ending.op)
 
     def on_turn_end(self, sequence: Sequence, op: SequenceOp) -> list[SequenceOp]:
         """Ops for the pages beside the pool of a sequence that has ended, behind the op of its end. Of a sequence that

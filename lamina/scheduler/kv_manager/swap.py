@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import DeletePages, SaveKv
+from lamina.scheduler.feature import Feature
 from lamina.scheduler.sequence import Sequence
 
 from .offload_index import OffloadIndex
@@ -26,7 +27,7 @@ class _Swapped:
     place: KvLocation
 
 
-class SwapPolicy:
+class SwapPolicy(Feature):
     """Whose KV is kept, and whether that is worth it: in ``auto`` mode as long as a token takes less time to be loaded
     than to be computed.
     """
@@ -60,6 +61,19 @@ class SwapPolicy:
         if self._always or self._never:
             return self._always
         return self._load_s is None or self._compute_s is None or self._load_s < self._compute_s
+
+    def on_preempted(self, sequence: Sequence) -> list[SaveKv]:
+        """The exports of a sequence that has computed some KV of its own, and goes on later with all of it."""
+        goes_on = not sequence.evicts_kv and not sequence.finished
+        return self.save_ops(sequence) if goes_on and sequence.num_computed_tokens > sequence.num_cached_tokens else []
+
+    def on_cancelled(self, sequence: Sequence) -> list[DeletePages]:
+        """Its KV is given up."""
+        return self.drop(sequence)
+
+    def on_loaded(self, sequence: Sequence) -> list[DeletePages]:
+        """Its KV is in the pool again, and is given up elsewhere."""
+        return self.drop(sequence)
 
     def save_ops(self, sequence: Sequence) -> list[SaveKv]:
         """The exports of a sequence that is preempted, in the plan that frees it. A row is left to draw behind."""

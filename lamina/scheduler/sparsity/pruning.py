@@ -8,40 +8,45 @@ anew, behind a preemption or a loss, is not scored again up to where it was: it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
 
 from lamina.config.sparsity import SCORE_TOKENS, SparsityOptions
 from lamina.kv.sparsity import OBSERVED_DECODE_ROWS, BlockScores, KvBudget, kv_budget
-from lamina.protocol.sparse_layers import max_kept_tokens
-from lamina.protocol.sparse_ops import BlockScoresReport, RowOp, ScoreBlocks, SelectBlocks
+from lamina.protocol.executor import Report
+from lamina.protocol.sparse_ops import BlockScoresReport, ScoreBlocks
 from lamina.protocol.step_plan import DropBlocks
+from lamina.scheduler.feature import Feature, PlanDraft
 from lamina.scheduler.sequence import Sequence
 
 
-def row_ops(picked: Mapping[Sequence, int], pruner: BlockPruner | None) -> list[RowOp]:
-    """What a plan says of the next rows of ``picked``, so many each, besides the rows themselves."""
-    lone = [s for s, count in picked.items() if count == 1 and (s.full_attention or s.kv_budget)]
-    return [
-        *(SelectBlocks(s.id, 0 if s.full_attention else s.kv_budget) for s in lone),
-        *(pruner.score_ops(picked) if pruner else ()),
-    ]
-
-
-class BlockPruner:
+class BlockPruner(Feature):
     """Of all sequences that are sparse."""
 
     def __init__(self, options: SparsityOptions, block_size: int, num_workers: int) -> None:
         """``num_workers``: memory workers, each of which tells the scores of its heads."""
         self._budget, self._window = kv_budget(options, block_size), options.kv_window
-        self.max_kept_tokens = max_kept_tokens(options)  # tokens, in a sparse layer
         self._num_workers = num_workers
         self._requested: dict[int, Sequence] = {}  # sequences with reports to come, by number
         self._due: list[tuple[Sequence, DropBlocks]] = []  # for the next round
         self.num_dropped = 0  # blocks, in each sparse layer
 
     @property
-    def awaits_scores(self) -> bool:
+    def has_transfers(self) -> bool:
         """Whether reports are to come."""
         return bool(self._requested)
+
+    def extend_plan(self, draft: PlanDraft) -> None:
+        """Have the next rows of sparse sequences scored."""
+        draft.batch.ops += self.score_ops(draft.picked)
+
+    def on_report(self, report: Report) -> None:
+        """Take in the scores of a memory worker."""
+        if isinstance(report, BlockScoresReport):
+            self.on_scores(report)
+
+    def batch_ops(self, running: Several[Sequence]) -> list[DropBlocks]:
+        """The blocks that running sequences lose."""
+        return self.prune_ops(running)
 
     def score_ops(self, picked: Mapping[Sequence, int]) -> list[ScoreBlocks]:
         """For a plan with the next rows of ``picked``, so many each."""
@@ -108,7 +113,8 @@ class BlockPruner:
         self.num_dropped += sum(len(op.blocks) for op in ops)
         return ops
 
-    def reset(self) -> None:
-        """Behind a loss: no report will come, and whatever was dropped is computed again."""
+    def roll_back(self, sequences: Several[Sequence]) -> tuple[int, ...]:
+        """No report will come, and whatever was dropped is computed again."""
         self._requested.clear()
         self._due.clear()
+        return ()

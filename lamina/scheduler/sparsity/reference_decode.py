@@ -8,16 +8,12 @@ computed again with all KV, behind the tokens that they have.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Several
-
 import msgspec
 
 from lamina.config.sparsity import ErrorBudget, SparsityOptions
 from lamina.protocol.control import SampledToken
-from lamina.scheduler.batch import Batch, requeue
-from lamina.scheduler.preemption import Preemption
+from lamina.scheduler.batch import requeue
+from lamina.scheduler.feature import Feature, Scheduling
 from lamina.scheduler.request_validation import FULL_ATTENTION_SALT
 from lamina.scheduler.sequence import ReferenceSequence, Sequence
 
@@ -36,7 +32,7 @@ class ErrorState(msgspec.Struct, frozen=True, kw_only=True):
     rebuilt: int  # completions that were computed again with all KV
 
 
-class ReferenceDecoder:
+class ReferenceDecoder(Feature):
     """Of one engine, whose sequences keep or attend some of their KV."""
 
     def __init__(self, options: SparsityOptions, budget: ErrorBudget) -> None:
@@ -59,6 +55,10 @@ class ReferenceDecoder:
             tokens=watch.tokens, kl=watch.kl, top1=watch.top1, budget=self.budget_tokens, rebuilt=self.num_rebuilt
         )
 
+    def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> ReferenceSequence | None:
+        """A new sequence may get a shadow, which waits after it."""
+        return self.on_admitted(sequence) if is_new else None
+
     def on_admitted(self, sequence: Sequence) -> ReferenceSequence | None:
         """Have a new sequence keep or attend as many tokens as the budget. Returns its shadow, if it gets one."""
         if not self._is_approximate(sequence):
@@ -75,9 +75,10 @@ class ReferenceDecoder:
         self._keep_all(shadow)
         return shadow
 
-    def on_sampled(self, shadow: ReferenceSequence, drawn: SampledToken) -> str:
-        """What a step says of a token. What follows from it, in a line; empty: nothing."""
-        if shadow.finished or drawn.divergence is None or self._stale:
+    def on_sampled(self, sequence: Sequence, drawn: SampledToken) -> str:
+        """Take in a shadow's token. What follows from it, in a line; empty: nothing."""
+        shadow = sequence
+        if not isinstance(shadow, ReferenceSequence) or shadow.finished or drawn.divergence is None or self._stale:
             return ""
         different, kl = drawn.divergence
         if not self.monitor.add(shadow.errors, top1_changed=different, kl=kl):
@@ -85,12 +86,14 @@ class ReferenceDecoder:
         why, self._budget_step = self.monitor.alarm, self._budget_step + 1
         self._stale, self.monitor = True, ErrorMonitor(self._budget)
         now = f"{self.budget_tokens} tokens" if self.budget_tokens else "all"
-        return f"{why}: running completions begin anew with all KV, new ones have {now} of it in sparse layers"
+        return (
+            f"--kv-sparsity evict:max-top1=: {why}: running completions begin anew with all KV, new ones have {now} "
+            f"of it in sparse layers"
+        )
 
-    def update(self, batches: Several[Batch], waiting: deque[Sequence], preemption: Preemption) -> None:
-        """Between two rounds: end the shadows of sequences that go on no more, and have sequences of a lower rung begin
-        anew.
-        """
+    def begin_round(self, scheduling: Scheduling) -> None:
+        """End the shadows of sequences that go on no more, and have sequences of a lower rung begin anew."""
+        waiting, batches = scheduling.waiting, scheduling.batches
         if self._stale:
             self._stale = False
             for sequence in filter(self._is_approximate, waiting):
@@ -102,18 +105,11 @@ class ReferenceDecoder:
                     self._keep_all(sequence)
             for batch in batches:
                 for sequence in [s for s in reversed(batch.running) if self._is_stale(s)]:
-                    preemption.preempt(batch, sequence)
+                    scheduling.preempt(batch, sequence)
                     self._rebuild(sequence)
                     requeue(waiting, sequence)
         for sequence in (*waiting, *(s for batch in batches for s in batch.running)):
             if isinstance(sequence, ReferenceSequence) and sequence.is_orphaned:
-                sequence.finish("abort")
-
-    @staticmethod
-    def drop(sequences: Iterable[Sequence]) -> None:
-        """Behind a loss, or where sequences are dealt out anew: shadows go on no more."""
-        for sequence in sequences:
-            if isinstance(sequence, ReferenceSequence):
                 sequence.finish("abort")
 
     def _is_approximate(self, sequence: Sequence) -> bool:

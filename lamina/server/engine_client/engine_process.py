@@ -24,6 +24,7 @@ from lamina.models.tokenizer import load_in_background
 from lamina.protocol.control import EPOCH_BITS, ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
 from lamina.protocol.executor import ReducedCapacityError, WorkerError
 from lamina.request import ErrorOrigin, OverloadedError, RequestOutput
+from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, SessionName
 from lamina.workers.worker_process import write_error
 
@@ -251,7 +252,7 @@ class _EngineLoop:
     def _report_sessions(self, request: SessionsRequest) -> None:
         sessions, copy, refusal, blame = list[SessionInfo](), None, "", ErrorOrigin.CLIENT
         try:
-            sessions = self._engine.scheduler.session_cache.list_tenant(request.tenant)
+            sessions = self._engine.scheduler.features[SessionCache].list_tenant(request.tenant)
             if request.drop is not None:
                 sessions = [s for s in sessions if s.name == request.drop]
                 self._engine.drop_session(SessionName(request.tenant, request.drop))
@@ -266,7 +267,7 @@ class _EngineLoop:
         self._outbox.put(SessionsReply(request.number, sessions, copy, refusal, blame))
 
     def _port_session(self, request: SessionsRequest) -> SessionCopy | None:
-        leaves = self._engine.scheduler.session_cache
+        leaves = self._engine.scheduler.features[SessionCache]
         if request.import_ is not None:
             leaves.import_session(request.tenant, request.import_, self._engine.worker_info.max_model_len)
         if request.copy is None:
@@ -333,7 +334,7 @@ class _EngineLoop:
             self._rebalancer.update(counters)
         if now - self._asked_at > COUNTERS_S:
             self._asked_at = now
-            self._sessions = dict(self._engine.scheduler.session_cache.count_by_tier)
+            self._sessions = dict(self._engine.scheduler.features[SessionCache].count_by_tier)
             self._pools.request_stats()
         if due:
             self._report_state()

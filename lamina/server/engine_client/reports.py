@@ -4,35 +4,42 @@ from __future__ import annotations
 
 from lamina.engine.engine import Engine
 from lamina.executor.worker_executor import WorkerExecutor
+from lamina.scheduler.kv_manager.migration import KvMigration
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.sparsity.pruning import BlockPruner
+from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 
 from .messages import EngineReady, EngineState
 
 
 def state_of(engine: Engine, pools: WorkerExecutor, sessions: dict[str, int], steps: int) -> EngineState:
     """What an engine says of itself. ``sessions``: how many, by tier; ``steps``: that it has done."""
-    scheduler, borrower = engine.scheduler, pools.borrower
+    scheduler, borrower, features = engine.scheduler, pools.borrower, engine.scheduler.features
+    prefixes, tier = features[PrefixCache], features.get(OffloadIndex)
+    pruner, reference_decoder = features.get(BlockPruner), features.get(ReferenceDecoder)
     return EngineState(
         running=scheduler.num_unfinished,
         waiting=scheduler.num_waiting,
         free_blocks=list(engine.free_blocks),
-        evictable_blocks=scheduler.prefix_cache.evictable(engine.free_blocks),
+        evictable_blocks=prefixes.evictable(engine.free_blocks),
         preemptions=scheduler.num_preemptions,
-        dropped_blocks=scheduler.pruner.num_dropped if scheduler.pruner else 0,
-        errors=scheduler.reference_decoder.errors if scheduler.reference_decoder else None,
+        dropped_blocks=pruner.num_dropped if pruner else 0,
+        errors=reference_decoder.errors if reference_decoder else None,
         borrowed_blocks=scheduler.borrowed_blocks,
         leased_blocks=borrower.by_creditor if borrower else None,
         moved_bytes=dict(pools.resizer.moved_bytes),
         lent_blocks=borrower.lent_blocks if borrower else None,
         loan_refusals=borrower.refusals if borrower else 0,
         debt_cycles=borrower.debt_cycles if borrower else None,
-        moved_blocks=scheduler.migration.num_moved_blocks if engine.config.migrates_kv else None,
-        prefix_queries=scheduler.prefix_cache.num_queried_tokens,
-        prefix_hits=scheduler.prefix_cache.num_hit_tokens,
-        external_queries=scheduler.offload_index.num_queried_tokens if scheduler.offload_index else 0,
-        external_hits=scheduler.offload_index.num_hit_tokens if scheduler.offload_index else 0,
+        moved_blocks=features[KvMigration].num_moved_blocks if engine.config.migrates_kv else None,
+        prefix_queries=prefixes.num_queried_tokens,
+        prefix_hits=prefixes.num_hit_tokens,
+        external_queries=tier.num_queried_tokens if tier else 0,
+        external_hits=tier.num_hit_tokens if tier else 0,
         sessions=sessions,
-        session_hits=dict(scheduler.sessions.hits),
-        session_waits=dict(scheduler.sessions.waits),
+        session_hits=dict(engine.sessions.hits),
+        session_waits=dict(engine.sessions.waits),
         steps=steps,
         recovering=pools.is_recovering,
         slo=engine.slo_admission.counts(),

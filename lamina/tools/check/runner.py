@@ -24,6 +24,8 @@ from lamina.models.cache_name import cache_name
 from lamina.models.load import load
 from lamina.protocol.executor import WorkerError
 from lamina.request import RequestOutput, SamplingParams
+from lamina.scheduler.kv_manager.swap import SwapPolicy
+from lamina.scheduler.sparsity.pruning import BlockPruner
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
 from .checked import CheckedEngine
@@ -117,7 +119,11 @@ class Check:
         verdict = self._verdict_of(setting, partial(self._outcome, on, setting, start))
         if setting.loads_from_disk and _loaded_bytes(llm) == before:
             verdict = failed_verdict(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
-        if setting.drops_blocks and (evictions := llm.engine.scheduler.pruner) and not evictions.num_dropped:
+        if (
+            setting.drops_blocks
+            and (evictions := llm.engine.scheduler.features.get(BlockPruner))
+            and not evictions.num_dropped
+        ):
             more = f"no KV block was dropped: prompts need more than {llm.engine.config.kv.kv_budget} tokens"
             verdict = failed_verdict(setting, more, held=None)
         if setting.swaps and not self._outcomes[setting].num_preemptions:
@@ -153,7 +159,7 @@ class Check:
             self._low_memory = LowMemoryCase(
                 longest, info.bind.layers, info.max_model_len, [len(ids) for ids in self._ids]
             )
-        swaps = llm.engine.scheduler.swap
+        swaps = llm.engine.scheduler.features.get(SwapPolicy)
         return replace(
             self._compared(llm.engine.config, outputs, start),
             plans=wire.plans,

@@ -136,7 +136,7 @@ def split_of(
             block_size=block_size, max_rows=max_rows, max_len=length, sparsity=form,
         )  # fmt: skip
         blocks = BlockTables([g.window for g in groups], counts, block_size, sparse=[g.sparse for g in groups])
-        return blocks, KvAllocator(blocks, max_rows).max_sequences(length, most)
+        return blocks, KvAllocator(blocks, max_rows, max_kept_tokens=most).max_sequences(length)
 
     (sparse, fits), (_, full) = room(options), room(SparsityOptions())
     names = [SPARSE if s else _dense(w) for s, w in zip(sparse.sparse, sparse.windows, strict=True)]

@@ -22,6 +22,7 @@ from lamina.executor.memory_worker_slots import ResizeNeedsRestartError
 from lamina.kv import arena, paged_cache
 from lamina.protocol.executor import WorkerError
 from lamina.protocol.step_plan import SurvivingKv
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.workers.memory.kv_transfer import reshard
 from lamina.workers.memory.memory_worker import MemoryWorker
 
@@ -110,7 +111,7 @@ def test_kv_moves_to_the_workers_that_there_are_bit_by_bit(
         assert len(llm.pools._registry.memory) == sizes[-1][0]
         uneven = options["partition"] == "head"  # two heads, three workers: some have a layer that they had no part of
         assert uneven or not made, "fresh memory was taken while streams paused"
-        prefixes = llm.engine.scheduler.prefix_cache
+        prefixes = llm.engine.scheduler.features[PrefixCache]
         hit, known = prefixes.num_hit_tokens, run(llm)[0]
         assert known == wanted
         assert prefixes.num_hit_tokens - hit == 128 + 256, "what is retained has moved, too"

@@ -17,6 +17,7 @@ from lamina.engine.evacuation import Evacuation
 from lamina.engine.scheduler_factory import check_kv_capacity, cordoned_workers
 from lamina.executor.elastic import ResizeResult
 from lamina.protocol.migration_ops import CommitMigration, CopyStripes
+from lamina.scheduler.kv_manager.migration import KvMigration
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, logprobs=1, frequency_penalty=0.4, ignore_eos=True)
@@ -105,7 +106,7 @@ def test_they_leave_one_by_one_with_the_same_bits(
         assert left.outcome.moved_bytes == 0, "all had left before the pause"
         assert left.moves
         assert sum(left.beside) > len(left.moves), "nobody decoded meanwhile"
-        assert llm.engine.scheduler.migration.num_moved_blocks > 0
+        assert llm.engine.scheduler.features[KvMigration].num_moved_blocks > 0
         assert len(llm.pools._registry.memory) == count
         assert not cordoned_workers(llm.engine.scheduler, llm.engine.worker_info)
         assert run(llm).answers == wanted

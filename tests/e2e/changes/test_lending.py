@@ -22,6 +22,7 @@ from lamina.executor.lending.ledger_service import LedgerService
 from lamina.executor.lending.lender_service import LenderService
 from lamina.executor.worker_group import WorkerGroup
 from lamina.lending.creditor import LendingTerms
+from lamina.scheduler.kv_manager.migration import KvMigration
 
 KEY = "ab" * 32
 HERE = "127.0.0.1", 0
@@ -103,7 +104,7 @@ def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent, mon
     """As soon as short ones have made room there, so that a recall finds less to move."""
     monkeypatch.setattr(borrower, "UNUSED_S", 600.0)  # a slow host decodes for longer than an empty guest stays
     told(lent.llm, [LONG[::-1]])  # so somebody has lent
-    moves, pauses = lent.llm.engine.scheduler.migration, lent.llm.pools.resizer.moved_bytes
+    moves, pauses = lent.llm.engine.scheduler.features[KvMigration], lent.llm.pools.resizer.moved_bytes
     before, paused = moves.num_moved_blocks, pauses.total()
     assert [o.token_ids for r in lent.llm.generate(CROWD, CROWDED) for o in r.outputs] == lent.crowd
     assert moves.num_moved_blocks > before

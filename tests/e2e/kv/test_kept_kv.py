@@ -20,6 +20,8 @@ from lamina.kv.pages import PAGE, Provenance
 from lamina.kv.storage import FragmentLostError
 from lamina.kv.storage.host import HostStorage
 from lamina.protocol.kv_placement import FIRST_LOCATION
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
+from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.memory_worker import MemoryWorker
 from lamina.workers.memory.offload import page_transfers
@@ -125,8 +127,10 @@ def test_a_preempted_one_goes_on_bit_for_bit(way: dict[str, Any], llama_path: Pa
         with LLM(str(llama_path), **options) as llm:
             found.append([told(output) for output in llm.generate(prompts, params)])
             scheduler = llm.engine.scheduler
-            assert scheduler.swap is not None
-            counted.append((scheduler.num_preemptions, scheduler.swap.num_swapped_tokens, loaded(llm) > 0))
+            assert scheduler.features.get(SwapPolicy) is not None
+            counted.append(
+                (scheduler.num_preemptions, scheduler.features.get(SwapPolicy).num_swapped_tokens, loaded(llm) > 0)
+            )
     assert counted == [(0, 0, False), (1, 1, True), (1, 0, True)][: len(counted)], "its prompt's page is there anyway"
     never, swapped, *computed = found
     assert swapped == never
@@ -193,7 +197,7 @@ def test_a_request_that_is_cancelled_while_its_kv_is_loaded(
 def test_pages_are_saved_as_they_fill(llama_path: Path, reference: Reference) -> None:
     """Long before their request ends, and as they would be found behind it, to the last token."""
     with LLM(str(llama_path), memory_workers=2, kv_offloading_size="64MiB", **TINY) as llm:
-        engine, tier = llm.engine, llm.engine.scheduler.offload_index
+        engine, tier = llm.engine, llm.engine.scheduler.features.get(OffloadIndex)
         assert tier is not None
         engine.add(PROMPT, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
         drawn = 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lamina import LLM, RequestOutput, SamplingParams
+from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 
@@ -32,7 +33,7 @@ def test_nothing_is_left_out_and_nothing_is_apart(llama_path: Path) -> None:
     """Also where completions come and go, so a shadow begins behind the one that it follows."""
     with LLM(str(llama_path), **{**SPARSE, "kv_sparsity": "select", "kv_budget": 512, "kv_error_budget": LAX}) as llm:
         answers = told(llm.generate(PROMPTS, PARAMS))
-        watch = llm.engine.scheduler.reference_decoder.monitor  # type: ignore[union-attr]
+        watch = llm.engine.scheduler.features.get(ReferenceDecoder).monitor  # type: ignore[union-attr]
         assert watch.tokens > 90, "all but those until it has come as far"
         assert (watch.top1, watch.kl < 1e-6) == (0.0, True)
         assert len(llm.engine.scheduler.batches[0].running) == 0
@@ -54,7 +55,7 @@ def test_what_is_left_out_is_seen(way: dict[str, Any], llama_path: Path) -> None
     """And nothing else follows from it: tokens are those of requests without shadows."""
     with LLM(str(llama_path), **{**SPARSE, **way, "kv_error_budget": LAX}) as llm:
         answers = told(llm.generate(PROMPTS, PARAMS))
-        shadows = llm.engine.scheduler.reference_decoder
+        shadows = llm.engine.scheduler.features.get(ReferenceDecoder)
         assert shadows is not None
         assert shadows.monitor.tokens > 90
         assert shadows.monitor.kl > 1e-4
@@ -70,7 +71,7 @@ def test_over_budget_answers_go_on_with_all_kv(form: str, llama_path: Path) -> N
     """Behind the tokens that they have; and new ones with more of it, in the end with all."""
     options, long = {**SPARSE, "kv_sparsity": form, "kv_error_budget": TIGHT}, greedy(80)
     with LLM(str(llama_path), **options) as llm:
-        shadows = llm.engine.scheduler.reference_decoder
+        shadows = llm.engine.scheduler.features.get(ReferenceDecoder)
         assert shadows is not None
         rounds = list[list[RequestOutput]]()
         while shadows.budget_tokens and len(rounds) < 4:

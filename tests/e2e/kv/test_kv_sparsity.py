@@ -11,6 +11,8 @@ import pytest
 
 from lamina import LLM, RequestOutput, SamplingParams
 from lamina.protocol.sparse_ops import BlockScoresReport
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.sparsity.pruning import BlockPruner
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 SHIPPED = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model")
@@ -34,7 +36,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def dropped(llm: LLM) -> int:
-    evictions = llm.engine.scheduler.pruner
+    evictions = llm.engine.scheduler.features.get(BlockPruner)
     return 0 if evictions is None else evictions.num_dropped
 
 
@@ -52,7 +54,7 @@ def sparse(llama_path: Path, dense: Any) -> Any:
         lost = dropped(llm)
         assert lost == (400 - 128) // 16 + (333 + 15 - 128) // 16
         mixed = told(llm.generate(PROMPTS, [DENSE, DENSE, PARAMS]))
-        assert llm.engine.scheduler.prefix_cache.num_hit_tokens == 0, (
+        assert llm.engine.scheduler.features[PrefixCache].num_hit_tokens == 0, (
             "nobody begins with what a sparse sequence has left"
         )
         assert (mixed, dropped(llm)) == (dense, lost), "the last one is below its budget"
@@ -84,11 +86,13 @@ def selecting(llama_path: Path, dense: Any) -> Any:
     """By one memory worker. Who asks for all has all, and nothing that others have approximated."""
     with LLM(str(llama_path), **SELECT) as llm:
         answers = told(llm.generate(PROMPTS, PARAMS))
-        hits = llm.engine.scheduler.prefix_cache.num_hit_tokens
+        hits = llm.engine.scheduler.features[PrefixCache].num_hit_tokens
         assert told(llm.generate(PROMPTS, [DENSE, DENSE, PARAMS]))[:2] == dense[:2]
-        assert llm.engine.scheduler.prefix_cache.num_hit_tokens - hits < len(PROMPTS[2]), "of the last one alone"
+        assert llm.engine.scheduler.features[PrefixCache].num_hit_tokens - hits < len(PROMPTS[2]), (
+            "of the last one alone"
+        )
         again = told(llm.generate(PROMPTS, PARAMS))
-        assert llm.engine.scheduler.prefix_cache.num_hit_tokens - hits > 700, (
+        assert llm.engine.scheduler.features[PrefixCache].num_hit_tokens - hits > 700, (
             "all KV is there, for those who select too"
         )
         assert [[one[0] for one in x] for x in again] == [[one[0] for one in x] for x in answers]
@@ -164,7 +168,7 @@ def test_one_that_was_lost_loses_the_same_blocks_again_and_goes_on_with_the_same
     params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)  # blocks go twice
     with LLM(str(llama_path), **{**EVICT, "memory_workers": 2, "transport": "shm"}) as llm:
         want, once = tokens_of(llm.generate(LONG, params)), dropped(llm)
-        evictions, before = llm.engine.scheduler.pruner, list[int]()
+        evictions, before = llm.engine.scheduler.features.get(BlockPruner), list[int]()
         assert evictions is not None
         report = evictions.on_scores
 

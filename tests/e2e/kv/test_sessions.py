@@ -43,8 +43,8 @@ def test_a_session_outlives_what_has_no_name(llama_path: Path, reference: Refere
         assert cached == 161
         assert more[-12:] == reference(more[:-12], 12)
         assert llm.sessions() == [SessionInfo("mine", 2, 193, "pool")]
-        assert dict(llm.engine.scheduler.sessions.hits) == {"pool": 1}
-        (waited,) = llm.engine.scheduler.sessions.waits.items()
+        assert dict(llm.engine.sessions.hits) == {"pool": 1}
+        (waited,) = llm.engine.sessions.waits.items()
         assert waited[0] == "pool"
         assert waited[1] > 0.0
         assert llm.drop_session("mine")
@@ -69,7 +69,7 @@ def test_what_others_share_stays(llama_path: Path) -> None:
         llm.engine.finish_in_flight()  # what is on its way beside the pool is there
         llm.engine.scheduler.evict_retained()
         assert turn(llm, "b", [*second, 7])[1] == len(second) - 1
-        assert dict(llm.engine.scheduler.sessions.hits) == {"host": 1}
+        assert dict(llm.engine.sessions.hits) == {"host": 1}
 
 
 def test_one_that_was_put_out_of_the_pool_wakes_from_beside_it(llama_path: Path, reference: Reference) -> None:

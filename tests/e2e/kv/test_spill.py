@@ -11,6 +11,7 @@ import pytest
 from tiny import llama
 
 from lamina import LLM, SamplingParams
+from lamina.scheduler.kv_manager.migration import KvMigration
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=3)
@@ -114,5 +115,5 @@ def test_a_loan_goes_home_while_its_sequence_decodes(transport: str, path: str) 
         wanted = said(llm)
     with LLM(path, transport=transport, **SPILL, **TINY) as llm:
         assert said(llm) == wanted
-        assert llm.engine.scheduler.migration.num_moved_blocks > 0
+        assert llm.engine.scheduler.features[KvMigration].num_moved_blocks > 0
         assert sum(w["moved_bytes"] for name, w in llm.stats().items() if name.startswith("memory")) > 0

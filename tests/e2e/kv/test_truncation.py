@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from lamina import LLM, RequestOutput, SamplingParams
+from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName
 
@@ -107,7 +108,7 @@ def test_a_session_is_cut_and_goes_on(llama_path: Path, options: dict[str, Any],
             said += output.outputs[0].token_ids
             cached = (len(said) - discarded - 1) // 32 * 32
         assert discarded == 512
-        assert llm.engine.scheduler.session_cache.num_shifts >= 2
+        assert llm.engine.scheduler.features[SessionCache].num_shifts >= 2
         alike = [
             torch.allclose(a.keys, b.keys, atol=1e-2)
             for a, b in zip(mirror.cache.layers, naive.cache.layers, strict=True)
@@ -145,7 +146,7 @@ def test_tokens_that_are_named_go_from_the_middle_of_a_session(llama_path: Path)
             assert output.outputs[0].token_ids == mirror.answer(left[mirror.length :], 12)
             said += output.outputs[0].token_ids
             mirror.keep((len(said) - gone - 1) // 32 * 32)
-        assert llm.engine.scheduler.session_cache.num_shifts == 2
+        assert llm.engine.scheduler.features[SessionCache].num_shifts == 2
         for wrong, words in (((200, 328), "multiple of 128"), ((0, 128), "keep-first"), ((256, 2048), "between")):
             with pytest.raises(ValueError, match=words):
                 llm.generate([said], PARAMS, session_id="mine", kv_discard=[wrong])

@@ -16,6 +16,7 @@ from lamina.engine.tuning.round_time_model import RoundMeasurement, RoundTimeMod
 from lamina.engine.tuning.tuner import Tuner, choose_num_batches, round_seconds
 from lamina.protocol.control import RunRound, StepDone
 from lamina.request import SamplingParams
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.rotation.pipeline import rotation
 from lamina.scheduler.scheduler_output import Round
 
@@ -166,7 +167,7 @@ def test_the_choice_follows_the_load() -> None:
 def test_the_reason_is_told_and_nothing_stays(caplog: pytest.LogCaptureFixture) -> None:
     wire = TimedWire(lambda rows, tokens: (0.1 * rows, 0.1 * rows))
     engine = engine_of(wire, plan="auto", enable_prefix_caching=True)
-    assert engine.scheduler.prefix_cache.num_retained == 0, "nobody finds the KV of what was made up"
+    assert engine.scheduler.features[PrefixCache].num_retained == 0, "nobody finds the KV of what was made up"
     assert wire.tables.free_blocks == (256,)
     with caplog.at_level("INFO", logger="lamina"):
         engine.add([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))

@@ -11,11 +11,13 @@ from scheduled import check_tokens, make
 from test_swap import PAGE, TierHouse, ops_of
 
 from lamina.config.partition import KvShards
+from lamina.engine.scheduler_factory import drop_session
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation, StripeRun
 from lamina.protocol.offload_messages import OffloadFacts, TransferDone
 from lamina.protocol.step_plan import DeletePages, LoadKv, SaveKv, SetRetention
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.sessions.token_ranges import remove_ranges
@@ -136,7 +138,7 @@ def test_a_turn_that_has_lost_tokens_is_loaded_from_the_pages_of_its_whole_conve
     """Those that are left, each from where it was saved, up to the first that is not there; for its session alone."""
     house, name = TierHouse(60), SessionName(b"me", "a")
     first = make(1, 20, 4)
-    first.session = house.scheduler.sessions.get_or_create(name)
+    first.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
     house.scheduler.add(first)
     house.serve([first])
     house.scheduler.evict_retained()
@@ -146,7 +148,7 @@ def test_a_turn_that_has_lost_tokens_is_loaded_from_the_pages_of_its_whole_conve
         turn.original_prompt, turn.discarded_ranges = given, lost
         turn.prompt[:] = turn.tokens[:] = remove_ranges(given, lost)
         turn.max_len = len(turn.tokens) + 3
-        turn.session = house.scheduler.sessions.get_or_create(name) if turns else None
+        turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name) if turns else None
         before = len(ops_of(house, LoadKv))
         house.scheduler.add(turn)
         house.serve([turn])
@@ -167,13 +169,13 @@ def test_a_session_that_is_deleted_in_its_turn_leaves_nothing(*, alone: bool) ->
         house.scheduler.add(other)
         house.serve([other])
     shared = dict(house.medium)
-    sequence.session = house.scheduler.sessions.get_or_create(name)
+    sequence.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
     house.scheduler.add(sequence)
     while len(house.tier._kv_shards) < 4:
         house.round()
         if house.owed:
             house.answer()
-    assert house.scheduler.drop_session(name)
+    assert drop_session(house.scheduler, name)
     house.serve([sequence])
     check_tokens([sequence])
     assert house.medium == shared
@@ -184,11 +186,11 @@ def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, s
     """Also where a plan had told of it, which memory workers may not have come to; but what is saved since stays."""
     house, name = TierHouse(40), SessionName(b"me", "a")
     turn, other = make(1, 9, 3), make(1, 9, 3)
-    turn.session = house.scheduler.sessions.get_or_create(name)
+    turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
     house.scheduler.add(turn)
     house.serve([turn])
     before = dict(house.medium)
-    assert house.scheduler.drop_session(name)
+    assert drop_session(house.scheduler, name)
     steps = house.scheduler.schedule() if told else []
     assert told == any(isinstance(op, DeletePages) for step in steps for op in step.plan.ops)
     if saved_again:
@@ -210,7 +212,7 @@ def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, s
 def test_of_a_session_that_is_deleted_another_one_keeps_the_page_that_is_not_whole() -> None:
     house, name = TierHouse(40), SessionName(b"me", "a")
     turn, other = make(1, 9, 3), make(1, 9, 3)
-    turn.session = house.scheduler.sessions.get_or_create(name)
+    turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
     house.scheduler.add(turn)
     house.serve([turn])
     house.scheduler.evict_retained()
@@ -218,7 +220,7 @@ def test_of_a_session_that_is_deleted_another_one_keeps_the_page_that_is_not_who
     house.serve([other])
     before = dict(house.medium)
     assert before.keys() == wanted(house, other).keys()
-    assert house.scheduler.drop_session(name)
+    assert drop_session(house.scheduler, name)
     house.serve([other])
     assert house.medium == before
 

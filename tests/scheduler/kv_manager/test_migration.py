@@ -16,6 +16,8 @@ from lamina.protocol.loan_placement import relocated, spill_to
 from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
 from lamina.protocol.step_plan import Fork, Free, New, RowRange, SequenceOp, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
+from lamina.scheduler.kv_manager.allocator import KvAllocator
+from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
@@ -135,15 +137,19 @@ def test_a_fork_keeps_what_its_source_moves_away() -> None:
     held.check_integrity()
 
 
+def moving(ledger: BlockTables, *, ranks: int, homes: int = 0, page: int = 0) -> Scheduler:
+    """A scheduler whose sequences may move."""
+    allocator, prefixes = KvAllocator(ledger, 8 + 512, homes), PrefixCache(ledger, page)
+    features = [prefixes, KvMigration(ledger, allocator, prefixes, ranks)]
+    return Scheduler(ledger, max_num_seqs=8, prefill_chunk=512, allocator=allocator, features=features)
+
+
 class House:
     """A scheduler, and the tables of memory workers beside it; copies come when ``copy`` is called."""
 
     def __init__(self, blocks: list[int], *, ranks: int = 1, homes: int = 0, window: int = 0, page: int = 0) -> None:
         self.ledger, self.workers = tables(blocks, window), tables(blocks, window)
-        self.scheduler = Scheduler(
-            self.ledger, max_num_seqs=8, prefill_chunk=512, moving_ranks=ranks, homes=homes,
-            prefix_cache=PrefixCache(self.ledger, page),
-        )  # fmt: skip
+        self.scheduler = moving(self.ledger, ranks=ranks, homes=homes, page=page)
         self.ops, self.requests = list[SequenceOp](), count()
 
     def add(self, prompt: int, tokens: int) -> Sequence:
@@ -198,10 +204,10 @@ def test_a_loan_goes_home_once_there_is_room() -> None:
     house.copy()
     house.step()
     assert isinstance(house.ops[-1], CommitMigration)
-    assert house.scheduler.migration.num_moved_blocks == move.count * STRIPE
+    assert house.scheduler.features[KvMigration].num_moved_blocks == move.count * STRIPE
     for _ in range(12):
         house.step()
-        if house.scheduler.migration.in_flight:
+        if house.scheduler.features[KvMigration].in_flight:
             house.copy()
     assert house.ledger.free_blocks[long.location.kv_shard] < 2 * STRIPE, "home is filled first"
 
@@ -238,7 +244,7 @@ def test_one_that_not_all_know_to_lie_elsewhere_is_computed_again_behind_a_loss(
     if end:
         long.finish(end)
         flight += house.scheduler.schedule()
-        assert house.scheduler.prefix_cache.num_retained == 1
+        assert house.scheduler.features[PrefixCache].num_retained == 1
     assert not house.scheduler.roll_back(flight, lambda keep: keep.length)
     assert (long in house.scheduler.waiting) is not bool(end)
 
@@ -262,7 +268,7 @@ def test_what_is_retained_at_home_gives_way_unless_it_was_asked_to_stay(asked: b
     for _ in range(3):
         house.step()
     assert long.location.moved_runs
-    assert house.scheduler.prefix_cache.num_retained == 1 + asked, "one is in the way"
+    assert house.scheduler.features[PrefixCache].num_retained == 1 + asked, "one is in the way"
     house.step()
     assert any(isinstance(op, CopyStripes) for op in house.ops) is not asked
 
@@ -313,16 +319,14 @@ class Exit(House):
 
     def __init__(self, blocks: list[int], prompts: list[int], page: int = 0) -> None:
         self.ledger, self.workers = whole(blocks), whole(blocks)
-        self.scheduler = Scheduler(
-            self.ledger, max_num_seqs=8, prefill_chunk=512, moving_ranks=1, prefix_cache=PrefixCache(self.ledger, page)
-        )
+        self.scheduler = moving(self.ledger, ranks=1, page=page)
         self.ops, self.requests = list[SequenceOp](), count()
         self.all = [self.add(prompt, 30) for prompt in prompts]
         self.step()
 
     def leave(self) -> None:
         self.scheduler.cordoned.add(1)
-        self.scheduler.migration.closing_shards.add(1)
+        self.scheduler.features[KvMigration].closing_shards.add(1)
 
     @property
     def there(self) -> list[Sequence]:
@@ -341,13 +345,13 @@ def test_whole_sequences_leave_one_by_one_and_the_rest_decodes() -> None:
         assert moving.id == move.source
         assert [s for s in house.all if s.num_computed_tokens == rows[s]] == [moving], "all others go on"
         assert len(house.there) == left
-        assert not house.scheduler.migration.is_drained(house.scheduler.running)
+        assert not house.scheduler.features[KvMigration].is_drained(house.scheduler.running)
         assert house.scheduler.has_transfers
         house.copy()
         house.step()
         assert not moving.is_migrating
         assert moving.location == KvLocation(0)
-    assert house.scheduler.migration.is_drained(house.scheduler.running)
+    assert house.scheduler.features[KvMigration].is_drained(house.scheduler.running)
     assert not house.there
 
 
@@ -359,9 +363,9 @@ def test_they_have_left_once_all_know_where_the_last_one_lies() -> None:
     (step,) = house.scheduler.schedule()
     assert any(isinstance(op, CommitMigration) for op in step.plan.ops)
     assert not house.there
-    assert not house.scheduler.migration.is_drained(house.scheduler.running), "it would be computed again"
+    assert not house.scheduler.features[KvMigration].is_drained(house.scheduler.running), "it would be computed again"
     house.scheduler.on_step_done(step)
-    assert house.scheduler.migration.is_drained(house.scheduler.running)
+    assert house.scheduler.features[KvMigration].is_drained(house.scheduler.running)
 
 
 @pytest.mark.parametrize("how", ["fails", "ends", "preempted"])
@@ -382,7 +386,9 @@ def test_where_a_copy_of_a_whole_sequence_is_not_to_be_it_goes_on_as_it_was(how:
     for _ in range(3):
         house.step()
     assert (moving.num_computed_tokens > 12) == (how == "fails"), "it decodes where it was"
-    assert house.scheduler.migration.is_drained(house.scheduler.running), "the rest moves as the epoch changes"
+    assert house.scheduler.features[KvMigration].is_drained(house.scheduler.running), (
+        "the rest moves as the epoch changes"
+    )
     assert sum(isinstance(op, CopyStripes) for op in house.ops) == 1
 
 
@@ -392,13 +398,13 @@ def test_who_finds_no_room_elsewhere_stays_and_what_is_retained_gives_way() -> N
     for _ in range(3):
         full.step()
     assert not full.ops
-    assert full.scheduler.migration.is_drained(full.scheduler.running)
+    assert full.scheduler.features[KvMigration].is_drained(full.scheduler.running)
     house = Exit([16, 16], [36], page=4)
     (first,) = house.all
     assert first.location.kv_shard == 0
     first.finish("length")
     house.step()
-    assert house.scheduler.prefix_cache.num_retained == 1
+    assert house.scheduler.features[PrefixCache].num_retained == 1
     house.scheduler.cordoned.add(0)
     house.add(36, 20)
     house.step()
@@ -406,7 +412,7 @@ def test_who_finds_no_room_elsewhere_stays_and_what_is_retained_gives_way() -> N
     house.leave()
     assert len(house.there) == 1
     house.until_moves()
-    assert house.scheduler.prefix_cache.num_retained == 0
+    assert house.scheduler.features[PrefixCache].num_retained == 0
 
 
 def test_nothing_leaves_before_its_prompt_is_there() -> None:
@@ -417,6 +423,6 @@ def test_nothing_leaves_before_its_prompt_is_there() -> None:
     for _ in range(3):
         house.step()
     assert not house.ops
-    assert not house.scheduler.migration.is_drained(house.scheduler.running)
+    assert not house.scheduler.features[KvMigration].is_drained(house.scheduler.running)
     there.num_pending_prefill_chunks = 0
     assert house.until_moves().source == there.id

@@ -13,6 +13,7 @@ from lamina.protocol.kv_placement import FIRST_LOCATION
 from lamina.protocol.step_plan import Fork, Free, New, RowRange, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache, PrefixHit
+from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import SessionName
@@ -275,9 +276,9 @@ class House:
     def __init__(self, blocks: int) -> None:
         self.ledger, tables = (BlockTables([0], [blocks], SIZE) for _ in range(2))
         self.pool = FakePool(tables)
-        self.scheduler = Scheduler(
-            self.ledger, max_num_seqs=16, prefill_chunk=256, prefix_cache=PrefixCache(self.ledger, SIZE)
-        )
+        prefixes = PrefixCache(self.ledger, SIZE)
+        features = [prefixes, SessionCache(prefixes, self.ledger, None)]
+        self.scheduler = Scheduler(self.ledger, max_num_seqs=16, prefill_chunk=256, features=features)
         self.number = 0
 
     def ask(self, prompt: list[int], outputs: int) -> Sequence:
@@ -308,8 +309,8 @@ def test_what_is_retained_gives_way_at_once() -> None:
     for number in range(40):
         house.ask(tokens((number, 7)), 2)
         house.serve()
-    assert house.scheduler.prefix_cache.num_retained == 32, "all blocks"
-    assert house.scheduler.prefix_cache.evictable(house.scheduler.free_blocks) == [64]
+    assert house.scheduler.features[PrefixCache].num_retained == 32, "all blocks"
+    assert house.scheduler.features[PrefixCache].evictable(house.scheduler.free_blocks) == [64]
     asked = [house.ask(tokens((100 + number, 11)), 12) for number in range(16)]
     rounds = house.serve()
     assert rounds[0][0] == 16, "3 blocks of 64 each"
@@ -352,7 +353,7 @@ def test_what_is_retained_stays_where_workers_meet_anew() -> None:
     for number in (1, 2):
         house.ask(tokens((number, 9)), 4)
         house.serve()
-    first, second = house.scheduler.prefix_cache.eviction_order
+    first, second = house.scheduler.features[PrefixCache].eviction_order
     running = house.ask(tokens((3, 9)), 30)
     for step in house.scheduler.schedule():
         house.pool.run(step)
@@ -372,7 +373,7 @@ def test_what_is_retained_stays_where_workers_meet_anew() -> None:
 def test_what_is_retained_moves_as_far_as_there_is_room_behind_what_runs() -> None:
     """To other blocks: the most recently used one first; a session goes where its leaf goes."""
     house = House(40)
-    session = house.scheduler.sessions.get_or_create(SessionName(b"", "mine"))
+    session = house.scheduler.features[PrefixCache].sessions.get_or_create(SessionName(b"", "mine"))
     for number in (1, 2, 3):
         house.ask(tokens((number, 9)), 4).session = session if number == 3 else None
         house.serve()
@@ -381,17 +382,19 @@ def test_what_is_retained_moves_as_far_as_there_is_room_behind_what_runs() -> No
         house.pool.run(step)
         take(step, dict(house.pool.drawn[step.plan.batch]))
         house.scheduler.on_step_done(step)
-    numbers = [*house.scheduler.prefix_cache.eviction_order, running.id]
+    numbers = [*house.scheduler.features[PrefixCache].eviction_order, running.id]
     lanes = (KvShards((True, False)), KvShards((False, True)))
     keep = house.scheduler.roll_back([], lambda each: each.length)
     assert sorted(each.sequence for each in keep) == numbers
     kept = house.scheduler.adopt_blocks(BlockTables([0, 0], [4, 8], SIZE, lanes), keep)
     assert {each.sequence: each.location.kv_shard for each in kept} == {running.id: 0, numbers[2]: 1, numbers[1]: 1}
-    assert house.scheduler.prefix_cache.eviction_order == numbers[1:3]
+    assert house.scheduler.features[PrefixCache].eviction_order == numbers[1:3]
     assert (session.retained_sequence, session.location.kv_shard) == (numbers[2], 1)
     for number, there in ((1, 0), (2, 9), (3, 9)):
         waiting = house.ask([*tokens((number, 9)), 7], 4)
-        hit = house.scheduler.prefix_cache.longest_cached(house.scheduler.prefix_cache.lookup(waiting))
+        hit = house.scheduler.features[PrefixCache].longest_cached(
+            house.scheduler.features[PrefixCache].lookup(waiting)
+        )
         assert (hit.length if hit else 0) == there
     house.ledger.check_integrity()
 
@@ -424,4 +427,4 @@ def test_tokens_are_as_without(seed: int) -> None:
     ][seed % 6]
     scheduler = drive(sequences, blocks=order.choice([24, 40, 200]), arrivals=order, page=4, **options)  # type: ignore[arg-type]
     check_tokens(sequences)
-    assert scheduler.prefix_cache.num_hit_tokens > 0 or "window" in options
+    assert scheduler.features[PrefixCache].num_hit_tokens > 0 or "window" in options

@@ -16,6 +16,7 @@ from lamina.protocol.offload_messages import OffloadFacts, TransferDone
 from lamina.protocol.step_plan import DeletePages, Free, LoadKv, New, RowRange, SaveKv, StepPlan, Transfer
 from lamina.scheduler.kv_manager.offload_index import LoadableKv, OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import Round, ScheduledStep
@@ -40,9 +41,7 @@ class TierHouse:
             self.ledger,
             max_num_seqs=8,
             prefill_chunk=64,
-            prefix_cache=prefixes,
-            offload_index=self.tier,
-            swap=self.swaps,
+            features=[self.swaps, prefixes, SessionCache(prefixes, self.ledger, self.tier), self.tier],
         )
         self.medium: dict[bytes, list[int]] = {}
         self.owed: deque[tuple[Transfer | DeletePages, list[list[int]]]] = deque()

@@ -7,6 +7,8 @@ from fake_executor import FakeWire, make_engine
 
 from lamina.engine.engine import Engine
 from lamina.request import SamplingParams
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName
 
@@ -49,17 +51,17 @@ def test_a_session_that_is_deleted_before_its_turn_is_settled_leaves_nothing(
     assert engine.drop_session(NAME)
     assert not engine.drop_session(NAME)
     settle(engine)
-    assert engine.scheduler.prefix_cache.num_retained == 0
+    assert engine.scheduler.features[PrefixCache].num_retained == 0
     assert wire.tables.free_blocks == (64,)
     turn(engine, said)
     settle(engine)
-    assert [facts.turns for facts in engine.scheduler.session_cache.list_tenant(b"me")] == [1]
+    assert [facts.turns for facts in engine.scheduler.features[SessionCache].list_tenant(b"me")] == [1]
 
 
 def test_a_turn_that_is_broken_off_leaves_its_session_where_it_was(engine: Engine) -> None:
     said = [*turn(engine, [5] * 90), 7, 8]
     settle(engine)
-    (before,) = engine.scheduler.session_cache.list_tenant(b"me")
+    (before,) = engine.scheduler.features[SessionCache].list_tenant(b"me")
     number = engine.add(
         [*said, *[9] * 20], SamplingParams(prompt_logprobs=1, max_tokens=5), terms=CacheOptions(session=NAME)
     )
@@ -67,7 +69,7 @@ def test_a_turn_that_is_broken_off_leaves_its_session_where_it_was(engine: Engin
         engine.step()
     engine.cancel(number)
     settle(engine)
-    (after,) = engine.scheduler.session_cache.list_tenant(b"me")
+    (after,) = engine.scheduler.features[SessionCache].list_tenant(b"me")
     assert after.tokens == before.tokens > 0
     output = engine.add([*said, *[3] * 19], PARAMS, terms=CacheOptions(session=NAME))
     found = None

@@ -15,18 +15,21 @@ from lamina.protocol.control import SampledToken
 from lamina.protocol.sparse_ops import SelectBlocks
 from lamina.scheduler.conductor import ConductorConfig
 from lamina.scheduler.conductor.overload import SloLimits
+from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import ReferenceSequence, Sequence
 from lamina.scheduler.sparsity.error_budget import CompletionErrors
 from lamina.scheduler.sparsity.reference_decode import NUM_BUDGETS, ReferenceDecoder
+from lamina.scheduler.sparsity.selection import BlockSelection
 
 SELECT = SparsityOptions(kv_sparsity="select", kv_budget=256)
 
 
 def scheduler_of(blocks: int, shadows: ReferenceDecoder, *, batches: int = 1, chunk: int = 8) -> Scheduler:
     ledger = BlockTables([0], [blocks], 4)
-    return Scheduler(ledger, max_num_seqs=12, prefill_chunk=chunk, num_batches=batches, reference_decoder=shadows)
+    features = [PrefillDispatcher(0, chunk, batches), shadows, BlockSelection()]
+    return Scheduler(ledger, max_num_seqs=12, prefill_chunk=chunk, num_batches=batches, features=features)
 
 
 class Run:
@@ -80,12 +83,8 @@ class Run:
                     sequence.num_output_placeholders -= 1
                     self.compared += not sequence.finished
                     self.witnesses[sequence.target.request_id] = sequence.errors
-                    assert self.scheduler.reference_decoder
-                    self.said += [
-                        self.scheduler.reference_decoder.on_sampled(
-                            sequence, SampledToken(sequence.id, 0, divergence=self.apart)
-                        )
-                    ]
+                    drawn = SampledToken(sequence.id, 0, divergence=self.apart)
+                    self.said += self.scheduler.features.on_sampled(sequence, drawn)
                 elif sequence.finished:
                     sequence.num_output_placeholders -= 1
                 else:
@@ -127,7 +126,8 @@ def test_over_budget_new_ones_climb_and_those_that_run_begin_anew_with_all() -> 
         seen.append(shadows.budget_tokens)
         assert [s.output.kv_rebuilt for s in sequences] == [rung < NUM_BUDGETS] * 2
         said = (
-            r"100.0% of \d\d tokens would be others, 5.0% may be: running completions begin anew with all KV, new ones"
+            r"--kv-sparsity evict:max-top1=: 100.0% of \d\d tokens would be others, 5.0% may be: running completions "
+            r"begin anew with all KV, new ones"
         )
         assert any(re.match(said, line) for line in run.said) == (rung < NUM_BUDGETS)
         assert [s.num_preemptions for s in sequences] == [rung < NUM_BUDGETS] * 2
@@ -166,7 +166,7 @@ def test_an_answer_that_ends_early_counts_by_the_tokens_that_it_has() -> None:
 def test_where_blocks_run_out_a_shadow_goes_before_a_newer_request() -> None:
     shadows = ReferenceDecoder(SELECT, ErrorBudget(shadow=0.5))  # the first one has a shadow, the second one none
     scheduler = scheduler_of(30, shadows)  # both need 26, all three 39
-    promises = scheduler.prefill.slo_admission
+    promises = scheduler.features[PrefillDispatcher].slo_admission
     promises.set_config(ConductorConfig(limits=SloLimits(ttft_s=1e6)))
     sequences = [make(i, 10, 40) for i in range(2)]
     run = Run(scheduler, sequences, (False, 0.0))

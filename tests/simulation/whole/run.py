@@ -22,6 +22,7 @@ from lamina.protocol.control import ComputeReady
 from lamina.protocol.executor import EpochChanged
 from lamina.protocol.step_plan import SurvivingKv
 from lamina.request import ResumedCompletion
+from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.tools.plan.simulator.clock import VirtualClock
 from simulation.model import EOS, Letters, letters
 from simulation.play import MOST_STEPS, Play, ScenarioError, SoFar, is_broken, least
@@ -159,7 +160,7 @@ class _FleetPlay(Play):
         tokens = sum(self._check_answer(self._of.asks[place], seen) for place, seen in self._ended.items())
         assert len(self._ended) == len(self._of.asks), "a request without an answer"
         moved, left = (
-            self._moved + engine.scheduler.migration.num_moved_blocks,
+            self._moved + engine.scheduler.features[KvMigration].num_moved_blocks,
             self._pools.resizer.moved_bytes["leave"],
         )
         return FleetPlayed(hits[DIES], hits[STOPS], self._host.cuts, view, tokens, preemptions, self._clock.now,
@@ -177,7 +178,7 @@ class _FleetPlay(Play):
         """The engine has died: another one goes on with what readers have, as a server's does."""
         while True:
             self._engines += 1
-            self._moved += self._engine.scheduler.migration.num_moved_blocks
+            self._moved += self._engine.scheduler.features[KvMigration].num_moved_blocks
             self._options["memory_workers"] = len(self._pools.memory) - self._options.get("kv_parity", 0)
             self._host.bury()
             with suppress(EngineDied):  # so does the next one, perhaps, as it starts

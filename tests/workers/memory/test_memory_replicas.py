@@ -86,9 +86,7 @@ def test_plans_of_the_next_round_may_come_while_a_layer_is_awaited(pool: Pool) -
 def test_too_many_plans_before_their_round_end_the_session(pool: Pool) -> None:
     first, _ = replicas(pool, 2)
     source, reply_to = route(1, 0, len(LAYERS), 3)
-    first.plan(
-        StepPlan(step=0, ops=[New(1)], rows=[RowRange(1, 0, 3)], send_from=[0, *source[1:]], reply_to=reply_to)
-    )
+    first.plan(StepPlan(step=0, ops=[New(1)], rows=[RowRange(1, 0, 3)], send_from=[0, *source[1:]], reply_to=reply_to))
     flood = (first.plan(StepPlan(step=step, ops=[], rows=[])) for step in range(1, 100))
     with pytest.raises(PeerFault, match="plans in place of a layer message"):
         list(flood)

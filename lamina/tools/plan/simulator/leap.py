@@ -17,9 +17,14 @@ from lamina.protocol.step_plan import RowRange, StepPlan
 from lamina.scheduler.batch import Batch
 from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.block_accounting import BlockAccounting
+from lamina.scheduler.kv_manager.migration import KvMigration
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sparsity.pruning import BlockPruner
+from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 
 
 class Standing(NamedTuple):
@@ -116,6 +121,7 @@ class FastForwardScheduler(Scheduler):
 
     def __init__(self, accounting: BlockAccounting, *, max_num_seqs: int, **options: Any) -> None:
         super().__init__(accounting, max_num_seqs=max_num_seqs, **options)
+        self._migration, self._prefix_cache = self.features[KvMigration], self.features[PrefixCache]
         self._leaps = Leaps(accounting, self._allocator, max_num_seqs)
 
     def rounds_alike(self, token: int) -> int:
@@ -142,16 +148,14 @@ class FastForwardScheduler(Scheduler):
         changes = (
             self._pending_ops
             or self._prefill_steps
-            or self.offload_index
-            or self.pruner
-            or self.reference_decoder
-            or self.migration.in_flight
+            or any(self.features.get(kind) for kind in (OffloadIndex, BlockPruner, ReferenceDecoder))
+            or self._migration.in_flight
         )
         if len(self._in_flight) != 1 or changes or self._num_batches != len(self.batches):
             return None
         (flight,) = self._in_flight
         head = self.waiting[0] if self.waiting else None
-        if head and (self.prefix_cache.num_retained or self.prefix_cache.lookup(head)):
+        if head and (self._prefix_cache.num_retained or self._prefix_cache.lookup(head)):
             return None
         steps = sorted(flight.unfinished_steps, key=lambda s: s.plan.batch)
         return Standing(self.batches, steps, head) if flight.is_decode_only else None

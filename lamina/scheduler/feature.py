@@ -1,0 +1,185 @@
+"""The seam between the scheduler and its features: what each may do, and when it is asked. Pure policy.
+
+The scheduler has batching, preemption and rotation. All else is a feature: an object in an ordered table, which
+`lamina.engine.scheduler_factory` builds. A new one is a file with a subclass of `Feature`, and a line there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lamina.protocol.control import ComputeReady, SampledToken
+from lamina.protocol.executor import Report
+from lamina.protocol.step_plan import RowRange, SequenceOp, StepPlan, SurvivingKv
+
+from .batch import Batch
+from .kv_manager.block_accounting import BlockAccounting
+from .scheduler_output import ScheduledStep, TransferResult
+from .sequence import Sequence
+
+Ops = Iterable[SequenceOp]
+
+
+class Scheduling(Protocol):
+    """The scheduler as features see it."""
+
+    batches: list[Batch]
+    waiting: deque[Sequence]  # the next one first
+
+    @property
+    def next_round(self) -> int:
+        """The number of the round that is being planned."""
+        ...
+
+    def new_sequence_id(self) -> int:
+        """A number that no other sequence has had."""
+        ...
+
+    def preempt(self, batch: Batch, sequence: Sequence) -> None:
+        """Free the KV of a running sequence of ``batch``, which runs no more; the caller has it wait."""
+        ...
+
+
+@dataclass
+class Ending:
+    """The way in which a finished sequence leaves its batch. ``op``: frees it; or truncates it, which retains it and is
+    an op of the round's first plan. ``first``: further ops of that plan. ``own``: further ops of its batch's plan.
+    """
+
+    sequence: Sequence
+    op: SequenceOp
+    first: list[SequenceOp] = field(default_factory=list)
+    own: list[SequenceOp] = field(default_factory=list)
+
+
+@dataclass
+class PlanDraft:
+    """The next plan of a batch, whose rows are picked. Features change ``batch.ops``, which are the plan's. ``build``:
+    makes the plan as it is now. ``evict_for``: gives up a retained sequence whose blocks help such rows; whether
+    there was one. ``prefill_steps``: steps of prefill workers that begin with this plan.
+    """
+
+    batch: Batch
+    picked: Mapping[Sequence, int]
+    accounting: BlockAccounting
+    build: Callable[[], StepPlan]
+    evict_for: Callable[[Batch, Iterable[RowRange]], bool]
+    prefill_steps: list[ScheduledStep]
+
+
+class Feature:
+    """A feature of the scheduler. Each hook does nothing here, so a feature has those alone that it needs.
+
+    The features are asked in the order of their table. Where hooks return ops, these follow one another in that order
+    too. An op that is returned goes with a plan, unless workers are lost before.
+    """
+
+    # What the engine may ask at any time:
+    @property
+    def has_transfers(self) -> bool:
+        """True while memory workers have yet to report something."""
+        return False
+
+    @property
+    def has_pending_ops(self) -> bool:
+        """True if ``first_ops`` has ops that are to be sent even if nothing runs."""
+        return False
+
+    # Sequences come and go:
+    def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> Sequence | None:
+        """A sequence waits from now on. One that is not new was preempted or rolled back, and has no KV. Of a new one,
+        another sequence that waits after it, which belongs to no request.
+        """
+        return None
+
+    def on_cancelled(self, sequence: Sequence) -> Ops:
+        """A sequence has ended that has no KV: it waited, or a loss came. Ops of the next round's first plan."""
+        return ()
+
+    def on_preempted(self, sequence: Sequence) -> Ops:
+        """A running sequence is about to be freed, with the next plan of its batch. Ops of that plan before this."""
+        return ()
+
+    def on_finished(self, ending: Ending) -> None:
+        """A finished sequence leaves its batch. May replace ``ending.op`` and add ops."""
+
+    # A round is planned, in this order:
+    def begin_round(self, scheduling: Scheduling) -> None:
+        """Nothing of the round is planned yet; cancelled sequences still wait, and finished ones run."""
+
+    def first_ops(self) -> Ops:
+        """Ops of the round's first plan, before those of ``batch_ops``."""
+        return ()
+
+    def batch_ops(self, running: Several[Sequence]) -> Ops:
+        """Ops of the next plan of a batch, in which ``running`` are left."""
+        return ()
+
+    def begin_admission(self, waiting: Several[Sequence]) -> None:
+        """Sequences of ``waiting`` that find room are about to join batches."""
+
+    def after_admission(self, scheduling: Scheduling) -> None:
+        """Sequences that find room have joined batches. May add ops to all batches."""
+
+    def extend_plan(self, draft: PlanDraft) -> None:
+        """The rows of a batch's next plan are picked; more ops may come that take no block of these. The last hook of a
+        plan. Called even if there are no rows and no ops.
+        """
+
+    # Workers report:
+    def on_report(self, report: Report) -> TransferResult | None:
+        """A memory worker has done something. What became of all of a sequence, if that was its last transfer. Reports
+        of kinds that a feature does not know are others'.
+        """
+        return None
+
+    def on_loaded(self, sequence: Sequence) -> Ops:
+        """All KV of a sequence that could be loaded is there. Ops of the next round's first plan."""
+        return ()
+
+    def on_step_done(self, step: ScheduledStep) -> None:
+        """A step is done, of a batch or of a prefill worker, and its tokens have been appended."""
+
+    def on_sampled(self, sequence: Sequence, drawn: SampledToken) -> str:
+        """A token of a hidden sequence was drawn, before its step counts as done. A line for the log, or nothing."""
+        return ""
+
+    # What is retained of finished sequences, by their numbers:
+    @property
+    def num_retained(self) -> int:
+        """The number of retained sequences."""
+        return 0
+
+    @property
+    def eviction_order(self) -> list[int]:
+        """The retained sequences, in the order in which they give way."""
+        return []
+
+    def evict(self, number: int) -> SequenceOp:
+        """Give up one of ``eviction_order``. The op that frees it."""
+        raise NotImplementedError
+
+    # Workers are lost or change:
+    def roll_back(self, sequences: Several[Sequence]) -> Iterable[int]:
+        """All that is in flight is taken back, and no report of it will come; ``sequences``: all that run or wait.
+        Those, by number, of whose KV nothing can be kept.
+        """
+        return ()
+
+    def keep_surviving(self, surviving: Callable[[SurvivingKv], int]) -> Iterable[SurvivingKv]:
+        """After ``roll_back``: the retained KV that stays. ``surviving``: how many tokens of such KV are there."""
+        return ()
+
+    def relocate(self, kept: Iterable[SurvivingKv]) -> None:
+        """After that: memory workers are other ones, KV lies where ``kept`` says, and nothing else is left."""
+
+    def resume(self, ready: ComputeReady) -> None:
+        """Workers have met anew, and have kept their KV: the engine goes on."""
+
+    def reset(self, era: bytes, sequences: Several[Sequence]) -> Ops:
+        """No KV of before is found any more. ``era``: of pages from now on. Ops of the next round's first plan."""
+        return ()

@@ -1,0 +1,83 @@
+"""The seam of features: a toy one from outside, and a scheduler without each of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from lamina.config.flat_options import make_config
+from lamina.engine.engine import Engine
+from lamina.request import SamplingParams
+from lamina.scheduler.feature import Feature, Scheduling
+from lamina.scheduler.kv_manager.migration import KvMigration
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.kv_manager.session_cache import SessionCache
+from lamina.scheduler.prefill_dispatch import PrefillDispatcher
+from lamina.scheduler.scheduler import Scheduler
+from lamina.tools.plan.simulator.clock import VirtualClock
+from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
+
+
+class PromptLengths(Feature):
+    """Counts admitted prompts by their length."""
+
+    def __init__(self) -> None:
+        self.counts, self._last = Counter[int](), -1
+
+    def after_admission(self, scheduling: Scheduling) -> None:
+        for sequence in (s for batch in scheduling.batches for s in batch.running if s.id > self._last):
+            self.counts[len(sequence.prompt)] += 1
+        self._last = max([self._last, *(s.id for batch in scheduling.batches for s in batch.running)])
+
+
+def engine_of(more: Iterable[Feature] = (), without: tuple[type[Feature], ...] = ()) -> Engine:
+    """An engine with the table of features that its factory builds, but for some of them."""
+
+    class OtherScheduler(Scheduler):
+        def __init__(self, *args: Any, features: Iterable[Feature], **options: Any) -> None:
+            kept = [feature for feature in features if not isinstance(feature, without)]
+            super().__init__(*args, features=[*kept, *more], **options)
+
+    class OtherEngine(Engine):
+        scheduler_class = OtherScheduler
+
+    ready = simulated_ready(num_layers=2, num_blocks=60, block_size=16, max_len=256)
+    config = make_config({"transport": "shm", "block_size": 16, "max_num_seqs": 4, "prefill_chunk": 64})
+    return OtherEngine(SimulatedExecutor(VirtualClock(), ready, lambda load: 0.01), config)
+
+
+def finish(engine: Engine, lengths: Iterable[int]) -> list[int]:
+    """Serve prompts of such lengths; the numbers of tokens of their answers."""
+    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0)
+    for length in lengths:
+        engine.add([1] * length, params)
+    answers = dict[int, int]()
+    while engine.has_work:
+        answers |= {o.request_id: len(o.outputs[0].token_ids) for o in engine.step()}
+    return list(answers.values())
+
+
+def test_a_feature_comes_from_outside() -> None:
+    toy = PromptLengths()
+    engine = engine_of([toy])
+    assert finish(engine, [7, 30, 7, 200, 30, 7]) == [5] * 6
+    assert engine.scheduler.features[PromptLengths] is toy
+    assert toy.counts == {7: 3, 30: 2, 200: 1}
+
+
+@pytest.mark.parametrize("kind", [PrefillDispatcher, PrefixCache, SessionCache, KvMigration])
+def test_all_others_go_on_without_a_feature(kind: type[Feature]) -> None:
+    engine = engine_of(without=(kind,))
+    assert engine.scheduler.features.get(kind) is None
+    with pytest.raises(KeyError, match=kind.__name__):
+        engine.scheduler.features[kind]
+    assert finish(engine, [7, 130, 130, 200, 130, 7]) == [5] * 6
+
+
+def test_the_scheduler_has_no_feature_of_its_own() -> None:
+    engine = engine_of(without=(Feature,))
+    assert [*engine.scheduler.features] == []
+    assert finish(engine, [7, 130, 130, 200, 130, 7]) == [5] * 6
