@@ -27,7 +27,7 @@ from .middleware.unsupported_routes import UnsupportedRoutes, route_not_found
 
 
 def make_app(service: Service) -> FastAPI:
-    """The routes alone."""
+    """Return the application with its routes, without middleware."""
     root = service.config.root_path
     servers = [{"url": root}] if root else None
     app = FastAPI(title="Lamina", version=__version__, docs_url=None, redoc_url=None, servers=servers)
@@ -36,13 +36,13 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _api_error)  # logged by Observe
+    app.add_exception_handler(Exception, _api_error)  # RequestLog logs it
     return app
 
 
 def with_middleware(app: FastAPI, service: Service) -> ASGIApp:
-    """``app`` in its layers: observe, hosts, CORS, keys, what is not here, early refusal, limits of bodies, heads; from
-    outside to inside.
+    """Wrap ``app`` in its middleware. From outside to inside: log and metrics, trusted hosts, CORS, API keys, routes of
+    other servers that are not supported, early refusal, limits of bodies, HEAD requests.
     """
     config = service.config
     routes = _routes(service)
@@ -54,7 +54,7 @@ def with_middleware(app: FastAPI, service: Service) -> ASGIApp:
             inner, allow_origins=config.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
-    if not config.api_keys and not config.uds:  # no browser has the key, or gets at a Unix socket
+    if not config.api_keys and not config.uds:  # no browser has the key, or can open a Unix socket
         inner = TrustedHosts(inner, config)
     heads = config.enable_request_id_headers
     seen = RequestLog(inner, service.metrics, routes, log_requests=config.enable_log_requests, heads=heads)

@@ -1,4 +1,4 @@
-"""One HTTP request in the engine: its prompts, their deltas, the room that they take, and its end in any case."""
+"""One HTTP request in the engine: its prompts, their deltas, the memory that they take, and its end in every case."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from .response.openai_logprobs import TokenNumbers, TokenTexts
 from .response.response_head import usage_of
 from .server_config import ServerConfig
 
-RECOVERING = "recovering"  # a worker was lost and is being replaced; its requests go on behind that
-DRAINING = "draining"  # by the operator, who may undo it
+RECOVERING = "recovering"  # a worker was lost and is being replaced; its requests continue after that
+DRAINING = "draining"  # set by the operator, who may undo it
 
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """A turn of a session that is under way."""
+    """A running turn of a session."""
 
     turns: SessionTurns
     name: SessionName
@@ -48,7 +48,7 @@ class SessionTurn:
 
 @dataclass
 class Service:
-    """Everything that the routes share: one for each server, filled by ``run.py``."""
+    """Everything that the routes share. ``run.py`` makes one for each server."""
 
     config: ServerConfig
     names: list[str]
@@ -60,13 +60,13 @@ class Service:
     engine_metrics: EngineMetrics
     queue_limit: QueueLimit
     unknown_fields: UnknownFields
-    defaults: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, as the model's own files have them
+    defaults: dict[str, Any] = field(default_factory=dict)  # defaults of SamplingParams from the model's files
     journal: Journal | None = None
     session_turns: SessionTurns = field(default_factory=SessionTurns)
     decode_executor: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
     encoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-answers"))
-    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a body on ``decode_executor``
-    tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a long text
+    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a body is decoded on ``decode_executor``
+    tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a long text is tokenized
     active_calls: set[Call] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -75,12 +75,12 @@ class Service:
         self.bodies, self.answers = MemoryBudget(limits.body_total), MemoryBudget(limits.answer_total)
 
     def texts_of(self, record: AcceptedRecord) -> TokenTexts:
-        """By which tokens are named in its log-probabilities."""
+        """Return how the log-probabilities of a request name tokens: by text, or by number."""
         return TokenNumbers(self.token_texts.tokenizer) if record.tokens_as_ids else self.token_texts
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why this server should get no requests; None if it should."""
+        """The reason why this server should get no requests; None if it should."""
         if self.queue_limit.is_draining:
             return "shutting down"
         if self.queue_limit.is_closed:
@@ -94,7 +94,7 @@ class Service:
         return None
 
     def check_model(self, name: str | None) -> str:
-        """The name that the client used, or the first one. Raises ApiError 404."""
+        """Return the name that the client used, or the server's first name. Raises ApiError 404 for an unknown one."""
         if name is not None and name not in self.names:
             text = f"the model {name[:128]!r} does not exist; this server has {self.names[0]!r}"
             raise ApiError(404, text, param="model", code="model_not_found")
@@ -102,7 +102,9 @@ class Service:
 
 
 class Call:
-    """Iterate over it for (number of the prompt, delta) until everything has ended; then, or earlier, close it."""
+    """Iterate over it for pairs (number of the prompt, delta) until all completions have ended. Close it then, or
+    earlier.
+    """
 
     def __init__(
         self,
@@ -118,23 +120,23 @@ class Call:
         turn: SessionTurn | None = None,
         answer_id: str = "",
     ) -> None:
-        """``ticket``: for all completions, which the call closes; ``only_prompt``: the one token that is drawn all the
-        same is not wanted; ``entry``: of the journal, where there is one; ``turn``: of its session, which
-        ends with the call; ``answer_id``: as far as the log tells it. Raises ApiError where there is no room for so
-        many tokens, and where there is no engine.
+        """``ticket``: the queue's ticket for all completions; the call closes it. ``only_prompt``: the client wants no
+        tokens, so the one token that is drawn is not counted. ``entry``: the request's entry in the journal, if there
+        is one. ``turn``: the session's turn, which ends with the call. ``answer_id``: the part of the reply's id that
+        may be logged. Raises ApiError if there is no space for so many tokens, or no engine.
         """
         self.prompts = prompts
         self.params = params
         self.only_prompt = only_prompt
         self.answer_id = answer_id
         self.completion_tokens = 0
-        self.cached_tokens = 0  # of the prompts
+        self.cached_tokens = 0  # cached tokens of the prompts
         self._service, self._entry, self._terms, self._turn = service, entry, terms, turn
-        self._started_prompts = True  # as far as it has ended
-        self._deltas_of_earlier_server = False  # to the next server of the journal
+        self._started_prompts = True  # False once a completion has ended other than by "stop" or "length"
+        self._deltas_of_earlier_server = False  # True: the journal keeps the request for the next server
         self._feed = ReplyQueue()
         self._open = len(prompts) * params.n
-        self._waiting: set[int] = set()  # keys without a first token
+        self._waiting: set[int] = set()  # keys of prompts without a first token
         self._numbers: dict[int, int] = {}
         if service.client.failure is not None:
             raise ApiError(503, f"the engine is gone: {service.client.failure}", code="engine_gone", retry_after_s=5)
@@ -165,12 +167,14 @@ class Call:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens so far."""
+        """Token counts so far."""
         always = self._service.config.enable_prompt_tokens_details
         return usage_of(self.prompt_tokens, self.completion_tokens, self.cached_tokens, details_always=always)
 
     async def batches(self, keep_alive_s: float = 0.0) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """What has come since the last batch; an empty one after ``keep_alive_s`` of silence. Raises ApiError."""
+        """Yield the deltas since the last batch, or an empty list after ``keep_alive_s`` seconds of silence. Raises
+        ApiError.
+        """
         while self._open:
             try:
                 async with asyncio.timeout(keep_alive_s or None):
@@ -183,7 +187,7 @@ class Call:
             yield [(self._numbers[d.key], self._count_delta(d)) for d in deltas]
 
     async def wait_first_token(self) -> None:
-        """Wait for its first token. Raises ApiError where none comes, or it is not decoded."""
+        """Wait for the first token. Raises ApiError if none comes, or if the request is refused after its prefill."""
         try:
             deltas = await self._feed.wait_any()
         except (PromptRefusedError, EngineGoneError) as e:
@@ -221,7 +225,7 @@ class Call:
         return delta
 
     def abort(self, error: ApiError) -> None:
-        """End it from outside: its reader gets ``error``. A journal keeps it for its next server."""
+        """End the call from outside: its reader gets ``error``. A journal keeps the request for the next server."""
         self._deltas_of_earlier_server = True
         self._feed.fail(error)
         self._cancel()
@@ -244,7 +248,9 @@ class Call:
             self._service.client.cancel(key)
 
     def log_fields(self) -> dict[str, Any]:
-        """For the request's line in the log: how its answer's id begins, counts and times, no text."""
+        """Return the fields of the request's log line: the beginning of the reply's id, counts and times,
+        but no text.
+        """
         firsts = [m.first_s for m in self.meters if m.first_s is not None]
         first = {"ttft_s": round(min(firsts), 4)} if firsts else {}
         named = {"answer_id": self.answer_id} if self.answer_id else {}

@@ -61,7 +61,7 @@ async def completions(request: Request) -> Response:
 
 @router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest), responses=_ANSWERS)
 async def chat(request: Request) -> Response:
-    """Answer a conversation."""
+    """Complete a conversation."""
     service: Service = request.app.state.service
     body = await parse(ChatRequest, request)
     name = service.check_model(body.model)
@@ -71,7 +71,7 @@ async def chat(request: Request) -> Response:
     echo = echoed_text(body.messages) if body.echo else ""
     asked = new_accepted_request("chatcmpl", name, params, body, salt, tokens_as_ids=by_number, echo=bool(echo))
     with begin_turn(request, body) as turn, _room(service, params.n) as ticket:
-        most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default gives way
+        most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default shrinks to fit
         special, cut = bool(body.add_special_tokens), service.prompt_processor.truncation_of(body, most)
         room = TextRoom(request.state.intake, service.tokenizing)
         prompt = await service.prompt_processor.chat(body.messages, most, variables, room, special=special, cut=cut)
@@ -82,7 +82,9 @@ async def chat(request: Request) -> Response:
 
 @contextmanager
 def _room(service: Service, completions: int) -> Iterator[QueueTicket]:
-    """Taken at once, so that who is refused is told at once; given back where no call comes of it."""
+    """Take a place in the queue before any other work, so that a refused client learns it at once. An exception frees
+    it.
+    """
     ticket = service.queue_limit.admit(completions)
     try:
         yield ticket
@@ -128,7 +130,7 @@ async def _call(
 
 
 async def _journaled(service: Service, record: AcceptedRecord, prompts: list[Prompt]) -> JournalEntry | None:
-    """The request in the journal, where there is one; on the disk when this returns."""
+    """Write the request to the journal, if there is one. It is on disk when this returns."""
     if (journal := service.journal) is None:
         return None
     keys, seed = journal.new_keys(len(prompts)), service.client.with_seed
@@ -154,8 +156,8 @@ async def _answer(request: Request, body: Sampling, call: Call, shape: ResponseS
 
 
 async def _begun(request: Request, call: Call, alive_s: float) -> None:
-    """Wait for the first token of a stream, whose status is 429 where that comes too late; but no longer than
-    ``alive_s``, unless that is 0: a proxy takes a connection for dead that stays silent.
+    """Wait at most ``alive_s`` seconds (0: without limit) for the first token of a stream. Its status is 429 if that
+    comes too late. A proxy closes a connection that stays silent for long.
     """
     try:
         async with asyncio.timeout(alive_s or None):

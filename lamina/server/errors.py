@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the format of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from lamina.request import ErrorOrigin, Refusal
 
-CLIENT_CLOSED_REQUEST = 499  # the client has left before its answer's end; for the log and the metrics
+CLIENT_CLOSED_REQUEST = 499  # the client left before the reply's end; used in the log and metrics
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
 
 class ApiError(Exception):
-    """Answered with ``status``. ``param``: the request's field that is wrong; ``code``: a word for programs; ``more``:
-    of its body.
+    """An error reply with ``status``. ``param``: the request's field that is wrong. ``code``: a word for programs;
+    ``more``: further fields of the body.
     """
 
     def __init__(
@@ -41,13 +41,15 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The envelope."""
+        """The reply's JSON object."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.more}}
 
 
 def context_length_error(limit: int, asked: str, param: str) -> ApiError:
-    """The answer to more than ``limit`` tokens. Clients fall back on another model by its first words."""
+    """Return the reply to a request of more than ``limit`` tokens. Some clients recognize it by its first words and
+    then use another model.
+    """
     text = (
         f"This model's maximum context length is {limit} tokens. However, {asked}. Please reduce the length of {param}."
     )
@@ -55,7 +57,7 @@ def context_length_error(limit: int, asked: str, param: str) -> ApiError:
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
-    """The HTTP answer of an error, with ``headers`` besides its own."""
+    """Return the HTTP reply of an error, with ``headers`` in addition to its own."""
     headers = dict(headers or {})
     if error.retry_after_s:
         headers["Retry-After"] = str(error.retry_after_s)
@@ -65,22 +67,22 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """``content`` as JSON."""
+    """Return ``content`` as a JSON reply."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 def slo_error(text: str, refusal: Refusal) -> ApiError:
-    """The answer to a request that would come later than is promised, with what was expected."""
+    """Return the reply to a request that would come later than promised, with the expected times."""
     expected = {"predicted_ttft_s": round(refusal.ttft_s, 6), "predicted_tbt_s": round(refusal.tbt_s, 6)}
     return ApiError(429, text, code="overloaded", retry_after_s=math.ceil(refusal.retry_after_s), more=expected)
 
 
 def engine_error(text: str, blame: ErrorOrigin | None, known: frozenset[str]) -> ApiError:
-    """The answer where the engine gives no token: 400 if other parameters help, else 500."""
+    """Return the reply if the engine gives no token: 400 if other parameters help, else 500."""
     return bad_request(text, known) if blame is ErrorOrigin.CLIENT else ApiError(500, text, code="no_token")
 
 
 def bad_request(text: str, known: frozenset[str]) -> ApiError:
-    """The answer to a request that is wrong; its ``param`` where ``text`` begins with the name of one in ``known``."""
+    """Return the reply to a wrong request. ``param`` is set if ``text`` begins with a name in ``known``."""
     first = text.split(maxsplit=1)[0] if text else ""
     return ApiError(400, text, param=first if first in known else None, code="invalid_value")

@@ -30,8 +30,8 @@ def _service(request: Request) -> Service:
 
 @router.get("/health", responses=responses_of(503))
 async def health(request: Request) -> Response:
-    """200 while the engine makes progress, or is idle and all its workers answer. Else 503 and the reason: "recovering"
-    where a lost worker is being replaced, after which all requests go on.
+    """200 while the engine makes progress, or is idle and all its workers reply. Otherwise 503 with the reason; it is
+    "recovering" while a lost worker is being replaced, after which all requests continue.
     """
     illness = _service(request).unhealthy_reason
     if illness is None:
@@ -47,7 +47,7 @@ async def version() -> Response:
 
 @router.get("/load", responses=responses_of())
 async def load(request: Request) -> Response:
-    """Completions under way: ``server_load`` here, ``running`` and ``waiting`` by the engine's last word."""
+    """Running completions: ``server_load`` in this server; ``running`` and ``waiting`` as the engine last reported."""
     service = _service(request)
     state = service.client.state
     return json_response(
@@ -62,7 +62,7 @@ async def load(request: Request) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=responses_of(kinds=("text/plain",)))
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Metrics in Prometheus' text format."""
     service = _service(request)
     text = service.metrics.render(vllm=service.config.metrics_compat == "vllm")
     return Response(text, media_type=CONTENT_TYPE_LATEST)
@@ -84,7 +84,7 @@ async def model(request: Request, model: str) -> Response:
 
 @router.post("/load_model", responses=responses_of(kinds=("text/event-stream",)))
 async def load_model_for_transformers_chat() -> Response:
-    """What `transformers chat` asks before anything else: the model is there, as the one event of a stream."""
+    """The first request of `transformers chat`: replies that the model is loaded, as the one event of a stream."""
     return Response('data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
 
 

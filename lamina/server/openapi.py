@@ -1,4 +1,4 @@
-"""What /openapi.json says of bodies and answers."""
+"""Descriptions of bodies and replies in /openapi.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ERROR = {
     },
 }
 _WHY = {
-    202: "it is under way: ask again after Retry-After",
+    202: "it is being computed: retry after Retry-After",
     400: "the request is wrong: param names its field",
     401: "an API key is needed",
     403: "a foreign host or origin",
@@ -36,16 +36,16 @@ _WHY = {
     415: "the body is no JSON, or encoded",
     429: "too many requests wait: again after Retry-After",
     500: "the server failed",
-    503: "the server shuts down, the engine is not there, or memory has no room now",
+    503: "the server shuts down, the engine is gone, or memory is full now",
 }
-_WORDS = {"ge": "minimum", "le": "maximum"}  # pydantic's, of integers that may be written as 1.0
-_ANY = (401, 403, 500)  # of any route
+_WORDS = {"ge": "minimum", "le": "maximum"}  # pydantic's names, for integers that may be written as 1.0
+_ANY = (401, 403, 500)  # statuses of any route
 _WITH_BODY = (400, 404, 408, 413, 415, 503)
 
 
 def responses_of(*statuses: int, kinds: tuple[str, ...] = ("application/json",), body: bool = False) -> Answers:
-    """The answers of a route: status 200 in one of ``kinds``, ``statuses``, the statuses of every route and, with
-    ``body``, the statuses of routes that read a body.
+    """Return the replies of a route: status 200 in one of ``kinds``, ``statuses``, the statuses of every route and,
+    with ``body``, the statuses of routes that read a body.
     """
     by_status: Answers = {200: {"description": "all is well", "content": {kind: {} for kind in kinds}}}
     for status in sorted({*_ANY, *statuses, *(_WITH_BODY if body else ())}):
@@ -55,7 +55,7 @@ def responses_of(*statuses: int, kinds: tuple[str, ...] = ("application/json",),
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The body of a route."""
+    """Return the description of a route's body."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = schema.pop("$defs", {})
     return {

@@ -1,5 +1,5 @@
-"""For whoever has the key of the operator: POST /scale, other numbers of workers while streams are open; POST /drain,
-nothing new for a time; POST /cordon, nothing new for one memory worker.
+"""Routes for the operator's key. POST /scale changes the numbers of workers while streams are open. POST /drain pauses
+new requests, or removes memory workers. POST /cordon keeps new sequences off one memory worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ router = APIRouter()
 
 
 class ScaleRequest(Strict):
-    """POST /scale; what is not named stays."""
+    """POST /scale; a field that is not given stays unchanged."""
 
     memory_workers: Int | None = Field(None, ge=1, le=MAX_WORKERS)
     prefill_workers: Int | None = Field(None, ge=0, le=MAX_WORKERS)
@@ -45,7 +45,9 @@ class ScaleRequest(Strict):
 
 
 class DrainRequest(Strict):
-    """POST /drain. ``memory_worker``: that one alone, for good; the server goes on. ``host``: all that are on it."""
+    """POST /drain. ``memory_worker``: remove this worker for good; the server continues. ``host``: remove all on that
+    host.
+    """
 
     on: bool = True
     memory_worker: Int | None = Field(None, ge=0, le=MAX_WORKERS)
@@ -64,14 +66,14 @@ SCALE_FIELDS = tuple(ScaleRequest.model_fields)
 
 @router.post("/scale", openapi_extra=body_of(ScaleRequest), responses=responses_of(401, 409, 503, body=True))
 async def scale(request: Request) -> Response:
-    """Have the engine go on with other numbers of workers. Answered once it does; streams pause meanwhile."""
+    """Change the numbers of workers. The reply comes when the engine runs with them; streams pause meanwhile."""
     service: Service = request.app.state.service
     body, before = await parse(ScaleRequest, request), service.client.config
     asked = {name: value for name in SCALE_FIELDS if (value := getattr(body, name)) is not None}
     if unknown := sorted(set(body.model_extra or {})):
         raise ApiError(400, f"unknown field {unknown[0]!r}; known: {', '.join(SCALE_FIELDS)}", param=unknown[0])
     if not asked or before is None:
-        raise ApiError(400, f"say what is to change: {', '.join(SCALE_FIELDS)}", code="invalid_value")
+        raise ApiError(400, f"name what to change: {', '.join(SCALE_FIELDS)}", code="invalid_value")
     had = _sizes(before)
     if had == had | asked:
         return json_response({"before": had, "after": had, "pause_s": 0.0})
@@ -87,8 +89,8 @@ async def scale(request: Request) -> Response:
 
 @router.post("/drain", openapi_extra=body_of(DrainRequest), responses=responses_of(401, 409, 503, body=True))
 async def drain(request: Request) -> Response:
-    """Take no new requests, or take them again (``on`` false). What is under way goes on; says how much that is. Or
-    have one memory worker, or all of a host, give their KV to the others, and end; streams pause meanwhile.
+    """Refuse new requests, or accept them again (``on`` false). Running requests continue; the reply counts them. With
+    a worker or a host: move the KV of these memory workers to others and end them; streams pause meanwhile.
     """
     service: Service = request.app.state.service
     body = await parse(DrainRequest, request)
@@ -96,7 +98,7 @@ async def drain(request: Request) -> Response:
         raise ApiError(400, f"unknown field {unknown[0]!r}; known: on, memory_worker, host", param=unknown[0])
     named = [name for name in ("memory_worker", "host") if getattr(body, name) is not None]
     if len(named) > 1 or (named and not body.on):
-        text = "name memory_worker or host, or say on: one alone, and who has gone does not come back"
+        text = "name memory_worker or host, or on: only one of them, and a removed worker does not come back"
         raise ApiError(400, text, code="invalid_value")
     if body.host is not None:
         return json_response(
@@ -110,8 +112,8 @@ async def drain(request: Request) -> Response:
 
 @router.post("/cordon", openapi_extra=body_of(CordonRequest), responses=responses_of(401, 409, 503, body=True))
 async def cordon(request: Request) -> Response:
-    """Have no new sequence begin on a memory worker, or have them begin there again (``on`` false). Those that are
-    there go on. Says on which of them none begins.
+    """Let no new sequence begin on a memory worker, or allow it again (``on`` false). Sequences that are there
+    continue. The reply lists all cordoned memory workers.
     """
     service: Service = request.app.state.service
     body = await parse(CordonRequest, request)
@@ -122,7 +124,7 @@ async def cordon(request: Request) -> Response:
 
 
 def workers_on_host(ready: EngineReady, host: str) -> list[int]:
-    """The memory workers of a host. Raises ApiError where there are none, or others with them."""
+    """Return the memory workers of a host. Raises ApiError if there are none, or other workers with them."""
     there = sorted(name for name, at in ready.hosts.items() if at == host)
     if not there:
         known = ", ".join(sorted({*ready.hosts.values()}))
@@ -136,7 +138,7 @@ def workers_on_host(ready: EngineReady, host: str) -> list[int]:
 
 
 async def _dismiss(service: Service, workers: Sequence[int], asked: str) -> dict[str, Any]:
-    """``asked``: the flag that named them."""
+    """Remove memory workers. ``asked``: the flag that named them. Returns the reply. Raises ApiError."""
     before = service.client.config
     if before is None:
         raise ApiError(400, f"{asked}: this engine cannot be changed while it runs", code="invalid_value")
@@ -172,8 +174,8 @@ def _refusals(service: Service) -> Iterator[None]:
 
 
 def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: EngineReady) -> EngineConfig:
-    """``before`` with other sizes. Raises ValueError, naming the flag and the fix, where workers cannot share or keep
-    the model so.
+    """Return ``before`` with other sizes. Raises ValueError, naming the flag and the fix, if the model cannot be
+    divided among these workers.
     """
     wanted = scaled_config(before, asked)
     raw = peek_config(model, trust_remote_code=before.model.trust_remote_code)
@@ -186,8 +188,8 @@ def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: Engi
 
 
 def scaled_config(before: EngineConfig, asked: dict[str, int]) -> EngineConfig:
-    """``before`` with other sizes; a number of batches takes the place of a plan that chooses it, and memory workers
-    keep the parts that it has them measure. Raises ValueError.
+    """Return ``before`` with other sizes. A given number of batches replaces a plan that chooses it; then memory
+    workers keep measured weights. Raises ValueError.
     """
     options, had = flat_options(before) | asked, before.topology
     if "pipeline" in asked and had.measures_pipeline:
@@ -196,6 +198,6 @@ def scaled_config(before: EngineConfig, asked: dict[str, int]) -> EngineConfig:
 
 
 def _sizes(config: EngineConfig) -> dict[str, Any]:
-    """Numbers; in place of that of the batches, where these are chosen, the plan."""
+    """Return the sizes. If the plan chooses the number of batches, the plan is in its place."""
     sizes = {name: getattr(config.topology, name) for name in SCALE_FIELDS}
     return sizes | ({"pipeline": config.topology.plan} if config.topology.measures_pipeline else {})

@@ -1,4 +1,4 @@
-"""The limits of the waiting line. A request above them is refused before it costs anything."""
+"""The limits of the queue. A request above them is refused before it costs anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RETRY_AFTER_S = 1
 
 
 class QueueTicket:
-    """Room for the completions of one HTTP request. ``close`` gives back what is left of it. Idempotent."""
+    """Places for the completions of one HTTP request. ``close`` releases the remaining ones. Idempotent."""
 
     def __init__(self, admission: QueueLimit, completions: int) -> None:
         self._admission = admission
@@ -18,20 +18,20 @@ class QueueTicket:
         self._tokens = 0
 
     def set_prompt_tokens(self, tokens: int) -> None:
-        """The prompts have so many tokens. Raises ApiError where no more may wait; prompts that alone are above the
-        limit may wait alone.
+        """Count the tokens of the prompts. Raises ApiError if no more may wait; prompts that alone exceed the limit may
+        wait alone.
         """
         self._admission.check_tokens(tokens)
         self._tokens += tokens
         self._admission.tokens += tokens
 
     def on_completion_finished(self) -> None:
-        """One of its completions has ended."""
+        """Release the place of a completion that has ended."""
         self._completions -= 1
         self._admission.completions -= 1
 
     def on_first_token(self, tokens: int) -> None:
-        """A prompt of so many tokens has its first token."""
+        """Note that a prompt of ``tokens`` tokens has its first token and waits no more."""
         self._tokens -= tokens
         self._admission.tokens -= tokens
 
@@ -42,7 +42,9 @@ class QueueTicket:
 
 
 class QueueLimit:
-    """Counts what is under way. One number bounds it: so many completions decode, so many more may wait."""
+    """Counts running and waiting completions. One number bounds them: ``max_running`` decode, ``max_queued`` more may
+    wait.
+    """
 
     def __init__(
         self, max_running: int, max_queued: int, max_queued_tokens: int, refused: Callable[[str], None]
@@ -52,19 +54,19 @@ class QueueLimit:
         self._max_running = max_running
         self._max_tokens = max_queued_tokens
         self._refused = refused
-        self.completions = 0  # under way
-        self.tokens = 0  # of prompts that wait for their first token
-        self.is_draining = False  # until the server's end
-        self.is_closed = False  # by the operator, for a time
+        self.completions = 0  # running and waiting ones
+        self.tokens = 0  # tokens of prompts that wait for their first token
+        self.is_draining = False  # True until the server ends
+        self.is_closed = False  # set by the operator, for a time
 
     @property
     def num_waiting(self) -> int:
-        """Completions above those that can decode."""
+        """The number of completions above those that can decode."""
         return max(0, self.completions - self._max_running)
 
     def check(self, completions: int) -> None:
-        """Check that so many more may come in. Raises ApiError: 503 while draining or closed, 429, 400 for what
-        never could.
+        """Check that ``completions`` more may enter. Raises ApiError: 503 while draining or closed, 429 if the queue is
+        full, 400 for a number that never fits.
         """
         if self.is_draining:
             self._refused("draining")
@@ -79,18 +81,18 @@ class QueueLimit:
             self._refuse("requests")
 
     def admit(self, completions: int) -> QueueTicket:
-        """Take room, before anything is awaited that costs something. Raises like ``check``."""
+        """Take places; call it before any costly wait. Raises as ``check``."""
         self.check(completions)
         self.completions += completions
         return QueueTicket(self, completions)
 
     def readmit(self, completions: int) -> QueueTicket:
-        """Room for what was accepted by an earlier server: it is not refused now."""
+        """Take places for a request that an earlier server accepted: it is not refused now."""
         self.completions += completions
         return QueueTicket(self, completions)
 
     def check_tokens(self, tokens: int) -> None:
-        """Check that prompts of so many tokens may wait. Raises ApiError 429."""
+        """Check that prompts with so many tokens may wait. Raises ApiError 429."""
         if self._max_tokens and self.tokens and self.tokens + tokens > self._max_tokens:
             self._refuse("tokens")
 

@@ -1,4 +1,6 @@
-"""The server's process: waits for the engine, serves, and ends in order: drain on a signal, by force on the second."""
+"""The server's process: waits for the engine, serves, and ends in order. A first signal drains it, a second one forces
+the end.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,9 @@ from .response.openai_logprobs import TokenTexts
 from .server_config import ServerConfig
 
 CLOSE_S = 5  # for connections to take their last bytes
-PROGRESS_S = 3.0  # for clients and health checks to hear that the engine is lost, before the server ends
-# Longer than clients keep an idle connection (httpx: 5 s; balancers: 60 s): they should close it first, as a request
-# that crosses our closing fails.
+PROGRESS_S = 3.0  # the time for which clients and health checks see that the engine is lost, before the server ends
+# Longer than clients keep an idle connection (httpx: 5 s; balancers: 60 s). The client should close it first, because a
+# request that arrives while we close the connection fails.
 KEEP_ALIVE_S = 75
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ def run(
     on_ready: Callable[[], None],
     journal: Journal | None,
 ) -> int:
-    """Serve until a signal, or until the engine is lost. The exit status: 0, or 1 where it was lost."""
+    """Serve until a signal, or until the engine is lost. Returns the exit status: 0, or 1 if the engine was lost."""
     set_up_logging(as_json=config.log_json)
     logger.info("starting %s", model)
     return uvloop.run(_serve(model, config, engine_config, handle, sock, on_ready, journal))
@@ -98,7 +100,7 @@ async def _serve(
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
         if defaults:
             text = ", ".join(f"{name} {value}" for name, value in defaults.items())
-            logger.info("sampling where a request does not say, of %s: %s (--generation-config)", FILE, text)
+            logger.info("sampling defaults from %s: %s (--generation-config)", FILE, text)
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
         service = _service(model, config, engine_config, client, tokenizer, defaults)
@@ -142,7 +144,7 @@ def _service(
     )
 
 
-class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
+class HttpServer(uvicorn.Server):  # uvicorn with our order of shutdown.
     """uvicorn, with our order of ending."""
 
     def __init__(self, service: Service, on_ready: Callable[[], None]) -> None:
@@ -211,11 +213,11 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             await asyncio.wait(tasks)
 
     async def _end_with_engine(self) -> None:
-        """Whoever supervises this server starts it again: it says what happened, then ends."""
+        """Log the loss of the engine, wait ``PROGRESS_S``, then end the server. Its supervisor starts it again."""
         await self._service.client.lost.wait()
         logger.error("ending with status 1 in %g s", PROGRESS_S)
         await asyncio.sleep(PROGRESS_S)
-        self._abort()  # who has not read so far has not left
+        self._abort()  # clients that have not read their error by now get no more time
         self.should_exit = True
 
     def _signalled(self) -> None:
@@ -229,7 +231,9 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             self.should_exit = self.force_exit = True
 
     async def _drain(self) -> None:
-        """Take nothing new, let what is under way finish, end what is left with an error that clients can read."""
+        """Refuse new requests, let running ones finish, and end the remaining ones with an error that
+        clients can read.
+        """
         service, limit = self._service, self._service.config.shutdown_timeout
         service.queue_limit.is_draining = True
         more = "a second Ctrl-C or SIGTERM ends them at once"
@@ -238,18 +242,20 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         try:
             while service.queue_limit.completions and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
-            if self.should_exit:  # by a second signal, or by the loss of the engine, which have lines of their own
+            if self.should_exit:  # a second signal or the loss of the engine, which log lines of their own
                 return
             if service.queue_limit.completions:
                 logger.warning("ending after %g s: %s", limit, self._cut())
             else:
-                logger.info("ending: all requests are answered")
+                logger.info("ending: all requests have their replies")
             self._abort()
         finally:
             self.should_exit = True
 
     def _cut(self) -> str:
-        """What ends with the server, those included of an earlier one that were begun again."""
+        """Return the text for the log of what ends with the server, including requests resumed from an
+        earlier server.
+        """
         later = ", left to the next server of its journal" if self._service.journal else ""
         return count_text(self._service.queue_limit.completions, "completion is cut", "completions are cut") + later
 
@@ -266,7 +272,7 @@ def _tell_failure(task: asyncio.Task[None]) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals(handle: EngineHandle) -> Iterator[None]:
-    """From here until the server runs, a signal ends this process, and its engine with it."""
+    """Let a signal end this process and its engine. The server installs its own handlers when it runs."""
 
     def end() -> None:
         handle.sock.close()
@@ -279,7 +285,9 @@ def _ended_by_signals(handle: EngineHandle) -> Iterator[None]:
 
 
 class _StartupLog:
-    """A line at the end of each stage of a start: when it is told, when the next one begins, or when all have ended."""
+    """Logs a line at the end of each stage of a start: at its last report, when the next stage begins, or
+    in ``end``.
+    """
 
     def __init__(self) -> None:
         self._stage = ""
@@ -290,7 +298,7 @@ class _StartupLog:
         if progress.stage != self._stage:
             self.end()
             self._stage, self._told = progress.stage, False
-        if progress.done >= progress.total:  # told several times where parts are smaller than the unit
+        if progress.done >= progress.total:  # reported several times if parts are smaller than the unit
             self.end()
 
     def end(self) -> None:

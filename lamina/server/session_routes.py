@@ -1,6 +1,6 @@
-"""Sessions over HTTP: what ``session_id`` in a body means, GET /v1/sessions and DELETE /v1/sessions/ID; and one that
-goes to another server, GET /v1/sessions/ID/export, POST /v1/sessions/import. A client sees the sessions of its own API
-key.
+"""Sessions over HTTP: the field ``session_id`` of a body, GET /v1/sessions and DELETE /v1/sessions/ID. GET
+/v1/sessions/ID/export and POST /v1/sessions/import move a session to another server. A client sees the sessions of its
+own API key.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ router = APIRouter()
 def begin_turn(
     request: Request, body: ChatRequest | CompletionRequest, prompts: int = 1
 ) -> Iterator[SessionTurn | None]:
-    """A turn of the session that ``body`` names, until its call ends it; given back where no call comes of it. Raises
-    ApiError.
+    """Begin a turn of the session that ``body`` names. Its call ends the turn; an exception before that undoes it.
+    Raises ApiError.
     """
     if body.session_id is None:
         yield None
@@ -65,7 +65,7 @@ def begin_turn(
 
 @router.get("/v1/sessions", responses=responses_of(503))
 async def list_sessions(request: Request) -> Response:
-    """Every session of one's own: its name, turns, tokens of KV, and the tier that has them."""
+    """All sessions of the client's key: name, turns, tokens of KV, and the tier that has them."""
     sessions = await _asked(request, None)
     data = [{"id": s.name, "object": "session", "turns": s.turns, "tokens": s.tokens, "tier": s.tier} for s in sessions]
     return json_response({"object": "list", "data": data})
@@ -73,7 +73,7 @@ async def list_sessions(request: Request) -> Response:
 
 @router.delete("/v1/sessions/{session_id:path}", responses=responses_of(404, 409, 503))
 async def delete_session(request: Request, session_id: str) -> Response:
-    """Forget a session and give up its KV, but for pages that others have too."""
+    """Forget a session and free its KV, except pages that other sequences have too."""
     service: Service = request.app.state.service
     with _refusals():
         service.session_turns.drop_session(SessionName(salt_of(request.state.key_id, None), session_id))
@@ -83,21 +83,21 @@ async def delete_session(request: Request, session_id: str) -> Response:
 
 
 class PortedSession(msgspec.Struct, frozen=True):
-    """A session on its way from server to server. ``spoken``: what its last turn has sent."""
+    """A session on its way between servers. ``spoken``: a digest of what its last turn sent."""
 
     copy: SessionCopy
     spoken: TranscriptDigest | None
 
 
 class ImportRequest(Strict):
-    """POST /v1/sessions/import. ``session``: of an export."""
+    """POST /v1/sessions/import. ``session``: from an export."""
 
     session: Text
 
 
 @router.get("/v1/sessions/{session_id:path}/export", responses=responses_of(400, 404, 409, 503))
 async def export_session(request: Request, session_id: str) -> Response:
-    """A session without its KV, which the next server finds in the store, by its tokens."""
+    """A session without its KV, which the next server finds in storage by its tokens."""
     service: Service = request.app.state.service
     name = SessionName(salt_of(request.state.key_id, None), session_id)
     with _refusals():
@@ -127,7 +127,7 @@ async def import_session(request: Request) -> Response:
 
 
 async def _answered(service: Service, question: SessionsRequest) -> SessionsReply:
-    """Raises ValueError where the engine refuses, ApiError."""
+    """Send a query to the engine. Raises ValueError if the engine refuses, and ApiError."""
     with _failures():
         answer = await service.client.query(question)
     if answer.refusal:

@@ -1,9 +1,9 @@
-"""Who shares KV with whom: a request's salt, by its API key and by what its client says.
+"""Decides which requests share KV: a request's salt, from its API key and its client's cache_salt.
 
-    salt = tenant, and behind it the division that its client asks for, if any
+    salt = tenant + division, if the client sets one
 
-The tenant of an API key is a digest that nobody without the key can make; that of a server without keys is empty, or
-zeros where a division follows (lamina.kv.page_keys.tenant_of reads it).
+The tenant of an API key is a digest that only the key's owner can make. Without keys it is empty, or zeros if a
+division follows (lamina.kv.page_keys.tenant_of reads it).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lamina.scheduler.sessions.token_ranges import parse_ranges
 
 from .request.openai_protocol import Sampling
 
-RETENTIONS_S = {"24h": 86_400.0, "30m": 1_800.0}  # by what a body asks for; others ask for nothing
+RETENTIONS_S = {"24h": 86_400.0, "30m": 1_800.0}  # by the value in a body; other values mean 0
 
 
 def salt_of(key_id: bytes, cache_salt: str | None) -> bytes:
-    """The same bytes for the same API key and text, also in a later server, whose store may have their KV; empty where
-    both are absent. Who has not the key cannot make its salt.
+    """Return equal bytes for the same API key and text, even in a later server, whose storage may have their KV. Empty
+    if both are absent. A client without the key cannot make its salt.
 
     ``key_id``: SHA-256 of the API key, see Auth; empty = a server without keys, which is one tenant. ``cache_salt``:
     divides the requests of one tenant.
@@ -36,7 +36,9 @@ def salt_of(key_id: bytes, cache_salt: str | None) -> bytes:
 
 
 def cache_options_of(key_id: bytes, salt: bytes, session: SessionName | None, body: Sampling) -> CacheOptions:
-    """On which a request is taken. ``key_id``, ``salt``: as of ``salt_of``; ``session``: of which it is a turn."""
+    """Return a request's cache options. ``key_id``, ``salt``: as for ``salt_of``; ``session``: the session of which it
+    is a turn.
+    """
     key, options = body.prompt_cache_key, body.prompt_cache_options
     affinity_key = hmac.digest(key_id, b"kin" + key.encode(errors="surrogatepass"), "sha256") if key else b""
     asked = (body.prompt_cache_retention, options.ttl if options else None)

@@ -1,1 +1,1 @@
-"""The engine in a process of its own, and the server's end of the link to it."""
+"""The engine's process, and the server's client for it."""

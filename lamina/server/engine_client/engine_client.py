@@ -1,4 +1,6 @@
-"""The server's end of the engine process: adds prompts, hands deltas to whoever waits for them, knows if it lives."""
+"""The server's client of the engine process: adds prompts, passes deltas to their readers, and replaces a
+lost engine.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,14 @@ FROM_ENGINE = (
     | EngineDefect
 )
 JOIN_S = 8.0
-WATCH_S = 0.25  # between looks whether the engine stands still
+WATCH_S = 0.25  # between two checks whether the engine is stopped or hangs
 log = logging.getLogger(__name__)
 
 
 class EngineGoneError(WorkerError):
-    """The engine process has ended, and why. ``by_defect``: of its own, and nobody has ended it."""
+    """The engine process has ended; the text says why. ``by_defect``: it ended by an error of its own, not
+    by a signal.
+    """
 
     def __init__(self, text: str, *, by_defect: bool = False) -> None:
         super().__init__(text)
@@ -73,26 +77,28 @@ class EngineGoneError(WorkerError):
 
 
 class QuestionFailedError(Exception):
-    """The engine could not answer a question, by a defect of its own."""
+    """The engine failed to reply to a query, by a defect of its own."""
 
 
 class EngineClient:
-    """All methods belong to the event loop's thread."""
+    """The connection to the engine. All methods belong to the event loop's thread."""
 
     def __init__(self, handle: EngineHandle, restarts: EngineRestarts | None, records: DeltaSink | None = None) -> None:
-        """``restarts``: None = the first engine is the last one. ``records``: gets all deltas first."""
+        """``restarts``: None = the first engine is never replaced. ``records``: gets all deltas before
+        their readers.
+        """
         self.ready: EngineReady
-        self.on_step: Callable[[int], None] = lambda tokens: None  # gets the tokens of each step, see Outputs
+        self.on_step: Callable[[int], None] = lambda tokens: None  # called with the tokens of each step, see Outputs
         self.state: EngineState | None = None
         self.counters: dict[str, dict[str, float]] = {}
-        self.failure: str | None = None  # why the engine is gone
-        self.lost = asyncio.Event()  # the same, to wait for; not set where ``close`` has ended it
+        self.failure: str | None = None  # why the engine is gone for good
+        self.lost = asyncio.Event()  # set together with ``failure``, but not if ``close`` has ended the engine
         self._handle, self._restarts = handle, restarts
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
-        self._is_ready = False  # until then questions wait here
-        self._hangs = False  # whether it has been ended as it hung
-        self._workers: set[int] = set()  # processes of the engine's workers
+        self._is_ready = False  # False: queries wait in this process
+        self._hangs = False  # whether the engine was ended because it hung
+        self._workers: set[int] = set()  # process ids of the engine's workers
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
         self.prompts = OpenPrompts(self._send, records, hears=restarts is not None)
         self._resize, self._queries, self._closing, self._next_key = (
@@ -112,7 +118,9 @@ class EngineClient:
         restarts: EngineRestarts | None = None,
         records: DeltaSink | None = None,
     ) -> EngineClient:
-        """Wait until a launched engine is ready. Raises ValueError for bad input, EngineGoneError."""
+        """Wait until a launched engine is ready. Raises ValueError for bad input, EngineGoneError if the
+        engine ends.
+        """
         client = cls(handle, restarts, records)
         await client._open(on_progress)
         client.prompts.resume()
@@ -121,7 +129,7 @@ class EngineClient:
 
     async def _open(self, on_progress: Callable[[Progress], None]) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=self._handle.sock)
-        self._output_assembler, self._hangs = OutputAssembler(), False  # of this engine
+        self._output_assembler, self._hangs = OutputAssembler(), False  # state of this engine only
         while True:
             message = await self._receive()
             if isinstance(message, EngineReady):
@@ -134,11 +142,11 @@ class EngineClient:
 
     @property
     def seconds_without_progress(self) -> float:
-        """Seconds since the engine last made progress, or was idle with all workers answering."""
+        """Seconds since the engine last made progress, or was idle while all workers replied."""
         return time.monotonic() - self._state_at
 
     def with_seed(self, params: SamplingParams) -> SamplingParams:
-        """With a seed, where there may be another engine."""
+        """Return ``params`` with a seed if another engine may continue the request."""
         return self._restarts.with_seed(params) if self._restarts else params
 
     def add(
@@ -153,9 +161,9 @@ class EngineClient:
         terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
         name: str = "",
     ) -> int:
-        """Queue a prompt; its deltas go to ``feed`` under the key returned. ``key``: None = one of this client's own,
-        and then never one from elsewhere. ``heard``: of its completions, from another server's engine; None = it is
-        new. ``name``: its request's, for the log. Raises EngineGoneError.
+        """Queue a prompt; its deltas go to ``feed`` under the returned key. ``key``: None = the client's next number;
+        then every prompt must use None. ``heard``: deltas of the prompt's completions from an earlier server's engine;
+        None = the prompt is new. ``name``: the request's name in the log. Raises EngineGoneError.
         """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
@@ -168,27 +176,29 @@ class EngineClient:
         return key
 
     def cancel(self, key: int) -> None:
-        """Nobody wants it any more. Finished and unknown keys are ignored."""
+        """Cancel a prompt. Finished and unknown keys are ignored."""
         self.prompts.cancel(key)
 
     def reset_prefix_cache(self) -> None:
-        """Prompts that are added behind this find no KV of those before."""
+        """Make prompts that are added later find no KV of earlier ones."""
         reset = self._restarts.request_reset() if self._restarts else ResetPrefixCache()
         if self._is_ready:
             self._send(reset)
 
     async def sessions(self, tenant: bytes, drop: str | None = None) -> list[SessionInfo]:
-        """The sessions of a tenant; or the one that is called ``drop``, which then is no more. Raises as ``query``."""
+        """Return the tenant's sessions. ``drop``: forget the session of that name, and return only it. Raises as
+        ``query``.
+        """
         return (await self.query(SessionsRequest(0, tenant, drop))).sessions
 
     async def query(self, question: SessionsRequest) -> SessionsReply:
-        """The answer to a question about sessions. Raises EngineGoneError, QuestionFailedError."""
+        """Return the engine's reply to a query about sessions. Raises EngineGoneError, QuestionFailedError."""
         if self.failure is not None or not self._is_ready:
             raise EngineGoneError(self.failure or "it is being replaced")
         try:
             answer = await self._queries.query(self._send, question)
         except TimeoutError:
-            raise EngineGoneError(f"it has not answered for {ANSWER_S:g} s") from None
+            raise EngineGoneError(f"it has not replied for {ANSWER_S:g} s") from None
         except UnsendableError as e:
             log.error("a question cannot be sent to the engine: %s", e)
             raise QuestionFailedError(f"the question cannot be sent to the engine: {e}") from None
@@ -198,14 +208,15 @@ class EngineClient:
 
     @property
     def config(self) -> EngineConfig | None:
-        """Of the engine, or of the one that takes its place; None where the first one is the last."""
+        """The configuration of the engine, or of the one that replaces it; None if the engine is never replaced."""
         return self._restarts.config if self._restarts else None
 
     async def replace_engine(self, config: EngineConfig, leaving: Sequence[int] = ()) -> float:
-        """Have an engine with ``config`` take the place of this one: all open prompts go on there, from their tokens.
-        ``leaving``: memory workers that go, in place or not at all. Returns the seconds without an engine. Raises
-        EngineBusyError, EngineGoneError, and PlanFailedError where no engine starts so: then one goes on as it was
-        before.
+        """Replace the engine by one with ``config``; all open prompts continue there from their tokens so far. If only
+        the number of memory workers changes, the engine changes it in place where it can. ``leaving``: memory workers
+        that must leave; they leave in place or not at all. Returns the seconds without an engine. Raises
+        EngineBusyError, EngineGoneError, and PlanFailedError if no engine starts with ``config``; then one with the old
+        configuration runs.
         """
         restarts = self._settled()
         had = restarts.config
@@ -216,25 +227,25 @@ class EngineClient:
             if pause_s is not None:
                 return pause_s
         if not self._is_ready:
-            raise EngineBusyError("the engine is being replaced: ask again once /health says ok")
+            raise EngineBusyError("the engine is being replaced: request it again once /health reports ok")
         planned, engine = restarts.plan(config), self._handle
         self._send(Stop())  # it sends its last outputs, and ends with its workers
         asyncio.get_running_loop().call_later(JOIN_S, self._kill_if_late, engine)
         return await asyncio.shield(planned)
 
     async def cordon(self, worker: int, *, on: bool) -> list[int]:
-        """Have no new sequence begin on a memory worker, or have them begin there again. Returns all of which the
-        former holds. Raises as ``replace_engine``.
+        """Let no new sequence begin on a memory worker or, with ``on=False``, allow it again. Returns all cordoned
+        memory workers. Raises as ``replace_engine``.
         """
         self._settled()
         return await self._resize.cordon(CordonWorker(worker, on))
 
     def _settled(self) -> EngineRestarts:
-        """Raises EngineGoneError, EngineBusyError where the engine cannot be changed now."""
+        """Return ``restarts``. Raises EngineGoneError, or EngineBusyError if the engine cannot be changed now."""
         if self.failure is not None:
             raise EngineGoneError(self.failure)
         if self._restarts is None or not self._is_ready or self._restarts.is_planned or self._closing:
-            raise EngineBusyError("the engine is being replaced, or ended: ask again once /health says ok")
+            raise EngineBusyError("the engine is being replaced, or ended: request it again once /health reports ok")
         self._resize.check()
         return self._restarts
 
@@ -243,7 +254,7 @@ class EngineClient:
             engine.join(0.0)
 
     def kill(self) -> None:
-        """End the engine by force, now; its workers end when its links do. ``close`` then has nothing to wait for."""
+        """End the engine by force, now. Its workers end when their links do. ``close`` then waits for nothing."""
         self._closing = True
         self._handle.join(0.0)
 
@@ -251,16 +262,16 @@ class EngineClient:
         """End the engine and its workers. Idempotent."""
         self._closing = True
         self._send(Stop())
-        # The link stays open until then: its end would tell the engine to hurry. One that still loads hears nothing.
+        # The link stays open while we wait: its end would make the engine hurry. A loading engine reads no messages.
         await asyncio.to_thread(self._handle.join, JOIN_S if self._is_ready or self.failure else 0.0)
         for task in self._tasks:
             task.cancel()
         self._writer.close()
 
     def _send(self, message: msgspec.Struct) -> None:
-        """Raises UnsendableError."""
+        """Send a message to the engine. Raises UnsendableError."""
         data = framed(message)
-        with contextlib.suppress(OSError, RuntimeError):  # its link has ended: the next engine is asked anew
+        with contextlib.suppress(OSError, RuntimeError):  # its link has ended: the next engine gets all prompts again
             self._writer.write(data)
 
     async def _receive(self) -> Any:
@@ -279,10 +290,10 @@ class EngineClient:
             return self._mended(frame, e)
 
     def _mended(self, frame: bytes, error: Exception) -> Any:
-        """What can be read of a frame; requests of which nothing can end by an error. Raises EngineGoneError."""
+        """Return what can be decoded of a frame; unreadable requests end by an error. Raises EngineGoneError."""
         if (mended := read_anyway(frame, error)) is None:
             raise EngineGoneError(f"the engine process sent what is no message: {error}", by_defect=True)
-        log.error("an answer of the engine cannot be read, and its request ends by an error: %s", error)
+        log.error("a reply of the engine cannot be read, and its request ends by an error: %s", error)
         for key in mended.ended:
             self._send(CancelPrompt(key))
         return mended.message
@@ -292,9 +303,9 @@ class EngineClient:
         while reason is None:
             try:
                 reason = await self._listen()
-            except Exception as e:  # a defect here: no reader may wait for an engine that nobody hears
+            except Exception as e:  # a defect here: no reader may wait for an engine whose messages are not read
                 log.exception("reading from the engine, or starting another one, has failed")
-                reason = f"the server cannot go on with its engine: {type(e).__name__}: {e}"
+                reason = f"the server cannot continue with its engine: {type(e).__name__}: {e}"
         self._is_ready, self.failure = False, reason
         self._resize.on_answer(ScaleReply(error=reason))
         self._queries.fail(EngineGoneError(reason))
@@ -306,7 +317,7 @@ class EngineClient:
         self.prompts.fail(EngineGoneError(reason))
 
     async def _watch(self) -> None:
-        """An engine that makes no way is as one that has died, also while it is idle: who asks /health would wait."""
+        """Kill an engine that is stopped or hangs, even an idle one: otherwise clients and health checks would wait."""
         watch = EngineWatchdog(self._restarts.config.deadlines) if self._restarts else None
         while watch is not None and self._restarts is not None and not self.lost.is_set():
             await asyncio.sleep(WATCH_S)
@@ -320,7 +331,9 @@ class EngineClient:
                 await asyncio.to_thread(self._handle.join, 0.0)
 
     async def _listen(self) -> str | None:
-        """To one engine, until it ends. Why there is no other one; None where there is."""
+        """Handle the messages of one engine until it ends. Returns None if another engine runs then, else why there is
+        none.
+        """
         try:
             while True:
                 message = await self._receive()
@@ -337,8 +350,8 @@ class EngineClient:
             return await self._restart(str(e), by_defect=e.by_defect)
 
     async def _restart(self, reason: str, *, by_defect: bool = False) -> str | None:
-        """Have another engine go on with all open prompts. ``by_defect``: of the last one, which one of them may have
-        brought out. Why that cannot be; None where it is so.
+        """Start another engine, which continues all open prompts. ``by_defect``: the last engine failed by a defect,
+        which one of the prompts may have caused. Returns None on success, else why there is no other engine.
         """
         restarts, self._is_ready = self._restarts, False
         self._leave(by_defect=by_defect)
@@ -348,7 +361,7 @@ class EngineClient:
             if not (restarts.is_planned or restarts.is_allowed):
                 return restarts.exit_message(reason)
             words = f"the engine ends, as planned ({reason})" if restarts.is_planned else reason
-            log.warning("%s; another one takes its place, and all requests go on", words)
+            log.warning("%s; another one replaces it, and all requests continue", words)
             free = list(map(min, self.ready.num_blocks))
             nothing = EngineState(running=0, waiting=0, free_blocks=free, preemptions=0, steps=0)
             self.state = msgspec.structs.replace(self.state or nothing, recovering=True)
@@ -356,7 +369,7 @@ class EngineClient:
             try:
                 await self._next_engine(restarts)
                 return None
-            except EngineGoneError as e:  # it died, too
+            except EngineGoneError as e:  # the new engine died, too
                 reason = str(e)
                 restarts.give_up(reason)
                 continue
@@ -369,8 +382,9 @@ class EngineClient:
         return reason
 
     def _leave(self, *, by_defect: bool) -> None:
-        """No prompt has an engine now. Where one is known by which it failed, that costs no recovery as long as others
-        come to their ends: else a server whose engines all fail would never end.
+        """Mark all prompts as without an engine. If the prompt that caused the failure is found, the failure costs no
+        recovery, as long as some prompt has finished since the last such find. Otherwise a server whose engines all
+        fail would never end.
         """
         defect = by_defect and self._restarts is not None and not self._restarts.is_planned and not self._closing
         known = self.prompts.pause(by_defect=defect, at_once=self.ready.max_num_seqs)
@@ -380,14 +394,16 @@ class EngineClient:
             self.prompts.some_ended = False
 
     async def _next_engine(self, restarts: EngineRestarts) -> None:
-        """Start it, and tell it of all open prompts. Raises EngineGoneError, TimeoutError, ValueError, OSError."""
+        """Start the next engine and send it all open prompts. Raises EngineGoneError, TimeoutError, ValueError,
+        OSError.
+        """
         had = self.ready
         self._handle = await restarts.begin(self._handle, self._workers)
         async with asyncio.timeout(restarts.limit_s):
             await self._open(lambda progress: None)
         assert self.state is not None
         self.state = msgspec.structs.replace(self.state, recovering=False)
-        if self.ready.num_blocks != had.num_blocks:  # it has other workers than the last one
+        if self.ready.num_blocks != had.num_blocks:  # its workers differ from those of the last engine
             self.state, self.counters = idle_state(self.state, self.ready), {}
         for reset in restarts.pending_reset:
             self._send(reset)

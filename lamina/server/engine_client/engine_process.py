@@ -1,4 +1,4 @@
-"""The engine in a process of its own. It knows nothing of HTTP or JSON."""
+"""The engine's process. It knows nothing of HTTP or JSON."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ log = logging.getLogger(__name__)
 FROM_SERVER = (
     StartEngine | AddPrompt | CancelPrompt | ResetPrefixCache | SessionsRequest | ScaleMemory | CordonWorker | Stop
 )
-IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at its workers
-HEALTH_CHECK_S = 0.25  # the same, while some of them have yet to answer
-WAIT_S = 0.01  # the same, where requests wait for room
+IDLE_S = 1.0  # seconds that an idle engine waits for a message before it checks its workers
+HEALTH_CHECK_S = 0.25  # the same, while some workers have not replied yet
+WAIT_S = 0.01  # the same, while requests wait for KV blocks
 STATE_S = 0.05
-LAST_EPOCH = (1 << EPOCH_BITS) - 1024  # a change takes two at least, and more where workers are lost meanwhile
-MOST_UNSENDABLE = 1024  # that are remembered
-COUNTERS_S = 0.9  # how often all workers are asked for their counters, and so whether they live
+LAST_EPOCH = (1 << EPOCH_BITS) - 1024  # a change takes at least two epochs, and more if workers are lost meanwhile
+MOST_UNSENDABLE = 1024  # keys that are remembered
+COUNTERS_S = 0.9  # between two requests for all workers' counters, which also show whether workers live
 
 
 class EngineDefectError(Exception):
-    """An engine that served has failed by a defect of its own."""
+    """A running engine has failed by a defect of its own."""
 
 
 def serve_engine(sock: socket.socket) -> None:
-    """Serve one server until its link ends or says Stop."""
+    """Serve one server until its link ends or it sends Stop."""
     link = ControlLink(sock, FROM_SERVER)
     try:
         start = link.recv()
@@ -79,7 +79,7 @@ def serve_engine(sock: socket.socket) -> None:
             _log(start)
             _serve(link, start)
     except LinkClosedError:
-        pass  # the server is gone: so are we
+        pass  # the server is gone, so this process ends too
     except (ValueError, OSError, ImportError) as e:
         _tell(link, Failed(text=str(e), user_error=True))
     except ReducedCapacityError as e:
@@ -98,7 +98,7 @@ def serve_engine(sock: socket.socket) -> None:
 
 
 def _log(start: StartEngine) -> None:
-    """What becomes of workers, to stderr, as the server's own lines."""
+    """Log the events of workers to stderr in the format of the server's lines."""
     if not start.log_json:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
         for room in ("lamina.executor", "lamina.engine"):
@@ -135,7 +135,7 @@ def _serve(link: ControlLink, start: StartEngine) -> None:
 
 
 class _EngineLoop:
-    """Takes messages between steps. Answers leave on a thread of their own, so that no step waits for the server."""
+    """Handles messages between steps. A thread of its own sends the replies, so no step waits for the server."""
 
     def __init__(self, link: ControlLink, engine: Engine, pools: WorkerExecutor, tokenizer: Any) -> None:
         self._link = link
@@ -148,18 +148,18 @@ class _EngineLoop:
         self._by_id: dict[int, ActivePrompt] = {}
         self._stopped = False
         self._steps = 0
-        self._grown = 0  # tokens of the last one, see Outputs
+        self._grown = 0  # tokens of the last step, see Outputs
         self._reported = (
             False,
             0,
             False,
         )  # whether it was busy, its steps, and whether it recovered, in the last State
         self._counters: dict[str, dict[str, float]] = {}
-        self._epoch = -1  # of whose workers the server knows
+        self._epoch = -1  # the epoch whose workers the server knows
         self._rebalancer = Rebalancer(engine, pools)
         self._state_at = self._asked_at = 0.0
-        self._sessions: dict[str, int] = {}  # by tier, when workers were asked last
-        self._unsendable = deque[int](maxlen=MOST_UNSENDABLE)  # keys of requests that have ended so
+        self._sessions: dict[str, int] = {}  # sessions by tier at the last reply of the workers
+        self._unsendable = deque[int](maxlen=MOST_UNSENDABLE)  # keys that ended so
 
     def run(self) -> None:
         self._link.send(self._ready())
@@ -178,7 +178,9 @@ class _EngineLoop:
             threads[1].join(1.0)
 
     def _is_out_of_epochs(self) -> bool:
-        """Whether epochs have hardly a number left: this engine ends without a word then, and another one goes on."""
+        """Return True if nearly no epoch numbers are left. The engine then ends without a message, and another one
+        continues.
+        """
         spent = (view := self._pools.ready.epoch) >= LAST_EPOCH
         if spent:
             log.warning("epoch %d is one of the last that have a number: this engine ends, as if it had died", view)
@@ -190,7 +192,7 @@ class _EngineLoop:
             deltas = [d for o in self._engine.step() for d in self._deltas(o)]
             self._steps += 1
             if not self._by_key:
-                self._report_state()  # first, so that gauges count the last answer before a client reads it
+                self._report_state()  # first, so that gauges include the last output before a client reads it
             if deltas:
                 self._outbox.put(Outputs(deltas, self._grown))
         else:
@@ -262,8 +264,8 @@ class _EngineLoop:
         except WorkerError:
             raise
         except Exception as e:
-            log.exception("a question about sessions could not be answered")
-            refusal, blame = f"the engine could not answer: {type(e).__name__}: {e}", ErrorOrigin.SERVER
+            log.exception("a query about sessions failed")
+            refusal, blame = f"the engine could not reply: {type(e).__name__}: {e}", ErrorOrigin.SERVER
         self._outbox.put(SessionsReply(request.number, sessions, copy, refusal, blame))
 
     def _port_session(self, request: SessionsRequest) -> SessionCopy | None:
@@ -272,7 +274,7 @@ class _EngineLoop:
             leaves.import_session(request.tenant, request.import_, self._engine.worker_info.max_model_len)
         if request.copy is None:
             return None
-        self._engine.release_idle_blocks()  # its last turn has ended for the client; so it has for the scheduler, then
+        self._engine.release_idle_blocks()  # the client has seen the end of its last turn; now the scheduler has too
         return leaves.export_session(SessionName(request.tenant, request.copy))
 
     def _add(self, add: AddPrompt) -> None:
@@ -282,7 +284,7 @@ class _EngineLoop:
             self._outbox.put(PromptRefused(add.key, str(e), ErrorOrigin.CLIENT))
             return
         if sum(told.is_finished for told in add.resumed) == add.params.n:
-            why = "all completions of this prompt have come to their ends: there is nothing to go on with"
+            why = "all completions of this prompt have ended: there is nothing to continue"
             self._outbox.put(PromptRefused(add.key, why, ErrorOrigin.SERVER))
             return
         try:
@@ -298,7 +300,7 @@ class _EngineLoop:
         except OverloadedError as e:
             self._outbox.put(PromptRefused(add.key, str(e), ErrorOrigin.LOAD, e.refusal))
             return
-        except Exception as e:  # of one prompt; the others have done nothing
+        except Exception as e:  # this prompt alone failed; no other one is affected
             log.exception("a prompt could not be added")
             self._outbox.put(PromptRefused(add.key, f"the engine could not add the prompt: {e}", ErrorOrigin.SERVER))
             return
@@ -314,8 +316,8 @@ class _EngineLoop:
         return lambda: Detokenizer(self._tokenizer, add.prompt, skip_special_tokens=skip)
 
     def _report(self) -> None:
-        """A State is due a few times a second while steps are done, at the end of work, and when all workers have
-        answered and, while a step runs, one of them has gone on. No step waits for an answer.
+        """Send an EngineState if one is due: a few times a second while steps are done, and at the end of work. Also
+        when all workers have replied and, during a step, one of them has progressed. No step waits for a reply.
         """
         now, busy, recovering = time.monotonic(), self._engine.has_work, self._pools.is_recovering
         was_busy, steps, was_recovering = self._reported
@@ -327,7 +329,7 @@ class _EngineLoop:
         if self._pools.ready.epoch != self._epoch:
             self._report_workers()
         due = due or ((self._steps > steps or recovering) and now - self._state_at > STATE_S)
-        if (counters := self._pools.collect_stats()) is not None:  # raises where a worker has not answered for long
+        if (counters := self._pools.collect_stats()) is not None:  # raises if a worker has not replied for long
             self._outbox.put(WorkerCounters(counters, list(self._pools.pids.values())))
             due = due or not busy or has_progress(self._counters, counters)
             self._counters = counters
@@ -340,7 +342,9 @@ class _EngineLoop:
             self._report_state()
 
     def _report_workers(self) -> None:
-        """Whoever starts another engine waits for the ends of these, which have memory; an operator names hosts."""
+        """Send the workers' process ids and hosts. Before another engine starts, the server waits until these processes
+        have ended and freed their memory. An operator names hosts.
+        """
         self._epoch = self._pools.ready.epoch
         self._outbox.put(WorkerCounters(self._counters, list(self._pools.pids.values()), self._pools.hosts))
 
@@ -364,7 +368,7 @@ class _EngineLoop:
             self._inbox.put(e)
         except LinkClosedError:
             self._inbox.put(Stop())
-        except Exception as e:  # noqa: BLE001 - the loop raises it: who hears nothing must not seem to live
+        except Exception as e:  # noqa: BLE001 - the loop raises it: a deaf engine must not seem alive
             self._inbox.put(e)
 
     def _heard(self) -> Any:
@@ -381,12 +385,12 @@ class _EngineLoop:
                 for part in split_outputs(message) if isinstance(message, Outputs) else (message,):
                     self._tell(part)
         except LinkClosedError:
-            pass  # the reader says so
-        except Exception as e:  # noqa: BLE001 - the same
+            pass  # the reader reports it
+        except Exception as e:  # noqa: BLE001 - as in ``_read``
             self._inbox.put(e)
 
     def _tell(self, message: Any) -> None:
-        """Send a message, or an error in place of an answer that cannot be encoded. Raises what ``send`` raises."""
+        """Send a message, or an error in place of a reply that cannot be encoded. Raises what ``send`` raises."""
         try:
             self._link.send(message)
         except LinkClosedError:
@@ -396,7 +400,7 @@ class _EngineLoop:
                 raise
             new = [key for key in mended.ended if key not in self._unsendable]
             if new or not mended.ended:  # more steps may be done before it is cancelled
-                log.error("an answer cannot be encoded, and its request ends by an error: %s: %s", type(e).__name__, e)
+                log.error("a reply cannot be encoded, and its request ends by an error: %s: %s", type(e).__name__, e)
             self._unsendable.extend(new)
             self._link.send(mended.message)
             for key in new:

@@ -1,5 +1,5 @@
-"""Whether the engine's process makes no way any more: it stands still by a signal, or its first thread, which does all,
-waits for something that does not come. One that is idle, busy or slow, or that waits for its interpreter, wakes up.
+"""Detects an engine process that makes no progress: a signal has stopped it, or its main thread waits for something
+that does not come. An idle, busy or slow engine, or one that waits for Python's lock, still wakes up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lamina.executor.stall_detector import STOPPED_S, HangDetector, StallDetecto
 from lamina.protocol.executor import Clock
 from lamina.utils.proc import voluntary_switches_of
 
-# By which others end a process: an operator, a supervisor, or the kernel where memory runs out.
+# Signals by which an operator, a supervisor or the kernel (out of memory) ends a process.
 ORDERS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGQUIT}
 
 
@@ -23,12 +23,12 @@ class EngineHandle(WorkerHandle, Protocol):
 
     @property
     def status(self) -> int | None:
-        """Exit status, or minus the signal that ended it; None while it runs, and where nobody knows."""
+        """Exit status, or minus the signal that ended it; None while it runs, and if the status is unknown."""
         ...
 
 
 class EngineWatchdog:
-    """Looks a few times a second. ``hangs``: whether the last look has found that it hangs."""
+    """Checks the engine a few times a second. ``hangs``: whether the last check found that it hangs."""
 
     hangs = False
 
@@ -37,8 +37,8 @@ class EngineWatchdog:
         self._standing, self._asleep = StallDetector[int](clock), HangDetector(clock)
 
     def check(self, engine: WorkerHandle, *, wanted: bool, recovering: bool) -> str:
-        """Why it is to be ended, in words; "" = it is not. ``wanted``: whether somebody waits for it, and another one
-        may take its place; ``recovering``: whether it may wait for a worker to start.
+        """Return why the engine must be ended, or "". ``wanted``: whether requests wait for it and another engine may
+        replace it; ``recovering``: whether it may wait for a worker to start.
         """
         stands_still = self._standing.update([engine.pid] if wanted and engine.is_stopped else [])
         slept_s = self._asleep.update(engine.pid, voluntary_switches_of(engine.pid) if wanted else None)
@@ -51,7 +51,7 @@ class EngineWatchdog:
 
 
 def exit_reason_of(engine: WorkerHandle) -> str:
-    """How its process has ended, in words; its link ends a moment before that can be known."""
+    """Return how the process has ended, in words. Waits up to a second, as its link ends before its status is known."""
     deadline = time.monotonic() + 1.0
     while engine.exit_reason() is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -59,5 +59,5 @@ def exit_reason_of(engine: WorkerHandle) -> str:
 
 
 def is_defect(engine: EngineHandle) -> bool:
-    """Whether it has ended by a crash, or by an error of its own; not by a signal that somebody has sent."""
+    """Return True if the engine ended by a crash or an error of its own, not by a signal from outside."""
     return engine.status not in {None, 0, *ORDERS}

@@ -1,7 +1,8 @@
-"""The seam where messages become frames and frames become messages: one that cannot is an error of its request alone.
+"""Encodes messages to frames and decodes frames. A message that cannot be encoded or decoded is an error of its request
+alone.
 
-A message names its request by ``key``, or its question by ``number``. What names neither is no answer to anybody: the
-engine fails by it, and another one goes on.
+A message names its request by ``key``, or its query by ``number``. If it names neither, the engine fails and another
+one continues.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _delta = msgspec.msgpack.Decoder(Delta).decode
 
 
 class UnsendableError(Exception):
-    """A message that no frame can hold. Nothing of it was sent."""
+    """A message that cannot be encoded as a frame. Nothing of it was sent."""
 
 
 class Garbled(NamedTuple):
-    """A frame that has come and cannot be decoded; ``key`` or ``number`` of its sender's request or question."""
+    """A received frame that cannot be decoded; ``key`` or ``number`` names the sender's request or query."""
 
     key: int | None
     number: int | None
@@ -34,14 +35,14 @@ class Garbled(NamedTuple):
 
 
 class Mended(NamedTuple):
-    """A message in place of one that cannot be sent or read. ``ended``: keys of requests that end by an error in it."""
+    """A message in place of one that cannot be sent or read. ``ended``: keys of requests that it ends by an error."""
 
     message: Any
     ended: list[int]
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """A message as a frame with its length. Raises UnsendableError."""
+    """Return a message as a frame with its length. Raises UnsendableError."""
     try:
         data = _encode(message)
     except Exception as e:  # OverflowError, UnicodeEncodeError, TypeError, RecursionError ...
@@ -52,7 +53,7 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 def failed(key: int, text: str, index: int = 0) -> Delta:
-    """The end of a whole prompt by an error that no client can put right."""
+    """Return the end of a whole prompt by an error that is not the client's."""
     return Delta(
         key=key, index=index, token_ids=[], text="", finish_reason="error", stop_reason=text, blame=ErrorOrigin.SERVER,
         times=PromptTimes(0.0, 0.0, 0.0),
@@ -60,7 +61,7 @@ def failed(key: int, text: str, index: int = 0) -> Delta:
 
 
 def garbled(frame: bytes | bytearray, error: Exception) -> Garbled | None:
-    """The request or question of a server's frame that cannot be decoded; None: it names none."""
+    """Return the request or query of an undecodable frame from the server; None if it names none."""
     fields = _loose(frame)
     key, number = _whole(fields.get("key")), _whole(fields.get("number"))
     if key is None and (number is None or fields.get("type") == "reset"):
@@ -69,8 +70,8 @@ def garbled(frame: bytes | bytearray, error: Exception) -> Garbled | None:
 
 
 def in_place_of(message: Any, error: Exception) -> Mended | None:
-    """The message to send in place of an engine's answer that cannot be encoded; None: it is no answer."""
-    text = f"the engine's answer cannot be encoded: {type(error).__name__}: {error}"
+    """Return the message to send in place of an engine's reply that cannot be encoded; None if it is no reply."""
+    text = f"the engine's reply cannot be encoded: {type(error).__name__}: {error}"
     if isinstance(message, Outputs):
         bad = [delta.key for delta in message.deltas if not _is_sendable(delta)]
         good = [delta for delta in message.deltas if delta.key not in bad]
@@ -86,8 +87,8 @@ def in_place_of(message: Any, error: Exception) -> Mended | None:
 
 
 def read_anyway(frame: bytes, error: Exception) -> Mended | None:
-    """What an engine's frame says that cannot be decoded as a whole; None: it answers nobody."""
-    fields, text = _loose(frame), f"the engine's answer cannot be read: {error}"
+    """Return what can be decoded of an engine's frame; None if it is no reply to a request or query."""
+    fields, text = _loose(frame), f"the engine's reply cannot be read: {error}"
     key, number = _whole(fields.get("key")), _whole(fields.get("number"))
     if fields.get("type") == "outputs" and isinstance(given := fields.get("deltas"), list):
         deltas, bad = list[Delta](), list[int]()
@@ -118,7 +119,7 @@ def _is_sendable(delta: Delta) -> bool:
 
 
 def _loose(frame: bytes | bytearray) -> dict[str, Any]:
-    """The fields of a frame as they are; none where it is no object."""
+    """Return the fields of a frame without their types; {} if it is no object."""
     try:
         fields = msgspec.msgpack.decode(frame)
     except (msgspec.MsgspecError, RecursionError, ValueError):

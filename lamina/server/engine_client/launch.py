@@ -10,7 +10,7 @@ from .messages import EngineReady, StartEngine
 
 
 def launch_engine(start: StartEngine) -> EngineHandle:
-    """Start the engine process; it loads while its server does other things."""
+    """Start the engine process and return at once; the engine loads meanwhile."""
     handle = ProcessWorker("engine", 0)
     ControlLink(handle.sock, EngineReady).send(start)
     return handle

@@ -1,4 +1,4 @@
-"""A prompt in the engine, and what its server has been told of it."""
+"""A prompt in the engine, and what its server has received of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .messages import AddPrompt, Delta, PromptTimes, encode_scores
 
 
 class ActivePrompt:
-    """A prompt in the engine, and how much of its completions the server has been told."""
+    """A prompt in the engine, and how much of its completions was sent to the server."""
 
     def __init__(self, add: AddPrompt, request_id: int) -> None:
         self.key = add.key

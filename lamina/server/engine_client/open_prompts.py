@@ -1,4 +1,4 @@
-"""The open prompts of a server: who reads each one, what has been heard of it, and whether the engine has it."""
+"""The open prompts of a server: the reader of each, what it has received, and whether the engine has it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GUILTY = "two engines have failed while they computed this request, so it is ref
 
 
 class PromptRefusedError(Exception):
-    """The engine has refused a prompt. ``blame``: who can put that right. ``refusal``: it would come too late."""
+    """The engine has refused a prompt. ``blame``: where the error lies. ``refusal``: set if it would come too late."""
 
     def __init__(self, text: str, blame: ErrorOrigin, refusal: Refusal | None = None) -> None:
         super().__init__(text)
@@ -41,15 +41,15 @@ class DeltaObserver(Protocol):
 
 
 class DeltaSink(Protocol):
-    """Keeps what a step has brought, before readers get it."""
+    """Keeps the results of a step before readers get them."""
 
     def add_deltas(self, deltas: Sequence[Delta]) -> None: ...
 
 
 @dataclass(slots=True)
 class OpenPrompt:
-    """A prompt without its end. ``name``: its request's, for the log. ``sent_as``: its key in the present engine; None:
-    that has it not.
+    """A prompt that has not ended. ``name``: its request's name in the log. ``sent_as``: its key in the present engine;
+    None: that engine does not have it.
     """
 
     feed: ReplyQueue
@@ -60,41 +60,41 @@ class OpenPrompt:
 
 
 class OpenPrompts:
-    """All prompts without their ends, by key. All methods belong to the event loop's thread."""
+    """All prompts that have not ended, by key. All methods belong to the event loop's thread."""
 
     def __init__(
         self, send: Callable[[msgspec.Struct], None], records: DeltaSink | None, *, hears: bool = True
     ) -> None:
-        """``send``: to the engine; raises UnsendableError. ``records``: gets all deltas first. ``hears``: whether
-        another engine may have to go on with them.
+        """``send``: sends a message to the engine; raises UnsendableError. ``records``: gets all deltas first.
+        ``hears``: whether another engine may have to continue the prompts.
         """
         self._send, self._records, self._hears = send, records, hears
         self._open: dict[int, OpenPrompt] = {}
         self._sent: dict[int, int] = {}  # key in the present engine -> key
-        self._withdrawn = set[int]()  # keys that an engine was told, and is not to use again
-        self._next_alias = -1  # the next name of such a prompt in an engine
+        self._withdrawn = set[int]()  # keys that the present engine knows and must not get again
+        self._next_alias = -1  # the next key for such a prompt
         self._serving = False  # whether there is an engine to send to
         self._suspects = Suspects()
         self._refused: OrderedDict[bytes, float] = OrderedDict()  # digest -> when it was found guilty
-        self.some_ended = False  # whether one has come to its own end since the last one was found guilty
+        self.some_ended = False  # whether a prompt has finished since the last one was found guilty
 
     @property
     def keys(self) -> set[int]:
-        """The keys of these prompts."""
+        """The keys of all open prompts."""
         return {*self._open}
 
     @property
     def begun(self) -> set[int]:
-        """The keys of those that have a token."""
+        """The keys of open prompts that have a token."""
         return {key for key, prompt in self._open.items() if prompt.progress.begun}
 
     @property
     def requests(self) -> int:
-        """The number of requests that these prompts are of."""
+        """The number of requests to which the open prompts belong."""
         return len({id(each.feed) for each in self._open.values()})
 
     def add(self, key: int, prompt: OpenPrompt) -> None:
-        """A new prompt goes to the engine now, or to the next one; it is refused where its like was found guilty."""
+        """Send a new prompt to this engine or the next one. It is refused if an equal prompt was found guilty."""
         if self._is_refused(prompt):
             log.error("request %s is refused: another one of the same prompt has made engines fail", prompt.name)
             prompt.feed.fail(PromptRefusedError(GUILTY, ErrorOrigin.SERVER))
@@ -103,21 +103,23 @@ class OpenPrompts:
         self._offer(key)
 
     def cancel(self, key: int) -> None:
-        """Forget a prompt, of which nobody wants anything any more. Unknown keys are ignored."""
+        """Forget a prompt. Unknown keys are ignored."""
         if key in self._open:
             self._withdraw(key)
             del self._open[key]
             self._ended(key)
 
     def resume(self) -> None:
-        """An engine is there. It gets all of them or, while the guilty one is searched, the one on trial."""
+        """Note that an engine is ready. It gets all prompts or, during a search for the guilty one, only the one on
+        trial.
+        """
         self._serving = True
         self._suspects.started()
         self._arrange()
 
     def pause(self, *, by_defect: bool = False, at_once: int = 0) -> bool:
-        """The engine is gone. ``by_defect``: it has failed as it computed ``at_once`` prompts at most. Returns
-        whether the prompt is known that has made it fail: that has ended by an error.
+        """Note that the engine is gone. ``by_defect``: it failed while it computed at most ``at_once`` prompts. Returns
+        True if the prompt that made it fail is known; that prompt has ended by an error.
         """
         had, self._serving = self._likeliest(at_once), False
         self._sent.clear()
@@ -128,20 +130,22 @@ class OpenPrompts:
             return False
         if (guilty := self._suspects.failed(had)) is None:
             log.warning(
-                "the engine failed with %s: they are tried one by one, and others wait", count_text(len(had), "prompt")
+                "the engine failed with %s: they are tried one by one, and the rest wait", count_text(len(had), "prompt")
             )
             return False
         self._convict(guilty)
         return True
 
     def _likeliest(self, at_once: int) -> list[int]:
-        """The prompts that the engine may have computed: of those without a token the first ones, then the others."""
+        """Return the prompts that the engine may have computed: the first ``at_once`` of those without a token, then
+        the rest.
+        """
         sent = {key: prompt.progress for key, prompt in self._open.items() if prompt.sent_as is not None}
         new = sorted((progress.priority, key) for key, progress in sent.items() if not progress.begun)
         return [key for _, key in new[:at_once]] + sorted((k for k, x in sent.items() if x.begun), reverse=True)
 
     def _convict(self, guilty: int) -> None:
-        """This prompt, and others like it, end by an error and do not come back."""
+        """End this prompt and all equal ones by an error, and refuse them from now on."""
         digest = self._open[guilty].progress.digest
         self._refused[digest] = time.monotonic()
         while len(self._refused) > MOST_REFUSED:
@@ -151,47 +155,47 @@ class OpenPrompts:
             self._tell([failed(key, GUILTY)])
 
     def _is_refused(self, prompt: OpenPrompt) -> bool:
-        if not self._refused:  # the digest of a long prompt takes its time
+        if not self._refused:  # computing the digest of a long prompt takes time
             return False
         at = self._refused.get(prompt.progress.digest)
         return at is not None and time.monotonic() - at < WINDOW_S
 
     def fail(self, error: Exception) -> None:
-        """No engine will be there any more."""
+        """End all prompts by ``error``: there is no engine any more."""
         prompts, self._open = self._open, {}
         for prompt in prompts.values():
             prompt.feed.fail(error)
 
     def take(self, deltas: Sequence[Delta]) -> None:
-        """What a step has brought, by the keys that the engine has been told."""
-        known = [delta for delta in deltas if delta.key in self._sent]  # others are of prompts that were withdrawn
+        """Pass on the results of a step, under the keys that the engine knows."""
+        known = [delta for delta in deltas if delta.key in self._sent]  # the rest belong to withdrawn prompts
         for delta in known:
             delta.key = self._sent[delta.key]
         self._tell(known)
 
     def _tell(self, deltas: Sequence[Delta]) -> None:
-        """What readers get: what a step has brought, or the end of a request by an error."""
+        """Pass deltas to the journal and to readers: the results of a step, or the end of a request by an error."""
         if self._records is not None:
             self._records.add_deltas(deltas)
         for delta in deltas:
             if prompt := self._open.get(delta.key):
                 try:
                     self._deliver(prompt, delta)
-                except Exception as e:  # a defect here, of this answer alone
-                    log.exception("an answer to request %s cannot be handled", prompt.name)
+                except Exception as e:  # a defect here, of this reply alone
+                    log.exception("a reply to request %s cannot be handled", prompt.name)
                     self.cancel(delta.key)
-                    text = f"the server cannot handle its answer: {type(e).__name__}: {e}"
+                    text = f"the server cannot handle its reply: {type(e).__name__}: {e}"
                     prompt.feed.fail(PromptRefusedError(text, ErrorOrigin.SERVER))
 
     def refuse(self, message: PromptRefused) -> None:
-        """The engine does not take a prompt."""
+        """Handle the engine's refusal of a prompt."""
         key = self._sent.pop(message.key, None)
         if key is not None and (prompt := self._open.pop(key, None)):
             prompt.feed.fail(PromptRefusedError(message.text, message.blame, message.refusal))
             self._ended(key)
 
     def _arrange(self) -> None:
-        """The engine gets all prompts that may go, and no others."""
+        """Make the engine have all prompts that it may have now, and no more."""
         for key in [*self._open]:
             if not self._suspects.may_go(key):
                 self._withdraw(key)
@@ -204,7 +208,7 @@ class OpenPrompts:
         if prompt is None or prompt.sent_as is not None or not self._serving or not self._suspects.may_go(key):
             return
         sent_as = key
-        if key in self._withdrawn:  # what the engine has said of it may still come
+        if key in self._withdrawn:  # replies to the withdrawn key may still come
             sent_as, self._next_alias = self._next_alias, self._next_alias - 1
         try:
             self._send(prompt.progress.request_message(sent_as))
@@ -214,7 +218,7 @@ class OpenPrompts:
             self._tell([failed(key, f"the request cannot be sent to the engine: {e}")])
 
     def _withdraw(self, key: int) -> None:
-        """The engine is to give up a prompt; what it has said of that, and is on its way, does not count any more."""
+        """Cancel a prompt in the engine; its replies that are still on their way are ignored."""
         prompt = self._open[key]
         if prompt.sent_as is not None:
             self._send(CancelPrompt(prompt.sent_as))
@@ -244,7 +248,7 @@ class OpenPrompts:
             self._go_on()
 
     def _go_on(self) -> None:
-        """A suspect is cleared, or has ended."""
+        """Arrange prompts anew, after a suspect was cleared or has ended."""
         if not self._suspects.searching:
-            log.warning("no prompt makes the engine fail alone: all go on together")
+            log.warning("no prompt makes the engine fail alone: all continue together")
         self._arrange()

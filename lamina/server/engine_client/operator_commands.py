@@ -1,4 +1,4 @@
-"""What an operator orders of an engine that runs: other memory workers, and on which of them sequences begin."""
+"""An operator's commands for a running engine: change the memory workers, and cordon them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .messages import CordonWorker, ScaleMemory, ScaleReply
 
 
 def run_command(engine: Engine, pools: WorkerExecutor, order: ScaleMemory | CordonWorker) -> ScaleReply | None:
-    """What there is to answer now; None: the order is being carried out."""
+    """Run a command. Returns the reply; None if the command is still being carried out."""
     if isinstance(order, ScaleMemory):
         return _scale(engine, pools, order)
     error = ""
@@ -28,7 +28,7 @@ def _scale(engine: Engine, pools: WorkerExecutor, wanted: ScaleMemory) -> ScaleR
     gone = wanted.leaving_workers or there[wanted.memory_workers :]
     try:
         if wanted.leaving_workers and len(there) - len(gone) != wanted.memory_workers:  # it would be replaced
-            raise ValueError(f"memory workers 0 to {there[-1]} are there by now: ask again")
+            raise ValueError(f"memory workers 0 to {there[-1]} exist now: request it again")
         if left := [w for w in cordoned_workers(engine.scheduler, engine.worker_info) if w not in gone]:
             raise ValueError(f"memory worker {left[0]} is cordoned, and sequences would move to it: undo that first")
         change = pools.resizer.plan(wanted.memory_workers)

@@ -1,5 +1,5 @@
-"""What a step has brought may be more than a frame holds, such as the log-probabilities of a long prompt: it goes in
-parts, one message after the other.
+"""Splits the results of a step that exceed a frame, such as log-probabilities of a long prompt, into consecutive
+messages.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _DELTA_BYTES, _TOKEN_BYTES, _CHAR_BYTES = 256, 5, 4  # as encoded, at most
 
 
 def split_outputs(outputs: Outputs, most: int | None = None) -> Iterator[Outputs]:
-    """Messages that are ``outputs`` together, each of about ``most`` bytes unless the log-probabilities of one token
-    take more; None = MOST.
+    """Yield messages that together are ``outputs``. Each has about ``most`` bytes (None = MOST), unless the
+    log-probabilities of one token take more.
     """
     most = MOST if most is None else most
     part, size = list[Delta](), 0
@@ -31,7 +31,7 @@ def split_outputs(outputs: Outputs, most: int | None = None) -> Iterator[Outputs
 
 
 def _pieces(delta: Delta, most: int) -> Iterator[Delta]:
-    """A delta, and what it lacks of the log-probabilities of its prompt."""
+    """Yield a delta, or the delta without log-probabilities of its prompt and then these in parts."""
     if delta.prompt_logprobs is None or _size(delta) <= most:
         yield delta
         return
@@ -58,13 +58,13 @@ def _size(delta: Delta) -> int:
 
 
 class OutputAssembler:
-    """Puts together what a step has brought from its parts, which one engine sends one behind the other."""
+    """Joins the consecutive parts of one step's results. There is one assembler for each engine."""
 
     def __init__(self) -> None:
         self._held: list[Delta] = []
 
     def add(self, part: Outputs) -> Outputs | None:
-        """All of it; None while more is to come."""
+        """Add a part. Returns the whole results, or None while more parts follow."""
         if not (part.has_more or self._held):
             return part
         for delta in part.deltas:

@@ -1,4 +1,4 @@
-"""Memory workers have other parts of the work where one of them has become slower, or as fast as it was."""
+"""Gives memory workers other shares of the work when one becomes slower, or fast again."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from lamina.executor.worker_executor import WorkerExecutor
 from lamina.protocol.executor import Clock
 
 log = logging.getLogger(__name__)
-REASON = "weigh"  # of a change of memory workers
+REASON = "weigh"  # the reason of such a change
 
 
 class Rebalancer:
-    """Of one engine, whose parts are measured (``--memory-weights measured``); else nothing."""
+    """Rebalances one engine whose memory workers are measured (``--memory-weights measured``); otherwise
+    does nothing.
+    """
 
     def __init__(self, engine: Engine, pools: WorkerExecutor, clock: Clock = time.monotonic) -> None:
         self._engine, self._pools = engine, pools
         topology = engine.config.topology
-        # A worker that has whole sequences may attend prompts while others decode: its rate tells nothing then.
+        # A worker that holds whole sequences may attend prompts while others decode, so its rate would mean nothing.
         info = engine.worker_info
         alike = (info.stripe > 0 and not info.single_shard) or all(lanes.has_all for lanes in info.kv_shards)
         several = topology.memory_workers > topology.tensor_parallel_size
         watched = topology.measures_weights and several and _can_change(engine.config)
         self._shares = LoadBalancer(topology.tensor_parallel_size, clock) if watched and alike else None
-        self._told: object = None  # what was said last of parts that stay
+        self._told: object = None  # the last logged reason why shares stay
 
     def update(self, counters: Mapping[str, Mapping[str, float]]) -> None:
-        """``counters``: of all workers, by their names; about once a second. Nobody waits."""
+        """Start a change of shares if one is due; does not wait. ``counters``: worker name -> its counters; call it
+        about once a second.
+        """
         elastic, names = self._pools.resizer, sorted(name for name in counters if name.startswith("memory-"))
         if self._shares is None or elastic.in_progress or len(names) != len(elastic.weights):
             return
@@ -47,7 +51,7 @@ class Rebalancer:
             elastic.begin(change, reason=REASON)
         except (ValueError, OSError) as error:
             now = list(elastic.weights), [weight < max(weights) for weight in weights]
-            if self._told != now:  # else who is slower, and the parts, are as they were
+            if self._told != now:  # log once for the same worker and shares
                 log.warning("memory workers read by %s, and keep their parts of the work: %s", parts, error)
             self._told = now
         else:
@@ -56,7 +60,7 @@ class Rebalancer:
 
 
 def _can_change(config: EngineConfig) -> bool:
-    """Whether the memory workers that there are can have other parts."""
+    """Return True if the present memory workers can get other shares."""
     try:
         check_resizable(config, same=True)
     except ResizeNeedsRestartError:

@@ -1,4 +1,4 @@
-"""Reports of an engine process to its server: what there is, and how it stands."""
+"""Builds the reports of an engine process to its server: facts and state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from .messages import EngineReady, EngineState
 
 
 def state_of(engine: Engine, pools: WorkerExecutor, sessions: dict[str, int], steps: int) -> EngineState:
+<<<<<<< HEAD
     """What an engine says of itself. ``sessions``: how many, by tier; ``steps``: that it has done."""
     scheduler, borrower, features = engine.scheduler, pools.borrower, engine.scheduler.features
     prefixes, tier = features[PrefixCache], features.get(OffloadIndex)
     pruner, reference_decoder = features.get(BlockPruner), features.get(ReferenceDecoder)
+=======
+    """Return the engine's state. ``sessions``: tier -> their number; ``steps``: steps done so far."""
+    scheduler, borrower = engine.scheduler, pools.borrower
+>>>>>>> b12479e1 (docs: server in plain words)
     return EngineState(
         running=scheduler.num_unfinished,
         waiting=scheduler.num_waiting,
@@ -48,7 +53,7 @@ def state_of(engine: Engine, pools: WorkerExecutor, sessions: dict[str, int], st
 
 
 def ready_of(engine: Engine, pools: WorkerExecutor) -> EngineReady:
-    """What a server is to know of an engine whose workers have met."""
+    """Return what a server must know of an engine whose workers have connected."""
     info = pools.ready
     names = {"q": "q_bytes", "kv": "kv_bytes", "o": "o_bytes"}
     return EngineReady(

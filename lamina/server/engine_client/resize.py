@@ -1,4 +1,4 @@
-"""A change of the memory workers that the engine makes while it runs, and whoever waits for it."""
+"""Requests to change the memory workers of a running engine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class EngineBusyError(Exception):
 
 
 class ResizeRequests:
-    """One at a time. All methods belong to the event loop's thread."""
+    """At most one request at a time. All methods belong to the event loop's thread."""
 
     def __init__(self, send: Callable[[ScaleMemory | CordonWorker], None]) -> None:
-        """``send``: to the engine."""
+        """``send``: sends a message to the engine."""
         self._send = send
         self._open: asyncio.Future[ScaleReply] | None = None
 
     async def change(self, wanted: ScaleMemory, adopt: Callable[[], None]) -> float | None:
-        """Seconds in which no step was done; ``adopt`` once it is so. None where all workers are to start anew. Raises
-        EngineBusyError, PlanFailedError.
+        """Change the memory workers, and call ``adopt`` after success. Returns the seconds in which no step was done,
+        or None if all workers must start anew. Raises EngineBusyError, PlanFailedError.
         """
         done = await self._ask(wanted)
         if not done.in_place and not wanted.leaving_workers:
@@ -38,19 +38,19 @@ class ResizeRequests:
         return done.pause_s
 
     async def cordon(self, order: CordonWorker) -> list[int]:
-        """All memory workers on which no sequence begins, once ``order`` is carried out. Raises as ``change``."""
+        """Carry out ``order`` and return all cordoned memory workers. Raises as ``change``."""
         done = await self._ask(order)
         if done.error:
             raise PlanFailedError(done.error)
         return done.cordoned
 
     def check(self) -> None:
-        """Raises EngineBusyError while there is one."""
+        """Raises EngineBusyError while another request is open."""
         if self._open is not None:
-            raise EngineBusyError("its memory workers come or go already: ask again once they have")
+            raise EngineBusyError("its memory workers are already changing: request it again after that")
 
     async def _ask(self, order: ScaleMemory | CordonWorker) -> ScaleReply:
-        """What became of it; the end of the engine is an answer, too."""
+        """Send ``order`` and wait for the reply. The end of the engine counts as a reply."""
         self.check()
         self._open = asyncio.get_running_loop().create_future()
         try:
@@ -60,6 +60,6 @@ class ResizeRequests:
             self._open = None
 
     def on_answer(self, reply: ScaleReply) -> None:
-        """Also where nobody waits any more, or nobody has asked."""
+        """Deliver a reply. It is ignored if no caller waits, or if the server did not request the change."""
         if reply.was_requested and self._open is not None and not self._open.done():
             self._open.set_result(reply)

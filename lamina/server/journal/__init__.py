@@ -1,1 +1,1 @@
-"""Accepted requests on disk: they live longer than the server's process."""
+"""Accepted requests on disk, which survive the server's process."""

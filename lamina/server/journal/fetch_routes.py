@@ -1,4 +1,6 @@
-"""GET /v1/completions/{id} and /v1/chat/completions/{id}: answers of the journal, also of an earlier server."""
+"""GET /v1/completions/{id} and /v1/chat/completions/{id}: replies from the journal, even to an earlier server's
+requests.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,20 @@ RETRY_AFTER_S = 1
 
 @router.get("/v1/completions/{answer_id}", responses=responses_of(202, 400, 404, 503))
 async def completion(request: Request, answer_id: str) -> Response:
-    """A completion by the id of its answer: whole, or 202 while it is under way."""
+    """A completion by the id of its reply: the whole one, or 202 while it is computed."""
     return _answer(request.app.state.service, answer_id, "cmpl")
 
 
 @router.get("/v1/chat/completions/{answer_id}", responses=responses_of(202, 400, 404, 503))
 async def chat_completion(request: Request, answer_id: str) -> Response:
-    """The same of a conversation."""
+    """A chat completion by the id of its reply: the whole one, or 202 while it is computed."""
     return _answer(request.app.state.service, answer_id, "chatcmpl")
 
 
 def _answer(service: Service, answer_id: str, kind: str) -> Response:
     entry = service.journal.find(answer_id) if service.journal is not None else None
     if entry is None or entry.accepted.kind != kind:
-        raise ApiError(404, "the journal has no such answer: its client has left, or it is too old", code="not_found")
+        raise ApiError(404, "the journal has no such reply: its client has left, or it is too old", code="not_found")
     if entry.refusal is not None:
         raise ApiError(entry.refusal.status, entry.refusal.message, code=entry.refusal.code)
     if (failed := entry.failed) is not None:

@@ -1,15 +1,15 @@
-"""The journal: accepted requests and their tokens, on disk before a client hears of them.
+"""The journal: accepted requests and their tokens, written to disk before a client gets them.
 
-**When.** A request is on the disk itself (fdatasync) before it is begun. Requests that come at once share one wait.
-The tokens of a step are written before readers get them, without a wait. They outlive the process. A host that loses
-its power loses the last of them, and they are computed again.
+**Order.** A request is on the disk itself (fdatasync) before it is begun. Requests that arrive together share one wait.
+The tokens of a step are written, without a wait, before readers get them. They survive the process. A host that loses
+power loses the last ones, which are computed again.
 
 **A disk that fails.** After a failed wait the bytes on the disk are unknown. The next request first begins another
-segment, with all that is known.
+segment, with all known records.
 
-**How long.** Records go to the newest segment. At half of ``journal_size`` another one begins with the running
-requests. All older segments but one are removed, so an answer stays until one or two segments are full. Only a thread
-of the journal waits for the disk.
+**Lifetime.** Records go to the newest segment. At half of ``journal_size`` another one begins with the running
+requests. All older segments but one are removed, so a reply stays until one or two segments are full. Only a thread of
+the journal waits for the disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .journal_records import (
 from .next_segment import DiskFailedError, NextSegment, begin_segment, is_whole
 from .segment import Segment, SegmentContents, frame_record
 
-RETRY_S = 10.0  # to begin another segment
+RETRY_S = 10.0  # until another segment is tried again
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ class Journal:
     """The journal of requests. All methods belong to one thread, the event loop's."""
 
     def __init__(self, path: str, model: str, size: int) -> None:
-        """Open or begin it. ``size``: bytes that it may take, about. Raises ValueError for one that is not this
-        server's to have, or is damaged: nothing has been changed then. Raises OSError.
+        """Open the journal at ``path``, or begin one. ``size``: the approximate bytes that it may take. Raises
+        ValueError if it belongs to another model, user or server, or is damaged; nothing is changed then. Raises
+        OSError.
         """
         self._entries: dict[str, JournalEntry] = {}
         self._by_key: dict[int, JournalEntry] = {}
@@ -57,13 +58,13 @@ class Journal:
         self._header = HeaderRecord(format=FORMAT, model=model, digest=model_digest(model))
         self._folder = JournalDirectory(path)
         self._path, self._written, self._synced = path, 0, 0
-        self._next_try = 0.0  # of another segment
+        self._next_try = 0.0  # when another segment may be tried
         self._following: NextSegment | None = None
-        self._behind_at = 0  # bytes that had been written as it was begun
-        self._left = set[str]()  # answers that it does not have, as the segments before do
+        self._behind_at = 0  # value of ``_written`` when the following segment was begun
+        self._left = set[str]()  # ids of entries that the following segment leaves to earlier ones
         self._syncing: asyncio.Future[None] | None = None
-        self._full = False  # the last write has failed
-        self._unsynced = False  # the last wait for the disk has failed
+        self._full = False  # whether the last write failed
+        self._unsynced = False  # whether the last wait for the disk failed
         self._begun_with = 0  # bytes of the segment's opening
         try:
             self._number, self._segment = self._open()
@@ -117,20 +118,22 @@ class Journal:
             raise ValueError(f"--journal {self._path} {text}")
 
     def unfinished(self) -> list[JournalEntry]:
-        """Requests that an earlier server has left, the oldest first."""
+        """Return requests that an earlier server left unfinished, the oldest first."""
         return [entry for entry in self._entries.values() if not entry.ended]
 
     def find(self, answer_id: str) -> JournalEntry | None:
-        """The request whose answer has that id."""
+        """Return the request whose reply has that id, or None."""
         return self._entries.get(answer_id)
 
     def new_keys(self, count: int) -> list[int]:
-        """Names for so many prompts, which the engine of no server of this journal has heard."""
+        """Return keys for ``count`` prompts. No server of this journal has used them with an engine."""
         first, self._next_key = self._next_key, self._next_key + count
         return list(range(first, self._next_key))
 
     async def accept(self, record: AcceptedRecord) -> JournalEntry:
-        """A request that is about to begin; on the disk when this returns. Raises OSError: then it is not there."""
+        """Write a request that is about to begin. It is on disk when this returns. Raises OSError; then it is not in
+        the journal.
+        """
         while self._unsynced:
             await self._sync_all()
         self._append(record)
@@ -145,7 +148,7 @@ class Journal:
         return entry
 
     def add_deltas(self, deltas: Sequence[Delta]) -> None:
-        """Write the tokens of one step; those of requests that are not in the journal are ignored."""
+        """Write the tokens of one step. Deltas of requests that are not in the journal are ignored."""
         own = [d for d in deltas if d.key in self._by_key]
         gaps = [d for d in own if self._by_key[d.key].gap_segment == self._number]
         if own and not self._try(DeltasRecord([d for d in own if d not in gaps] if gaps else own), DeltasRecord(own)):
@@ -157,19 +160,19 @@ class Journal:
         self._next_segment()
 
     def drop(self, answer_id: str) -> None:
-        """Drop an answer that has no reader. One that has ended stays; an unknown id is ignored."""
+        """Drop a reply that has no reader. A finished one stays; an unknown id is ignored."""
         entry = self._entries.get(answer_id)
         if entry is not None and not entry.ended:
             self._try(DroppedRecord(answer_id))
             self._forget(answer_id)
 
     def restart(self, entry: JournalEntry) -> None:
-        """This server computes what an earlier one has left."""
+        """Note that this server restarts a request of an earlier one."""
         entry.num_restarts += 1
         self._try(RestartsRecord({entry.accepted.id: entry.num_restarts}))
 
     def defer(self, entry: JournalEntry) -> None:
-        """The same, which this server leaves to the next one: it ends in order."""
+        """Undo ``restart``: this server stops in order and leaves the request to the next one."""
         entry.num_restarts -= 1
         self._try(RestartsRecord({entry.accepted.id: entry.num_restarts}))
 
@@ -179,7 +182,7 @@ class Journal:
         self._entries[record.id].refuse(record, self._number)
 
     def close(self) -> None:
-        """Another server may have it. Idempotent."""
+        """Close the journal, so that another server may open it. Idempotent."""
         following, self._following = self._following, None
         if following is not None:
             following.discard()
@@ -213,15 +216,15 @@ class Journal:
             self._following.add(frame_record(record))
 
     def _try(self, record: Any, whole: Any = None) -> bool:
-        """Append it where that can be; whether it could. What is under way goes on without. ``whole``: the record for
-        a segment that has no gaps.
+        """Append a record if possible. Returns False if it cannot be written; running requests continue without it.
+        ``whole``: the record for a segment that has no gaps.
         """
         self._note(record if whole is None else whole)
         try:
             self._append(record)
         except OSError as e:
             if not self._full:
-                text = "what is under way goes on, and would be begun again from what stands there"
+                text = "running requests continue, and would restart from what is written there"
                 log.error("--journal %s cannot be written (%s): %s", self._path, e.strerror, text)
             self._full = True
             return False
@@ -229,7 +232,7 @@ class Journal:
         return True
 
     async def _sync(self) -> None:
-        """Wait until all that has been written is on the disk; one wait at a time, for all that came before it."""
+        """Wait until all written bytes are on disk. One wait at a time serves all callers that came before it."""
         wanted = self._written
         while self._synced < wanted:
             if self._syncing is None:
@@ -250,7 +253,7 @@ class Journal:
         self._next_segment()  # while requests keep coming, a wait is nearly always pending
 
     def _opening(self, entries: Iterable[JournalEntry]) -> bytes:
-        """The first records of a segment: all that is needed without the segments before."""
+        """Return the first records of a segment: all that is needed without the earlier segments."""
         parts = [frame_record(self._header)]
         for entry in entries:
             parts.append(frame_record(entry.accepted))
@@ -263,7 +266,7 @@ class Journal:
         return b"".join(parts)
 
     async def _sync_all(self) -> None:
-        """Have all that is known stand in another segment. Raises OSError where none is begun now."""
+        """Write all known records to another segment. Raises OSError if none can be begun now."""
         self._follow()
         if self._following is None:
             raise OSError(errno.EIO, "its disk has failed")
@@ -272,7 +275,7 @@ class Journal:
         self._next_segment()
 
     def _next_segment(self) -> None:
-        """Begin another segment where this one is full, and go over to it once there is no wait for either."""
+        """Begin another segment if this one is full, and switch to it once neither has a pending wait."""
         if self._syncing is not None:
             return
         if self._following is not None:
@@ -282,20 +285,22 @@ class Journal:
             self._follow()
 
     def _follow(self) -> None:
-        """Begin another segment with the running requests; with all, if the state of this one is unknown."""
+        """Begin another segment with the running requests, or with all requests if the state of this segment is
+        unknown.
+        """
         if self._following is not None or time.monotonic() < self._next_try:
             return
-        self._next_try = time.monotonic() + RETRY_S  # where the disk is full
+        self._next_try = time.monotonic() + RETRY_S  # after a failure, such as a full disk
         carried = list(self._entries.values()) if self._unsynced else self.unfinished()
         self._left, self._behind_at = self._entries.keys() - {e.accepted.id for e in carried}, self._written
         before = None if self._unsynced else self._segment
         try:
             self._following = NextSegment(self._number + 1, self._folder, self._opening(carried), before)
-        except RuntimeError as e:  # there is no thread
+        except RuntimeError as e:  # no thread could be started
             log.error("--journal %s: no other segment can be begun (%s)", self._path, e)
 
     def _go_over(self) -> None:
-        """To the segment that follows, if there is one; waits for it."""
+        """Switch to the following segment, if there is one; waits for it."""
         following, self._following = self._following, None
         if following is None:
             return
@@ -321,7 +326,7 @@ class Journal:
         self._unsynced = False
 
     def _remove(self, before: int) -> None:
-        """The segments before that one."""
+        """Remove the segments with numbers below ``before``."""
         try:
             for old, path in self._folder.segments():
                 if old < before:

@@ -1,4 +1,4 @@
-"""The directory of a journal: its model, its permissions, and a lock by which one server at a time has it."""
+"""The directory of a journal: its permissions, its model's digest, and a lock that admits one server at a time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-_ENDS = 1 << 16  # bytes at each end of a file of weights that are part of its model's digest
+_ENDS = 1 << 16  # bytes at each end of a weight file that the model's digest covers
 _LOCK = "lock"
 _NAME = "segment-{:08d}"
 
 
 class JournalDirectory:
-    """Held until ``close``, or until the process ends."""
+    """Holds the lock until ``close``, or until the process ends."""
 
     def __init__(self, path: str) -> None:
-        """Made where it is not there. Raises ValueError: it is another's, readable by others, or in use."""
+        """Make the directory if it does not exist. Raises ValueError if it belongs to another user, is readable by
+        others, or is in use.
+        """
         self.path = Path(path).expanduser()
         with suppress(FileExistsError):
             try:
@@ -38,18 +40,18 @@ class JournalDirectory:
             ) from None
 
     def segments(self) -> list[tuple[int, Path]]:
-        """Numbers and files, the oldest first. Raises ValueError where others may read one."""
+        """Return numbers and paths of the segments, the oldest first. Raises ValueError if other users may read one."""
         paths = sorted(path for path in self.path.glob("segment-*") if path.name.partition("-")[2].isdecimal())
         for each in paths:
             _check_private(self.path, each, 0o600, stat.S_ISREG)
         return [(int(each.name.partition("-")[2]), each) for each in paths]
 
     def path_of(self, number: int) -> Path:
-        """The path of segment ``number``, whether it exists or not."""
+        """Return the path of segment ``number``, which may not exist."""
         return self.path / _NAME.format(number)
 
     def sync(self) -> None:
-        """Wait until the list of files outlives a crash of the host. Raises OSError."""
+        """Wait until the list of files survives a crash of the host. Raises OSError."""
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -57,14 +59,14 @@ class JournalDirectory:
             os.close(fd)
 
     def close(self) -> None:
-        """Let another server have it. Idempotent."""
+        """Release the lock, so that another server can open the journal. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def check_journal_directory(path: str) -> None:
-    """Raises ValueError where ``JournalDirectory`` would; makes nothing."""
+    """Raises ValueError if ``JournalDirectory`` would; creates nothing."""
     folder = Path(path).expanduser()
     if os.path.lexists(folder):
         _check_private(folder, folder, 0o700, stat.S_ISDIR)
@@ -81,12 +83,12 @@ def _check_private(folder: Path, path: Path, mode: int, is_kind: Callable[[int],
     if status.st_uid != os.geteuid():
         raise ValueError(f"--journal {folder}: {path} is another user's: name a directory of your own")
     if status.st_mode & 0o077:
-        text = f"others may read {path} (mode {stat.S_IMODE(status.st_mode):o}), and prompts stand there"
+        text = f"other users may read {path} (mode {stat.S_IMODE(status.st_mode):o}), and prompts stand there"
         raise ValueError(f"--journal {folder}: {text}: chmod {mode:o} {path}")
 
 
 def model_digest(model: str) -> str:
-    """A digest of a model's directory: of its files' names, sizes and both ends; for a hub id, of the name."""
+    """Return a digest of the names, sizes and both ends of a model directory's files; for a hub id, of the name."""
     root, digest = Path(model).expanduser(), sha256()
     files = sorted(p for p in root.iterdir() if p.suffix in (".json", ".safetensors")) if root.is_dir() else []
     digest.update(b"" if files else model.encode())

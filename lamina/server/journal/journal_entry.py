@@ -1,4 +1,4 @@
-"""One request of a journal, and its answer as far as it has come."""
+"""One request of a journal, and its reply so far."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .journal_records import AcceptedRecord, FailedRecord
 
 
 class JournalEntry:
-    """``accepted``: what was asked. ``gap_segment``: the segment where a part of its answer could not be written, so
-    nothing after it is written there.
-    ``num_restarts``: servers that have begun it again and ended by accident, this one included as long as it runs.
+    """A request and its reply. ``accepted``: the request. ``gap_segment``: the segment in which a part of the reply
+    could not be written, so nothing after it is written there. ``num_restarts``: servers that restarted the request and
+    did not stop in order; this one counts while it runs.
     """
 
     def __init__(self, accepted: AcceptedRecord) -> None:
@@ -31,7 +31,7 @@ class JournalEntry:
         self.only_prompt = accepted.only_prompt
         self.prompts = [Prompt(p.ids, p.text) for p in accepted.prompts]
         self._numbers = {p.key: number for number, p in enumerate(accepted.prompts)}
-        self._grown: dict[tuple[int, int], Delta] = {}  # by key and index, added up
+        self._grown: dict[tuple[int, int], Delta] = {}  # merged deltas by key and index
 
     @property
     def keys(self) -> list[int]:
@@ -39,11 +39,11 @@ class JournalEntry:
         return list(self._numbers)
 
     def prompt_index(self, key: int) -> int:
-        """The index of a prompt in its request."""
+        """Return the index of a prompt in its request."""
         return self._numbers[key]
 
     def params_of(self, number: int) -> SamplingParams:
-        """The sampling parameters of a prompt, with its seed."""
+        """Return the sampling parameters of a prompt, with its seed."""
         return dataclasses.replace(self.params, seed=self.accepted.prompts[number].seed)
 
     @property
@@ -52,16 +52,16 @@ class JournalEntry:
         return list(self._grown.values())
 
     def received_of(self, key: int) -> list[Delta]:
-        """The same, of one prompt."""
+        """Return the tokens of one prompt so far."""
         return [delta for delta in self._grown.values() if delta.key == key]
 
     def unfinished_of(self, key: int) -> int:
-        """Completions of a prompt that have not come to their end."""
+        """Return the number of a prompt's completions that have not ended."""
         return self.params.n - sum(d.finish_reason is not None for d in self.received_of(key))
 
     @property
     def failed(self) -> Delta | None:
-        """A completion that the engine gave up: the whole answer is its error."""
+        """A completion that the engine ended by an error, which is the whole reply then."""
         return next((d for d in self._grown.values() if d.finish_reason == "error"), None)
 
     @property
@@ -72,12 +72,12 @@ class JournalEntry:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens so far."""
+        """Token counts so far."""
         prompt, cached = sum(len(p.ids) for p in self.prompts), sum(d.num_cached_tokens or 0 for d in self.deltas)
         return usage_of(prompt, 0 if self.only_prompt else sum(len(d.token_ids) for d in self.deltas), cached)
 
     def add_delta(self, delta: Delta, segment: int) -> None:
-        """A delta has come, whose lists are the reader's."""
+        """Add a delta. Its lists belong to the reader, so they are copied."""
         held = self._grown.get((delta.key, delta.index))
         if held is None:
             own = None if delta.logprobs is None else [*delta.logprobs]

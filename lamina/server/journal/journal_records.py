@@ -10,15 +10,15 @@ from lamina.request import SamplingParams
 from lamina.scheduler.sessions.token_ranges import TokenRanges
 from lamina.server.engine_client.messages import Delta
 
-SECRET_DIGITS = 20  # the last digits of an id; no log has them
-FORMAT = 2  # raised where a server of the version before could not read it
+SECRET_DIGITS = 20  # the last digits of an id; no log shows them
+FORMAT = 2  # increased when a server of the previous version could not read it
 
 
 class HeaderRecord(msgspec.Struct, frozen=True, kw_only=True, tag="heading"):
-    """The first record of each segment: whose journal this is."""
+    """The first record of each segment: identifies the journal."""
 
     format: int
-    model: str  # MODEL as it was given
+    model: str  # MODEL as given on the command line
     digest: str  # of the model's files; see model_digest
 
 
@@ -28,31 +28,31 @@ class JournalPrompt(msgspec.Struct, frozen=True, array_like=True):
     key: int
     ids: list[int]
     text: str
-    seed: int  # of its completions, also where its client gave none
+    seed: int  # used by its completions, drawn by the server if the client gave none
 
 
 class AcceptedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
-    """A request that will be answered. One that is there already begins anew: so a segment begins with what is under
-    way.
+    """A request that will get a reply. A second record for an id starts its reply anew, so a segment can begin with the
+    running requests.
     """
 
-    id: str  # of its answer
+    id: str  # id of its reply
     kind: Literal["cmpl", "chatcmpl"]
-    model: str  # as its client called it
+    model: str  # the model's name in the client's request
     created: int  # seconds since 1970
     params: SamplingParams
     prompts: list[JournalPrompt]
     echo: bool = False
     only_prompt: bool = False
     tokens_as_ids: bool = False  # log-probabilities name tokens by their numbers
-    token_ids: bool = False  # the answer has them too
-    salt: bytes = b""  # it shares KV with requests of the same salt only
+    token_ids: bool = False  # the reply contains token ids
+    salt: bytes = b""  # it shares KV only with requests of the same salt
     priority: int = 0
-    discard: TokenRanges = ()  # tokens of its prompt that it has lost
+    discard: TokenRanges = ()  # ranges of prompt tokens whose KV it discards
 
     @property
     def log_name(self) -> str:
-        """The beginning of ``id``, for logs: by the whole id anybody gets the answer."""
+        """The beginning of ``id``, for logs: anyone who knows the whole id can fetch the reply."""
         return self.id[:-SECRET_DIGITS]
 
 
@@ -63,7 +63,7 @@ class DeltasRecord(msgspec.Struct, frozen=True, tag="grown"):
 
 
 class DroppedRecord(msgspec.Struct, frozen=True, tag="dropped"):
-    """An answer without a reader: its client has left, or was refused."""
+    """A reply without a reader: its client has left, or was refused."""
 
     id: str
 
@@ -78,13 +78,13 @@ class FailedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="unanswerable"
 
 
 class RestartsRecord(msgspec.Struct, frozen=True, tag="begun"):
-    """Counts of servers that have begun an answer again and did not stop in order, by the id of the answer."""
+    """Id of a reply -> number of servers that restarted its request and did not stop in order."""
 
     counts: dict[str, int]
 
 
 class SyncedRecord(msgspec.Struct, frozen=True, tag="synced"):
-    """The first ``size`` bytes of this file are on the disk itself, so a hole in them is damage."""
+    """The first ``size`` bytes of this file are on disk, so a hole in them is damage."""
 
     size: int
 

@@ -1,5 +1,5 @@
-"""The segment that follows a full one. A thread begins it, since a disk may let one wait for long; what is written to
-the full one meanwhile is written to it, too, before anything else counts.
+"""The segment that follows a full one. A thread begins it, since a disk may block for long. Records written to the full
+segment meanwhile are added to the new one before it replaces the full one.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from .segment import Segment, frame_record
 
 
 class DiskFailedError(OSError):
-    """A wait for the full segment has failed, so the bytes of it on the disk are unknown."""
+    """A wait for the full segment's disk has failed, so its bytes on the disk are unknown."""
 
 
 class NextSegment:
     """The next segment, until ``take`` or ``discard``. All methods belong to the journal's thread."""
 
     def __init__(self, number: int, folder: JournalDirectory, opening: bytes, before: Segment | None) -> None:
-        """``opening``: what it begins with. ``before``: the full one, which is to be on the disk first; None = that one
-        does not count any more.
+        """``opening``: its first bytes. ``before``: the full segment, which must be on disk first; None = that segment
+        is not used any more.
         """
         self.number = number
         self._path = folder.path_of(number)
@@ -44,12 +44,12 @@ class NextSegment:
         self._thread.shutdown(wait=False)
 
     def add(self, data: bytes) -> None:
-        """A record that the full segment got, or had no room for."""
+        """Add a record that was written to the full segment, or did not fit there."""
         self._behind.append(data)
 
     def take(self, before: Segment) -> Segment:
-        """It, with all that there is; waits for it. Then that is said of what the full one had on the disk. Raises
-        OSError, DiskFailedError: it is not there.
+        """Wait for the segment and return it with all records. Then note in the full one how much of it is on disk.
+        Raises OSError if the segment does not exist, and DiskFailedError.
         """
         try:
             segment = self.work.result()
@@ -78,7 +78,9 @@ class NextSegment:
 
 
 def begin_segment(segment: Segment, opening: bytes, folder: JournalDirectory) -> Segment:
-    """An empty segment that has ``opening`` on the disk. Raises OSError: it is closed then."""
+    """Write ``opening`` to an empty segment and wait until it is on disk. Raises OSError; then the segment
+    is closed.
+    """
     try:
         segment.append(opening)
         segment.sync()
@@ -90,7 +92,7 @@ def begin_segment(segment: Segment, opening: bytes, folder: JournalDirectory) ->
 
 
 def sync_path(path: Path) -> None:
-    """Wait until a file is on the disk. Raises OSError, also if another descriptor got that error first."""
+    """Wait until a file is on disk. Raises OSError, even if another descriptor got that error first."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(fd)
@@ -99,5 +101,5 @@ def sync_path(path: Path) -> None:
 
 
 def is_whole(records: Collection[object]) -> bool:
-    """Return True if a segment of these records has been taken."""
+    """Return True if a segment of these records was completed and taken over."""
     return any(isinstance(record, SyncedRecord) for record in records)

@@ -20,7 +20,7 @@ from .journal import Journal
 from .journal_entry import JournalEntry
 from .journal_records import FailedRecord
 
-MAX_RESTARTS = 3  # servers that one request may end, beside the one that accepted it
+MAX_RESTARTS = 3  # servers that one request may end, in addition to the one that accepted it
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 async def finish_all(service: Service, journal: Journal, left: Sequence[JournalEntry]) -> None:
     """Have the engine finish all requests of ``left``. A request that it does not finish stays for the next server.
 
-    One of these requests may have ended the server before. So all are begun together once; the next time, the ones that
-    are left are begun one by one, until that request is known.
+    One of these requests may have ended the earlier server. So all start together the first time. The next time, the
+    remaining ones run one by one, until the guilty request is known.
     """
     if left:
         log.info("--journal: finishing %s of an earlier server", count_text(len(left), "request"))
@@ -40,7 +40,7 @@ async def finish_all(service: Service, journal: Journal, left: Sequence[JournalE
 
 
 async def _finish(service: Service, journal: Journal, entry: JournalEntry) -> bool:
-    """Finish an entry's request; whether the answer is whole now."""
+    """Finish an entry's request. Returns True if the reply is whole now."""
     if entry.num_restarts >= MAX_RESTARTS:
         text = f"{MAX_RESTARTS} servers have ended while they computed this request again"
         return _refuse(journal, entry, 500, text, "server_error")
@@ -65,7 +65,7 @@ def _refuse(journal: Journal, entry: JournalEntry, status: int, message: str, co
 
 
 async def _compute(service: Service, entry: JournalEntry) -> bool:
-    """To the end of the answer. Raises PromptRefusedError, EngineGoneError."""
+    """Compute the rest of the reply. Returns True if it is whole. Raises PromptRefusedError, EngineGoneError."""
     feed, client = ReplyQueue(), service.client
     ticket = service.queue_limit.readmit(sum(map(entry.unfinished_of, entry.keys)))
     try:

@@ -1,4 +1,4 @@
-"""One file of a journal: records behind each other, each with its length and checksums."""
+"""One file of a journal: consecutive records, each with its length and checksums."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HEAD = struct.Struct("<III")  # bytes of the record, checksum of that number, c
 _NUMBER = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(JournalRecord).decode
-_SYNCED = _encode(SyncedRecord(0))[:-1]  # the beginning of each such record
+_SYNCED = _encode(SyncedRecord(0))[:-1]  # the first bytes of each SyncedRecord
 
 
 def frame_record(record: msgspec.Struct) -> bytes:
-    """A record as it stands in a file."""
+    """Return a record as it is written in a file."""
     data = _encode(record)
     return _HEAD.pack(len(data), zlib.crc32(_NUMBER.pack(len(data))), zlib.crc32(data)) + data
 
@@ -29,11 +29,11 @@ def frame_record(record: msgspec.Struct) -> bytes:
 class SegmentContents:
     """The records of a file, and the offset at which the last whole one ends.
 
-    A host that loses its power may leave holes in bytes that were not on the disk yet, with whole records after them.
+    A host that loses power may leave holes in bytes that were not on disk yet, with whole records after them.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError where it is damaged before its end, OSError."""
+        """Read a file. Raises ValueError if it is damaged before its end, and OSError."""
         data = path.read_bytes()
         self.records: list[Any] = []
         self.end = 0
@@ -41,15 +41,17 @@ class SegmentContents:
             while (entry := _record(data, self.end)) is not None:
                 record, self.end = entry
                 self.records.append(record)
-        except msgspec.DecodeError:  # it is whole, and nothing that this version writes
+        except msgspec.DecodeError:  # the record is whole, but this version does not write such records
             raise damaged(path, self.end) from None
-        self.num_torn_bytes = len(data) - self.end  # bytes behind a record that was not written whole
+        self.num_torn_bytes = len(data) - self.end  # bytes after the last whole record
         if self.num_torn_bytes and _synced(data, self.end) > self.end:
             raise damaged(path, self.end)
 
 
 def _record(data: bytes, at: int) -> tuple[Any, int] | None:
-    """The record at a place, and where it ends; None where none is whole there. Raises msgspec.DecodeError."""
+    """Return the record at an offset, and where it ends; None if no whole record is there. Raises
+    msgspec.DecodeError.
+    """
     if at + _HEAD.size > len(data):
         return None
     length, own, sum_ = _HEAD.unpack_from(data, at)
@@ -60,7 +62,7 @@ def _record(data: bytes, at: int) -> tuple[Any, int] | None:
 
 
 def _synced(data: bytes, at: int) -> int:
-    """Bytes that were on the disk, by the records behind a place that cannot be read."""
+    """Return how many bytes were on disk, by the SyncedRecords after an unreadable place."""
     most, at = 0, data.find(_SYNCED, at)
     while at >= 0:
         with suppress(msgspec.DecodeError):
@@ -72,25 +74,25 @@ def _synced(data: bytes, at: int) -> int:
 
 
 def damaged(path: Path, at: int) -> ValueError:
-    """The error where a file cannot be read on from byte ``at``."""
+    """Return the error for a file that cannot be read beyond byte ``at``."""
     return ValueError(f"--journal: {path} is damaged at byte {at}, not at its end: move it away, or restore it")
 
 
 class Segment:
-    """A file that grows. What was not written whole is taken back."""
+    """A file that grows. A partial write is cut off again."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """``size``: bytes of it that count; the rest is cut off. Raises OSError."""
+        """``size``: valid bytes of the file; the rest is cut off. Raises OSError."""
         self.path = path
         self.size = size
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self._torn = True  # there may be bytes that do not count
+        self._torn = True  # there may be invalid bytes after the valid ones
         self._cut()
 
     def append(self, data: bytes) -> None:
-        """All of ``data``, or nothing. Raises OSError."""
+        """Write all of ``data``, or nothing. Raises OSError."""
         done = 0
-        if self._torn:  # on some disks a full one has no room for a cut either
+        if self._torn:  # on some disks a full one cannot be cut either
             self._cut()
         try:
             while done < len(data):
@@ -108,16 +110,16 @@ class Segment:
         self._torn = False
 
     def sync(self) -> None:
-        """Wait until all written bytes outlive a crash of the host. Raises OSError."""
+        """Wait until all written bytes survive a crash of the host. Raises OSError."""
         os.fdatasync(self._fd)
 
     def note_synced(self, size: int) -> None:
-        """Write that so many bytes are on the disk, where that can be: without it a hole there counts as a tail."""
+        """Try to write that ``size`` bytes are on disk. Without this record a hole in them looks like a torn end."""
         with suppress(OSError):
             self.append(frame_record(SyncedRecord(size)))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

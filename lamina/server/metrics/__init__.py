@@ -1,1 +1,1 @@
-"""What operators see: metrics, health, the page."""
+"""Metrics, health and the dashboard for operators."""

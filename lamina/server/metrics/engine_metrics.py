@@ -1,4 +1,4 @@
-"""Metrics of the engine and its workers: read from what the engine process said last, when Prometheus asks."""
+"""Metrics of the engine and its workers, from the engine process's latest reports; read when Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lamina.server.engine_client.messages import EngineState
 
 from .http_metrics import PREFIX
 
-MEMORY_WORKER_COUNTERS = {  # a memory worker's counter -> the family's name, and its text
+MEMORY_WORKER_COUNTERS = {  # a memory worker's counter -> the family's name, and its help text
     "kv_failed_transfers": ("kv_failed_transfers", "loads and saves of which a memory worker could not do all"),
     "kv_fetched_pages": (
         "kv_fetched_pages",
-        "pages that a memory worker has brought from its disk before a turn asked",
+        "pages that a memory worker has fetched from its disk before a turn needed them",
     ),
-    "kv_loaded_bytes": ("kv_offload_load_bytes", "K and V that a memory worker has loaded from beside its pool"),
-    "kv_saved_bytes": ("kv_offload_store_bytes", "K and V that a memory worker has saved beside its pool"),
+    "kv_loaded_bytes": ("kv_offload_load_bytes", "K and V that a memory worker has loaded from storage"),
+    "kv_saved_bytes": ("kv_offload_store_bytes", "K and V that a memory worker has saved to storage"),
 }
 
 
 class EngineMetrics(Collector):
-    """A collector over the client's latest State and Counters; families without a value yet are absent."""
+    """Collects from the client's latest EngineState and WorkerCounters. Families without a value yet are absent."""
 
     def __init__(self, client: EngineClient, labels: Mapping[str, str]) -> None:
         self._client = client
@@ -35,7 +35,7 @@ class EngineMetrics(Collector):
         self._values = list(labels.values())
 
     def describe(self) -> list[Metric]:
-        """Nothing: names depend on what has been reported."""
+        """Return nothing: names depend on what has been reported."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -45,11 +45,11 @@ class EngineMetrics(Collector):
         yield from self._workers()
 
     def _queue(self, state: EngineState) -> Iterator[Metric]:
-        """Completions and steps, and what becomes of them."""
+        """Yield metrics of completions and steps."""
         yield self._gauge("num_requests_running", "completions that decode or whose prompt is computed", state.running)
         yield self._gauge("num_requests_waiting", "completions that wait for room", state.waiting)
-        reasons = self._gauge_of("num_requests_waiting_by_reason", "completions that wait, by what for", "reason")
-        reasons.add_metric([*self._values, "capacity"], state.waiting)  # nothing else defers one
+        reasons = self._gauge_of("num_requests_waiting_by_reason", "waiting completions by reason", "reason")
+        reasons.add_metric([*self._values, "capacity"], state.waiting)  # there is no other reason
         reasons.add_metric([*self._values, "deferred"], 0)
         yield reasons
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the fullest layer group", self.kv_usage)
@@ -58,9 +58,9 @@ class EngineMetrics(Collector):
         yield preempted
         for name, text, value in (
             ("prefix_cache_queries", "tokens of completions that were admitted", state.prefix_queries),
-            ("prefix_cache_hits", "of them, those whose KV an earlier request had left", state.prefix_hits),
-            ("external_prefix_cache_queries", "of them, those whose KV the pools had not", state.external_queries),
-            ("external_prefix_cache_hits", "of these, those whose KV was loaded", state.external_hits),
+            ("prefix_cache_hits", "of these, those whose KV was in the pools", state.prefix_hits),
+            ("external_prefix_cache_queries", "of these, those whose KV was not in the pools", state.external_queries),
+            ("external_prefix_cache_hits", "of the latter, those whose KV was loaded", state.external_hits),
         ):
             family = self._counter(name, text)
             family.add_metric(self._values, value)
@@ -70,7 +70,7 @@ class EngineMetrics(Collector):
         if state.slo is not None:
             yield from self._slo(state.slo)
         if state.kv_replicas is not None:
-            text = "pages of prompts that prefill workers have beside the first one of each"
+            text = "copies of prompt pages on prefill workers, in addition to the first copy of each"
             yield self._gauge("kv_replicas", text, state.kv_replicas)
         steps = self._counter("engine_steps", "steps that were finished")
         steps.add_metric(self._values, state.steps)
@@ -79,7 +79,7 @@ class EngineMetrics(Collector):
             yield from self._errors(state.errors)
 
     def _kv(self, state: EngineState) -> Iterator[Metric]:
-        """KV blocks, by memory worker and layer group, and where they are kept."""
+        """Yield metrics of KV blocks, by memory worker and layer group, and of where they are kept."""
         ready = self._client.ready
         config = InfoMetricFamily(PREFIX + "cache_config", "of the KV cache", labels=self._names)
         config.add_metric(
@@ -107,10 +107,10 @@ class EngineMetrics(Collector):
         yield from self._loans(state)
 
     def _loans(self, state: EngineState) -> Iterator[Metric]:
-        """Within the deployment, and between deployments; what moves because of them."""
+        """Yield metrics of loans within the deployment and between deployments, and of what moves because of them."""
         ready = self._client.ready
         if state.borrowed_blocks is not None:
-            borrowed = self._gauge_of("borrowed_blocks", "KV blocks of sequences at home elsewhere", "creditor")
+            borrowed = self._gauge_of("borrowed_blocks", "KV blocks of sequences with another home", "creditor")
             creditors = dict.fromkeys(sorted(w for holders in ready.holders for w in holders), 0)
             for holders, count in zip(ready.holders, state.borrowed_blocks, strict=True):
                 creditors |= {worker: creditors[worker] + count for worker in holders}
@@ -118,18 +118,18 @@ class EngineMetrics(Collector):
         if state.leased_blocks is not None:
             text = "memory that other deployments lend this one"
             leased = self._by_label(self._gauge_of("leased_bytes", text, "creditor"), state.leased_blocks)
-            refusals = self._counter("loan_refusals", "creditors that had not what was asked for")
+            refusals = self._counter("loan_refusals", "requests for a loan that a creditor could not grant")
             refusals.add_metric(self._values, state.loan_refusals)
             yield from (leased, refusals)
         if state.debt_cycles is not None:
             text = "circles of debts between deployments, as the ledger sees them"
             yield self._gauge("debt_cycles", text, state.debt_cycles)
         if state.moved_bytes:
-            text = "KV that went from one memory worker to another, by why"
+            text = "KV that went from one memory worker to another, by reason"
             yield self._by_label(self._counter("moved_bytes", text, "reason"), state.moved_bytes)
         if state.moved_blocks is not None:
             moved = self._counter(
-                "moved_blocks", "KV blocks that went home from loan, or left with their sequence, while others decoded"
+                "moved_blocks", "KV blocks that returned home or left with their sequence during decoding"
             )
             moved.add_metric(self._values, state.moved_blocks)
             yield moved
@@ -138,11 +138,11 @@ class EngineMetrics(Collector):
             yield self._by_label(self._gauge_of("lent_blocks", text, "debtor"), state.lent_blocks)
 
     def _tiers(self, state: EngineState) -> Iterator[Metric]:
-        """Blocks of running sequences where they keep all, and where they lose some."""
+        """Yield metrics of running sequences' blocks, in layers with full and with sparse KV."""
         ready, held = self._client.ready, {"full": 0, "sparse": 0}
         for sparse, totals, free in zip(ready.sparse, ready.num_blocks, state.free_blocks, strict=True):
             held["sparse" if sparse else "full"] += min(totals) - free
-        text = "KV blocks of running completions, and of shadows beside them, by tier of layers"
+        text = "KV blocks of running completions and of their reference decodes, by tier of layers"
         kept = self._by_label(self._gauge_of("kv_kept_blocks", text, "tier"), held)
         dropped = self._counter("kv_dropped_blocks", "KV blocks that completions have lost in each sparse layer")
         dropped.add_metric(self._values, state.dropped_blocks)
@@ -150,9 +150,9 @@ class EngineMetrics(Collector):
 
     def _errors(self, errors: ErrorState) -> Iterator[Metric]:
         for name, text, value in (
-            ("kv_shadow_tokens", "tokens by which the two of them were measured", errors.tokens),
+            ("kv_shadow_tokens", "tokens by which sparse KV was compared with all KV", errors.tokens),
             ("kv_shadow_kl", "nats from the distribution with all KV, in the mean", errors.kl),
-            ("kv_shadow_top1_disagreement", "share of tokens that all KV would have made others", errors.top1),
+            ("kv_shadow_top1_disagreement", "share of tokens that all KV would have changed", errors.top1),
             ("kv_budget_in_use", "tokens that new completions keep or attend in sparse layers; 0: all", errors.budget),
         ):
             yield self._gauge(name, text, value)
@@ -162,18 +162,18 @@ class EngineMetrics(Collector):
 
     def _slo(self, counts: SloCounts) -> Iterator[Metric]:
         for name, text, load in (
-            ("prefill_load", "a prompt's wait for the last one that was taken, over --slo ttft=", counts.prefill_load),
-            ("decode_load", "a step that decodes, over --slo tbt=", counts.decode_load),
+            ("prefill_load", "the last admitted prompt's wait, divided by --slo ttft=", counts.prefill_load),
+            ("decode_load", "the time of a decoding step, divided by --slo tbt=", counts.decode_load),
         ):
             yield self._gauge(name, text, load)
         for name, text, value in (
             ("first_tokens", "prompts that were computed", counts.prompts),
             (
                 "first_token_expected_seconds",
-                "from arrivals to first tokens, as foreseen",
+                "from arrivals to first tokens, as predicted",
                 counts.predicted_ttft_s,
             ),
-            ("first_token_real_seconds", "the same, as it was", counts.actual_ttft_s),
+            ("first_token_real_seconds", "from arrivals to first tokens, as measured", counts.actual_ttft_s),
             (
                 "prefill_wasted_tokens",
                 "tokens of prompts that were computed and not decoded",
@@ -186,7 +186,7 @@ class EngineMetrics(Collector):
 
     def _sessions(self, state: EngineState) -> Iterator[Metric]:
         tiers = self._gauge_of("sessions", "sessions by the place of their KV", "tier")
-        hits = self._counter("session_hits", "turns behind the first one of a session, by where its KV was", "tier")
+        hits = self._counter("session_hits", "turns after the first one of a session, by where its KV was", "tier")
         waits = self._counter("session_wait_seconds", "time for which these turns waited for their first row", "tier")
         for family, counts in ((tiers, state.sessions), (hits, state.session_hits), (waits, state.session_waits)):
             yield self._by_label(family, dict(sorted(counts.items())))
@@ -200,7 +200,7 @@ class EngineMetrics(Collector):
         )
         wire = self._counter("worker_bytes", "payload of a memory worker's messages", "worker", "direction")
         read = self._counter("attention_bytes", "stored K and V that a memory worker's attention has read", "worker")
-        text = "of them, those of sequences at home elsewhere, which have borrowed there"
+        text = "of them, those of sequences whose home is another memory worker"
         remote = self._counter("remote_attention_bytes", text, "worker")
         refused = self._counter("refused_plans", "plans that a memory worker refused", "worker")
         kept = {name: self._counter(*words, "worker") for name, words in MEMORY_WORKER_COUNTERS.items()}
@@ -226,7 +226,7 @@ class EngineMetrics(Collector):
             kinds.add_metric([*self._values, kind], size * (rows + prefilled * (kind == "kv")))
         yield kinds
         hop = SummaryMetricFamily(
-            PREFIX + "hop_latency_seconds", "what a compute worker waits for a layer's attention", labels=self._names
+            PREFIX + "hop_latency_seconds", "a compute worker's wait for a layer's attention", labels=self._names
         )
         hop.add_metric(self._values, count_value=int(hops), sum_value=wait_s)
         yield hop
@@ -239,7 +239,7 @@ class EngineMetrics(Collector):
 
     @property
     def kv_usage(self) -> float:
-        """Share of KV blocks in use, 0 to 1, of the fullest layer group."""
+        """The share of KV blocks in use, 0 to 1, in the fullest layer group."""
         state, ready = self._client.state, self._client.ready
         most = [min(totals) for totals in ready.num_blocks]
         free = state.free_blocks if state else most
@@ -247,7 +247,7 @@ class EngineMetrics(Collector):
 
     @property
     def attention_calls(self) -> tuple[float, float]:
-        """Layers that went to the memory workers and back since the start, and the seconds waited for them."""
+        """Layers computed with the memory workers since the start, and the seconds waited for them."""
         _, hops, wait_s = self._hops()
         return hops, wait_s
 
@@ -263,7 +263,7 @@ class EngineMetrics(Collector):
         return CounterMetricFamily(PREFIX + name, text, labels=[*self._names, *more])
 
     def _by_label(self, family: GaugeMetricFamily | CounterMetricFamily, counts: Mapping[str, float]) -> Metric:
-        """``family`` with a value for each label of ``counts``."""
+        """Return ``family`` with a value for each label of ``counts``."""
         for label, count in counts.items():
             family.add_metric([*self._values, label], count)
         return family

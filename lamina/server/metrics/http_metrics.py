@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: what this process measures. Names end as vLLM's do, so that its boards work."""
+"""Prometheus metrics that this process measures. Names end as vLLM's do, so its dashboards work."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _COUNTERS = {
     "generation_tokens": "tokens generated",
     "prompt_tokens_cached": "tokens of prompts whose KV was there",
 }
-COMPUTED, FOUND = "local_compute", "local_cache_hit"  # where the KV of a prompt's tokens comes from, in vLLM's words
+COMPUTED, FOUND = "local_compute", "local_cache_hit"  # sources of a prompt token's KV, in vLLM's words
 
 
 class ServerMetrics:
-    """One registry for each server. Histograms are of prompts, whatever HTTP request they came in."""
+    """The metrics of one server, in one registry. Histograms count prompts, not HTTP requests."""
 
     def __init__(self, model_name: str, limits: SloLimits = NO_LIMITS) -> None:
         self.limits = limits
@@ -93,7 +93,7 @@ class ServerMetrics:
         )  # fmt: skip
 
     def count(self, name: str, tokens: int) -> None:
-        """``tokens`` more of a counter."""
+        """Add ``tokens`` to a counter."""
         self.totals[name] += tokens
         self._counts[name].inc(tokens)
 
@@ -102,36 +102,36 @@ class ServerMetrics:
         self.seconds["iteration_tokens_total"].observe(tokens)
 
     def on_first_token(self, tokens: int, cached: int) -> None:
-        """A prompt of so many tokens has its first token; ``cached``: those whose KV was there."""
+        """Count a prompt's first token. ``tokens``: the prompt's length; ``cached``: those whose KV was cached."""
         self.count("prompt_tokens_cached", cached)
         self.seconds["request_prefill_kv_computed_tokens"].observe(tokens - cached)
         for source, number in ((COMPUTED, tokens - cached), (FOUND, cached)):
             self._sources.labels(**self.labels, source=source).inc(number)
 
     def on_finished(self, reason: str) -> None:
-        """A prompt is finished: "stop", "length" or "abort"."""
+        """Count a finished prompt; ``reason``: "stop", "length" or "abort"."""
         self._success.labels(**self.labels, finished_reason=reason).inc()
 
     def on_goodput(self) -> None:
-        """A prompt was answered to its end, as promised."""
+        """Count a prompt that ended within its limits of time."""
         self._good.inc()
 
     def on_rejected(self, reason: str) -> None:
-        """A request was refused for load."""
+        """Count a request that was refused for load."""
         self._rejections.labels(**self.labels, reason=reason).inc()
 
     def on_http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered."""
+        """Count an HTTP request and its duration."""
         self._http.labels(handler, method, str(status)).inc()
         self._http_s.labels(handler, method).observe(seconds)
 
     def render(self, *, vllm: bool) -> bytes:
-        """The text format; ``vllm``: families with vLLM's names are shown under them too."""
+        """Return the text format. ``vllm``: repeat families that vLLM has under vLLM's names."""
         text = generate_latest(_RegistryView(self.registry))
         return text + generate_latest(_RegistryView(self.registry, "vllm:")) if vllm else text
 
 
-# Families that vLLM has too and which are not histograms or counters of this file.
+# Families that vLLM has too, in addition to the histograms and counters of this file.
 SHARED = frozenset(
     PREFIX + name
     for name in (
@@ -145,7 +145,7 @@ SHARED = frozenset(
 
 
 class _RegistryView:
-    """Looks like a registry: all families without their times of creation, or the shared ones under another prefix."""
+    """Looks like a registry: all families without their creation times, or the shared ones under another prefix."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str = "") -> None:
         self._registry = registry
@@ -164,7 +164,7 @@ class _RegistryView:
 
 
 class PromptMeter:
-    """Watches one prompt: feeds the histograms, remembers what its log line says. Seconds of this process's clock."""
+    """Measures one prompt: fills the histograms, and keeps what the log line shows. Seconds of this process's clock."""
 
     def __init__(self, metrics: ServerMetrics, arrival_s: float, prompt_tokens: int, params: SamplingParams) -> None:
         self._metrics = metrics
@@ -172,14 +172,14 @@ class PromptMeter:
         self._prompt_tokens = prompt_tokens
         self._params = params
         self._last_s: dict[int, float] = {}
-        self._lengths: dict[int, int] = {}  # of its completions
-        self._longest_s = 0.0  # between two of them
+        self._lengths: dict[int, int] = {}  # number of tokens of each completion
+        self._longest_s = 0.0  # longest time between two deltas
         self.tokens = 0
         self.first_s: float | None = None
         metrics.count("prompt_tokens", prompt_tokens)
 
     def on_delta(self, delta: Delta) -> None:
-        """A delta has come in."""
+        """Measure a delta that has come in."""
         now, seconds = time.monotonic(), self._metrics.seconds
         if self.first_s is None:
             self.first_s = now - self._arrival_s
@@ -199,7 +199,7 @@ class PromptMeter:
 
     def _finish(self, delta: Delta, now: float) -> None:
         seconds, params, times = self._metrics.seconds, self._params, delta.times
-        if times is None or delta.refusal is not None:  # which counts as an abort at its close
+        if times is None or delta.refusal is not None:  # a refused one counts as an abort when the call closes
             return
         total, first = now - self._arrival_s, self.first_s or 0.0
         seconds["e2e_request_latency_seconds"].observe(total)

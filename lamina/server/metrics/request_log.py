@@ -1,4 +1,4 @@
-"""Around every request: its id, its line in the log, its metrics, and an answer where the program failed."""
+"""The outermost layer of each request: its id, log line and metrics, and a reply if the program fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """The outermost layer. A client's X-Request-Id is echoed and logged, and means nothing else."""
+    """The outermost layer. It returns and logs a client's X-Request-Id, which has no other meaning."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class RequestLog:
         log_requests: bool,
         heads: bool = True,
     ) -> None:
-        """``routes``: whose paths name requests that a layer in front of them has answered. ``heads``: whether answers
-        bear the id.
+        """``routes``: whose paths name a request if an outer layer has replied to it. ``heads``: whether replies carry
+        the id.
         """
         self._heads = heads
         self._app = app
@@ -84,13 +84,13 @@ class RequestLog:
 
 
 class LogFormatter(logging.Formatter):
-    """Lines with the id of the request that they are about; ``as_json`` makes each a JSON object."""
+    """Log lines with the id of their request; ``as_json`` makes each a JSON object."""
 
     def __init__(self, *, as_json: bool) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
         self._as_json = as_json
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # what stands before a traceback
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # the part before a traceback
         about = REQUEST_ID.get()
         fields = getattr(record, "fields", {}) | ({"request_id": about} if about != NO_REQUEST else {})
         return super().formatMessage(record) + "".join(f" {k}={v}" for k, v in fields.items())
@@ -112,7 +112,7 @@ class LogFormatter(logging.Formatter):
 
 
 def set_up_logging(*, as_json: bool) -> None:
-    """Log lines of this package and of uvicorn's faults to stderr."""
+    """Log lines of this package, and warnings of uvicorn, to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(as_json=as_json))
     for name, level in (("lamina", logging.INFO), ("uvicorn", logging.WARNING)):

@@ -1,4 +1,4 @@
-"""The status line: what an operator wants to know every few seconds."""
+"""The status line: the numbers that an operator wants to see every few seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 async def log_status_forever(service: Service) -> None:
-    """A line every ``log_stats_s`` seconds; none while nothing happens."""
+    """Log a line every ``log_stats_s`` seconds, and none while nothing happens."""
     every = service.config.log_stats_s
     if not every:
         return
@@ -38,7 +38,7 @@ class _Totals:
         return self._prompt + self._generated
 
     def since(self, last: _Totals) -> dict[str, object]:
-        """Rates and levels, by the names of the line."""
+        """Return rates and levels, by their names in the line."""
         service, seconds = self._service, self._at - last._at
         state = service.client.state
         hops = self._hops - last._hops

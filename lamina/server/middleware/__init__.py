@@ -1,1 +1,1 @@
-"""Keys, names and limits of requests: all that is checked before a request is understood."""
+"""Checks of a request before its fields are read: keys, hosts and limits."""

@@ -1,4 +1,4 @@
-"""API keys: every route needs one, except the few routes that are named here. No body is read for the check."""
+"""API keys: every route needs one, except PUBLIC_PATHS. The check reads no body."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lamina.server.errors import ApiError, error_response
 
-OPERATOR = frozenset({"/scale", "/drain", "/cordon"})  # they take the operator's key alone
+OPERATOR = frozenset({"/scale", "/drain", "/cordon"})  # they accept the operator's key only
 PUBLIC_PATHS = OPERATOR | {"/health"}
 
 
 class Auth:
-    """Refuses requests without one of the keys. Without keys all requests pass. The digest of a request's key goes to
-    ``state["key_id"]``: 32 bytes, or none where there are no keys.
+    """Refuses requests without one of the keys. Without configured keys all requests pass. The digest of a request's
+    key goes to ``state["key_id"]``: 32 bytes, or none if the server has no keys.
     """
 
     def __init__(self, app: ASGIApp, keys: list[str], admin_key: str) -> None:
@@ -43,10 +43,10 @@ class Auth:
 
 
 def _match(given: bytes, digests: list[bytes]) -> bytes | None:
-    """The digest of the key in an Authorization header; None where it is none of ``digests``."""
+    """Return the digest of the key in an Authorization header; None if it is none of ``digests``."""
     scheme, _, key = given.partition(b" ")
     digest = hashlib.sha256(key.strip()).digest()
-    # All are compared, in constant time, so that nothing can be learnt from how long it takes.
+    # All are compared, in constant time, so the duration reveals nothing.
     matches = [hmac.compare_digest(digest, d) for d in digests]
     return digest if any(matches) and scheme.lower() == b"bearer" else None
 

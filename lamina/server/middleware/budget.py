@@ -1,10 +1,10 @@
-"""A budget of memory that many requests share: each holder counts its bytes, and all of them stay within one limit."""
+"""A memory budget that many requests share: each holder counts its bytes, and their sum stays within one limit."""
 
 from __future__ import annotations
 
 
 class MemoryBudget:
-    """Bytes that all holders together may have."""
+    """The bytes that all holders together may have."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -15,11 +15,11 @@ class MemoryBudget:
         return Holding(self)
 
     def has_room(self, nbytes: int, leave: int = 0) -> bool:
-        """Tell whether ``nbytes`` more fit now and ``leave`` bytes stay free."""
+        """Return True if ``nbytes`` more fit now and ``leave`` bytes stay free."""
         return self.used + nbytes <= self.limit - leave
 
     def could_fit(self, nbytes: int, leave: int = 0) -> bool:
-        """Tell whether ``nbytes`` fit while nothing else is held."""
+        """Return True if ``nbytes`` would fit while nothing else is held."""
         return nbytes <= self.limit - leave
 
 
@@ -32,8 +32,8 @@ class Holding:
         self.size = 0
 
     def resize(self, size: int, leave: int = 0) -> bool:
-        """Count ``size`` bytes in place of what was counted. Return False, and change nothing, where more bytes are
-        wanted than the budget has, less ``leave``. Fewer bytes are always granted.
+        """Count ``size`` bytes instead of the previous size. Returns False, and changes nothing, if the increase
+        exceeds what the budget has left, less ``leave``. A decrease always succeeds.
         """
         more = size - self.size
         if more > 0 and (self._closed or not self._budget.has_room(more, leave)):
@@ -43,6 +43,6 @@ class Holding:
         return True
 
     def close(self) -> None:
-        """Give back all bytes. Idempotent."""
+        """Release all bytes. Idempotent."""
         self.resize(0)
         self._closed = True

@@ -1,4 +1,4 @@
-"""A bound on connections, and a rule which one goes where there are more."""
+"""A bound on connections, and a rule that chooses the one to close when there are more."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import resource
 from contextlib import suppress
 from typing import Protocol
 
-RESERVED_FILES = 32  # files for all else: the engine's link, the tokenizer's, logs
+RESERVED_FILES = 32  # files for everything else: the engine's link, the tokenizer's files, logs
 LEAST, MOST = 8, 1 << 16
-PLAIN_BYTES, TLS_BYTES = 40 << 10, 160 << 10  # of a connection: measured, and what its requests have uncounted
+PLAIN_BYTES, TLS_BYTES = 40 << 10, 160 << 10  # bytes of a connection: measured, plus uncounted bytes of its requests
 
 
 def max_connections(memory: int, *, tls: bool) -> int:
-    """Connections that this process may have, in ``memory`` bytes. Its limit on open files is raised as far as that is
-    allowed.
+    """Return the number of connections that this process may have in ``memory`` bytes. Raises the process's limit on
+    open files as far as allowed.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # more than the kernel gives to any process (fs.nr_open)
@@ -29,36 +29,36 @@ class Closable(Protocol):
     """A connection, or a handshake that may become one."""
 
     def close_now(self) -> None:
-        """Close it, whatever it may still send."""
+        """Close it at once, even if replies are not sent yet."""
         ...
 
 
 class ConnectionLimiter:
-    """All connections of a server. Where there are more than it has room for, the one goes that has owed a request for
-    longest.
+    """Tracks all connections of a server. If there are too many, it closes the one that has owed a request
+    for longest.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._idle: dict[Closable, None] = {}  # a whole request, the longest first
+        self._idle: dict[Closable, None] = {}  # connections that owe a whole request, the longest first
         self._count = 0
 
     def on_open(self, one: Closable) -> None:
-        """A connection was accepted."""
+        """Count an accepted connection."""
         self._count += 1
         self._idle[one] = None
         if self._count > self._limit:
             next(iter(self._idle)).close_now()
 
     def on_request(self, one: Closable) -> None:
-        """All of its request has come."""
+        """Note that the whole request of a connection has arrived."""
         self._idle.pop(one, None)
 
     def on_response(self, one: Closable) -> None:
-        """The guest's request has been answered."""
+        """Note that the connection's request has its reply, so it owes the next one."""
         self._idle[one] = None
 
     def on_close(self, one: Closable) -> None:
-        """The guest's connection was closed."""
+        """Forget a closed connection."""
         self._count -= 1
         self._idle.pop(one, None)

@@ -1,4 +1,4 @@
-"""HEAD, which whatever can be got must answer: as GET, and without the body."""
+"""HEAD requests, which every route with GET must support: handled as GET, without the body."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class HeadRequests:
-    """Asks the routes for a GET. A route that has none answers 405, as it would."""
+    """Passes HEAD to the routes as GET. A route without GET replies 405, as it would to HEAD."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""Connections that cost little, whatever their clients send or do not send: bounds in bytes and in time.
+"""Connections that cost little whatever their clients send or fail to send: they have limits in bytes and in time.
 
-uvicorn's own have none for headers, for what follows a body, for a client that reads nothing, and for the rest of a
-request that was answered early. A limit on bytes is not exact: what one read brings is looked at as a whole.
+uvicorn's connections have no limits for headers, for bytes after a body, for a client that reads nothing, and for the
+rest of a request with an early reply. Byte limits are not exact, as the bytes of one read are checked together.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from lamina.server.errors import ApiError, error_response
 from .budget import MemoryBudget
 from .connection_limit import ConnectionLimiter
 
-MAX_HEAD = 1 << 16  # bytes that bring no part of a body: a request's line and headers, what comes with chunks
-MAX_HEADERS = 256  # of a request, trailers among them
-FREE = 1 << 15  # bytes of a connection's requests that are not counted: more than most requests have
-CONNECTIONS = 4  # requests that no application has taken leave a quarter of the budget to those that one has
-HEADER_BYTES = 136  # of a header, besides its name and its value
-MAX_PIPELINED = 8  # requests that wait for the answer to another one before no more is read
-MAX_WAITING = 256  # of them, however many one read brings
+MAX_HEAD = 1 << 16  # bytes without a part of a body: request line, headers, framing of chunks
+MAX_HEADERS = 256  # of a request, trailers included
+FREE = 1 << 15  # uncounted bytes of a connection's requests: more than most requests have
+CONNECTIONS = 4  # requests that the application has not read leave a quarter of the budget to those that it has
+HEADER_BYTES = 136  # bytes of a header in addition to its name and value
+MAX_PIPELINED = 8  # requests that wait for the reply to another one; then reading pauses
+MAX_WAITING = 256  # the most waiting requests, if one read brings many
 _OFFER = (b"upgrade", b"http2-settings")
 logger = logging.getLogger(__name__)
 
 
 class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
-    """A connection of one client."""
+    """A client's connection."""
 
     parser: Any
 
@@ -46,9 +46,9 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         made: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
-        """``budget``: of bodies; a request counts there until the application takes it. ``header_s``: for a request's
-        headers, and for the rest of a request that was answered early. ``slow_s``: for a client to read something of
-        what waits for it. ``made`` is called first.
+        """``budget``: the budget of bodies; a request counts there until the application reads it. ``header_s``:
+        seconds for a request's headers, and for the rest of a request with an early reply. ``slow_s``: seconds in which
+        a client must read some of the bytes that wait for it. ``made`` is called first.
         """
         super().__init__(**options)
         self._limiter = crowd
@@ -58,21 +58,21 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         self._header_s = header_s
         self._slow_s = slow_s
         self._head = 0  # bytes since the last part of a body, or the last request
-        self._partial = False  # whether some of a request has come, and not all
-        self._offered = False  # whether this request offers another protocol
-        self._full = False  # whether more requests came than may wait; whatever follows is passed over
-        self._running: RequestResponseCycle | None = None  # its answer; ``self.cycle``: that of the latest request
+        self._partial = False  # whether a request has arrived in part
+        self._offered = False  # whether this request offers to change the protocol
+        self._full = False  # whether too many requests wait; later bytes are ignored
+        self._running: RequestResponseCycle | None = None  # the request that runs; ``self.cycle``: the latest one
         self._late: asyncio.TimerHandle | None = None
         self._slow: asyncio.TimerHandle | None = None
 
     def close_now(self) -> None:
-        """Close the connection, whatever it may still send."""
+        """Close the connection at once, even if replies are not sent yet."""
         self._limiter.on_request(self)  # never chosen twice
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=1, low=0)  # so that ``pause_writing`` tells of whatever is not read
+        transport.set_write_buffer_limits(high=1, low=0)  # so that ``pause_writing`` is called for any unread byte
         self._begin()
         if self._made is not None:
             self._made()  # first, so that one connection never counts twice
@@ -84,7 +84,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         self.resume_writing()
         self._limiter.on_close(self)
         if (running := self._running) is not None and not running.response_complete:
-            running.disconnected = True  # uvicorn tells the latest request alone
+            running.disconnected = True  # uvicorn notifies the latest request only
             running.message_event.set()
         super().connection_lost(exc)
 
@@ -107,7 +107,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         self._count()
 
     def _count(self) -> None:
-        """Count what waits for the application: the head that is not whole, the latest request and those before it."""
+        """Count what waits for the application: a partial head, the latest request, and those before it."""
         waiting = [cycle for cycle, _ in self.pipeline]
         if self._running is not None and not self._running.response_complete:
             waiting.append(self._running)
@@ -126,7 +126,9 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
                 data = self._without_offer() + data[e.args[0] :]
 
     def _without_offer(self) -> bytes:
-        """The head of a request without its offer to change the protocol, which takes the parser off its body."""
+        """Return the head of a request without its offer to change the protocol, which would keep the parser from its
+        body.
+        """
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         for name, value in self.headers:
@@ -144,16 +146,16 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         self._refuse(ApiError(400, f"this is not HTTP/1.1: {msg}", code="not_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer the latest request in place of the application, and end the connection."""
+        """Reply to the latest request in place of the application, and end the connection."""
         if self.transport.is_closing():
             return
         logger.warning("a connection was closed: %s", error.message)
         running = self._running if self._busy else None
-        if self.pipeline or (running is not None and running.response_started):  # an answer before it is not whole
+        if self.pipeline or (running is not None and running.response_started):  # an earlier reply is incomplete
             self.close_now()
             return
         if running is not None:
-            running.disconnected = True  # what the application may still send goes nowhere
+            running.disconnected = True  # anything that the application still sends is dropped
             running.message_event.set()
         body = msgspec.json.encode(error.body)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
@@ -180,17 +182,17 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise ValueError("this is no proxy")
-            self._offered = True  # and it comes again without
+            self._offered = True  # the head is parsed again without the offer
             return
         super().on_headers_complete()
         if 0 < len(self.pipeline) < MAX_PIPELINED:
-            self.flow.resume_reading()  # who does not read does not hear that the client has left
+            self.flow.resume_reading()  # an application that reads nothing would not notice that its client has left
         if len(self.pipeline) > MAX_WAITING:
             self._refuse_last()
 
     def _refuse_last(self) -> None:
-        """Answer the latest request with a refusal once those before it are answered, and then close."""
-        text = f"{MAX_WAITING} requests of this connection wait already: read their answers first"
+        """Replace the latest request by a refusal, sent after the earlier replies; then close the connection."""
+        text = f"{MAX_WAITING} requests of this connection already wait: read their replies first"
         logger.warning("a connection will be closed: %s", text)
         self.cycle.keep_alive = False
         self.pipeline[0] = self.cycle, error_response(ApiError(429, text, code="too_many_at_once"))
@@ -212,10 +214,10 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
 
     def on_response_complete(self) -> None:
         if self._running is not None:
-            self._running.body = bytearray()  # that no application took
+            self._running.body = bytearray()  # the part of the body that the application did not read
         super().on_response_complete()
         self._count()
-        if not self._busy:  # else there is another one, sent before this one was answered
+        if not self._busy:  # else another request, sent before this reply, is running
             self._limiter.on_response(self)
             if self._partial:
                 self._begin()
@@ -226,7 +228,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         super()._start_asgi_task(cycle, self._counted(app))
 
     def _counted(self, app: ASGIApp) -> ASGIApp:
-        """``app``, which takes bytes of a body off what the connection counts."""
+        """Wrap ``app`` so that bytes of a body that it reads no longer count for the connection."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             async def taken() -> Message:
@@ -249,7 +251,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
             self._slow = None
 
     def _watch(self, waited: int | None) -> None:
-        """Give up where no fewer bytes wait than ``waited``, some time ago."""
+        """Close the connection if, after ``slow_s`` seconds, no fewer than ``waited`` bytes wait to be sent."""
         waiting = self.transport.get_write_buffer_size()
         if waited is not None and waiting >= waited:
             logger.warning("the client does not read: cut off after %g s", self._slow_s)
@@ -268,13 +270,13 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
 
 
 def _bytes_of(cycle: RequestResponseCycle) -> int:
-    """Bytes of a request's headers, and of the part of its body that the application has not taken."""
+    """Return the bytes of a request's headers, and of the part of its body that the application has not read."""
     headers = sum(len(name) + len(value) + HEADER_BYTES for name, value in cycle.scope["headers"])
     return headers + len(cycle.body)
 
 
 def _until_closed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """``app`` for HTTP/1.0, which has no chunks: an answer of unknown length ends with its connection."""
+    """Wrap ``app`` for HTTP/1.0, which has no chunks: a reply of unknown length ends with its connection."""
 
     async def plain(scope: Scope, receive: Receive, send: Send) -> None:
         open_end = False
@@ -284,7 +286,7 @@ def _until_closed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
             if message["type"] == "http.response.start":
                 open_end = all(name != b"content-length" for name, _ in message["headers"])
                 cycle.chunked_encoding = False if open_end else None
-            elif open_end:  # uvicorn counts: as much as there is, and one byte if there is more
+            elif open_end:  # uvicorn counts: these bytes, and one more if more follow
                 cycle.expected_content_length = len(message["body"]) + message["more_body"]
             await send(message)
 

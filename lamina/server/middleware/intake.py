@@ -1,4 +1,4 @@
-"""A request's part of the memory for bodies: its bytes as they arrive, then decoded values, then prompts."""
+"""A request's share of the memory for bodies: its bytes as they arrive, then decoded values, then prompts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lamina.server.limits import SPARE, TOKENIZING
 
 from .budget import MemoryBudget
 
-SMALL = 1 << 14  # bytes of a body that may use all of the budget: larger ones leave a part of it to these
-ALONE = 1 << 16  # bytes of text from which on one request at a time is tokenized
+SMALL = 1 << 14  # bytes of a body that may use the whole budget; larger bodies leave a part of it to small ones
+ALONE = 1 << 16  # bytes of text from which on only one request at a time is tokenized
 RETRY_AFTER_S = 1
 
 
 class Intake:
-    """Counts one request. ``close`` ends it on every path. All methods raise ApiError where there is no room: 413 for
-    what never fits, 503 for what may fit later.
+    """Counts one request's memory. ``close`` ends it on every path. All methods raise ApiError if the memory does not
+    fit: 413 for what never fits, 503 for what may fit later.
     """
 
     def __init__(self, budget: MemoryBudget, refused: Callable[[str], None]) -> None:
@@ -31,17 +31,17 @@ class Intake:
         self._leave = 0
 
     def expect(self, nbytes: int) -> None:
-        """Check that a body of ``nbytes`` has room now, before any of it is read."""
+        """Check that a body of ``nbytes`` fits now, before any of it is read."""
         self._grade(nbytes)
         self._check(nbytes, self._budget.has_room(nbytes, self._leave), "the body")
 
     def read(self, nbytes: int) -> None:
-        """``nbytes`` of the body have arrived so far."""
+        """Count ``nbytes``, the part of the body that has arrived so far."""
         self._grade(nbytes)
         self.hold(nbytes)
 
     def hold(self, nbytes: int, what: str = "the body") -> None:
-        """Count ``nbytes`` in place of what was counted."""
+        """Count ``nbytes`` instead of the previous count."""
         self._check(nbytes, self._holding.resize(nbytes, self._leave), what)
 
     def add(self, nbytes: int, what: str = "the body") -> None:
@@ -59,7 +59,7 @@ class Intake:
             self._holding.resize(before)
 
     def close(self) -> None:
-        """Give back all. Idempotent."""
+        """Release all bytes. Idempotent."""
         self._holding.close()
 
     def _grade(self, nbytes: int) -> None:
@@ -73,13 +73,13 @@ class Intake:
             text = f"{what} takes {size_text(nbytes)} of memory here, more than {most} ({flag}): send less"
             raise ApiError(413, text, code="body_too_large")
         self._refused("bodies")
-        text = f"bodies and prompts of other requests fill the memory for them ({flag}): ask again"
+        text = f"bodies and prompts of other requests fill the memory for them ({flag}): retry later"
         raise ApiError(503, text, code="no_room_for_body", retry_after_s=RETRY_AFTER_S)
 
 
 class TextRoom:
-    """The room that a request's texts take while they are tokenized. Long ones wait in ``line`` for each other, so that
-    their sum is that of one.
+    """Counts the memory that a request's texts take while they are tokenized. Long ones wait in ``line`` for each
+    other, so at most one of them counts at a time.
     """
 
     def __init__(self, intake: Intake, line: asyncio.Lock) -> None:
@@ -88,7 +88,7 @@ class TextRoom:
 
     @asynccontextmanager
     async def __call__(self, texts: Iterable[str]) -> AsyncIterator[None]:
-        """Hold room for ``texts`` within the block. Raises ApiError where there is none."""
+        """Count ``texts`` within the block. Raises ApiError if they do not fit."""
         nbytes = sum(len(text) * (1 if text.isascii() else 4) for text in texts)
         if nbytes < ALONE:
             yield

@@ -1,4 +1,4 @@
-"""Requests without room are refused before their bodies are read: a refusal must cost next to nothing.
+"""Refuses requests before their bodies are read if the queue is full, since a refusal must cost next to nothing.
 
 Refused clients come again, and the cores that would read their bodies also serve the accepted requests.
 """
@@ -15,7 +15,7 @@ from lamina.server.queue_limit import QueueLimit
 
 
 class LoadShedding:
-    """Asks ``admission`` for room for one completion, on the ``routes`` that need it."""
+    """Checks that ``admission`` has space for one completion, on the ``routes`` that need it."""
 
     def __init__(self, app: ASGIApp, admission: QueueLimit, routes: Iterable[BaseRoute]) -> None:
         self._app = app
@@ -27,7 +27,7 @@ class LoadShedding:
             try:
                 self._admission.check(1)
             except ApiError as e:
-                scope["route"] = self._routes[scope["path"]]  # which the metrics name
+                scope["route"] = self._routes[scope["path"]]  # the metrics show it
                 await error_response(e)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

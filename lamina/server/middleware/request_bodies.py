@@ -1,4 +1,4 @@
-"""Bodies: read within limits, decoded, and turned into the requests of openai_protocol.py."""
+"""Reads bodies within limits, decodes them, and makes the requests of openai_protocol.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=BaseModel)
 _NULL = msgspec.Raw(b"null")
 INLINE_BYTES = SMALL  # a longer body is decoded on a thread, off the event loop
-_PLAIN_WORDS = (  # for pydantic's
+_PLAIN_WORDS = (  # replacements in pydantic's messages
     ("^(Dictionary|Input|List|String) should ", "must "),
     ("^Field required$", "must be given"),
     ("^Value error, | after validation", ""),
@@ -43,12 +43,12 @@ _PLAIN_WORDS = (  # for pydantic's
     ("a valid integer", "an integer"),
     ("a valid ", "a "),
 )
-LONG = ("prompt", "messages", "session", "tokens")  # fields with bounds of their own
-MAX_NEUTRAL_BYTES = 256  # a longer value of an unsupported field asks for something
+LONG = ("prompt", "messages", "session", "tokens")  # fields with limits of their own
+MAX_NEUTRAL_BYTES = 256  # a longer value of an unsupported field is never neutral
 
 
 async def parse(model: type[M], request: Request) -> M:
-    """The request's body as ``model``. From here on the request holds what was decoded of it. Raises ApiError."""
+    """Return the request's body as ``model``. The request counts the decoded values from now on. Raises ApiError."""
     service, state = request.app.state.service, request.state
     body, intake = state.body, state.intake
     del state.body
@@ -65,7 +65,7 @@ async def parse(model: type[M], request: Request) -> M:
 
 
 def _parse(model: type[M], body: bytes | bytearray, service: Service) -> tuple[M, int]:
-    """A body as ``model``, and the bytes that it takes. Raises ApiError."""
+    """Return a body as ``model``, and the bytes that it takes. Raises ApiError."""
     config = service.config
     given: dict[str, Any] = {}
     fields = json_decoding.split_fields(body, config.max_nesting)
@@ -107,7 +107,7 @@ def _refused(error: ValidationError) -> ApiError:
 
 
 def _value(name: str, raw: msgspec.Raw, config: ServerConfig, limit: int) -> Any:
-    """``limit``: token ids of a prompt."""
+    """Decode a field with a limit of its own. ``limit``: the most token ids of a prompt. Raises ApiError."""
     if raw == _NULL:
         return None
     if name == "prompt":
@@ -134,14 +134,14 @@ def _check_inner(given: dict[str, Any], service: Service) -> None:
         check(message, ("role", "content", "name"), MESSAGE, "messages.")
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if part["type"] == "text":  # others are refused by their type
+            if part["type"] == "text":  # other types are refused elsewhere
                 check(part, ("type", "text"), PART, "messages.content.")
 
 
 class BodyLimits:
-    """Reads the bodies of the routes that take one, bounded in size, in time and in sum; no other body is read. A body
-    goes to ``state["body"]``, and what it takes of the budget to ``state["intake"]``. Callbacks of ``state["ends"]``
-    are called once the request is answered, or its client has left.
+    """Reads the bodies of routes that take one, with limits on size, time and total memory; other bodies stay unread. A
+    body goes to ``state["body"]``, its share of the budget to ``state["intake"]``. Callbacks in ``state["ends"]`` run
+    after the reply, or when the client has left.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class BodyLimits:
         refused: Callable[[str], None],
         routes: Iterable[BaseRoute],
     ) -> None:
-        """``refused``: as of Intake. ``routes``: all routes; those that describe a body to OpenAPI take one."""
+        """``refused``: as for Intake. ``routes``: all routes; those that describe a body to OpenAPI take one."""
         self._app = app
         self._config = config
         self._budget = budget
@@ -189,7 +189,7 @@ class BodyLimits:
             intake.expect(int(length))
 
     async def _read(self, receive: Receive, intake: Intake) -> bytearray | None:
-        """The whole body; None where its client left. Raises ApiError."""
+        """Return the whole body, or None if the client left. Raises ApiError."""
         body, limit_s = bytearray(), self._config.body_timeout_s
         try:
             async with asyncio.timeout(limit_s):

@@ -1,4 +1,4 @@
-"""The path that a proxy puts before the server's own."""
+"""The path prefix that a proxy adds to the server's own paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """Takes it off, so that all behind it know their own paths alone. A path without it goes on as it is."""
+    """Removes the prefix, so that inner layers see their own paths. Other paths pass unchanged."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         """``root``: such as /llm."""

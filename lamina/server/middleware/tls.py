@@ -1,5 +1,5 @@
-"""The door of a server with TLS: a handshake is a guest too, as an event loop tells of a connection only when its
-handshake has ended.
+"""The TLS listener. It counts handshakes as connections, because asyncio reports a connection only after
+its handshake.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 from .connection_limit import ConnectionLimiter
 from .http_connection import Connection
 
-RETRY_S = 1.0  # until the next try to accept, where the system has no file for a connection
+RETRY_S = 1.0  # until the next try to accept, if the system has no file for a connection
 logger = logging.getLogger(__name__)
 
 
 class TlsHandshake:
-    """Of TLS, on an accepted socket. It counts as a connection that owes a request, until there is a connection."""
+    """A TLS handshake on an accepted socket. It counts as a connection that owes a request, until the connection
+    exists.
+    """
 
     def __init__(self, crowd: ConnectionLimiter, sock: socket.socket) -> None:
         self._crowd = crowd
@@ -29,31 +31,31 @@ class TlsHandshake:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, shaking: Coroutine[Any, Any, None]) -> None:
-        """``shaking`` makes a connection, or ends."""
+        """Start ``shaking``, which makes a connection or fails."""
         self._task = asyncio.create_task(shaking)
         self._task.add_done_callback(self._done)
         self._crowd.on_open(self)
 
     def close_now(self) -> None:
-        """Close the connection whose handshake is under way."""
+        """Cancel the handshake and close its socket."""
         assert self._task is not None
         self._crowd.on_request(self)  # never chosen twice
         self._task.cancel()
 
     def end(self) -> None:
-        """Count it no longer."""
+        """Stop counting the handshake."""
         if self._counted:
             self._counted = False
             self._crowd.on_close(self)
 
     def _done(self, _: asyncio.Task[None]) -> None:
-        if self._counted:  # no connection came of it; if it was given up before it began, nobody else closes the socket
+        if self._counted:  # no connection was made; a task that is cancelled before it begins does not close the socket
             self._sock.close()
             self.end()
 
 
 class TlsListener:
-    """A socket that listens, and whose handshakes are part of ``crowd``. uvicorn closes it as an asyncio.Server."""
+    """A listening socket whose handshakes count in ``crowd``. uvicorn closes it as an asyncio.Server."""
 
     def __init__(
         self,
@@ -64,8 +66,8 @@ class TlsListener:
         limit_s: float,
         rest_s: float,
     ) -> None:
-        """``sock`` listens; ``limit_s``: of a handshake; ``rest_s``: for a client to read what a closed connection has
-        left for it.
+        """``sock`` listens. ``limit_s``: seconds for a handshake; ``rest_s``: seconds in which a client must read the
+        last bytes of a closed connection.
         """
         self._crowd = crowd
         self._sock = sock
@@ -76,7 +78,7 @@ class TlsListener:
         self.accept_task = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """Accept nobody more; connections stay."""
+        """Stop accepting; existing connections stay."""
         self.accept_task.cancel()
 
     async def wait_closed(self) -> None:
@@ -88,7 +90,7 @@ class TlsListener:
         while True:
             try:
                 sock, _ = await loop.sock_accept(self._sock)
-            except ConnectionAbortedError:  # the client was quicker
+            except ConnectionAbortedError:  # the client closed first
                 continue
             except OSError as error:
                 logger.error("cannot accept a connection: %s", error)
@@ -99,7 +101,7 @@ class TlsListener:
 
     async def _shake(self, handshake: TlsHandshake, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with suppress(OSError):  # the client went, spoke no TLS, or took too long
+        with suppress(OSError):  # the client left, did not use TLS, or took too long
             await loop.connect_accepted_socket(
                 lambda: self._make(handshake), sock, ssl=self._context,
                 ssl_handshake_timeout=self._limit_s, ssl_shutdown_timeout=self._rest_s,

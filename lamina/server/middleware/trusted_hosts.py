@@ -1,5 +1,6 @@
-"""A server without keys trusts whoever reaches it, but not the pages of a browser that does: another site's page names
-itself in Origin, and one whose name was made to lead here (DNS rebinding) names that in Host.
+"""Protects a server without keys from web pages. It trusts every client that can connect, except pages of other sites
+in a browser. Such a page has its site's name in Origin. If its name resolves to this server (DNS rebinding), it has
+that name in Host.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class TrustedHosts:
         self._app = app
         self._origins = set(config.origins)
         self._names = {"localhost", config.host.lower(), socket.gethostname().lower(), *config.hosts}
-        # An address is no name that somebody else could have made to lead here.
+        # A literal address cannot be another site's name that resolves to this server.
         self._addresses = _is_address(config.host) and ipaddress.ip_address(config.host).is_unspecified
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +56,7 @@ class TrustedHosts:
 
 
 def _name(host: str) -> str:
-    """A Host without its port."""
+    """Return a Host without its port."""
     name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
     return name.lower().rstrip(".")
 

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's API, of vLLM and of other servers that are not here: the answer names them and what to use."""
+"""Routes of OpenAI's API, vLLM and other servers that Lamina does not have: the reply names them and a replacement."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lamina.server.errors import ApiError, error_response
 
-_DECODES = "it decodes one causal LM: ask a server of an embedding or reranking model"
+_DECODES = "it decodes one causal LM: use a server with an embedding or reranking model"
 _TEXT = "it reads and writes text alone: POST /v1/chat/completions"
 _STATELESS = "send the whole conversation to POST /v1/chat/completions"
 _WEIGHTS = "start a server on the new weights"
 _ADAPTERS = "merge the adapter into the model and serve that"
-_ADMIN = "start it with LAMINA_ADMIN_KEY, and ask by lamina-launch {}"
+_ADMIN = "start it with LAMINA_ADMIN_KEY, and use lamina-launch {}"
 _PARTS = "POST /tokenize, then POST /v1/completions with token ids"
-# A service of other servers, its paths with all below them, and its replacement here.
+# A service of other servers, its paths with all below them, and its replacement in Lamina.
 _UNSERVED: list[tuple[str, tuple[str, ...], str]] = [
     ("OpenAI's Responses API", ("/v1/responses", "/v1/conversations"), _STATELESS),
     ("OpenAI's Assistants API", ("/v1/assistants", "/v1/threads"), _STATELESS),
@@ -24,7 +24,7 @@ _UNSERVED: list[tuple[str, tuple[str, ...], str]] = [
     ("pooling", ("/pooling", "/classify", "/v1/systemone"), _DECODES),
     ("reranking", ("/rerank", "/v1/rerank", "/v2/rerank"), _DECODES),
     ("scores of texts", ("/score", "/v1/score", "/generative_scoring"), _DECODES),
-    ("moderation", ("/v1/moderations",), "ask a server of a moderation model"),
+    ("moderation", ("/v1/moderations",), "use a server with a moderation model"),
     ("speech", ("/v1/audio", "/v1/realtime"), _TEXT),
     ("pictures and films", ("/v1/images", "/v1/videos"), _TEXT),
     ("files and batches of OpenAI's API", ("/v1/files", "/v1/uploads", "/v1/batches"), "send each request by itself"),
@@ -50,7 +50,7 @@ _UNSERVED: list[tuple[str, tuple[str, ...], str]] = [
     ("caches of media", ("/reset_mm_cache", "/reset_encoder_cache"), "there is none to reset"),
     ("pages that load scripts from elsewhere", ("/docs", "/redoc"), "GET /openapi.json"),
 ]  # fmt: skip
-# Routes that are here where somebody asks for them, and how.
+# Routes that a flag or variable enables.
 _BY_FLAG = {
     "/tokenizer_info": "--enable-tokenizer-info-endpoint",
     "/reset_prefix_cache": "--server-dev-mode",
@@ -68,7 +68,7 @@ _BY_PATH = {path: (what, instead) for what, paths, instead in _UNSERVED for path
 
 
 class UnsupportedRoutes:
-    """Answers requests for services that are not here, before their bodies are read."""
+    """Replies to requests for unsupported services, before their bodies are read."""
 
     def __init__(self, app: ASGIApp, served: Collection[str]) -> None:
         """``served``: the paths of all routes."""
@@ -83,7 +83,9 @@ class UnsupportedRoutes:
 
 
 def unsupported_route(path: str, served: Collection[str]) -> str:
-    """The service that other servers have at ``path``, and its replacement here; empty: no such service is known."""
+    """Return a text with the service that other servers have at ``path`` and its replacement here; "" if
+    none is known.
+    """
     steps = path.rstrip("/").split("/")
     for end in range(len(steps), 1, -1):
         above = "/".join(steps[:end])
@@ -97,13 +99,13 @@ def unsupported_route(path: str, served: Collection[str]) -> str:
 
 
 def _is_at(route: str, path: str) -> bool:
-    """Whether ``path`` is that of ``route``, whose variable part is its last."""
+    """Return True if ``path`` matches ``route``, whose variable part, if any, is at its end."""
     fixed, variable, _ = route.partition("{")
     return path.startswith(fixed) and len(path) > len(fixed) if variable else path == route
 
 
 def route_not_found(path: str, served: Collection[str]) -> ApiError:
-    """The answer where there is nothing at ``path``, with the nearest that there is."""
+    """Return the reply for an unknown ``path``, with the nearest known route."""
     near = get_close_matches(path, served, n=1, cutoff=0.75)
     hint = f": did you mean {near[0]}?" if near else ""
     return ApiError(404, f"there is no such route{hint}", code="not_found")

@@ -1,1 +1,1 @@
-"""A body that has been read: the meaning of its fields, and refusals that name them."""
+"""Interprets the fields of a decoded body, and refuses wrong ones by name."""

@@ -1,22 +1,22 @@
-"""The chat template: from a file where the operator gives one, and which variables requests may set in it."""
+"""The chat template: read from the operator's file, if given, and the variables that requests may set in it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-# Variables that Hugging Face fills itself, and words that its function takes for something else.
+# Variables that Hugging Face fills itself, and words that its function would take as other arguments.
 RESERVED = frozenset(
     {"messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "padding",
      "truncation", "continue_final_message", "tokenize", "max_length", "return_tensors", "return_dict",
      "tokenizer_kwargs", "return_assistant_tokens_mask", "sanitize_control_tokens"}
 )  # fmt: skip
 _GIVEN = RESERVED | {"raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token"}
-_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of Hugging Face's own, which marks a part
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Hugging Face's own tag, which marks a part
 
 
 def read_template(path: str) -> str:
-    """The chat template in a file. Raises ValueError that names the flag."""
+    """Return the chat template in a file. Raises ValueError that names the flag."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as e:
@@ -27,7 +27,7 @@ def read_template(path: str) -> str:
 
 
 def variables_of(template: str, path: str = "of the model") -> frozenset[str]:
-    """The variables that a template takes and that nobody but a request fills. Raises ValueError."""
+    """Return the variables of a template that only a request can fill. Raises ValueError."""
     import jinja2
     from jinja2 import meta
 

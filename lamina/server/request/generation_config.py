@@ -1,4 +1,4 @@
-"""``generation_config``: how `transformers chat` says what it wants, a GenerationConfig as JSON within the JSON."""
+"""The field ``generation_config``, in which `transformers chat` sends a GenerationConfig as JSON within the JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .unsupported_fields import UNSUPPORTED, check_neutral
 NAME = "generation_config"
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
 _SAME = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
-# They say where it comes from, or repeat what the server has of the same model.
+# Fields about the origin, or that repeat the server's own values for the model.
 _QUIET = frozenset(
     {"transformers_version", "_from_model_config", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
 )
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The request's fields that it stands for. Raises ApiError where it asks for something that is not supported."""
+    """Return the request fields that it stands for. Raises ApiError if it sets something that is not supported."""
     try:
         config = msgspec.json.decode(value) if isinstance(value, str) and len(value) <= MAX_FIELD else value
     except (msgspec.DecodeError, RecursionError) as e:

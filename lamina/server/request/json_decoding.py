@@ -1,7 +1,7 @@
-"""JSON to Python values, by field and at a bounded cost: a body is scanned, then only known fields are decoded.
+"""Decodes JSON to Python values, by field and at a bounded cost: a body is scanned, then only known fields are decoded.
 
-One long call into the decoder stops the whole process, so each is bounded by counts that are cheap to take. A scan
-makes no objects; two quotes without a backslash before them belong to one text; numbers are as many as commas.
+One long call into the decoder stops the whole process, so counts that are cheap to take bound each call. A scan makes
+no objects. Two quotes without a backslash before them count as one text, and a comma counts as one number.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 from lamina.request.bounds import MOST_MESSAGES
 from lamina.server.errors import ApiError, context_length_error
 
-MAX_TEXTS = MOST_MESSAGES  # in a body, keys included
-MAX_COMMAS = 1 << 20  # in a body: more take the scan longer than 20 ms
+MAX_TEXTS = MOST_MESSAGES  # texts in a body, keys included
+MAX_COMMAS = 1 << 20  # commas in a body: scanning more takes longer than 20 ms
 PIECE = 1 << 20
 MAX_FIELD = 1 << 16  # bytes of a field that is no prompt
 MAX_FIELDS = 1 << 18  # bytes of all such fields of a body, or of its messages: decoded they may take 40 times as much
-SESSION_BYTES = 1 << 12  # of an exported session, beside its tokens
+SESSION_BYTES = 1 << 12  # bytes of an exported session, without its tokens
 FORMS = "prompt must be a string, strings, token ids, or lists of token ids"
 Fields = dict[str, msgspec.Raw]
 
@@ -43,7 +43,7 @@ _OPENING = re.compile(rb"[\s,]*\[")
 
 
 def split_fields(body: bytes | bytearray, max_nesting: int) -> Fields:
-    """The fields of a body, not decoded yet. Raises ApiError."""
+    """Return the fields of a body, not decoded yet. Raises ApiError."""
     if _count_texts(body) > MAX_TEXTS:
         raise ApiError(400, f"the body has more than {MAX_TEXTS} texts: send fewer at once", code="too_many_texts")
     if sum(body.count(b",", i, i + PIECE) for i in range(0, len(body), PIECE)) > MAX_COMMAS:
@@ -60,14 +60,14 @@ def split_fields(body: bytes | bytearray, max_nesting: int) -> Fields:
 
 
 class Allowance:
-    """Bytes that fields other than prompts may still have, in a body or in its messages."""
+    """The bytes that fields other than prompts may still have, in a body or in its messages."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._left = MAX_FIELDS
 
     def take(self, raw: msgspec.Raw) -> None:
-        """Count a field. Raises ApiError."""
+        """Count a field. Raises ApiError if the allowance is used up."""
         self._left -= memoryview(raw).nbytes
         if self._left < 0:
             text = f"{self._name} has more than {MAX_FIELDS} bytes in fields that are no text: send fewer"
@@ -75,13 +75,13 @@ class Allowance:
 
 
 def session(raw: msgspec.Raw, max_len: int) -> Any:
-    """The value of ``session``: base64 of what holds ``max_len`` tokens at most, of 4 bytes each. Raises ApiError."""
-    is_text = bytes(raw).startswith(b'"')  # else it costs more than it looks
+    """Decode ``session``: base64 of at most ``max_len`` tokens of 4 bytes each. Raises ApiError."""
+    is_text = bytes(raw).startswith(b'"')  # else decoding costs more than the length suggests
     return decode_value("session", raw, 1, SESSION_BYTES + max_len * 16 // 3 if is_text else MAX_FIELD)
 
 
 def decode_value(name: str, raw: bytes | msgspec.Raw, max_nesting: int, most: int = MAX_FIELD) -> Any:
-    """The value of a field that is neither a prompt nor a conversation, of ``most`` bytes. Raises ApiError."""
+    """Decode a field of at most ``most`` bytes that is neither a prompt nor a conversation. Raises ApiError."""
     data = bytes(raw)
     if len(data) > most:
         raise ApiError(400, f"{name} is larger than {most} bytes", param=name, code="invalid_value")
@@ -98,8 +98,8 @@ def decode_value(name: str, raw: bytes | msgspec.Raw, max_nesting: int, most: in
 
 
 def prompt(raw: msgspec.Raw, max_prompts: int, max_len: int) -> Any:
-    """The value of ``prompt`` in one of its four forms, with at most ``max_prompts`` prompts, of at most ``max_len``
-    token ids each; a value of another form as it is. Raises ApiError.
+    """Decode ``prompt`` in one of its four forms: at most ``max_prompts`` prompts of at most ``max_len`` token ids
+    each. A value of another form is returned as it is. Raises ApiError.
     """
     data = bytes(raw)
     begins = re.match(rb'\[\s*([\["\d-])', data)
@@ -123,7 +123,7 @@ def prompt(raw: msgspec.Raw, max_prompts: int, max_len: int) -> Any:
 
 
 def ids(name: str, raw: bytes | msgspec.Raw, max_len: int) -> list[int]:
-    """Token ids, at most ``max_len``. Raises ApiError where there are more, msgspec.DecodeError."""
+    """Decode at most ``max_len`` token ids. Raises ApiError if there are more, and msgspec.DecodeError."""
     data = bytes(raw)
     count = data.count(b",") + 1
     if count > max_len:
@@ -132,9 +132,9 @@ def ids(name: str, raw: bytes | msgspec.Raw, max_len: int) -> list[int]:
 
 
 def messages(raw: msgspec.Raw, max_nesting: int) -> list[dict[str, Any]]:
-    """A conversation whose roles, contents and parts have the right types, with all its fields. Raises ApiError."""
+    """Decode a conversation, check the types of roles, contents and parts, and keep all fields. Raises ApiError."""
     try:
-        _messages(raw)  # first: behind it, there are no more messages and parts than texts
+        _messages(raw)  # first: if it succeeds, there are no more messages and parts than texts
         each, rest = _each_message(raw), Allowance("messages")
         return [{k: _of_message(k, v, max_nesting, rest) for k, v in fields.items()} for fields in each]
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -169,8 +169,10 @@ def _part(fields: Fields, max_nesting: int, rest: Allowance) -> dict[str, Any]:
 
 
 def _count_texts(data: bytes | bytearray) -> int:
-    """At most the texts that there are, and at least half of them: one that ends with a backslash counts half."""
-    pieces = range(0, len(data), PIECE)  # between them, other threads have their turn
+    """Estimate the number of texts: at most the real number, at least half of it. A text that ends with a backslash
+    counts half.
+    """
+    pieces = range(0, len(data), PIECE)  # between pieces, other threads can run
     quotes = sum(data.count(b'"', i, i + PIECE) for i in pieces)
     return (quotes - sum(data.count(b'\\"', i, i + PIECE + 1) for i in pieces)) // 2
 

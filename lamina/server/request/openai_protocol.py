@@ -1,5 +1,5 @@
-"""The requests, as pydantic models. Null means the default, numbers are not guessed from strings. What else a request
-may have is in unsupported_fields.py.
+"""The requests, as pydantic models. Null means the default; strings are not converted to numbers. unsupported_fields.py
+lists other fields that a request may have.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def _false_is_none(value: Any) -> Any:
 
 def _not_of_tools(role: str) -> str:
     if role in ("tool", "function"):
-        raise ValueError(f"{role!r} answers a call of a tool, and tools are not supported by this server")
+        raise ValueError(f"{role!r} replies to a tool call, and tools are not supported by this server")
     return role
 
 
 def _texts(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     try:
         return check(value)
-    except ValidationError:  # an error for each form
+    except ValidationError:  # one error for each form
         raise ValueError("must be a string or a list of strings") from None
 
 
@@ -90,7 +90,7 @@ class StreamOptions(Strict):
 
 
 class PromptCacheOptions(Strict):
-    mode: Literal["implicit", "explicit"] | None = None  # every prompt's beginning is looked for, whatever it says
+    mode: Literal["implicit", "explicit"] | None = None  # ignored: the prefix cache is searched for every prompt
     ttl: Literal["30m"] | None = None
 
 
@@ -124,16 +124,16 @@ class Sampling(Strict):
     return_token_ids: Bool | None = None
     prompt_logprobs: Int | None = Field(None, ge=-1)  # -1 = the whole vocabulary
     truncate_prompt_tokens: Int | None = Field(None, ge=-1)
-    truncation_side: Literal["left", "right"] | None = None  # which end goes; default: left
+    truncation_side: Literal["left", "right"] | None = None  # the end that is cut off; default: left
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    session_id: Word | None = None  # the next turn of that session
+    session_id: Word | None = None  # the session whose next turn this is
     kv_discard: Annotated[list[Range], Field(max_length=64), AfterValidator(_ranges)] | None = None
     priority: Int | None = None  # lower numbers come first; default: 0
-    prompt_cache_key: str | None = Field(None, max_length=1024)  # begins where others with this key did, if it can
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # how long KV is kept at least
+    prompt_cache_key: str | None = Field(None, max_length=1024)  # starts where earlier requests with this key did
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # the least time that KV is kept
     prompt_cache_options: PromptCacheOptions | None = None
     kv_sparsity: Literal["none", "evict", "select"] | None = None  # none: it keeps all of its KV
-    add_special_tokens: Bool | None = None  # default: with a text, not with a conversation, whose template has them
+    add_special_tokens: Bool | None = None  # default: with a text; a conversation has them from its template
 
 
 class CompletionRequest(Sampling):
@@ -162,12 +162,12 @@ class ChatRequest(Sampling):
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: Int | None = Field(None, ge=1)
-    add_generation_prompt: Bool | None = None  # default: yes, unless the final message is to go on
+    add_generation_prompt: Bool | None = None  # default: yes, unless the final message is to be continued
     continue_final_message: Bool | None = None
-    echo: Bool | None = None  # the answer begins with the final message, where that is the assistant's
+    echo: Bool | None = None  # the reply begins with the final message, if that is the assistant's
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Word | None = None
-    generation_config: Any = None  # as generation_config.py has it
+    generation_config: Any = None  # see generation_config.py
     logprobs: Bool | None = None
     top_logprobs: Int | None = Field(None, ge=-1)
 

@@ -1,4 +1,4 @@
-"""Prompts to token ids: text, token ids or a conversation. Tokenizing runs on one thread beside the event loop."""
+"""Converts prompts to token ids: text, token ids or a conversation. One thread, not the event loop, tokenizes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .openai_protocol import ChatRequest, Message, Sampling, TokenizeRequest
 
 T = TypeVar("T")
 Room = Callable[[Iterable[str]], AbstractAsyncContextManager[None]]  # held for texts while they are tokenized
-MAX_TRUNCATED_TOKENS = 1 << 20  # tokens of a prompt of which the engine leaves what fits
-INLINE_CHARS = 512  # shorter text is tokenized at once: a change of threads would take longer
+MAX_TRUNCATED_TOKENS = 1 << 20  # tokens of a prompt that the engine cuts to what fits
+INLINE_CHARS = 512  # shorter text is tokenized at once, as switching threads would take longer
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the engine completes. ``text``: as the client wrote it, or what its tokens decode to."""
+    """A prompt for the engine. ``text``: the client's text; "" if it sent or was cut to token ids."""
 
     ids: list[int]
     text: str
@@ -34,13 +34,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Truncation:
-    """How a longer prompt is cut: to its last ``tokens`` tokens or, with ``keep_first``, to its first ones."""
+    """Cuts a longer prompt to its last ``tokens`` tokens or, with ``keep_first``, to its first ones."""
 
     tokens: int
     keep_first: bool = False
 
     def apply(self, ids: list[int]) -> list[int]:
-        """What is left of ``ids``."""
+        """Return the remaining part of ``ids``."""
         return ids[: self.tokens] if self.keep_first else ids[-self.tokens :]
 
 
@@ -52,16 +52,16 @@ class PromptProcessor:
         self._ready = ready
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
         longest = max((len(t) for t in tokenizer.get_vocab()), default=1)
-        self._most = MAX_TRUNCATED_TOKENS if ready.truncates else ready.max_model_len  # tokens of a prompt
-        self._max_chars = longest * self._most  # longer text cannot fit, so need not be tokenized
+        self._most = MAX_TRUNCATED_TOKENS if ready.truncates else ready.max_model_len  # most tokens of a prompt
+        self._max_chars = longest * self._most  # longer text cannot fit, so it is not tokenized
         template = getattr(tokenizer, "chat_template", None)
         self._known = frozenset[str]()
         if isinstance(template, str):
-            with suppress(ValueError):  # a request that uses it is told
+            with suppress(ValueError):  # a request that uses it gets the error
                 self._known = variables_of(template)
 
     def truncation_of(self, body: Sampling, max_tokens: int | None) -> Truncation | None:
-        """What a request leaves of prompts that are longer; None: all. Raises ApiError."""
+        """Return how a request cuts longer prompts, or None if it does not. Raises ApiError."""
         asked, limit, param = body.truncate_prompt_tokens, self._ready.max_model_len, "truncate_prompt_tokens"
         if asked is None:
             return None
@@ -83,7 +83,9 @@ class PromptProcessor:
         special: bool = True,
         cut: Truncation | None = None,
     ) -> list[Prompt]:
-        """All prompts of a completion request; ``special``: texts get the tokenizer's own tokens. Raises ApiError."""
+        """Return all prompts of a completion request; ``special``: add the tokenizer's special tokens to texts. Raises
+        ApiError.
+        """
         texts = [part for part in parts if isinstance(part, str)]
         for text in texts:
             self._check_chars(len(text), "prompt")
@@ -98,12 +100,14 @@ class PromptProcessor:
             return await self._run(sum(len(p) for p in parts), work)
 
     def variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-        """What a request sets in the chat template. Raises ApiError for what that does not take, unless it says no."""
+        """Return the chat template's variables that a request sets. Raises ApiError for one that the template does not
+        have, unless its value is None or False.
+        """
         param, known, variables = "chat_template_kwargs", self._known, dict[str, Any]()
         for name, value in (body.chat_template_kwargs or {}).items():
             if name in known:
                 variables[name] = value
-            elif name in RESERVED or (value is not None and value is not False):  # as a variable that is not set
+            elif name in RESERVED or (value is not None and value is not False):  # these are like an unset one
                 taken = f"it takes {', '.join(sorted(known))}" if known else "it takes none: leave it out"
                 text = f"{param}.{name[:64]}: the model's chat template does not take it; {taken}"
                 raise ApiError(400, text, param=param, code="unsupported_value")
@@ -126,8 +130,8 @@ class PromptProcessor:
         cut: Truncation | None = None,
         counts: bool = False,
     ) -> Prompt:
-        """A conversation in the model's template, whose ``variables`` are set; ``special``: it gets the tokenizer's own
-        tokens, too; ``counts``: it may be longer than what can be served. Raises ApiError.
+        """Return a conversation in the model's template with ``variables`` set. ``special``: add the tokenizer's
+        special tokens, too. ``counts``: it may be longer than what can be served. Raises ApiError.
         """
         plain = [_plain(m) for m in messages]
         chars = sum(len(m["content"]) for m in plain)
@@ -161,13 +165,13 @@ class PromptProcessor:
             raise ApiError(400, str(e), param="bad_words", code="invalid_value") from e
 
     async def encode(self, text: str, room: Room, *, special: bool) -> list[int]:
-        """Token ids of a text. Raises ApiError where it cannot fit."""
+        """Return the token ids of a text. Raises ApiError if it cannot fit."""
         self._check_chars(len(text), "prompt")
         async with room([text]):
             return await self._run(len(text), lambda: token_ids(self.tokenizer, text, add_special_tokens=special))
 
     async def decode(self, ids: list[int]) -> str:
-        """The text of token ids. Raises ApiError."""
+        """Return the text of token ids. Raises ApiError."""
         self._check_ids(ids, "tokens")
         return await self._run(len(ids), lambda: str(self.tokenizer.decode(ids)))
 
@@ -207,7 +211,7 @@ class PromptProcessor:
 
 
 def split_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
-    """The prompts in the four forms that ``prompt`` may have, as ``decoding.prompt`` gives them. Raises ApiError."""
+    """Return the prompts in the four forms of ``prompt``, as ``json_decoding.prompt`` returns them. Raises ApiError."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -234,7 +238,7 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 def _turn(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """The variables of a chat template that say who speaks behind the messages. Raises ApiError."""
+    """Return the template's variables that decide which role speaks next. Raises ApiError."""
     goes_on, begins = bool(body.continue_final_message), body.add_generation_prompt
     if goes_on and begins:
         text = "continue_final_message and add_generation_prompt cannot both be true: leave out one"
@@ -245,7 +249,7 @@ def _turn(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 def echoed_text(messages: list[Message]) -> str:
-    """What an answer with ``echo`` begins with. Raises ApiError."""
+    """Return the text that begins a reply with ``echo``. Raises ApiError."""
     last = _plain(messages[-1])
     return str(last["content"]) if last["role"] == "assistant" else ""
 

@@ -1,4 +1,4 @@
-"""From a request to SamplingParams, within the server's limits."""
+"""Converts a request to SamplingParams, within the server's limits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .openai_protocol import ChatRequest, CompletionRequest, Sampling
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 PARAMS = frozenset(f.name for f in dataclasses.fields(SamplingParams))
-MAX_LISTED = 8  # wrong keys, in one error
-# Fields that go to SamplingParams under their own names where they are given.
+MAX_LISTED = 8  # wrong keys in one error
+# Fields that go to SamplingParams under their own names if given.
 _PLAIN = (
     "temperature", "top_k", "min_p", "n", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
     "skip_special_tokens", "ignore_eos", "allowed_token_ids", "bad_words", "presence_penalty", "frequency_penalty",
@@ -28,8 +28,9 @@ _PLAIN = (
 def completion_params(
     request: CompletionRequest, config: ServerConfig, ready: EngineReady, defaults: Mapping[str, Any] = _NONE
 ) -> SamplingParams:
-    """Raises ApiError. ``max_tokens`` 0, for scoring a prompt, becomes 1: the caller drops that token. ``defaults``: by
-    the names of SamplingParams, for what the request does not say; its max_tokens is a limit for all.
+    """Convert a completion request. ``max_tokens`` 0, for scoring a prompt, becomes 1: the caller drops that token.
+    ``defaults``: values of SamplingParams for fields that are not given; its max_tokens limits all requests. Raises
+    ApiError.
     """
     n = request.n or 1
     if request.best_of not in (None, n):
@@ -43,7 +44,9 @@ def completion_params(
 def chat_params(
     request: ChatRequest, config: ServerConfig, ready: EngineReady, defaults: Mapping[str, Any] = _NONE
 ) -> SamplingParams:
-    """Raises ApiError. ``max_tokens`` None: up to the context's end. ``defaults``: as of ``completion_params``."""
+    """Convert a chat request. ``max_tokens`` None: up to the context's end. ``defaults``: as for ``completion_params``.
+    Raises ApiError.
+    """
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if request.max_completion_tokens is None and request.max_tokens == 0:
@@ -99,7 +102,7 @@ def _params(
 def _check_scores(
     request: Sampling, config: ServerConfig, ready: EngineReady, counts: Mapping[str, int | None]
 ) -> None:
-    """``counts``: alternatives, by their field; -1 = the whole vocabulary."""
+    """Check numbers of alternatives. ``counts``: field -> its number; -1 = the whole vocabulary. Raises ApiError."""
     for name, count in counts.items():
         asked = ready.vocab_size if count == -1 else count or 0
         if 0 <= config.max_logprobs < asked:
@@ -130,7 +133,7 @@ def _check_limits(request: Sampling, config: ServerConfig) -> None:
 
 
 def _logit_bias(request: Sampling, ready: EngineReady) -> dict[int, float] | None:
-    """Keys are token ids, in JSON of necessity as strings."""
+    """Return logit_bias by token id; JSON's keys are strings. Raises ApiError."""
     if not request.logit_bias:
         return None
     vocab = ready.vocab_size

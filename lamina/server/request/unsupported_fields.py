@@ -1,5 +1,5 @@
-"""Which fields a request may have. A field that is not known is refused, with the nearest name that is; a field that is
-known and not supported is refused unless its value asks for nothing.
+"""The fields that a request may have. An unknown field is refused, with the nearest known name. A known field that is
+not supported is refused unless its value requests nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from lamina.server.errors import ApiError
 
-# field -> the values that ask for nothing; null always does. Read where an endpoint does not take the field itself.
+# Field -> the values that request nothing; null always does. Used if an endpoint does not have the field itself.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -84,9 +84,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
     "vllm_xargs": ({},),
 }
-# Fields without an effect on an answer: of a client's bookkeeping.
+# Fields for a client's own bookkeeping, without an effect on a reply.
 IGNORED = frozenset({"metadata", "parallel_tool_calls", "safety_identifier"})
-# The same of the objects within.
+# The same for nested objects.
 STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 MESSAGE: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
@@ -101,24 +101,26 @@ MESSAGE: dict[str, tuple[Any, ...]] = {
     "provider_specific_fields": ({},),
 }
 PART: dict[str, tuple[Any, ...]] = {"annotations": ([],), "cache_control": ({"type": "ephemeral"},)}
-MAX_LOGGED_NAMES = 1000  # remembered, so that nobody fills the memory with names
+MAX_LOGGED_NAMES = 1000  # names remembered, so that clients cannot fill the memory with them
 logger = logging.getLogger(__name__)
 
 
 class UnknownFields:
-    """Says which fields may go on; where unknown ones are allowed, remembers which of them have been logged."""
+    """Checks fields. If unknown ones are allowed, it remembers which of them have been logged."""
 
     def __init__(self, *, allowed: bool = False) -> None:
         self._allowed = allowed
         self._seen: set[str] = set()
 
     def check_name(self, name: str, known: Collection[str], where: str = "") -> None:
-        """Raises ApiError for a field that is in no table. ``known``: fields where it lies, such as "messages."."""
+        """Raises ApiError for a field that is in no table. ``known``: fields of the same object; ``where``: such as
+        "messages.".
+        """
         full = f"{where}{name[:64]}"
         if self._allowed:
             if full not in self._seen and len(self._seen) < MAX_LOGGED_NAMES:
                 self._seen.add(full)
-                logger.info("ignoring the unknown field %r; said once", full)
+                logger.info("ignoring the unknown field %r; logged once", full)
             return
         near = get_close_matches(name[:64], known, n=1)
         hint = f"did you mean {where}{near[0]}? Correct it" if near else "correct it"
@@ -128,7 +130,7 @@ class UnknownFields:
     def check_inner(
         self, given: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, tuple[Any, ...]], where: str
     ) -> None:
-        """Fields of an object within the body. Raises ApiError."""
+        """Check the fields of an object within the body. Raises ApiError."""
         for name, value in given.items():
             if name in neutral:
                 check_neutral(f"{where}{name}", value, neutral[name])
@@ -137,7 +139,7 @@ class UnknownFields:
 
 
 def check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    """Raises ApiError where an unsupported field asks for something."""
+    """Raises ApiError if an unsupported field requests something."""
     if value is not None and value not in neutral:
         hint = f", or send {neutral[0]!r}" if neutral and neutral[0] not in ("", [], {}) else ""
         text = f"{name} is not supported by this server: leave it out{hint}"

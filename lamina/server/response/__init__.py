@@ -1,1 +1,1 @@
-"""Completions as clients read them."""
+"""Replies in the formats that clients read."""

@@ -1,4 +1,4 @@
-"""Sends a call's answer, whole or as server-sent events, and ends the call when its client is gone."""
+"""Sends a call's reply, whole or as server-sent events, and ends the call when its client is gone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 async def json_response_of(request: Request, call: Call, shape: ResponseShape, encoder: Executor) -> Response:
-    """All of the answer as one JSON object; large ones are made by ``encoder``."""
+    """Return the whole reply as one JSON object; ``encoder`` encodes large ones."""
     try:
         deltas = await run_until_disconnect(request.receive, _collect(call))
     finally:
@@ -38,7 +38,7 @@ async def json_response_of(request: Request, call: Call, shape: ResponseShape, e
 
 
 async def _collect(call: Call) -> list[tuple[int, Delta]]:
-    """The deltas of each completion, added up, with the number of its prompt; in order."""
+    """Return the merged delta of each completion, with the number of its prompt, in order."""
     gathered: dict[tuple[int, int], _Gathered] = {}
     async for batch in call.batches():
         for number, delta in batch:
@@ -47,7 +47,9 @@ async def _collect(call: Call) -> list[tuple[int, Delta]]:
 
 
 class _Gathered:
-    """The deltas of one completion. Texts are joined at the end: to add each one takes time by its square."""
+    """Merges the deltas of one completion. Texts are joined at the end, as adding each one would take
+    quadratic time.
+    """
 
     def __init__(self) -> None:
         self._held: Delta | None = None
@@ -68,8 +70,8 @@ class _Gathered:
 
 
 def whole_answer(shape: ResponseShape, deltas: Sequence[tuple[int, Delta]], usage: dict[str, Any]) -> dict[str, Any]:
-    """A whole answer, whose choices are made as it is encoded. ``deltas``: of each completion, with its prompt's
-    number, in order.
+    """Return a whole reply, whose choices are made as it is encoded. ``deltas``: one for each completion, with its
+    prompt's number, in order.
     """
     for number, delta in deltas:
         shape.note(number, delta)
@@ -84,21 +86,23 @@ def _units(delta: Delta) -> int:
 
 
 def json_answer(value: dict[str, Any], encoder: Executor) -> Response:
-    """``value``, which may have Rows, as JSON: at once where it is small, else in pieces that ``encoder`` makes."""
+    """Return ``value``, which may have Rows, as a JSON reply: encoded at once if small, else by ``encoder``
+    in pieces.
+    """
     if units(value) < LARGE:
         return Response(encode(value), media_type="application/json")
     return PiecewiseAnswer(value, encoder)
 
 
 async def made(parts: Iterator[bytes], encoder: Executor) -> AsyncIterator[bytes]:
-    """``parts``, each made by ``encoder`` while other requests go on; those of several answers take turns."""
+    """Yield ``parts``. ``encoder`` makes each while other requests continue; parts of several replies take turns."""
     loop = asyncio.get_running_loop()
     while (part := await loop.run_in_executor(encoder, next, parts, None)) is not None:
         yield part
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``; None where the client left first, and ``work`` was cancelled."""
+    """Return the result of ``work``, or None if the client left first, and ``work`` was cancelled."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_wait_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +118,7 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 class PiecewiseAnswer(Response):
-    """A large JSON object, of which a few pieces are in memory at a time, however slowly its client reads."""
+    """A large JSON object. Only a few pieces of it are in memory at a time, even if its client reads slowly."""
 
     media_type = "application/json"
 
@@ -127,7 +131,7 @@ class PiecewiseAnswer(Response):
         scope["state"]["left"] = not await run_until_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> bool:
-        first = await anext(self._pieces)  # before the status: what cannot be encoded is an error
+        first = await anext(self._pieces)  # before the status, so that a failure to encode gets an error status
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": first, "more_body": True})
         async for piece in self._pieces:
@@ -137,7 +141,7 @@ class PiecewiseAnswer(Response):
 
 
 class EventStream(Response):
-    """Server-sent events: one chunk for each choice that has grown, usage if asked for, then [DONE]."""
+    """Server-sent events: one chunk for each choice that has grown, usage if requested, then [DONE]."""
 
     media_type = "text/event-stream"
 
@@ -170,7 +174,7 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         head = self._shape.head(stream=True)
-        opening = self._shape.first_chunks()  # leaves with the first token: clients take its time for that one's
+        opening = self._shape.first_chunks()  # sent with the first token, as clients measure that token's time by it
         try:
             async for batch in self._call.batches(self._alive_s):
                 events = bytearray()
@@ -195,7 +199,7 @@ class EventStream(Response):
         yield DONE
 
     def _chunk(self, head: dict[str, Any], chunk: dict[str, Any], *, begun: bool = True) -> dict[str, Any]:
-        """``begun``: whether a token has come, as far as its reader knows."""
+        """Join ``head`` and ``chunk``, with usage if requested. ``begun``: False until the client has a token."""
         if not self._usage:
             return {**head, **chunk}
         so_far = self._call.usage

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's two endpoints."""
+"""Log-probabilities in the formats of OpenAI's two endpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 def _printable() -> dict[str, int]:
-    """Character -> byte of byte-level vocabularies: printable bytes stand for themselves, the others follow at 256."""
+    """Return character -> byte of byte-level vocabularies: printable bytes are themselves, the rest begin at 256."""
     keep = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(b): b for b in keep}
     rest = [b for b in range(256) if b not in set(keep)]
@@ -31,14 +31,16 @@ _BYTES = _printable()
 
 
 class TokenTexts:
-    """The text and the bytes of single tokens, remembered."""
+    """The text and the bytes of single tokens, cached."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
-        """Part of a character has the text ``bytes:\\xe2``, so that different tokens have different texts."""
+        """Return a token's text and bytes. A part of a character has the text ``bytes:\\xe2``, so different tokens have
+        different texts.
+        """
         if token not in self._known:
             self._known[token] = self._find(token)
         return self._known[token]
@@ -58,7 +60,7 @@ class TokenTexts:
 
 
 class TokenNumbers(TokenTexts):
-    """``token_id:5`` in place of a token's text, as vLLM has it: no two tokens have one text."""
+    """Texts such as ``token_id:5`` in place of a token's text, as in vLLM: no two tokens have the same text."""
 
     def _find(self, token: int) -> tuple[str, list[int]]:
         text = f"token_id:{token}"
@@ -66,8 +68,8 @@ class TokenNumbers(TokenTexts):
 
 
 def chat_logprobs(texts: TokenTexts, entries: Sequence[Raw]) -> dict[str, Any]:
-    """The log-probabilities of chat completions: one item for each token. Among the alternatives the token itself comes
-    first, as in vLLM: where it is none of the best, the last of them gives way to it.
+    """Return the log-probabilities of a chat completion: one item for each token. Among its alternatives the token
+    itself comes first, as in vLLM. If it is none of the best, it replaces the last of them.
     """
 
     def items() -> Iterator[dict[str, Any]]:
@@ -79,8 +81,8 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[Raw]) -> dict[str, Any]:
 
 
 def prompt_logprobs_of(texts: TokenTexts, entries: Sequence[Raw]) -> Rows:
-    """``prompt_logprobs`` as vLLM has them: for each token of the prompt token id -> log-probability, rank and text;
-    itself first, then the best.
+    """Return ``prompt_logprobs`` as vLLM does. Each prompt token has a map from token id to log-probability, rank and
+    text: the token itself first, then the best.
     """
 
     def items() -> Iterator[dict[str, Any] | None]:
@@ -91,7 +93,7 @@ def prompt_logprobs_of(texts: TokenTexts, entries: Sequence[Raw]) -> Rows:
 
 
 def scores_of(raw: Raw) -> Logprobs:
-    """The decoded log-probabilities of a token that was generated."""
+    """Decode the log-probabilities of a generated token."""
     entry = decode_scores(raw)
     if entry is None:
         raise ValueError("the engine has sent a token without its log-probability")
@@ -99,7 +101,7 @@ def scores_of(raw: Raw) -> Logprobs:
 
 
 def _units(entries: Sequence[Raw]) -> int:
-    """Units of one of ``entries``, about: the first one of a prompt has nothing."""
+    """Return about how many units one of ``entries`` has; the first one of a prompt has none."""
     return 1 + memoryview(entries[-1]).nbytes // SCORE_BYTES if entries else 1
 
 
@@ -111,7 +113,7 @@ def _ranked(texts: TokenTexts, entry: Logprobs) -> dict[str, Any]:
 
 
 def _distinct(entry: Logprobs) -> Logprobs:
-    """The token itself, then the best but for it."""
+    """Return the token itself, then the best without it."""
     return [entry[0], *(x for x in entry[1:] if x[0] != entry[0][0])]
 
 
@@ -121,18 +123,16 @@ def _item(texts: TokenTexts, score: Score) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """The log-probabilities of one completion: parallel lists, with the offset in the returned text at which each token
-    begins.
-    """
+    """The log-probabilities of one completion as parallel lists, with the offset of each token in the returned text."""
 
     def __init__(self, texts: TokenTexts, prompt: list[int], start: int, *, skip_special_tokens: bool) -> None:
-        """``prompt``: what the tokens continue; ``start``: the offset of the first one."""
+        """``prompt``: what the tokens continue; ``start``: the offset of the first token."""
         self._texts = texts
         self._pieces = Detokenizer(texts.tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._offset = start
 
     def block(self, tokens: Sequence[int], entries: Sequence[Raw]) -> Block:
-        """The next tokens. An entry of None has no log-probability: the first token of a prompt."""
+        """Return the next tokens. An entry of None, the first token of a prompt, has no log-probability."""
         return Block(self._texts, tokens, entries, self._offsets(tokens))
 
     def _offsets(self, tokens: Sequence[int]) -> Iterator[int]:
@@ -142,7 +142,7 @@ class CompletionLogprobs:
 
 
 class Block(NamedTuple):
-    """Tokens of one completion, or of its prompt. ``offsets``: made as they are read, once."""
+    """Tokens of one completion, or of its prompt. ``offsets``: an iterator, read once."""
 
     texts: TokenTexts
     tokens: Sequence[int]
@@ -174,7 +174,7 @@ class Block(NamedTuple):
 
 
 def joined_logprobs(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Blocks of one completion as the parallel lists of OpenAI's answer."""
+    """Return the blocks of one completion as the parallel lists of OpenAI's reply."""
     count = sum(len(block.tokens) for block in blocks)
     alternatives = max((_units(block.entries) for block in blocks), default=1)
     return {

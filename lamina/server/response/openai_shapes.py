@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's two endpoints, whole or in chunks."""
+"""Replies in the formats of OpenAI's two endpoints, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_SCORES = encode_scores(None)
 
 
 class AnsweredRequest(Protocol):
-    """A Call, or an Entry of a journal: a request that is to be answered."""
+    """A request that gets a reply: a Call, or a JournalEntry."""
 
     prompts: list[Prompt]
     params: SamplingParams
@@ -26,31 +26,31 @@ class AnsweredRequest(Protocol):
 
 
 class ResponseShape(Protocol):
-    """Makes an endpoint's answer of a call's deltas."""
+    """Makes an endpoint's reply from a call's deltas."""
 
     def head(self, *, stream: bool) -> dict[str, Any]:
-        """The fields that every chunk, or the whole answer, begins with."""
+        """Return the fields with which every chunk, or the whole reply, begins."""
         ...
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """The chunks before the first delta, less their heads."""
+        """Return the chunks before the first delta, without their heads."""
         ...
 
     def choice(self, number: int, delta: Delta) -> dict[str, Any]:
-        """A delta of prompt ``number`` as a choice of a chunk. Each delta is given once, in order."""
+        """Return a delta of prompt ``number`` as a choice of a chunk. Each delta is passed once, in order."""
         ...
 
     def full_choice(self, number: int, delta: Delta) -> dict[str, Any]:
-        """A completion of prompt ``number``, whose deltas are added up, as a choice of a whole answer."""
+        """Return a completion of prompt ``number``, whose deltas are merged, as a choice of a whole reply."""
         ...
 
     def note(self, number: int, delta: Delta) -> None:
-        """Keep the log-probabilities of prompt ``number`` that ``delta`` has; the head of a whole answer needs them."""
+        """Keep the log-probabilities of prompt ``number`` in ``delta``, which the head of a whole reply needs."""
         ...
 
 
 class CompletionResponse:
-    """/v1/completions."""
+    """Replies of /v1/completions."""
 
     def __init__(self, call: AnsweredRequest, texts: TokenTexts, record: AcceptedRecord) -> None:
         self._call = call
@@ -107,7 +107,7 @@ class CompletionResponse:
             self._prompt_entries[number] = delta.prompt_logprobs
 
     def _prompt_text(self, number: int) -> str:
-        """The text of a prompt, with special tokens: a client's own text has those too."""
+        """Return the text of a prompt, with special tokens, as a client's own text has them too."""
         prompt = self._call.prompts[number]
         return prompt.text or str(self._texts.tokenizer.decode(prompt.ids))
 
@@ -124,7 +124,7 @@ class CompletionResponse:
 
 
 class ChatResponse:
-    """/v1/chat/completions."""
+    """Replies of /v1/chat/completions."""
 
     def __init__(self, call: AnsweredRequest, texts: TokenTexts, record: AcceptedRecord) -> None:
         self._call = call
@@ -132,7 +132,7 @@ class ChatResponse:
         self._head = head_of(record)
         self._ids = record.token_ids
         self._echo = call.prompts[0].text if record.echo else ""
-        self._entries: list[Raw] | None = None  # of the prompt
+        self._entries: list[Raw] | None = None  # log-probabilities of the prompt
 
     def head(self, *, stream: bool) -> dict[str, Any]:
         if stream:

@@ -1,4 +1,4 @@
-"""What is known of an answer before it begins: its id, its kind, and what was asked."""
+"""The facts of a reply that are known before it begins: its id, its kind, and the request."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def new_accepted_request(
     echo: bool = False,
     only_prompt: bool = False,
 ) -> AcceptedRecord:
-    """A request that has come now, without its prompts. ``model``: as its client calls it. ``salt``: see salt_of.
-    ``tokens_as_ids``: where the request does not say.
+    """Return a new request's record, without its prompts. ``model``: the name that its client used. ``salt``: see
+    salt_of. ``tokens_as_ids``: used if the request does not set it.
     """
     return AcceptedRecord(
         id=f"{kind}-{secrets.token_hex(16)}",
@@ -47,8 +47,8 @@ def new_accepted_request(
 
 
 def usage_of(prompt: int, completion: int, cached: int, *, details_always: bool = False) -> dict[str, Any]:
-    """Tokens, as OpenAI counts them. ``cached``: of the prompt, whose KV was there; without ``details_always`` none are
-    not mentioned.
+    """Return token counts in OpenAI's format. ``cached``: prompt tokens whose KV was cached; a count of 0 is left out
+    without ``details_always``.
     """
     details = {"prompt_tokens_details": {"cached_tokens": cached}} if cached or details_always else {}
     total = prompt + completion
@@ -56,7 +56,7 @@ def usage_of(prompt: int, completion: int, cached: int, *, details_always: bool 
 
 
 def head_of(record: AcceptedRecord) -> dict[str, Any]:
-    """The fields that begin the answer and each of its chunks; ``object`` is filled in by the answer's shape."""
+    """Return the fields that begin the reply and each of its chunks; the caller fills in ``object``."""
     return {
         "id": record.id,
         "object": "",

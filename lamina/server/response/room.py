@@ -1,4 +1,4 @@
-"""Room for what a request may bring, taken before it is accepted: its answer is in memory until its client has it."""
+"""Memory for a reply, taken before the request is accepted: a reply is in memory until its client has read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RETRY_AFTER_S = 1
 
 
 def answer_costs(record: AcceptedRecord, lengths: Sequence[int], ready: EngineReady) -> dict[str, int]:
-    """Bytes that an answer may take, by the field that asks for them. ``lengths``: tokens of each prompt.
+    """Return the bytes that a reply may take, by the field that asks for them. ``lengths``: tokens of each prompt.
 
     The first completion counts nothing without log-probabilities: the KV pool and --max-num-queued-reqs bound these.
     """
@@ -35,13 +35,13 @@ def answer_costs(record: AcceptedRecord, lengths: Sequence[int], ready: EngineRe
 
 
 def _alternatives(count: int, ready: EngineReady) -> int:
-    """The log-probabilities of a token of which ``count`` alternatives were asked for; -1 = the whole vocabulary."""
+    """Return the log-probabilities for a token with ``count`` alternatives; -1 = the whole vocabulary."""
     return 1 + (ready.vocab_size if count < 0 else count)
 
 
 def take_room(budget: MemoryBudget, costs: dict[str, int], refused: Callable[[str], None]) -> Holding:
-    """Room for an answer, until it is closed. ``refused``: gets the reason of a 503, in one word. Raises ApiError: 400
-    for an answer that never fits, 503 where others have the room now.
+    """Take memory for a reply, until the holding is closed. ``refused``: gets the reason of a 503, in one word. Raises
+    ApiError: 400 for a reply that never fits, 503 if other replies take the memory now.
     """
     total, holding = sum(costs.values()), budget.hold()
     if holding.resize(total):
@@ -49,10 +49,10 @@ def take_room(budget: MemoryBudget, costs: dict[str, int], refused: Callable[[st
     if not budget.could_fit(total):
         param = max(costs, key=lambda name: costs[name])
         text = (
-            f"{param} asks for too much at once: the answer may take {size_text(total)} of memory, more than "
+            f"{param} requests too much at once: the reply may take {size_text(total)} of memory, more than "
             f"{size_text(budget.limit)} ({flag_name('answer_total')}): ask for fewer prompts, tokens or alternatives"
         )
         raise ApiError(400, text, param=param, code="answer_too_large")
     refused("answers")
-    text = f"answers of other requests fill the memory for them ({flag_name('answer_total')}): ask again"
+    text = f"replies to other requests fill the memory for them ({flag_name('answer_total')}): ask again"
     raise ApiError(503, text, code="no_room_for_answer", retry_after_s=RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""JSON in pieces: one call of an encoder keeps all other requests waiting for as long as it takes."""
+"""Encodes JSON in pieces, since all other requests wait during one call of the encoder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LARGE = 1 << 12  # units from which on JSON is made in pieces
 
 
 class Rows:
-    """A JSON array whose items are made as it is encoded, once."""
+    """A JSON array whose items are made, once, as it is encoded."""
 
     def __init__(self, items: Iterable[Any], count: int, units: int = 1, *, deep: bool = False) -> None:
-        """``count``: the number of items. ``units``: numbers and texts of an item, about. ``deep``: the items are
-        objects that have such arrays.
+        """``count``: the number of items. ``units``: about how many numbers and texts an item has. ``deep``: the items
+        are objects that contain such arrays.
         """
         self.items = items
         self.units = count * units
@@ -36,7 +36,7 @@ encode = msgspec.json.Encoder(enc_hook=_listed).encode  # all at once
 
 
 def units(value: Any) -> int:
-    """Units of all arrays in ``value`` that are made as it is encoded."""
+    """Return the units of all Rows in ``value``."""
     if isinstance(value, Rows):
         return value.units
     if isinstance(value, dict):
@@ -45,7 +45,7 @@ def units(value: Any) -> int:
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of ``value``, in pieces of about PIECE bytes, each made in a few milliseconds."""
+    """Yield the JSON of ``value`` in pieces of about PIECE bytes, each made in a few milliseconds."""
     held, size = list[bytes](), 0
     for part in _parts(value):
         held.append(part)

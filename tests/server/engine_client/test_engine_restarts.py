@@ -289,7 +289,7 @@ def test_what_is_known_while_another_one_starts(before: EngineState | None, capl
 
     play(work)
     assert [r.getMessage() for r in caplog.records if r.name == "lamina.server.engine_client.engine_client"] == [
-        "the engine process (pid 1) was killed by SIGKILL; another one takes its place, and all requests go on"
+        "the engine process (pid 1) was killed by SIGKILL; another one replaces it, and all requests continue"
     ]
 
 
@@ -323,8 +323,8 @@ def test_the_log_says_that_requests_go_on_and_after_how_long(
 
     play(work, max_recoveries=3)
     assert [r.getMessage() for r in caplog.records if r.levelname == "INFO"] == [
-        "another engine goes on with 2 requests, 3.5 s after the last one ended",
-        "another engine goes on with 1 request, 0.0 s after the last one ended",
+        "another engine continues 2 requests, 3.5 s after the last one ended",
+        "another engine continues 1 request, 0.0 s after the last one ended",
     ]
 
 
@@ -396,7 +396,7 @@ def test_one_that_has_failed_by_a_defect_of_its_own_is_followed_by_another(caplo
         assert client.failure == "engine: KeyError: 'y'; --max-recoveries 1 allows no other one in ten minutes"
 
     play(work, max_recoveries=1)
-    assert "engine: KeyError: 'x'; another one takes its place, and all requests go on" in caplog.text
+    assert "engine: KeyError: 'x'; another one replaces it, and all requests continue" in caplog.text
 
 
 Sizes = dict[str, Any]
@@ -447,7 +447,7 @@ def test_one_whose_workers_have_no_room_is_followed_by_one_with_fewer(
         await engines.next(client)
         assert engines.workers == [client.config.topology.memory_workers] * 2
         assert engines.without == [["n3"]] * 2
-        assert f"the server goes on with {words}: say `lamina-launch scale`" in caplog.text
+        assert f"the server continues with {words}: run `lamina-launch scale`" in caplog.text
 
     with caplog.at_level(logging.WARNING):
         play(work, **options)
@@ -505,7 +505,7 @@ def test_so_is_one_whose_restart_fails_in_a_way_that_nobody_expects() -> None:
         engines.refusal = RuntimeError("a mistake")
         engines.all[0].link.close()
 
-    final(how, "cannot go on with its engine: RuntimeError: a mistake")
+    final(how, "cannot continue with its engine: RuntimeError: a mistake")
 
 
 @pytest.mark.parametrize("idle", [True, False])

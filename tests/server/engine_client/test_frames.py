@@ -79,7 +79,7 @@ def test_a_text_that_no_frame_holds_ends_its_request_and_not_the_engine(
     async def work() -> None:
         bodies = [{**BODY, "prompt": [first, 6], "stream": stream} for first in (5, 7, 9)]
         good, bad, also = await asyncio.gather(*(wired.http.post("/v1/completions", json=body) for body in bodies))
-        assert "the engine's answer cannot be encoded: UnicodeEncodeError" in bad.text
+        assert "the engine's reply cannot be encoded: UnicodeEncodeError" in bad.text
         assert bad.status_code == (200 if stream else 500)
         for answer in (good, also):
             assert answer.status_code == 200
@@ -89,7 +89,7 @@ def test_a_text_that_no_frame_holds_ends_its_request_and_not_the_engine(
         assert len(wired.engines) == 1
 
     serving(wired, work)
-    assert sum("an answer cannot be encoded" in record.getMessage() for record in caplog.records) == 1
+    assert sum("a reply cannot be encoded" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_question_that_an_engine_cannot_answer_is_an_error_of_that_question(
@@ -237,7 +237,7 @@ def test_an_answer_that_cannot_be_read_ends_its_request_and_others_go_on(caplog:
         sock.sendall(packed(both, "deltas", 0, 3, value=5))
         (end,) = await bad.get()
         assert (end.finish_reason, end.blame) == ("error", ErrorOrigin.SERVER)
-        assert "the engine's answer cannot be read" in str(end.stop_reason)
+        assert "the engine's reply cannot be read" in str(end.stop_reason)
         assert [delta.text for delta in await good.get()] == ["a"]
         told = [await asyncio.to_thread(engine.recv, SOON_S) for _ in range(3)]
         assert told[2] == CancelPrompt(keys[0]), "the engine need not go on with it"

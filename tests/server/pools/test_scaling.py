@@ -153,7 +153,7 @@ def test_a_drain_that_says_two_things_drains_nobody(scalable: Running, body: dic
     headers = {"Authorization": f"Bearer {KEY}"}
     answer = httpx.post(f"{scalable.url}/drain", json=body, headers=headers, timeout=30)
     assert answer.status_code == 400
-    assert "name memory_worker or host, or say on: one alone" in answer.text
+    assert "name memory_worker or host, or on: only one of them" in answer.text
     assert sorted(scalable.descendants()) == workers
 
 

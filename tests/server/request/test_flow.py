@@ -98,7 +98,7 @@ def test_the_log_says_how_to_end_at_once(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.INFO):
         run(HttpServer(service, lambda: None)._drain())
     assert "draining: 0 requests, at most 7 s; a second Ctrl-C" in caplog.text
-    assert caplog.messages[-1] == "ending: all requests are answered"
+    assert caplog.messages[-1] == "ending: all requests have their replies"
     assert service.queue_limit.is_draining
 
 
