@@ -14,15 +14,10 @@ from .messages import EngineReady, EngineState
 
 
 def state_of(engine: Engine, pools: WorkerExecutor, sessions: dict[str, int], steps: int) -> EngineState:
-<<<<<<< HEAD
-    """What an engine says of itself. ``sessions``: how many, by tier; ``steps``: that it has done."""
+    """Return the engine's state. ``sessions``: tier -> their number; ``steps``: steps done so far."""
     scheduler, borrower, features = engine.scheduler, pools.borrower, engine.scheduler.features
     prefixes, tier = features[PrefixCache], features.get(OffloadIndex)
     pruner, reference_decoder = features.get(BlockPruner), features.get(ReferenceDecoder)
-=======
-    """Return the engine's state. ``sessions``: tier -> their number; ``steps``: steps done so far."""
-    scheduler, borrower = engine.scheduler, pools.borrower
->>>>>>> b12479e1 (docs: server in plain words)
     return EngineState(
         running=scheduler.num_unfinished,
         waiting=scheduler.num_waiting,
