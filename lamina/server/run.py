@@ -144,8 +144,8 @@ def _service(
     )
 
 
-class HttpServer(uvicorn.Server):  # uvicorn with our order of shutdown.
-    """uvicorn, with our order of ending."""
+class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
+    """uvicorn with our order of shutdown."""
 
     def __init__(self, service: Service, on_ready: Callable[[], None]) -> None:
         config = service.config

@@ -130,7 +130,7 @@ class OpenPrompts:
             return False
         if (guilty := self._suspects.failed(had)) is None:
             log.warning(
-                "the engine failed with %s: they are tried one by one, and the rest wait", count_text(len(had), "prompt")
+                "the engine failed with %s: they are tried one by one; the rest wait", count_text(len(had), "prompt")
             )
             return False
         self._convict(guilty)
