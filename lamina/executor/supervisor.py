@@ -1,7 +1,7 @@
-"""Losses made good: lost workers are fenced and replaced; the others rest, meet anew, and go on.
+"""Recovery from losses: lost workers are fenced and replaced; the others quiesce, connect anew, and continue.
 
-The driver alone decides which workers live. Links keep their order, so nothing of an older epoch follows a Quiesced;
-and a fenced worker stays in an older epoch for ever.
+The driver alone decides which workers live. Links keep their order, so no message of an older epoch follows a Quiesced.
+A fenced worker stays in an older epoch for ever.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """``quiesce`` behind a loss; then ``resume``, and ``quiesce`` again where that brings another one."""
+    """Call ``quiesce`` after a loss, then ``resume``. If that reports another loss, call ``quiesce`` again."""
 
     def __init__(
         self, config: EngineConfig, registry: WorkerRegistry, worker_group: WorkerGroup, clock: Clock = time.monotonic
@@ -38,19 +38,20 @@ class Supervisor:
         self._config, self._registry, self._workers, self._clock = config, registry, worker_group, clock
         self._step_s, self._start_s = config.deadlines.step_timeout_s, config.deadlines.start_timeout_s
         self._restart_budget = RestartBudget(config.launch.max_recoveries, clock)
-        self._failures = dict[str, float]()  # what workers have said that failed and were replaced, and when
-        self._failed_workers = set[str]()  # of the recovery under way
-        self._deaths = RestartBudget(config.launch.max_recoveries, clock)  # of spares
-        self._missing_capacity = False  # of spares: one has died, and none has been started in its place
+        self._failures = dict[str, float]()  # error of a failed and replaced worker -> time of the failure
+        self._failed_workers = set[str]()  # errors of workers in this recovery
+        self._deaths = RestartBudget(config.launch.max_recoveries, clock)  # recoveries of spare workers
+        self._missing_capacity = False  # a spare worker has died, and none has been started in its place
         self._stall_detector = StallDetector[RegisteredWorker](clock)
         self._parity = KvParity(config, registry, worker_group, clock)
 
     def check_health(self, waited_for: Collection[RegisteredWorker]) -> None:
-        """For whoever waits for ``waited_for``. Raises WorkersLostError where one of them has been stopped for
-        STOPPED_S, and can be replaced; one that is only slow stays, and so does one that owes nothing.
+        """Look for stopped workers; called during waits for ``waited_for``. Raises WorkersLostError if one of them has
+        been stopped for STOPPED_S and can be replaced. A worker that is only slow stays, and so does one that owes
+        nothing.
         """
         self.restart_spares()
-        each = dict.fromkeys(waited_for)  # who owes two things is looked at once: a look compares with the one before
+        each = dict.fromkeys(waited_for)  # each worker once: a look compares with the one before
         stopped = [m for m in each if m not in self._registry.lost_workers and m.handle.is_stopped]
         for member in self._stall_detector.update(stopped):
             most = f"while it is waited for, {self._stall_detector.longest_stall_s(member):.2f} s at most"
@@ -61,7 +62,7 @@ class Supervisor:
                 raise loss
 
     def restart_spares(self) -> None:
-        """Others are started for spares that have died, as often as recoveries may be; not while there is one."""
+        """Start spare workers in place of dead ones, as often as recoveries are allowed; not during a recovery."""
         spares = self._workers.spare_workers
         self._missing_capacity = bool(spares.exited()) or self._missing_capacity
         if self._restart_budget.in_progress:
@@ -85,7 +86,7 @@ class Supervisor:
             log.warning("there are fewer spares than asked for: %s", error)
 
     def is_recoverable(self, loss: WorkersLostError) -> bool:
-        """Whether the run can go on behind ``loss``, and all others that have not been made good yet."""
+        """Return whether the run can continue after ``loss`` and all other losses not yet repaired."""
         if not self._is_replaceable(loss):
             return False
         known = {*self._registry.lost_workers, *self._known(loss)}
@@ -93,7 +94,7 @@ class Supervisor:
         return (bool(each) and all(m.on_loan for m in each)) or self._restart_budget.allows(known)
 
     def exit_message(self, loss: WorkersLostError) -> str:
-        """About a run that ends by ``loss``."""
+        """Return the error text of a run that ends by ``loss``."""
         if self._is_replaceable(loss) and self._restart_budget.max_recoveries and not self.is_recoverable(loss):
             limit = f", as --max-recoveries {self._restart_budget.max_recoveries} allows no more in ten minutes,"
         elif loss.is_certain:
@@ -103,9 +104,9 @@ class Supervisor:
         return f"{loss}; its pool cannot go on{limit} and was ended: start again"
 
     def no_replacement_message(self, error: Exception) -> WorkerError:
-        """About a run that ends as no other worker could be started."""
+        """Return the error of a run that ends since no replacement could be started."""
         text, lost = f"a lost worker could not be replaced: {error}", self._registry.lost_workers
-        others = {"memory": self._registry.memory, "prefill": self._registry.prefill}  # of which there may be fewer
+        others = {"memory": self._registry.memory, "prefill": self._registry.prefill}  # a run may have fewer of these
         roles = {member.handle.role for member in lost}
         if isinstance(error, HostLostError) and roles and roles <= others.keys():
             left = {f"{role}_workers": sum(m not in lost for m in others[role]) for role in sorted(roles)}
@@ -114,7 +115,7 @@ class Supervisor:
         return WorkerError(text)
 
     def _words_of(self, left: Mapping[str, int]) -> str:
-        """Which run those that are ``left`` could do, by its options; else why none."""
+        """Return the largest run that the workers ``left`` could do, by its options, or why there is none."""
         try:
             sizes = with_fewer_workers(self._config, left)
         except ValueError as why:
@@ -122,23 +123,25 @@ class Supervisor:
         return f"; there is room for a run with {_flags(sizes)} at most"
 
     def _is_replaceable(self, loss: WorkersLostError) -> bool:
-        """Whether all that are lost are processes that ended without a word, can be ended, or have failed in a way that
-        others need not. One that is late is asked to come to rest, unless it has come in place of another and has not
-        started: the next one would be as late.
+        """Return whether all lost workers can be replaced. Each is a process that ended without an error, can be ended,
+        or failed in a way that need not repeat. A late worker is asked to quiesce. But one that is itself a replacement
+        and has not started counts as lost: the next one would be as late.
         """
         lost = self._registry.lost_workers
         late = [m for m in loss.workers if m not in lost and not loss.is_certain]
         each = {*lost, *loss.workers}
         if not each:
-            return loss.is_certain  # of an epoch: nobody is lost, and all meet anew
+            return loss.is_certain  # a loss without workers: all connect anew under another epoch
         if self._restart_budget.in_progress and not all(map(self._workers.has_answered, late)):
             return False
         may_go_well = all(x.is_certain or self._is_first(member, x) for member, x in lost.items())
         return may_go_well and all(map(self._workers.can_replace, each))
 
     def _is_first(self, worker: RegisteredWorker, failure: WorkersLostError) -> bool:
-        """Whether a worker that has said why it failed had served till then, such as one whose device has an error, and
-        nobody has said the same in WINDOW_S, or before it came: else another one would fail in its place, too.
+        """Return whether a worker's failure, which it has reported, need not repeat in its replacement.
+
+        The worker had served till then, as one whose device has an error. And no worker has reported the same error in
+        WINDOW_S, or in this recovery before this worker started.
         """
         said_at, again = self._failures.get(str(failure), -math.inf), str(failure) in self._failed_workers
         if not self._workers.has_answered(worker) or (again and self._restart_budget.is_lost_again(worker)):
@@ -147,17 +150,19 @@ class Supervisor:
 
     @staticmethod
     def _known(loss: WorkersLostError) -> Sequence[RegisteredWorker]:
-        """The members that ``loss`` has ended for certain."""
+        """The members that ``loss`` has certainly ended."""
         return loss.workers if loss.is_certain else ()
 
     def quiesce(self, loss: WorkersLostError | None) -> list[dict[int, int]]:
-        """Fence who is lost, and bring the others to rest. Returns the KV that is left, by memory worker; see
-        EpochChanged. What was said before may be taken by WorkerRegistry.read_messages. ``loss``: None where nobody is
-        lost, so far. Raises WorkersLostError where no more can be made good.
+        """Fence lost workers, and quiesce the others. Returns the KV that remains, by memory worker; see EpochChanged.
+
+        Earlier messages remain for WorkerRegistry.read_messages. ``loss``: None if no worker is lost so far. Raises
+        WorkersLostError if a loss cannot be repaired.
         """
         meets_late = loss is not None and not loss.is_certain and self._restart_budget.in_progress
         if loss is not None:
-            log.warning("%s; whoever is lost is replaced, and all requests go on", str(loss))  # not the processes
+            # Without references to workers.
+            log.warning("%s; lost workers are replaced, and all requests go on", str(loss))
             self._count()
         view, kept, asked = (
             self._workers.next_epoch(),
@@ -175,35 +180,34 @@ class Supervisor:
                         self._registry.send(member, Quiesce(epoch=view))
                 kept[left[0]] = self._await_quiesced(left[0], deadline)
             except WorkersLostError as another:
-                log.warning("behind that loss: %s", another)
+                log.warning("after that loss: %s", another)
                 for member in another.workers:
                     self._registry.mark_lost(member, WorkersLostError(str(another), [member], ended=True))
                 if not self.is_recoverable(another):
                     raise
                 self._count()
         if meets_late and not self._registry.lost_workers:
-            raise WorkersLostError(f"{loss}, and nobody hangs", [])  # it would be so again
+            raise WorkersLostError(f"{loss}, and no worker hangs", [])  # it would repeat
         for lost in self._registry.lost_workers:
-            kept.pop(lost, None)  # its report from before its death
+            kept.pop(lost, None)  # reported before its death
         return self._parity.surviving_after_rebuild([kept.get(member, {}) for member in self._registry.memory])
 
     def rebuild(self, keep: Sequence[SurvivingKv]) -> bool:
-        """Rebuild the KV of a lost memory worker by parity, in the worker that takes its place. Returns whether all of
-        ``keep`` is there, also without a loss. Raises as ``resume``.
+        """Rebuild a lost memory worker's KV by parity, in the worker that takes its place. Returns whether all of
+        ``keep`` is there; True without a loss. Raises as ``resume`` does.
         """
         if self._parity.needs_rebuild:
             self._workers.replace()
         return self._parity.rebuild(keep)
 
     def _count(self) -> None:
-        """Those that are on loan are no reason to give up: others may lend."""
+        """Count the losses against the budget. Lost workers on loan do not count, since other deployments may lend."""
         lost = self._registry.lost_workers
         self._failed_workers |= {str(failure) for failure in lost.values() if not failure.is_certain}
         self._restart_budget.begin(self._registry, lost, free=all(m.on_loan for m in lost) and bool(lost))
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady:
-        """Replace who is lost, and have all meet. Raises WorkersLostError, and ValueError with what a user can put
-        right."""
+        """Replace lost workers and connect all. Raises WorkersLostError, and ValueError for what a user can correct."""
         self._workers.replace()
         ready = self._workers.connect(keep)
         self._restart_budget.end()
@@ -215,7 +219,7 @@ class Supervisor:
     def _left(
         self, kept: dict[RegisteredWorker, dict[int, int]], fenced: set[RegisteredWorker]
     ) -> list[RegisteredWorker]:
-        """The members that have not come to rest. Lost ones are fenced, once: one that cannot end takes its time."""
+        """Return the members that have not quiesced. Fences each lost one, once: a process may take long to end."""
         for lost in [m for m in self._registry.lost_workers if m not in fenced]:
             fenced.add(lost)
             self._registry.fence(lost)
@@ -224,7 +228,7 @@ class Supervisor:
     def _await_quiesced(self, worker: RegisteredWorker, deadline: float) -> dict[int, int]:
         loading = not self._workers.has_answered(worker)
         left = self._start_s if loading else deadline - self._clock()
-        halted: Quiesced = self._registry.wait_for([worker], Quiesced, left, "to come to rest behind a loss")
+        halted: Quiesced = self._registry.wait_for([worker], Quiesced, left, "to quiesce after a loss")
         return halted.surviving_tokens
 
 

@@ -1,4 +1,4 @@
-"""Both pools as the engine sees them: started together, given steps, ended together. Every wait has a deadline."""
+"""The executor of real workers: it starts both pools, sends them steps, and ends them. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ if TYPE_CHECKING:
 
 STATS_S = 5.0
 LOCAL_HOST = "localhost"
-DRIVER_GRACE_S = 1.0  # a worker that waits for another one in vain knows more than we do: let it speak first
+# More than a worker's own limit: one that waits for a peer in vain knows the cause, and reports it.
+DRIVER_GRACE_S = 1.0
 
 
 class WorkerExecutor:
-    """Memory workers, the replicas of the model on compute workers, prefill workers, and the engine's links to them."""
+    """The memory workers, the model's replicas on compute workers, the prefill workers, and the links to them."""
 
-    borrower: Borrower | None = None  # where memory may be borrowed, once all have started
+    borrower: Borrower | None = None  # if memory may be borrowed; set once all workers have started
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class WorkerExecutor:
         links: Links | None = None,
         launch: Callable[..., Launcher] = open_launcher,
     ) -> None:
-        """``model``: path, hub id, or an nn.Module, which then runs in this process. ``links``, ``launch``: of a
-        simulation. Raises ValueError, WorkerError.
+        """Start and connect all workers. ``model``: path, hub id, or an nn.Module, which then runs in this process.
+        ``links``, ``launch``: replaced by simulations. Raises ValueError, WorkerError.
         """
         self._config, self._clock = config, clock
         self._registry = WorkerRegistry(self._gather, self._after_end, links, clock)
@@ -73,8 +74,8 @@ class WorkerExecutor:
         self._supervisor = Supervisor(config, self._registry, self._workers, clock)
         self.resizer = MemoryResizer(config, self._registry, self._workers, clock)
         self._termination_notices = TerminationNotices(self._registry, self.resizer, clock)
-        self._loss: WorkersLostError | None = None  # that is to be made good
-        self.is_recovering = False  # whether one is being made good
+        self._loss: WorkersLostError | None = None  # a loss that ``wait`` or ``check_workers`` has yet to report
+        self.is_recovering = False  # whether workers are being replaced or connected anew
         self._meanwhile: Callable[[], None] = lambda: None
         self._registry.on_tick = self._check_health
         self._batches = config.topology.max_batches
@@ -82,7 +83,7 @@ class WorkerExecutor:
         self._expect_nothing()
         try:
             with self._end_on_error():
-                if config.topology.may_borrow:  # whose ledger may not be there
+                if config.topology.may_borrow:  # its debt ledger may not be reachable
                     from .lending.borrower import open_borrower
 
                     self.borrower = open_borrower(config, self._registry, self._workers, self.resizer)
@@ -95,12 +96,12 @@ class WorkerExecutor:
             raise
 
     def set_engine(self, engine: Engine) -> None:
-        """The engine that uses these pools from now on, for which memory may be borrowed."""
+        """Name the engine that uses these pools from now on, so that memory may be borrowed for it."""
         if self.borrower is not None:
             self.borrower.set_engine(engine)
 
     def connect(self) -> ComputeReady:
-        """Have all workers meet anew, under the next epoch, with all that they have loaded and stored. No step may be
+        """Connect all workers anew under the next epoch; they keep all that they have loaded and stored. No step may be
         in flight. Raises WorkerError, ValueError.
         """
         if len(self._steps_in_flight) or self._pending_chunks:
@@ -113,13 +114,13 @@ class WorkerExecutor:
     def _expect_nothing(self) -> None:
         self._counters = CounterCollector(self._registry, self._clock)
         self._steps_in_flight = StepReorderBuffer()
-        self._reports, self._progress_at = 0, 0.0  # reports of memory workers that are to come, and the last one's time
+        self._reports, self._progress_at = 0, 0.0  # outstanding reports of memory workers; time of the last one
         topology = self._config.topology
         self._pending_chunks = PendingChunks(topology.prefill_groups, topology.prefill_pipeline)
 
     @contextmanager
     def _end_on_error(self) -> Iterator[None]:
-        """Where a worker is lost meanwhile, nobody can do anything useful any more: end all others, and soon."""
+        """If a worker is lost meanwhile, end all other workers soon, since no step can complete."""
         try:
             yield
         except WorkersLostError as e:
@@ -132,7 +133,7 @@ class WorkerExecutor:
 
     @contextmanager
     def _note_loss(self) -> Iterator[None]:
-        """Where a loss can be made good, the next ``wait`` or ``check_workers`` says so; else ``_end_on_error``."""
+        """Keep a recoverable loss for ``wait`` or ``check_workers`` to report; else act as ``_end_on_error``."""
         with self._end_on_error():
             try:
                 yield
@@ -143,17 +144,17 @@ class WorkerExecutor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Name of each worker -> its process; without those on loan, whose processes are their hosts'."""
+        """The name of each worker -> its process id; without workers on loan, which other deployments run."""
         return {m.label: m.handle.pid for m in self._registry if m.handle.pid}
 
     @property
     def hosts(self) -> dict[str, str]:
-        """Name of each worker -> the address of its host, by which others reach it; HERE: this one."""
+        """The name of each worker -> the address of its host, by which other hosts reach it; LOCAL_HOST: this host."""
         places = {m.label: m.handle.host.rpartition(":")[0].strip("[]") for m in self._registry}
         return {label: place or LOCAL_HOST for label, place in places.items()}
 
     def submit(self, new: RunRound) -> None:
-        """Queue a round for the compute workers. Where one is lost, ``wait`` says so."""
+        """Queue a round for the compute workers. If one is lost, ``wait`` reports it."""
         self._steps_in_flight.add_round(new)
         self._expect_reports(num_reports(new) * len(self._registry.memory))
         with self._note_loss():
@@ -161,8 +162,8 @@ class WorkerExecutor:
                 self._registry.send(member, new)
 
     def submit_prefill(self, worker: int, new: RunRound) -> None:
-        """Queue a chunk of a prompt, a round of one step, for a prefill worker, or all of the group of that number.
-        Where one is lost, ``wait`` says so.
+        """Queue a chunk of a prompt, a round of one step, for a prefill worker, or for all workers of the group of that
+        number. If one is lost, ``wait`` reports it.
         """
         self._pending_chunks.on_sent(worker, self._clock())
         with self._note_loss():
@@ -175,8 +176,8 @@ class WorkerExecutor:
         self._reports += reports
 
     def wait(self) -> Done | EpochChanged:
-        """The next step, transfer or score that has ended, or the loss of a worker. Raises WorkerError when one cannot
-        be replaced.
+        """Wait for the next step, transfer or report that has ended, or for the loss of a worker. Raises WorkerError if
+        a lost worker cannot be replaced.
         """
         start = self.tracer.recorder.now()
         done: Done | None = None
@@ -191,7 +192,7 @@ class WorkerExecutor:
             return self._quiesce() if done is None else done
 
     def check_workers(self) -> EpochChanged | None:
-        """Whether a worker has been lost, without a wait. Raises WorkerError when one cannot be replaced."""
+        """Return EpochChanged if a worker has been lost, without waiting. Raises WorkerError as ``wait`` does."""
         with self._lock:
             if self._loss is None:
                 self._update_loans()
@@ -202,18 +203,18 @@ class WorkerExecutor:
             return self._quiesce() if self._must_quiesce() else None
 
     def _must_quiesce(self) -> bool:
-        """Whether the epoch is to change: behind a loss, or as workers come or go."""
+        """Return whether the epoch is to change: after a loss, or because workers come or go."""
         due = self._loss is not None or self.resizer.is_ready()
         with self._note_loss():
             due = due or self._workers.degraded.is_any_loaded()
         return due or self._loss is not None
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
-        """Replace who was lost, and have all meet anew with the KV of ``keep`` alone. Another EpochChanged where others
-        are lost meanwhile; raises WorkerError where that cannot be.
+        """Replace lost workers, and connect all anew with the KV of ``keep`` alone. Returns another EpochChanged if
+        more workers are lost meanwhile. Raises WorkerError if workers cannot be replaced.
         """
         with self._lock, self._recovery():
-            with self._note_loss():  # where one was noticed since, KV moves first: it is laid out so by now
+            with self._note_loss():  # after a new loss KV still moves first, since the engine has laid it out so
                 if not self.resizer.move_kv(keep) or self._loss or not self._supervisor.rebuild(keep):
                     return self._quiesce()
                 self._resume_workers(keep)
@@ -221,20 +222,20 @@ class WorkerExecutor:
             return self.ready if self._loss is None else self._quiesce()
 
     def begin_era(self) -> bytes:
-        """Have no page beside the pools found any more; what keys hang on from now on."""
+        """Make all offloaded pages unreachable for sequences. Returns the new era, a part of all later page keys."""
         return self._workers.storage.begin_era()
 
     def _resume_workers(self, keep: Sequence[SurvivingKv]) -> None:
         ready = self._supervisor.resume([structs.replace(each, previous_location=None) for each in keep])
         if (ready.num_blocks, ready.kv_shards) != (self.ready.num_blocks, self.ready.kv_shards):
             blocks, had = ready.num_blocks, self.ready.num_blocks
-            raise WorkersLostError(f"memory workers have {blocks} KV blocks in place of {had} behind a loss", [])
+            raise WorkersLostError(f"memory workers have {blocks} KV blocks in place of {had} after a loss", [])
         self._read_clocks()
         self._expect_nothing()
         self.ready = ready
 
     def _quiesce(self) -> EpochChanged:
-        """What was done before a loss, or before memory workers come or go, and what is left of the KV."""
+        """Quiesce all workers and commit a change that is due. Returns the steps done before and the remaining KV."""
         paused_at = self._clock()
         with self._end_on_error(), self._recovery():
             loss, self._loss = self._loss, None
@@ -257,9 +258,9 @@ class WorkerExecutor:
     def _recovery(self) -> Iterator[None]:
         self.is_recovering = True
         try:
-            self._meanwhile()  # whoever looks on is to know at once
+            self._meanwhile()  # observers learn of it at once
             yield
-        except (ValueError, OSError) as error:  # of a place where all went well before
+        except (ValueError, OSError) as error:  # a start failed where an earlier one succeeded
             self._registry.shut_down(JOIN_AFTER_LOSS_S)
             raise self._supervisor.no_replacement_message(error) from error
         finally:
@@ -269,10 +270,10 @@ class WorkerExecutor:
         while (done := self._steps_in_flight.next_done()) is None:
             done = self._receive()
             if isinstance(done, Report):
-                self._reports -= not isinstance(done, LoadReady)  # its transfer goes on
+                self._reports -= not isinstance(done, LoadReady)  # its transfer continues
                 self._progress_at = self._clock()
                 return done
-            if done.batch >= self._batches:  # of a prefill worker, whose only link keeps the order
+            if done.batch >= self._batches:  # from a prefill worker: its one link keeps the order
                 break
             self._steps_in_flight.on_step_done(done)
         self._note(done)
@@ -289,8 +290,9 @@ class WorkerExecutor:
         return self._registry.wait_for(owing, Done, limit + DRIVER_GRACE_S, text)
 
     def _note(self, done: StepDone) -> None:
-        """Steps of compute workers must not hide that a prefill worker hangs. One that has answered does not, however
-        long the driver has not listened.
+        """Raise WorkersLostError if a worker hangs while the steps of other workers still complete.
+
+        A worker whose reply is already in the link does not hang, however late the driver reads it.
         """
         now, limit, first = self._clock(), self._config.deadlines.step_timeout_s, self._batches
         if self._reports and now - self._progress_at > limit + DRIVER_GRACE_S:
@@ -306,7 +308,7 @@ class WorkerExecutor:
                 raise self._registry.timeout_error(group, f"for a chunk of a prompt (--step-timeout-s {limit:g})")
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """The counters of every worker, by the names of ``pids``; of one that is lost there are none."""
+        """Return the counters of every worker, by the names of ``pids``; a lost worker has none."""
         with self._lock:
             there = [m for m in self._registry if m not in self._registry.lost_workers]
             for member in there:
@@ -316,7 +318,7 @@ class WorkerExecutor:
         return {label: values for label, values in counters.items() if values is not None}
 
     def _stats_of(self, worker: RegisteredWorker) -> dict[str, float] | None:
-        """None where it is lost, or late, or was stopped while it owes nothing else."""
+        """Return a worker's counters; None if it is lost, or late, or was stopped while it owes nothing else."""
         answers = list[dict[str, float] | None]()
         while not answers and worker not in self._registry.lost_workers:
             with self._note_loss():
@@ -335,7 +337,7 @@ class WorkerExecutor:
         return answer.values
 
     def call_periodically(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called a few times a second while ``wait`` is called or waits."""
+        """Set a function that is called a few times a second while ``wait`` is called or waits."""
         self._meanwhile = call
 
     def _check_health(self) -> None:
@@ -348,29 +350,29 @@ class WorkerExecutor:
             self.borrower.update()
 
     def _waited_for(self) -> list[RegisteredWorker]:
-        """Who has something to do, or to say. All others may stand still."""
+        """The workers that owe a step, a transfer or counters. All other workers may be stopped without harm."""
         if self.is_recovering:
             return list(self._registry)
         steps = len(self._steps_in_flight) > 0
-        lending = self._registry.prefill if self._pending_chunks else []  # one may wait for KV of another
+        lending = self._registry.prefill if self._pending_chunks else []  # one may wait for another one's KV
         computing = self._registry.compute * (steps or bool(lending)) + lending  # they pass on grants
         return (
             (self._registry.memory if computing or self._reports else []) + computing + self._counters.pending_workers
         )
 
     def request_stats(self) -> None:
-        """Ask every worker for its counters, unless some have yet to answer; for the thread that calls ``wait``."""
+        """Request the counters of all workers, unless some have yet to reply; for the thread that calls ``wait``."""
         with self._note_loss():
             if self._loss is None and not self.is_recovering:
                 self._counters.request()
 
     @property
     def has_pending_stats(self) -> bool:
-        """Whether some worker has yet to answer ``request_stats``."""
+        """Return whether some worker has yet to reply to ``request_stats``."""
         return bool(self._counters.pending_workers)
 
     def collect_stats(self) -> dict[str, dict[str, float]] | None:
-        """The counters of all workers, once all have answered; None before that, and where nobody has asked."""
+        """Return all workers' counters once all have replied; None before that, and if they were not requested."""
         counters = None
         with self._note_loss():
             if self._loss is None and not self.is_recovering:
@@ -383,7 +385,7 @@ class WorkerExecutor:
         return limit_s + DRIVER_GRACE_S, f"to report its counters (--step-timeout-s {limit_s:g})"
 
     def close(self) -> None:
-        """End all workers: ask, wait, then by force. Idempotent."""
+        """End all workers: request it, wait, then use force. Idempotent."""
         self._registry.shut_down(JOIN_S)
 
     def _gather(self, limit_s: float) -> None:
@@ -408,5 +410,5 @@ class WorkerExecutor:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the workers have been ended, by ``close`` or because one was lost."""
+        """Return whether the workers have been ended, by ``close`` or because one was lost."""
         return self._registry.closed

@@ -1,7 +1,7 @@
 """The workers of one engine: started and loaded once, connected as often as needed.
 
-Each Connect begins an epoch. WorkerRegistry reports workers that are lost on the way; the others stay as they are, and
-may be connected again.
+Each Connect begins an epoch. WorkerRegistry reports workers that are lost meanwhile. The other workers keep their
+state, and may be connected again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """``start`` once, then ``connect`` again and again. All waits of either end by --start-timeout-s."""
+    """All workers of one engine. Call ``start`` once, ``connect`` for every epoch. Waits end by --start-timeout-s."""
 
     def __init__(
         self,
@@ -68,34 +68,37 @@ class WorkerGroup:
         """``registry``: empty so far. ``trace``: whether workers record spans; ``launch``: see open_launcher."""
         self._config, self._registry, self._on_progress = config, registry, on_progress
         self._trace, self._clock, self._launch_by = trace, clock, launch
-        self._incarnation = secrets.token_hex(8)  # part of all workers' names: no other engine's has it
+        self._incarnation = secrets.token_hex(8)  # part of all workers' names; unique to this engine
         self._one_process = netstack.in_process(config.launch.scheme)
         self._starting = f"to start (--start-timeout-s {config.deadlines.start_timeout_s:g})"
         self._deadline = 0.0
         self.launcher: Launcher | None = None
         self._compute_key = b""
         self._model: Any = None
-        self.topology = config.topology  # with the memory workers' parts of the work, once they are measured
+        self.topology = config.topology  # with memory workers' weights, once they are measured
         self._urls = WeakKeyDictionary[RegisteredWorker, str]()  # of memory workers
         self._loaded = WeakKeyDictionary[RegisteredWorker, Loaded]()  # of compute and prefill workers
-        self._sent_model = False  # whether these have got the order to load
-        self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them, less one
+        self._sent_model = False  # whether compute and prefill workers have been sent StartCompute
+        self._started: dict[tuple[str, int], int] = {}  # role and index -> workers started for the place, less one
         self._size = config.topology.tensor_parallel_size  # ranks of a replica
         self._names = registry.worker_names
-        self._keys = WeakKeyDictionary[WorkerHandle, bytes]()  # of memory workers on loan, which have their own
+        self._keys = WeakKeyDictionary[WorkerHandle, bytes]()  # memory workers on loan have keys of their own
         self.storage = KvStorage(config, self._incarnation)
-        self.moves_stripes = config.migrates_stripes  # whether memory workers meet each other, to copy KV
+        self.moves_stripes = config.migrates_stripes  # whether memory workers connect to each other, to copy KV
         self.spare_workers = SpareWorkers(self, registry, config.launch.num_spares)
         self.degraded = DegradedReplicas(config, registry, self.start_extra, clock)
-        self.kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
-        self.memory_binds: list[BindRequest] = []  # rank -> of its first memory worker, once it is known
-        self.backend = ""  # of the memory workers' attention, once it is known
+        # Known after the first ``connect``: by rank, KV memory of its memory workers and the BindRequest of the first
+        # one. And the memory workers' attention backend.
+        self.kv_bytes: list[list[int]] = []
+        self.memory_binds: list[BindRequest] = []
+        self.backend = ""
         self.epoch = 0
 
     def start(self, model: Any) -> None:
-        """Have all workers load ``model``: path, hub id, or an nn.Module, which then runs in this process.
+        """Start all workers, and have them load ``model``: path, hub id, or an nn.Module, which then runs in this
+        process.
 
-        Raises WorkersLostError, and ValueError with what a user can put right.
+        Raises WorkersLostError, and ValueError for what a user can correct.
         """
         if self._config.launch.spare_compute and not isinstance(model, str):
             raise ValueError("--spare-compute: the compute worker of a torch.nn.Module is a thread of this process")
@@ -105,17 +108,17 @@ class WorkerGroup:
             phase()
 
     def connect(self, keep: Sequence[SurvivingKv] | None = None) -> ComputeReady:
-        """Have all workers meet under a new epoch. No step may be in flight. ``keep``: the KV that stays; None = all.
-        Returns what compute workers say.
+        """Connect all workers under a new epoch. No step may be in flight. ``keep``: the KV that stays; None: all.
+        Returns the merged replies of compute and prefill workers.
 
-        Raises WorkersLostError, and ValueError with what a user can put right.
+        Raises WorkersLostError, and ValueError for what a user can correct.
         """
         self._registry.begin_epoch(self.next_epoch())
         self._begin()
         readies: dict[str, ComputeReady] = {}
         self._connect_memory(keep)
         self._connect_compute(readies)
-        self._connect_prefill(readies, None if keep is None else [])  # prompts under way begin anew
+        self._connect_prefill(readies, None if keep is None else [])  # unfinished prompts begin anew
         stored = [self._answer(m, StoredPages) for m in self._registry.memory if self.storage.is_enabled]
         check_same_model(readies)
         ranks = list(readies.values())[: self._size]
@@ -129,25 +132,25 @@ class WorkerGroup:
         return self.storage.complete_facts(ready, self.identity, stored)
 
     def next_epoch(self) -> int:
-        """Its number; there is no way back."""
+        """Increase the epoch and return its number."""
         self.epoch += 1
         return self.epoch
 
     def can_replace(self, worker: RegisteredWorker) -> bool:
-        """Whether another worker can be started in its place. A thread cannot: it might go on."""
+        """Return whether another worker can be started in its place. A thread cannot: it might continue to run."""
         launcher = self.launcher
         return not (launcher is None or isinstance(worker.handle, ThreadWorker)) and launcher.can_replace(worker.handle)
 
     def has_answered(self, worker: RegisteredWorker) -> bool:
-        """Whether it has answered its first message."""
+        """Return whether the worker has replied to its first message."""
         return worker in self._urls or worker in self._loaded
 
     def replace(self) -> None:
-        """Start others in the places of those that are lost, and fenced, and have them load; nobody waits for replicas
-        without which others go on. Again where it was broken off. Raises as ``start``.
+        """Start workers in the places of lost and fenced ones, and have them load. Replicas without which decoding
+        continues are not waited for. May be called again after an exception. Raises as ``start`` does.
         """
         self._begin()
-        self._on_progress = lambda stage, done, total: None  # who looked has gone on
+        self._on_progress = lambda stage, done, total: None  # the progress of a start is no longer shown
         self._loaded.update(self.degraded.rejoin())
         for lost in [m for m in self._registry if m in self._registry.lost_workers]:
             if lost.unreachable_peer and self.launcher is not None:
@@ -165,7 +168,9 @@ class WorkerGroup:
         self._await_starts()
 
     def plan_resize(self, count: int, stay: Sequence[int] = ()) -> bool:
-        """Whether ``count`` memory workers can serve from now on. ``stay``: numbers of the staying ones, in order."""
+        """Prepare the launcher for ``count`` memory workers; returns whether it can serve them. ``stay``: numbers of
+        the staying workers, in their new order.
+        """
         launcher = None if self._one_process or self._config.topology.may_borrow else self.launcher
         if launcher is not None and stay:
             launcher.keep_workers("memory", stay)
@@ -174,38 +179,38 @@ class WorkerGroup:
     def set_topology(
         self, topology: TopologyOptions, kv_bytes: list[list[int]], coming: Mapping[RegisteredWorker, str]
     ) -> None:
-        """Go on with other memory workers, the ``coming`` ones at their URLs; the next ``connect`` tells all."""
+        """Use another set of memory workers, with the URLs of ``coming`` ones. The next ``connect`` sends it to all."""
         self.topology, self.kv_bytes = topology, kv_bytes
         self._urls.update(coming)
         self._config = msgspec.structs.replace(self._config, topology=topology)
 
     def address_of(self, worker: RegisteredWorker) -> Address:
-        """Of a memory worker."""
+        """Return the address of a memory worker."""
         return Address(self._urls[worker], self._name(worker.handle), self._keys.get(worker.handle, b""))
 
     def start_borrowed(self, handle: WorkerHandle, key: bytes) -> StartMemory:
-        """The first message to a memory worker on loan, whose peers reach it by ``key``."""
+        """Return the first message to a memory worker on loan, whose peers reach it by ``key``."""
         self._keys[handle], self._names[handle] = key, f"guest-{secrets.token_hex(4)}-{self._incarnation}"
         return self._start_memory(handle)
 
     def close(self) -> None:
-        """End the spares, and give back what the launcher holds. Idempotent."""
+        """End the spare workers, and release what the launcher holds. Idempotent."""
         self.spare_workers.close()
         self.degraded.close()
         if self.launcher is not None:
             self.launcher.close()
 
     def start_extra(self, role: str, index: int) -> RegisteredWorker:
-        """A worker that is none of the members yet, and loads. Raises OSError, ValueError."""
+        """Start a worker that is not yet a member, and have it load. Raises OSError, ValueError."""
         return self.prepare_extra(self._start_one(role, index))
 
     def prepare_extra(self, handle: WorkerHandle) -> RegisteredWorker:
-        """The same of one that was started."""
+        """Have a started worker load that is not yet a member."""
         spare = self._registry.prepare(self._worker_name(handle))
         first = self._first_message(spare)
-        if isinstance(first, StartCompute):  # nobody listens: it must not wait until somebody does
+        if isinstance(first, StartCompute):  # its link is not read for now, and Progress must not block it
             first = msgspec.structs.replace(first, progress=False)
-        with suppress(LinkClosedError):  # its end is noticed as it is to take a place
+        with suppress(LinkClosedError):  # its end is noticed when it is to take a place
             spare.link.send(first)
         return spare
 
@@ -214,7 +219,7 @@ class WorkerGroup:
 
     def _launch(self) -> None:
         config, counts = self._config, self._config.topology.num_workers
-        module = None if isinstance(self._model, str) else self._model  # LLM has checked it
+        module = None if isinstance(self._model, str) else self._model  # checked by LLM
         here = self._one_process or module is not None
         threaded = {"memory": self._one_process, "compute": here, "prefill": here}
         wanted = {role: 0 if threaded[role] else count for role, count in counts.items()}
@@ -240,7 +245,7 @@ class WorkerGroup:
         return handle
 
     def _open_memory(self) -> None:
-        """Memory workers listen."""
+        """Have memory workers listen."""
         for member in self._registry.memory:
             self._send_start(member)
         try:
@@ -250,7 +255,7 @@ class WorkerGroup:
             raise type(e)(f"--memory-addresses: {e}" if named else str(e)) from None
 
     def _measure_memory_rates(self) -> None:
-        """Where the memory workers' parts of the work are to be measured. All measure at once, as they will read."""
+        """Measure the memory workers' weights if options want it. All measure at once, as they will later read."""
         if not self.topology.measures_weights:
             return
         for member in self._registry.memory:
@@ -260,7 +265,7 @@ class WorkerGroup:
         self.topology = msgspec.structs.replace(self.topology, memory_weights=weights)
 
     def _load(self) -> None:
-        """Compute and prefill workers load the model, all at once."""
+        """Have compute and prefill workers load the model, all at the same time."""
         for member in self._registry.compute + self._registry.prefill:
             self._send_start(member)
         self._on_progress("starting workers", 1, 1)
@@ -275,7 +280,7 @@ class WorkerGroup:
         return self._start_memory(handle) if handle.role == "memory" else self._start_compute(path, handle)
 
     def _await_starts(self) -> None:
-        """The first answers of all that were told, and have not answered yet."""
+        """Wait for the replies of all workers that have not yet replied to their first message."""
         for member in self._registry.memory:
             if member not in self._urls:
                 self._urls[member] = self._answer(member, MemoryReady).url
@@ -284,7 +289,7 @@ class WorkerGroup:
                 self._loaded[member] = self._answer(member, Loaded)
 
     def _connect_memory(self, keep: Sequence[SurvivingKv] | None) -> None:
-        """Memory workers let go of whom they had, and wait for those that come now."""
+        """Have memory workers close their old channels, and wait for the peers of this epoch."""
         left, memory = None if keep is None else list(keep), self._registry.memory
         peers = [self.address_of(m) for m in memory] if self.storage.is_per_host else []
         for member in memory:
@@ -306,11 +311,11 @@ class WorkerGroup:
 
     @property
     def identity(self) -> bytes:
-        """Of the model."""
+        """The identity of the model; see kv.page_keys."""
         return self._loaded[self._registry.compute[0]].identity
 
     def _connect_compute(self, readies: dict[str, ComputeReady]) -> None:
-        """Ranks meet, replicas form their ring and come to the memory workers, one after the other."""
+        """Connect ranks, the ring of replicas, and replicas to the memory workers, one replica after the other."""
         for place, member in enumerate(self._registry.compute):
             rank = place % self._size
             own = self.kv_bytes[rank] if self.kv_bytes else []
@@ -344,19 +349,20 @@ class WorkerGroup:
         return self.topology.of_rank([self.address_of(m) for m in self._registry.memory], rank)
 
     def _answer(self, worker: RegisteredWorker, kind: Any) -> Any:
-        """The message of ``kind`` that ``worker`` owes."""
+        """Wait for the message of ``kind`` that ``worker`` owes, and return it."""
         while True:
             left = self._deadline - self._clock()
             message = self._registry.wait_for([worker], Progress | kind, left, self._starting)
             if isinstance(message, kind):
                 return message
-            if worker is self._registry.compute[0]:  # they all do the same
+            if worker is self._registry.compute[0]:  # all compute workers report the same stages
                 self._on_progress(message.stage, message.done, message.total)
 
     def threads(self, role: str, index: int) -> int:
-        """Memory workers of one host run at the same time, the compute worker while they rest; its ranks, if it has
-        several, at the same time too. In one process all share torch's threads: those are left as they are. 0 = all
-        cores.
+        """Return the number of threads of a worker; 0: all cores.
+
+        Memory workers of one host run at the same time; the compute worker runs while they wait. Several ranks also run
+        at the same time. Within one process all share torch's threads, whose number is left as it is.
         """
         config, launcher = self._config, self.launcher
         if role != "memory" and (config.devices.compute_threads or self._size == 1):
@@ -404,16 +410,18 @@ class WorkerGroup:
         )
 
     def _gpu_number(self, handle: WorkerHandle) -> int:
-        """The GPU of a worker on this host. On other hosts the launcher gives each worker GPUs of its own."""
+        """Return the GPU of a worker on this host. On other hosts the launcher gives each worker GPUs of its own."""
         return 0 if handle.host else self._config.gpu_index(handle.role, handle.index)
 
     def _copies(self, handle: WorkerHandle) -> int:
-        """Of the weights on a worker's host, for the first one there; behind a loss all others have them already."""
+        """Return the number of weight copies on a worker's host, for the first worker there; else 0. After a loss it is
+        0, as the other workers have theirs already.
+        """
         if self.kv_bytes:
             return 0
         here = [m.handle for m in self._registry.compute + self._registry.prefill if m.handle.host == handle.host]
         return num_weight_copies([h.role for h in here], self.topology) if here[0] is handle else 0
 
     def _name(self, handle: WorkerHandle) -> str:
-        """Which a worker proves to its peers: no other one has had it, nor will."""
+        """Return the name that a worker proves to its peers. No other worker ever has the same name."""
         return self._names.setdefault(handle, f"{handle.role}-{handle.index}-{self._incarnation}")

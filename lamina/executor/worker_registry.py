@@ -1,4 +1,5 @@
-"""The started workers, as the driver talks to them: every wait has a deadline, and a worker that fails is named.
+"""The started workers and the driver's links to them. Every wait has a deadline, and an error names the worker that
+failed.
 
 Lost workers are reported, and the others are left as they are: the caller decides what follows.
 """
@@ -23,37 +24,37 @@ from .launchers import WorkerHandle
 T = TypeVar("T")
 JOIN_S = 5.0
 JOIN_AFTER_LOSS_S = 0.5
-SEND_STALL_S = 30.0  # for a worker to take a message, which it reads on a thread of its own
-LAST_SEND_STALL_S = 0.2  # at the end
-REST_S = 5.0  # for the rest of a message that has begun to come
-CAUSE_WAIT_S = 0.3  # for a worker to say that it has failed, once its peer has
+SEND_STALL_S = 30.0  # for a worker to receive a message; a thread of its own reads them
+LAST_SEND_STALL_S = 0.2  # the same while workers are ended
+REST_S = 5.0  # for the rest of a message that has arrived in part
+CAUSE_WAIT_S = 0.3  # for a worker to report its failure, once a peer has failed
 RETRY_S = 600.0  # a living memory worker that two workers cannot reach within this time is replaced
 EXIT_REASON_WAIT_S = 1.0  # for a process to have ended, once its link has
-TICK_S = 0.25  # of silence, after which whoever waits looks round
+TICK_S = 0.25  # of silence, after which a wait calls ``on_tick``
 
 
 class WorkersLostError(WorkerError):
-    """Workers are lost: the text says which, and how. The others are as they were."""
+    """Workers are lost; the text says which ones and why. The other workers are unchanged."""
 
     def __init__(self, text: str, workers: Sequence[RegisteredWorker], *, ended: bool = False) -> None:
-        """``ended``: whether the loss is certain, so no answer of these workers is awaited."""
+        """``ended``: whether the loss is certain, so no reply of these workers is awaited."""
         super().__init__(text)
         self.workers, self.is_certain = tuple(workers), ended
 
 
 class BadInputError(ValueError):
-    """A worker says what a user can put right."""
+    """A worker reports an error that the user can correct."""
 
 
 class RegisteredWorker:
-    """One worker and the link to it. ``on_loan``: another deployment runs it; however it ends, the run goes on."""
+    """One worker and the link to it. ``on_loan``: another deployment runs it; however it ends, the run continues."""
 
     def __init__(self, handle: WorkerHandle, link: Link, *, on_loan: bool = False) -> None:
         self.handle, self.link, self.on_loan = handle, link, on_loan
         self.link.limit_sends(SEND_STALL_S)
         self.inbox: deque[Any] = deque()  # messages that came while another one was awaited
         self.step_parts = StepDoneAssembler()
-        self.unreachable_peer = False  # though it lives: others have lost their way to it
+        self.unreachable_peer = False  # though it lives, other workers cannot reach it
 
     @property
     def label(self) -> str:
@@ -74,30 +75,33 @@ class WorkerRegistry:
         links: Links | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """``before_end`` may still talk to the workers for so many seconds; ``after_end``: they are gone."""
+        """``before_end``: called with a number of seconds in which it may still use the links; ``after_end``: called
+        once all workers have ended.
+        """
         self._members: list[RegisteredWorker] = []
         self._before_end, self._after_end = before_end, after_end
         self._links, self._clock = links or ControlLinks(), clock
         self._looked = clock()
         self.epoch = 0  # messages of older epochs are dropped
-        self._kinds_of_old_epochs: tuple[type[Any], ...] = ()  # but of these kinds
-        self.lost_workers: dict[RegisteredWorker, WorkersLostError] = {}  # nobody listens to these any more
+        self._kinds_of_old_epochs: tuple[type[Any], ...] = ()  # except messages of these kinds
+        self.lost_workers: dict[RegisteredWorker, WorkersLostError] = {}  # their links are not read any more
         self.worker_names = WeakKeyDictionary[WorkerHandle, str]()  # that they prove to their peers
-        self._named = dict[RegisteredWorker, float]()  # when somebody has lost its way to a memory worker that lives
-        self.closed, self._ends = False, False  # by ``shut_down``, and as that begins
-        self.ending_lock = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
-        self.on_tick: Callable[[], None] = lambda: None  # called a few times a second by whoever waits
+        # Memory worker that lives -> when another worker could not reach it.
+        self._named = dict[RegisteredWorker, float]()
+        self.closed, self._ends = False, False  # set at the end and at the beginning of ``shut_down``
+        self.ending_lock = threading.RLock()  # one thread ends the workers, while another one may wait for a message
+        self.on_tick: Callable[[], None] = lambda: None  # called a few times a second during waits
 
     def __iter__(self) -> Iterator[RegisteredWorker]:
         return iter(self._members)
 
     def add(self, handle: WorkerHandle) -> RegisteredWorker:
-        """A worker that was started."""
+        """Add a started worker as a member."""
         self._members.append(self.prepare(handle))
         return self._members[-1]
 
     def prepare(self, handle: WorkerHandle, *, on_loan: bool = False) -> RegisteredWorker:
-        """A worker that was started and is none of these yet: nobody listens to it."""
+        """Open the link of a started worker, without adding it as a member: its link is not read."""
         return RegisteredWorker(handle, self._links.open(handle), on_loan=on_loan)
 
     @property
@@ -120,7 +124,9 @@ class WorkerRegistry:
 
     @contextlib.contextmanager
     def register(self, new: RegisteredWorker) -> Iterator[None]:
-        """To take in one that was started. Raises WorkerError where all have been ended meanwhile, and ends it, too."""
+        """Hold the registry open while a started worker is added. If all workers have been ended meanwhile, end this
+        one too and raise WorkerError.
+        """
         with self.ending_lock:
             if self.closed:
                 self.fence(new)
@@ -128,54 +134,54 @@ class WorkerRegistry:
             yield
 
     def replace(self, lost: RegisteredWorker, new: RegisteredWorker) -> None:
-        """Another worker takes the place of one that is lost, and fenced. Raises as ``register``."""
+        """Put another worker in the place of one that is lost and fenced. Raises as ``register`` does."""
         with self.register(new):
             self._members[self._members.index(lost)] = new
             del self.lost_workers[lost]
 
     def append(self, worker: RegisteredWorker) -> None:
-        """Take in a member that was prepared."""
+        """Add a prepared worker as the last member."""
         self._members.append(worker)
 
     def insert(self, worker: RegisteredWorker) -> None:
-        """Add a prepared member, behind the members of its role with lower numbers."""
+        """Add a prepared worker after the members of its role with lower numbers."""
         role, index = worker.handle.role, worker.handle.index
         before = [i for i, m in enumerate(self._members) if m.handle.role == role and m.handle.index < index]
         there = [i for i, m in enumerate(self._members) if m.handle.role == role]
         self._members.insert(before[-1] + 1 if before else there[0], worker)
 
     def remove_lost(self, lost: RegisteredWorker) -> None:
-        """Leave one out that is lost, and fenced."""
+        """Remove a member that is lost and fenced."""
         self._members.remove(lost)
         del self.lost_workers[lost]
 
     def remove(self, worker: RegisteredWorker) -> None:
-        """Leave a member out from now on: nobody listens to it."""
+        """Remove a member: its link is not read from now on."""
         self._members.remove(worker)
 
     def receive_from(self, worker: RegisteredWorker) -> Any:
-        """The next message of one that is none of these; None where there is none yet. Raises LinkClosedError, and
-        WorkerError where another thread has ended all.
+        """Return the next message of a worker that is no member; None if there is none yet. Raises LinkClosedError,
+        TimeoutError if the rest of a message does not come, and WorkerError if another thread has ended all workers.
         """
         return worker.link.recv(timeout_s=REST_S) if self._readable([worker.link], 0.0) else None
 
     def fence(self, lost: RegisteredWorker) -> None:
-        """End one that is lost, by force: nothing that it does from here on reaches anybody."""
+        """End a lost worker by force: nothing that it does from now on reaches any process."""
         lost.link.close()
         lost.handle.join(0.0)
 
     def mark_lost(self, worker: RegisteredWorker, why: WorkersLostError) -> None:
-        """Count a member as lost, whatever it may still say."""
+        """Count a member as lost, whatever it may still send."""
         self.lost_workers.setdefault(worker, why)
 
     def begin_epoch(self, epoch: int, still: tuple[type[Any], ...] = ()) -> None:
-        """Drop messages of older epochs, those that still come included, but for the kinds ``still``."""
+        """Drop messages of older epochs, also those that are still to come, except messages of the types ``still``."""
         self.epoch, self._kinds_of_old_epochs = epoch, still
         for member in self._members:
             member.inbox = deque(x for x in member.inbox if not self._is_old(x))
 
     def shut_down(self, join_s: float) -> None:
-        """End all workers: ask, wait for so long, then by force. Idempotent."""
+        """End all workers: request it, wait for ``join_s``, then use force. Idempotent."""
         with self.ending_lock:
             if not self.closed:
                 self._end(join_s)
@@ -199,8 +205,7 @@ class WorkerRegistry:
             self.closed = True
 
     def send(self, worker: RegisteredWorker, message: Any) -> None:
-        """Raises WorkersLostError when the worker is gone or stands still, and as ``wait_for`` where it has said
-        why."""
+        """Send a message. Raises WorkersLostError if the worker is gone or stopped, and as ``wait_for`` does."""
         if worker in self.lost_workers:
             raise self.lost_workers[worker]
         try:
@@ -212,13 +217,14 @@ class WorkerRegistry:
             raise self._on_closed(worker) from None
 
     def wait_for(self, wanted: Sequence[RegisteredWorker], kind: Any, timeout_s: float, what: str) -> Any:
-        """The next ``kind`` from any of ``wanted``, for ``timeout_s``; ``what`` it is for, in words.
+        """Wait ``timeout_s`` for the next message of type ``kind`` from any of ``wanted``. ``what``: the purpose, for
+        the error's text.
 
-        Raises WorkersLostError when any worker is lost or fails meanwhile, BadInputError with what a user can put
-        right.
+        Raises WorkersLostError if any worker is lost or fails meanwhile, BadInputError for an error that the user can
+        correct.
         """
         deadline = self._clock() + timeout_s
-        if self._clock() - self._looked >= TICK_S:  # answers of one worker must not hide that another one stands still
+        if self._clock() - self._looked >= TICK_S:  # replies of one worker must not hide that another one is stopped
             self._check_stalled()
         while True:
             for member in wanted:
@@ -240,15 +246,15 @@ class WorkerRegistry:
         self.on_tick()
 
     def timeout_error(self, workers: Sequence[RegisteredWorker], what: str) -> WorkersLostError:
-        """For the caller to raise: ``workers`` have not done ``what`` in time. They may do so yet."""
+        """Return an error for the caller to raise: ``workers`` have not done ``what`` in time. They may still do it."""
         return WorkersLostError(f"{', '.join(m.name for m in workers)} took too long {what}", workers)
 
     def has_message(self, worker: RegisteredWorker) -> bool:
-        """Whether the member has sent something that nobody has taken yet."""
+        """Return whether the member has sent a message that no call has returned yet."""
         return bool(worker.inbox or self._readable([worker.link], 0.0))
 
     def take_arrived(self, kind: type[T]) -> list[tuple[RegisteredWorker, T]]:
-        """Every ``kind`` that has come, and whose it is, without waiting. Raises as ``wait_for``."""
+        """Return every arrived message of type ``kind`` with its worker, without waiting. Raises as ``wait_for``."""
         while self._read(0.0):
             pass
         messages = [(m, message) for m in self._members for message in m.inbox if isinstance(message, kind)]
@@ -257,7 +263,7 @@ class WorkerRegistry:
         return messages
 
     def read_messages(self, kind: type[T]) -> list[T]:
-        """Every ``kind`` that has been read, also of those that are lost."""
+        """Return every message of type ``kind`` that has been read, also from lost workers."""
         messages = list[T]()
         for member in self._members:
             messages += [message for message in member.inbox if isinstance(message, kind)]
@@ -265,16 +271,16 @@ class WorkerRegistry:
         return messages
 
     def check(self) -> None:
-        """Take in what has come, without a wait. Raises as ``wait_for`` where a worker is lost or has failed."""
+        """Read what has arrived, without waiting. Raises as ``wait_for`` does if a worker is lost or has failed."""
         self._read(0.0)
 
     def listen(self, timeout_s: float) -> None:
-        """Take in what comes in so long. Raises as ``wait_for`` where a worker is lost or has failed."""
+        """Read what arrives within ``timeout_s``. Raises as ``wait_for`` does if a worker is lost or has failed."""
         if not self._read(timeout_s):
             self._check_stalled()
 
     def _read(self, timeout_s: float) -> bool:
-        """One message of each worker that has sent some, into its inbox. Whether there was any."""
+        """Read one message of each worker that has sent some, into its inbox. Returns whether there was any."""
         ready = self._ready(timeout_s)
         for member in ready:
             self._take(member, self._receive(member))
@@ -290,12 +296,12 @@ class WorkerRegistry:
         return getattr(message, "epoch", self.epoch) < self.epoch and not isinstance(message, self._kinds_of_old_epochs)
 
     def _ready(self, timeout_s: float) -> list[RegisteredWorker]:
-        """The members that have sent something. Raises as ``_readable``."""
+        """Return the members that have sent something. Raises as ``_readable`` does."""
         listened = {id(m.link): m for m in self._members if m not in self.lost_workers}
         return [listened[id(link)] for link in self._readable([m.link for m in listened.values()], timeout_s)]
 
     def _readable(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """Those that have sent something. Raises WorkerError where another thread has ended the workers."""
+        """Return the links with unread messages. Raises WorkerError if another thread has ended the workers."""
         try:
             return self._links.wait(links, timeout_s)
         except ValueError:
@@ -310,7 +316,7 @@ class WorkerRegistry:
         return message
 
     def _next_of(self, worker: RegisteredWorker) -> Any:
-        """The message that has begun to come. Raises as ``wait_for``."""
+        """Return the message that has begun to arrive. Raises as ``wait_for`` does."""
         try:
             return worker.link.recv(timeout_s=REST_S)
         except LinkClosedError:
@@ -319,8 +325,10 @@ class WorkerRegistry:
             raise self._mark_lost(worker, f"{worker.name} stands still in the midst of a message", ended=True) from None
 
     def _broken(self, worker: RegisteredWorker, message: ChannelLost) -> Exception:
-        """One of its channels has ended: whoever was at the other end is lost. Where all live, it is itself: it has
-        nothing that cannot be had again. A memory worker that is at the other end twice in RETRY_S is lost, though.
+        """Find out which worker is lost after one of ``worker``'s channels has ended, and return the error.
+
+        A peer that has failed is lost. If all peers live, ``worker`` itself counts as lost, as all it has can be
+        computed again. But a memory worker that was the unreachable peer twice within RETRY_S is lost instead.
         """
         if self.lost_workers:  # a lost member has ended channels of others
             return next(iter(self.lost_workers.values()))
@@ -338,7 +346,7 @@ class WorkerRegistry:
                 if isinstance(failure, Failed):
                     return self._failed(other, failure)
                 if isinstance(failure, ChannelLost) and failure.missing_kv and not self._is_old(failure):
-                    return self._lacking(other, failure)  # and has ended its channels
+                    return self._lacking(other, failure)  # which ended its channels
                 self._take(other, failure)
         named = next((m for m in self.memory if message.peer and self.worker_names.get(m.handle) == message.peer), None)
         if named and self._clock() - self._named.get(named, -RETRY_S) < RETRY_S:
@@ -359,7 +367,7 @@ class WorkerRegistry:
     def _failed(self, worker: RegisteredWorker, message: Failed) -> Exception:
         if message.user_error and not worker.on_loan:
             return BadInputError(message.text)
-        # A worker often fails because another one died or failed: then that one is the news.
+        # A worker often fails because another one died or failed: then that one is reported.
         others = sorted(
             (m for m in self._members if m is not worker and m not in self.lost_workers),
             key=lambda m: m.handle.exit_reason() is None,
@@ -371,12 +379,12 @@ class WorkerRegistry:
                 if failure is not None:
                     error = self._mark_lost(other, failure.text)
                     cause, lost = (cause, lost) if failure.caused_by_peer else (failure, error)
-                elif other.handle.exit_reason() is not None:  # it ended without a word
+                elif other.handle.exit_reason() is not None:  # it ended without a message
                     return self._on_closed(other)
         return lost
 
     def _failure_of(self, worker: RegisteredWorker, deadline: float) -> Failed | None:
-        """The error that ``worker`` tells of its end, if it tells one before ``deadline``."""
+        """Return the error by which ``worker`` reports its end, if one comes before ``deadline``; else None."""
         while True:
             try:
                 message = worker.link.recv(timeout_s=max(0.0, deadline - self._clock()))
@@ -387,13 +395,13 @@ class WorkerRegistry:
             self._take(worker, message)
 
     def _on_closed(self, worker: RegisteredWorker) -> Exception:
-        if self._ends:  # by another thread, and its link with it
+        if self._ends:  # another thread ends the workers, and closed this link
             return WorkerError("the workers have been ended")
-        failure = self._failure_of(worker, self._clock() + CAUSE_WAIT_S)  # it may lie unread where only sending failed
+        failure = self._failure_of(worker, self._clock() + CAUSE_WAIT_S)  # it may be unread if only a send failed
         if failure is not None:
             return self._failed(worker, failure)
         deadline = self._clock() + EXIT_REASON_WAIT_S
         while worker.handle.exit_reason() is None and self._clock() < deadline:
-            self._links.wait([], 0.01)  # the link ends a moment before the process can be waited for
+            self._links.wait([], 0.01)  # the link ends a moment before the exit status is known
         fate = worker.handle.exit_reason() or "closed its control link"
         return self._mark_lost(worker, f"{worker.name} {fate}", ended=True)

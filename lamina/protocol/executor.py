@@ -1,5 +1,5 @@
-"""The two things through which the engine touches the world: a wire to its workers and a clock. A simulator has its
-own.
+"""The engine's two interfaces to the outside: the executor, which runs the workers, and the clock. Simulations replace
+both.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from .offload_messages import LoadReady, TransferDone
 from .sparse_ops import BlockScoresReport
 from .step_plan import SurvivingKv
 
-# Of a memory worker: a transfer, enough of one, scores, a copy.
+# What a memory worker reports: the end of a transfer, enough of a transfer, block scores, copied stripes.
 Report = TransferDone | LoadReady | BlockScoresReport | StripesCopied
 Done = StepDone | Report
 
 
 class WorkerError(RuntimeError):
-    """A worker died, hung or failed; the text says which and how. The pools have been ended."""
+    """A worker died, hung or failed; the text names the worker and the reason. All workers have been ended."""
 
 
 class ReducedCapacityError(WorkerError):
-    """The same; for a run with so many workers as are ``workers_that_fit``, by the option that says how many there are,
-    there would be room, on hosts other than those ``lost_hosts``.
+    """A WorkerError after which a smaller run would still fit.
+
+    ``workers_that_fit``: option that sets a number of workers -> the number for which there is space. ``lost_hosts``:
+    the hosts to leave out.
     """
 
     def __init__(self, text: str, left: Mapping[str, int], without: Sequence[str]) -> None:
@@ -34,63 +36,66 @@ class ReducedCapacityError(WorkerError):
 
 
 class EpochChanged(NamedTuple):
-    """Workers were lost, or memory workers come or go, and all are at rest: no step in flight will be done any more."""
+    """Reports that workers were lost, or that memory workers come or go. All workers have quiesced, and no step in
+    flight will be done any more.
+    """
 
-    done: Sequence[StepDone]  # that had been done before and were not handed out; of each batch in their order
+    done: Sequence[StepDone]  # steps done before the change and not yet returned; each batch's are in order
     surviving: Sequence[Mapping[int, int]]  # memory worker -> sequence -> tokens whose K and V it has in all layers
-    capacity: Capacity | None = None  # of other memory workers, to which KV is moved; None: they are as before
-    new_shards: Mapping[
-        int, int
-    ] = {}  # KV shard before -> KV shard now of whoever stays, where sequences are to stay with them
+    # Of the new set of memory workers, to which KV is moved; None: the set is as before.
+    capacity: Capacity | None = None
+    # KV shard before -> KV shard now, of the workers that stay, where sequences are to stay with them.
+    new_shards: Mapping[int, int] = {}
 
 
 class Executor(Protocol):
     """Both pools, as the engine sees them. ``executor.worker_executor.WorkerExecutor`` is the real one; simulations
     have others.
 
-    Rounds run in the order given. The steps of one batch are done in that order; of two batches either may be first.
+    Rounds run in the order of submission, and so do the steps of one batch. Steps of two batches may finish in either
+    order.
     """
 
     @property
     def ready(self) -> ComputeReady:
-        """What the workers said when they were bound."""
+        """The facts that the workers reported when they were bound."""
         ...
 
     def submit(self, new: RunRound) -> None:
-        """Queue a round. Where a worker is lost, ``wait`` says so."""
+        """Queue a round. If a worker is lost, ``wait`` reports it."""
         ...
 
     def submit_prefill(self, worker: int, new: RunRound) -> None:
-        """Queue a chunk of a prompt for a prefill worker; a RunRound of one step. Else as ``submit``."""
+        """Queue a chunk of a prompt for a prefill worker, as a RunRound of one step. Reports losses as ``submit``."""
         ...
 
     def wait(self) -> Done | EpochChanged:
-        """The next step that is done, of compute or prefill workers, or the next transfer that has ended on a memory
-        worker or has enough there, or what one tells of scores; some must be in flight. Raises WorkerError when a
-        worker is lost and cannot be replaced.
+        """Wait for the next event and return it. Some work must be in flight.
+
+        Events are: a compute or prefill worker has done a step, or a memory worker reports. It reports the end of a
+        transfer, that enough of one has come, block scores, or copied stripes. Raises WorkerError if a worker is lost
+        and cannot be replaced.
         """
         ...
 
     def check_workers(self) -> EpochChanged | None:
-        """Whether a worker has been lost, without a wait. Raises WorkerError as ``wait``."""
+        """Return EpochChanged if a worker has been lost, without waiting. Raises WorkerError as ``wait`` does."""
         ...
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
         """Replace lost workers after EpochChanged, and connect all again with the KV of ``keep`` alone.
 
-        KV whose location has changed moves first. Returns another EpochChanged if others are lost meanwhile. Raises
-        WorkerError if workers cannot be replaced.
+        KV whose location has changed moves first. Returns another EpochChanged if more workers are lost meanwhile.
+        Raises WorkerError if workers cannot be replaced.
         """
         ...
 
     def begin_era(self) -> bytes:
-        """Have no sequence find the present pages beside the pools any more. Returns the era, which is a part of later
-        keys; empty without such pages.
-        """
+        """Make all offloaded pages unreachable. Returns the new era, a part of later keys; empty without offload."""
         ...
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Counters of every worker, by its name."""
+        """Return the counters of every worker, by its name."""
         ...
 
     def close(self) -> None:

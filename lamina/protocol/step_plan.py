@@ -1,31 +1,31 @@
 """The wire contract between compute and memory workers: the StepPlan and the messages of a layer.
 
-A step begins with one PLAN message to every memory worker. It fixes everything variable about the step, so that the
-layer messages behind it have a fixed place and size: Q, KV and O carry tensors and nothing else.
+A step begins with one PLAN message to every memory worker. The plan fixes everything variable about the step. So the
+layer messages after it have a fixed place and size: Q, KV and O carry only tensors.
 
     PLAN    msgpack of StepPlan, from replica 0; the plans of a round follow one another
     Q, KV   of the rows that the worker needs, its heads; their bytes are in protocol.codec
     O       back to the replica that the plan names
-    BIND    msgpack of Bind, once an epoch, before any plan, from replica 0;  BOUND answers it
-    JOIN    msgpack of Join, once an epoch, from every other replica and then every prefill worker;  BOUND answers it
-    DIRECT  msgpack of Direct, once, first on a channel besides, where BOUND has offered that;  BOUND answers it. Then
-            plans travel on that one, and Q, KV and O on the one of the Bind, from device to device
+    BIND    msgpack of BindRequest, once an epoch, before any plan, from replica 0;  BOUND (BindReply) is the reply
+    JOIN    msgpack of JoinRequest, once an epoch, from every other replica, then every prefill worker;  reply: BOUND
+    DIRECT  msgpack of DevicePathRequest, once, the first message of an additional channel, if BOUND has offered that;
+            reply: BOUND. From then on plans use this channel, and Q, KV and O go from device to device on BIND's
     CARRY   the tensors of a cut, from one replica to the next
-    STORED  nothing; back to a prefill worker: all K and V of a grant are in the store
+    STORED  empty; back to a prefill worker: all K and V of a grant are stored
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
 
-An *epoch* is one generation of who is connected. It is the epoch of every channel that is opened under it, and part of
-every Key: so what was sent under an older epoch cannot reach a channel of a newer one, and is dropped where it does. A
-plan bears it too, as plans are also queued where there is no channel; a Bind or Join of another epoch is refused.
+An *epoch* numbers one set of connected workers. It is the epoch of every channel opened under it, and part of every
+MessageKey. A message of an older epoch cannot reach a channel of a newer one, and is dropped if it does. Plans carry
+the epoch too, since they are also queued without a channel. A BIND or JOIN of another epoch is refused.
 
-Tensors are contiguous, in the wire dtype of Bind, rows in the order of the plan. Every message carries its Key as tag.
-A message without any row is not sent.
+Tensors are contiguous, in the wire dtype of BindRequest, rows in the order of the plan. Every message carries its
+MessageKey as tag. A message without rows is not sent.
 
-A *round* is one step of every batch that has one. Everybody takes the turns of a round in one order, by layer and then
-by batch, and rounds one after the other: so every worker knows whose message is next.
+A *round* is one step of every batch that has one. All workers process a round in one order, by layer and then by batch,
+and process rounds one after the other. So every worker knows which message comes next.
 
-A prefill worker's K and V come besides, on a channel of its own, once a plan has granted them: layer by layer, grants
-in the order of the plans. They have no turn; a memory worker takes them while it would wait.
+A prefill worker's K and V use a channel of their own, once a plan has granted them: layer by layer, grants in the order
+of the plans. They have no turn in the round; a memory worker receives them while it would otherwise wait.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ from .storage_ops import SetRetention as SetRetention
 from .storage_ops import StorageOp as StorageOp
 
 VERSION = 18
-# Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
+# Grants of one sequence that may wait for K and V at once. With a window, a third could free blocks that the first
+# fills.
 GRANTS_AHEAD = 2
-MAX_PAGES_PER_TRANSFER = 64  # of a transfer
-KEY_BYTES = 32  # of a page's key
+MAX_PAGES_PER_TRANSFER = 64
+KEY_BYTES = 32  # of a page key
 
 
 class MessageKind(enum.IntEnum):
@@ -78,33 +79,33 @@ _KEY = struct.Struct("<QIIiI")
 
 
 class MessageKey(NamedTuple):
-    """Names a message: (epoch, batch, step, layer, kind). Together with the channel's epoch it is unique."""
+    """The name of a message: (epoch, batch, step, layer, kind). Together with the channel's epoch it is unique."""
 
     kind: int
     step: int = 0
     batch: int = 0
     epoch: int = 0
-    layer: int = -1  # -1: not of a layer
+    layer: int = -1  # -1: belongs to no layer
 
     def pack(self) -> bytes:
-        """24 bytes, little-endian; fits a channel's tag."""
+        """Return the key as 24 bytes, little-endian; they fit a channel's tag."""
         return _KEY.pack(self.step, self.batch, self.epoch, self.layer, self.kind)
 
     @staticmethod
     def for_step(kind: int, plan: StepPlan, layer: int = -1) -> MessageKey:
-        """Of a message of the step that ``plan`` is for."""
+        """Return the key of a message of the step that ``plan`` describes."""
         return MessageKey(kind, plan.step, plan.batch, plan.epoch, layer)
 
     @staticmethod
     def packed_for_layer_0(plan: StepPlan) -> bytes:
-        """Of Q, K and V, and O of layer 0, packed: what native modules make the keys of all layers from."""
+        """Return the packed keys of Q, KV and O of layer 0, from which native modules make the keys of all layers."""
         return b"".join(
             MessageKey.for_step(kind, plan, 0).pack() for kind in (MessageKind.Q, MessageKind.KV, MessageKind.O)
         )
 
     @staticmethod
     def unpack(tag: bytes) -> MessageKey:
-        """Inverse of ``pack``; bytes behind the first 24 are ignored."""
+        """Return the key that ``pack`` encoded. Bytes after the first 24 are ignored."""
         step, batch, view, layer, kind = _KEY.unpack_from(tag)
         return MessageKey(kind, step, batch, view, layer)
 
@@ -122,16 +123,17 @@ class Free(msgspec.Struct, frozen=True, array_like=True, tag="free"):
 
 
 class Truncate(msgspec.Struct, frozen=True, array_like=True, tag="truncate"):
-    """Keep the first ``length`` tokens and give the blocks behind them back."""
+    """Keep the first ``length`` tokens and free the blocks after them."""
 
     sequence: int
     length: int
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
-    """Start a sequence that has the first ``length`` tokens of ``source``, which are stored, and lies where
-    that does. Nobody writes their whole blocks from now on, which both have; of a block behind these the new one gets a
-    copy.
+    """Start a sequence that shares the first ``length`` stored tokens of ``source``, at the same location.
+
+    From now on no sequence writes the whole blocks that both hold. The new sequence gets a copy of a partial last
+    block.
     """
 
     sequence: int
@@ -140,8 +142,8 @@ class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
 
 
 class PrefillGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
-    """Hold blocks as Rows do, for K and V that prefill worker ``worker``, or the group of that number, sends as
-    its step ``step``. Until they are stored, the sequence must have no rows and must not be freed or truncated.
+    """Hold blocks, as for rows, for K and V that prefill worker ``worker`` (or the group of that number) sends as its
+    step ``step``. Until they are stored, the sequence must have no rows and must not be freed or truncated.
     """
 
     sequence: int
@@ -153,16 +155,17 @@ class PrefillGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
 
     @property
     def rows(self) -> RowRange:
-        """What it holds blocks for."""
+        """The tokens for which the grant holds blocks."""
         return RowRange(self.sequence, self.first, self.count, self.location)
 
 
 class SaveKv(msgspec.Struct, frozen=True, array_like=True, tag="export"):
-    """Save pages of a sequence, from position ``first`` on, in the medium under ``keys``; the last one may be partial.
-    Until every memory worker has reported the end of the transfer, the sequence must have no rows but behind them, none
-    where layers have windows. It may be freed or truncated at any time, in the same plan too: then pages are copied
-    first, or not saved. Transfers are numbered in the order of the plans. ``num_prompt_tokens``: tokens of the
-    sequence's prompt.
+    """Save pages of a sequence to storage under ``keys``, from position ``first`` on; the last page may be partial.
+
+    Until every memory worker has reported the end of the transfer, rows of the sequence must come after these pages.
+    Where layers have windows, it must have no rows. It may be freed or truncated at any time, in the same plan too:
+    then pages are copied first, or not saved. Transfers are numbered in the order of the plans. ``num_prompt_tokens``:
+    tokens of the sequence's prompt.
     """
 
     sequence: int
@@ -175,10 +178,12 @@ class SaveKv(msgspec.Struct, frozen=True, array_like=True, tag="export"):
 
 
 class LoadKv(msgspec.Struct, frozen=True, array_like=True, tag="import"):
-    """Hold blocks as Rows do, for pages that memory workers load from the medium; the last may be partial. Until all
-    have reported its end, the sequence must not be freed, truncated, forked or loaded twice. It has rows once all gates
-    are open: when what is to come takes no longer than its first rows, ``slack_s`` (0: never). ``page_shift``: the
-    pages were saved from positions so much further on, whole pages of all KV shards: K is rotated as it comes.
+    """Hold blocks, as for rows, for pages that memory workers load from storage; the last page may be partial.
+
+    Until all have reported the end, the sequence must not be freed, truncated, forked or loaded twice. It may have rows
+    once every worker has reported LoadReady. A worker does so when the rest of its load takes at most ``slack_s``
+    seconds, the duration of the sequence's first rows (0: never before the end). ``page_shift``: the pages were saved
+    from positions so many pages further on, a whole number for all KV shards; K is rotated while it is loaded.
     """
 
     sequence: int
@@ -197,10 +202,12 @@ class LoadKv(msgspec.Struct, frozen=True, array_like=True, tag="import"):
 
 
 class ContextShift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
-    """Discard ``count`` tokens of a sequence from position ``first`` on, and move all that is behind them to the
-    positions that become free: stored K is rotated. Both are whole pages, and ``count`` is a multiple of all KV shards'
-    stripes, so every token stays in its KV shard. Nobody else may hold blocks behind the discarded ones. The sequence
-    must have no rows, no transfer that loads it, and no other op in this plan but Free.
+    """Discard ``count`` tokens of a sequence from position ``first`` on, and move all later tokens to the freed
+    positions.
+
+    Stored K is rotated. ``first`` and ``count`` are whole pages, and ``count`` is a multiple of all KV shards' stripes.
+    So every token stays in its KV shard. No other sequence may hold blocks after the discarded ones. The sequence must
+    have no rows, no transfer that loads it, and no other op in this plan except Free.
     """
 
     sequence: int
@@ -221,13 +228,15 @@ BlockOp = (
     | DropBlocks
     | CopyStripes
     | CommitMigration
-)  # of the pool
+)  # ops that change the blocks of the pool
 SequenceOp = BlockOp | StorageOp | RowOp
 
 
 class SurvivingKv(msgspec.Struct, frozen=True, array_like=True):
-    """What is left of a sequence behind a change of the epoch: its first ``length`` tokens, which lie at ``location``.
-    ``previous_location``: where they lie by the partition before, and are to be moved from; None: where they are.
+    """The KV of a sequence that remains after a change of the epoch: its first ``length`` tokens, at ``location``.
+
+    ``previous_location``: where they lie under the previous partition, and are to be moved from; None: they do not
+    move.
     """
 
     sequence: int
@@ -239,7 +248,7 @@ class SurvivingKv(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Everything a memory worker must know of one pass of one batch over all slices (arXiv 2405.01814 section 4.3).
 
-    Sent by replica 0 only. The ops apply in order, all or nothing, before layer 0 of its round; then blocks for all
+    Only replica 0 sends it. The ops apply in order, all or nothing, before layer 0 of its round. Then blocks for all
     rows are allocated, or the step is refused as a whole.
     """
 
@@ -251,7 +260,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     rows: list[RowRange]
     send_from: list[int] = []  # layer -> replica that sends its Q and KV; empty = replica 0 for all
     reply_to: list[int] = []  # layer -> replica that receives its O; empty = replica 0 for all
-    has_more: bool = False  # the plan of another batch in the same round comes behind this one
+    has_more: bool = False  # another batch's plan of the same round follows
 
     @property
     def num_rows(self) -> int:
@@ -265,8 +274,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Rotary(msgspec.Struct, frozen=True, array_like=True):
-    """How K turns with its position: pair i of the elements from ``start`` on by ``frequencies[i]`` radians a position
-    (fp64, little-endian; empty = it does not). Pairs are neighbours, or else elements of the two halves.
+    """The rotation of K by position: pair i of the elements from ``start`` on turns by ``frequencies[i]`` radians a
+    position.
+
+    ``frequencies``: fp64, little-endian; empty: no rotation. ``interleaved``: pairs are neighbours, else elements of
+    the two halves.
     """
 
     frequencies: bytes
@@ -284,11 +296,11 @@ class LayerShape(msgspec.Struct, frozen=True, array_like=True):
     spec: str  # AttentionSpec.encode()
     sinks: bytes = b""
     slopes: bytes = b""
-    rotary: Rotary | None = None  # None: not known, so its K stays where it is
+    rotary: Rotary | None = None  # None: unknown, so stored K cannot be moved to other positions
 
 
 class BindRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a memory worker must know before the first plan. It takes its own part of everything by the partition."""
+    """The facts that a memory worker needs before any plan. It takes its part of each field by the partition."""
 
     version: int = VERSION
     epoch: int = 0
@@ -298,25 +310,25 @@ class BindRequest(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # of the wire: "float32", "bfloat16", "float16"
     kv: KVOptions
     kv_bytes: int  # memory for KV blocks on this worker
-    # Of them, all sequences need no more; a device of its own memory takes them, as far as it has it.
+    # All sequences together need no more of kv_bytes; a device with its own memory allocates this, as far as it fits.
     max_kv_bytes: int = 0
     max_rows: int  # rows in a step at most
     max_model_len: int  # tokens in a sequence at most
-    replicas: int = 1  # compute workers: this one, and the ones that will join
-    prefill_workers: int = 0  # that will join behind them
-    prefill_pipeline: int = 1  # of these, one behind the other, that send a grant's K and V together, each some layers
-    device_path: bool = False  # the devices of this side could send and receive what is of a layer
-    parity: bool = False  # K and V are to be stored alone: no Q comes, and nobody waits for O
+    replicas: int = 1  # compute workers: the sender, and those that will join
+    prefill_workers: int = 0  # that will join after the replicas
+    prefill_pipeline: int = 1  # consecutive prefill workers that send a grant's K and V together, each some layers
+    device_path: bool = False  # the sender's devices could send and receive layer messages
+    parity: bool = False  # only store K and V: no Q comes, and no O is sent
 
     @property
     def unconnected(self) -> BindRequest:
-        """A copy without the fields that differ by peer; a store's memory follows from the rest."""
+        """A copy without the fields that differ by peer; the remaining fields determine a store's memory."""
         alone = {"epoch": 0, "replicas": 1, "prefill_workers": 0, "prefill_pipeline": 1, "device_path": False}
         return msgspec.structs.replace(self, **alone)
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Another replica, or a prefill worker, whose numbers follow the replicas'. ``layers`` must be those of Bind."""
+    """Another replica or a prefill worker joins. Prefill workers' numbers follow replicas'; ``layers`` equal Bind's."""
 
     version: int = VERSION
     epoch: int = 0
@@ -325,8 +337,10 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DevicePathRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The channel is for hosts, in place of that of the Bind, which is for kernels, none of which waits longer than
-    ``wait_s``; 0: it is over. ``graphs``: whether rounds of decoding are to be recorded.
+    """The first message of a channel for hosts, which replaces the BIND's channel; that one is now for kernels.
+
+    ``wait_s``: seconds that a kernel waits at most; 0: the device path ends. ``graphs``: whether rounds of decoding are
+    to be recorded.
     """
 
     version: int = VERSION
@@ -335,23 +349,23 @@ class DevicePathRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BindReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to Bind: the capacity of every group (pieces of one window length and the same KV shards, of sparse
-    layers or of others).
+    """The reply to BindRequest: the capacity of every group. A group is all pieces of one window length, the same KV
+    shards, and sparse layers or others.
     """
 
     windows: list[int]  # group -> window in tokens, 0 = all tokens
     kv_shards: list[KvShards]  # group -> the KV shards whose KV it keeps
-    sparse: list[bool] = []  # group -> whether it is of sparse layers; empty: none is
+    sparse: list[bool] = []  # group -> whether its layers are sparse; empty: none are
     stripe: int  # KV blocks of a sequence that stay together; 0 = all
-    single_shard: bool = False  # all do, but for stripes on loan
+    single_shard: bool = False  # all blocks stay together, except for stripes on loan
     num_blocks: list[int]  # group -> KV blocks
     backend: str = ""  # attention backend, by its name in the table
-    device_path: bool = False  # the device of this side can too, and a channel for hosts is due
-    kv_bytes: int = 0  # of its memory, for KV blocks
+    device_path: bool = False  # the worker's device can send and receive, too, and expects a DIRECT channel
+    kv_bytes: int = 0  # memory of this worker for KV blocks
 
 
 class ProtocolError(Exception):
-    """A message that does not fit the contract: wrong version, key, size, or an op that this worker cannot do."""
+    """A message breaks the contract: wrong version, key, size, or an op that this worker cannot do."""
 
 
 T = TypeVar("T", StepPlan, BindRequest, JoinRequest, DevicePathRequest)
@@ -364,27 +378,27 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_plan(data: bytes | memoryview) -> StepPlan:
-    """Raises ProtocolError on anything that is not a StepPlan of this version."""
+    """Decode a StepPlan. Raises ProtocolError for anything else, or another version."""
     return _checked(_plan_decoder, data)
 
 
 def decode_bind(data: bytes | memoryview) -> BindRequest:
-    """Raises ProtocolError on anything that is not a Bind of this version."""
+    """Decode a BindRequest. Raises ProtocolError for anything else, or another version."""
     return _checked(_bind_decoder, data)
 
 
 def decode_join(data: bytes | memoryview) -> JoinRequest:
-    """Raises ProtocolError on anything that is not a Join of this version."""
+    """Decode a JoinRequest. Raises ProtocolError for anything else, or another version."""
     return _checked(_join_decoder, data)
 
 
 def decode_device_path(data: bytes | memoryview) -> DevicePathRequest:
-    """Raises ProtocolError on anything that is not a Direct of this version."""
+    """Decode a DevicePathRequest. Raises ProtocolError for anything else, or another version."""
     return _checked(_direct_decoder, data)
 
 
 def decode_bind_reply(data: bytes | memoryview) -> BindReply:
-    """Raises ProtocolError on anything that is not a Bound."""
+    """Decode a BindReply. Raises ProtocolError for anything else."""
     try:
         bound = _bound_decoder.decode(data)
     except msgspec.MsgspecError as e:

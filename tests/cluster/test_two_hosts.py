@@ -173,5 +173,5 @@ def test_where_a_host_stays_silent_all_goes_on_without_it(hosts: Hosts, more: tu
     text, errors = (begun + out).decode(), err.decode()
     assert driver.returncode == 0, errors
     assert text == wanted["outputs"][0]["text"] + "\n"
-    assert "its host does not answer; whoever is lost is replaced" in errors
+    assert "its host does not answer; lost workers are replaced" in errors
     assert ("there are fewer spares" in errors) == bool(more), errors

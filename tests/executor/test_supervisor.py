@@ -899,7 +899,7 @@ def test_where_all_meet_too_slowly_and_nobody_hangs_the_run_ends() -> None:
     run.cohort.replace()
     late = run.members.timeout_error(run.members.compute[:1], "to start")
     assert run.supervisor.is_recoverable(late)
-    with pytest.raises(WorkersLostError, match=r"took too long to start, and nobody hangs$") as told:
+    with pytest.raises(WorkersLostError, match=r"took too long to start, and no worker hangs$") as told:
         run.supervisor.quiesce(late)
     assert not run.supervisor.is_recoverable(told.value)
     assert run.supervisor.exit_message(told.value) == str(told.value)

@@ -148,8 +148,8 @@ def test_what_takes_too_long_is_told_and_fails_a_drill(
 
 def test_a_stop_counts_from_when_somebody_waits() -> None:
     target = object.__new__(Target)
-    waited = "memory worker 0 (pid 7) has been stopped for 1.75 s while it is waited for, {} s at most; whoever is"
-    words = f"{waited} lost is replaced, and all requests go on"
+    waited = "memory worker 0 (pid 7) has been stopped for 1.75 s while it is waited for, {} s at most; lost"
+    words = f"{waited} workers are replaced, and all requests go on"
     target._log = [(10.0, words.format("1.00")), (25.0, words.format("2.26")), (40.0, words.format("300.10"))]
     assert target.noticed_s(20.0, 30.0) == 5.0
     assert target.idle_s(20.0, 30.0) == pytest.approx(2.74)
