@@ -1,1 +1,1 @@
-"""The processes of the two pools and the messages between them."""
+"""The processes of the compute, prefill and memory workers, and the messages between them."""

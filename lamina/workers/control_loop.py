@@ -1,4 +1,4 @@
-"""What every worker process does beside its role: answer the driver during a step, and go when the driver goes."""
+"""The control link in every worker process: answers the driver during a step, and ends the worker with the driver."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ from .runtime import RUNTIME, Runtime
 
 
 class ControlLoop:
-    """Reads the control link on its own thread: questions are answered at once, all else is queued for the worker's
-    thread.
-
-    When the link ends or says Stop, ``abort`` is called (it must wake whatever the worker waits for) and the queue
-    ends.
+    """Reads the control link on its own thread: replies to queries at once, and queues all else for the worker's
+    thread. When the link ends or Stop arrives, calls ``abort``, which must wake the worker from any wait, and ends the
+    queue.
     """
 
     def __init__(
@@ -44,8 +42,8 @@ class ControlLoop:
         on_message: Callable[[Any], None] = lambda message: None,
         around: Runtime = RUNTIME,
     ) -> None:
-        """``rate``: bytes a second that the worker's device reads from its memory. ``on_message`` sees each message
-        before it is queued, whatever the worker's thread waits for; on the link's thread.
+        """``rate``: measures the bytes a second that the worker's device reads from its memory. ``on_message``: called
+        for each message on the link's thread, before it is queued.
         """
         self.link = link
         self.is_stopped = threading.Event()
@@ -58,19 +56,19 @@ class ControlLoop:
         around.start(self._read, "lamina-control")
 
     def next_message(self, *, block: bool) -> Any:
-        """The next message for the worker; None if there is none yet (``block=False``) or never will be
-        (``is_stopped``).
+        """Return the next message for the worker; None if there is none yet (``block=False``) or after
+        ``is_stopped``.
         """
         try:
             message = self._inbox.get(block)
         except queue.Empty:
             return None
         if message is None:
-            self._inbox.put(None)  # the end stays the end for later calls
+            self._inbox.put(None)  # later calls find the end, too
         return message
 
     def report_failure(self, text: str, *, user_error: bool = False, by_peer: bool = False) -> None:
-        """Tell the driver why this worker ends; nobody is told if the driver is gone too."""
+        """Report to the driver why this worker ends; does nothing if the driver has ended, too."""
         try:
             self.link.send(Failed(text=text, user_error=user_error, caused_by_peer=by_peer))
         except LinkClosedError:

@@ -1,10 +1,11 @@
-"""Slices as graphs: the kernels of a slice are recorded once for each number of rows, and then launched as a whole.
+"""Slices as graphs: the kernels of a slice are recorded once for each number of rows, and then launched together.
 
-A slice sends Q, K and V while it runs, and meets other ranks. Calls of a host cannot be recorded: a graph ends at each,
-and the next one begins behind it. Messages and meetings by kernels (``recordable``) are part of the graph; all ranks
-that meet so record their graphs at the same time and with the same rows. Rows are padded (``padded_rows``), and results
-of the extra ones are not used. A graph reads and writes the same memory at every replay, so what leaves it is a copy: a
-message, or a carried tensor that waits for other batches, would be overwritten by the next replay.
+A slice sends Q, K and V while it runs, and meets other ranks. Calls of a host cannot be recorded, so a graph ends at
+each one and the next graph begins after it. Messages and collectives by kernels (``recordable``) are part of the graph;
+such ranks record their graphs at the same time and with the same rows.
+
+Rows are padded (``padded_rows``), and results of padding are not used. A graph uses the same memory at every replay, so
+its messages and carried tensors are copies: the next replay would overwrite them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from lamina.ops import collective
 from lamina.ops.collective import Collective, RankCollectives
 
 log = logging.getLogger(__name__)
-MAX_GRAPH_ROWS = 256  # of a graph; with more, launches cost little of a slice
+MAX_GRAPH_ROWS = 256  # of a graph; with more rows, launches cost little of a slice
 
 
 def padded_rows(rows: int) -> int:
-    """The rows of the graph that ``rows`` run in: a power of two up to 8, as weights are what few rows read; then steps
-    of 8, which tensor cores take at a time, or of a quarter of the power of two below.
+    """Return the rows of the graph that runs ``rows`` rows. This is a power of two up to 8, as few rows mostly read
+    weights. Above, it is a multiple of 8, which tensor cores process at a time, or of an eighth of the next power of
+    two if that is more.
     """
     below = 1 << max(0, rows - 1).bit_length()
     if below <= 8:
@@ -36,66 +38,68 @@ def padded_rows(rows: int) -> int:
 
 
 class Graph(Protocol):
-    """A recorded piece of work of the device."""
+    """A recorded piece of the device's work."""
 
     def replay(self) -> None:
-        """Do the recorded work again, on the same memory."""
+        """Repeat the recorded work, on the same memory."""
         ...
 
 
 class GraphCapture(Protocol):
-    """Records what this thread has its device do. Nothing need be done while it is recorded."""
+    """Records the work that this thread gives to its device; the device need not do it meanwhile."""
 
     def begin(self) -> None:
-        """Record from here on."""
+        """Start recording."""
         ...
 
     def end(self) -> Graph:
-        """End the recording: the graph of all work since ``begin``."""
+        """End recording and return the graph of all work since ``begin``."""
         ...
 
 
 class CudaCapture:
-    """CUDA graphs, which share one pool of memory. HARDWARE-UNVERIFIED: run with a stand-in that records on a CPU."""
+    """A recorder of CUDA graphs, which share one pool of memory. HARDWARE-UNVERIFIED: run with a stand-in on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """To be used on a stream other than the default one, as ``staging.CudaStaging`` sees to."""
+        """Must be used on a stream other than the default one, as ``staging.CudaStaging`` ensures."""
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: Any = None
 
     def begin(self) -> None:
-        """Record what this thread's stream is given from here on."""
+        """Record the work given to this thread's stream from now on."""
         torch.cuda.current_stream(self._device).synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # Other workers may be threads of this process, and go on.
+        # Other workers may be threads of this process, and continue.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Graph:
-        """The graph of what was recorded since ``begin``."""
+        """Return the graph of the work recorded since ``begin``."""
         graph: Graph = self._graph
         self._graph.capture_end()
         return graph
 
 
 class GraphableCollective:
-    """Where the slices of a rank meet the others. While a slice is tried out or recorded, nobody is met."""
+    """A collective for slices whose graphs cannot hold it: while a slice is tried or recorded, it does not meet the
+    ranks.
+    """
 
     def __init__(self, group: Collective) -> None:
         self.group = group
         self._met: RankCollectives = group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' ``x``; of this rank's alone while a slice is tried out or recorded."""
+        """Return the sum of all ranks' ``x``; a stand-in while a slice is tried or recorded."""
         return self._met.all_reduce(x)
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """All ranks' ``x`` side by side; a stand-in of that shape while a slice is tried out or recorded."""
+        """Return all ranks' ``x`` concatenated; a stand-in of that shape while a slice is tried or recorded."""
         return self._met.all_gather(x, size)
 
     @contextmanager
     def replaced_by(self, other: RankCollectives) -> Iterator[None]:
-        """``other`` is met while the block goes on."""
+        """Use ``other`` in place of the ranks while the block runs."""
         self._met = other
         try:
             yield
@@ -104,23 +108,23 @@ class GraphableCollective:
 
 
 class GraphedProgram:
-    """A program whose slices run as graphs. To be called by one thread, one slice at a time."""
+    """A program whose slices run as graphs. One thread calls it, one slice at a time."""
 
     def __init__(self, program: Any, capture: GraphCapture, group: Collective | None = None) -> None:
-        """``group``: whom the slices meet. The program given is used up."""
+        """``group``: the ranks that the slices meet. ``program`` must not be used again."""
         meetings = GraphableCollective(group) if group and not group.recordable else None
         bound = collective.bind(program, meetings or group) if group else program
         joined = group if group and group.recordable else None
         self.slices = [GraphedSlice(inner, capture, meetings, joined) for inner in bound.slices]
 
     def clear_graphs(self) -> None:
-        """Record anew: what was recorded may be sent over channels, or meet ranks, that are gone."""
+        """Discard recorded graphs, which may use channels or ranks that are gone."""
         for each in self.slices:
             each.clear_graphs()
 
 
 class GraphedSlice:
-    """Called as the slice that it stands for, with any number of rows."""
+    """A slice with the arguments and results of ``inner``, for any number of rows."""
 
     def __init__(
         self,
@@ -129,9 +133,11 @@ class GraphedSlice:
         meetings: GraphableCollective | None = None,
         joined: Collective | None = None,
     ) -> None:
-        """``meetings``: what ``inner`` calls where ranks meet; ``joined``: the ranks whose meetings are recorded."""
+        """``meetings``: what ``inner`` calls if the host meets the ranks. ``joined``: the ranks, if collectives are
+        recorded.
+        """
         self._inner, self._capture, self._meetings, self._captures_messages = inner, capture, meetings, joined
-        self._known: dict[tuple[int, Any], _PaddedSlice] = {}  # by rows and by what is part of the graph
+        self._known: dict[tuple[int, Any], _PaddedSlice] = {}  # by rows, and by the client whose messages are recorded
         self._refused = False
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
@@ -148,13 +154,13 @@ class GraphedSlice:
                     self._inner, inputs, bucket, send is not None, tape, self._meetings, self._captures_messages
                 )
             except RuntimeError as error:
-                log.warning("a slice cannot be a graph and runs without: %s", str(error).partition("\n")[0])
+                log.warning("a slice cannot be a graph, and runs without: %s", str(error).partition("\n")[0])
                 self._refused = True
                 return self._plain(args)
         return self._known[kind](inputs, rows, send)
 
     def clear_graphs(self) -> None:
-        """Forget the recorded graphs; the next call records anew."""
+        """Discard the recorded graphs; the next call records new ones."""
         self._known.clear()
 
     def _plain(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -163,7 +169,7 @@ class GraphedSlice:
 
 
 class _GraphSend(NamedTuple):
-    """What a graph ends with: the arguments of ``send.q`` or ``send.kv``."""
+    """The end of a graph: the arguments of ``send.q`` or ``send.kv``."""
 
     kind: str
     call: int
@@ -171,7 +177,7 @@ class _GraphSend(NamedTuple):
 
 
 class _GraphCollectiveCall(NamedTuple):
-    """What a graph ends with: a call of ``Collective``, and where the next graph finds its result."""
+    """The end of a graph: a call of ``Collective``, and the tensor in which the next graph finds its result."""
 
     kind: str
     x: Tensor
@@ -179,8 +185,8 @@ class _GraphCollectiveCall(NamedTuple):
     result: Tensor
 
     def meet(self, group: Collective, bucket: int, rows: int) -> None:
-        """Meet over the first ``rows`` of a graph's ``bucket`` rows, the ones that mean something: ranks without graphs
-        have no others.
+        """Meet the ranks with the first ``rows`` of ``bucket`` rows: the rest is padding, which ranks without graphs
+        lack.
         """
         rows = rows if self.x.shape[0] == bucket else self.x.shape[0]
         self.result[:rows].copy_(getattr(group, self.kind)(self.x[:rows], *self.more))
@@ -199,9 +205,9 @@ class _PaddedSlice:
         meetings: GraphableCollective | None,
         joined: Collective | None,
     ) -> None:
-        """Raises RuntimeError where it does what cannot be recorded."""
+        """Record the slice. Raises RuntimeError if it does something that cannot be recorded."""
         self._bucket, self._meetings, self._joined, self._launching = bucket, meetings, joined, tape.launching
-        self._inputs = [x.new_zeros(bucket, *x.shape[1:]) for x in inputs]  # rows of no token are rows of token 0
+        self._inputs = [x.new_zeros(bucket, *x.shape[1:]) for x in inputs]  # padding rows are rows of token 0
         self._run(inner, _NullReceiver(), sends)  # libraries prepare themselves in their first call
         tape.capture.begin()
         try:
@@ -228,14 +234,14 @@ class _PaddedSlice:
         return tuple(x[:rows].clone() for x in self._results)
 
     def _run(self, inner: Any, other: _NullReceiver, sends: bool) -> tuple[Tensor, ...]:
-        """The slice, with ``other`` in the place of all that it talks to."""
+        """Run the slice with ``other`` in place of its receivers and ranks."""
         with self._meetings.replaced_by(other) if self._meetings else nullcontext():
             out: tuple[Tensor, ...] = inner(*self._inputs, *([other] if sends else []))
         return out
 
 
 class _NullReceiver:
-    """Takes messages that mean nothing, and is met in place of ranks."""
+    """Accepts messages and collectives without sending them."""
 
     def q(self, call: int, q: Tensor) -> None: ...
 
@@ -249,14 +255,14 @@ class _NullReceiver:
 
 
 class _SegmentRecorder(_NullReceiver):
-    """Each message and each meeting ends a graph and begins the next one."""
+    """Records a slice so that each message and each collective ends a graph and begins the next one."""
 
     def __init__(self, capture: GraphCapture) -> None:
         self.capture = capture
         self.parts: list[tuple[Graph, _GraphSend | _GraphCollectiveCall | None]] = []
 
     def launching(self) -> AbstractContextManager[bool]:
-        """Around each launch of a part; False: it must not be launched."""
+        """Surround each launch of a graph. Yields False if it must not be launched."""
         return nullcontext(True)
 
     def q(self, call: int, q: Tensor) -> None:
@@ -281,7 +287,7 @@ class _SegmentRecorder(_NullReceiver):
 
 
 class _MessageRecorder(_SegmentRecorder):
-    """Messages become part of the graph."""
+    """Records a slice whose messages are part of the graph."""
 
     def __init__(self, capture: GraphCapture, send: Any) -> None:
         super().__init__(capture)

@@ -1,4 +1,4 @@
-"""Which device a worker computes on, of those that its host has."""
+"""The device that a worker computes on, of those that its host has."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from lamina.config.engine_config import EngineConfig
 from lamina.ops import attention, collective
 
 green_contexts: Any = None
-with suppress(ImportError):  # of an older torch
+with suppress(ImportError):  # an older torch lacks it
     from torch.cuda import green_contexts
 
 CPU = torch.device("cpu")
-FREE_MEMORY_SHARE = 0.9  # of what a device has free, for KV blocks at most: backends need some to work in
+FREE_MEMORY_SHARE = 0.9  # of a device's free memory, at most for KV blocks: backends need some for themselves
 
 
 def pick_device(flag: str, asked: str, number: int = 0, ranks: int = 1) -> torch.device:
-    """The device that ``flag`` asks for: cpu, cuda, cuda:N, or auto, which is cuda where torch has it.
-
-    ``number``: among the workers that share the host's GPUs, which they take in turn. ``ranks``: that share weights,
-    each of which needs a GPU of its own. Raises ValueError, naming the flag, for a device that is not there.
+    """Return the device that ``flag`` requests: cpu, cuda, cuda:N, or auto, which is cuda if torch has it. ``number``:
+    of the worker among those on this host; its GPUs are assigned in rotation. ``ranks``: share weights, and need a GPU
+    each. Raises ValueError, naming the flag, for a device that does not exist.
     """
     count = torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
     if asked == "cpu" or (asked == "auto" and not count):
         return CPU
     if not count:
         raise ValueError(
-            f"{flag} {asked}: torch {torch.__version__} finds no NVIDIA GPU here: use cpu, or a torch built for CUDA "
-            f"on a host with a GPU (over --ray-address ask for a type of GPU, as in --compute-on H100)"
+            f"{flag} {asked}: torch {torch.__version__} finds no NVIDIA GPU here. Use cpu, or a torch built for CUDA "
+            f"on a host with a GPU; with --ray-address, request a type of GPU, as in --compute-on H100"
         )
     _, given, index = asked.partition(":")
     if given and int(index) >= count:
@@ -44,23 +43,24 @@ def pick_device(flag: str, asked: str, number: int = 0, ranks: int = 1) -> torch
 
 
 def gpu_index(asked: str, number: int) -> int | None:
-    """The number of the GPU that ``pick_device`` gives; None where it gives none."""
+    """Return the number of the GPU that ``pick_device`` returns; None if it returns the CPU or raises."""
     with suppress(ValueError):
         return pick_device("", asked, number).index
     return None
 
 
 def memory_share(asked: str, workers: int) -> float:
-    """The part of its device's free memory that one of ``workers`` may take which have the host's GPUs in turn."""
+    """Return the share of its device's free memory that a worker may take, if ``workers`` use the host's GPUs in
+    rotation.
+    """
     count = torch.cuda.device_count() if asked == "auto" or asked == "cuda" else 1
     return FREE_MEMORY_SHARE / max(1, -(-workers // max(1, count)))
 
 
 def limit_sms(device: torch.device, sms: int) -> object:
-    """Have what this thread gives ``device`` to do run on ``sms`` of its multiprocessors; what is returned holds them.
-
-    By a stream of a green context, which shares memory, modules and events with all others of the device. CUDA rounds
-    ``sms`` up to what it can part. Raises ValueError that names the flag. HARDWARE-UNVERIFIED.
+    """Run this thread's work for ``device`` on ``sms`` of its multiprocessors, while the returned object is held. Uses
+    a stream of a green context, which shares memory, modules and events with all others of the device. CUDA rounds
+    ``sms`` up to a size that it supports. Raises ValueError that names the flag. HARDWARE-UNVERIFIED.
     """
     check_sms(device, sms)
     torch.cuda.set_device(device)
@@ -74,7 +74,7 @@ def limit_sms(device: torch.device, sms: int) -> object:
 
 
 def check_sms(device: torch.device, sms: int) -> None:
-    """Raises ValueError where ``limit_sms`` cannot be."""
+    """Raise ValueError if ``limit_sms`` is impossible."""
     if green_contexts is None or not green_contexts.SUPPORTED or not hasattr(green_contexts.GreenContext, "Stream"):
         raise ValueError(
             f"--memory-sms {sms}: torch {torch.__version__} makes no streams of green contexts: leave it out, or use "
@@ -85,7 +85,7 @@ def check_sms(device: torch.device, sms: int) -> None:
 
 
 def linear_backend(asked: str, device: torch.device) -> str:
-    """The backend of linear layers on ``device`` for --gemm ``asked``. Raises ValueError where there is none."""
+    """Return the backend of linear layers on ``device`` for --gemm ``asked``. Raises ValueError if it has none."""
     if device.type == "cpu":
         return asked
     if asked not in ("auto", "torch"):
@@ -94,8 +94,8 @@ def linear_backend(asked: str, device: torch.device) -> str:
 
 
 def check(config: EngineConfig) -> tuple[torch.device, torch.device]:
-    """The first compute worker's device and the first memory worker's, on this host. Raises what their start would:
-    ValueError, ImportError, naming the flag.
+    """Return the devices of the first compute worker and the first memory worker on this host. Raises the errors of
+    their start: ValueError, ImportError, naming the flag.
     """
     ranks, prefill = config.topology.tensor_parallel_size, range(config.topology.prefill_workers)
     numbers = [

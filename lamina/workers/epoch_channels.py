@@ -1,7 +1,7 @@
-"""The channels that a worker has under one epoch: opened with the epoch as their epoch, and closed together.
+"""The channels of a worker in one epoch, opened with the epoch's number and closed together.
 
-A peer of an older epoch is turned away by its epoch, before any of its bytes are read: so no message of an older epoch
-reaches a worker of a newer one. A peer of a newer epoch waits until this worker is in that epoch, too.
+A peer of an older epoch is refused before any of its bytes are read, so no message of an older epoch reaches a worker
+of a newer one. A peer of a newer epoch waits until this worker is in that epoch, too.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from dataclasses import replace
 
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, ChannelUnreachable, Fabric, Listener, Terms
 
-CONNECT_ATTEMPT_S = 1.0  # to be taken by a peer, before a worker looks whether its epoch is over
-SILENT_S = 15.0  # of attempts that nothing answers; then a worker tells that it cannot reach a peer's host
-POLL_S = 0.25  # while nobody comes, before a worker looks whether its epoch is over
+CONNECT_ATTEMPT_S = 1.0  # seconds of one attempt to connect, after which a worker checks if its epoch is over
+# Seconds without any reply to attempts, after which a worker reports that it cannot reach a peer's host.
+SILENT_S = 15.0
+POLL_S = 0.25  # seconds without a connection, after which a worker checks if its epoch is over
 
 
 class EpochListener:
-    """A listener that stays open from epoch to epoch. One thread uses it."""
+    """A listener that stays open in all epochs. One thread uses it."""
 
     def __init__(self, listener: Listener) -> None:
         self.url = listener.url
         self._listener = listener
-        self._early_arrivals: list[Channel] = []  # of epochs that this worker is not in yet
+        self._early_arrivals: list[Channel] = []  # of epochs that this worker has not entered yet
 
     def accept(self, epoch: int, *, timeout_s: float) -> Channel | None:
-        """The next peer of ``epoch``; None where another one came. Raises ChannelTimeout, ChannelAborted."""
+        """Accept the next peer of ``epoch``; None if a peer of another epoch connected. Raises ChannelTimeout,
+        ChannelAborted.
+        """
         for channel in self._early_arrivals:
             if channel.epoch <= epoch:
                 self._early_arrivals.remove(channel)
@@ -48,10 +51,10 @@ def _of(epoch: int, channel: Channel) -> Channel | None:
 
 
 class EpochFabric:
-    """Connects, and accepts, under one epoch. ``end_epoch`` may come from any thread."""
+    """Connects and accepts in one epoch. ``end_epoch`` may be called by any thread."""
 
     def __init__(self, epoch: int, fabric: Fabric | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """``fabric``: None for one who only accepts."""
+        """``fabric``: None for a worker that only accepts."""
         self.epoch = epoch
         self._fabric, self._clock = fabric, clock
         self._lock = threading.Lock()
@@ -60,11 +63,11 @@ class EpochFabric:
         self._end_reason = ""
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
-        """Connect as Fabric.connect does, in this epoch; but no longer than this epoch lasts, as the peer may
-        have gone on, and take nobody of this epoch any more, nor to a host that is silent for SILENT_S.
+        """Connect as Fabric.connect does, in this epoch. Gives up when the epoch ends, as the peer may be in the next
+        one and accept no connection of this one. Also gives up if a host is silent for SILENT_S.
         """
         if self._fabric is None:
-            raise ValueError(f"{url}: this worker connects to nobody")
+            raise ValueError(f"{url}: this worker connects to no other one")
         self._attempts[url] = terms.peer
         terms, deadline = replace(terms, epoch=self.epoch), self._clock() + timeout_s
         heard = self._clock()
@@ -79,18 +82,18 @@ class EpochFabric:
                     raise
 
     def peer_in_error(self, error: Exception) -> str:
-        """The name of the peer that ``error``, of a channel or of connecting, begins with; empty: of none that was
-        connected to.
+        """Return the name of the peer at the URL that ``error`` begins with; "" if this worker did not connect to
+        it.
         """
         url, _, _ = str(error).partition(": ")
         return self._attempts.get(url, "")
 
     def listener_for(self, listener: EpochListener) -> SingleEpochListener:
-        """The listener of ``listener`` for peers of this epoch."""
+        """Return ``listener`` restricted to peers of this epoch."""
         return SingleEpochListener(self, listener)
 
     def accept(self, listener: EpochListener, timeout_s: float) -> Channel:
-        """The next peer of this epoch. Raises ChannelTimeout; ChannelAborted once the epoch is over."""
+        """Accept the next peer of this epoch. Raises ChannelTimeout, or ChannelAborted if the epoch is over."""
         deadline = self._clock() + timeout_s
         while True:
             self._check()
@@ -105,7 +108,7 @@ class EpochFabric:
                 return self._keep(channel)
 
     def end_epoch(self, reason: str) -> None:
-        """The epoch is over: its channels are aborted, and so are those that would still be opened."""
+        """End the epoch: abort its channels, and those that are opened later."""
         with self._lock:
             self._end_reason = self._end_reason or reason
             channels = list(self._channels)
@@ -113,12 +116,12 @@ class EpochFabric:
             channel.abort(reason)
 
     def abort(self, reason: str) -> None:
-        """Tell all peers, whose calls fail with the reason."""
+        """Abort all channels; the peers' calls fail with the reason."""
         for channel in self._channels:
             channel.abort(reason)
 
     def close(self) -> None:
-        """Let go of all channels. For the thread that opened them; idempotent."""
+        """Close all channels. Only for the thread that opened them; idempotent."""
         with self._lock:
             self._end_reason = self._end_reason or f"epoch {self.epoch} is over"
             channels, self._channels = self._channels, []
@@ -130,7 +133,7 @@ class EpochFabric:
             raise ChannelAborted(self._end_reason)
 
     def _keep(self, channel: Channel) -> Channel:
-        """Behind the end of the epoch nobody else closes it."""
+        """Register an opened channel; close it here if the epoch has ended, as ``close`` would not find it any more."""
         with self._lock:
             over = self._end_reason
             if not over:
@@ -142,15 +145,15 @@ class EpochFabric:
 
 
 class SingleEpochListener:
-    """An epoch's end of a door. It closes nothing: the door stays open for the next epoch."""
+    """A listener in one epoch. ``close`` leaves it open for the next epoch."""
 
     def __init__(self, fabric: EpochFabric, listener: EpochListener) -> None:
         self.url = listener.url
         self._fabric, self._listener = fabric, listener
 
     def accept(self, *, timeout_s: float) -> Channel:
-        """The channel of the next peer of this epoch."""
+        """Accept the next peer of this epoch."""
         return self._fabric.accept(self._listener, timeout_s)
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

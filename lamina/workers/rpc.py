@@ -1,4 +1,4 @@
-"""Asks that come over a channel, and a thread that answers them."""
+"""Requests that arrive over a channel, for a thread that replies to them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import msgspec
 from lamina.netstack import Channel, ChannelTimeout
 from lamina.protocol.step_plan import ProtocolError
 
-LOOK_S = 1.0  # for the next ask, which only the end of the epoch ends
+LOOK_S = 1.0  # seconds of a wait for the next request, which only the end of the epoch ends
 Ask = TypeVar("Ask")
 
 
 def serve_requests(channel: Channel, decode: Callable[[bytes], Ask]) -> Iterator[Ask]:
-    """One after the other, until the channel ends: raises ChannelError then, ProtocolError for what is no ask."""
+    """Yield one request after another, until the channel ends. Raises ChannelError then, and ProtocolError for a
+    message that is no request.
+    """
     while True:
         try:
             arrival = channel.wait_signal(timeout_s=LOOK_S)
@@ -24,7 +26,7 @@ def serve_requests(channel: Channel, decode: Callable[[bytes], Ask]) -> Iterator
         try:
             ask = decode(bytes(arrival.data))
         except msgspec.MsgspecError as e:
-            raise ProtocolError(f"what {channel.peer_name} asks is not understood: {e}") from None
+            raise ProtocolError(f"a request of {channel.peer_name} is not understood: {e}") from None
         finally:
             channel.release(arrival)
         yield ask

@@ -1,4 +1,4 @@
-"""What a worker has around it: time, threads, queues between them, and a network. A simulation has its own."""
+"""A worker's environment: time, threads, queues between them, and a network. A simulation replaces it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from .worker_process import exit_now
 
 
 def start_thread(work: Callable[[], None], name: str) -> None:
-    """Have ``work`` done on a thread of its own, which ends with the process."""
+    """Run ``work`` on a thread of its own, which ends with the process."""
     threading.Thread(target=work, name=name, daemon=True).start()
 
 
 class Runtime(NamedTuple):
-    """``clock``: seconds that only grow. ``start``: a thread by what it does and its name; ``start_background``: the
-    same, of what must not delay anybody. ``queue``: a new one, with ``put(message)`` and ``get(block)``, which raises
-    queue.Empty; ``condition``: as threading.Condition. ``open_fabric``: as netstack.open. ``exit_process``: see
-    exit_now.
+    """The functions by which a worker uses its environment.
+
+    ``clock``: seconds that never decrease. ``start``: starts a thread, given its function and name.
+    ``start_background``: the same at low priority, for work that must not delay other work. ``queue``: makes a queue
+    with ``put(message)`` and ``get(block)``, which raises queue.Empty. ``condition``: as threading.Condition.
+    ``open_fabric``: as netstack.open. ``exit_process``: see exit_now.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -36,4 +38,4 @@ class Runtime(NamedTuple):
     exit_process: Callable[[str], None] = exit_now
 
 
-RUNTIME = Runtime()  # of a worker in a process or thread of this machine
+RUNTIME = Runtime()  # for a worker in a process or thread of this machine

@@ -1,9 +1,9 @@
-"""Between a worker's device and its messages, which lie in host memory.
+"""Copies between a worker's device and its messages, which lie in host memory.
 
-On the CPU the two are one and nothing is copied. A device with memory of its own gets copies through pinned host
-memory, in the order of its stream; the host waits for the device only before it reads results: once for each Q, for
-each K and V, for each O, and for tensors that compute workers carry or share. Where devices send and receive the
-messages of layers themselves (workers.device_transport), one wait for each step takes the place of the first three.
+On the CPU nothing is copied. For a device with its own memory, copies go through pinned host memory in the order of its
+stream. The host waits for the device only before it reads results. These are each Q, each K and V, each O, and tensors
+that compute workers carry or share. If devices send and receive the layers' messages
+(workers.device_transport), one wait in each step replaces the first three.
 """
 
 from __future__ import annotations
@@ -22,57 +22,59 @@ EMPTY_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class Queue(NamedTuple):
-    """The queue of a CUDA device's work; others may put theirs between."""
+    """The work queue of a CUDA device; other code may insert its own work."""
 
     gpu: int
-    stream: int  # CUDA's handle
+    stream: int  # a CUDA handle
 
 
 class Staging(Protocol):
-    """A device, and the ways to it and back."""
+    """A device, and copies to it and back."""
 
     device: torch.device
 
     @property
     def is_separate(self) -> bool:
-        """Whether the device has memory of its own."""
+        """True if the device has its own memory."""
         ...
 
     def to_device(self, x: Tensor) -> Tensor:
-        """``x`` of the host, on the device: on the CPU x itself, else a copy, and x may be overwritten at once."""
+        """Return a host tensor on the device: ``x`` itself on the CPU, else a copy; ``x`` may then be overwritten at
+        once.
+        """
         ...
 
     def to_host(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Tensors of the device on the host, there to be read now."""
+        """Return tensors of the device on the host, ready to be read."""
         ...
 
     def device_buffer(self, data: memoryview) -> Tensor:
-        """Flat bytes on the device that are to become ``data``: on the CPU they are."""
+        """Return flat bytes on the device for the content of ``data``; on the CPU they share its memory."""
         ...
 
     def copy_out(self, data: memoryview, room: Tensor) -> None:
-        """Bring the bytes that the device has put into ``room`` into ``data``."""
+        """Copy the bytes that the device has written to ``room`` into ``data``."""
         ...
 
     def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """HostStaging memory that is to go ``to_device``, and not to change after."""
+        """Return host memory for ``to_device``, which must not change after that."""
         ...
 
     def record_event(self) -> Callable[[], None]:
-        """A wait, for any thread, until the device has done all work that this one has given it so far."""
+        """Return a function that waits, in any thread, until the device has done the work given to it so far."""
         ...
 
     def move_program(self, program: Any) -> Any:
-        """A sliced program with its weights on the device; the one given is used up."""
+        """Return a sliced program with its weights on the device; ``program`` must not be used again."""
         ...
 
     def graph_capture(self) -> GraphCapture | None:
-        """Records graphs, where the device has them."""
+        """Return a recorder of graphs; None if the device has none."""
         ...
 
 
 class HostStaging:
-    """The CPU."""
+    """The staging of the CPU, which copies nothing."""
 
     is_separate = False
 
@@ -80,55 +82,55 @@ class HostStaging:
         self.device = device
 
     def to_device(self, x: Tensor) -> Tensor:
-        """``x`` itself."""
+        """Return ``x`` itself."""
         return x
 
     def to_host(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """The tensors themselves."""
+        """Return the tensors themselves."""
         return xs
 
     def device_buffer(self, data: memoryview) -> Tensor:
-        """``data`` as a flat tensor, without a copy."""
+        """Return ``data`` as a flat tensor, without a copy."""
         return tensor_over(data, torch.uint8) if len(data) else EMPTY_BYTES
 
     def copy_out(self, data: memoryview, room: Tensor) -> None:
-        """Nothing to do: ``room`` is ``data``."""
+        """Do nothing: ``room`` shares the memory of ``data``."""
 
     def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Host memory of this shape, not set."""
+        """Return uninitialized host memory of this shape."""
         return torch.empty(shape, dtype=dtype)
 
     def record_event(self) -> Callable[[], None]:
-        """No wait: a CPU has done what was called."""
+        """Return a function that does not wait: a CPU has done all work when a call returns."""
         return _nothing
 
     def move_program(self, program: Any) -> Any:
-        """The program itself."""
+        """Return the program itself."""
         return program
 
     def graph_capture(self) -> GraphCapture | None:
-        """None: a CPU has no graphs."""
+        """Return None: a CPU has no graphs."""
         return None
 
 
 class DeviceStaging:
-    """A device with memory of its own, whose copies are done at once. Subclasses have them done in their order."""
+    """A device with its own memory, whose copies are done at once. Subclasses copy in the order of a queue."""
 
     is_separate = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.num_waits = 0  # of the host for the device
+        self.num_waits = 0  # how often the host waited for the device
 
     def to_device(self, x: Tensor) -> Tensor:
-        """A copy of ``x`` on the device; ``x`` may be overwritten at once."""
+        """Return a copy of ``x`` on the device; ``x`` may be overwritten at once."""
         held = x if self.is_pinned(x) else self.empty_host(*x.shape, dtype=x.dtype).copy_(x)
         there = torch.empty(x.shape, dtype=x.dtype, device=self.device)
         self.copy(there, held)
         return there
 
     def to_host(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Copies of the tensors on the host. The host waits once for all."""
+        """Return copies of the tensors on the host, which waits once for all."""
         copies = tuple(self.empty_host(*x.shape, dtype=x.dtype) for x in xs)
         for here, x in zip(copies, xs, strict=True):
             self.copy(here, x)
@@ -137,7 +139,7 @@ class DeviceStaging:
         return copies
 
     def device_buffer(self, data: memoryview) -> Tensor:
-        """Flat bytes on the device, as many as ``data`` has."""
+        """Return flat bytes on the device, as many as ``data`` has."""
         return torch.empty(len(data), dtype=torch.uint8, device=self.device)
 
     def copy_out(self, data: memoryview, room: Tensor) -> None:
@@ -147,16 +149,16 @@ class DeviceStaging:
             tensor_over(data, torch.uint8).copy_(here)
 
     def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that is to go ``to_device``, and not to change after."""
+        """Return host memory for ``to_device``, which must not change after that."""
         return torch.empty(shape, dtype=dtype)
 
     def record_event(self) -> Callable[[], None]:
-        """A wait for all that the device was given. Subclasses wait for no more than what was given so far."""
+        """Return a function that waits for all work of the device. Subclasses wait only for what was given so far."""
         return self.wait
 
     def move_program(self, program: Any) -> Any:
-        """The program with its weights on the device; the one given is used up. Raises ValueError where they do not
-        fit.
+        """Return the program with its weights on the device; ``program`` must not be used again. Raises ValueError if
+        they do not fit.
         """
         from lamina.converter import move
 
@@ -171,19 +173,19 @@ class DeviceStaging:
         return moved
 
     def graph_capture(self) -> GraphCapture | None:
-        """None: this device has no graphs."""
+        """Return None: this device has no graphs."""
         return None
 
     def current_queue(self) -> Queue | None:
-        """Of this thread; None where the device has none."""
+        """Return this thread's queue; None if the device has none."""
         return None
 
     def is_pinned(self, x: Tensor) -> bool:
-        """Whether the device copies from ``x`` while the host goes on."""
+        """Return whether the device can copy from ``x`` while the host continues."""
         return False
 
     def copy(self, to: Tensor, x: Tensor) -> None:
-        """Copy from the host to the device or back, behind the work that the device was given before."""
+        """Copy from the host to the device or back, after the work that the device was given before."""
         to.copy_(x)
 
     def wait(self) -> None:
@@ -191,36 +193,35 @@ class DeviceStaging:
 
 
 class CudaStaging(DeviceStaging):
-    """A CUDA device, on a stream of this thread's own: workers may be threads of one process.
-
-    torch keeps pinned memory until the copies out of it are done, whatever becomes of its tensors.
-    HARDWARE-UNVERIFIED: all but what is below has been run with a stand-in.
+    """A CUDA device, used on a stream of this thread's own, as workers may be threads of one process. torch keeps
+    pinned memory until the copies from it are done, even if its tensors are freed. HARDWARE-UNVERIFIED: all except the
+    methods below was run with a stand-in.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        torch.cuda.set_device(device)  # else a context, of hundreds of MB, is made on the first device too
+        torch.cuda.set_device(device)  # else a context of hundreds of MB is made on the first device too
         if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
             torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Pinned host memory, which the device copies from while the host goes on."""
+        """Return pinned host memory, from which the device copies while the host continues."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def current_queue(self) -> Queue | None:
-        """This thread's stream."""
+        """Return this thread's stream."""
         stream = torch.cuda.current_stream(self.device)
         return Queue(stream.device_index, stream.cuda_stream)
 
     def record_event(self) -> Callable[[], None]:
-        """A wait for an event behind what is on the current stream now."""
+        """Return a wait for an event after the work that is on the current stream now."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         wait: Callable[[], None] = event.synchronize
         return wait
 
     def is_pinned(self, x: Tensor) -> bool:
-        """Whether ``x`` is in pinned memory."""
+        """Return whether ``x`` is in pinned memory."""
         return x.is_pinned()
 
     def copy(self, to: Tensor, x: Tensor) -> None:
@@ -232,7 +233,7 @@ class CudaStaging(DeviceStaging):
         torch.cuda.current_stream(self.device).synchronize()
 
     def graph_capture(self) -> GraphCapture | None:
-        """Records CUDA graphs of this thread's stream."""
+        """Return a recorder of CUDA graphs of this thread's stream."""
         return CudaCapture(self.device)
 
 
@@ -244,5 +245,5 @@ KINDS: dict[str, Callable[[torch.device], Staging]] = {"cpu": HostStaging, "cuda
 
 
 def open_staging(device: torch.device) -> Staging:
-    """For the thread that calls, which is to be the only one that uses it."""
+    """Return the staging of a device for the calling thread, which alone may use it."""
     return KINDS[device.type](device)

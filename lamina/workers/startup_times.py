@@ -1,4 +1,4 @@
-"""Seconds of each stage of a worker's start."""
+"""The seconds of each stage of a worker's start."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import time
 
 
 class StartupTimes:
-    """Seconds of each stage of a start, by its name."""
+    """The seconds of each stage of a start, by the stage's name."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def restart(self) -> None:
-        """Begin a new stage; the time since the last one counts for none."""
+        """Begin a new stage; the time since the last one is not counted."""
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """A stage has ended."""
+        """End a stage, and begin the next one."""
         now = time.perf_counter()
         self.laps[name] = now - self._last
         self._last = now

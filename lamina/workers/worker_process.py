@@ -1,4 +1,4 @@
-"""The life of a worker process. Imports nothing that takes time, so that the driver is watched from the start."""
+"""The life of a worker process. It imports no slow module, so that the driver is watched from the start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-ORPHAN_EXIT_S = 2.0  # for an orderly end
-END_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what ends a service
+ORPHAN_EXIT_S = 2.0  # seconds for an orderly end
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and the signal that ends a service
 
 door_fd: int | None = (
     None  # of the warm process that this worker was forked from; see lamina.executor.launchers.zygote_client
@@ -25,19 +25,19 @@ class CorruptedMemoryError(Exception):
 
 
 def exit_now(why: str) -> None:
-    """End this process as a kill would, with a line on stderr, so that its watchers hear of a death alone. Nothing
-    happens in a process whose main thread this is not.
+    """End this process like a kill, with a line on stderr, so that its watchers notice only a death. Does nothing
+    except on the main thread.
     """
     if threading.current_thread() is threading.main_thread():
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or its disk is full
+        with contextlib.suppress(OSError, ValueError):  # the reader has ended, or its disk is full
             sys.stderr.write(why + "\n")
             sys.stderr.flush()
         os._exit(1)
 
 
 def write_error() -> None:
-    """Write the error that is being handled to stderr now, as Python would do at the end of the process, and not again
-    then: whoever is told of the error ends this process at once. Nothing happens outside the main thread.
+    """Write the error that is being handled to stderr now, and not again at the end of the process. The driver ends
+    this process as soon as it receives the error. Does nothing except on the main thread.
     """
     if threading.current_thread() is threading.main_thread():
         with contextlib.suppress(OSError, ValueError):
@@ -47,29 +47,29 @@ def write_error() -> None:
 
 
 class ExitPromptly:
-    """Ends this process at once when its work is done: threads are awaited and exit functions run, as Python does it,
-    but modules are not taken apart one by one. That touches every page that a forked process shares with its parent,
-    which took 0.4 s of a core for each worker, and 1.2 s for a process that has imported transformers by itself.
+    """Ends this process quickly when its work is done: awaits threads and runs exit functions, but skips freeing
+    modules. Freeing modules touches every page that a forked process shares with its parent. It took 0.4 s of a core
+    for each worker, and 1.2 s for a process that had imported transformers by itself.
     """
 
     def __init__(self) -> None:
-        """Made before anything else registers exit functions, as the first one registered is the last one to run."""
-        self.status: int | None = None  # of the process, once its work has ended as it should; else Python ends it
+        """Must be created before any exit function is registered, as the first one registered runs last."""
+        self.status: int | None = None  # of the process, after its work has ended normally; else Python ends it
         atexit.register(self._end)
 
     def _end(self) -> None:
         if self.status is not None:
-            if logging := sys.modules.get("logging"):  # its exit function may have been there before
+            if logging := sys.modules.get("logging"):  # its exit function may have been registered before
                 logging.shutdown()
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed, or none
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed, or missing
                     stream.flush()
             os._exit(self.status)
 
 
 def ignore_end_signals() -> None:
-    """Ctrl-C and SIGTERM do not end this process: who stops a service tells all of its processes at once, and the
-    driver lets its requests finish first. Whoever starts this process may have blocked them until here.
+    """Ignore Ctrl-C and SIGTERM: a service's end signals all of its processes, but the driver finishes requests first.
+    The parent process may have blocked these signals until here.
     """
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -79,9 +79,9 @@ def ignore_end_signals() -> None:
 def run_process(control_fd: int, serve: Callable[[socket.socket], None], life_line_fd: int | None = None) -> None:
     """Serve the driver at the other end of ``control_fd``, an inherited socket.
 
-    ``life_line_fd``: a pipe from whoever supervises this process here, for a driver that is elsewhere: it brings the
-    keys of the control link, then ends when the supervisor does. A process that does not end soon after its driver, or
-    supervisor, is ended by force.
+    ``life_line_fd``: a pipe from the process that supervises this one, if the driver is on another host. It brings the
+    keys of the control link, and ends with the supervisor. A process that does not end soon after its driver or
+    supervisor is ended by force.
     """
     ignore_end_signals()
     if life_line_fd is None:
@@ -95,13 +95,13 @@ def run_process(control_fd: int, serve: Callable[[socket.socket], None], life_li
 
 
 def on_sigterm(call: Callable[[], None]) -> None:
-    """Have SIGTERM call ``call``, and not end this process, for a worker that has something to give away first. For the
-    main thread, before it makes others; called from another thread than the main one, it leaves SIGTERM as it is.
+    """Let SIGTERM call ``call`` instead of ending this process: for a worker that must first give something away. Call
+    it on the main thread before other threads start; on another thread it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # no wait of any thread is broken off by it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of one that is ignored nobody hears
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it interrupts no wait of any thread
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an ignored signal would not be delivered
 
     def watch() -> None:
         while signal.sigwait([signal.SIGTERM]):
@@ -111,14 +111,14 @@ def on_sigterm(call: Callable[[], None]) -> None:
 
 
 def _exit_when_orphaned(watched: list[int]) -> None:
-    """``watched``: the control link first."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the main thread's, which may await it
+    """Exit soon after one of the descriptors ends. ``watched``: the control link is the first."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # for the main thread, which may wait for it
     poll = select.poll()
     for fd in watched:
         poll.register(fd, select.POLLRDHUP)
     poll.poll()
     control = socket.socket(fileno=watched[0])
     with contextlib.suppress(OSError):  # it may have ended by itself
-        control.shutdown(socket.SHUT_RDWR)  # so that a driver that lives knows too, at once
+        control.shutdown(socket.SHUT_RDWR)  # so that a living driver notices at once
     threading.Event().wait(ORPHAN_EXIT_S)
     os._exit(1)

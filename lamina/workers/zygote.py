@@ -1,12 +1,12 @@
-"""The warm process: imports what workers need, computes nothing, and forks a worker for each order.
+"""The zygote: imports what workers need, computes nothing, and forks a worker for each request.
 
-``python -m lamina.workers.zygote --door-fd N --life-line-fd M MODULE...``. It has one thread for all its life: a fork
-copies the calling thread alone, and pools of threads that had started before would be lost or stand still for ever.
+``python -m lamina.workers.zygote --door-fd N --life-line-fd M MODULE...``. It always has one thread: a fork copies only
+the calling thread, so pools of threads started before would be lost, or wait for ever.
 
-An order is one datagram at the door, with these descriptors: the order's JSON in a file, the line for answers, the
-directory, standard output, standard error, the worker's control socket, and for a worker that is to start workers the
-other side of the door. Over the line go {pid} with a descriptor of
-the process or {refused}, then {status} when the worker has ended. Nothing but descriptors and JSON is read.
+A request is one datagram at the request socket that brings descriptors. They are a file with the request's JSON, the
+socket for replies, the directory, standard output, standard error, and the worker's control socket. For a worker that
+will start workers, the other end of the request socket follows. Replies are {pid} with a descriptor of the process, or
+{refused}; then {status} after the worker has ended. It reads nothing but descriptors and JSON.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ from lamina.netstack.own_python import own_python
 
 from .worker_process import ExitPromptly, ignore_end_signals
 
-PASSED_DESCRIPTORS = 7  # descriptors of an order, at most
-MAX_REQUEST_BYTES = 16 << 20  # bytes of its JSON
-DEVICES = "/dev/nvidia"  # a CUDA context of a parent is of no use to its children
+PASSED_DESCRIPTORS = 7  # descriptors of a request, at most
+MAX_REQUEST_BYTES = 16 << 20  # bytes of its JSON, at most
+DEVICES = "/dev/nvidia"  # a parent's CUDA context is useless to its children
 RESOURCE_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 class ForkRequest(NamedTuple):
-    """The start of one worker. ``order_socket``: -1 = none.
-
-    ``arguments``: serve, arguments, environment, cores, umask, limits.
+    """The request to start one worker. ``order_socket``: -1 for none. ``arguments``: serve, arguments, environment,
+    cores, umask, limits.
     """
 
     arguments: dict[str, Any]
@@ -55,27 +54,28 @@ class ForkRequest(NamedTuple):
     order_socket: int = -1
 
     def close(self) -> None:
-        """The warm process's own copies; the line stays."""
+        """Close the zygote's copies of the descriptors; the socket for replies stays open."""
         for fd in self[2:]:
             if fd >= 0:
                 os.close(fd)
 
 
 class Zygote:
-    """Serves orders until its driver is gone."""
+    """Serves requests until its driver ends."""
 
     def __init__(self, listener: socket.socket, life_line: int, lacks: str) -> None:
-        """``lacks``: why no worker can be forked; "" = nothing."""
+        """``lacks``: the reason why no worker can be forked; "" for none."""
         self._request_socket, self._life_line, self._why_not = listener, life_line, lacks
         self._poll = select.poll()
         for fd in (listener.fileno(), life_line):
             self._poll.register(fd, select.POLLIN)
-        self._workers: dict[int, tuple[int, socket.socket]] = {}  # by descriptor of the process: pid, line
-        self._closed = False  # the door: nobody can order any more
+        # By descriptor of the process: pid, socket for replies.
+        self._workers: dict[int, tuple[int, socket.socket]] = {}
+        self._closed = False  # the request socket: no process can send requests any more
 
     def serve(self) -> ForkRequest | None:
-        """Returns in the worker, with its order, and in the warm process, with None: at the driver's end, or once the
-        door is closed and the last worker has ended.
+        """Serve requests. Returns in the worker with its request, and in the zygote with None. The zygote returns at
+        the driver's end, or after the request socket is closed and the last worker has ended.
         """
         while not self._closed or self._workers:
             for fd, _ in self._poll.poll():
@@ -96,7 +96,7 @@ class Zygote:
             return None
 
     def _fork(self, order: ForkRequest) -> bool:
-        """Whether this is the worker now."""
+        """Fork a worker. Returns True in the worker, False in the zygote."""
         sys.stdout.flush()
         sys.stderr.flush()
         why, pid = self._why_not or why_not_fork() or why_abandoned(order.line), -1
@@ -120,7 +120,7 @@ class Zygote:
         return False
 
     def _leave(self, order: ForkRequest) -> None:
-        """In the worker: nothing of the warm process stays open, and nothing of other workers."""
+        """Close, in the worker, all descriptors of the zygote and of other workers."""
         for fd, (_, line) in self._workers.items():
             os.close(fd)
             line.close()
@@ -138,7 +138,7 @@ class Zygote:
 
 
 def receive_request(listener: socket.socket) -> ForkRequest | None:
-    """The next order; None for what is none. Raises EOFError where none will come."""
+    """Return the next request; None if the datagram is not a valid one. Raises EOFError if none will follow."""
     number = array.array("i")
     data, parts, _, _ = listener.recvmsg(
         1, socket.CMSG_SPACE(PASSED_DESCRIPTORS * number.itemsize), socket.MSG_CMSG_CLOEXEC
@@ -161,15 +161,15 @@ def receive_request(listener: socket.socket) -> ForkRequest | None:
 
 
 def reply(line: socket.socket, answer: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Whoever ordered may be gone."""
+    """Send a reply; the process that made the request may have ended."""
     with suppress(OSError):
         socket.send_fds(line, [json.dumps(answer).encode()], fds, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
 def why_not_fork() -> str:
-    """Why this process must not fork, "" where it may: it has one thread, no GPU, and can watch its workers."""
+    """Return the reason why this process must not fork; "" if it has one thread, no GPU, and can watch its workers."""
     try:
-        os.close(os.pidfd_open(os.getpid()))  # by which the end of a worker is seen
+        os.close(os.pidfd_open(os.getpid()))  # needed to notice the end of a worker
     except OSError as error:
         return f"it gets no descriptor of a process: {error.strerror}"
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
@@ -185,16 +185,18 @@ def why_not_fork() -> str:
 
 
 def why_abandoned(line: socket.socket) -> str:
-    """Why nobody waits for the answer any more, "" where somebody does: who gave up has started another worker."""
+    """Return the reason to refuse a request that its sender abandoned, having started another worker; "" if it still
+    waits.
+    """
     poll = select.poll()
     poll.register(line, 0)
-    return "nobody waits for it" if poll.poll(0) else ""
+    return "its sender no longer waits for it" if poll.poll(0) else ""
 
 
 def become_worker(order: ForkRequest) -> list[str]:
-    """Make this process, the worker, what a fresh one with this order would be. Returns lamina.workers' arguments."""
+    """Make this process, the worker, like a fresh one with this request. Returns the arguments of lamina.workers."""
     given = order.arguments
-    os.setpgid(0, 0)  # Ctrl-C is the driver's to handle
+    os.setpgid(0, 0)  # only the driver handles Ctrl-C
     os.fchdir(order.directory)
     for fd, standard in ((order.stdout, 1), (order.stderr, 2)):
         os.dup2(fd, standard)
@@ -203,9 +205,9 @@ def become_worker(order: ForkRequest) -> list[str]:
     os.umask(given["umask"])
     for name, limits in given["limits"].items():
         if name in RESOURCE_LIMITS and tuple(limits) != resource.getrlimit(getattr(resource, name)):
-            with suppress(OSError, ValueError):  # above the limit of the warm process, which no user may raise
+            with suppress(OSError, ValueError):  # above the zygote's limit, which no user may raise
                 resource.setrlimit(getattr(resource, name), limits)
-    os.sched_setaffinity(0, given["cores"])  # before any thread is made
+    os.sched_setaffinity(0, given["cores"])  # before any thread starts
     os.environ.clear()
     os.environ.update(given["environment"])
     arguments = [given["serve"], "--control-fd", str(order.control), *given["arguments"]]
@@ -218,18 +220,20 @@ def become_worker(order: ForkRequest) -> list[str]:
 
 
 def reseed() -> None:
-    """Generators that begin with a number of the system's in every process. Python's own does so after a fork."""
+    """Seed again the generators that take their seed from the system in every process. Python's own reseeds after a
+    fork.
+    """
     for name, how in (("numpy", "random.seed"), ("torch", "seed")):
         if module := sys.modules.get(name):
             attrgetter(how)(module)()
 
 
 def set_threads(wanted: int) -> None:
-    """Pools of threads, as they would be had OMP_NUM_THREADS been ``wanted`` when OpenMP was loaded.
+    """Set the sizes of thread pools as if OMP_NUM_THREADS had been ``wanted`` when OpenMP was loaded.
 
-    That count would be every thread's; now it can be set for the calling one alone. MKL makes a number of its own of
-    it, which torch gives to OpenMP in each thread that computes: fixed here, it reaches them all.
-    torch.set_num_threads, for a torch without MKL, does more: once called, it wakes threads for the smallest loop.
+    That variable would count for all threads; now only the calling thread's size can be set. MKL derives its own size
+    from it, which torch passes to OpenMP in each thread that computes: set here, it reaches them all. A torch without
+    MKL needs torch.set_num_threads, which has a side effect: it wakes threads for the smallest loop.
     """
     openmp = list(mapped_libraries("libgomp", "libiomp", "libomp.", "libomp-"))
     for library in openmp:
@@ -245,20 +249,20 @@ def set_threads(wanted: int) -> None:
 
 
 def mapped_libraries(*names: str) -> Iterator[ctypes.CDLL]:
-    """Shared libraries of this process whose file's name begins so."""
+    """Yield the shared libraries of this process whose file names begin with one of ``names``."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
     yield from (ctypes.CDLL(path) for path in sorted(paths) if os.path.basename(path).startswith(names))
 
 
 def threads_wanted() -> int:
-    """The threads that OpenMP would take from OMP_NUM_THREADS (a list by level), else the cores of this process."""
+    """Return the threads that OpenMP takes from OMP_NUM_THREADS (a list by level), else the cores of this process."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) else len(os.sched_getaffinity(0))
 
 
 def set_process_title(arguments: Sequence[str]) -> None:
-    """These are the arguments that ps shows, as far as there is room where those of the warm process were."""
+    """Show these arguments in ps, as far as they fit in the space of the zygote's."""
     name = b"lamina-worker"
     ctypes.CDLL(None).prctl(15, name, 0, 0, 0)  # PR_SET_NAME of prctl(2): what top shows
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
@@ -269,8 +273,8 @@ def set_process_title(arguments: Sequence[str]) -> None:
 
 
 def load(modules: Sequence[str]) -> str:
-    """Import these; MODULE:NAME also where a module imports lazily, and MODULE:NAME() is called. MODULE? may be one
-    that was not built. Returns why that failed, "" where it did not.
+    """Import modules. Returns the reason of a failure, "" for success. MODULE:NAME also reads a name of a module that
+    imports lazily; MODULE:NAME() calls it. MODULE? may be missing.
     """
     try:
         for module, _, name in (each.partition(":") for each in modules):
@@ -289,8 +293,8 @@ def load(modules: Sequence[str]) -> str:
 
 
 def drop_exit_handlers() -> None:
-    """What imports have asked to be finalized at exit is of no use to a worker, which ends at once. Of torch alone
-    these are 190 objects, whose turns touched 35 MB that a worker shares with this process, and took 36 ms of a core.
+    """Discard exit handlers that imports have registered, useless to a worker, which ends at once. torch alone has 190
+    of them. They touched 35 MB that a worker shares with this process, and took 36 ms of a core.
     """
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
@@ -298,24 +302,24 @@ def drop_exit_handlers() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lamina.workers.zygote", allow_abbrev=False)
-    parser.add_argument("modules", metavar="MODULE", nargs="+", help="what to import")
-    parser.add_argument("--door-fd", type=int, required=True, help="inherited socket that brings orders")
+    parser.add_argument("modules", metavar="MODULE", nargs="+", help="module to import")
+    parser.add_argument("--door-fd", type=int, required=True, help="inherited socket of requests to start workers")
     parser.add_argument("--life-line-fd", type=int, required=True, help="inherited pipe that ends with the driver")
     args = parser.parse_args()
     ignore_end_signals()
     door, life_line = socket.socket(fileno=args.door_fd), args.life_line_fd
-    # While it imports nobody looks: the kernel ends this process, by SIGIO, when the driver's end of the pipe closes.
+    # During imports this process cannot check: the kernel ends it by SIGIO when the driver's end of the pipe closes.
     fcntl.fcntl(life_line, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(life_line, fcntl.F_GETFL)
     fcntl.fcntl(life_line, fcntl.F_SETFL, flags | os.O_ASYNC)
     if select.select([life_line], [], [], 0)[0]:
         return
-    gc.disable()  # imports leave hardly any garbage: to look for it again and again is a sixth of their time
+    gc.disable()  # imports leave hardly any garbage, and collections would take a sixth of their time
     lacks = load(args.modules)
     drop_exit_handlers()
     fcntl.fcntl(life_line, fcntl.F_SETFL, flags)
     gc.collect()
-    gc.freeze()  # a collection would copy the pages of all that is imported, in every worker
+    gc.freeze()  # a collection would copy the pages of all imports, in every worker
     gc.enable()
     order = Zygote(door, life_line, lacks).serve()
     if order is not None:

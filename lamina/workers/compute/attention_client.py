@@ -1,4 +1,4 @@
-"""All memory workers as one, for the compute worker: scatters Q, K, V by the partition, gathers O. Hosts send."""
+"""The compute worker's client of all memory workers: sends Q, K, V by the partition and gathers O, by host messages."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ Index = Tensor | None  # rows of a step; None = all of them
 
 
 class AttentionClient:
-    """Attention of memory workers, by messages of the host. A message is on the host before ``q`` or ``kv`` returns:
-    its tensors may be overwritten then.
+    """Attention on memory workers, by messages in host memory. ``q`` and ``kv`` copy their tensors before they return,
+    so the caller may overwrite them.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class AttentionClient:
         staging: Staging | None = None,
         parity: MemoryWorkerClient | None = None,
     ) -> None:
-        """``backend``: of the same name as the memory workers'; it merges partial results. ``staging``: of the device
-        where tensors come from and go to; None for the CPU. ``parity``: to who keeps that of all others, which have
-        equal runs of heads.
+        """``backend``: merges partial results; it has the same name as the memory workers'. ``staging``: of the device
+        that the tensors are on; None for the CPU. ``parity``: the client of the parity worker, if the other workers,
+        which have equal runs of heads, have one.
         """
-        self._parity_links = [] if parity is None else [parity]  # links from which no O is due
+        self._parity_links = [] if parity is None else [parity]  # clients of workers that send no O
         self.clients = [*links, *self._parity_links]
         specs = [AttentionSpec.decode(shape.spec) for shape in layers]
         windows = [spec.window for spec in specs]
@@ -66,8 +66,8 @@ class AttentionClient:
         self._backend, self._staging = backend, staging or HostStaging(CPU)
         self._groups = groups
         self._placement = KvPlacement(partition.num_kv_shards, partition.stripe * CHUNK_TOKENS, partition.single_shard)
-        self._steps: dict[int, ClientStep] = {}  # of every batch, its last one
-        self._prepared: dict[tuple[int, int], ClientStep] = {}  # by batch and step, of those to come
+        self._steps: dict[int, ClientStep] = {}  # batch -> its last step
+        self._prepared: dict[tuple[int, int], ClientStep] = {}  # (batch, step) -> a step that is still to begin
         self._step = ClientStep(StepPlan(step=0, ops=[], rows=[]), self._groups, self._placement)
         self._send_s = 0.0
         self._wait_s = 0.0
@@ -83,11 +83,11 @@ class AttentionClient:
         return self._wait_s
 
     def prepare(self, plan: StepPlan) -> None:
-        """Lay out the messages of a step that is to be selected."""
+        """Lay out the messages of a step before it begins, while memory workers attend."""
         self._prepared[plan.batch, plan.step] = self._laid_out(plan)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """The messages that follow belong to this step."""
+        """Select the step that the next messages belong to."""
         step = self._steps.get(plan.batch)
         if step is None or step.plan is not plan:
             step = self._prepared.pop((plan.batch, plan.step), None)
@@ -100,13 +100,13 @@ class AttentionClient:
         return ClientStep(plan, self._groups, self._placement, guarded=bool(self._parity_links))
 
     def send_plan(self, plan: StepPlan) -> None:
-        """Tell all memory workers of a step to come."""
+        """Send the plan of a coming step to all memory workers."""
         key, data = MessageKey.for_step(MessageKind.PLAN, plan), encode(plan)
         for link in self.clients:
             link.send_plan(key, data)
 
     def q(self, layer: int, q: Tensor) -> None:
-        """q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""
+        """Send q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""
         (q,) = self._staging.to_host(q)  # waits while the device computes it
         start, step = time.perf_counter(), self._step
         for link, share in zip(self.clients, step.shares(self.layers[layer], q.dtype), strict=True):
@@ -116,7 +116,7 @@ class AttentionClient:
         self._send_s += time.perf_counter() - start
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]: to each memory worker its KV heads."""
+        """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]: to each memory worker its KV heads."""
         k, v = self._staging.to_host(k, v)
         start, step = time.perf_counter(), self._step
         for link, share in zip(self.clients, step.shares(self.layers[layer], k.dtype), strict=True):
@@ -132,7 +132,7 @@ class AttentionClient:
         self._send_s += time.perf_counter() - start
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """Gather [R, 1, Hq, Dv] from all memory workers."""
+        """Receive O [R, 1, Hq, Dv] from all memory workers."""
         start, of = time.perf_counter(), self.layers[layer]
         out = self._staging.empty_host(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
         cut = self._step.split_heads(of)
@@ -144,7 +144,9 @@ class AttentionClient:
         return self._staging.to_device(out.unsqueeze(1))
 
     def _gather(self, layer: int, out: Tensor, parts: list[Partial]) -> None:
-        """Of each worker what is final to ``out`` [R, Hq, Dv], and what is partial to ``parts``, by cut heads."""
+        """Receive every worker's results: final ones go to ``out`` [R, Hq, Dv], partial ones to ``parts``, by split
+        heads.
+        """
         for link in range(len(self.clients)):
             self._receive(link, layer, out, parts)
 
@@ -155,15 +157,15 @@ class AttentionClient:
             self.clients[link].receive(self._step.key(MessageKind.O, layer), fill, share.messages.o_bytes)
 
     def check_errors(self) -> None:
-        """Raise the refusal of a memory worker from which no O is due; every O that is due has come. Raises
+        """Raise the refusal of a memory worker that sends no O; all expected O have arrived before. Raises
         RefusedError, ProtocolError.
         """
         for link in self._parity_links:
             if (key := link.poll(0.0)) is not None:
-                raise ProtocolError(f"memory worker {link.number}: {key}, of which nothing is due")
+                raise ProtocolError(f"memory worker {link.number}: {key}, which should send nothing")
 
     def _merge(self, of: ClientLayer, cut: _SplitHeads, parts: Partial, out: Tensor) -> None:
-        """Fill in the rows that several memory workers have returned in parts."""
+        """Merge the partial results of several memory workers and write these rows of ``out``."""
         for left, right in cut.levels:
             self._backend.merge(parts, left, right)
         stored, new = (Partial(parts.o[at], parts.lse[at]) for at in (cut.roots, cut.new))
@@ -178,14 +180,14 @@ class ClientLayer:
     def __init__(
         self, shape: LayerShape, spec: AttentionSpec, pieces: tuple[tuple[WorkerPiece, ...], ...], equal_layer: int
     ) -> None:
-        """``pieces``: by link; ``equal_layer``: the first layer that has the same."""
+        """``pieces``: by memory worker. ``equal_layer``: the first layer that has the same pieces."""
         self.shape, self.num_q_heads, self.v_dim = shape, shape.q_heads, shape.v_dim
         self.sinks = torch.frombuffer(bytearray(shape.sinks), dtype=FP32) if spec.sinks else None
         self.pieces, self.equal_layer = pieces, equal_layer
 
 
 class _GroupIndices(NamedTuple):
-    """protocol.row_layout.Layout as indices."""
+    """A RowLayout of protocol.row_layout as indices."""
 
     whole: Index
     q: Index
@@ -193,7 +195,7 @@ class _GroupIndices(NamedTuple):
 
 
 class WorkerShare(NamedTuple):
-    """A memory worker's share of a layer in a step. Of what has no rows there is nothing."""
+    """A memory worker's share of a layer in a step. Parts without rows are left out."""
 
     messages: LayerMessages
     q: list[tuple[slice, Index, TensorSpan]]  # query heads, rows
@@ -202,11 +204,11 @@ class WorkerShare(NamedTuple):
         tuple[int, slice, TensorSpan, TensorSpan]
     ]  # index of the cut heads, which of their results, o and lse
     final: list[tuple[slice, Index, TensorSpan]]  # query heads, rows
-    runs: int = 1  # of heads in ``kv``, one behind the other, of which the message has the exclusive or
+    runs: int = 1  # runs of heads in ``kv``, one after another, whose exclusive or is sent
 
 
 class _SplitHeads(NamedTuple):
-    """Query heads of a layer of which several memory workers return parts: protocol.row_layout.Merges as indices."""
+    """Query heads of which several memory workers return partial results: Merges of protocol.row_layout as indices."""
 
     heads: slice
     shape: tuple[int, int]  # results, heads
@@ -216,33 +218,33 @@ class _SplitHeads(NamedTuple):
     rows: Tensor
 
     def empty_partials(self, v_dim: int) -> Partial:
-        """For the results of all workers."""
+        """Allocate the partial results of all workers."""
         return Partial(torch.empty(*self.shape, v_dim, dtype=FP32), torch.empty(self.shape, dtype=FP32))
 
 
 class ClientStep:
-    """The step that messages belong to, and whose rows are whose."""
+    """The step that messages belong to, and the rows of each memory worker."""
 
     def __init__(
         self, plan: StepPlan, groups: list[LayerGroup], placement: KvPlacement, *, guarded: bool = False
     ) -> None:
-        """``guarded``: whether somebody keeps the parity of all others."""
+        """``guarded``: whether a parity worker stores the exclusive or of all others' K and V."""
         self.plan, self._groups, self._placement, self._guarded = plan, groups, placement, guarded
         self.num_rows = plan.num_rows
         self._layouts: dict[int, RowLayout] = {}
         self._rows: dict[int, _GroupIndices] = {}
-        self._shares: dict[int, list[WorkerShare]] = {}  # by layer; layers that are alike share one
+        self._shares: dict[int, list[WorkerShare]] = {}  # by layer; equal layers share an entry
         self._cut: dict[int, list[_SplitHeads]] = {}
 
     def key(self, kind: MessageKind, layer: int) -> MessageKey:
         return MessageKey.for_step(kind, self.plan, layer)
 
     def shares(self, layer: ClientLayer, dtype: torch.dtype) -> list[WorkerShare]:
-        """By link."""
+        """Return the layer's share of each memory worker, in order; the parity worker's is last."""
         shares = self._shares.get(layer.equal_layer)
         if shares is None:
             rows = tuple(count_rows(self._layout(g)) for g in range(len(self._groups)))
-            starts = [0] * len(self.split_heads(layer))  # of the results of the next worker
+            starts = [0] * len(self.split_heads(layer))  # where the results of the next worker begin
             shares = [self._share(layer, x, messages(x, rows, dtype.itemsize), starts) for x in layer.pieces]
             if self._guarded:
                 shares.append(_parity_of(shares))
@@ -275,7 +277,7 @@ class ClientStep:
         return share
 
     def _cut_pieces(self, layer: ClientLayer) -> Iterable[list[WorkerPiece]]:
-        """Pieces of the same heads of which something comes back in parts, each list in the order of links."""
+        """Yield pieces of the same heads that return partial results, each list in the order of memory workers."""
         by_head: dict[int, list[WorkerPiece]] = {}
         for piece in (p for pieces in layer.pieces for p in pieces):
             if self._layout(piece.group).num_partial:
@@ -306,13 +308,13 @@ class ClientStep:
 
 
 def _parity_of(shares: Sequence[WorkerShare]) -> WorkerShare:
-    """Their K and V one over the other, which lie alike in all their messages; nothing else."""
+    """Return the parity worker's share: K and V of all workers, which lie alike in their messages, combined in one."""
     only = shares[0].messages._replace(q_bytes=0, partial_bytes=0, final_bytes=0)
     return WorkerShare(only, [], [each for share in shares for each in share.kv], [], [], len(shares))
 
 
 def _heads(piece: WorkerPiece) -> tuple[slice, slice]:
-    """Query heads and KV heads."""
+    """Return the query heads and the KV heads of a piece."""
     start, stop, each = piece.head_start, piece.head_stop, piece.q_heads_per_kv_head
     return slice(start * each, stop * each), slice(start, stop)
 
@@ -322,7 +324,7 @@ def _tensor(numbers: list[int]) -> Tensor:
 
 
 def _take(share: WorkerShare, out: Tensor, parts: list[Partial], data: memoryview) -> None:
-    """An O: partial results to ``parts``, by cut heads; final ones to ``out`` [R, Hq, Dv]."""
+    """Copy an O: partial results to ``parts``, by split heads, final ones to ``out`` [R, Hq, Dv]."""
     cut = share.messages.partial_bytes
     if cut:
         partials = tensor_over(data[:cut], FP32)
@@ -340,8 +342,8 @@ def _take(share: WorkerShare, out: Tensor, parts: list[Partial], data: memoryvie
 
 
 def fold_runs(parts: Sequence[tuple[Tensor, TensorSpan]], runs: int) -> Sequence[tuple[Tensor, TensorSpan]]:
-    """Tensors of so many runs of heads, one run behind the other, and their parts of a message, which are the same for
-    each run -> the exclusive or of all runs, in bits of the same dtype.
+    """Return the exclusive or of ``runs`` runs of heads, bit by bit, in the same dtype. ``parts``: tensors with their
+    places in a message, one run after another; the places are the same in each run.
     """
     if runs == 1:
         return parts

@@ -1,4 +1,4 @@
-"""What becomes of a cut program before it runs: one list of passes, in their order."""
+"""The passes that prepare a cut program for running: one list, in their order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .single_threaded_slices import SingleThreadedProgram
 
 
 class Pass(NamedTuple):
-    """``run`` takes the program of the pass before, which is used up."""
+    """A pass over a program. ``run`` takes the program of the pass before, which must not be used again."""
 
     name: str
     run: Callable[[Any], Any]
@@ -29,19 +29,17 @@ def compile_passes(
     capture: GraphCapture | None = None,
     prefill: bool = False,
 ) -> list[Pass]:
-    """The passes that a worker's program takes.
-
-    ``backend``: of linear layers. ``group``: the other ranks. ``capture``: records graphs, where the device has them.
-    ``prefill``: whether the program computes prompts.
+    """Return the passes for a worker's program. ``backend``: of linear layers. ``group``: connects the ranks, if there
+    are several. ``capture``: records graphs, if the device can. ``prefill``: if the program computes prompts.
     """
     linear = Pass("bind linear layers", partial(gemm.bind, backend=backend))
     last = Pass("emulate a device", partial(with_emulated_times, prefill=prefill))
-    if capture is not None:  # a rank meets the others between its graphs, unless these hold the meeting
+    if capture is not None:  # a rank meets the others between its graphs, or inside of them
         return [linear, Pass("record graphs", lambda program: GraphedProgram(program, capture, group)), last]
     ordered = []
     if group is not None:
         ordered.append(Pass("meet ranks", partial(collective.bind, collective=group)))
-    if backend.engine is not None:  # it looks for operators, which a bound linear layer is not
+    if backend.engine is not None:  # looks for operators, so linear layers must not be bound yet
         ordered.append(Pass("bind rows", partial(rows.bind_rows, backend=backend)))
     ordered.append(linear)
     if backend.engine is not None:

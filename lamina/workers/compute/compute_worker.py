@@ -1,6 +1,6 @@
-"""The compute worker: runs the slices of a model, sends Q, K, V as they appear, takes O back, samples.
+"""The compute worker: runs the slices of a model, sends Q, K, V as soon as they exist, receives O, samples.
 
-It holds weights and no request state: all that it keeps from one step to the next are the tokens just drawn, and what
+It holds weights and no state of requests. From one step to the next it keeps only the tokens just drawn, and what
 penalties count.
 """
 
@@ -32,56 +32,56 @@ class Program(Protocol):
 
     @property
     def slices(self) -> Sequence[Any]:
-        """L + 1 callables; see converter.slices.Slice. None: another stage has it."""
+        """The L + 1 callables; see converter.slices.Slice. An entry is None if another stage has that slice."""
         ...
 
 
 class Attention(Protocol):
-    """Where Q, K and V go and O comes from: by hosts (AttentionClient), from device to device (DeviceAttentionClient),
-    or nowhere, where the worker attends by itself (prefill.LocalAttention).
+    """The attention of a worker: takes Q, K and V, and returns O. AttentionClient sends messages of the host,
+    DeviceAttentionClient those of the device. ``prefill.LocalAttention`` sends none: that worker attends by itself.
     """
 
     @property
     def send_s(self) -> float:
-        """Seconds spent sending."""
+        """The seconds spent sending."""
         ...
 
     @property
     def wait_s(self) -> float:
-        """Seconds spent waiting for O."""
+        """The seconds spent waiting for O."""
         ...
 
     def send_plan(self, plan: StepPlan) -> None:
-        """A step is to come."""
+        """Announce a coming step."""
         ...
 
     def prepare(self, plan: StepPlan) -> None:
-        """The step of ``plan`` will be selected: what that needs is worked out here, while memory workers attend."""
+        """Prepare the step of ``plan`` ahead of time, while memory workers attend."""
         ...
 
     def begin_step(self, plan: StepPlan) -> None:
-        """The messages that follow belong to the step of ``plan``."""
+        """Select the step of ``plan``: the next messages belong to it."""
         ...
 
     def q(self, layer: int, q: Tensor) -> None:
-        """q [R, Hq, 1, D]."""
+        """Send q [R, Hq, 1, D]."""
         ...
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
+        """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]."""
         ...
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """[R, 1, Hq, Dv], once it is there."""
+        """Wait for O and return it, [R, 1, Hq, Dv]."""
         ...
 
     def check_errors(self) -> None:
-        """Before anything is drawn from a step: raise what went wrong with messages that nobody has waited for."""
+        """Raise errors of messages that no caller has waited for. Called before tokens of a step are drawn."""
         ...
 
 
 class ComputeWorker:
-    """One replica of the model. Takes its turns in their order, whichever messages come first."""
+    """One replica of the model. Runs its slice tasks in their order, whatever order messages arrive in."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class ComputeWorker:
         trace: Recorder = NULL_RECORDER,
         epoch: int = 0,
     ) -> None:
-        """``ring``: None for the only replica; ``ranks``: None where it has all weights; ``staging``: of the program's
-        device, None for the CPU. ``pool`` and the others take and give tensors of that device.
+        """``ring``: None for the only replica. ``ranks``: None if this rank has all weights. ``staging``: of the
+        program's device; None for the CPU. ``pool``, ``ring`` and ``ranks`` take and return tensors on that device.
         """
         self._slices = program.slices
         self._client = pool
@@ -110,13 +110,13 @@ class ComputeWorker:
         self._dtype = dtype
         self._call = self._call_fixed if deterministic else self._call_plain
         self._tasks: SliceTasks = []  # of this replica
-        self._last_tokens: dict[int, dict[int, int]] = {}  # batch -> sequence -> the token drawn by its step before
+        self._last_tokens: dict[int, dict[int, int]] = {}  # batch -> sequence -> the token that the last step drew
         self._histories = TokenHistories()
         self._penalties_due: dict[
             tuple[int, int], dict[int, PendingHistory]
-        ] = {}  # batch, step -> what the draws ahead here count
+        ] = {}  # (batch, step) -> what its penalties count
         self._epoch = epoch
-        self._past = dict.fromkeys(("send_s", "wait_s", "carry_s"), 0.0)  # of older epochs
+        self._past = dict.fromkeys(("send_s", "wait_s", "carry_s"), 0.0)  # the seconds of older epochs
         self.slice_s = 0.0
         self.sample_s = 0.0
         self.steps = 0
@@ -124,7 +124,7 @@ class ComputeWorker:
 
     @property
     def has_work(self) -> bool:
-        """Whether some turn is ahead."""
+        """True if a slice task can be run."""
         return self._rank_group.has_next(self._tasks)
 
     def connect(
@@ -135,8 +135,8 @@ class ComputeWorker:
         ranks: RankGroup | None = None,
         replica: int = 0,
     ) -> None:
-        """Go on under ``epoch`` with others to talk to, as the replica of that number. Of older epochs nothing is left:
-        no turns, no last tokens, and nothing that penalties count.
+        """Continue in ``epoch`` with new peers, as the replica of that number. Slice tasks, last tokens and the history
+        that penalties count are discarded.
         """
         before = self._activity_seconds()
         self._replica = replica
@@ -152,10 +152,8 @@ class ComputeWorker:
         self._tasks, self._penalties_due, self._last_tokens, self._histories = [], {}, {}, TokenHistories()
 
     def submit(self, new: RunRound) -> None:
-        """Queue the turns of a round that are this replica's; replica 0 announces its plans to the memory workers.
-        Steps of an older epoch are dropped.
-
-        Raises ValueError for penalties that count on what this worker was not told.
+        """Queue this replica's slice tasks of a round. Replica 0 also sends the plans to the memory workers. Steps of
+        an older epoch are dropped. Raises ValueError for penalties that count tokens this worker does not know.
         """
         last = len(self._slices) - 1
         for step in new.steps:
@@ -178,7 +176,7 @@ class ComputeWorker:
 
     @torch.inference_mode()
     def run_next(self) -> StepDone | None:
-        """Take the next turn; returns its step if that is done now and this rank is to say so."""
+        """Run the next slice task. Returns the result of its step if that is now done and this rank reports it."""
         if (taken := self._rank_group.pop_next(self._tasks)) is None:
             return None
         turn, step = taken
@@ -194,7 +192,7 @@ class ComputeWorker:
         return None
 
     def stats(self) -> dict[str, float]:
-        """Seconds by activity (``slice_s`` excludes sending), and counts."""
+        """Return seconds by activity, and counts. ``slice_s`` excludes sending."""
         waits = self._activity_seconds()
         return {
             "slice_s": self.slice_s - waits["send_s"],
@@ -241,7 +239,7 @@ class ComputeWorker:
             sampled = self._rank_group.sample(logits[:, -1], step.sampling_requests, logit_changes_of(due, pending))
             self.sample_s += time.perf_counter() - begun
             self._trace.add(Event.SAMPLE, begun, step.plan)
-        # A sequence that got no token ends; until the driver knows, its rows are those of some token.
+        # A sequence without a token ends. Until the driver knows, its rows are computed with token 0.
         self._last_tokens[step.plan.batch] = {d.sequence: max(d.token_id, 0) for d in sampled}
         return self._done(step, sampled)
 
@@ -264,7 +262,7 @@ class ComputeWorker:
         return out
 
     def _call_fixed(self, index: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """In calls of FIXED_ROWS rows, the last one padded, so that no GEMM's shape depends on batch mates."""
+        """Run a slice in calls of FIXED_ROWS rows, the last one padded: no GEMM's shape depends on other requests."""
         start = time.perf_counter()
         rows = inputs[0].shape[0]
         held = BufferedSends()
@@ -284,7 +282,7 @@ class ComputeWorker:
 def _resolve(step: RunStep, last: dict[int, int]) -> list[int]:
     if -1 not in step.token_ids:
         return step.token_ids
-    # Sequences that go on with another one's token.
+    # Sequences that continue with another sequence's token.
     reference_of = {
         d.sequence: step.sampling_requests[d.reference_request].sequence
         for d in step.sampling_requests
@@ -295,7 +293,7 @@ def _resolve(step: RunStep, last: dict[int, int]) -> list[int]:
 
 
 class BufferedSends:
-    """Takes the sends of several calls of one slice and forwards them as one message each."""
+    """Collects the sends of several calls of one slice and forwards each kind as one message."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[tuple[Tensor, ...]]] = {}
@@ -309,6 +307,6 @@ class BufferedSends:
         self._parts.setdefault("kv", []).append((k, v))
 
     def forward(self, pool: Any, rows: int) -> None:
-        """Send the first ``rows`` rows to ``pool``, which takes sends as a AttentionClient does."""
+        """Send the first ``rows`` rows to ``pool``, which has the methods of AttentionClient."""
         for kind, parts in self._parts.items():
             getattr(pool, kind)(self._layer, *(torch.cat(p)[:rows] for p in zip(*parts, strict=True)))

@@ -24,8 +24,8 @@ DESCRIPTORS_PER_SHARE = 3  # of a memory worker's share of a layer: Q, K and V, 
 
 
 class _DeviceShare(NamedTuple):
-    """One memory worker's share of a layer. ``descriptor``: the number of Q's line; the lines of K and V, and of O,
-    follow it.
+    """One memory worker's share of a layer. ``descriptor``: the index of Q's descriptor; those of K and V, and of O,
+    follow.
     """
 
     transport: DeviceTransport
@@ -36,9 +36,8 @@ class _DeviceShare(NamedTuple):
 
 
 class DeviceAttentionClient:
-    """Attention of memory workers on devices, reached from device to device; their partition has whole heads.
-
-    Where its wires are ``recordable``, so are its ``q`` and ``kv``: what differs from step to step is in lines.
+    """Attention on memory workers whose devices exchange messages with this one. Their partition has whole heads. If
+    its transports are ``recordable``, so are ``q`` and ``kv``: what differs between steps is in the descriptors.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class DeviceAttentionClient:
         itemsize: int,
         staging: Staging,
     ) -> None:
-        """``pool`` takes plans, on links of the workers that ``wires`` go to. ``itemsize``: of the wire's dtype."""
+        """``pool``: sends plans to the memory workers of ``wires``. ``itemsize``: bytes of an element in messages."""
         self._pool, self._transports, self._staging = pool, wires, staging
         self.recordable = all(wire.recordable for wire in wires)
         self._layers, self._itemsize = layers, itemsize
@@ -63,9 +62,10 @@ class DeviceAttentionClient:
                     shares.append(_share(piece, wire, num_lines))
                     num_lines += DESCRIPTORS_PER_SHARE
         self._descriptors = torch.zeros(num_lines, DESCRIPTOR_WORDS, dtype=torch.int64, device=staging.device)
-        self._plan: StepPlan | None = None  # the plan of these lines
-        self._announced: dict[int, tuple[StepPlan, Tensor]] = {}  # batch -> its last plan, and its lines on the host
-        self.wait_s = 0.0  # of a host for messages: it waits for its device alone
+        self._plan: StepPlan | None = None  # the plan of these descriptors
+        # Batch -> its last plan, and its descriptors on the host.
+        self._announced: dict[int, tuple[StepPlan, Tensor]] = {}
+        self.wait_s = 0.0  # always 0: the host waits for no message, only for its device
 
     @property
     def send_s(self) -> float:
@@ -73,14 +73,14 @@ class DeviceAttentionClient:
         return self._pool.send_s
 
     def send_plan(self, plan: StepPlan) -> None:
-        """Send the plan of a step to come."""
+        """Send the plan of a coming step."""
         self._pool.send_plan(plan)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Nothing: lines count the messages of all steps before."""
+        """Do nothing: descriptors count the messages of all earlier steps."""
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Bring this step's lines to the device: messages that follow belong to it."""
+        """Copy this step's descriptors to the device: the next messages belong to it."""
         if plan is self._plan:
             return
         self._plan = plan
@@ -90,26 +90,26 @@ class DeviceAttentionClient:
         self._descriptors.copy_(self._staging.to_device(known[1]))
 
     def q(self, layer: int, q: Tensor) -> None:
-        """Send q [R, Hq, 1, D]. R may be above the step's rows: nobody reads the rest."""
+        """Send q [R, Hq, 1, D]. R may be more than the step's rows; the rest is not sent."""
         for share in self._shares[layer]:
             share.transport.send(
                 MessageKind.Q, self._descriptors[share.descriptor], q[:, share.q_heads, 0].contiguous()
             )
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]. R may be above the step's rows: nobody reads the rest."""
+        """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]. R may be more than the step's rows; the rest is not sent."""
         for share in self._shares[layer]:
             parts = (x[:, share.kv_heads, 0].contiguous() for x in (k, v))
             share.transport.send(MessageKind.KV, self._descriptors[share.descriptor + 1], *parts)
 
     @contextmanager
     def launching(self) -> Iterator[bool]:
-        """Around the launch of a graph that holds ``q`` or ``kv``; False: it must not be launched."""
+        """Surround the launch of a graph that holds ``q`` or ``kv``. Yields False if it must not be launched."""
         with ExitStack() as held:
             yield all(held.enter_context(wire.launching()) for wire in self._transports)
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """[R, 1, Hq, Dv]. The device has it before whatever it does next; the host does not wait."""
+        """Return O [R, 1, Hq, Dv]. The device receives it before later work; the host does not wait."""
         shape = self._layers[layer]
         out = torch.empty(num_rows, 1, shape.q_heads, shape.v_dim, dtype=dtype, device=self._staging.device)
         for share in self._shares[layer]:
@@ -121,7 +121,7 @@ class DeviceAttentionClient:
         return out
 
     def check_errors(self) -> None:
-        """Raise what went wrong with messages; RefusedError where a memory worker left as it refused a plan."""
+        """Raise errors of messages; RefusedError if a memory worker closed its channel because it refused a plan."""
         try:
             for wire in self._transports:
                 wire.check_errors()
@@ -151,7 +151,7 @@ def _share(piece: WorkerPiece, transport: DeviceTransport, line: int) -> _Device
 
 
 class Connector(Protocol):
-    """Opens a channel to one memory worker, for kernels to send on where they can, or for hosts."""
+    """Opens a channel to one memory worker: for kernels to send on if they can, or for hosts."""
 
     def __call__(self, *, kernels: bool) -> Channel: ...
 
@@ -166,10 +166,11 @@ def open_transports(
     *,
     graphs: bool,
 ) -> list[DeviceTransport]:
-    """The wires to the memory workers that gave ``bounds``, over the channels of their links, if ``path`` is from
-    device to device; else none, and those are closed. Each worker that waits for a channel for hosts gets one, which
-    ``connects`` open, in place of that of its link: for plans, or for all. ``graphs``: whether memory workers are to
-    record their rounds. Raises ChannelError, RefusedError.
+    """Open the device transports to memory workers over the channels of ``links``; none if ``path`` is another one.
+
+    Each worker whose reply in ``bounds`` offers the device path gets a second channel by ``connects``, for messages of
+    hosts; its link uses that from now on. The first channel then serves kernels, or is closed. ``graphs``: if memory
+    workers are to record their rounds. Raises ChannelError, RefusedError.
     """
     wires, wanted = list[DeviceTransport](), path is LayerPath.DEVICE
     for link, connect, bound in zip(links, connects, bounds, strict=True):

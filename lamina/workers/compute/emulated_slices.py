@@ -14,10 +14,12 @@ from .compute_worker import BufferedSends, Program
 
 
 class EmulatedProgram:
-    """A program, each of whose slices takes its time and then sends."""
+    """A program whose slices each take the emulated time, and then send."""
 
     def __init__(self, program: Program, call_s: Sequence[float], row_s: float) -> None:
-        """``call_s``: seconds of a call by slice, or one for all; ``row_s`` more for each row. Raises ValueError."""
+        """``call_s``: seconds of a call, one value for each slice or one for all. ``row_s``: seconds more for each row.
+        Raises ValueError for another number of values.
+        """
         count, given = len(program.slices), len(call_s)
         if given not in (1, count):
             raise ValueError(f"LAMINA_EMULATE: slice_s has {given} times for {count} slices: give one, or one for each")
@@ -28,13 +30,13 @@ class EmulatedProgram:
         self._inner = program
 
     def clear_graphs(self) -> None:
-        """Forget what the real program recorded, where it records graphs."""
+        """Discard recorded graphs, if the real program records them."""
         if isinstance(self._inner, GraphedProgram):
             self._inner.clear_graphs()
 
 
 class EmulatedSlice:
-    """Called as the slice that it stands for. What that one sends leaves when the device is done."""
+    """A slice with the arguments and results of ``inner``. Its messages are sent when the emulated device is done."""
 
     def __init__(self, inner: Any, call_s: float, row_s: float, device: EmulatedDevice) -> None:
         self._inner = inner
@@ -57,7 +59,7 @@ class EmulatedSlice:
 
 
 def with_emulated_times(program: Program, *, prefill: bool = False) -> Program:
-    """The program on the device that the environment names; itself where it names none."""
+    """Return the program on the device that the environment describes, or the program itself if there is none."""
     times = DeviceTimes.from_environment()
     if times is None:
         return program

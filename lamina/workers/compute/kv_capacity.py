@@ -1,4 +1,4 @@
-"""What a model and its partition ask of the memory workers."""
+"""The memory that a model and its partition need on memory workers: inboxes, KV blocks, tensors of attention."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from lamina.protocol.step_plan import BindReply, LayerShape
 SLOTS_PER_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 LEAST_BLOCKS = 2
-KV_SLOTS = 8  # layers that a prefill worker may be ahead of a memory worker
-STORED_SLOTS = 4  # steps of which a prefill worker has not taken notice yet, and one more
-MAX_CACHED_PROMPTS = 8  # of the longest, that the store of a prefill worker is for
-PROMPT_CACHE_MEMORY_SHARE = 1 / 8  # of a host's free memory, for all these stores at most; each has room for one prompt
+KV_SLOTS = 8  # how many layers a prefill worker may be ahead of a memory worker
+STORED_SLOTS = 4  # how many notices of stored K and V a prefill worker may leave unread, and one more
+MAX_CACHED_PROMPTS = 8  # of the longest; the store of a prefill worker is sized for these
+PROMPT_CACHE_MEMORY_SHARE = 1 / 8  # of a host's free memory, for all these stores; each holds one prompt at least
 OS_PAGE_BYTES = 4096
 
 
@@ -40,8 +40,8 @@ def inbox_geometries(
     max_len: int,
     num_batches: int = 1,
 ) -> tuple[Geometry, Geometry]:
-    """The inboxes of a memory worker and of the compute worker, for messages of up to ``max_rows`` rows of sequences of
-    up to ``max_len`` tokens.
+    """Return the inboxes of a memory worker and of the compute worker. They hold messages of up to ``max_rows`` rows,
+    of sequences of up to ``max_len`` tokens.
     """
     most = max_message_sizes(layers, partition, itemsize, max_rows=max_rows, stripes=max_stripes(partition, max_len))
     slots = SLOTS_PER_BATCH * num_batches + 1
@@ -52,8 +52,8 @@ def inbox_geometries(
 def prefill_inbox_geometries(
     layers: Sequence[LayerShape], partition: Partition, itemsize: int, *, max_rows: int, stages: int = 1
 ) -> tuple[Geometry, Geometry]:
-    """The inboxes of a memory worker and of a prefill worker, for the K and V of up to ``max_rows`` rows. ``stages``:
-    of its group.
+    """Return the inboxes of a memory worker and of a prefill worker, for K and V of up to ``max_rows`` rows.
+    ``stages``: the number of prefill workers in its group.
     """
     most = max_message_sizes(layers, partition, itemsize, max_rows=max_rows, stripes=1)
     out_bytes = max(LEAST_SLOT_BYTES, most.kv)
@@ -72,33 +72,33 @@ def _inbox(slots: int, slot_bytes: int, max_rows: int) -> Geometry:
 
 
 def store_bytes(layers: Sequence[LayerShape], dtype: torch.dtype, max_len: int, block_size: int) -> int:
-    """Of a store of ``dtype`` for one sequence, the null block included."""
+    """Return the bytes of a store of ``dtype`` for one sequence, the null block included."""
     token = sum(x.kv_heads * head_bytes(x.qk_dim, x.v_dim, dtype) for x in layers)
     return token * block_size * (-(-max_len // block_size) + 1)
 
 
 def prompt_cache_bytes(one: int, free: int, workers: int) -> int:
-    """Of the store of each of so many prefill workers on a host that has ``free`` bytes, where nobody says: for some of
-    the longest prompts, of which one takes ``one`` bytes.
+    """Return the default bytes of a prefill worker's store, for some of the longest prompts. ``one``: bytes of one such
+    prompt. ``free``: free bytes of the host, which has ``workers`` prefill workers.
     """
     return max(one, min(MAX_CACHED_PROMPTS * one, int(free * PROMPT_CACHE_MEMORY_SHARE / workers)))
 
 
 def channel_bytes(*inboxes: Geometry) -> int:
-    """Of the memory of a channel with these inboxes, headers included."""
+    """Return the bytes of memory of a channel with these inboxes, headers included."""
     return sum(inbox.slots * (-(-inbox.slot_bytes // OS_PAGE_BYTES) + 1) * OS_PAGE_BYTES for inbox in inboxes)
 
 
 class BlockSplit(NamedTuple):
-    """By group of layers. Null blocks are not counted."""
+    """The blocks of a worker by layer group; null blocks are not counted."""
 
     groups: list[LayerGroup]
-    block_bytes: list[int]  # of one block in all layers of the group
+    block_bytes: list[int]  # bytes of one block in all layers of the group
     num_blocks: list[int]
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks, null blocks included."""
+        """The bytes of all blocks, null blocks included."""
         return sum((n + 1) * size for n, size in zip(self.num_blocks, self.block_bytes, strict=True))
 
 
@@ -114,12 +114,12 @@ def split_blocks(
     max_len: int,
     sparsity: SparsityOptions,
 ) -> BlockSplit:
-    """How ``worker`` splits ``kv_bytes``, in a store of ``dtype``. Raises ValueError where that cannot hold one
-    sequence.
+    """Split ``kv_bytes`` of ``worker`` into blocks of each layer group, for a store of ``dtype``. Raises ValueError if
+    that cannot hold one sequence.
     """
     groups, windows = list[LayerGroup](), [AttentionSpec.decode(layer.spec).window for layer in layers]
     held = worker_pieces(layers, windows, partition, worker, groups, sparse_layers(layers, windows, sparsity))
-    sizes = [0] * len(groups)  # of a block
+    sizes = [0] * len(groups)  # bytes of a block, by group
     for pieces, selects in zip(held, selecting_layers(layers, windows, sparsity), strict=True):
         for piece in pieces:
             nbytes = block_size * head_bytes(piece.qk_dim, piece.v_dim, dtype)
@@ -142,8 +142,8 @@ def split_blocks(
 def check_longest_sequence(
     bounds: Sequence[BindReply], max_len: int, block_size: int, kv_bytes: int = 0, more: int = 0
 ) -> None:
-    """Raises ValueError where memory workers of ``bounds`` lend each other stripes, and cannot hold one sequence of
-    ``max_len`` tokens together, in ``kv_bytes`` and in ``more`` bytes that they may borrow.
+    """Check that memory workers that share stripes can hold one sequence of ``max_len`` tokens together. They have
+    ``kv_bytes``, and may borrow ``more`` bytes. Raises ValueError if they cannot.
     """
     if not bounds[0].single_shard or (most := longest_spilled_sequence(bounds, block_size)) >= max_len:
         return
@@ -156,7 +156,7 @@ def check_longest_sequence(
 
 
 def longest_spilled_sequence(bounds: Sequence[BindReply], block_size: int) -> int:
-    """Tokens of the longest sequence that memory workers of ``bounds`` hold, which lend each other stripes."""
+    """Return the tokens of the longest sequence that memory workers hold together, if they share stripes."""
     at = combined_capacity(bounds)
     placement = KvPlacement(num_kv_shards(at.kv_shards), at.stripe, at.single_shard)
     room = free_stripes_by_shard(placement, at.kv_shards, at.windows, num_usable_blocks(at.num_blocks))
@@ -167,9 +167,11 @@ def longest_spilled_sequence(bounds: Sequence[BindReply], block_size: int) -> in
 def attention_bytes(
     layers: Sequence[LayerShape], partition: Partition, worker: int, dtype: torch.dtype, *, max_rows: int, max_len: int
 ) -> int:
-    """Of the tensors that ``worker`` has at once for a layer of ``max_rows`` rows of sequences of up to ``max_len``
-    tokens: results over stored tokens, partial ones where others have the rest; and K and V on their way to a store of
-    8 bits. Neither messages nor the scratch of a backend are counted.
+    """Return the bytes of the tensors that ``worker`` has at once for one layer.
+
+    It has ``max_rows`` rows of sequences of up to ``max_len`` tokens. Counted are results over stored tokens, partial
+    ones if other workers have the rest, and K and V as they are converted for a store of 8 bits. Messages and the
+    scratch memory of a backend are not counted.
     """
     most, stripes = 0, max_stripes(partition, max_len)
     for i, layer in enumerate(layers):
@@ -184,7 +186,7 @@ def attention_bytes(
 
 
 def max_stripes(partition: Partition, max_len: int) -> int:
-    """Stripes of the longest sequence."""
+    """Return the stripes of the longest sequence."""
     return -(-max_len // (partition.stripe * CHUNK_TOKENS)) if partition.stripe else 1
 
 
@@ -199,10 +201,12 @@ def choose_kv_bytes(
     block_size: int,
     free: int,
 ) -> int:
-    """Room on ``worker``, in a store of ``dtype``, for its part of ``max_num_seqs`` sequences of ``max_len`` tokens,
-    but at most its part of a quarter of the ``free`` bytes; and for one sequence of two blocks at least.
+    """Return the bytes on ``worker`` for its part of ``max_num_seqs`` sequences of ``max_len`` tokens. At most it is
+    the worker's part of a quarter of the ``free`` bytes; at least it holds one sequence of two blocks. ``dtype``: of
+    the store.
     """
-    whole, parts = 0, [0.0] * partition.num_workers  # bytes of a token in all KV shards; of one on average, by worker
+    # Bytes of a token in all KV shards; mean bytes of a token, by worker.
+    whole, parts = 0, [0.0] * partition.num_workers
     for i, layer in enumerate(layers):
         token = head_bytes(layer.qk_dim, layer.v_dim, dtype)
         for each in range(partition.num_workers):

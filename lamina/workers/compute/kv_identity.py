@@ -1,4 +1,7 @@
-"""What K and V of a model depend on beside tokens, told so that KV can be kept for later starts (kv.page_keys)."""
+"""The identity of a model's KV: all that K and V depend on except tokens, so that later starts can use KV again.
+
+See kv.page_keys.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from lamina.protocol.control import StartCompute
 from lamina.protocol.step_plan import LayerShape
 from lamina.utils.build_info import build_id
 
-NAMES = "*.safetensors", "*.json", "*.py"  # of a checkpoint
+NAMES = "*.safetensors", "*.json", "*.py"  # the files of a checkpoint
 
 
 def kv_identity(start: StartCompute, loaded: Any, layers: list[LayerShape], dtype: torch.dtype) -> bytes:
-    """32 bytes, the same for all ranks. ``loaded``: the model, ``layers``: of one rank. Raises OSError."""
+    """Return the identity, 32 bytes, the same for all ranks. ``layers``: of one rank. Raises OSError."""
     ranks = start.topology.tensor_parallel_size
     shapes = [(x.q_heads * ranks, x.kv_heads * ranks, x.qk_dim, x.v_dim, x.spec) for x in layers]
     config = loaded.config.to_dict()
@@ -35,7 +38,9 @@ def kv_identity(start: StartCompute, loaded: Any, layers: list[LayerShape], dtyp
 
 
 def _recipe(start: StartCompute) -> str:
-    """Where bits count, all that they depend on; else KV is as good however it was computed."""
+    """Return all that the bits of KV depend on if the model is deterministic; else "", as any computation is good
+    enough.
+    """
     if not start.model.deterministic:
         return ""
     facts = (start.batching.prefill_chunk, start.topology.tensor_parallel_size, start.model.gemm, start.kv.attention)
@@ -43,7 +48,7 @@ def _recipe(start: StartCompute) -> str:
 
 
 def _files(directory: Path) -> str:
-    """Of a checkpoint: every byte of its files, since two may differ in one tensor alone."""
+    """Return the digest of a checkpoint: every byte of its files, since two may differ in one tensor alone."""
     digest = hashlib.sha256()
     for path in sorted(p for name in NAMES for p in directory.glob(name)):
         with path.open("rb") as file:
@@ -52,7 +57,7 @@ def _files(directory: Path) -> str:
 
 
 def _values(model: nn.Module) -> str:
-    """Of a module, whose weights are not in files."""
+    """Return the digest of a module whose weights are not in files."""
     digest = hashlib.sha256()
     for name, tensor in _tensors(model):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())

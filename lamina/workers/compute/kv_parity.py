@@ -1,8 +1,8 @@
-"""The parity of memory workers' KV: one more of them keeps the exclusive or of the others' equal runs of heads, bit by
+"""The parity of memory workers' KV: one more worker stores the exclusive or of the others' equal runs of heads, bit by
 bit. So the KV of each worker, this one included, is the exclusive or of the KV of all others.
 
-Compute and prefill workers send it its K and V as they send the others theirs. It attends nothing, so nobody waits for
-it; a step that it has not written by a loss does not count as done. No torch here: the driver needs it too.
+Compute and prefill workers send K and V to it as to the others. It attends nothing, so no worker waits for it. A step
+that it has not written when a worker is lost does not count as done. Imports no torch: the driver needs it too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lamina.protocol.step_plan import BindRequest, LayerShape
 
 
 def parity_layers(layers: Sequence[LayerShape], workers: int) -> list[LayerShape]:
-    """A memory worker's part of each layer, as bits alone: nothing is known of how they are attended. Raises ValueError
-    where ``workers`` have no equal parts.
+    """Return a memory worker's part of each layer as mere bits, without how they are attended. Raises ValueError if
+    ``workers`` do not divide the KV heads.
     """
     for layer in layers:
         if layer.kv_heads % workers:
@@ -41,7 +41,9 @@ def parity_layers(layers: Sequence[LayerShape], workers: int) -> list[LayerShape
 
 
 def parity_bind(bind: BindRequest, backend: str, kv_bytes: int) -> BindRequest:
-    """Of the parity worker, from that of the others' first, their backend and what memory each of them has."""
+    """Return the parity worker's Bind. ``bind``: the first memory worker's. ``backend``, ``kv_bytes``: as of the
+    others.
+    """
     layers = parity_layers(bind.layers, bind.partition.num_workers)
     whole, kv = by_head([x.kv_heads for x in layers], [1.0], 0), structs.replace(bind.kv, attention=backend)
     return structs.replace(

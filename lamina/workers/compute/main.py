@@ -1,4 +1,4 @@
-"""The start of a compute worker: load and cut the model; then, under each epoch, connect and bind."""
+"""The start of a compute worker: load and cut the model once, then connect and bind in each epoch."""
 
 from __future__ import annotations
 
@@ -46,27 +46,29 @@ NO_LIMIT = 1 << 62  # bytes
 def _connect(
     fabric: EpochFabric, url: str, terms: netstack.Terms, timeout_s: float, *, kernels: bool
 ) -> netstack.Channel:
-    """``kernels``: whether they are to send its messages, where the transport can choose."""
+    """Connect to ``url``. ``kernels``: if kernels are to send the messages, where the transport offers both."""
     return fabric.connect(url, replace(terms, kernels=kernels), timeout_s=timeout_s)
 
 
 def pipeline_name(worker: str) -> str:
-    """The name of the place where the replica before ``worker`` connects; "" where there is no worker."""
+    """Return the name of the listener for the replica before ``worker``; "" if there is no worker."""
     return f"{worker}/ring" if worker else ""
 
 
 def rank_name(worker: str) -> str:
-    """The name of the place where the other ranks of ``worker`` connect; "" where there is no worker."""
+    """Return the name of the listener for the other ranks of ``worker``; "" if there is no worker."""
     return f"{worker}/ranks" if worker else ""
 
 
 def serve_compute(sock: socket.socket, module: Any = None) -> None:
-    """Serve one driver until its link ends. ``module``: the model itself, where the driver is this process."""
+    """Serve one driver until its link ends. ``module``: the model itself, if the worker runs in the driver's
+    process.
+    """
     serve(ComputeServer, sock, module)
 
 
 class ComputeServer(ModelServer):
-    """The process of a compute worker: it loads and cuts the model once, and serves each epoch by its ComputeWorker."""
+    """The process of a compute worker: loads and cuts the model once, and serves each epoch by its ComputeWorker."""
 
     role = "compute worker"
     _pipeline_listener: EpochListener | None = None
@@ -86,7 +88,7 @@ class ComputeServer(ModelServer):
         if self.module is None:
             self._check_room(start.weight_copies)
         self._cut = self.load_and_cut()
-        if size == 1:  # a rank's slices meet the others
+        if size == 1:  # a rank's slices meet the other ranks, so they are compiled after it connects
             self._program = self.compile(self._cut)
         if start.rotates_keys:
             self._cut = self._with_rotary(self._cut)
@@ -128,7 +130,7 @@ class ComputeServer(ModelServer):
         return self._worker_in_epoch, structs.replace(self.ready_message(cut, bounds, meeting.epoch), bind=bind)
 
     def _with_rotary(self, cut: CutModel) -> CutModel:
-        """The same cut; its layers now say how keys turn with their position, which was proved. Raises
+        """Return the cut with layers that describe how keys rotate with their position, after that was verified. Raises
         UnsupportedModelError.
         """
         from lamina.models.key_rotation import find_rotary
@@ -140,11 +142,11 @@ class ComputeServer(ModelServer):
         return cut._replace(layers=layers)
 
     def _open_door(self, reception: netstack.ListenTerms) -> EpochListener:
-        """Open the place where the replica before this one connects, or where the other ranks do."""
+        """Listen for the replica before this one, or for the other ranks."""
         return EpochListener(self.fabric.listen(self.start.address, reception))
 
     def _connect_ranks(self, meeting: Connect, fabric: EpochFabric, listener: EpochListener) -> EpochGroup:
-        """The other ranks, once all are there. Raises ValueError, ChannelError."""
+        """Connect to the other ranks and wait until all have connected. Raises ValueError, ChannelError."""
         start, urls = self.start, [rank.url for rank in meeting.rank_addresses]
         names = [rank_name(rank.name) for rank in meeting.rank_addresses]
         start_s, step_s = start.deadlines.start_timeout_s, start.deadlines.step_timeout_s
@@ -170,7 +172,7 @@ class ComputeServer(ModelServer):
         return self._ranks
 
     def _check_room(self, copies: int) -> None:
-        """Raises ModelError where the host has no room for so many copies of the weights."""
+        """Raise ModelError if the host has no space for so many copies of the weights."""
         from lamina.models.checkpoint import check_room, find_checkpoint
 
         if copies > 1 and not self.staging.is_separate:
@@ -197,7 +199,7 @@ class ComputeServer(ModelServer):
     def _connect_memory(
         self, meeting: Connect, fabric: EpochFabric, ring: PipelineChannels | None
     ) -> tuple[Attention, list[BindReply]]:
-        """Bind the memory workers, or join them once the replica before has."""
+        """Bind the memory workers as replica 0, or join them after the replica before this one has."""
         start, cut, partition = self.start, self._cut, self._cut.partition
         if isinstance(self._program, GraphedProgram | EmulatedProgram):
             self._program.clear_graphs()
@@ -239,7 +241,7 @@ class ComputeServer(ModelServer):
         return DeviceAttentionClient(pool, wires, partition, cut.layers, cut.dtype.itemsize, self.staging), bounds
 
     def _join_parity(self, channel: netstack.Channel, meeting: Connect, bound: BindReply) -> MemoryWorkerClient:
-        """The link to who keeps the parity of the others, of which the first one has answered ``bound``."""
+        """Connect to the parity worker. ``bound``: the first memory worker's reply to its Bind."""
         start, workers = self.start, self.start.topology.memory_workers
         link = MemoryWorkerClient(channel, 0, start.deadlines.step_timeout_s, self.trace, workers)
         if start.replica:
@@ -255,18 +257,20 @@ class ComputeServer(ModelServer):
         return layer_path(self._cut.partition, self.replicas, topology.prefill_workers, kernels=kernels)
 
     def _bind_next(self, link: MemoryWorkerClient, bind: BindRequest, bounds: list[BindReply]) -> BindReply:
-        """All take the backend that the first one has taken. Raises RefusedError, naming one that cannot."""
+        """Bind one memory worker, with the backend that the first one chose. Raises RefusedError, naming a worker
+        without it.
+        """
         backend = bounds[0].backend if bounds else bind.kv.attention
         try:
             return link.bind(structs.replace(bind, kv=structs.replace(bind.kv, attention=backend)))
         except RefusedError as e:
             if backend == bind.kv.attention or repr(backend) not in str(e):
                 raise
-            others = "memory workers before it took that one: name one that all have by --attention-backend"
+            others = "earlier memory workers chose that one: name one that all have by --attention-backend"
             raise RefusedError(f"memory worker {link.number}: {e}; {others}") from e
 
     def _merging(self, cut: CutModel, backend: str) -> AttentionBackend:
-        """Merges what memory workers return in parts: with their own backend, where CPUs have it."""
+        """Return the backend that merges partial results: the memory workers' own one, if CPUs have it."""
         if not cut.partition.stripe:
             return attention.get("reference", CPU, cut.dtype)
         try:

@@ -24,15 +24,15 @@ from lamina.utils.tensor_buffers import part_of, tensor_over
 
 
 class RefusedError(Exception):
-    """A memory worker refused a Bind or a step; its reason is the text."""
+    """A memory worker refused a Bind or a step; the text is its reason."""
 
 
 class MissingKvError(ChannelError):
-    """A peer lives, and has not what the driver thinks that it has."""
+    """A peer is alive, but lacks KV that the driver expects there."""
 
 
 def next_of_epoch(channel: Channel, epoch: int, timeout_s: float) -> Arrival:
-    """The next message that is not of an older epoch; those are dropped. Raises ChannelError."""
+    """Return the next message, dropping those of older epochs. Raises ChannelError."""
     while True:
         arrival = channel.wait_signal(timeout_s=timeout_s)
         if MessageKey.unpack(arrival.tag).epoch >= epoch:
@@ -51,7 +51,7 @@ class MemoryWorkerClient:
         trace: Recorder = NULL_RECORDER,
         number: int | None = None,
     ) -> None:
-        """``worker``: by the partition; ``number``: among all memory workers, where that is another."""
+        """``worker``: its number in the partition. ``number``: its number among all memory workers, if that differs."""
         self.channel = channel
         self.worker = worker
         self.number = worker if number is None else number
@@ -59,15 +59,15 @@ class MemoryWorkerClient:
         self.trace = trace
 
     def bind(self, bind: BindRequest) -> BindReply:
-        """Raises RefusedError with the worker's reason."""
+        """Send a Bind and return the reply. Raises RefusedError with the worker's reason."""
         return self._request(MessageKey(MessageKind.BIND), encode(bind))
 
     def join(self, join: JoinRequest) -> BindReply:
-        """Raises RefusedError with the worker's reason."""
+        """Send a join and return the reply. Raises RefusedError with the worker's reason."""
         return self._request(MessageKey(MessageKind.JOIN), encode(join))
 
     def set_device_path(self, direct: DevicePathRequest) -> BindReply:
-        """Tell the memory worker whether kernels use the channel of the Bind. Raises RefusedError with its reason."""
+        """Notify the memory worker if kernels use the channel of the Bind. Raises RefusedError with its reason."""
         return self._request(MessageKey(MessageKind.DIRECT), encode(direct))
 
     def _request(self, key: MessageKey, data: bytes) -> BindReply:
@@ -80,7 +80,9 @@ class MemoryWorkerClient:
         return decode_bind_reply(data)
 
     def poll(self, timeout_s: float) -> MessageKey | None:
-        """The next message, one without data; None if there is none in time. Raises RefusedError, ChannelError."""
+        """Return the key of the next message, whose data is dropped; None if none arrives in time. Raises RefusedError,
+        ChannelError.
+        """
         try:
             arrival = self.channel.wait_signal(timeout_s=timeout_s)
         except ChannelTimeout:
@@ -98,13 +100,13 @@ class MemoryWorkerClient:
         self.channel.put_signal(slot, key.pack())
 
     def send_plan(self, key: MessageKey, data: bytes) -> None:
-        """``send``, as part of a step."""
+        """Send a plan, and record the time as a part of its step."""
         start = self.trace.now()
         self.send(key, data)
         self.trace.add(Event.SEND_PLAN, start, key, -1, self.number, len(data))
 
     def send_tensors(self, key: MessageKey, nbytes: int, parts: Sequence[tuple[Tensor, TensorSpan]]) -> None:
-        """Write tensors straight into the peer's inbox, to their parts of the message; they may be strided."""
+        """Write tensors directly into the peer's inbox, at their places in the message; they may be strided."""
         start = self.trace.now()
         slot = self.channel.reserve(nbytes, timeout_s=self.timeout_s)
         self.trace.add(Event.RESERVE, start, key, key.layer, self.number)
@@ -116,7 +118,7 @@ class MemoryWorkerClient:
         self.trace.add(event, start, key, key.layer, self.number, nbytes)
 
     def receive(self, key: MessageKey, consume: Callable[[memoryview], None], nbytes: int) -> None:
-        """Wait for the O that ``key`` names, and hand its bytes over. Raises RefusedError, ProtocolError."""
+        """Wait for the O that ``key`` names, and pass its bytes to ``consume``. Raises RefusedError, ProtocolError."""
         start = self.trace.now()
         arrival = next_of_epoch(self.channel, key.epoch, self.timeout_s)
         came = self.trace.add(Event.WAIT_O, start, key, key.layer, self.number)

@@ -1,6 +1,4 @@
-"""The life of a worker that has the model: load and cut it once; then connect and serve rounds, epoch after epoch,
-until the driver goes.
-"""
+"""The life of a worker that has the model: load and cut it once, then serve the rounds of one epoch after another."""
 
 from __future__ import annotations
 
@@ -72,11 +70,11 @@ MESSAGES = (
 
 
 class Worker(Protocol):
-    """The part of a worker that serves the rounds: ComputeWorker, PrefillWorker."""
+    """The part of a worker that serves rounds: ComputeWorker, PrefillWorker."""
 
     @property
     def has_work(self) -> bool:
-        """Whether ``run_next`` has something to do."""
+        """True if ``run_next`` has something to do."""
         ...
 
     def submit(self, new: RunRound) -> None:
@@ -84,7 +82,7 @@ class Worker(Protocol):
         ...
 
     def run_next(self) -> StepDone | None:
-        """Do a part of the work; returns a step that is done."""
+        """Do a part of the work. Returns a step that is now done, or None."""
         ...
 
     def stats(self) -> dict[str, float]:
@@ -93,8 +91,8 @@ class Worker(Protocol):
 
 
 class CutModel(NamedTuple):
-    """A loaded model, in slices. ``layers``: its attention operators; ``backend``: for its linear layers, which the
-    program has not yet.
+    """A loaded model, cut into slices. ``layers``: its attention operators. ``backend``: the linear layers' backend,
+    which the program does not use yet.
     """
 
     program: Any
@@ -111,13 +109,13 @@ class ModelServer:
     ``connect``.
     """
 
-    role: str  # for messages to people
+    role: str  # names the worker in error messages
     is_prefill = False  # whether it computes prompts alone
-    _cut: CutModel  # once it is loaded
-    replicas = 1  # that there are in the epoch
+    _cut: CutModel  # set by ``load``
+    replicas = 1  # the number of replicas in the epoch
 
     def __init__(self, link: ControlLink, start: StartCompute, module: Any, around: Runtime = RUNTIME) -> None:
-        """``module``: the model itself, where the driver is this process."""
+        """``module``: the model itself, if the worker runs in the driver's process."""
         self.start = start
         self.module = module
         self.runtime = around
@@ -143,28 +141,30 @@ class ModelServer:
         )
 
     def load(self) -> Loaded:
-        """Raises ValueError for what a user can put right."""
+        """Load the model. Raises ValueError for an error that a user can correct."""
         raise NotImplementedError
 
     def connect(self, meeting: Connect, fabric: EpochFabric) -> tuple[Worker, ComputeReady]:
-        """All channels are opened by ``fabric``. Raises RefusedError, ValueError for what a user can put right."""
+        """Connect to all peers by ``fabric`` and build the Worker of an epoch. Raises RefusedError, and ValueError for
+        an error that a user can correct.
+        """
         raise NotImplementedError
 
     def connect_prefill_peers(self, order: ConnectPrefillPeers, fabric: EpochFabric) -> None:
         """Open channels to the other prefill workers. Raises ChannelError."""
-        raise ProtocolError(f"a {self.role} is to meet prefill workers")
+        raise ProtocolError(f"a {self.role} cannot connect to prefill workers")
 
     def own_slices(self, program: Any, num_layers: int) -> Any:
-        """Of the cut program, what this worker runs. Raises ValueError."""
+        """Return the part of the cut program that this worker runs. Raises ValueError."""
         return program
 
     def run(self) -> None:
-        """Serve until the driver's end of the link closes or says Stop."""
+        """Serve until the driver closes its link or sends Stop."""
         try:
             if self._work_or_failure(self._load):
                 self._loop()
         except LinkClosedError:
-            pass  # the driver is gone: so are we
+            pass  # the driver has ended, so this worker ends
         except (ChannelError, ProtocolError, RefusedError) as e:
             if not self.service.is_stopped.is_set():
                 self.service.report_failure(f"{self.role}: {e}", by_peer=isinstance(e, ChannelError))
@@ -223,7 +223,9 @@ class ModelServer:
         return partition_of(topology.partition, layers, weights, max_len)
 
     def compile(self, cut: CutModel, group: Collective | None = None) -> Any:
-        """The program behind all passes. ``group``: the other ranks."""
+        """Return the program after all compile passes. ``group``: connects the ranks of a replica, if there are
+        several.
+        """
         model, program = self.start.model, cut.program
         todo = compile_passes(
             cut.backend,
@@ -237,7 +239,7 @@ class ModelServer:
         return program
 
     def ready_message(self, cut: CutModel, bounds: Sequence[BindReply], epoch: int) -> ComputeReady:
-        """The facts that the driver must know; ``bounds``: the memory workers' answers, in their order."""
+        """Build the report to the driver. ``bounds``: the memory workers' replies to the Bind, in their order."""
         start = self.start
         return ComputeReady(
             epoch=epoch,
@@ -268,7 +270,9 @@ class ModelServer:
         )
 
     def _work_or_failure(self, work: Callable[[], None]) -> bool:
-        """Do ``work``; whether it was done. If not, the driver was told of an error that a user can put right."""
+        """Do ``work``. Returns False if that failed by an error that a user can correct, which the driver then
+        receives.
+        """
         try:
             work()
         except (RefusedError, ValueError) as e:
@@ -291,7 +295,7 @@ class ModelServer:
         self._failure = False
         if self._is_epoch_over:
             return
-        if meeting.replica is not None:  # a spare learns its place as it takes it, all where replicas come and go
+        if meeting.replica is not None:  # spares get their number only now; it also changes as replicas come and go
             self.start = structs.replace(self.start, replica=meeting.replica)
         self.replicas = meeting.replicas or self.start.topology.replicas
         if meeting.topology is not None and meeting.topology != self.start.topology:
@@ -302,7 +306,7 @@ class ModelServer:
         self.service.link.send(ready)
 
     def close_channels(self) -> None:
-        """Of all channels of the epoch."""
+        """Close all channels of the epoch."""
         if self.group:
             self.group.close()
             self.group = None
@@ -310,8 +314,8 @@ class ModelServer:
             self._epoch_fabric.close()
 
     def _on_message(self, message: object) -> None:
-        """Look at a message as it comes: a Connect or a Quiesce ends the older epoch at once, as work in it may wait
-        for peers that have gone on.
+        """Inspect a message on arrival. A Connect or a Quiesce ends the older epoch at once: work in it may wait for
+        peers that have left it.
         """
         if isinstance(message, Connect | Quiesce):
             self._next_epoch = message.epoch
@@ -320,7 +324,7 @@ class ModelServer:
 
     @property
     def _is_epoch_over(self) -> bool:
-        """Whether the Connect of a newer epoch has come."""
+        """True if the Connect of a newer epoch has arrived."""
         return self._epoch_fabric is not None and self._next_epoch > self._epoch_fabric.epoch
 
     def _loop(self) -> None:
@@ -338,7 +342,9 @@ class ModelServer:
                     self.service.link.send(part)
 
     def _report_channel_lost(self, error: Exception) -> None:
-        """A channel has ended: its other end knows why. Whatever else it is, this worker has failed."""
+        """Report the end of a channel, whose peer knows the reason. Any other error is this worker's own and is
+        raised.
+        """
         if not isinstance(error, ChannelError) or self._epoch_fabric is None or self.service.is_stopped.is_set():
             raise error
         self._failure = True
@@ -348,7 +354,9 @@ class ModelServer:
         )
 
     def _take_messages(self) -> bool:
-        """Handle the messages that have come; waits for one where there is nothing else to do. Whether to go on."""
+        """Handle the messages that have arrived; wait for one if there is no other work. Returns whether to
+        continue.
+        """
         idle, start = not self._has_work, self.trace.now()
         while (new := self.service.next_message(block=not self._has_work)) is not None:
             if isinstance(new, Connect):

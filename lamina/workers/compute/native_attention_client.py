@@ -1,6 +1,6 @@
-"""AttentionClient without Python between a slice and its messages, where all channels are native.
+"""An AttentionClient without Python between a slice and its messages, if all channels are native.
 
-The bytes are the same. A message other than the O that is due is left to its MemoryWorkerClient.
+The bytes are the same. A message other than the expected O is handled by its MemoryWorkerClient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .memory_worker_client import MemoryWorkerClient
 
 try:
     from ._compute import Pool, StepMessages
-except ImportError:  # not built: AttentionClient does it
+except ImportError:  # not built: AttentionClient sends instead
     Pool = None  # type: ignore[assignment,misc]
 
 
@@ -38,8 +38,8 @@ def open_attention_client(
     staging: Staging,
     parity: MemoryWorkerClient | None = None,
 ) -> AttentionClient:
-    """A pool of these links' memory workers, without Python where channels and tensors allow it. ``dtype``: of all
-    messages; ``parity``: see AttentionClient.
+    """Open a client of these memory workers: a native one if channels and tensors allow it. ``dtype``: of all messages.
+    ``parity``: see AttentionClient.
     """
     each = [*links, parity] if parity else links
     if Pool is None or not links or staging.is_separate or any(link.channel.calls() is None for link in each):
@@ -48,8 +48,8 @@ def open_attention_client(
 
 
 class NativeAttentionClient(AttentionClient):
-    """A AttentionClient whose messages cost no Python. ``native_send`` is for slices that are one native call; others
-    call ``q`` and ``kv``.
+    """An AttentionClient whose messages are sent and received by native calls. A slice that is one native call uses
+    ``native_send``; other slices call ``q`` and ``kv``.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class NativeAttentionClient(AttentionClient):
         dtype: torch.dtype,
         parity: MemoryWorkerClient | None = None,
     ) -> None:
-        """As AttentionClient; ``dtype``: of all messages. There are links, with one timeout and channels that are
-        native."""
+        """See AttentionClient. ``links``: one or more, with equal timeouts and native channels. ``dtype``: of all
+        messages.
+        """
         super().__init__(links, partition, layers, backend, parity=parity)
         self.dtype = dtype
-        self._forms = sorted({layer.equal_layer for layer in self.layers})  # the layers that others are like
+        self._forms = sorted({layer.equal_layer for layer in self.layers})  # the first layers of each kind
         alike = array("q", [layer.equal_layer for layer in self.layers]).tobytes()
         channels = tuple(link.channel for link in self.clients)
         self._trace = links[0].trace
@@ -78,12 +79,12 @@ class NativeAttentionClient(AttentionClient):
         return self._send_s + self._pool.send_s()
 
     def check_errors(self) -> None:
-        """Record the step's spans, and as AttentionClient."""
+        """Record the step's spans, then check as AttentionClient does."""
         self._put_spans()
         super().check_errors()
 
     def begin_step(self, plan: StepPlan) -> None:
-        """The messages that follow, those of native calls, too, belong to this step."""
+        """Select the step that the next messages belong to, those of native calls included."""
         self._put_spans()  # of the step before
         super().begin_step(plan)
         assert isinstance(self._step, NativeClientStep)
@@ -101,7 +102,7 @@ class NativeAttentionClient(AttentionClient):
             raise ValueError(f"{len(out)} rows of {out.dtype} of {of}")
         targets = [out.data_ptr(), *(x.data_ptr() for part in parts for x in part)]
         came = self._pool.receive(len(out), layer, 0, *targets)
-        while came < len(self.clients):  # that link has another message, which it drops or raises
+        while came < len(self.clients):  # that link has another message, which is dropped or raised
             self._receive(came, layer, out, parts)
             came = self._pool.receive(len(out), layer, came + 1, *targets)
 
@@ -112,13 +113,13 @@ class NativeAttentionClient(AttentionClient):
 
 
 class NativeClientStep(ClientStep):
-    """A ClientStep, and its messages as native calls have them."""
+    """A ClientStep with its messages in native form."""
 
     native: StepMessages
 
 
 def _step_table(layers: Sequence[ClientLayer], step: ClientStep, forms: Sequence[int], dtype: torch.dtype) -> bytes:
-    """The bytes that csrc/compute/compute_module.cpp reads as a Step."""
+    """Return the bytes that csrc/compute/compute_module.cpp reads as a Step."""
     numbers = array("q", [step.num_rows, len(forms)])
     for like in forms:
         numbers.append(like)
@@ -159,8 +160,8 @@ def _add_copy(
     *,
     over: bool = False,
 ) -> None:
-    """Add the copy of some heads of some rows of a tensor to where they lie in a message, ``offset`` so many bytes;
-    ``over`` what is there, by exclusive or.
+    """Add the copy of some rows and heads of a tensor to their place in a message. ``offset``: bytes added to that
+    place. ``over``: if the copy is combined with what is there by exclusive or.
     """
     head = part.shape[2] * item
     width = (heads.stop - heads.start) * head

@@ -1,7 +1,7 @@
-"""The way of the cut: replicas form a ring, and each slice of a batch runs on the one behind the slice before.
+"""The transfer of cuts: replicas form a ring, and each slice of a batch runs on the replica after the last slice's.
 
-(arXiv 2405.01814 section 4.3) With one replica the cut stays where it is. In front of a cut's tensors go the step's
-token ids [R, 1]: whoever samples may need the tokens that were drawn elsewhere.
+See arXiv 2405.01814 section 4.3. With one replica the cut stays in place. A cut's tensors follow the step's token ids
+[R, 1], since the replica that samples may need tokens that were drawn elsewhere.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from .memory_worker_client import next_of_epoch
 
 ALIGN = 64  # bytes at which each tensor of a message begins
 LEAST_SLOT_BYTES = 1 << 16
-PIPELINE_LISTENER_TERMS = ListenTerms(channels=2)  # of a replica's listener: the one before it alone, under two epochs
+# Of a replica's listener: only the one before it connects, in up to two epochs.
+PIPELINE_LISTENER_TERMS = ListenTerms(channels=2)
 
 
 class RowShape(Protocol):
-    """The part of converter.RowTensor that is needed here: a tensor of R rows; ``shape`` is that of one row."""
+    """A tensor of R rows, as far as this module needs it; ``shape`` is that of one row. See converter.RowTensor."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -39,13 +40,13 @@ class RowShape(Protocol):
 
 
 class _Ids:
-    """A step's token ids, ahead of every cut."""
+    """A step's token ids, the first tensor of every message."""
 
     shape, dtype = (1,), torch.int64
 
 
 class PipelineComm(Protocol):
-    """Hands the tensors of a cut from the replica that made them to the one that needs them."""
+    """Sends the tensors of a cut from the replica that computed them to the one that needs them."""
 
     @property
     def wait_s(self) -> float:
@@ -53,16 +54,18 @@ class PipelineComm(Protocol):
         ...
 
     def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
-        """The results of slice ``index``, for the one that runs the next slice."""
+        """Send the results of slice ``index`` to the replica that runs the next slice."""
         ...
 
     def receive(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
-        """The results of slice ``index``, wherever it ran. Calls follow the order of turns."""
+        """Return the results of slice ``index``, from whichever replica ran it. Calls follow the order of slice
+        tasks.
+        """
         ...
 
 
 class LocalPipeline:
-    """One replica: what is given is taken here."""
+    """The pipeline of a single replica: it keeps cuts for its own next slice."""
 
     def __init__(self) -> None:
         self.wait_s = 0.0
@@ -70,7 +73,7 @@ class LocalPipeline:
 
     @property
     def has_carry(self) -> bool:
-        """Whether something was given and not taken."""
+        """True if results are kept that were not received yet."""
         return bool(self._carry)
 
     def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
@@ -78,32 +81,32 @@ class LocalPipeline:
         self._carry[plan.batch] = carry
 
     def receive(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
-        """The results of slice ``index``, as they were kept."""
+        """Return the results of slice ``index`` that were kept."""
         return self._carry.pop(plan.batch)
 
 
 class RemotePipeline:
-    """Several replicas, or stages: to the next one over a channel, from the one before over another."""
+    """The pipeline of several replicas or stages: one channel to the next one, and one from the one before."""
 
     def __init__(
         self, previous: Channel | None, following: Channel | None, cuts: Sequence[Sequence[RowShape]], timeout_s: float
     ) -> None:
         """``cuts[i]``: the tensors between slice i and slice i + 1, without the ids. ``previous``, ``following``: None
-        for the first and the last stage.
+        at the first and at the last stage.
         """
         self.wait_s = 0.0
         self._previous, self._next = previous, following
-        self._received: Arrival | None = None  # seen, and not taken
+        self._received: Arrival | None = None  # has arrived, and was not received yet
         self._cuts = [(_Ids(), *cut) for cut in cuts]
         self._timeout_s = timeout_s
 
     @property
     def has_next(self) -> bool:
-        """Whether there is somebody behind."""
+        """True if a replica or stage follows this one."""
         return self._next is not None
 
     def can_receive(self, epoch: int, timeout_s: float) -> bool:
-        """Whether something has come to be taken, within so long. Raises ChannelError."""
+        """Wait up to ``timeout_s`` seconds for results to arrive, and return whether they have. Raises ChannelError."""
         if self._received is None:
             begun = time.perf_counter()
             with suppress(ChannelTimeout):
@@ -139,12 +142,12 @@ class RemotePipeline:
 
 
 def _there(channel: Channel | None) -> Channel:
-    assert channel is not None, "the first stage takes from nobody, and the last one gives to nobody"
+    assert channel is not None, "the first stage receives no cut, and the last one sends none"
     return channel
 
 
 class PipelineChannels:
-    """A replica's two channels of the ring, connected. The replicas come to the memory workers one after the other."""
+    """A replica's two connected channels of the ring. The replicas connect to the memory workers one after another."""
 
     def __init__(
         self,
@@ -160,8 +163,8 @@ class PipelineChannels:
         start_timeout_s: float,
         step_timeout_s: float,
     ) -> None:
-        """``listener`` is where the replica before comes, ``peer`` where the next one listens. ``names``: of the one
-        before, this one and the next. Raises ChannelError.
+        """``listener``: the replica before connects there. ``peer``: the address of the next one. ``names``: of the one
+        before, this one and the next. Raises ChannelError, PeerFault.
         """
         self._limit = start_timeout_s
         inbox = pipeline_inbox(cuts, max_rows=max_rows, num_batches=num_batches)
@@ -169,7 +172,7 @@ class PipelineChannels:
         nothing = Geometry(slots=1, slot_bytes=ALIGN)
         terms = Terms(outbound=inbox, inbound=nothing, name=names[1], peer=names[2])
         connect = partial(fabric.connect, peer, terms, timeout_s=self._limit)
-        # Somebody must knock first; the others open when knocked at, and then knock at the next.
+        # Replica 0 connects first; each other one accepts, and then connects to the next.
         following = connect() if first else None
         self._previous = listener.accept(timeout_s=self._limit)
         if self._previous.peer_name != names[0]:
@@ -179,22 +182,22 @@ class PipelineChannels:
         self.pipeline: PipelineComm = RemotePipeline(self._previous, self._next, cuts, step_timeout_s)
 
     def wait_for_previous(self) -> None:
-        """Wait until the memory workers have taken in the replica before this one."""
+        """Wait until the memory workers have accepted the replica before this one."""
         self._previous.release(self._previous.wait_signal(timeout_s=self._limit))
 
     def let_next_go(self) -> None:
-        """The memory workers have taken this replica in: the next one may come."""
+        """Notify the next replica that the memory workers have accepted this one, so it may connect."""
         self._next.put_signal(self._next.reserve(0), MessageKey(MessageKind.BOUND).pack())
 
 
 def pipeline_inbox(cuts: Sequence[Sequence[RowShape]], *, max_rows: int, num_batches: int) -> Geometry:
-    """The inbox of a replica, or stage, for the cuts that the one before it sends: one cut of every batch."""
+    """Return the inbox of a replica or stage, for the cuts from the one before it: one cut of every batch."""
     most = max(message_layout((_Ids(), *cut), max_rows)[1] for cut in cuts)
     return Geometry(slots=num_batches + 1, slot_bytes=max(LEAST_SLOT_BYTES, most))
 
 
 def message_layout(tensors: Sequence[RowShape], rows: int) -> tuple[list[tuple[int, int]], int]:
-    """First and last byte of each tensor in a message, and the message's length."""
+    """Return the first and last byte of each tensor in a message, and the message's length."""
     places, at = [], 0
     for x in tensors:
         nbytes = rows * math.prod(x.shape) * x.dtype.itemsize

@@ -1,7 +1,7 @@
-"""Slices of few rows on one of torch's threads, where linear layers have threads of their own.
+"""Slices with few rows on one of torch's threads, if linear layers have their own threads.
 
-The operators that torch still runs are then so short that to wake its other threads takes longer; awake, these hold
-cores that the threads of the linear layers need.
+The operators that torch still runs are then so short that waking its other threads takes longer. Awake, these threads
+also occupy cores that the threads of the linear layers need.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_SINGLE_THREAD_ROWS = 32  # prompts have more, and elements enough for several threads
-_COUNTS = {"omp_set_num_threads": None, "mkl_serv_set_num_threads_local": ctypes.c_int}  # and what each returns
+MAX_SINGLE_THREAD_ROWS = 32  # prompts have more rows, enough elements for several threads
+# Function -> the type of its result.
+_COUNTS = {"omp_set_num_threads": None, "mkl_serv_set_num_threads_local": ctypes.c_int}
 
 
 class SingleThreadedProgram:
-    """A program whose slices do so. To be called by one thread: torch counts its threads for each."""
+    """A program whose slices run on one thread if they have few rows. One thread must make all calls: torch counts its
+    threads separately for each calling thread.
+    """
 
     def __init__(self, program: Any) -> None:
         counts = _counts()
@@ -27,7 +30,7 @@ class SingleThreadedProgram:
 
 
 class _SingleThreadedSlice:
-    """Called as the slice that it stands for, with any number of rows."""
+    """A slice with the same arguments and results, for any number of rows."""
 
     def __init__(self, inner: Any, counts: Sequence[Callable[[int], int | None]]) -> None:
         self._inner, self._counts = inner, counts
@@ -51,10 +54,9 @@ def _one_thread(counts: Sequence[Callable[[int], int | None]]) -> Iterator[None]
 
 
 def _counts() -> list[Callable[[int], int | None]]:
-    """Set the calling thread's number of threads in what torch computes with; return that before, if they know it.
-
-    torch.set_num_threads would set one more: that of every thread that begins meanwhile, as long as it lives. It may be
-    a thread of whoever uses Lamina in this process.
+    """Return functions that set the calling thread's number of threads in the libraries of torch. Each returns the
+    number before, or None if the library does not report it. torch.set_num_threads would also set the number of every
+    thread that starts meanwhile, as long as it lives: perhaps a thread of the program that uses Lamina.
     """
     torch_and_its_libraries, counts = ctypes.PyDLL(torch._C.__file__), list[Callable[[int], int | None]]()
     for name, result in _COUNTS.items():

@@ -1,7 +1,7 @@
-"""What a compute worker does with the other ranks of its replica: go through turns in one order, and draw tokens.
+"""The ranks of a replica: they run slice tasks in one order, and draw tokens together.
 
 All ranks run the same slices on their parts of the weights, and meet inside of them (``lamina.ops.collective``). Rank 0
-leads: where the order of turns depends on when rounds come, it says whose turn it is, and it alone draws.
+leads. If the order of slice tasks depends on when rounds arrive, it names the next one; it alone draws tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _NOTHING: Mapping[int, LogitChanges] = MappingProxyType({})
 
 
 class SliceTask(NamedTuple):
-    """A slice of one batch's step, in the order of service that all workers share: by round, slice and batch.
-
-    The last slice counts as one of the next round, ahead of the first slice of the same batch there: with sampling
-    between them the two are one turn.
+    """One slice of one batch's step. All workers run slice tasks in this order: by round, slice and batch. The last
+    slice counts as slice 0 of the next round, and runs with the first slice of the same batch there. The two are one
+    slice task, with sampling between them.
     """
 
     round: int
@@ -39,30 +38,30 @@ SliceTasks = list[tuple[SliceTask, RunStep]]  # a heap
 
 
 class RankGroup(Protocol):
-    """All ranks of a replica, as one of them sees them."""
+    """All ranks of a replica, as seen by one of them."""
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank tells the driver what was drawn."""
+        """True if this rank reports the drawn tokens to the driver."""
         ...
 
     def has_next(self, tasks: SliceTasks) -> bool:
-        """Whether ``pop_next`` will find something."""
+        """Return whether ``pop_next`` will find a slice task."""
         ...
 
     def pop_next(self, tasks: SliceTasks) -> tuple[SliceTask, RunStep] | None:
-        """Remove the next turn; None if it is one that has not come yet."""
+        """Remove and return the next slice task; None if it has not arrived yet."""
         ...
 
     def sample(
         self, logits: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges]
     ) -> list[SampledToken]:
-        """One token for each row of ``logits`` [len(draws), this rank's vocabulary]; see sampling.Sampler.draw."""
+        """Draw one token for each row of ``logits`` [len(requests), this rank's vocabulary]; see Sampler.sample."""
         ...
 
 
 class SingleRank:
-    """One rank with all weights."""
+    """A single rank, which has all weights."""
 
     is_leader = True
 
@@ -70,37 +69,39 @@ class SingleRank:
         self._sampler = Sampler()
 
     def has_next(self, tasks: SliceTasks) -> bool:
-        """Whether there is a turn to take."""
+        """Return whether a slice task is queued."""
         return bool(tasks)
 
     def pop_next(self, tasks: SliceTasks) -> tuple[SliceTask, RunStep] | None:
-        """Remove the next turn, which is there."""
+        """Remove and return the next slice task; one must be queued."""
         return heapq.heappop(tasks)
 
     def sample(
         self, logits: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges]
     ) -> list[SampledToken]:
-        """One token for each row of ``logits`` [len(draws), vocabulary]."""
+        """Draw one token for each row of ``logits`` [len(requests), vocabulary]."""
         return self._sampler.sample(logits, requests, seen)
 
 
 class TensorParallelRanks:
-    """Several ranks."""
+    """Several ranks, which share the weights of a replica."""
 
     def __init__(self, collective: Collective, num_batches: int) -> None:
-        """``num_batches`` take turns: of a single one, turns come in one order by themselves."""
+        """``num_batches``: with a single batch, the order of slice tasks is fixed, and rank 0 need not name them."""
         self._collective = collective
         self._ordered = num_batches > 1
-        self._named_by_leader: SliceTask | None = None  # the turn that rank 0 has named
+        self._named_by_leader: SliceTask | None = None  # the slice task that rank 0 has named
         self.is_leader = collective.rank == 0
         self._sampler = Sampler()
 
     def has_next(self, tasks: SliceTasks) -> bool:
-        """Whether there is a turn to take: any, or the one that rank 0 has named, once it has come."""
+        """Return whether a slice task is queued: any one, or the one that rank 0 has named."""
         return bool(tasks) if self._named_by_leader is None else any(task == self._named_by_leader for task, _ in tasks)
 
     def pop_next(self, tasks: SliceTasks) -> tuple[SliceTask, RunStep] | None:
-        """Remove the turn that rank 0 names, the same on all ranks; None if none has come yet. Raises ChannelError."""
+        """Remove and return the slice task that rank 0 names, the same on all ranks. None if it has not arrived yet.
+        Raises ChannelError.
+        """
         if not self._ordered:
             return heapq.heappop(tasks)
         if self.is_leader:
@@ -120,11 +121,11 @@ class TensorParallelRanks:
     def sample(
         self, logits: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges]
     ) -> list[SampledToken]:
-        """One token for each row of ``logits`` [len(draws), this rank's vocabulary], the same on all ranks. Raises
-        ChannelError.
+        """Draw one token for each row of ``logits`` [len(requests), this rank's vocabulary], the same on all ranks.
 
-        Rank 0 gets each rank's best few logits and those that a draw names; the whole logits only where one samples
-        without ``top_k``, or with ``top_p`` before it, or names a large part of the vocabulary.
+        Rank 0 receives each rank's best few logits and those that a request names. It receives all logits only if a
+        request samples without ``top_k``, has ``top_p`` before it, or names a large part of the vocabulary. Raises
+        ChannelError.
         """
         group, width = self._collective, logits.shape[1]
         candidates = LogitCandidates.needed_for(requests, width, seen)
@@ -148,15 +149,16 @@ class TensorParallelRanks:
         return sampled or [SampledToken(d.sequence, token) for d, token in zip(requests, token_ids, strict=True)]
 
     def _log_sums(self, raw: Tensor, requests: list[SamplingRequest]) -> Tensor:
-        """Of each row that a draw wants scores of, log-sum-exp over all ranks, [n] fp32; 0 of others. Ranks sum their
-        own part, whatever other draws need of the logits, so that no bit depends on them.
+        """Return log-sum-exp over all ranks, [n] fp32, for each row whose request wants scores; 0 for other rows. Each
+        rank sums its own part, independently of what other requests need of the logits, so no bit depends on them.
         """
         parts = self._collective.all_gather(_row_sums(raw, requests)[:, None].contiguous(), self._collective.size)
         return _row_sums(parts, requests)
 
     def _token_ranks(self, raw: Tensor, known: Tensor, tokens: list[int]) -> list[int]:
-        """Of ``tokens`` among all, from 1. ``raw`` [n, width] fp32: this rank's logits; ``known`` [n,
-        vocabulary]."""
+        """Return the places of ``tokens`` among all tokens, from 1. ``raw`` [n, width] fp32: this rank's logits.
+        ``known`` [n, vocabulary]: has those of ``tokens``.
+        """
         group, width = self._collective, raw.shape[1]
         chosen = torch.tensor(tokens).clamp_min(0)[:, None]
         values = known.gather(1, chosen.to(known.device))
@@ -166,7 +168,7 @@ class TensorParallelRanks:
 
 
 def _with_ranks(sampled: list[SampledToken], places: list[int]) -> list[SampledToken]:
-    """The same tokens, each with its place among all tokens by log-probability."""
+    """Return the same tokens, each with its place among all tokens by log-probability."""
     return [
         SampledToken(d.sequence, d.token_id, [(*d.logprobs[0][:2], place), *d.logprobs[1:]]) if d.logprobs else d
         for d, place in zip(sampled, places, strict=True)
@@ -174,7 +176,9 @@ def _with_ranks(sampled: list[SampledToken], places: list[int]) -> list[SampledT
 
 
 def _row_sums(values: Tensor, requests: list[SamplingRequest]) -> Tensor:
-    """log-sum-exp of the rows that a draw wants scores of: one by one, as torch sums a row alone in another order."""
+    """Return log-sum-exp of the rows whose requests want scores. Rows are summed one by one, since torch sums a single
+    row in another order.
+    """
     sums = values.new_zeros(len(values))
     for i, request in enumerate(requests):
         if request.logprobs >= 0:
@@ -183,8 +187,8 @@ def _row_sums(values: Tensor, requests: list[SamplingRequest]) -> Tensor:
 
 
 class LogitCandidates(NamedTuple):
-    """How many logits of each rank the draws of a step need: the ``num_best`` highest ones, and ``num_named`` ones that
-    draws name.
+    """The logits of each rank that a step's requests need: the ``num_best`` highest, and ``num_named`` named by a
+    request.
     """
 
     num_best: int
@@ -194,7 +198,9 @@ class LogitCandidates(NamedTuple):
     def needed_for(
         requests: list[SamplingRequest], width: int, seen: Mapping[int, LogitChanges] = _NOTHING
     ) -> LogitCandidates | None:
-        """The least that serves all ``requests``; None: they need all logits. ``width``: of one rank's logits."""
+        """Return the fewest candidates that serve all ``requests``; None if they need all logits. ``width``: of one
+        rank's logits.
+        """
         best, named = 1, 0
         for request in requests:
             of_few = request.prompt_logprob_token >= 0 or request.temperature == 0.0 or _of_allowed(request, seen)
@@ -205,7 +211,7 @@ class LogitCandidates(NamedTuple):
             ):
                 return None
             names = _named(request, seen)
-            # Penalties may put as many others in the place of the best as they name.
+            # Penalties may move the best tokens below as many others as they name.
             others = 1 if _of_allowed(request, seen) else request.top_k + len(names) + 1
             best = max(best, others, request.logprobs)
             named = max(named, len(names))
@@ -219,10 +225,10 @@ class LogitCandidates(NamedTuple):
         first: int,
         sampler: Sampler,
     ) -> Tensor:
-        """raw [n, width] fp32, of the tokens from ``first`` on -> [n, 2 * (best + named)] fp32: values, and the ids of
-        their tokens (exact below 2^24).
+        """Pack raw [n, width] fp32, of tokens from ``first`` on, into [n, 2 * (best + named)] fp32. The first half has
+        values, the second half the ids of their tokens (exact below 2^24).
         """
-        best = sampler.top_tokens(raw, self.num_best)  # of equals the lowest ids, as sampling prefers them
+        best = sampler.top_tokens(raw, self.num_best)  # the lowest ids of equal values, as sampling prefers them
         named = best[:, :1].repeat(1, self.num_named)
         for row, request in zip(named, requests, strict=True):
             own = [i - first for i in _named(request, seen) if 0 <= i - first < raw.shape[1]]
@@ -231,7 +237,7 @@ class LogitCandidates(NamedTuple):
         return torch.cat([raw.gather(1, ids), (ids + first).float()], 1)
 
     def unpack(self, packed: Tensor, vocabulary: int) -> Tensor:
-        """The packed logits of all ranks -> logits [n, vocabulary], minus infinity where they are not known."""
+        """Return the packed logits of all ranks as logits [n, vocabulary]; unknown ones are minus infinity."""
         count = self.num_best + self.num_named
         parts = packed.view(len(packed), -1, 2 * count)
         values, ids = parts[..., :count], parts[..., count:].long()
@@ -240,12 +246,12 @@ class LogitCandidates(NamedTuple):
 
 
 def _shares_all(request: SamplingRequest) -> bool:
-    """Whether the draw's top_p is a share of the probability of all tokens, not of the tokens that top_k leaves."""
+    """Return whether top_p is a share of the probability of all tokens, not only of those that top_k leaves."""
     return request.top_p < 1.0 and request.filter_order.index("top_p") < request.filter_order.index("top_k")
 
 
 def _named(request: SamplingRequest, seen: Mapping[int, LogitChanges]) -> list[int]:
-    """The tokens whose logits the draw looks at, however low they are."""
+    """Return the tokens whose logits the request needs, however low they are."""
     tokens = {*request.banned_token_ids, *([request.prompt_logprob_token] if request.prompt_logprob_token >= 0 else [])}
     if request.logits_update is not None:
         history = seen[request.sequence]
@@ -256,5 +262,5 @@ def _named(request: SamplingRequest, seen: Mapping[int, LogitChanges]) -> list[i
 
 
 def _of_allowed(request: SamplingRequest, seen: Mapping[int, LogitChanges]) -> bool:
-    """Whether the draw looks only at tokens that it names."""
+    """Return whether the request allows only tokens that it names."""
     return request.logits_update is not None and seen[request.sequence].allowed_token_ids is not None

@@ -1,4 +1,4 @@
-"""A step on a memory worker: what all layers of a group share, and the work of a layer."""
+"""One step on a memory worker: what the layers of a group share, and the attention of each layer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .sparse.selection import SparseRows
 
 @dataclass
 class StoredAttention:
-    """Results of a piece's attention over stored tokens: of sequences that this worker finishes alone, and nodes of the
-    others.
+    """Attention of one piece over stored tokens: for sequences that this worker finishes alone, and for nodes of other
+    ones.
     """
 
     whole_sequences: Partial | None
@@ -37,7 +37,7 @@ class StoredAttention:
 
 
 class AttentionStep:
-    """One applied plan."""
+    """The step of one applied plan."""
 
     def __init__(self, store: KvStore, plan: StepPlan) -> None:
         self.plan = plan
@@ -48,16 +48,16 @@ class AttentionStep:
         attended = [] if store.bind_request.parity else layouts
         self.groups = [GroupAttentionStep(store, g, x, budgets) for g, x in enumerate(attended)]
         self.scoring = BlockScoring(store, plan)
-        self._stored_bytes: dict[tuple[int, bool], int] = {}  # by layer; layers that are alike share one
+        self._stored_bytes: dict[tuple[int, bool], int] = {}  # by layer; equal layers share an entry
 
     @property
     def write_positions(self) -> Sequence[tuple[WritePositions, WritePositions]]:
-        """Where K and V are stored, by group: those of whole sequences, and of the others."""
+        """The positions at which K and V are stored, by group: those of whole sequences, and those of other ones."""
         return self._writes.places
 
     def prepared(self) -> tuple[Any, ...]:
-        """What the backend has prepared, of each group: for whole sequences, nodes, new rows, and those of whole
-        sequences that do not select beside others that do; or None.
+        """Return what the backend has prepared for each group. This is for whole sequences, nodes, new rows, and rows
+        of whole sequences that do not select blocks although others do; None where there are no such rows.
         """
         each = (
             (g.whole_sequences.prepared, g.nodes.prepared, g.new_rows.prepared, g.prepared_dense_rows)
@@ -67,8 +67,9 @@ class AttentionStep:
 
     @cached_property
     def graph_key(self) -> tuple[int, ...] | None:
-        """Steps with the same launch the same work on the device, and differ in what tensors say. None: there are no
-        others. Of steps with one row of each sequence, all of which are whole here and attend all.
+        """A key that steps share if they launch the same work on the device; only the content of their tensors differs.
+        None if no other step can be the same. Only a step has one whose sequences have one row each, lie here whole,
+        and attend all their tokens.
         """
         lone = bool(self.groups) and all(rows.count == 1 for rows in self.plan.rows) and not self.scoring
         whole = all(g.selection is None and not g.nodes.num_rows and not g.new_rows.num_rows for g in self.groups)
@@ -82,8 +83,9 @@ class AttentionStep:
         return None if None in keys else (self.plan.num_rows, *chain.from_iterable(k for k in keys if k))
 
     def copy_inputs_from(self, other: AttentionStep) -> None:
-        """Say what ``other``, of the same ``graph_key``, says, at the same addresses: for graphs, which read
-        these."""
+        """Copy the inputs of ``other``, which has the same ``graph_key``, to this step's addresses, which a graph
+        reads.
+        """
         for own, new in zip(self.groups, other.groups, strict=True):
             self._store.backend.update_prepared(own.whole_sequences.prepared, new.whole_sequences.prepared)
         for (place, _), (there, _) in zip(self.write_positions, other.write_positions, strict=True):
@@ -93,15 +95,15 @@ class AttentionStep:
             place.slot_mapping.offsets.copy_(there.slot_mapping.offsets)
 
     def relaunched(self) -> AttentionStep:
-        """The same step, of which nothing was launched."""
+        """Return the same step again, with nothing launched yet."""
         return AttentionStep(self._store, self.plan)
 
     def messages(self, layer: int) -> LayerMessages:
-        """This worker's."""
+        """Return the layout of this worker's messages in a layer."""
         return self._writes.messages(layer)
 
     def stored_bytes(self, layer: int) -> int:
-        """K and V that the layer's attention reads."""
+        """Return the bytes of K and V that the layer's attention reads."""
         like = self._store.equal_pieces[layer], self._store.selects_blocks[layer]
         if like not in self._stored_bytes:
             self._stored_bytes[like] = sum(group.stored_bytes(piece) for piece, group in self._pieces(layer))
@@ -109,14 +111,16 @@ class AttentionStep:
 
     @property
     def remote_bytes(self) -> int:
-        """K and V that all layers' attention reads here of sequences at home elsewhere."""
+        """The bytes of K and V that attention reads here, in all layers, for sequences whose home is another worker."""
         if not any(group.remote_tokens for group in self.groups):
             return 0
         each = (x for layer in range(len(self._store.layers)) for x in self._pieces(layer))
         return sum(group.remote_tokens * piece.kv.token_bytes for piece, group in each)
 
     def attend_stored(self, layer: int, q: Tensor) -> list[StoredAttention]:
-        """By piece, of a message; see ``AttentionBackend.attend_stored``."""
+        """Attend the stored tokens with the Q of a message. Returns a result for each piece; see
+        ``AttentionBackend``.
+        """
         attend, stored = self._store.backend.attend_stored, list[StoredAttention]()
         for piece, group, (whole, other) in self._q(layer, q):
             if group.selection and piece.kv.bounds is not None:
@@ -130,16 +134,16 @@ class AttentionStep:
         return stored
 
     def rows(self, layer: int, kv: Tensor) -> list[StoredKvRows]:
-        """The K and V of a message, as they will be stored. They may lie in ``kv``."""
+        """Return K and V of a message in the form in which they will be stored. They may share memory with ``kv``."""
         return self._writes.rows(layer, kv)
 
     def write(self, layer: int, rows: list[StoredKvRows]) -> None:
-        """Store them at their positions."""
+        """Store the rows at their positions."""
         self._writes.write(layer, rows)
 
     def add_scores(self, layer: int, q: Tensor) -> None:
-        """Add the layer's scores, once its rows are written, to the sums that the plan asks for. ``q``: bytes of a
-        message.
+        """Add the layer's block scores to the sums that the plan requests, after its rows are written. ``q``: a
+        message's bytes.
         """
         if self.scoring:
             self.scoring.add([(piece, whole) for piece, _, (whole, _) in self._q(layer, q)])
@@ -153,7 +157,7 @@ class AttentionStep:
         partial: Tensor,
         final: Tensor,
     ) -> None:
-        """Attend the new rows as they are stored, and fill the two parts of O, flat bytes."""
+        """Attend the new rows as they are stored, and fill both parts of O: ``partial`` and ``final``, flat bytes."""
         backend, messages = self._store.backend, self.messages(layer)
         partials, finals = partial.view(torch.float32), final.view(self._store.dtype)
         pieces = zip(self._q(layer, q), kv, stored, messages.partial, messages.final, strict=True)
@@ -186,7 +190,7 @@ class AttentionStep:
 
 
 class _AttendedRows(NamedTuple):
-    """Rows of a message's Q that the backend takes at once; ``rows`` None = all."""
+    """Rows of a message's Q that one call of the backend attends. ``rows``: None for all."""
 
     num_rows: int
     rows: Tensor | None
@@ -194,10 +198,10 @@ class _AttendedRows(NamedTuple):
 
 
 class GroupAttentionStep:
-    """What one group has of a step: index tensors."""
+    """The index tensors of one layer group in a step."""
 
     def __init__(self, store: KvStore, group: int, layout: RowLayout, budgets: Mapping[int, int]) -> None:
-        """``budgets``: tokens that lone rows attend, by sequence, in place of the engine's budget; 0: all."""
+        """``budgets``: by sequence, the tokens that a single row attends, instead of the engine's budget; 0 for all."""
         self._store, self._group = store, group
         q_at, kv_at = first_rows(layout.q), first_rows(layout.kv)
         self.stored_tokens = 0
@@ -219,11 +223,13 @@ class GroupAttentionStep:
 
     @property
     def prepared_dense_rows(self) -> Any:
-        """Of the rows that do not select, where others do; or None."""
+        """The backend's prepared form of rows that attend all blocks although others select; None if there are
+        none.
+        """
         return self.selection.prepared_dense_rows if self.selection and self.selection.others else None
 
     def stored_bytes(self, piece: StoredPiece) -> int:
-        """K and V that a layer's attention reads for a piece."""
+        """Return the bytes of K and V that a layer's attention reads for a piece."""
         if self.selection and piece.kv.bounds is not None:
             return self.selection.stored_bytes(piece.kv)
         return self.stored_tokens * piece.kv.token_bytes
@@ -239,6 +245,6 @@ class GroupAttentionStep:
 
 
 def _index(rows: Iterable[RowRange], starts: dict[int, int], device: torch.device) -> Tensor:
-    """The rows of sequences in a message."""
+    """Return the indices, in a message, of the rows of sequences."""
     at = [starts[r.sequence] + i for r in rows for i in range(r.count)]
     return torch.tensor(at, dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
 """One epoch on a memory worker, from its Bind to its end: rounds of steps, layer by layer.
 
-Every step of a round has its turn in each layer, in the order of the plans; so the worker knows at any time whose
-message is next, and waits for that one alone. The store is not the epoch's: it was there before, and outlives it.
+In each layer, the steps of a round are served in the order of their plans. So the worker always knows which message is
+next, and waits for that one alone. The store is older than the epoch and outlives it.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from .worker_counters import Counters
 
 
 class LayerLoop(Protocol):
-    """The way of a layer's messages, for all steps of an epoch; and the work of a layer between them."""
+    """Serves the messages and the attention of each layer, for all steps of an epoch."""
 
     def run(self, steps: Sequence[AttentionStep]) -> None:
-        """All layers of a round: of each layer, in the order of ``steps``, take Q, K and V, attend, store, send O. The
-        store is told of rows that are written in all layers. Raises ChannelError, ProtocolError.
+        """Serve all layers of a round. In each layer, and for each step in order: receive Q, K and V, attend, store,
+        send O. Reports rows that all layers have written to the store. Raises ChannelError, ProtocolError.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """A step was refused: whoever waits for its messages is to know."""
+        """Notify peers that wait for the messages of a refused step."""
         ...
 
 
 class EpochServer:
-    """The channels of all replicas and prefill workers under one epoch. Replica 0 binds and sends the plans."""
+    """Serves the channels of all replicas and prefill workers in one epoch. Replica 0 binds and sends the plans."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class EpochServer:
         names: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Waits for a Bind on ``channel``, for which ``open_store`` gives the store. ``names``: of all that come, by
-        number.
+        """Wait for a Bind on ``channel`` and open its store by ``open_store``. ``names``: the names of all workers that
+        will connect, by their number.
         """
         self._channels = [channel]
         self._epoch, self._names = epoch, names
@@ -87,23 +87,25 @@ class EpochServer:
         self._trace = trace
         self._prefill_receiver = PrefillReceiver(meter, trace, clock, epoch)
         self._inbox = MessageInbox(self._channels, self._prefill_receiver, meter, epoch)
-        self._awaits_host_channel = False  # whether a channel for hosts is still to come
+        self._awaits_host_channel = False  # whether a second channel, for messages of hosts, is still due
         self._store = self._bind(open_store)
         self._prefill_receiver.set_store(self._store)
         self._device_layers: DeviceLayerLoop | None = None
-        self.page_transfers: PageTransfers | None = None  # set before ``run``, where pages are kept beside the pool
-        self.live_migration: LiveMigration | None = None  # set before ``run``, where stripes may move
+        self.page_transfers: PageTransfers | None = None  # set before ``run`` if pages are offloaded
+        self.live_migration: LiveMigration | None = None  # set before ``run`` if stripes may migrate
         self.report: Callable[[BlockScoresReport], None] = lambda scored: None  # to the driver; set before ``run``
 
     @property
     def num_missing(self) -> int:
-        """Channels that are still to come: of replicas, of prefill workers, and one for hosts if it is due."""
+        """The number of channels still due: of replicas, of prefill workers, and one for messages of hosts if
+        needed.
+        """
         bind = self._store.bind_request
         return bind.replicas + bind.prefill_workers - len(self._channels) + self._awaits_host_channel
 
     def add_channel(self, channel: Channel) -> None:
-        """Take the next one in, or tell one of another epoch that it is. Raises ProtocolError if it is not the one that
-        is due, or has another model.
+        """Add the channel of the next worker, or refuse one of another epoch. Raises ProtocolError if it is not the
+        worker that is due, or has another model.
         """
         arrival = self._inbox.receive(channel)
         key, bind = MessageKey.unpack(arrival.tag), self._store.bind_request
@@ -134,7 +136,8 @@ class EpochServer:
         channel.release(arrival)
         self._send(channel, MessageKey(MessageKind.BOUND), encode(self._store.bind_reply))
         self._awaits_host_channel = False
-        first, self._channels[0] = self._channels[0], channel  # for hosts, as the first one may not be
+        # For messages of hosts, which the first channel may not carry.
+        first, self._channels[0] = self._channels[0], channel
         if order.wait_s > 0:
             wire = DeviceTransport(first, self._store.staging, order.wait_s)
             self._device_layers = DeviceLayerLoop(wire, self._store, self._meter, graphs=order.graphs)
@@ -142,7 +145,7 @@ class EpochServer:
             first.close()
 
     def check_channels(self) -> None:
-        """Raises ChannelError when a replica was lost, ProtocolError if one sends before all have joined."""
+        """Raise ChannelError if a replica was lost, ProtocolError if one sends before all have joined."""
         for channel in self._channels:
             with suppress(ChannelTimeout):
                 raise ProtocolError(
@@ -150,8 +153,9 @@ class EpochServer:
                 )
 
     def run(self) -> None:
-        """Serve rounds until a channel ends. All have joined. Raises ChannelError, ProtocolError,
-        CorruptedMemoryError."""
+        """Serve rounds until a channel ends; all workers have joined before. Raises ChannelError, ProtocolError,
+        CorruptedMemoryError.
+        """
         layers = self._device_layers or self._host_layers()
         while True:
             steps, sums = self._round(layers), self._store.checksums
@@ -176,7 +180,7 @@ class EpochServer:
         return form(replicas, self._inbox, self._store, self._prefill_receiver, self._meter, self._trace, loads)
 
     def _await_loads(self, steps: Sequence[AttentionStep]) -> None:
-        """Kernels wait for no layer: all that they will see has to be there."""
+        """Wait until the KV that these steps load is there: kernels do not wait for single layers."""
         loads = self.page_transfers.loader if self.page_transfers else None
         if loads is None:
             return
@@ -188,7 +192,7 @@ class EpochServer:
             loads.collect()
 
     def _round(self, layers: LayerLoop) -> list[AttentionStep]:
-        """Begin the steps of the next round; those that have rows."""
+        """Begin the steps of the next round and return those that have rows."""
         steps, more = list[AttentionStep](), True
         while more:
             start = self._trace.now()
@@ -204,7 +208,7 @@ class EpochServer:
         return steps
 
     def _begin(self, key: MessageKey, data: bytes, layers: LayerLoop) -> tuple[AttentionStep | None, bool]:
-        """Apply a plan, or refuse it; and whether the round goes on behind it."""
+        """Apply a plan or refuse it. Returns its step, None if refused, and whether the round has more plans."""
         plan = None
         try:
             with self._meter.time("plan_s"):
@@ -234,11 +238,11 @@ class EpochServer:
     def _begin_store(self, plan: StepPlan) -> None:
         if self.page_transfers is not None:
             self.page_transfers.collect()
-            self.page_transfers.begin_plan(plan)  # which copies what is still to be saved, and wipes
+            self.page_transfers.begin_plan(plan)  # also copies blocks that are still to be saved, and wipes freed ones
         elif any(isinstance(op, SaveKv | LoadKv | StorageOp) for op in plan.ops):
-            raise ProtocolError(f"step {plan.step} saves or loads, and there is no medium beside the pool")
+            raise ProtocolError(f"step {plan.step} saves or loads, but KV offload is off")
         elif any(isinstance(op, CopyStripes | CommitMigration) for op in plan.ops) and self.live_migration is None:
-            raise ProtocolError(f"step {plan.step} moves stripes, and no memory worker has come for any")
+            raise ProtocolError(f"step {plan.step} moves stripes, but no memory worker has connected for a migration")
         else:
             again = self._store.tables.is_replay(plan)
             if self.live_migration is not None and not again:
@@ -249,7 +253,7 @@ class EpochServer:
                 self.live_migration.begin(plan)
 
     def _bind(self, open_store: Callable[[BindRequest], KvStore]) -> KvStore:
-        """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""
+        """Wait for a valid Bind; after a refusal the peer may try again, or leave."""
         channel = self._channels[0]
         while True:
             arrival = self._inbox.receive(channel)
@@ -274,7 +278,7 @@ class EpochServer:
                 return store
 
     def _check_name(self, channel: Channel, number: int) -> None:
-        """Raises ProtocolError where ``channel`` is not of the worker of that number."""
+        """Raise ProtocolError if ``channel`` does not belong to the worker of that number."""
         name = self._names[number] if number < len(self._names) else ""
         if channel.peer_name != name:
             raise ProtocolError(f"worker {number} is {name!r} by the driver, and {channel.peer_name!r} came for it")

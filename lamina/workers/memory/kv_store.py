@@ -1,4 +1,4 @@
-"""What a Bind sets up on a memory worker, its pieces of every layer and the KV blocks."""
+"""The store that a Bind sets up on a memory worker: its pieces of every layer, and the KV blocks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece of a layer, with its operator and its KV blocks."""
+    """A piece of a layer: the heads that one worker holds, with their operator and KV blocks."""
 
     group: int
     operator: Operator
@@ -61,10 +61,8 @@ class StoredPiece:
 
 
 class KvStore:
-    """Sequences, blocks and tensors of a Bind; later Binds of the same shape find them again. Holds state, decides
-    nothing.
-
-    Raises ValueError where the Bind asks for something that cannot be, ProtocolError where it contradicts itself.
+    """The sequences, blocks and tensors of a Bind; later Binds of the same shape find them again. It makes no
+    decisions. Raises ValueError if the Bind requests something impossible, ProtocolError if it contradicts itself.
     """
 
     def __init__(
@@ -76,8 +74,8 @@ class KvStore:
         slabs: HugePageArena | None = None,
         given: int = 0,
     ) -> None:
-        """``share``: of the device's free memory, where the Bind names no size. ``slabs``: ``allocate_next_layer``
-        makes the layers later, from these, while ``given`` bytes of an older store become free.
+        """``share``: of the device's free memory, used if the Bind names no size. ``slabs``: if given,
+        ``allocate_next_layer`` allocates the layers from these later, while an older store frees ``given`` bytes.
         """
         check_bind(bind)
         self.selects_blocks = selecting_layers_of(bind)  # by layer
@@ -99,7 +97,7 @@ class KvStore:
         )  # in tokens
         form = store_shape(bind, kv_bytes)
         self.pieces = form.pieces
-        self.equal_pieces = [self.pieces.index(x) for x in self.pieces]  # layer -> the first one that has the same
+        self.equal_pieces = [self.pieces.index(x) for x in self.pieces]  # layer -> the first layer with the same pieces
         size, stays = bind.kv.block_size, partition.single_shard
         self.tables = BlockTables(form.windows, form.num_blocks, size, form.kv_shards, form.stripe, stays, form.sparse)
         if bind.kv.zero_on_free:
@@ -122,7 +120,7 @@ class KvStore:
         )
 
     def allocate_next_layer(self) -> list[StoredPiece]:
-        """Make the next layer. Raises MemoryError."""
+        """Allocate the tensors of the next layer. Raises MemoryError."""
         number = len(self.layers)
         shape, held = self.bind_request.layers[number], self.pieces[number]
         operators = [(p.group, _operator(shape, _spec(shape), p, self.device)) for p in held]
@@ -133,38 +131,39 @@ class KvStore:
 
     @property
     def nbytes(self) -> int:
-        """Of all KV blocks that there are."""
+        """The bytes of all allocated KV blocks."""
         pieces = (piece.kv for layer in self.layers for piece in layer)
         return sum(kv.k.shape[0] * kv.k.shape[2] * kv.token_bytes for kv in pieces)
 
     def fits(self, bind: BindRequest) -> bool:
-        """Whether the store has the shape that ``bind_request`` asks for. Its number of connections does not count, nor
-        its memory, which was settled before.
+        """Return whether ``bind`` has the shape of this store. Its number of connections and its memory size do not
+        count.
         """
         return _shape(bind) == _shape(self.bind_request)
 
     def set_peers(self, bind: BindRequest) -> None:
-        """Serve the replicas and prefill workers of ``bind_request`` from now on; all sequences stay. ``bind_request``
-        must fit."""
+        """Serve the replicas and prefill workers of ``bind`` from now on, which must fit; all sequences stay."""
         self.bind_request = bind
         self.tables.forget_plans()
 
     def reconcile(self, keep: Sequence[SurvivingKv]) -> None:
-        """Hold the tokens of ``keep`` and nothing else. Raises PlanError where they are not here: nothing changes."""
+        """Keep the tokens of ``keep`` and discard all others. Raises PlanError, changing nothing, if some are not
+        here.
+        """
         had = self.committed.report()
         for each in keep:
             if any(self.tables.surviving_blocks(each) or ()) and had.get(each.sequence, 0) < each.length:
-                raise PlanError(f"sequence {each.sequence}: {each.length} tokens are to be kept, and were not written")
+                raise PlanError(f"sequence {each.sequence}: {each.length} tokens are to survive, but were not written")
         self.tables.reconcile(keep)
         self.committed.reconcile(keep)
         self.apply_block_copies()
 
     def message_tensor(self, data: memoryview) -> Tensor:
-        """Its bytes, flat, on the device. On the CPU they are shared, not copied."""
+        """Return the message's bytes as a flat tensor on the device. On the CPU it shares them without a copy."""
         return self.staging.to_device(tensor_over(data, torch.uint8)) if len(data) else EMPTY_BYTES
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """Apply a plan, all or nothing. Raises ProtocolError, PlanError, NoBlocksError: then nothing has changed."""
+        """Apply a plan completely. If it raises ProtocolError, PlanError or NoBlocksError, nothing has changed."""
         bind = self.bind_request
         for replicas in (plan.send_from, plan.reply_to):
             if len(replicas) not in (0, len(bind.layers)) or any(not 0 <= r < bind.replicas for r in replicas):
@@ -182,12 +181,12 @@ class KvStore:
                     f"sequence {row.sequence}: rows up to position {row.first + row.count - 1}, "
                     f"a sequence has at most {bind.max_model_len} tokens"
                 )
-            if row.location.moved_runs and self.placement.num_kv_shards > 1:  # else all lies here
+            if row.location.moved_runs and self.placement.num_kv_shards > 1:  # with one KV shard all lies here
                 self._check_moved(row)
         shifts = [op for op in plan.ops if isinstance(op, ContextShift)]
         moves = shifts or any(isinstance(op, LoadKv) and op.page_shift for op in plan.ops)
         if moves and any(layer.rotary is None for layer in bind.layers):
-            raise ProtocolError(f"step {plan.step} shifts a sequence of a model whose keys stay where they are")
+            raise ProtocolError(f"step {plan.step} shifts a sequence of a model whose keys cannot be rotated")
         again = self.tables.is_replay(plan)
         if not again:
             self.committed.check(plan, self.tables.block_size)
@@ -199,8 +198,8 @@ class KvStore:
             self._rotate(op)
 
     def apply_block_copies(self) -> None:
-        """Behind a plan, before its rows come: copy the blocks that forks have begun, and write zeros over those that
-        have become free, where that is wanted.
+        """Copy the blocks that forks have begun, after a plan and before its rows arrive. Zero freed blocks if the Bind
+        says so.
         """
         copies, self.tables.pending_copies = self.tables.pending_copies, [[]] * len(self.tables.windows)
         freed = self.tables.take_freed() if self.bind_request.kv.zero_on_free else [[] for _ in copies]
@@ -212,21 +211,25 @@ class KvStore:
                 piece.kv.copy_and_wipe(copies[piece.group], freed[piece.group])
 
     def _rotate(self, op: ContextShift) -> None:
-        """Move K of all that was behind the tokens that ``op`` has discarded, if it is still there."""
+        """Rotate K of the tokens after those that ``op`` has discarded, if the sequence is still here."""
         if op.sequence not in self.tables.sequences:
             return
         blocks = [self.tables.blocks_after(g, op.sequence, op.first) for g in range(len(self.tables.windows))]
         self.rotate(blocks, -op.count, range(len(self.layers)))
 
     def rotate(self, blocks: Sequence[Sequence[int] | None], delta: int, layers: range) -> None:
-        """Rotate K of whole ``blocks``, by group, to positions ``delta`` further on; None: none of a group."""
+        """Rotate K of whole ``blocks``, given by group, to positions that are ``delta`` higher; None for a group
+        without any.
+        """
         for layer in layers:
             for piece in self.layers[layer]:
                 if (rotary := self.bind_request.layers[layer].rotary) is not None:
                     rotate_blocks(piece.kv, list(blocks[piece.group] or ()), rotary, delta)
 
     def _check_moved(self, row: RowRange) -> None:
-        """Raises PlanError where a sequence cannot lie so, or is in more pieces than the slots of O have room for."""
+        """Raise PlanError if a sequence's location is invalid, or has more pieces here than the slots of O have space
+        for.
+        """
         try:
             self.placement.check(row.location)
         except ValueError as e:
@@ -237,7 +240,9 @@ class KvStore:
             stripes = range(-(-(row.first + row.count) // size))
             nodes, _ = owned_nodes(lanes, self.placement, row.location, stripes)
             if len(nodes) > most:
-                raise PlanError(f"sequence {row.sequence} lies here in {len(nodes)} pieces, at most {most} can be")
+                raise PlanError(
+                    f"sequence {row.sequence} lies here in {len(nodes)} pieces, at most {most} are possible"
+                )
 
     def _allocate(self, op: Operator, num_blocks: int, selects: bool) -> LayerCache:
         return allocate_layer(
@@ -254,18 +259,18 @@ class KvStore:
 
 
 class StoreShape(NamedTuple):
-    """What a store has of groups of layers, without a tensor."""
+    """The layout of a store, by layer group, without tensors."""
 
     windows: list[int]
     kv_shards: list[KvShards]
-    sparse: list[bool]  # by group; empty: none is
+    sparse: list[bool]  # by group; empty if none is sparse
     stripe: int  # in blocks
     pieces: list[tuple[WorkerPiece, ...]]  # by layer
     num_blocks: list[int]  # by group
 
 
 def store_shape(bind: BindRequest, kv_bytes: int) -> StoreShape:
-    """Of the store that ``bind`` asks for, in ``kv_bytes`` of memory. Raises as Store."""
+    """Return the shape of the store that ``bind`` requests, in ``kv_bytes`` of memory. Raises as KvStore."""
     groups, size = list[LayerGroup](), bind.kv.block_size
     seen = [layer_window(x) for x in bind.layers]
     layers = sparse_layers(bind.layers, seen, bind.kv)
@@ -300,7 +305,7 @@ def store_shape(bind: BindRequest, kv_bytes: int) -> StoreShape:
 
 
 def shapes_by_layer(bind: BindRequest) -> list[list[Shape]]:
-    """Of the tensors of the store that ``bind`` asks for. Raises as Store."""
+    """Return the shapes of the tensors of the store that ``bind`` requests, by layer. Raises as KvStore."""
     check_bind(bind)
     form, size, dtype = store_shape(bind, bind.kv_bytes), bind.kv.block_size, DTYPES[bind.dtype]
     dtype = stored_dtype(bind.kv.kv_cache_dtype, dtype)
@@ -311,22 +316,22 @@ def shapes_by_layer(bind: BindRequest) -> list[list[Shape]]:
 
 
 def selecting_layers_of(bind: BindRequest) -> list[bool]:
-    """By layer, whether queries attend some blocks only. Raises ValueError where none is left."""
+    """Return, for each layer, whether queries attend selected blocks only. Raises ValueError if no layer would."""
     return selecting_layers(bind.layers, [layer_window(x) for x in bind.layers], bind.kv)
 
 
 def layer_window(shape: LayerShape) -> int:
-    """Of a layer's attention, in tokens; 0 = all. Raises ProtocolError."""
+    """Return the attention window of a layer in tokens; 0 for all tokens. Raises ProtocolError."""
     return _spec(shape).window
 
 
 def _shape(bind: BindRequest) -> BindRequest:
-    """The part of a Bind that the tensors and tables of a store follow from."""
+    """Return the part of a Bind that determines the tensors and tables of a store."""
     return structs.replace(bind.unconnected, kv_bytes=0, max_kv_bytes=0)
 
 
 def check_bind(bind: BindRequest) -> None:
-    """Raises ValueError where it asks for something that cannot be, ProtocolError where it contradicts itself."""
+    """Raise ValueError if the Bind requests something impossible, ProtocolError if it contradicts itself."""
     if bind.dtype not in DTYPES:
         raise ValueError(f"--dtype {bind.dtype}: it must be one of {', '.join(DTYPES)}")
     if bind.replicas < 1 or bind.prefill_workers < 0:
@@ -356,7 +361,9 @@ def _check_rotary(rotary: Rotary, width: int) -> None:
 
 
 def _kv_bytes(bind: BindRequest, device: torch.device, share: float, given: int) -> int:
-    """For KV blocks; on a device of its own memory, where nobody says how much, what it has. Raises ValueError."""
+    """Return the bytes for KV blocks. A device other than the CPU has what is free, up to ``max_kv_bytes`` if that is
+    set. Raises ValueError if there is not enough memory.
+    """
     free = available_bytes(device) + given
     if device.type != "cpu" and bind.max_kv_bytes:
         return min(bind.max_kv_bytes, int(free * share))
@@ -371,7 +378,7 @@ def _spec(shape: LayerShape) -> AttentionSpec:
         raise ProtocolError(f"attention of {shape.q_heads} query heads, {shape.kv_heads} KV heads, {shape.qk_dim} dims")
     try:
         return AttentionSpec.decode(shape.spec)
-    except ValueError as e:  # msgspec's errors are such
+    except ValueError as e:  # msgspec's decoding errors are ValueErrors
         raise ProtocolError(f"not an attention spec: {e}") from e
 
 
@@ -398,7 +405,7 @@ def _operator(shape: LayerShape, spec: AttentionSpec, piece: WorkerPiece, device
 
 
 def available_bytes(device: torch.device = CPU) -> int:
-    """Memory that ``device`` could give to a process now; the CPU: this host."""
+    """Return the bytes of free memory of ``device``; for the CPU: of this host."""
     if device.type != "cpu":
         return torch.cuda.mem_get_info(device)[0]
     return free_bytes()

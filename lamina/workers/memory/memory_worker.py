@@ -1,7 +1,7 @@
-"""The memory worker: keeps the KV cache and computes core attention.
+"""The memory worker: keeps a part of the KV cache and computes attention over it.
 
-It serves the replicas of one model, a channel each, from a Connect to the next. When one of them is lost, or a newer
-epoch begins, it lets go of all channels. The sequences stay: a Bind of the same shape finds them.
+It serves the compute workers of one model, each by a channel, from one Connect to the next. When a worker is lost or a
+newer epoch begins, it closes all channels. Its sequences stay: a Bind of the same shape finds them again.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from .offload.remote_pages import RemotePages
 from .preallocation import StorePreallocation
 from .worker_counters import Counters
 
-POLL_S = 1.0  # of a wait that only an event ends: somebody comes
-EPOCH_POLL_S = 0.02  # of the same, while the next epoch may be called for at any time
+POLL_S = 1.0  # seconds of a wait for a new connection, which only an event ends
+EPOCH_POLL_S = 0.02  # the same, while the driver may begin the next epoch at any time
 ToDriver = StoredPages | TransferDone | LoadReady | BlockScoresReport | StripesCopied
 
 
 class MemoryWorker:
-    """Serves one epoch after the other. Holds state, decides nothing."""
+    """Serves one epoch after another. Holds state and makes no decisions."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class MemoryWorker:
         report: Callable[[ToDriver], None] = lambda message: None,
         around: Runtime = RUNTIME,
     ) -> None:
-        """``share``: see Store. ``report``: to the driver, from any thread."""
+        """``share``: see KvStore. ``report``: sends a message to the driver, from any thread."""
         self.device, self._report, self._runtime, self._clock = device, report, around, around.clock
         self._counters = Counters()
         self._trace = trace
         self._store: KvStore | None = None  # outlives the epochs
-        self._preallocation = StorePreallocation(device, share, self._counters)  # of the next one
-        self._medium: StorageBackend | None = None  # so does it
-        self._tier: OffloadConfig | None = None  # where that is
+        self._preallocation = StorePreallocation(device, share, self._counters)  # takes the memory of the next store
+        self._medium: StorageBackend | None = None  # storage of offloaded pages; outlives the epochs, too
+        self._tier: OffloadConfig | None = None  # the options that it was opened with
         self._transfers: PageTransfers | None = None  # of the epoch
-        self._stored: StoredPages | None = None  # to be reported in this epoch
+        self._stored: StoredPages | None = None  # pages to report to the driver in this epoch
         self._peers: RemotePages | None = None  # of the epoch
         self._lock = threading.Lock()
         self._fabric: EpochFabric | None = None  # of the epoch
@@ -79,44 +79,47 @@ class MemoryWorker:
         self._aborted = ""
 
     def stats(self) -> dict[str, float]:
-        """Since the start: attend_s, write_s, score_s (counting what rows attend), grant_s (writing what prefill
-        workers send), wait_s, plan_s; steps, rows, turns (a step in a layer), native_turns and graph_turns of them,
-        refused, dropped (messages of older epochs); stores (that were allocated), connects; stored_bytes that attention
-        read, of which remote_bytes of sequences at home elsewhere; payload bytes_received, bytes_sent; load_s, save_s,
-        fetch_s, kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool), kv_peer_bytes of them
-        (that another host had), kv_fetched_pages, kv_failed_transfers; move_s, move_cpu_s, moved_bytes (KV that came
-        from other memory workers).
+        """Return the counters since the start.
+
+        Seconds: attend_s, write_s, score_s (scoring stored blocks by attention), grant_s (writing K and V of prefill
+        workers), wait_s, plan_s. Counts: steps, rows, turns (one step in one layer), native_turns and graph_turns (a
+        part of turns), refused, dropped (messages of older epochs), stores (allocated ones), connects. Attention:
+        stored_bytes that were read, remote_bytes of these (of sequences whose home is another worker). Messages:
+        bytes_received, bytes_sent (payload). Offload: load_s, save_s, fetch_s, kv_loaded_bytes, kv_saved_bytes,
+        kv_peer_bytes (loaded from another host), kv_fetched_pages, kv_failed_transfers. KV from other memory workers:
+        move_s, move_cpu_s, moved_bytes.
 
         Safe from any thread.
         """
         return self._counters.snapshot()
 
     def read_bandwidth(self) -> float:
-        """Bytes a second that its device reads, measured now."""
+        """Measure how many bytes a second the worker's device reads."""
         return measure_read_bandwidth(self.device)
 
     def abort(self, reason: str) -> None:
-        """End ``serve``, now and whenever it is called again. Safe from any thread."""
+        """End ``serve`` now, and at once if it is called again. Safe from any thread."""
         with self._lock:
             self._aborted, fabric = reason, self._fabric
         if fabric is not None:
             fabric.end_epoch(reason)
 
     def leave_epochs_before(self, epoch: int) -> None:
-        """A Connect of ``epoch`` is to be served: end those of older epochs. Safe from any thread."""
+        """End epochs older than ``epoch``, whose Connect is about to be served. Safe from any thread."""
         with self._lock:
             self._next_epoch, fabric = max(epoch, self._next_epoch), self._fabric
         if fabric is not None and fabric.epoch < epoch:
             fabric.end_epoch(_epoch_over(fabric.epoch, epoch))
 
     def serve(self, listener: EpochListener, meeting: Connect, net: Fabric | None = None) -> None:
-        """Have one bind and the others join who come to ``listener``,
-        then serve steps until a channel ends or the epoch is
-        over; close all channels. The store stays, and transfers go on until ``reject_until_next_epoch`` is over, or
-        ``close``. ``net``: to reach others that have pages; None where none have.
+        """Serve one epoch: accept a Bind and all other workers of the epoch, then run steps until a channel ends.
 
-        It ends by an exception only: ChannelError, ProtocolError where a peer broke the contract, or
-        CorruptedMemoryError, which ends a process before anybody hears of it.
+        All channels are closed at the end. The store stays. Transfers of pages continue until
+        ``reject_until_next_epoch`` ends, or ``close``. ``net``: connects to other workers that have pages; None if none
+        have.
+
+        Always ends by an exception. Raises ChannelError, also if the epoch is over, and ProtocolError if a peer broke
+        the contract. CorruptedMemoryError ends this process first, so that no other worker sees damaged data.
         """
         fabric = self._enter_epoch(meeting.epoch, net)
         self._counters.add("connects", 1)
@@ -153,9 +156,9 @@ class MemoryWorker:
             fabric.close()
 
     def reject_until_next_epoch(self, listener: EpochListener, epoch: int) -> None:
-        """A channel of ``epoch`` has ended: until another epoch is called for, whoever still comes to ``listener``
-        under that one is told so, and can tell the driver; else it would wait for a worker that is not there. By then
-        the driver has said whether it ends, or has lost somebody: others may have heard of that before.
+        """Refuse peers that still connect under ``epoch``, of which a channel has ended. A refused peer can report this
+        to the driver; otherwise it would wait for a worker that is gone. Continues until the driver ends this worker or
+        begins another epoch, since other workers may have noticed the loss first.
         """
         fabric = self._enter_epoch(epoch)
         with suppress(ChannelError):
@@ -166,25 +169,27 @@ class MemoryWorker:
         self._end_transfers()
 
     def close(self) -> None:
-        """Let go of the medium. For the thread that serves."""
+        """Close the storage backend. Only for the thread that serves."""
         self._end_transfers()
         if self._medium is not None:
             self._medium.close()
             self._medium = self._tier = None
 
     def _end_transfers(self) -> None:
-        """Behind the driver's end what is to be saved is saved; behind a loss it is not, and the pool changes."""
+        """End all transfers. After ``abort``, pages that are due are still saved; after a loss they are not, as the
+        pool changes.
+        """
         transfers, self._transfers = self._transfers, None
         if transfers is not None:
             transfers.end(finish=bool(self._aborted))
 
     def reshard(self, listener: EpochListener, fabric: Fabric, order: Reshard) -> int:
-        """Have another store in place of the one that there is, with KV that other memory workers have. Bytes that
-        came. The store from before is gone, however this ends. Raises ChannelError, ProtocolError,
-        CorruptedMemoryError, and as Store.
+        """Replace the store by one of another shape, with KV from other memory workers. Returns the bytes received. The
+        old store is discarded even if this fails. Raises ChannelError, ProtocolError, CorruptedMemoryError, and as
+        KvStore.
         """
         self._end_transfers()
-        old, self._store = self._store, None  # nobody settles that one any more
+        old, self._store = self._store, None  # which also stops _settle for it
         view, begun = self._enter_epoch(order.epoch, fabric), time.thread_time()
         try:
             with _ended_by_damage(self._runtime.exit_process), self._counters.time("move_s"), torch.inference_mode():
@@ -199,8 +204,8 @@ class MemoryWorker:
         return nbytes
 
     def rebuild(self, listener: EpochListener, fabric: Fabric, order: RebuildKv) -> int:
-        """Give what a lost worker's KV is made of, or have that KV, in a new store. Bytes that came. Raises
-        ChannelError, ProtocolError, PlanError, CorruptedMemoryError, and as Store.
+        """Send the KV from which a lost worker's KV is rebuilt, or receive it into a new store. Returns the bytes
+        received. Raises ChannelError, ProtocolError, PlanError, CorruptedMemoryError, and as KvStore.
         """
         view, store = self._enter_epoch(order.epoch, fabric), None
         try:
@@ -224,13 +229,15 @@ class MemoryWorker:
         return rebuilder.nbytes
 
     def prepare(self, bind: BindRequest | None, offload: OffloadConfig | None = None, *, ahead: bool = False) -> None:
-        """Take memory for the store of ``bind``, which a ``reshard`` may bring, or ``ahead`` a Bind;
-        see StorePreallocation. Safe from any thread.
+        """Allocate memory ahead of time for the store of ``bind``: for a ``reshard``, or with ``ahead`` for a first
+        Bind. See StorePreallocation. Safe from any thread.
         """
         self._preallocation.prepare(bind, offload, self._store, is_first_store=ahead)
 
     def _settle(self, store: KvStore) -> None:
-        """Take the memory of what nobody has written yet."""
+        """Touch the pages of memory that are not written yet, so that steps need not wait for the system to map
+        them.
+        """
         each = (x for layer in store.layers for piece in layer for x in piece.kv.tensors)
         prefault(each if self.device == CPU else [], lambda: self._store is store)
 
@@ -277,7 +284,7 @@ class MemoryWorker:
                 server.add_channel(channel)
 
     def _tell_pages(self) -> None:
-        """The driver hears which pages can be loaded, once all have come who may have some."""
+        """Report to the driver which pages can be loaded, after all workers that may hold pages have connected."""
         stored, self._stored = self._stored, None
         if stored is not None and self._peers is not None and self._transfers is not None:
             self._report(
@@ -287,19 +294,21 @@ class MemoryWorker:
             )
 
     def surviving_tokens(self) -> dict[int, int]:
-        """Sequence -> tokens that it has in all layers. For the thread that serves, between two epochs."""
+        """Return, for each sequence, the number of tokens stored in all layers. Only for the thread that serves,
+        between two epochs.
+        """
         return {} if self._store is None else self._store.committed.report()
 
     def _open_store(self, meeting: Connect, bind: BindRequest) -> KvStore:
-        """The store that is there, with the sequences that stay, where ``bind`` is of its shape. Else a new one
-        in its place. Raises as Store; PlanError where these are not here.
+        """Return the present store with its surviving sequences if ``bind`` has its shape; else replace it by a new
+        one. Raises as KvStore, and PlanError if the store lacks a surviving sequence.
         """
-        self._end_transfers()  # of a Bind that was refused
+        self._end_transfers()  # begun by a Bind that was refused
         if self._store is not None and self._store.fits(bind):
             self._store.set_peers(bind)
         else:
-            check_bind(bind)  # before the sequences of the old one are given up
-            self._store = None  # both may not fit
+            check_bind(bind)  # first, since the old store's sequences are then discarded
+            self._store = None  # the memory may not hold both
             self._store = self._preallocation.open_store(bind)
         if meeting.surviving is not None:
             self._store.reconcile(meeting.surviving)
@@ -308,7 +317,7 @@ class MemoryWorker:
         return self._store
 
     def _open_tier(self, offload: OffloadConfig, store: KvStore, epoch: int) -> None:
-        """Raises ValueError where it cannot be had."""
+        """Open the storage backend of offloaded pages. Raises ValueError if it cannot be opened."""
         check_allowed_for_guest("--kv-offloading-size or --kv-offload dir=", wanted=True)
         room = page_capacity(offload, store.bind_request, store.bind_reply.kv_bytes)
         medium, gone = self._medium_of(offload)
@@ -325,8 +334,8 @@ class MemoryWorker:
         self._stored = StoredPages(epoch=epoch, keys=keys, capacity=room, evicted=gone)
 
     def _medium_of(self, offload: OffloadConfig) -> tuple[StorageBackend, list[bytes]]:
-        """The one that is open, with all that it has, also where others have come to share its size: then some pages
-        may have given way, whose keys are told. Raises ValueError.
+        """Return the open storage backend and the keys of pages that it evicted, as other workers now share its size.
+        Opens another one if options other than the number of workers have changed. Raises ValueError.
         """
         medium, had, gone = self._medium, self._tier, list[bytes]()
         if medium is None or had is None or had != structs.replace(offload, workers=had.workers):
@@ -357,7 +366,7 @@ def _place(offload: OffloadConfig) -> StorageConfig:
 
 @contextmanager
 def _ended_by_damage(end: Callable[[str], None]) -> Iterator[None]:
-    """A process whose memory is damaged ends before anybody hears of it."""
+    """End the process if its memory is damaged, before any other worker receives its data."""
     try:
         yield
     except CorruptedMemoryError as e:
@@ -370,7 +379,7 @@ def _epoch_over(epoch: int, newer: int) -> str:
 
 
 def _first(peers: RemotePages, copies: LiveMigration) -> Channel:
-    """That of the one who binds. Waits as long as the driver lives."""
+    """Return the channel of the first worker, which binds. Waits as long as the driver lives."""
     while True:
         with suppress(ChannelTimeout):
             if (channel := _next(peers, copies)) is not None:
@@ -378,6 +387,6 @@ def _first(peers: RemotePages, copies: LiveMigration) -> Channel:
 
 
 def _next(peers: RemotePages, copies: LiveMigration) -> Channel | None:
-    """The next one who comes; None where it was another memory worker. Raises ChannelTimeout."""
+    """Accept the next connection; None if it is another memory worker's. Raises ChannelTimeout."""
     channel = peers.accept(POLL_S)
     return None if channel is None or copies.accept(channel) else channel

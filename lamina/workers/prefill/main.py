@@ -1,4 +1,4 @@
-"""The start of a prefill worker: load and cut the model; then, under each epoch, join the memory workers."""
+"""The start of a prefill worker: load and cut the model once, then join the memory workers in each epoch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ from .stage_worker import StagePipeline, StageProgram, connect_stages, drop_mode
 
 
 def serve_prefill(sock: socket.socket, module: Any = None) -> None:
-    """Serve one driver until its link ends. ``module``: the model itself, where the driver is this process."""
+    """Serve one driver until its link ends. ``module``: the model itself, if the worker runs in the driver's
+    process.
+    """
     serve(PrefillServer, sock, module)
 
 
@@ -44,11 +46,12 @@ class PrefillServer(ModelServer):
     is_prefill = True
     _program: Any = None
     _worker_in_epoch: PrefillWorker | None = None
-    _store: KvStore  # once it serves
-    _attention: LocalAttention  # the same
-    _own_slices: range  # the layers that it has
-    _prefix_listener: EpochListener | None = None  # where the others of this stage come; None: there are none
-    _stage_listener: EpochListener | None = None  # where the stage before comes; None: there is one stage
+    _store: KvStore  # set by the first ``connect``
+    _attention: LocalAttention  # set by the first ``connect``
+    _own_slices: range  # the layers of this stage
+    # The other workers of this stage connect here; None if there are none.
+    _prefix_listener: EpochListener | None = None
+    _stage_listener: EpochListener | None = None  # the stage before connects here; None if there is one stage
 
     def load(self) -> Loaded:
         start, topology = self.start, self.start.topology
@@ -132,7 +135,7 @@ class PrefillServer(ModelServer):
         for number, there in enumerate(meeting.memory_addresses):
             limit_s = start.deadlines.start_timeout_s
             channel = fabric.connect(there.url, replace(terms, peer=there.name, key=there.key), timeout_s=limit_s)
-            if number == workers:  # the worker with the others' parity
+            if number == workers:  # the parity worker
                 join = structs.replace(join, layers=parity_layers(cut.layers, workers))
             links.append(
                 MemoryWorkerClient(channel, number % workers, start.deadlines.step_timeout_s, self.trace, number=number)
@@ -141,7 +144,7 @@ class PrefillServer(ModelServer):
         return links, bounds[:workers]
 
     def _open_store(self, cut: CutModel, backend: str) -> KvStore:
-        """A store for all heads of prompts, one at least. Raises ValueError where there is no room for it."""
+        """Open a store for all heads of one prompt or more. Raises ValueError if the memory does not suffice."""
         start, device, layers = (
             self.start,
             self.staging.device,
@@ -174,7 +177,9 @@ class PrefillServer(ModelServer):
         return KvStore(bind, device)
 
     def _backend(self, name: str, device: torch.device, cut: CutModel) -> str:
-        """The memory workers' backend where it is for such a device, else the best of the device. Raises ValueError."""
+        """Return the memory workers' backend if this device can run it, else the device's best one. Raises
+        ValueError.
+        """
         try:
             return name_of(attention.get_equivalent(name, device, cut.dtype, "auto"))
         except ValueError as e:

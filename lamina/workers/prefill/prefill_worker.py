@@ -1,9 +1,9 @@
-"""The prefill worker: a compute worker for prompts, whose attention is its own. K and V go to the memory workers.
+"""The prefill worker: a compute worker for prompts that computes attention itself and sends K and V to memory workers.
 
-It computes a prompt chunk by chunk, with all its K and V in a store of its own; it draws the first token; and it sends
-the K and V of each layer on as soon as they exist. The memory workers take them when decoding leaves them idle
-(workers.memory.kv_transfer.prefill_receive), so a prompt costs decoding next to nothing. It may fetch K and V of a
-beginning from another prefill worker (prefill.beginnings).
+It computes a prompt in chunks, with all K and V of the prompt in its own store, and draws the first token. It sends K
+and V of each layer as soon as they exist. Memory workers store them when decoding leaves them idle
+(workers.memory.kv_transfer.prefill_receive), so a prompt hardly delays decoding. It may get K and V of a prompt's
+beginning from another prefill worker (prefill.prefix_fetch).
 """
 
 from __future__ import annotations
@@ -32,45 +32,44 @@ from lamina.workers.staging import EMPTY_BYTES
 from .kv_occupancy import KvOccupancy
 from .prefix_fetch import PrefixFetch
 
-STAGE_WAIT_S = 0.02  # for the stage before, before the driver's news are looked at again
-POLL_S = 0.002  # for news of memory workers, before the driver's are looked at again
+STAGE_WAIT_S = 0.02  # seconds of a wait for the stage before, before the driver's messages are checked again
+POLL_S = 0.002  # seconds of a wait for memory workers, before the driver's messages are checked again
 
 
 class LocalAttention:
-    """Takes ``q`` and ``kv`` of slices and gives them ``o``, like a AttentionClient, but computes the attention here. K
-    and V go on to ``pool`` too.
-    """
+    """Has the methods of AttentionClient for slices, but computes attention here. It also sends K and V by ``pool``."""
 
     def __init__(self, store: KvStore, pool: Attention, trace: Recorder = NULL_RECORDER, first: int = 0) -> None:
-        """``store``: of all heads, for prompts one after the other, of the layers from ``first`` on. Tensors are on its
-        device; ``pool``, of all layers, takes them.
+        """``store``: of all heads, for one prompt after another, of the layers from ``first`` on. Tensors are on its
+        device. ``pool``: sends K and V of all layers, and accepts tensors of that device.
         """
         self._store, self._first = store, first
         token_bytes = sum(piece.kv.token_bytes for layer in store.layers for piece in layer)
         self.kv_occupancy = KvOccupancy(token_bytes)
-        self._before = EMPTY_BYTES  # what a stage before has attended
+        self._before = EMPTY_BYTES  # O of the layer before the first one here, from the stage before
         self._client = pool
-        self._prefix_fetch: PrefixFetch | None = None  # exchange with other workers; None: not met
+        # Exchanges KV with other prefill workers; None until they are connected.
+        self._prefix_fetch: PrefixFetch | None = None
         self._trace = trace
         self._step: AttentionStep | None = None
         self._q = EMPTY_BYTES
         self._writes: list[StoredKvRows] = []
         self._stored: list[StoredAttention] = []
         self.attend_s = 0.0
-        self.wait_s = 0.0  # nobody is waited for
-        self.fetch_s = 0.0  # until beginnings of prompts had come from others, once their steps were due
+        self.wait_s = 0.0  # always 0: it waits for no memory worker
+        self.fetch_s = 0.0  # waits for beginnings of prompts from other prefill workers, after their steps began
         self.fetched_bytes = 0
-        self._in_slices_s = 0.0  # of both
-        self._past_s = 0.0  # sending, under older epochs
+        self._in_slices_s = 0.0  # of fetching and attending
+        self._past_s = 0.0  # sending, in older epochs
 
     def connect(self, pool: Attention, keep: Sequence[SurvivingKv] | None = None) -> None:
-        """K and V go on to ``pool`` from here on. ``keep``: of the store; None = all."""
+        """Send K and V by ``pool`` from now on. ``keep``: the KV of the store to keep; None for all."""
         if keep is not None:
             self._store.reconcile(keep)
         self._past_s, self._client, self._step, self._prefix_fetch = self.sending_s, pool, None, None
 
     def set_prefix_fetch(self, beginnings: PrefixFetch) -> None:
-        """Others are met under this epoch, and have beginnings of prompts for this worker."""
+        """Use the connections to other prefill workers of this epoch, which have beginnings of prompts."""
         self._prefix_fetch = beginnings
 
     @property
@@ -80,21 +79,21 @@ class LocalAttention:
 
     @property
     def sending_s(self) -> float:
-        """Seconds spent sending."""
+        """The seconds spent sending."""
         return self._past_s + self._client.send_s
 
     def send_plan(self, plan: StepPlan) -> None:
-        """A step to come: whoever has some of its prompts sends it. Raises ChannelError, ProtocolError."""
+        """Announce a coming step, and request the KV that it fetches. Raises ChannelError, ProtocolError."""
         if self._prefix_fetch:
             self._prefix_fetch.request(plan)
         elif any(isinstance(op, FetchPrefix) for op in plan.ops):
-            raise ProtocolError(f"step {plan.step} fetches from others, whom this worker has not met")
+            raise ProtocolError(f"step {plan.step} fetches from prefill workers to which this one has no channel")
 
     def prepare(self, plan: StepPlan) -> None:
-        """Nothing: the store is as the step before leaves it."""
+        """Do nothing: the store is as the last step left it."""
 
     def begin_step(self, plan: StepPlan) -> None:
-        """The messages that follow belong to this step. Raises PlanError, NoBlocksError."""
+        """Select the step that the next messages belong to. Raises PlanError, NoBlocksError."""
         if self._step is None or self._step.plan is not plan:
             self._store.apply_plan(plan)
             self._store.apply_block_copies()
@@ -105,11 +104,11 @@ class LocalAttention:
             self._client.begin_step(plan)
 
     def receive_output(self, o: Tensor) -> None:
-        """``o`` [R, 1, Hq, Dv], of the layer in front of the first one here, comes from the stage before."""
+        """Take ``o`` [R, 1, Hq, Dv] of the layer before the first one here, from the stage before."""
         self._before = o
 
     def q(self, layer: int, q: Tensor) -> None:
-        """q [R, Hq, 1, D]."""
+        """Attend the stored tokens with q [R, Hq, 1, D], after the layer's fetched KV has arrived."""
         begun, own = time.perf_counter(), layer - self._first
         if self._prefix_fetch and (nbytes := self._prefix_fetch.receive_layer(own)):
             self.fetched_bytes += nbytes
@@ -123,7 +122,7 @@ class LocalAttention:
         self._trace.add(Event.STORED, start, step.plan, layer)
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
+        """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv], and store them here."""
         self._client.kv(layer, k, v)
         begun, own = time.perf_counter(), layer - self._first
         (both,), data = (
@@ -137,7 +136,7 @@ class LocalAttention:
         self._in_slices_s += time.perf_counter() - begun
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """[R, 1, Hq, Dv] of the layer whose Q, K and V came last, or of the one in front of all here."""
+        """Return O [R, 1, Hq, Dv] of the layer whose Q, K and V came last, or of the layer before all layers here."""
         own = layer - self._first
         if own < 0:
             return self._before
@@ -153,7 +152,7 @@ class LocalAttention:
         return out
 
     def check_errors(self) -> None:
-        """Nothing to raise: nobody was waited for."""
+        """Do nothing: there are no messages whose errors are still due."""
 
     @property
     def _store_step(self) -> AttentionStep:
@@ -163,8 +162,8 @@ class LocalAttention:
 
 
 class PrefillWorker:
-    """Serves one prompt after the other. A step is done once every memory worker has stored its K and V; of several
-    stages the last one says so, for all.
+    """Serves one prompt after another. A step is done when every memory worker has stored its K and V. With several
+    stages, the last one reports it for all.
     """
 
     def __init__(
@@ -177,27 +176,27 @@ class PrefillWorker:
         trace: Recorder = NULL_RECORDER,
         epoch: int = 0,
     ) -> None:
-        """``worker`` runs on ``attention``."""
+        """``worker``: runs with ``attention``."""
         self._worker = worker
         self._attention = attention
         self._trace = trace
         self._links, self._view = links, epoch
         self._receives_q: Callable[[float], bool] = _is_here
-        self._before = 0  # stages
-        self._waiting_since: float | None = None  # for the stage before
+        self._before = 0  # the number of earlier stages
+        self._waiting_since: float | None = None  # for the stage before, since when
         self._timeout_s = timeout_s
         self._clock = clock
-        self._computed: deque[StepDone] = deque()  # not stored everywhere yet
-        self._stored = [-1] * len(links)  # the last step, by memory worker
-        self._since = 0.0  # the oldest of them was computed, or its predecessor stored
+        self._computed: deque[StepDone] = deque()  # steps that are not stored everywhere yet
+        self._stored = [-1] * len(links)  # the last stored step, by memory worker
+        self._since = 0.0  # when the oldest of them was computed, or its predecessor stored
         self.stored_wait_s = 0.0
-        self._fetch_s = 0.0  # up to the step that was computed last
+        self._fetch_s = 0.0  # its seconds at the end of the last computed step
 
     def connect(
         self, links: list[MemoryWorkerClient], pool: Attention, epoch: int, keep: Sequence[SurvivingKv] | None = None
     ) -> None:
-        """Go on under ``epoch``, with ``pool`` over ``links``. Chunks of older epochs are dropped. ``keep``: of the
-        store, see Connect.
+        """Continue in ``epoch``, with ``pool`` over ``links``. Chunks of older epochs are dropped. ``keep``: the KV of
+        the store to keep; see Connect.
         """
         self._attention.connect(pool, keep)
         self._worker.connect(self._attention, epoch)
@@ -206,23 +205,23 @@ class PrefillWorker:
         self._stored, self._fetch_s = [-1] * len(links), self._attention.fetch_s
 
     def connect_stages(self, ring: PipelineComm, comes: Callable[[float], bool], before: int) -> None:
-        """The stages before and behind are met under this epoch. ``comes``: whether what the next slice needs is there,
-        or comes within so many seconds, from the last of so many stages ``before`` this one.
+        """Use the connections to the stages before and after, in this epoch. ``comes``: waits up to so many seconds for
+        the input of the next slice. ``before``: the number of earlier stages.
         """
         self._worker.connect(self._attention, self._view, ring)
         self._receives_q, self._before = comes, before
 
     @property
     def has_work(self) -> bool:
-        """Whether some turn is ahead, or memory workers have not stored everything."""
+        """True if a slice task can be run, or memory workers have not stored everything."""
         return self._worker.has_work or bool(self._computed)
 
     def submit(self, new: RunRound) -> None:
-        """Queue a chunk."""
+        """Queue a round's chunk."""
         self._worker.submit(new)
 
     def run_next(self) -> StepDone | None:
-        """A slice of the chunk; returns the oldest step if that is done now. Raises ChannelError, ProtocolError."""
+        """Run a slice of the chunk. Returns the oldest step if that is now done. Raises ChannelError, ProtocolError."""
         busy = self._worker.has_work and self._can_run(0.0 if self._computed else STAGE_WAIT_S)
         done = self._worker.run_next() if busy else None
         if done is not None:
@@ -242,8 +241,8 @@ class PrefillWorker:
         return self._computed.popleft()
 
     def stats(self) -> dict[str, float]:
-        """A compute worker's counters, as far as they apply; the attention's; and the seconds in which the worker had
-        nothing to do but wait for memory workers.
+        """Return a compute worker's counters as far as they apply, those of attention, and ``stored_wait_s``. The last
+        one has the seconds in which the worker only waited for memory workers.
         """
         worker, attention = self._worker.stats(), self._attention
         names = ("slice_s", "sample_s", "steps", "rows")
@@ -253,8 +252,8 @@ class PrefillWorker:
         return {**{name: worker[name] for name in names}, **own, **fetched, **took}
 
     def _can_run(self, patience_s: float) -> bool:
-        """Whether what the next slice needs is there. Raises ChannelTimeout where the stages before have had their time
-        for it.
+        """Return whether the input of the next slice is there. Raises ChannelTimeout if earlier stages took too
+        long.
         """
         if self._receives_q(patience_s):
             self._waiting_since = None
@@ -267,7 +266,7 @@ class PrefillWorker:
 
     def _is_stored(self, step: int, timeout_s: float) -> bool:
         for at, link in enumerate(self._links):
-            while self._stored[at] < step:  # all before it were stored before
+            while self._stored[at] < step:  # the steps before were stored before
                 key, due = link.poll(timeout_s), MessageKey(MessageKind.STORED, step, epoch=self._view)
                 if key is None:
                     self._check(link)
@@ -285,7 +284,7 @@ class PrefillWorker:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The bytes of a tensor, shared where it is contiguous."""
+    """Return the bytes of a tensor, shared if it is contiguous."""
     return x.contiguous().view(-1).view(torch.uint8)
 
 

@@ -1,8 +1,8 @@
-"""Beginnings of prompts: K and V that one prefill worker has in its store, and another one computes behind.
+"""Prefix fetch: a prefill worker gets K and V of a prompt's beginning from another one, and computes the rest.
 
-Each worker has a channel to each other one under an epoch, and asks over it, as soon as it hears of a Fetch; who was
-asked answers on a thread of its own, out of its store, while it computes. The answer is the blocks of one layer after
-the other, in parts; each is taken before the layer is attended, and not before: until then it waits in the channel.
+In an epoch each worker has a channel to each other one, and sends a request as soon as it receives a FetchPrefix. The
+other worker replies from its store, on a thread of its own, while it computes. The reply has the blocks of one layer
+after another, in parts. Each part stays in the channel until its layer is about to be attended.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ from lamina.workers.rpc import serve_requests
 from lamina.workers.staging import Staging, open_staging
 
 SLOTS = 4
-REQUEST_BYTES, PART_BYTES = 1 << 8, 1 << 20  # of an ask; of a part, unless a block has more
+REQUEST_BYTES, PART_BYTES = 1 << 8, 1 << 20  # of a request; of a part, unless a block is larger
 _TAG = struct.Struct(f"<III{CHECKSUM_BYTES}s")
 _decode = msgspec.msgpack.Decoder(PrefixRequest).decode
 
 
 class PrefixMessageKind(enum.IntEnum):
     BLOCKS = 1
-    MISSING = 2  # they are not there
+    MISSING = 2  # the worker does not have the blocks
 
 
 def prefix_listener_name(worker: str) -> str:
-    """The name of the place where other prefill workers connect to ``worker``."""
+    """Return the name of the listener at which other prefill workers connect to ``worker``."""
     return f"{worker}/prompts"
 
 
 def prefix_listener_terms(worker: str, workers: int) -> ListenTerms:
-    """For the others of so many, under two epochs; twice as many, as some may come again."""
+    """Return the terms for all other ones of ``workers``, in up to two epochs; twice as many, as some may connect
+    again.
+    """
     return ListenTerms(name=prefix_listener_name(worker), channels=4 * workers)
 
 
 def prefix_inboxes(block_bytes: int) -> tuple[Geometry, Geometry]:
-    """The inbox of the worker that is asked, and of the one that asks; a layer's block has at most ``block_bytes``
-    bytes.
+    """Return the inboxes of the worker that receives requests, and of the one that sends them. ``block_bytes``: the
+    most bytes of a layer's block.
     """
     return Geometry(slots=SLOTS, slot_bytes=REQUEST_BYTES), Geometry(
         slots=SLOTS, slot_bytes=max(PART_BYTES, block_bytes)
@@ -59,7 +61,7 @@ def prefix_inboxes(block_bytes: int) -> tuple[Geometry, Geometry]:
 
 
 class PrefixFetch:
-    """The exchange of beginnings in one epoch of a prefill worker: blocks that it fetches, and blocks that it gives."""
+    """The prefix fetches of a prefill worker in one epoch: blocks that it fetches, and blocks that it sends."""
 
     def __init__(
         self,
@@ -69,14 +71,14 @@ class PrefixFetch:
         start: Callable[[Callable[[], None], str], None],
         trace: Recorder = NULL_RECORDER,
     ) -> None:
-        """``start``: a thread, by what it does and its name. ``timeout_s``: for a step."""
+        """``start``: starts a thread, given its function and name. ``timeout_s``: of a step."""
         self._blocks, self._device = BlockBytes(store, PART_BYTES), store.device
         self._staging, self._timeout_s, self._start, self._trace = staging, timeout_s, start, trace
         self._sources: dict[int, Channel] = {}
         self._pending: _PendingFetch | None = None
 
     def connect(self, order: ConnectPrefillPeers, fabric: EpochFabric, listener: EpochListener, limit_s: float) -> None:
-        """Open a channel to each other worker, and take in theirs. Raises ChannelError."""
+        """Connect to each other worker, and accept their connections. Raises ChannelError."""
         names = [prefix_listener_name(peer.name) for peer in order.peers]
         others = [number for number in range(len(names)) if number != order.own_index]
         due = {names[n] for n in others}
@@ -91,11 +93,11 @@ class PrefixFetch:
             while due & until:
                 channel = fabric.accept(listener, limit_s)
                 if channel.peer_name not in due:
-                    raise PeerFault(f"{channel.peer_name!r} has come, and is none that is still to come")
+                    raise PeerFault(f"{channel.peer_name!r} has connected, and is not expected")
                 due.discard(channel.peer_name)
                 self._answer(channel)
 
-        # Each worker connects to the workers before it first: so no two wait for each other.
+        # Each worker connects to those with lower numbers first, so no two wait for each other.
         for number in (n for n in others if n < order.own_index):
             connect(number)
         accept({names[n] for n in others if n > order.own_index})
@@ -104,7 +106,7 @@ class PrefixFetch:
         accept({names[n] for n in others})
 
     def request(self, plan: StepPlan) -> None:
-        """A step is to come. Raises ChannelError, ProtocolError."""
+        """Request the KV that a coming step fetches. Raises ChannelError, ProtocolError."""
         for op in plan.ops:
             if isinstance(op, FetchPrefix):
                 data = msgspec.msgpack.encode(PrefixRequest(op.source, op.first, op.count, plan.batch, plan.step))
@@ -113,7 +115,7 @@ class PrefixFetch:
                 self._source(op).put_signal(slot, b"")
 
     def begin_step(self, plan: StepPlan) -> None:
-        """The step of ``plan``, which is applied. Raises ProtocolError."""
+        """Begin the step of an applied plan. Raises ProtocolError."""
         self._pending = None
         for op in plan.ops:
             if isinstance(op, FetchPrefix):
@@ -125,7 +127,7 @@ class PrefixFetch:
                 self._pending = _PendingFetch(plan, op, self._source(op), ids, self._blocks.num_layers)
 
     def receive_layer(self, layer: int) -> int:
-        """Have all that is fetched of ``layer`` in the store, once it has come: so many bytes. Raises ChannelError,
+        """Wait for the fetched KV of ``layer`` and store it. Returns the bytes received. Raises ChannelError,
         ProtocolError.
         """
         due, begun = self._pending, time.perf_counter()
@@ -147,7 +149,7 @@ class PrefixFetch:
             came = (kind, at, number, arrival.data.nbytes)
             if came != (PrefixMessageKind.BLOCKS, layer, part, wanted) or sent_checksum != checksum(arrival.data):
                 raise PeerFault(
-                    f"what came from prefill worker {due.op.worker} is damaged, or is not part {part} of layer {layer} "
+                    f"the reply of prefill worker {due.op.worker} is damaged, or is not part {part} of layer {layer} "
                     f"of {wanted} bytes: {came}"
                 )
             ids = [own[run.start : run.stop] for own in due.ids]
@@ -161,13 +163,13 @@ class PrefixFetch:
         return self._sources[op.worker]
 
     def _answer(self, channel: Channel) -> None:
-        patience_s = (GRANTS_AHEAD + 1) * self._timeout_s  # steps before it may be computed
+        patience_s = (GRANTS_AHEAD + 1) * self._timeout_s  # steps that may be computed first
         lender = _PrefixSender(channel, self._blocks, self._device, patience_s, self._trace)
         self._start(lender.run, "lamina-answer")
 
 
 class _PendingFetch:
-    """What the step that is computed still gets."""
+    """The KV that the current step still fetches."""
 
     def __init__(
         self, plan: StepPlan, op: FetchPrefix, channel: Channel, ids: Sequence[Sequence[int]], layers: int
@@ -178,7 +180,9 @@ class _PendingFetch:
 
 
 class _PrefixSender:
-    """To one who asks, on a thread of its own. What is sent nobody writes meanwhile: the driver sees to that."""
+    """Replies to one other worker, on a thread of its own. The driver ensures that the blocks it sends are not
+    written.
+    """
 
     def __init__(
         self, channel: Channel, blocks: BlockBytes, device: torch.device, timeout_s: float, trace: Recorder
@@ -187,12 +191,12 @@ class _PrefixSender:
         self._timeout_s, self._trace = timeout_s, trace
 
     def run(self) -> None:
-        """Until the channel ends."""
+        """Reply to requests until the channel ends."""
         staging = open_staging(self._device)
         try:
             for ask in serve_requests(self._channel, _decode):
                 self._answer(ask, staging)
-        except (ProtocolError, ChannelError) as e:  # a half of an answer would pass for one of another ask
+        except (ProtocolError, ChannelError) as e:  # half of a reply would pass for that of another request
             self._channel.abort(str(e))
 
     def _answer(self, ask: PrefixRequest, staging: Staging) -> None:

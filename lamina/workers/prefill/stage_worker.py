@@ -1,7 +1,7 @@
-"""A stage of a prompt: a prefill worker with a run of the model's layers. What crosses from one stage to the next is
-the cut, and what the layer in front of the next stage has attended.
+"""A stage of a prompt: a prefill worker with a run of the model's layers.
 
-(Chunked pipeline parallelism: Mooncake, arXiv 2407.00079 section 5.2.)
+It sends the next stage the cut, and O of the layer before that stage's first slice. (Chunked pipeline parallelism:
+Mooncake, arXiv 2407.00079 section 5.2.)
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ NO_REPLY_INBOX = Geometry(slots=1, slot_bytes=64)
 
 
 def stage_name(worker: str) -> str:
-    """The name of the place where the stage before ``worker`` connects."""
+    """Return the name of the listener at which the stage before ``worker`` connects."""
     return f"{worker}/stage"
 
 
 def stage_listener_terms(worker: str) -> ListenTerms:
-    """For the stage before it alone, under two epochs."""
+    """Return the terms for the stage before alone, in up to two epochs."""
     return ListenTerms(name=stage_name(worker), channels=2)
 
 
 def stage_program(program: Any, layers: range, num_layers: int) -> Any:
-    """The part of a cut program, of ``num_layers`` layers, that a stage runs: the slices in front of its layers, and in
-    the last stage that behind all of them.
+    """Return the part of a cut program, of ``num_layers`` layers, that a stage runs. These are the slices before its
+    layers, and in the last stage also the slice after all layers.
     """
     last = layers.stop == num_layers
     return replace(program, slices=program.slices[layers.start : layers.stop + last])
 
 
 def drop_model(cut: CutModel) -> CutModel:
-    """The same, whose slices alone hold weights: those of other stages are let go."""
+    """Return the model without its module: weights remain only in its slices, so those of other stages are freed."""
     return cut._replace(loaded_model=replace(cut.loaded_model, model=nn.Identity()))
 
 
 class StageProgram:
-    """What a compute worker runs of a stage: all slices by their numbers, None where another stage has them."""
+    """A stage's program for a compute worker: all slices by their numbers, None if another stage has them."""
 
     def __init__(self, program: Any, layers: range, num_layers: int) -> None:
         own, following = list(program.slices), num_layers + 1 - layers.start - len(program.slices)
@@ -60,8 +60,8 @@ class StageProgram:
 
 
 class StagePipeline:
-    """A Ring: inside of a stage the cut stays where it is; from its last slice it goes to the next stage, with O of
-    that slice's layer, which the ``attention`` of this stage has computed and that of the next one hands out.
+    """A PipelineComm. Inside a stage the cut stays in place. The stage's last slice sends the cut to the next stage,
+    with O of its layer. The ``attention`` of this stage computes it, and that of the next stage returns it.
     """
 
     def __init__(
@@ -73,28 +73,30 @@ class StagePipeline:
         dtype: torch.dtype,
         epoch: int,
     ) -> None:
-        """``move``: to the stages before and behind. ``dtype``: of O."""
+        """``move``: to the stages before and after. ``dtype``: of O."""
         self._layers, self._attention, self._dtype, self._view = layers, attention, dtype, epoch
         self._local, self._remote, self._carries_output = LocalPipeline(), move, with_staging(move, staging)
 
     @property
     def wait_s(self) -> float:
-        """Seconds spent waiting for the stage before."""
+        """The seconds spent waiting for the stage before."""
         return self._remote.wait_s
 
     def can_receive(self, timeout_s: float) -> bool:
-        """Whether the next slice can run, or could within so long. Raises ChannelError."""
+        """Wait up to ``timeout_s`` seconds until the next slice can run, and return whether it can. Raises
+        ChannelError.
+        """
         return not self._layers.start or self._local.has_carry or self._remote.can_receive(self._view, timeout_s)
 
     def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
-        """The results of slice ``index``, for this stage or the next one."""
+        """Send the results of slice ``index`` within this stage, or to the next one."""
         if index + 1 < self._layers.stop or not self._remote.has_next:
             self._local.send(plan, index, carry)
         else:
             self._carries_output.send(plan, index, (*carry, self._attention.o(index, plan.num_rows, self._dtype)))
 
     def receive(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
-        """The results of slice ``index``, of this stage or the one before."""
+        """Return the results of slice ``index``, of this stage or the one before."""
         if index >= self._layers.start:
             return self._local.receive(plan, index)
         *carry, o = self._carries_output.receive(plan, index)
@@ -103,12 +105,14 @@ class StagePipeline:
 
 
 def stage_cuts(program: Any) -> list[list[RowShape]]:
-    """Of the whole program: what crosses in front of each slice but the first, where another stage has it."""
+    """Return, for each slice of the whole program but the first, the tensors that it receives if another stage
+    precedes.
+    """
     return [[*between.tensors, call.out] for between, call in zip(program.cuts, program.calls, strict=True)]
 
 
 def stage_inboxes(cuts: Sequence[Sequence[RowShape]], max_rows: int) -> tuple[Geometry, Geometry]:
-    """Of a stage, and of the one before it."""
+    """Return the inboxes of a stage, and of the one before it."""
     return pipeline_inbox(cuts, max_rows=max_rows, num_batches=GRANTS_AHEAD), NO_REPLY_INBOX
 
 
@@ -121,9 +125,8 @@ def connect_stages(
     deadlines: Deadlines,
     max_rows: int,
 ) -> RemotePipeline:
-    """Meet the stages before and behind the worker ``name``: the one before comes to ``listener``,
-    and then this one goes
-    to the one behind. Raises ChannelError.
+    """Connect the worker ``name`` with the stages before and after. The stage before connects to ``listener``; then
+    this worker connects to the stage after. Raises ChannelError.
     """
     cuts, limit_s = stage_cuts(cut.program), deadlines.start_timeout_s
     previous: Channel | None = None
