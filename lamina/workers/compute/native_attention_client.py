@@ -61,8 +61,8 @@ class NativeAttentionClient(AttentionClient):
         dtype: torch.dtype,
         parity: MemoryWorkerClient | None = None,
     ) -> None:
-        """See AttentionClient. ``links``: one or more, with equal timeouts and native channels. ``dtype``: of all
-        messages.
+        """``links``: one or more, with equal timeouts and native channels. ``dtype``: of all messages. For the other
+        arguments see AttentionClient.
         """
         super().__init__(links, partition, layers, backend, parity=parity)
         self.dtype = dtype
