@@ -1,1 +1,1 @@
-"""The memory worker: it holds the KV cache and attends over it."""
+"""The memory worker: holds a part of the KV cache and computes attention over it."""

@@ -1,4 +1,4 @@
-"""How much of each sequence a memory worker has written in all layers: the KV that it surely has behind a loss."""
+"""The tokens of each sequence that a memory worker has written in all layers: the KV that survives a loss."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from lamina.protocol.step_plan import (
 
 
 class CommittedTokens:
-    """Counts tokens from the first one on. A step that ended half way has changed nothing here."""
+    """Counts tokens from the first one on. A step that ends half way changes nothing here."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}  # by sequence
 
     def check(self, plan: StepPlan, block_size: int) -> None:
-        """Raises PlanError where a block is to be copied whose tokens are still on their way."""
+        """Raise PlanError if a block is to be copied whose tokens are not stored yet."""
         for op in plan.ops:
             if isinstance(op, Fork) and op.length % block_size and self.tokens_of(op.source) < op.length:
                 stored = self.tokens_of(op.source)
                 raise PlanError(f"cannot fork {op.length} tokens of sequence {op.source}: {stored} are stored")
 
     def begin(self, plan: StepPlan, *, is_replay: bool = False) -> None:
-        """A plan was applied: what its rows will write over counts no more. ``is_replay``: it has come before."""
+        """Lower the counts to tokens that an applied plan will not overwrite. ``is_replay``: the plan was applied
+        before.
+        """
         for op in plan.ops:
             if isinstance(op, New):
                 self._tokens[op.sequence] = 0
@@ -58,15 +60,15 @@ class CommittedTokens:
                 self._tokens[row.sequence] = max(self._tokens[row.sequence], row.first + row.count)
 
     def reconcile(self, keep: Iterable[SurvivingKv]) -> None:
-        """Of ``keep``, and of nothing else, there is so much."""
+        """Set the counts to those of ``keep``; other sequences are gone."""
         self._tokens = {each.sequence: each.length for each in keep}
 
     def tokens_of(self, sequence: int) -> int:
-        """Tokens of one; 0 where there is none."""
+        """Return the tokens of one sequence; 0 if there is none."""
         return self._tokens.get(sequence, 0)
 
     def report(self) -> dict[int, int]:
-        """Tokens by sequence."""
+        """Return the tokens by sequence."""
         return dict(self._tokens)
 
     def _lower(self, sequence: int, tokens: int) -> None:

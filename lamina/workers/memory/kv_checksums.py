@@ -1,8 +1,8 @@
-"""Checksums of stored KV blocks: one that is damaged in memory is seen before a step attends it.
+"""Checksums of stored KV blocks, by which a block that is damaged in memory is noticed before a step attends it.
 
-A block has a checksum from the end of the step that wrote it, in all layers, or attended it first (what a prefill
-worker, a medium or another memory worker has filled) until something writes it again. A worker that reads another
-checksum than the noted one ends: its memory is not to be trusted, and its KV is computed again elsewhere.
+A block gets a checksum at the end of the step that wrote it in all layers. If a prefill worker, storage or another
+memory worker filled it, that is the step that attended it first. It keeps it until it is written again. A worker that
+reads another checksum ends: its memory cannot be trusted, and its KV is computed again elsewhere.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 class StoredBlock(NamedTuple):
-    """A KV block of a group of layers."""
+    """A KV block of a layer group."""
 
     group: int
     number: int
 
 
 class BlockChecksums:
-    """Of one store, on a CPU. One thread uses it."""
+    """The checksums of one store, on a CPU. One thread uses it."""
 
     def __init__(self, store: KvStore, share: float, draw: Callable[[], float] = random.random) -> None:
-        """``share``: of the blocks, which are looked at before each step that attends them. ``draw``: 0 to 1."""
+        """``share``: the share of attended blocks that are checked before each step. ``draw``: returns 0 to 1."""
         self._store, self._share, self._draw = store, share, draw
         self._sums: dict[StoredBlock, bytes] = {}
 
     def before_other_writes(self, plan: StepPlan) -> None:
-        """Of sequences that others than a step's rows are about to write. Looks at what is about to move within one, or
-        to be copied to another worker. Raises CorruptedMemoryError.
+        """Discard checksums of sequences that writers other than a step's rows are about to fill. First checks blocks
+        that are about to move within a sequence, or to be copied to another worker. Raises CorruptedMemoryError.
         """
         there = self._store.tables.sequences
         for op in plan.ops:
@@ -53,8 +53,8 @@ class BlockChecksums:
                     self._sums.pop(block, None)
 
     def before_copies(self, group: int, copies: Sequence[tuple[int, int]], freed: Iterable[int]) -> None:
-        """Blocks are about to be copied to others, and ``freed`` to be wiped. Looks at what is copied: its copy would
-        have a checksum that is right. Raises CorruptedMemoryError.
+        """Check blocks that are about to be copied, and discard the checksums of their targets and of ``freed`` blocks.
+        Without the check, a copy of a damaged block would get a valid checksum. Raises CorruptedMemoryError.
         """
         for block, _ in copies:
             self._check(StoredBlock(group, block))
@@ -62,16 +62,16 @@ class BlockChecksums:
             self._sums.pop(StoredBlock(group, number), None)
 
     def verify_surviving(self, keep: Iterable[SurvivingKv]) -> None:
-        """At all that is known of what is about to go to other workers, where damage would have a checksum that is
-        right. Raises CorruptedMemoryError.
+        """Check all blocks that are about to go to other workers, where damaged ones would get valid checksums. Raises
+        CorruptedMemoryError.
         """
         there = [each.sequence for each in keep if each.sequence in self._store.tables.sequences]
         for block in dict.fromkeys(block for sequence in there for block in _blocks(self._store, sequence)):
             self._check(block)
 
     def verify_before_step(self, steps: Sequence[AttentionStep]) -> None:
-        """Check blocks that ``steps`` attend, before they write: a share of them, and each block that they go on
-        filling, whose next checksum would hide the damage. Raises CorruptedMemoryError.
+        """Check blocks that ``steps`` attend, before these write to any. This is a share of the blocks, and each block
+        that they continue to fill, whose next checksum would hide the damage. Raises CorruptedMemoryError.
         """
         written = {block for step in steps for block in _written(step)}
         for block in _attended(self._store, steps):
@@ -81,7 +81,7 @@ class BlockChecksums:
             self._sums.pop(block, None)
 
     def update_after_step(self, steps: Sequence[AttentionStep]) -> None:
-        """``steps`` have written all that they write."""
+        """Add checksums of blocks after ``steps`` have written all layers."""
         for sequence in _sequences(steps):
             for block in _blocks(self._store, sequence):
                 if block not in self._sums:
@@ -97,7 +97,9 @@ class BlockChecksums:
 
     @cached_property
     def _memory(self) -> list[list[Sequence[memoryview]]]:
-        """Group -> its tensors in all layers -> block -> bytes. First used once the store has all of its layers."""
+        """The bytes of blocks: group -> tensor in all layers -> block. First used after the store has all of its
+        layers.
+        """
         store = self._store
         groups: list[list[Sequence[memoryview]]] = [[] for _ in store.tables.windows]
         for piece in (piece for layer in store.layers for piece in layer):
@@ -109,7 +111,7 @@ class BlockChecksums:
 
 
 def flip_bit(store: KvStore, steps: Sequence[AttentionStep]) -> bool:
-    """Change a bit of a number that ``steps`` attend, for a drill. Whether there was one."""
+    """Change a bit of K that ``steps`` attend, for a drill. Returns False if there is none."""
     block = next(_attended(store, steps), None)
     if block is None:
         return False
@@ -119,15 +121,15 @@ def flip_bit(store: KvStore, steps: Sequence[AttentionStep]) -> bool:
 
 
 def _blocks(store: KvStore, sequence: int) -> Iterator[StoredBlock]:
-    """Those of a sequence that are here."""
+    """Yield the blocks of a sequence that are here."""
     for group in range(len(store.tables.windows)):
         for number in store.tables.block_table(group, sequence)[1]:
             yield StoredBlock(group, int(number))
 
 
 def _attended(store: KvStore, steps: Sequence[AttentionStep]) -> Iterator[StoredBlock]:
-    """Blocks with tokens that were there before ``steps``."""
-    tables, begun = store.tables, dict[int, int]()  # sequence -> blocks in which it has such tokens
+    """Yield the blocks with tokens that were stored before ``steps``."""
+    tables, begun = store.tables, dict[int, int]()  # sequence -> number of blocks with such tokens
     for row in (row for step in steps for row in step.plan.rows):
         blocks = -(-row.first // tables.block_size)
         begun[row.sequence] = min(begun.get(row.sequence, blocks), blocks)

@@ -1,4 +1,4 @@
-"""Where the K and V of some rows go on a memory worker: what all layers of a group share, and the work of a layer."""
+"""The positions at which K and V of some rows are stored on a memory worker, and the work of each layer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .kv_store import KvStore
 
 
 class KvWrites:
-    """The rows' K and V, for whose positions the store holds blocks. ``layouts`` are of ``rows``, by group."""
+    """The K and V of rows, for whose positions the store holds blocks. ``layouts``: of the rows, by group."""
 
     def __init__(self, store: KvStore, layouts: Sequence[RowLayout]) -> None:
         self._store = store
         self._counts = tuple(map(count_rows, layouts))
         self.places = [(_place(store, g, x.whole_sequences), _place(store, g, x.kv)) for g, x in enumerate(layouts)]
-        self._messages: dict[int, LayerMessages] = {}  # by layer; layers that are alike share one
+        self._messages: dict[int, LayerMessages] = {}  # by layer; equal layers share an entry
 
     def messages(self, layer: int) -> LayerMessages:
-        """The messages of a layer in which the rows come."""
+        """Return the layout of a layer's messages that bring the rows."""
         store = self._store
         like = store.equal_pieces[layer]
         of_layer = self._messages.get(like)
@@ -37,7 +37,9 @@ class KvWrites:
         return of_layer
 
     def rows(self, layer: int, data: Tensor) -> list[StoredKvRows]:
-        """The K and V of a message as they will be stored, by piece. They may lie in ``data``."""
+        """Return K and V of a message, by piece, in the form in which they will be stored. They may share memory with
+        ``data``.
+        """
         flat = data.view(self._store.dtype)
         return [StoredKvRows(self._stored(flat, *p[:2]), self._stored(flat, *p[2:])) for p in self.messages(layer).kv]
 
@@ -46,7 +48,7 @@ class KvWrites:
         return to_stored_format(*rows, self._store.kv_dtype) if k.is_present else StoredRows(*rows)
 
     def write(self, layer: int, rows: list[StoredKvRows]) -> None:
-        """Store them at their positions."""
+        """Store the rows at their positions."""
         for piece, both in zip(self._store.layers[layer], rows, strict=True):
             for place, written in zip(self.places[piece.group], both, strict=True):
                 if place.slot_mapping is not None:
@@ -54,16 +56,14 @@ class KvWrites:
 
 
 class StoredKvRows(NamedTuple):
-    """K and V rows of a piece, as they are stored: of sequences that this worker finishes alone (``whole_sequences``),
-    and of the ``other_sequences`` ones.
-    """
+    """K and V rows of a piece in stored form: of sequences that this worker finishes alone, and of other ones."""
 
     whole_sequences: StoredRows
     other_sequences: StoredRows
 
 
 def row_layouts(store: KvStore, rows: Sequence[RowRange]) -> list[RowLayout]:
-    """By group."""
+    """Return the layout of rows for each group."""
     tables = store.tables
     return [
         row_layout(rows, lanes, window, store.placement)
@@ -72,7 +72,9 @@ def row_layouts(store: KvStore, rows: Sequence[RowRange]) -> list[RowLayout]:
 
 
 class WritePositions(NamedTuple):
-    """Rows of a message's K and V, which of them are kept here (None = all) and where (None = nowhere)."""
+    """The positions of a message's K and V rows. ``owned_rows``: those stored here, None for all. ``slot_mapping``:
+    where they are stored, None if none are.
+    """
 
     num_rows: int
     owned_rows: Tensor | None

@@ -1,7 +1,7 @@
-"""The limits of a memory worker on loan, whose debtor may be anybody with the cluster's key: it takes no more memory
-than was lent, keeps nothing outside of its pool, and has no devices. It tells its host how much it reads.
+"""The limits of a memory worker on loan, whose debtor may be any process with the cluster's key.
 
-A memory worker that is not on loan has none of these limits.
+It takes no more memory than was lent, stores nothing outside of its pool, and has no devices. It reports to its host
+how much it reads. A memory worker that is not on loan has none of these limits.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from collections.abc import Callable
 from lamina.env import lease_bytes, lease_meter
 from lamina.netstack import ListenTerms
 
-READ_COUNTER = struct.Struct("<d")  # bytes that were read
+READ_COUNTER = struct.Struct("<d")  # bytes that attention has read
 READ_COUNTER_INTERVAL_S = 0.5
 MAX_CHANNELS = 32
-MAX_INBOX_BYTES = 256 << 20  # of a channel, both directions together
+MAX_INBOX_BYTES = 256 << 20  # bytes of a channel's inboxes, both directions together
 
 
 def check_lease(kv_bytes: int) -> None:
-    """Raises ValueError where so much KV memory is more than was lent."""
+    """Raise ValueError if ``kv_bytes`` exceeds the memory that was lent."""
     if 0 < (lease := lease_bytes()) < kv_bytes:
-        raise ValueError(f"{kv_bytes} bytes are asked for of a memory worker that was lent with {lease}")
+        raise ValueError(f"{kv_bytes} bytes are requested of a memory worker that was lent with {lease}")
 
 
 def check_allowed_for_guest(what: str, wanted: bool) -> None:
-    """Raises ValueError where ``what``, an option, is wanted of a guest."""
+    """Raise ValueError if the option ``what`` is wanted on a memory worker on loan."""
     if wanted and lease_bytes():
         raise ValueError(f"a memory worker on loan has no {what}: leave it out with --borrow")
 
 
 def listener_terms(name: str) -> ListenTerms:
-    """Of the listener of a memory worker. Raises ValueError for a bad name."""
+    """Return the terms of a memory worker's listener. Raises ValueError for a bad name."""
     if not lease_bytes():
         return ListenTerms(name=name)
     return ListenTerms(name=name, inbox_bytes=MAX_INBOX_BYTES, channels=MAX_CHANNELS)
 
 
 def publish_reads(stats: Callable[[], dict[str, float]]) -> None:
-    """From now on, on a thread of its own, as long as this process lives: the bytes of K and V that attention has
-    read, in the file that its creditor has given. Who is nobody's guest tells nothing.
+    """Publish the bytes of K and V that attention has read, from a thread that runs as long as this process. It writes
+    to the file that the creditor has given. Does nothing if the worker is not on loan.
     """
     if (meter := lease_meter()) is None:
         return

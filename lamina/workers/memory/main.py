@@ -1,6 +1,6 @@
-"""Start of a memory worker: listen, tell the driver where, import what takes seconds; then serve epoch after epoch.
+"""The start of a memory worker: listen, report the address, import slow modules; then serve one epoch after another.
 
-Compute workers load the model meanwhile, so torch is not imported here before the driver knows the address.
+Compute workers load the model meanwhile, so torch is not imported before the driver knows the address.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FROM_DRIVER = (
 
 
 def serve_memory(sock: socket.socket) -> None:
-    """Serve one driver, over its control socket, until the link ends or says Stop."""
+    """Serve one driver over its control socket, until the link ends or Stop arrives."""
     link = ControlLink(sock, FROM_DRIVER)
 
     def leave() -> None:
@@ -84,14 +84,14 @@ class MemoryServer:
     def __init__(self, link: ControlLink, start: StartMemory, around: Runtime = RUNTIME) -> None:
         self._link, self._start, self._runtime = link, start, around
         self._trace = recorder(start.trace)
-        self._worker: MemoryWorker | None = None  # until it is loaded
+        self._worker: MemoryWorker | None = None  # set by _loaded
         self._next_epoch = -1  # the epoch of the last Connect
-        self._store_preallocation: PrepareStore | None = None  # what was asked for last
-        self._prepare_thread = threading.Lock()  # one is made after the other
+        self._store_preallocation: PrepareStore | None = None  # the last one that was requested
+        self._prepare_thread = threading.Lock()  # serializes preparations
         self._loading = threading.Lock()
         self._fabric: netstack.Fabric | None = None
-        self._limit: object = None  # of the multiprocessors, as long as it is held
-        self._service = ControlLoop(  # the last: messages are heeded from here on
+        self._limit: object = None  # holds the limit of multiprocessors
+        self._service = ControlLoop(  # the last: it may call the methods below from now on
             link,
             lambda: self._loaded().stats(),
             self._abort,
@@ -115,7 +115,7 @@ class MemoryServer:
                     order := service.next_message(block=True), Connect | Quiesce | PrepareStore | Reshard | RebuildKv
                 ):
                     if isinstance(order, PrepareStore):
-                        continue  # it was heeded
+                        continue  # was handled by _on_message
                     if isinstance(order, Reshard | RebuildKv):
                         service.link.send(self._reshard(worker, door, order))
                         continue
@@ -125,10 +125,10 @@ class MemoryServer:
                     try:
                         worker.leave_epochs_before(self._next_epoch)
                         worker.serve(door, order, self._fabric)
-                    except (ChannelError, ProtocolError):  # why, the other end tells the driver
+                    except (ChannelError, ProtocolError):  # the other end reports the reason to the driver
                         worker.reject_until_next_epoch(door, order.epoch)
         except LinkClosedError:
-            pass  # the driver is gone: so are we
+            pass  # the driver has ended, so this worker ends
         except Exception as e:
             if not service.is_stopped.is_set():
                 write_error()
@@ -153,19 +153,19 @@ class MemoryServer:
         error = ""
         with self._prepare_thread:
             if order is not self._store_preallocation:
-                return  # threads begin in any order
+                return  # threads may start in any order
             try:
                 self._loaded().prepare(order.bind, order.storage, ahead=order.is_first_store)
-            except Exception as e:  # noqa: BLE001 - whatever it is, nobody waits for this thread
+            except Exception as e:  # noqa: BLE001 - no caller waits for this thread, whatever the error
                 error = f"{type(e).__name__}: {e}"
         if order.is_first_store and error:
-            log.warning("a spare memory worker takes its memory with a place, not before: %s", error)
+            log.warning("a spare memory worker will allocate its memory only when it replaces another: %s", error)
         elif order.bind is not None and not order.is_first_store:
             with suppress(LinkClosedError):
                 self._link.send(StorePrepared(error, order.resize_number))
 
     def _listen(self) -> Listener | None:
-        """Open the place where other workers connect; None where that is impossible, and the driver was told why."""
+        """Open the listener for other workers; None if that is impossible, which is then reported to the driver."""
         try:
             check_allowed_for_guest("--memory-device", self._start.devices.memory_device != "cpu")
             gpu = None if self._start.devices.memory_device == "cpu" else self._pick_gpu()
@@ -178,7 +178,7 @@ class MemoryServer:
             return None
 
     def _pick_gpu(self) -> int | None:
-        """The number of this worker's GPU; None for a CPU. Raises ValueError where the GPU is not there."""
+        """Return the number of this worker's GPU; None for a CPU. Raises ValueError if the GPU does not exist."""
         from lamina.workers.device_selection import limit_sms
 
         device = self._loaded().device
@@ -187,7 +187,7 @@ class MemoryServer:
         return device.index
 
     def _loaded(self) -> MemoryWorker:
-        """The worker. Safe from any thread."""
+        """Return the worker, and create it first if needed. Safe from any thread."""
         with self._loading:
             if self._worker is None:
                 from lamina.workers.device_selection import memory_share, pick_device
@@ -204,12 +204,13 @@ class MemoryServer:
         import torch
 
         threads = self._start.threads
-        if threads not in (0, torch.get_num_threads()):  # once called, it wakes threads for tiny tensors too
+        if threads not in (0, torch.get_num_threads()):  # the call makes torch wake its threads even for tiny tensors
             torch.set_num_threads(threads)
 
     def _on_message(self, message: object) -> None:
-        """Look at a message as it comes. A Connect or a Quiesce ends the epoch that is served, which may wait for ever
-        for peers that have gone on; a PrepareStore begins beside it, and the worker goes on serving.
+        """Handle a message on arrival, on the link's thread. A Connect or a Quiesce ends the present epoch, whose
+        serving thread may wait for ever for peers that have left it. A PrepareStore starts in the background while the
+        worker continues to serve.
         """
         if isinstance(message, PrepareStore):
             self._store_preallocation = message

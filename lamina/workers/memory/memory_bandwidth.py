@@ -1,4 +1,4 @@
-"""How fast the memory is in which KV lies."""
+"""The speed of the memory that holds KV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RATE_PASSES = 5
 
 
 def measure_read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that ``device`` reads from memory that no cache holds, with the threads that it has."""
+    """Measure the bytes a second that ``device`` reads from memory outside its caches, with all of its threads."""
     data, rates = torch.ones(RATE_BYTES // 8, dtype=torch.int64, device=device), []
     for _ in range(RATE_PASSES):
         start = time.perf_counter()

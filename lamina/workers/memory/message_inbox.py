@@ -1,4 +1,4 @@
-"""What comes on the channels of a memory worker under one epoch, and is not for prefill workers' grants."""
+"""The messages on a memory worker's channels in one epoch, except those of prefill workers' grants."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
 from .kv_transfer.prefill_receive import PrefillReceiver
 from .worker_counters import Counters
 
-MAX_QUEUED_PLANS = 64  # that may lie here before their round
+MAX_QUEUED_PLANS = 64  # that may wait here for their round
 
 
 class MessageInbox:
-    """Layer messages, and plans beside them. Of one thread."""
+    """Receives layer messages, and plans among them. One thread uses it."""
 
     def __init__(self, channels: Sequence[Channel], grants: PrefillReceiver, meter: Counters, epoch: int) -> None:
-        """``channels``: of all replicas. While nothing comes, ``grants`` are served."""
+        """``channels``: of all replicas. ``grants``: served while no message arrives."""
         self._channels, self._grants, self._meter, self._view = channels, grants, meter, epoch
-        self.plans: deque[tuple[MessageKey, bytes]] = deque()  # that came before their round
+        self.plans: deque[tuple[MessageKey, bytes]] = deque()  # that arrived before their round
         self.refused_plans: dict[
             int, MessageKey
-        ] = {}  # batch -> its last plan, if refused: its layer messages are dropped
+        ] = {}  # batch -> its last plan, if that was refused: its layer messages are dropped
 
     def next_message(self, replica: int) -> Arrival | None:
-        """The next layer message of ``replica``; None for a plan, which waits now, one of a refused step, or whatever
-        is of an older epoch.
+        """Return the next layer message of ``replica``. Returns None for a plan, which is queued, and for a dropped
+        message: of a refused step, or of an older epoch.
         """
         channel = self._channels[replica]
         arrival = self.receive(channel)
@@ -44,8 +44,8 @@ class MessageInbox:
         return None
 
     def receive(self, channel: Channel) -> Arrival:
-        """The next message. Waits as long as the peer and the driver live: an idle worker is no fault. While it waits,
-        what prefill workers send is stored.
+        """Return the next message of a channel. Meanwhile, messages of prefill workers are stored. Waits as long as the
+        peer and the driver live: an idle worker is no error.
         """
         while (arrival := self._poll(channel)) is None:
             self._grants.receive_one()

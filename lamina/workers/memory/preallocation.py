@@ -1,4 +1,6 @@
-"""Memory that is taken before a store needs it, and the stores that are made in it: never a second one beside it."""
+"""Memory that is allocated before a store needs it, and stores in that memory. Two whole stores never exist at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,23 @@ log = logging.getLogger(__name__)
 
 
 class StorePreallocation:
-    """Of one memory worker. ``prepare`` is safe from any thread; all else is for the thread that serves."""
+    """The preallocated memory of one memory worker. ``prepare`` is safe from any thread; only the thread that serves
+    calls other methods.
+    """
 
     def __init__(self, device: torch.device, share: float, meter: Counters) -> None:
-        """``share``: see Store."""
-        self.arena = HugePageArena()  # for the layers of the next one
+        """``share``: see KvStore."""
+        self.arena = HugePageArena()  # for the layers of the next store
         self._device, self._share, self._meter = device, share, meter
         self._lock = threading.Lock()
-        self._had_store = False  # a store
+        self._had_store = False  # if there was a store
 
     def prepare(
         self, bind: BindRequest | None, offload: OffloadConfig | None, store: KvStore | None, *, is_first_store: bool
     ) -> None:
-        """Take memory for the store of ``bind``: for all of it, or where there is a ``store``, which gives up its own
-        layer by layer, for one layer of each form. ``is_first_store``: for the first one; nothing happens where there
-        has been one. None: what was taken goes back. Raises as Store, and as page_capacity for ``offload``.
+        """Allocate memory for the store of ``bind``; None frees what was allocated. If there is a ``store``, which
+        frees its layers one by one, memory for one layer of each shape suffices. ``is_first_store``: does nothing if
+        there was a store. Raises as KvStore, and as page_capacity for ``offload``.
         """
         with self._lock:
             if is_first_store and self._had_store:
@@ -50,23 +54,23 @@ class StorePreallocation:
                 raise ValueError(not_enough_memory_message(bind.kv_bytes, free))
             layers = shapes_by_layer(bind) if self._device == CPU else []
             for shapes in layers if store is None else dict.fromkeys(map(tuple, layers)):
-                self.arena.prepare(shapes, HUGE_PAGE if is_first_store else 0)  # another place may have a little more
+                self.arena.prepare(shapes, HUGE_PAGE if is_first_store else 0)  # the final Bind may need a little more
 
     def open_store(self, bind: BindRequest) -> KvStore:
-        """A store where there is none, in memory that was made ready if it does for all of it; else that goes back
-        first, as both may not fit. Raises as Store.
+        """Open a store if there is none, in the allocated memory if that suffices for all of it. Otherwise that memory
+        is freed first, as both may not fit. Raises as KvStore.
         """
-        with self._lock:  # what is being made ready is ready before
+        with self._lock:  # waits for a preparation that is under way
             self._had_store, given = True, self.arena.nbytes
             if given and self.arena.can_allocate(chain(*shapes_by_layer(bind))):
                 store = KvStore(bind, self._device, self._share, slabs=self.arena, given=given)
                 for _ in bind.layers:
                     prefault(
                         x for piece in store.allocate_next_layer() for x in piece.kv.tensors
-                    )  # pages are there, but for a few
+                    )  # most of them are mapped already
             else:
                 if given:
-                    log.warning("%d bytes of memory were made ready for a store of another size: they go back", given)
+                    log.warning("%d bytes of memory were prepared for a store of another size and are freed", given)
                 self.arena.clear()
                 store = KvStore(bind, self._device, self._share)
             self.arena.clear()
@@ -74,8 +78,8 @@ class StorePreallocation:
         return store
 
     def open_resharded_store(self, bind: BindRequest, given: int) -> KvStore:
-        """A store whose layers are still to be made, in memory that was made ready, and in ``given`` bytes of another
-        store that become free meanwhile. Raises as Store.
+        """Open a store whose layers are allocated later, in the allocated memory and ``given`` bytes of another store.
+        The other store frees them meanwhile. Raises as KvStore.
         """
         with self._lock:
             self._had_store = True

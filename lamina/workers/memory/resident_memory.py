@@ -1,4 +1,4 @@
-"""What a process has resident; as a worker, what a memory worker has before it holds anything."""
+"""The resident memory of a process; run as a worker, the resident memory of a memory worker before it has a store."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class ResidentMemory(NamedTuple):
-    """Bytes in memory. private: the process's own; files: pages of files that it has mapped, most of them libraries';
-    shared: memory that it shares with others, such as slots.
+    """Resident bytes. private: the process's own. files: pages of mapped files, mostly libraries. shared: memory shared
+    with other processes, such as slots.
     """
 
     private: int
@@ -22,15 +22,17 @@ class ResidentMemory(NamedTuple):
 
 
 def resident(pid: int | str = "self") -> ResidentMemory:
-    """RssAnon, RssFile and RssShmem of /proc/PID/status (proc_pid_status(5)). Raises OSError if it is gone."""
+    """Return RssAnon, RssFile and RssShmem of /proc/PID/status (proc_pid_status(5)). Raises OSError if the process
+    ended.
+    """
     with open(f"/proc/{pid}/status") as f:
         fields = dict(line.split(":", 1) for line in f)
     return ResidentMemory(*(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile", "RssShmem")))
 
 
 def own_memory(total: ResidentMemory) -> ResidentMemory:
-    """The same for this process, with what it shares with the process that it was forked from among the files: pages
-    of its parent's imports, which all of its parent's children have in common.
+    """Return this process's memory, with pages shared with its parent counted as files. These are pages of the parent's
+    imports, which all of its children have in common.
     """
     with open("/proc/self/smaps_rollup") as f:
         common = next(int(line.split()[1]) << 10 for line in f if line.startswith("Shared_Dirty:"))
@@ -39,9 +41,8 @@ def own_memory(total: ResidentMemory) -> ResidentMemory:
 
 
 def serve_footprint(sock: socket.socket) -> None:
-    """Import and open all that a memory worker does, and send the resident bytes.
-
-    A line of JSON comes, [backend, scheme, RDMA device], and one goes, {resident: [private, files, shared]} or {error}.
+    """Import and open all that a memory worker does, and send the resident bytes. Receives one line of JSON: [backend,
+    scheme, RDMA device]. Sends one: {resident: [private, files, shared]} or {error}.
     """
     with sock, sock.makefile("rw") as lines:
         try:

@@ -1,4 +1,4 @@
-"""What a memory worker counts."""
+"""The counters of a memory worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Counters:
-    """Seconds, counts and bytes by name."""
+    """Seconds, counts and bytes by name; MemoryWorker.stats describes them."""
 
     def __init__(self) -> None:
         names = "attend_s write_s score_s grant_s wait_s plan_s steps rows turns native_turns graph_turns refused "
@@ -18,16 +18,16 @@ class Counters:
         self._values = dict.fromkeys(names.split(), 0.0)
 
     def snapshot(self) -> dict[str, float]:
-        """Since the start. Safe from any thread."""
+        """Return the values since the start. Safe from any thread."""
         return dict(self._values)
 
     def add(self, name: str, value: float) -> None:
-        """``name`` must be one of those."""
+        """Add to the counter ``name``, which must exist."""
         self._values[name] += value
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block."""
+        """Add the seconds of the block to the counter ``name``."""
         start = time.perf_counter()
         try:
             yield

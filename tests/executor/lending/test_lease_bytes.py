@@ -47,7 +47,7 @@ def test_no_more_than_was_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KvStore(bind(MIB), cpu).nbytes <= MIB
     worker.prepare(bind(MIB))
     for take in (lambda x: KvStore(x, cpu), worker.prepare):
-        with pytest.raises(ValueError, match=f"{MIB + 1} bytes are asked for of a memory worker that was lent with"):
+        with pytest.raises(ValueError, match=f"{MIB + 1} bytes are requested of a memory worker that was lent with"):
             take(bind(MIB + 1))
     monkeypatch.setenv(LEASE_BYTES, "0")
     worker.prepare(bind(2 * MIB))

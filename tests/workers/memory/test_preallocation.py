@@ -74,7 +74,7 @@ def test_nobody_waits_for_what_is_ready_before_there_is_a_place(caplog: pytest.L
         one._on_message(PrepareStore(BIND))
         due[0]()
     assert (asked, said) == ([(BIND, True)], []), "an answer would be news of a worker that hangs"
-    assert "takes its memory with a place, not before: ValueError: KV blocks take 9 GiB" in caplog.text
+    assert "will allocate its memory only when it replaces another: ValueError: KV blocks take 9 GiB" in caplog.text
 
 
 def resident() -> int:
@@ -136,7 +136,7 @@ def test_what_does_not_do_goes_back_before_another_store_is_made(
     assert left
     assert not any(left), "both may not fit"
     assert resident() - before < store.nbytes - SIZE + 8 * MIB
-    assert "memory were made ready for a store of another size: they go back" in caplog.text
+    assert "memory were prepared for a store of another size and are freed" in caplog.text
     assert meter.snapshot()["stores"] == 1
 
 

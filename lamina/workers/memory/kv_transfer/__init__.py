@@ -1,1 +1,1 @@
-"""KV that comes to a memory worker from other workers: moves, copies, rebuilds, prefill."""
+"""KV that a memory worker receives from other workers: reshards, migrations, rebuilds, prefill."""

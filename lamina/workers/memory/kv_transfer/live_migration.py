@@ -1,9 +1,8 @@
-"""Stripes, or whole sequences, on their way from one memory worker to another that both go on serving (see
-protocol.migration_ops).
+"""Migration of stripes, or of whole sequences, from one memory worker to another while both continue to serve.
 
-Two workers have one channel for it under an epoch. A message is some KV blocks of a piece of a layer, whole: K, V, and
-their scales where there are some. Its tag names it and has a checksum. What comes for a copy that no plan wants any
-more is dropped; so is all that comes once a worker has left the epoch.
+See protocol.migration_ops. Two workers have one channel for it in an epoch. A message has some whole KV blocks of a
+layer: K, V, and their scales if there are any. Its tag names it and has a checksum. Data for a copy that is no longer
+wanted is dropped, and so is all data that arrives after a worker has left the epoch.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.runtime import RUNTIME, Runtime
 from lamina.workers.staging import Staging, open_staging
 
-SLOTS, PART_BYTES = 2, 1 << 18  # of an inbox; of a message, unless a block has more
-CONNECT_TIMEOUT_S = 5.0  # for others to come: without them nothing is copied, and all else goes on
-SEND_S = 10.0  # for a peer to take a message
-POLL_S = 1.0  # for the next message, before the next look at who is silent
-IDLE_TIMEOUT_S = 30.0  # of a peer that has a copy to give
-PLAN_S = 60.0  # for the plan that tells of what has come already
+SLOTS, PART_BYTES = 2, 1 << 18  # slots of an inbox; bytes of a message, unless a block is larger
+CONNECT_TIMEOUT_S = 5.0  # seconds for other workers to connect; without them nothing is copied, and all else continues
+SEND_S = 10.0  # seconds for a peer to free a slot
+POLL_S = 1.0  # seconds of a wait for the next message, before a check for silent peers
+IDLE_TIMEOUT_S = 30.0  # seconds without a message of a peer that has a copy to send
+PLAN_S = 60.0  # seconds for the plan of a copy whose data has already arrived
 END_S = 0.5
 _TAG = struct.Struct(f"<QI{CHECKSUM_BYTES}s")
 
 
 class _CopyMessage(NamedTuple):
-    """One message: of the stripes' KV blocks those of ``run``, in a layer."""
+    """One message: the KV blocks ``run`` of the stripes, in one layer."""
 
     layer: int
     run: range
 
 
 class _CopyJob(NamedTuple):
-    """``blocks``: of the stripes here, by group."""
+    """A copy to send. ``blocks``: the stripes' blocks here, by group."""
 
     sequence: int
     peer: int
@@ -54,18 +53,20 @@ class _CopyJob(NamedTuple):
 
 @dataclass
 class _IncomingCopy:
-    """``parts``: in their order, of which ``num_received`` have come."""
+    """A copy to receive. ``parts``: its messages in order, of which ``num_received`` have arrived."""
 
     peer: int
     blocks: list[Sequence[int]]
     parts: list[_CopyMessage]
-    started_at: float  # when the plan came
+    started_at: float  # when the plan arrived
     num_received: int = 0
     nbytes: int = 0
 
 
 class LiveMigration:
-    """Of one epoch of a memory worker. ``drop_cancelled`` and ``begin`` are for the thread that serves rounds."""
+    """The migrations of one epoch of a memory worker. Only the thread that serves rounds calls ``drop_cancelled`` and
+    ``begin``.
+    """
 
     def __init__(
         self,
@@ -75,30 +76,30 @@ class LiveMigration:
         meter: Counters,
         around: Runtime = RUNTIME,
     ) -> None:
-        """``peers``: all workers of the partition, by number, this one among them."""
+        """``peers``: all workers of the partition, by number, including this one."""
         self._view, self._peers, self._report, self._meter = view, peers, report, meter
         self._runtime, self._clock, self._deadline = around, around.clock, math.inf
         self._names = {peer.name: n for n, peer in enumerate(peers) if peer.is_awaited}
         self._due = set(self._names)
         self._changed = around.condition()
         self._links: dict[int, Channel] = {}
-        self._incoming: dict[int, _IncomingCopy] = {}  # by copy
-        self._last, self._over = -1, False  # the copy that a plan has told of last
-        self._jobs = around.queue()  # of _CopyJob; None: there are no more
-        self._running = 0  # threads
+        self._incoming: dict[int, _IncomingCopy] = {}  # by number of the copy
+        self._last, self._over = -1, False  # the copy that a plan has named last
+        self._jobs = around.queue()  # of _CopyJob; None ends the thread
+        self._running = 0  # number of threads
         self._store: KvStore | None = None
-        self._stored: BlockBytes | None = None  # its blocks
-        self._connects = False  # to others
+        self._stored: BlockBytes | None = None  # the blocks of the store
+        self._connects = False  # if this worker connects to others
 
     @property
     def num_missing(self) -> int:
-        """Workers that are still to come. Behind a limit none are."""
+        """The number of workers that are still to connect; 0 after a time limit."""
         if self._due and self._clock() > self._deadline:
             self._due.clear()
         return len(self._due)
 
     def accept(self, channel: Channel) -> bool:
-        """Whether it is of another worker that copies stripes: then it is kept."""
+        """Keep ``channel`` if it belongs to another worker that copies stripes, and return whether it does."""
         peer = self._names.get(channel.peer_name)
         if peer is not None:
             self._due.discard(channel.peer_name)
@@ -106,7 +107,7 @@ class LiveMigration:
         return peer is not None
 
     def start(self, store: KvStore) -> None:
-        """Have copies come into ``store`` and go out of it."""
+        """Begin to receive copies into ``store`` and to send them from it."""
         with self._changed:
             self._store, self._stored = store, BlockBytes(store, PART_BYTES)
             waiting = list(self._links.items())
@@ -119,8 +120,8 @@ class LiveMigration:
         self._start(self._send_all, "lamina-copy")
 
     def drop_cancelled(self, plan: StepPlan) -> None:
-        """Before a plan is applied: what comes for copies that end with it is dropped from now on. The driver, which
-        waits for an answer of each worker, is told.
+        """Stop receiving copies that end with a plan, before it is applied. Reports them to the driver, which waits for
+        a report of each worker.
         """
         ended = [
             op.copy if isinstance(op, CommitMigration) else op.sequence
@@ -133,13 +134,13 @@ class LiveMigration:
             self._report_done(number)
 
     def begin(self, plan: StepPlan) -> None:
-        """Behind it: begin what it asks for. Raises ProtocolError for a plan that nobody may send."""
+        """Begin the copies that an applied plan requests. Raises ProtocolError for an invalid plan."""
         for op in plan.ops:
             if isinstance(op, CopyStripes):
                 self._begin(op)
 
     def stop(self) -> None:
-        """Nothing is written from now on. Behind it the epoch's channels may be closed."""
+        """Stop writing to the store. After that the epoch's channels may be closed."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -155,7 +156,7 @@ class LiveMigration:
         assert store is not None
         tables, groups = store.tables, range(len(store.tables.windows))
         if op.sequence <= self._last:
-            raise ProtocolError(f"copy {op.sequence} comes behind copy {self._last}")
+            raise ProtocolError(f"copy {op.sequence} comes after copy {self._last}")
         there = all(s in tables.sequences for s in (op.source, op.sequence))
         size = store.placement.stripe // tables.block_size
         low, high = op.stripe * size, (op.stripe + op.count) * size
@@ -198,14 +199,14 @@ class LiveMigration:
         owners = partition.tables[partition.layer_table[0]][0].owners
         return owners[kv_shard if len(owners) > 1 else 0]
 
-    # Channels:
+    # Channels.
     def _connect(self) -> None:
         assert self._stored is not None
         inbox = Geometry(slots=SLOTS, slot_bytes=max(PART_BYTES, self._stored.max_block_bytes))
         name = self._peers[self._me].name
         for number, peer in enumerate(self._peers):
             terms = Terms(outbound=inbox, inbound=inbox, name=name, peer=peer.name, key=peer.key)
-            with suppress(ChannelError):  # what is to be copied there is not, and the driver is told
+            with suppress(ChannelError):  # nothing is copied there, which is reported to the driver
                 if peer.connects:
                     self._add(number, self._view.connect(peer.url, terms, timeout_s=CONNECT_TIMEOUT_S))
 
@@ -233,7 +234,7 @@ class LiveMigration:
         self._runtime.start(run, name)
 
     def _link(self, peer: int) -> Channel:
-        """Raises ChannelError."""
+        """Return the channel to a peer, after it has connected. Raises ChannelError."""
         with self._changed:
             self._changed.wait_for(lambda: peer in self._links or self._over, CONNECT_TIMEOUT_S)
             if peer not in self._links or self._over:
@@ -244,7 +245,7 @@ class LiveMigration:
         with suppress(LinkClosedError):
             self._report(StripesCopied(epoch=self._view.epoch, sequence=sequence, nbytes=nbytes, error=error))
 
-    # Out:
+    # Send.
     def _send_all(self) -> None:
         assert self._store is not None
         staging = open_staging(self._store.device)
@@ -258,7 +259,7 @@ class LiveMigration:
             except ChannelError as e:
                 error = str(e)
                 with suppress(KeyError):
-                    self._links[job.peer].abort(error)  # who waits for the rest is to know
+                    self._links[job.peer].abort(error)  # the receiver of the rest must notice
             self._report_done(job.sequence, error=error)
 
     def _send(self, channel: Channel, job: _CopyJob, number: int, part: _CopyMessage, staging: Staging) -> None:
@@ -267,9 +268,9 @@ class LiveMigration:
         self._stored.gather(part.layer, _ids(job.blocks, part), slot.data, staging)
         channel.put_signal(slot, _TAG.pack(job.sequence, number, checksum(slot.data)))
 
-    # In:
+    # Receive.
     def _receive_all(self, peer: int, channel: Channel) -> None:
-        """Until the channel ends."""
+        """Receive parts of copies until the channel ends."""
         assert self._store is not None
         staging, heard = open_staging(self._store.device), self._clock()
         try:
@@ -289,8 +290,8 @@ class LiveMigration:
             self._on_peer_lost(peer, str(e))
 
     def _check_hears(self, peer: int, heard: float) -> None:
-        """Raises ProtocolError where a peer that has something to give has said nothing for IDLE_TIMEOUT_S; ``heard``:
-        when it has said something last.
+        """Raise ProtocolError if a peer that has a copy to send was silent for IDLE_TIMEOUT_S seconds. ``heard``: the
+        time of its last message.
         """
         with self._changed:
             since = [max(coming.started_at, heard) for coming in self._incoming.values() if coming.peer == peer]
@@ -302,7 +303,7 @@ class LiveMigration:
         sequence, number, sent_checksum = _TAG.unpack(arrival.tag[: _TAG.size])
         with self._changed:
             if not self._changed.wait_for(lambda: sequence <= self._last or self._over, PLAN_S):
-                raise ProtocolError(f"no plan has told of copy {sequence}")
+                raise ProtocolError(f"no plan has named copy {sequence}")
             coming = self._incoming.get(sequence)
             if self._over or coming is None or coming.peer != peer:
                 return
@@ -333,7 +334,7 @@ class LiveMigration:
             self._report_done(sequence, error=why)
 
     def _parts(self, blocks: Sequence[Sequence[int]]) -> list[_CopyMessage]:
-        """In the order in which they are sent."""
+        """Return the messages of a copy, in the order in which they are sent."""
         stored = self._stored
         assert stored is not None
         return [_CopyMessage(n, run) for n in range(stored.num_layers) for run in stored.runs(n, len(blocks[0]))]

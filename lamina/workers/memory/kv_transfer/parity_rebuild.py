@@ -1,7 +1,7 @@
-"""KV of a lost memory worker, rebuilt as the exclusive or of all other workers' KV, of which one is the parity.
+"""Rebuilding the KV of a lost memory worker as the exclusive or of all other workers' KV, one of which is the parity.
 
-Each worker sends its KV of each layer to the worker that takes the lost one's place, as it sends KV that moves
-(workers.memory.kv_transfer.reshard); the order of arrival does not matter.
+Each worker sends its KV of each layer to the worker that replaces the lost one, like KV of a reshard
+(workers.memory.kv_transfer.reshard). The order of arrival does not matter.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from .reshard import SLOT_BYTES, KvTransfer, TransferKind, TransferPart, Transfe
 
 
 class ParityRebuilder(KvTransfer):
-    """Of one worker, for one Rebuild. Workers have one piece of each layer, of equal sizes, and as many blocks."""
+    """The part of one worker in one RebuildKv. Workers have one piece of each layer, of equal sizes, and equally many
+    blocks.
+    """
 
     def connect(self, fabric: EpochFabric, listener: EpochListener) -> None:
-        """All whom this worker gives something, or takes something from: of the first that gives also which blocks
-        sequences have. Raises ChannelError, ProtocolError, PlanError.
+        """Connect to all workers to or from which this one sends KV. The first sender also sends the sequences' block
+        tables. Raises ChannelError, ProtocolError, PlanError.
         """
         super().connect(fabric, listener)
         (first, *_), (taker,) = self._order.sources, self._order.targets
@@ -50,7 +52,7 @@ class ParityRebuilder(KvTransfer):
             arrival = self._links[giver].wait_signal(timeout_s=self._order.timeout_s)
             tag = TransferTag(TransferKind.TABLES, 0, 0, part, checksum(arrival.data)).pack()
             if bytes(arrival.tag[: len(tag)]) != tag or arrival.data.nbytes != min(SLOT_BYTES, nbytes - len(data)):
-                raise ProtocolError(f"what came from {self._links[giver].peer_name} is damaged, or no tables of blocks")
+                raise ProtocolError(f"the message of {self._links[giver].peer_name} is damaged, or is no block table")
             data += arrival.data
             self._links[giver].release(arrival)
             part += 1
@@ -58,7 +60,7 @@ class ParityRebuilder(KvTransfer):
         store.tables.restore(keep, ids)
 
     def transfer_layer(self, layer: int) -> None:
-        """All of a layer that is given and taken here. Raises ChannelError, ProtocolError."""
+        """Send and receive all of this worker's KV of a layer. Raises ChannelError, ProtocolError."""
         strips = self._of_layer(layer)
         for run in self._runs(layer, 0, strips[0]) if self._new is not None and strips else []:
             assert self._new is not None
@@ -72,8 +74,9 @@ class ParityRebuilder(KvTransfer):
         return set(self._order.sources) if self._order.own_index == taker else {taker}
 
     def _strips(self, windows: Sequence[int]) -> Callable[[int], Sequence[HeadTransfer]]:
-        """From each that gives the same blocks, each block once: what comes twice would take itself away. Heads are
-        counted from a worker's first one on. Tables are there, of who takes from ``connect`` on.
+        """Return a function that lists the transfers of a layer: the same blocks from each sender, each block once. A
+        block sent twice would cancel itself. Heads are counted from a worker's first one. The receiver has its block
+        tables after ``connect``.
         """
         heads = [piece.kv_heads for (piece,) in self._store.pieces]
         whole = by_head(heads, [1.0], 0)
@@ -90,7 +93,7 @@ class ParityRebuilder(KvTransfer):
         return of_layer
 
     def _transfer_strip(self, layer: int, strip: HeadTransfer) -> HeadTransfer:
-        """Without the blocks that an earlier sequence has, too: all workers share blocks alike."""
+        """Return the transfer without blocks that an earlier sequence also has: all workers share the same blocks."""
         store = self._store
         (piece,), tables, seen = store.pieces[layer], store.tables, set[int]()
         blocks = dict[int, list[int]]()

@@ -1,10 +1,11 @@
-"""K and V on their way from prefill workers to a memory worker, which takes them while decoding leaves it idle.
+"""K and V from prefill workers, which a memory worker stores while decoding leaves it idle.
 
-A grant of a plan says what will come: the K and V of some tokens of a sequence, a message for each layer, from a
-prefill worker, or of some layers from each of a group. Until a memory worker takes them they lie in the slots of the
-prefill worker's channel, which thus stops when those are full. So prompts never push decoding aside; and as a message
-is taken before a layer once MAX_WAIT_S have gone by without a look, they are never stopped by it.
-(The paper's pull in the idle periods between messages of decoding: arXiv 2405.01814 section 5.)
+A plan's grant says what will arrive: K and V of some tokens of a sequence, one message for each layer. They come from a
+prefill worker, or from each stage of a group. Until the memory worker stores them, messages lie in the slots of the
+prefill worker's channel, which stops when these are full. So prompts never delay decoding. They are never stopped by it
+either: before a layer, one message is stored if none was for MAX_WAIT_S.
+
+The paper calls this the pull in the idle periods between messages of decoding (arXiv 2405.01814 section 5).
 """
 
 from __future__ import annotations
@@ -33,15 +34,13 @@ from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_write import KvWrites, row_layouts
 from lamina.workers.memory.worker_counters import Counters
 
-MAX_WAIT_S = 0.005  # without a look at the prefill workers, while decoding leaves no gap
-DECODE_GAP_S = (
-    0.0005  # that a worker with nothing to do waits for decoding before it looks at the prefill workers again
-)
-IDLE_S = 1.0  # the same where nothing is granted: only decoding can come then
+MAX_WAIT_S = 0.005  # seconds between checks of the prefill workers while decoding leaves no gap
+DECODE_GAP_S = 0.0005  # seconds that an idle worker waits for decoding before it checks the prefill workers again
+IDLE_S = 1.0  # the same if nothing is granted: only decoding can continue then
 
 
 class PrefillReceiver:
-    """The K and V that prefill workers may still send, and the channels for them. One thread."""
+    """The K and V that prefill workers may still send, and their channels. One thread uses it."""
 
     def __init__(
         self,
@@ -51,26 +50,26 @@ class PrefillReceiver:
         epoch: int = 0,
     ) -> None:
         self._meter, self._trace, self._clock, self._view = meter, trace, clock, epoch
-        self._senders: list[_Sender] = []  # by prefill worker, a group's one behind the other
-        self._stages, self._ahead = 1, max_grants_in_flight(1, [])  # of a group; its grants at a time
-        self._last_steps: list[int] = []  # by group, the last one that was granted
+        self._senders: list[_Sender] = []  # by prefill worker; those of a group are consecutive
+        self._stages, self._ahead = 1, max_grants_in_flight(1, [])  # of a group; how many grants it has at a time
+        self._last_steps: list[int] = []  # the last granted step, by group
         self._looked = 0.0
-        self._found_last = False  # by the last look
-        self._next = 0  # the prefill worker that is looked at first
+        self._found_last = False  # if the last check found a message
+        self._next = 0  # the prefill worker to check first
 
     def set_store(self, store: KvStore) -> None:
-        """Grants are of this store, and of the prefill workers that its bind names."""
+        """Use this store for grants; its Bind says how many prefill workers there are."""
         self._stages = store.bind_request.prefill_pipeline
         self._ahead = max_grants_in_flight(self._stages, store.tables.windows)
         self._last_steps = [-1] * (store.bind_request.prefill_workers // self._stages)
 
     def add_sender(self, channel: Channel) -> None:
-        """The next prefill worker."""
+        """Add the channel of the next prefill worker."""
         self._senders.append(_Sender(channel, len(self._senders) % self._stages))
 
     @property
     def is_open(self) -> bool:
-        """Whether something is still to come."""
+        """True if messages are still to arrive."""
         return any(x.deliveries for x in self._senders)
 
     def _group(self, worker: int) -> list[_Sender]:
@@ -78,19 +77,19 @@ class PrefillReceiver:
 
     @property
     def poll_timeout_s(self) -> float:
-        """How long to wait for decoding before the next ``receive_one``."""
+        """The seconds to wait for decoding before the next ``receive_one``."""
         if not self.is_open:
             return IDLE_S
         return 0.0 if self._found_last else DECODE_GAP_S
 
     @property
     def overdue_s(self) -> float:
-        """Seconds until the prefill workers have waited too long for a look."""
+        """The seconds until the prefill workers have waited too long for a check."""
         return max(0.0, MAX_WAIT_S - (self._clock() - self._looked))
 
     def check_plan(self, plan: StepPlan) -> None:
-        """Raises PlanError where the plan touches a sequence whose K and V are still to come, ProtocolError where it
-        grants what cannot be.
+        """Raise PlanError if the plan touches a sequence whose K and V are still to arrive. Raises ProtocolError for an
+        invalid grant.
         """
         waiting = [d.sequence for d in {d for x in self._senders for d in x.deliveries}]
         for op in plan.ops:
@@ -117,7 +116,7 @@ class PrefillReceiver:
                 )
 
     def expect(self, plan: StepPlan, store: KvStore) -> None:
-        """Expect what a plan grants that ``store`` has begun."""
+        """Expect the K and V that a plan grants, after ``store`` has applied it."""
         for op in plan.ops:
             if isinstance(op, PrefillGrant) and self._is_new(op):
                 delivery = _ExpectedKv(store, op, self._stages)
@@ -128,16 +127,16 @@ class PrefillReceiver:
                     self._close_done(inlet)
 
     def _is_new(self, grant: PrefillGrant) -> bool:
-        """Whether a grant is new: not of a plan that is sent again."""
+        """Return whether a grant is new: a plan that is sent again has old ones."""
         return grant.step > self._last_steps[grant.worker]
 
     def receive_overdue(self) -> None:
-        """``receive_one``, if that was not done for MAX_WAIT_S."""
+        """Call ``receive_one`` if that was not done for MAX_WAIT_S seconds."""
         if self.is_open and not self.overdue_s:
             self.receive_one()
 
     def receive_one(self) -> None:
-        """Store one message, if one has come; of several prefill workers each has its turn."""
+        """Store one message if one has arrived, from each prefill worker in rotation."""
         self._looked, self._found_last = self._clock(), False
         count = len(self._senders)
         for number in range(self._next, self._next + count):
@@ -174,8 +173,8 @@ class PrefillReceiver:
         return True
 
     def _close_done(self, inlet: _Sender) -> None:
-        """Tell the prefill worker, the last one of a group, of what has come whole from all; of some grants this worker
-        keeps nothing.
+        """Report complete grants, which all stages have sent, to the last prefill worker of the group. This includes
+        grants of which this worker keeps nothing.
         """
         while inlet.deliveries and not inlet.deliveries[0].layers[inlet.stage]:
             done = inlet.deliveries.popleft()
@@ -184,12 +183,12 @@ class PrefillReceiver:
                 continue
             done.finish()
             teller = self._group(done.worker)[-1].channel
-            slot = teller.reserve(0, timeout_s=0.0)  # there is one: few grants are given at a time
+            slot = teller.reserve(0, timeout_s=0.0)  # one is free: few grants are open at a time
             teller.put_signal(slot, MessageKey(MessageKind.STORED, done.step, epoch=self._view).pack())
 
 
 class _Sender:
-    """``stage``: of a group."""
+    """The channel of one prefill worker. ``stage``: its number in the group."""
 
     def __init__(self, channel: Channel, stage: int) -> None:
         self.channel, self.stage = channel, stage
@@ -197,7 +196,7 @@ class _Sender:
 
 
 class _ExpectedKv:
-    """The messages that one grant still brings, from each stage; ``senders``: stages that are not done."""
+    """The messages that one grant still brings, by stage. ``senders``: the number of stages that are not done."""
 
     def __init__(self, store: KvStore, grant: PrefillGrant, stages: int) -> None:
         self.sequence, self.step, self.worker, self.senders = grant.sequence, grant.step, grant.worker, stages
@@ -210,7 +209,7 @@ class _ExpectedKv:
         return self._writes.messages(layer).kv_bytes
 
     def finish(self) -> None:
-        """All layers are there."""
+        """Commit the rows: all layers are stored."""
         self._store.committed.commit([self._rows])
 
     def write(self, layer: int, data: memoryview) -> None:

@@ -1,9 +1,9 @@
-"""KV on its way from one memory worker to another, over channels of their own, while nobody attends it.
+"""Moving KV from one memory worker to another, over channels of its own, while no worker attends it.
 
-All take the layers in their order, and of each layer what protocol.reshard says. A message is some blocks of a strip:
-of each the K and V of its heads, and their scales where there are some. Its tag names it, and has a checksum. Once a
-worker has all that another one owes it of a layer, it says so; whoever gave it gives up its own layer then, and not
-before. So a worker has its KV, and at most one layer besides.
+All workers move the layers in order, and of each layer the strips that protocol.reshard lists. A message has some
+blocks of a strip: K and V of its heads, and their scales if there are any. Its tag names it, and has a checksum. After
+a worker has received its whole part of a layer from another one, it confirms that. Only then does the sender discard
+its own layer. So a worker has its KV, and at most one layer more.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from lamina.workers.memory.kv_store import KvStore, layer_window
 
 SLOTS = 8
 SLOT_BYTES = 1 << 20
-POLL_S = 0.0005  # at a channel, while others may bring something, too
+POLL_S = 0.0005  # seconds of a wait at one channel, while other channels may have messages, too
 _TAG = struct.Struct(f"<IIII{CHECKSUM_BYTES}s")
 
 
 class TransferKind(enum.IntEnum):
     BLOCKS = 1
-    STORED = 2  # all of a layer
-    TABLES = 3  # which blocks sequences have; see workers.memory.kv_transfer.parity_rebuild
+    STORED = 2  # all blocks of a layer have arrived
+    TABLES = 3  # the blocks of sequences; see workers.memory.kv_transfer.parity_rebuild
 
 
 class TransferTag(NamedTuple):
-    """Names a message: blocks of a strip of a layer, the ``part``-th run of them."""
+    """The name of a message: the ``part``-th run of blocks of a strip of a layer."""
 
     kind: int
     layer: int
     strip: int = 0
     part: int = 0
-    checksum: bytes = bytes(CHECKSUM_BYTES)  # of its bytes
+    checksum: bytes = bytes(CHECKSUM_BYTES)  # of the message's bytes
 
     def pack(self) -> bytes:
         return _TAG.pack(*self)
 
 
 class TransferPart(NamedTuple):
-    """Blocks of one strip that are one message, or one copy."""
+    """Blocks of one strip that form one message, or one copy."""
 
     tag: TransferTag
     strip: HeadTransfer
@@ -63,7 +63,7 @@ class TransferPart(NamedTuple):
 
 
 class KvTransfer:
-    """Of one worker, for one order. ``old``: the store that it gives from, ``new``: the one that it fills."""
+    """One worker's part in one reshard. ``old``: the store that it sends from. ``new``: the store that it fills."""
 
     def __init__(
         self,
@@ -72,24 +72,24 @@ class KvTransfer:
         new: KvStore | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ProtocolError where there is no KV that is to be given."""
+        """Raises ProtocolError if this worker has no KV that it should send."""
         store = old or new
         if store is None or (order.own_index in order.sources and old is None):
-            raise ProtocolError("a memory worker without KV is to give some")
+            raise ProtocolError("a memory worker without KV cannot send any")
         self._order, self._store, self._old, self._new = order, store, old, new
         self._clock = clock
         self._of_layer = self._strips([layer_window(shape) for shape in store.bind_request.layers])
         self._links: dict[int, Channel] = {}
-        self._ids: dict[tuple[int, bool], Tensor] = {}  # of a strip's blocks in a store
-        self.nbytes = 0  # that came
+        self._ids: dict[tuple[int, bool], Tensor] = {}  # of a strip, in a store
+        self.nbytes = 0  # received
 
     @property
     def num_layers(self) -> int:
-        """That are to be moved, one after the other."""
+        """The number of layers, which are moved one after another."""
         return len(self._store.bind_request.layers)
 
     def connect(self, fabric: EpochFabric, listener: EpochListener) -> None:
-        """All whom this worker gives something, or takes something from. Raises ChannelError, ProtocolError."""
+        """Connect to all workers to or from which this one sends KV. Raises ChannelError, ProtocolError."""
         order, peers = self._order, self._peers()
         name = order.peers[order.own_index].name
         inbox = Geometry(slots=SLOTS, slot_bytes=max(SLOT_BYTES, self._largest_block()))
@@ -101,12 +101,12 @@ class KvTransfer:
         while due:
             channel = fabric.accept(listener, order.timeout_s)
             if channel.peer_name not in due:
-                raise ProtocolError(f"{channel.peer_name!r} has come, and gives and takes nothing")
+                raise ProtocolError(f"{channel.peer_name!r} has connected, and sends and receives nothing")
             self._links[due.pop(channel.peer_name)] = channel
 
     def transfer_layer(self, layer: int) -> None:
-        """All of a layer that is given and taken here; then the old store's is not needed any more. Raises
-        ChannelError, ProtocolError.
+        """Send and receive all of this worker's KV of a layer; then the old store's layer is not needed any more.
+        Raises ChannelError, ProtocolError.
         """
         own_parts, out, due = (
             list[TransferPart](),
@@ -129,7 +129,9 @@ class KvTransfer:
         self._exchange(layer, out, due)
 
     def _strips(self, windows: Sequence[int]) -> Callable[[int], Sequence[HeadTransfer]]:
-        """By layer what goes from whom to whom, in an order that all have alike. ``windows``: of the layers."""
+        """Return a function that lists the transfers of a layer, in the same order on all workers. ``windows``:
+        attention windows of the layers.
+        """
         order, size = self._order, self._store.bind_request.kv.block_size
         assert isinstance(order, Reshard)
         return HeadTransfers(order.before, order.after, windows, order.surviving, size).of_layer
@@ -140,7 +142,7 @@ class KvTransfer:
         out: Mapping[int, deque[TransferPart | TransferTag]],
         due: Mapping[int, deque[TransferPart | TransferTag]],
     ) -> None:
-        """Send and receive until nothing is due: of the blocks that are given, that they are stored; too."""
+        """Send and receive until nothing is due, including confirmations that sent blocks are stored."""
         stored = TransferTag(TransferKind.STORED, layer)
         confirm = {peer for peer, runs in due.items() if runs}
         for peer, runs in out.items():
@@ -190,7 +192,7 @@ class KvTransfer:
             nbytes = self._nbytes(item) if isinstance(item, TransferPart) else 0
             expected = tag._replace(checksum=checksum(arrival.data)) if nbytes else tag
             if bytes(arrival.tag[: _TAG.size]) != expected.pack() or arrival.data.nbytes != nbytes:
-                raise ProtocolError(f"what came from {channel.peer_name} is damaged, or is not {tag} of {nbytes} bytes")
+                raise ProtocolError(f"the message of {channel.peer_name} is damaged, or is not {tag} of {nbytes} bytes")
             if isinstance(item, TransferPart):
                 self._put(item, self._views(item, arrival.data))
                 self.nbytes += nbytes
@@ -198,7 +200,7 @@ class KvTransfer:
             channel.release(arrival)
         return True
 
-    # A strip's blocks, in the stores and in messages:
+    # The blocks of a strip, in stores and in messages.
     def _runs(self, layer: int, number: int, strip: HeadTransfer) -> list[TransferPart]:
         blocks = sum(map(len, strip.blocks.values()))
         step = max(1, SLOT_BYTES // self._block_bytes(layer, strip.head_stop - strip.head_start))
@@ -209,7 +211,7 @@ class KvTransfer:
         ]
 
     def _shapes(self, layer: int) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
-        """Of a block of one head: of K, V and their scales."""
+        """Yield the shape and dtype of K, V and their scales in a block of one head."""
         shape, store = self._store.bind_request.layers[layer], self._store
         size, kind = store.bind_request.kv.block_size, INTEGERS[store.kv_dtype.itemsize]
         yield (size, shape.qk_dim), kind
@@ -228,7 +230,7 @@ class KvTransfer:
         return (run.high - run.low) * self._block_bytes(run.tag.layer, run.strip.head_stop - run.strip.head_start)
 
     def _views(self, run: TransferPart, data: memoryview) -> list[Tensor]:
-        """The tensors of a message: [B, H, block_size, D], and so on."""
+        """Return a message as tensors: [B, H, block_size, D], and so on."""
         flat, at, tensors = tensor_over(data, torch.uint8), 0, list[Tensor]()
         lead = run.high - run.low, run.strip.head_stop - run.strip.head_start
         for shape, kind in self._shapes(run.tag.layer):
@@ -252,10 +254,10 @@ class KvTransfer:
             self._block_ids(self._new, run, run.strip.target_piece),
         )
         for part, came in zip(stored, blocks, strict=True):
-            part.numpy()[ids.numpy()] = came.numpy()  # ten times as fast as torch, which goes number by number
+            part.numpy()[ids.numpy()] = came.numpy()  # ten times as fast as torch, which copies number by number
 
     def _block_ids(self, store: KvStore, run: TransferPart, piece: int) -> Tensor:
-        """[B] int64: layers that are alike have the same strips, and so the same blocks."""
+        """Return the block ids [B] int64. Equal layers have the same strips, and so the same blocks."""
         key = id(run.strip), store is self._new
         if key not in self._ids:
             tables, group = store.tables, store.pieces[run.tag.layer][piece].group
@@ -272,12 +274,14 @@ class KvTransfer:
         return peers - {me}
 
     def _place(self, store: KvStore, run: TransferPart, piece: int) -> list[Tensor]:
-        """Of all blocks of a piece the strip's heads, as integers: [N + 1, H, block_size, D], and so on."""
+        """Return the strip's heads in all blocks of a piece, as integers: [N + 1, H, block_size, D], and so on."""
         first = store.pieces[run.tag.layer][piece].head_start
         return as_integers(store, run.tag.layer, piece, run.strip.head_start - first, run.strip.head_stop - first)
 
 
 def as_integers(store: KvStore, layer: int, piece: int, start: int, stop: int) -> list[Tensor]:
-    """Of all blocks of a piece its heads ``start .. stop``, as integers: [N + 1, H, block_size, D], and so on."""
+    """Return the heads ``start .. stop`` of all blocks of a piece, as integers: [N + 1, H, block_size, D], and so
+    on.
+    """
     kv = store.layers[layer][piece].kv
     return [x.view(INTEGERS[x.itemsize]).narrow(1, start, stop - start) for x in (kv.k, kv.v, *(kv.scales or ()))]

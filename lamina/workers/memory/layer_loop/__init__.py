@@ -1,1 +1,1 @@
-"""The ways in which a round's layer messages are served: by one native call, by Python on hosts, or on a device."""
+"""Three ways to serve the layer messages of a round: one native call, Python on the host, or kernels on a device."""

@@ -1,10 +1,10 @@
-"""Rounds of decoding as graphs of the device: launched as a whole, where each layer takes some six launches.
+"""Rounds of decoding as graphs of the device: one launch for a round, instead of about six for each layer.
 
-A graph is for rounds whose steps have as many rows and as long tables (``AttentionStep.graph_key``). The first such
-round is launched piece by piece, which also compiles what has to be; the second is recorded, and from then on a round's
-tables are copied into those of the recorded one, at whose addresses the graph reads them, and the graph is launched.
-Prompts, sparse and shared sequences have no graphs. HARDWARE-UNVERIFIED: run with kernels, and graphs of them, that a
-CPU stands in for.
+A graph serves rounds whose steps have the same numbers of rows and tables of the same length
+(``AttentionStep.graph_key``). The first such round is launched kernel by kernel, which also compiles kernels. The
+second one is recorded. Later rounds copy their tables into those of the recorded one, where the graph reads them, and
+launch the graph. Prompts, sparse and shared sequences have no graphs. HARDWARE-UNVERIFIED: run with kernels and graphs
+that a CPU stands in for.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lamina.workers.cuda_graphs import MAX_GRAPH_ROWS, Graph, GraphCapture
 from lamina.workers.memory.attention_step import AttentionStep
 
 log = logging.getLogger(__name__)
-MAX_GRAPHS = 64  # that are known; beyond, those not seen for the longest are forgotten
+MAX_GRAPHS = 64  # graphs beyond this number replace the least recently used ones
 
 
 class _CapturedRound(NamedTuple):
-    """``steps``, ``lines``: whose memory the graph reads."""
+    """A recorded round. The graph reads the memory of ``steps`` and ``lines``."""
 
     steps: Sequence[AttentionStep]
     lines: Sequence[Tensor]
@@ -33,7 +33,7 @@ class _CapturedRound(NamedTuple):
 
 
 class RoundGraphs:
-    """Of one epoch. For the thread that serves rounds."""
+    """The graphs of one epoch. Only the thread that serves rounds uses it."""
 
     def __init__(
         self,
@@ -41,21 +41,23 @@ class RoundGraphs:
         launch: Callable[[Sequence[AttentionStep], Sequence[Tensor]], None],
         launching: Callable[[], AbstractContextManager[bool]],
     ) -> None:
-        """``launch``: all kernels of a round, whose messages the lines tell, without a wait of the host; ``launching``:
-        around a graph of them, False if it must not be launched.
+        """``launch``: launches all kernels of a round without a wait of the host, given the descriptors of its
+        messages. ``launching``: surrounds the launch of a graph; yields False if it must not be launched.
         """
         self._capture, self._launch, self._launching = capture, launch, launching
         self._rounds: OrderedDict[tuple[Any, ...], _CapturedRound | None] = OrderedDict()
         self._refused = False
 
     def run(self, steps: Sequence[AttentionStep], lines: Sequence[Tensor]) -> Sequence[AttentionStep]:
-        """Launch the round as a graph. The steps that are still to be launched: none, or all where it could not be."""
+        """Launch the round as a graph, and return the steps that are still to be launched: none, or all if it has no
+        graph.
+        """
         key = tuple(step.graph_key for step in steps)
         if self._refused or not all(each and each[0] <= MAX_GRAPH_ROWS for each in key):
             return steps
         seen = key in self._rounds
         known = self._rounds.pop(key, None)
-        self._rounds[key] = known  # the newest
+        self._rounds[key] = known  # the most recently used
         if not seen:
             if len(self._rounds) > MAX_GRAPHS:
                 self._rounds.popitem(last=False)
@@ -63,7 +65,7 @@ class RoundGraphs:
         if known is None:
             known = self._record(steps, lines)
             if known is None:
-                return [step.relaunched() for step in steps]  # the launches of these were recorded, and never run
+                return [step.relaunched() for step in steps]  # these steps' kernels were recorded, and did not run
             self._rounds[key] = known
         else:
             for own, new in zip(known.steps, steps, strict=True):
@@ -88,5 +90,5 @@ class RoundGraphs:
         except RuntimeError as error:
             log.warning("a round cannot be a graph, and runs without: %s", str(error).partition("\n")[0])
             self._refused = True
-            self._rounds.clear()  # nobody launches them any more, and they have memory
+            self._rounds.clear()  # never launched again, and they hold memory
             return None

@@ -1,5 +1,6 @@
-"""The layers of a memory worker's steps, all of whose messages go from device to device (workers.device_transport).
-Where they can be, rounds of decoding are graphs (``recorded``).
+"""The layers of a memory worker's steps whose messages go from device to device (workers.device_transport).
+
+If possible, rounds of decoding are graphs (``cuda_graph_loop``).
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from .cuda_graph_loop import RoundGraphs
 
 
 class DeviceLayerLoop:
-    """The layers of an epoch whose messages kernels move, in the order of HostLayerLoop. The host waits once a
-    round."""
+    """Serves an epoch's layers by kernels that move messages, in the order of HostLayerLoop. The host waits once a
+    round.
+    """
 
     def __init__(self, transport: DeviceTransport, store: KvStore, meter: Counters, *, graphs: bool) -> None:
-        """``graphs``: wanted, where the device has them and messages may be parts of them."""
+        """``graphs``: use graphs, if the device has them and messages may be parts of them."""
         self.transport = transport
         self._store, self._meter = store, meter
         capture = store.staging.graph_capture() if graphs and transport.recordable else None
         self._graphs = RoundGraphs(capture, self._launch, transport.launching) if capture else None
 
     def run(self, steps: Sequence[AttentionStep]) -> None:
-        """All layers of a round, one step after another in each. Raises ChannelError, ProtocolError."""
+        """Serve all layers of a round, one step after another in each. Raises ChannelError, ProtocolError."""
         each_lines = [self._descriptors(step) for step in steps]
         with self._meter.time("attend_s"):  # of the host
             left = self._graphs.run(steps, each_lines) if self._graphs and steps else steps
@@ -53,7 +55,7 @@ class DeviceLayerLoop:
             self._meter.add("stored_bytes", step.stored_bytes(layer))
 
     def abort(self, reason: str) -> None:
-        """Abort the channel: kernels of the compute worker wait for an O."""
+        """Abort the channel, as kernels of the compute worker wait for an O."""
         self.transport.channel.abort(reason)
 
     def _launch(self, steps: Sequence[AttentionStep], each_lines: Sequence[Tensor]) -> None:
@@ -62,8 +64,8 @@ class DeviceLayerLoop:
                 self._serve_layer(step, layer, due[layer])
 
     def _serve_layer(self, step: AttentionStep, layer: int, due: Tensor) -> None:
-        """Q in, attend the stored tokens; KV in, attend the new ones; O out, KV written: as soon as they are there.
-        ``due``: the lines of the three messages.
+        """Serve one layer of a step, each part as soon as its input exists. ``due``: the descriptors of its messages.
+        Receives Q and attends the stored tokens; receives K, V and attends the new ones. Then sends O and writes K, V.
         """
         messages, overlap = step.messages(layer), self._store.bind_request.kv.overlap
         q = self._receive(MessageKind.Q, due[0], messages.q_bytes)
@@ -89,7 +91,7 @@ class DeviceLayerLoop:
         return target
 
     def _descriptors(self, step: AttentionStep) -> Tensor:
-        """[layer, Q or KV or O, word], on the device."""
+        """Return the descriptors of the step's messages on the device: [layer, Q or KV or O, word]."""
         there = self._store.staging.to_device(
             message_descriptors(self._store.staging, _messages(step, len(self._store.layers)))
         )

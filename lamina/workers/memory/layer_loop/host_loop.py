@@ -1,4 +1,4 @@
-"""The layers of a memory worker's steps whose messages hosts send: through channels, from and to host memory."""
+"""The layers of a memory worker's steps whose messages hosts send, from and to host memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lamina.workers.memory.offload.kv_load import KvLoader
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.staging import EMPTY_BYTES
 
-RESERVE_S = 60.0  # for a compute worker to take what it was sent before
+RESERVE_S = 60.0  # seconds for a compute worker to free a slot
 
 
 class HostLayerLoop:
-    """The layers of an epoch whose messages are in host memory."""
+    """Serves an epoch's layers with messages in host memory."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class HostLayerLoop:
         trace: Recorder,
         loads: KvLoader | None = None,
     ) -> None:
-        """``channels``: of all replicas, whose messages come by ``inbox``. ``loads``: whose layers rows may need."""
+        """``channels``: of all replicas, whose messages arrive by ``inbox``. ``loads``: loads KV that rows may need."""
         self._channels, self._inbox, self._store, self._grants = channels, inbox, store, grants
         self._loads = loads
         self._meter, self._trace = meter, trace
 
     def run(self, steps: Sequence[AttentionStep]) -> None:
-        """All layers of a round, one step after another in each."""
+        """Serve all layers of a round, one step after another in each."""
         last = len(self._store.layers) - 1
         for layer in range(last + 1):
             for step in steps:
@@ -51,7 +51,7 @@ class HostLayerLoop:
                     self._commit_rows(step)
 
     def _wait_for_loads(self, step: AttentionStep, layer: int) -> None:
-        """Until what the rows of ``step`` see in ``layer`` is loaded."""
+        """Wait until KV that the rows of ``step`` attend in ``layer`` is loaded."""
         needed = self._loads.needed_by(step.plan) if self._loads else []
         if self._loads is None or not needed:
             return
@@ -61,15 +61,15 @@ class HostLayerLoop:
         self._trace.add(Event.WAIT_LAYER, start, step.plan, layer)
 
     def _commit_rows(self, step: AttentionStep) -> None:
-        """Count the rows of ``step`` as stored: all its layers are written."""
+        """Commit the rows of ``step``: all its layers are written."""
         if self._loads is not None:
-            self._loads.collect()  # else its rows would count before the loaded tokens in front of them
+            self._loads.collect()  # else its rows would be counted before the loaded tokens that precede them
         self._store.committed.commit(step.plan.rows)
 
     def _serve_layer(self, step: AttentionStep, layer: int) -> None:
-        """Q in, attend the stored tokens; KV in, attend the new ones; O out, then write KV, while the next slice runs.
-
-        What came is released behind O: the inbox has room for the next Q and KV beside this one's.
+        """Serve one layer of a step; K, V are written while the next slice runs. Receives Q and attends the stored
+        tokens; receives K, V and attends the new ones. Then sends O and releases the received messages: the inbox has
+        space for the next Q and K, V in addition to these.
         """
         self._grants.receive_overdue()
         meter, trace, messages, overlap = (
@@ -108,7 +108,7 @@ class HostLayerLoop:
                 source.release(arrival)
 
     def abort(self, reason: str) -> None:
-        """Nothing to do: the epoch server sends the reason in place of the O that a compute worker waits for."""
+        """Do nothing: the epoch server sends the reason in place of the O that a compute worker waits for."""
 
     def _message(self, arrival: Arrival | None) -> Tensor:
         return EMPTY_BYTES if arrival is None else self._store.message_tensor(arrival.data)
@@ -122,7 +122,7 @@ class HostLayerLoop:
         rows: list[StoredKvRows],
         out: memoryview,
     ) -> None:
-        """The layer's O into ``out``."""
+        """Write the layer's O into ``out``."""
         staging, upto = self._store.staging, step.messages(layer).partial_bytes
         partial, final = staging.device_buffer(out[:upto]), staging.device_buffer(out[upto:])
         step.finish(layer, stored, q, rows, partial, final)
@@ -138,9 +138,8 @@ class HostLayerLoop:
         return stored
 
     def _receive(self, step: AttentionStep, layer: int, kind: MessageKind, nbytes: int) -> Arrival | None:
-        """The layer message whose turn it is, and which must be the next of its replica; None where there is none.
-
-        Raises ProtocolError.
+        """Return the next layer message of the step's replica, which must be this one; None if it has no bytes. Raises
+        ProtocolError.
         """
         if not nbytes:
             return None
@@ -155,5 +154,5 @@ class HostLayerLoop:
 
 
 def unexpected_message(arrival: Arrival, key: MessageKey, nbytes: int) -> str:
-    """A fault: ``arrival`` came where ``key`` was due."""
+    """Return an error text: ``arrival`` came in place of ``key``."""
     return f"{MessageKey.unpack(arrival.tag)} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes"

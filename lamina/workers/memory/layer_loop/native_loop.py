@@ -1,7 +1,7 @@
-"""The layers of a round in one native call, where channels and kernels are native: HostLayerLoop without Python.
+"""The layers of a round in one native call, if channels and kernels are native: HostLayerLoop without Python.
 
-The loop comes back for whatever is not a turn's next message: plans, grants, faults. It is held against HostLayerLoop
-bit for bit (tests/workers/memory/layer_loop/test_native_loop.py).
+The native loop returns for all but the next layer message: plans, grants, errors. It equals HostLayerLoop bit for bit
+(tests/workers/memory/layer_loop/test_native_loop.py).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .host_loop import RESERVE_S, HostLayerLoop, unexpected_message
 
 try:
     from lamina.workers.memory._memory import Loop, RoundStep
-except ImportError:  # not built: HostLayerLoop does it
+except ImportError:  # not built: HostLayerLoop serves instead
     Loop = None  # type: ignore[assignment,misc]
 
-DONE, PAUSED = 0, 1  # what a run comes to
+DONE, PAUSED = 0, 1  # results of a run
 COUNTS = "turns", "attend_s", "write_s", "score_s", "wait_s", "bytes_received", "bytes_sent"
 WIRE = torch.float32, torch.bfloat16, torch.float16  # attention::Dtype
-STORED = None, torch.int8, torch.float8_e4m3fn  # attention::Stored; first: as on the wire
+STORED = None, torch.int8, torch.float8_e4m3fn  # attention::Stored; the first: the dtype of messages
 
 
 def can_use_native_loop(store: KvStore, channels: Sequence[Channel]) -> bool:
-    """Whether a loop can serve ``store``, with messages on ``channels``."""
+    """Return whether a native loop can serve ``store``, with messages on ``channels``."""
     return (
         Loop is not None
         and store.backend.engine is not None
@@ -48,10 +48,10 @@ def can_use_native_loop(store: KvStore, channels: Sequence[Channel]) -> bool:
 
 
 class NativeLayerLoop(HostLayerLoop):
-    """The layers of an epoch whose messages are in host memory. Only where ``can_use_native_loop``."""
+    """Serves an epoch's layers with messages in host memory. Requires ``can_use_native_loop``."""
 
     def run(self, steps: Sequence[AttentionStep]) -> None:
-        """All layers of a round."""
+        """Serve all layers of a round."""
         loop, grants = self._loop, self._grants
         loop.begin(tuple(self._native(step) for step in steps))
         try:
@@ -63,12 +63,12 @@ class NativeLayerLoop(HostLayerLoop):
                     self._serve_other(steps)
         finally:
             turns = self._count(steps)
-            loop.begin(())  # else the loop and the steps hold each other
+            loop.begin(())  # else the loop and the steps keep each other alive
             for step in steps[: max(0, turns - (len(self._store.layers) - 1) * len(steps))]:
                 self._commit_rows(step)
 
     def _resume(self, steps: Sequence[AttentionStep]) -> int:
-        """As Loop.run, up to the first turn whose stored K and V are still to be loaded."""
+        """Continue the native loop, up to the first layer whose stored K and V are still to be loaded."""
         limit = len(self._store.layers) * len(steps)
         for number, step in enumerate(steps):
             for load in self._loads.needed_by(step.plan) if self._loads else ():
@@ -77,7 +77,7 @@ class NativeLayerLoop(HostLayerLoop):
         return self._loop.run(grants.poll_timeout_s, grants.overdue_s if grants.is_open else -1.0, limit)
 
     def _wait_for_message(self, steps: Sequence[AttentionStep]) -> None:
-        """A while, if the turn needs what is still to be loaded."""
+        """Wait a while if the next layer needs KV that is still to be loaded."""
         layer, number = divmod(self._loop.at()[0], len(steps))
         needed = self._loads.needed_by(steps[number].plan) if self._loads else []
         if self._loads is not None and any(load.layers <= layer for load in needed):
@@ -92,7 +92,7 @@ class NativeLayerLoop(HostLayerLoop):
 
     @cached_property
     def _forms(self) -> list[int]:
-        """The layers that others are like."""
+        """The first layers of each kind."""
         return sorted(set(self._store.equal_pieces))
 
     def _native(self, step: AttentionStep) -> RoundStep:
@@ -101,11 +101,11 @@ class NativeLayerLoop(HostLayerLoop):
         )
 
     def _serve_other(self, steps: Sequence[AttentionStep]) -> None:
-        """A message that is not the one that is due: one for the inbox, or a fault."""
+        """Receive a message other than the expected one: the inbox handles it, or it is an error."""
         turn, has_q = self._loop.at()
         layer, step = turn // len(steps), steps[turn % len(steps)]
         replica, messages = step.plan.replica_of(layer), step.messages(layer)
-        # Between Q and KV nothing else can come.
+        # Between Q and KV only an error can arrive.
         held = has_q and messages.q_bytes > 0
         arrival = self._inbox.receive(self._channels[replica]) if held else self._inbox.next_message(replica)
         if arrival is not None:
@@ -113,7 +113,7 @@ class NativeLayerLoop(HostLayerLoop):
             raise ProtocolError(unexpected_message(arrival, MessageKey.for_step(kind, step.plan, layer), nbytes))
 
     def _count(self, steps: Sequence[AttentionStep]) -> int:
-        """Put down what the round has done until now. Returns its turns."""
+        """Count what the round has done so far, and return the number of served layers of all steps."""
         counts = self._loop.counts()
         for name, value in zip(COUNTS, counts, strict=True):
             self._meter.add(name, value)
@@ -128,7 +128,7 @@ class NativeLayerLoop(HostLayerLoop):
 
 
 def _store_table(store: KvStore) -> bytes:
-    """What csrc/memory/step_tables.cpp reads as a Store."""
+    """Return the bytes that csrc/memory/step_tables.cpp reads as a Store."""
     stored = STORED.index(store.kv_dtype) if is_scaled(store.kv_dtype) else 0
     numbers = [torch.get_num_threads(), WIRE.index(store.dtype), stored]
     numbers += [store.tables.block_size, int(store.bind_request.kv.overlap)]
@@ -153,7 +153,7 @@ def _address(x: Tensor | None) -> int:
 
 
 def _step_table(store: KvStore, step: AttentionStep, forms: Sequence[int]) -> bytes:
-    """What csrc/memory/step_tables.cpp reads as a Step."""
+    """Return the bytes that csrc/memory/step_tables.cpp reads as a Step."""
     numbers, item = array("q"), store.dtype.itemsize
     for group, places in zip(step.groups, step.write_positions, strict=True):
         _add_group(numbers, group)

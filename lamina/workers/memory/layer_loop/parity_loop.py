@@ -1,4 +1,4 @@
-"""The layers of a worker that keeps the parity of others' K and V: it stores what comes, and attends nothing."""
+"""The layers of a parity worker: it stores the K and V that it receives, and attends nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .host_loop import HostLayerLoop
 
 
 class ParityLayerLoop(HostLayerLoop):
-    """The layers of a parity worker. No Q comes, and nobody waits for O."""
+    """Serves a parity worker's layers. It receives no Q, and no worker waits for its O."""
 
     def _serve_layer(self, step: AttentionStep, layer: int) -> None:
         self._grants.receive_overdue()

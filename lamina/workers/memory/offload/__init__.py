@@ -1,1 +1,1 @@
-"""Pages on their way between a memory worker's pool and the medium beside it."""
+"""Transfers of pages between a memory worker's pool and a storage backend."""

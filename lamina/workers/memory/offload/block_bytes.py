@@ -1,4 +1,4 @@
-"""Whole blocks of a store as the bytes of messages, layer by layer, for another store of its shape."""
+"""Whole blocks of a store as bytes of messages, layer by layer, for another store of the same shape."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lamina.workers.staging import Staging
 
 
 class BlockBytes:
-    """Of each piece of a layer K, V and their scales, behind each other."""
+    """The bytes of blocks: K, V and their scales of each piece of a layer, one after another."""
 
     def __init__(self, store: KvStore, part_bytes: int) -> None:
-        """``part_bytes``: of a message, unless a block has more."""
+        """``part_bytes``: the size of a message, unless a block is larger."""
         self._store, self._part_bytes = store, part_bytes
 
     @property
@@ -30,20 +30,20 @@ class BlockBytes:
 
     @property
     def max_block_bytes(self) -> int:
-        """Of a block in a layer."""
+        """The most bytes of a block in one layer."""
         return max(self._block_bytes(layer) for layer in range(self.num_layers))
 
     def runs(self, layer: int, blocks: int) -> Iterator[range]:
-        """So many blocks, in parts."""
+        """Split ``blocks`` blocks into runs, one for each message."""
         step = max(1, self._part_bytes // self._block_bytes(layer))
         return (range(low, min(low + step, blocks)) for low in range(0, blocks, step))
 
     def nbytes(self, layer: int, run: range) -> int:
-        """Of a part."""
+        """Return the bytes of a run in one layer."""
         return len(run) * self._block_bytes(layer)
 
     def ids(self, sequence: int, first: int, count: int) -> list[Sequence[int]] | None:
-        """By group, the blocks of tokens ``first .. first + count``; None where some are not there, or not whole."""
+        """Return, by group, the blocks of tokens ``first .. first + count``; None if some are missing, or not whole."""
         tables = self._store.tables
         low, high = first // tables.block_size, (first + count) // tables.block_size
         if first < 0 or count <= 0 or first % tables.block_size or count % tables.block_size or any(tables.windows):
@@ -54,7 +54,7 @@ class BlockBytes:
         return None
 
     def gather(self, layer: int, ids: Sequence[Sequence[int]], data: memoryview, staging: Staging) -> None:
-        """Fill ``data`` with blocks. ``staging``: of the thread that calls."""
+        """Copy blocks of a layer to ``data``. ``staging``: of the calling thread."""
         for stored, blocks, room in self._parts(layer, ids, data):
             if staging.is_separate:
                 room.copy_(staging.to_host(stored[blocks])[0])
@@ -62,7 +62,7 @@ class BlockBytes:
                 np.take(stored.numpy(), blocks.numpy(), 0, room.numpy(), "clip")  # torch would wake its threads
 
     def scatter(self, layer: int, ids: Sequence[Sequence[int]], data: memoryview, staging: Staging) -> None:
-        """Fill blocks with ``data``."""
+        """Copy ``data`` to blocks of a layer. ``staging``: of the calling thread."""
         for stored, blocks, came in self._parts(layer, ids, data):
             if staging.is_separate:
                 stored[blocks] = staging.to_device(came)
@@ -72,7 +72,7 @@ class BlockBytes:
     def _parts(
         self, layer: int, ids: Sequence[Sequence[int]], data: memoryview
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Each tensor of the layer, as integers, the blocks that are meant, and what they have of ``data``."""
+        """Yield each tensor of the layer as integers, the indices of its blocks, and its part of ``data``."""
         at = 0
         for group, stored in self._tensors(layer):
             shape = (len(ids[group]), *stored.shape[1:])

@@ -1,9 +1,9 @@
-"""Pages on their way from the medium into a memory worker's pool, layer after layer.
+"""Loads of pages from storage into a memory worker's pool, layer by layer.
 
-A sequence may have its first rows while it is loaded, once its gate is open (lamina.kv.layerwise_load): then layer k +
-1 comes while rows go through layer k. A round waits for a layer right before it, and nowhere else; for all layers of a
-load at most LATE_LOAD_S, then it goes on with whatever lies there. The driver hears that the pages were not loaded, and
-drops what these rows have drawn.
+A sequence may have its first rows while it is loaded, after it is reported as ready (lamina.kv.layerwise_load). Then
+layer k + 1 is loaded while rows go through layer k. A round waits for a layer only right before that layer. For all
+layers of a load it waits at most LATE_LOAD_S, then continues with whatever the blocks contain. The driver is notified
+that the pages were not loaded, and discards the tokens that these rows have drawn.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from .page_fragments import PageBlocks, StoreFragments
 
 log = logging.getLogger(__name__)
 PageReader = Callable[[bytes, Mapping[PageFragment, memoryview]], None]
-LATE_LOAD_S = 5.0  # for layers of one load that rows have come to, all together
+LATE_LOAD_S = 5.0  # seconds for all layers of one load together, of waits by rows
 
 
 class LoadResult(NamedTuple):
-    """One op of a load: pages from its first one on that are in the pool, who has given way, and why not all are."""
+    """The result of one LoadKv: how many pages, from its first one on, are in the pool, which pages storage evicted,
+    and the reason why not all are loaded.
+    """
 
     op: LoadKv
     num_pages: int
@@ -55,51 +57,50 @@ class PageLoad:
         nbytes: int,
         wait_until_ready: Callable[[], None],
     ) -> None:
-        """``page_blocks``: of each op, where its pages go; ``key``: of the plan; ``nbytes``: of all.
-
-        ``wait_until_ready``: returns once the device needs the blocks for nothing else.
+        """``page_blocks``: for each op, the blocks of its pages. ``key``: of the plan. ``nbytes``: of all pages.
+        ``wait_until_ready``: waits until the device no longer uses the blocks.
         """
         self.wait_until_ready = wait_until_ready
         self.ops, self.page_blocks, self.key, self.nbytes = ops, page_blocks, key, nbytes
         self.sequence, self.spare_s = ops[0].sequence, min(op.slack_s for op in ops)
-        self.done = [len(op.keys) for op in ops]  # pages, as far as is known
+        self.done = [len(op.keys) for op in ops]  # pages of each op, as far as is known
         self.errors, self.evicted = [""] * len(ops), [list[bytes]() for _ in ops]
         self.is_opening = self.is_over = False
-        self.layers = 0  # that are there
+        self.layers = 0  # the number of loaded layers
         self.changed = threading.Condition()
-        self._waited_s = 0.0  # until a layer came, for all that came
-        self._since: float | None = None  # when the next one was asked for; None: not yet
+        self._waited_s = 0.0  # seconds that rows waited, for layers that are now loaded
+        self._since: float | None = None  # when rows began to wait for the next layer; None: they do not
 
     @property
     def failed(self) -> bool:
-        """Whether some page is known not to come."""
+        """True if some page is known to be missing."""
         return any(self.errors)
 
     def pages(self) -> Iterator[tuple[int, int]]:
-        """Op and page of all that may be of use, the deepest first: so it is the first that gives way."""
+        """Yield op and page of all pages that may be useful, the last page first, so that it is evicted first."""
         last = next((n for n, error in enumerate(self.errors) if error), len(self.ops) - 1)
         for number in range(last, -1, -1):
             for page in range(self.done[number] - 1, -1, -1):
                 yield number, page
 
     def mark_missing(self, number: int, page: int, error: str) -> None:
-        """Of op ``number`` no more than ``page`` pages will be there."""
+        """Note that op ``number`` will have no more than ``page`` pages."""
         self.done[number], self.errors[number] = page, error
 
     def mark_all_missing(self, error: str) -> None:
-        """No page will be there."""
+        """Note that no page will be loaded."""
         for number in range(len(self.ops)):
             self.mark_missing(number, 0, error)
 
     def on_layers_loaded(self, layers: int, *, ended: bool = False) -> None:
-        """So many are there now."""
+        """Note that so many layers are loaded now."""
         with self.changed:
             self._waited_s, self._since = self.waited_s, None
             self.layers, self.is_over = max(self.layers, layers), self.is_over or ended
             self.changed.notify_all()
 
     def wait(self, layer: int, patience_s: float) -> bool:
-        """Whether ``layer`` is there, within ``patience_s``."""
+        """Wait up to ``patience_s`` seconds for ``layer``, and return whether it is loaded."""
         with self.changed:
             if self.layers <= layer and self._since is None:
                 self._since = time.monotonic()
@@ -107,13 +108,13 @@ class PageLoad:
 
     @property
     def waited_s(self) -> float:
-        """How long rows have waited for layers, for all of them together."""
+        """The seconds that rows have waited for layers, all waits together."""
         with self.changed:
             return self._waited_s + (0.0 if self._since is None else time.monotonic() - self._since)
 
 
 class KvLoader:
-    """Of one epoch. A thread of its own reads; all methods are for the thread that serves rounds."""
+    """The loads of one epoch. A thread of its own reads; only the thread that serves rounds calls its methods."""
 
     def __init__(
         self,
@@ -126,33 +127,34 @@ class KvLoader:
         trace: Recorder,
         read: PageReader,
     ) -> None:
-        """``opened``: a gate is; ``ended``: an op has come to its end. Neither may wait for a medium: where rows
-        give a load up, the thread that serves rounds calls the latter. ``read``: as Medium.read.
+        """``opened``: called when a sequence is ready. ``ended``: called at the end of an op. ``read``: as
+        StorageBackend.read. Neither callback may wait for storage: if rows give up a load, the thread that serves
+        rounds calls ``ended``.
         """
         self._read = read
         self._medium, self._store, self._atoms, self._meter, self._trace = medium, store, fragments, meter, trace
         self._opened, self._on_end = opened, ended
-        self._gates = not any(store.tables.windows)  # else rows give back blocks that are being loaded
-        self._under_way: dict[int, PageLoad] = {}  # by sequence; not settled
+        self._gates = not any(store.tables.windows)  # with windows, rows free blocks that are being loaded
+        self._under_way: dict[int, PageLoad] = {}  # by sequence; not collected yet
         self._settling: deque[PageLoad] = deque()
         self._queue: SimpleQueue[PageLoad | None] = SimpleQueue()
-        self._lock = threading.Lock()  # of blocks that are filled, and of ends
+        self._lock = threading.Lock()  # protects the blocks that are filled, and ends of loads
         self._cancelled = False
         self.thread = threading.Thread(target=self._run, name="lamina-load", daemon=True)
         self.thread.start()
 
     @property
     def sequences(self) -> Collection[int]:
-        """That are being loaded."""
+        """The sequences that are being loaded."""
         return self._under_way.keys()
 
     def is_gated(self, sequence: int) -> bool:
-        """Whether it may have no rows."""
+        """Return whether a sequence may have no rows yet."""
         load = self._under_way.get(sequence)
         return load is not None and not load.is_opening
 
     def add(self, plan: StepPlan) -> None:
-        """Begin what a plan loads, of which the store has the blocks."""
+        """Begin the loads of a plan; the store has blocks for them."""
         by_sequence: dict[int, list[LoadKv]] = {}
         for op in plan.ops:
             if isinstance(op, LoadKv):
@@ -171,14 +173,15 @@ class KvLoader:
         return self._atoms.locate(op.sequence, op.first + first, op.location, min(PAGE, op.count - first))
 
     def needed_by(self, plan: StepPlan) -> list[PageLoad]:
-        """The loads whose layers the rows of a plan need."""
+        """Return the loads whose layers the rows of a plan need."""
         if not self._under_way:
             return []
         return [self._under_way[row.sequence] for row in plan.rows if row.sequence in self._under_way]
 
     def wait(self, loads: Iterable[PageLoad], layer: int, patience_s: float) -> bool:
-        """Whether ``layer`` of all is there, within ``patience_s``. What rows have waited LATE_LOAD_S for is given
-        up."""
+        """Wait up to ``patience_s`` seconds for ``layer`` of all loads, and return whether they have it. A load is
+        given up after rows have waited LATE_LOAD_S seconds for it.
+        """
         for load in loads:
             if not load.wait(layer, patience_s):
                 if load.waited_s < LATE_LOAD_S:
@@ -194,10 +197,10 @@ class KvLoader:
                 f"layer {layer} of sequence {load.sequence} was not there when rows had waited {LATE_LOAD_S:g} s"
             )
             ended = self._end(load)
-        self._tell(ended)  # what is to be dropped is left to the other thread, as a medium may wait for a disk
+        self._tell(ended)  # evicted pages are left to the other thread, as storage may wait for a disk
 
     def collect(self) -> None:
-        """Take in what has ended."""
+        """Commit the tokens of loads that have ended."""
         while self._settling:
             load = self._settling.popleft()
             for op, pages in zip(load.ops, load.done, strict=True):
@@ -206,7 +209,7 @@ class KvLoader:
             del self._under_way[load.sequence]
 
     def stop(self) -> None:
-        """Begin no more; what comes is put nowhere."""
+        """Begin no more loads; pages that still arrive are dropped."""
         self._queue.put(None)
         with self._lock:
             self._cancelled = True
@@ -216,9 +219,9 @@ class KvLoader:
         while (load := self._queue.get()) is not None and not self._cancelled:
             start = time.perf_counter()
             try:
-                with torch.inference_mode():  # as the store was made in
+                with torch.inference_mode():  # as when the store was made
                     self._load(load, start, staging)
-            except Exception as e:  # any error: else a request waits for ever
+            except Exception as e:  # any error: else a request would wait for ever
                 log.exception("a load has failed")
                 with self._lock:
                     if not load.is_over:
@@ -240,7 +243,7 @@ class KvLoader:
                 loaded += self._bring(load, number, page, run, staging)
                 if self._cancelled or load.is_over:
                     return
-            staging.record_event()()  # rows come by another queue of the device
+            staging.record_event()()  # rows use another queue of the device
             self._trace.add(Event.LOAD, start, load.key, run.start, value=loaded - before)
             now = time.perf_counter()
             if run.stop < layers:
@@ -256,7 +259,7 @@ class KvLoader:
                     self._opened(op)
 
     def _bring(self, load: PageLoad, number: int, page: int, run: range, staging: Staging) -> int:
-        """Some layers of one page, if they can be had. Bytes that came."""
+        """Load some layers of one page, if storage has them. Returns the bytes loaded."""
         op, at, nbytes = load.ops[number], load.page_blocks[number][page], 0
         try:
             if at is None:
@@ -277,12 +280,12 @@ class KvLoader:
                 if self._cancelled or load.is_over:
                     return 0
                 load.mark_missing(number, page, f"page {op.first // PAGE + page} was not loaded: {e}")
-                if isinstance(e, FragmentLostError):  # whoever asks again is not to fail, too
+                if isinstance(e, FragmentLostError):  # the next request must not fail, too
                     load.evicted[number].append(op.keys[page])
         return nbytes
 
     def _end(self, load: PageLoad) -> list[LoadResult]:
-        """Holds the lock. Rows that wait for the last layer find that all is settled."""
+        """End a load, while holding the lock. Rows that wait for the last layer find it collected."""
         self._settling.append(load)
         load.on_layers_loaded(len(self._store.layers), ended=True)
         return [LoadResult(*each) for each in zip(load.ops, load.done, load.evicted, load.errors, strict=True)]

@@ -1,4 +1,4 @@
-"""How many pages a memory worker has room for beside its pool: as many at least as one sequence may leave."""
+"""The number of pages that a memory worker can offload: enough for one sequence at least."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from lamina.workers.memory.kv_store import DTYPES, store_shape
 
 
 def page_capacity(offload: OffloadConfig, bind: BindRequest, kv_bytes: int) -> int:
-    """Pages of which the worker of ``bind`` can keep its part; its pool has ``kv_bytes``. Raises ValueError where these
-    are fewer than one sequence leaves, and as Store.
+    """Return how many pages' parts the worker of ``bind`` can store outside its pool, which has ``kv_bytes``. Raises
+    ValueError if one sequence has more pages, and as KvStore.
     """
     form, dtype = store_shape(bind, kv_bytes), stored_dtype(bind.kv.kv_cache_dtype, DTYPES[bind.dtype])
     held = [piece for layer in form.pieces for piece in layer]
     nbytes = max(1, PAGE * sum(piece.kv_heads * head_bytes(piece.qk_dim, piece.v_dim, dtype) for piece in held))
-    tokens = min([bind.max_model_len, *(window for window in form.windows if window)])  # where some have, no more
+    # A sequence leaves no more tokens than the smallest window.
+    tokens = min([bind.max_model_len, *(window for window in form.windows if window)])
     of = bind.partition
     placement, lanes = KvPlacement(of.num_kv_shards, of.stripe * CHUNK_TOKENS, of.single_shard), form.kv_shards
     firsts, places = range(0, tokens, PAGE), [KvLocation(lane) for lane in range(of.num_kv_shards)]
@@ -28,7 +29,7 @@ def page_capacity(offload: OffloadConfig, bind: BindRequest, kv_bytes: int) -> i
     if room < pages:
         flag = "--kv-offload size=" if offload.directory else "--kv-offloading-size"
         raise ValueError(
-            f"{flag}: {offload.total_bytes} bytes have no room for one sequence of {tokens} tokens, which takes "
+            f"{flag}: {offload.total_bytes} bytes have no space for one sequence of {tokens} tokens, which takes "
             f"{pages * nbytes} "
             f"on each of {offload.workers} memory workers: give {pages * nbytes * offload.workers} at least, or lower "
             f"--max-model-len"

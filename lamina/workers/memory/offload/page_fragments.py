@@ -1,7 +1,7 @@
-"""Pages of a memory worker's pool as fragments (kv.pages), out of its blocks and back into them.
+"""Pages of a memory worker's pool as page fragments (kv.pages), read from its blocks and written back to them.
 
-A fragment says nothing of block sizes, partitions and workers: a worker that keeps its head, and its page's KV shard,
-can put it into blocks of its own.
+A fragment does not depend on block sizes, partitions and workers. A worker that holds its head, and its page's KV
+shard, can write it into its own blocks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Numbers = NDArray[np.uint8]
 
 
 class PageBlocks(NamedTuple):
-    """Where the first ``tokens`` tokens of a page are."""
+    """The blocks that hold the first ``tokens`` tokens of a page."""
 
-    blocks: tuple[tuple[int, ...] | None, ...]  # by group; None = they are not kept here
+    blocks: tuple[tuple[int, ...] | None, ...]  # by group; None: another worker holds them
     tokens: int
 
 
 class _HeadRange(NamedTuple):
-    """The heads of one piece: ``first`` is the number of its first head in the whole model's layer."""
+    """The heads of one piece. ``first``: the number of its first head in the whole model's layer."""
 
     layer: int
     first: int
     group: int
     form: FragmentFormat
-    parts: tuple[Tensor, ...]  # K, V and their scales, where there are some: [N + 1, heads, block_size, ...]
+    parts: tuple[Tensor, ...]  # K, V and their scales, if there are any: [N + 1, heads, block_size, ...]
 
     @property
     def num_heads(self) -> int:
@@ -45,7 +45,9 @@ class _HeadRange(NamedTuple):
 
 
 class StoreFragments:
-    """The fragments of a store. ``rank``: of the tensor parallel ranks, each of which has as many heads as this one."""
+    """The page fragments of a store. ``rank``: of the tensor-parallel ranks, each of which has as many heads as this
+    one.
+    """
 
     def __init__(self, store: KvStore, rank: int = 0) -> None:
         self._store = store
@@ -61,9 +63,7 @@ class StoreFragments:
         return frozenset(fragment for heads in self._heads for fragment in _atoms(heads))
 
     def locate(self, sequence: int, first: int, location: KvLocation, tokens: int = PAGE) -> PageBlocks | None:
-        """The blocks of the page from position ``first`` on, which has so many tokens; None where some that are meant
-        to be kept here were given back.
-        """
+        """Return the blocks of the page of ``tokens`` tokens from position ``first`` on; None if some were freed."""
         tables, lane = self._store.tables, self._store.placement.kv_shard_at(location, first)
         low, high = first // tables.block_size, -(-(first + tokens) // tables.block_size)
         blocks = list[tuple[int, ...] | None]()
@@ -77,18 +77,20 @@ class StoreFragments:
         return PageBlocks(tuple(blocks), tokens)
 
     def owns_page(self, first: int, location: KvLocation) -> bool:
-        """Whether the page from position ``first`` on of a sequence at ``location`` is kept here, or a part of it."""
+        """Return whether this worker holds the page, or a part of it, from position ``first`` on of a sequence at
+        ``location``.
+        """
         lane = self._store.placement.kv_shard_at(location, first)
         return any(lane in lanes for lanes in self._store.tables.kv_shards)
 
     def nbytes(self, page_blocks: PageBlocks) -> int:
-        """Bytes of the page's fragments, as far as they are here."""
+        """Return the bytes of the page's fragments that are here."""
         each = ((heads, page_blocks.blocks[heads.group]) for heads in self._heads)
         return sum(heads.num_heads * heads.form.nbytes(page_blocks.tokens) for heads, ids in each if ids is not None)
 
     def read(self, page_blocks: PageBlocks, staging: Staging) -> dict[PageFragment, memoryview]:
-        """A copy of the page's fragments, as far as they are here. ``staging``: of the thread that calls; the device
-        has done what has filled them.
+        """Return a copy of the page's fragments that are here. ``staging``: of the calling thread; the device has
+        finished writing the blocks.
         """
         copies = dict[PageFragment, memoryview]()
         for heads, ids, fragments in self._room(page_blocks):
@@ -104,7 +106,7 @@ class StoreFragments:
         return copies
 
     def buffers(self, page_blocks: PageBlocks, layers: range | None = None) -> dict[PageFragment, memoryview]:
-        """Buffers for the page's fragments, as far as they are kept here. ``layers``: of these alone."""
+        """Return buffers for the page's fragments that are here. ``layers``: only of these."""
         rooms = self._room(page_blocks, layers)
         return {fragment: data for heads, _, fragments in rooms for fragment, data in _named(heads, fragments).items()}
 
@@ -115,8 +117,8 @@ class StoreFragments:
         staging: Staging,
         layers: range | None = None,
     ) -> None:
-        """Fill the page's blocks with ``fragments``, of ``room``. ``staging``: of the thread that calls, whose device
-        may still be about to.
+        """Write ``fragments``, filled buffers of ``buffers``, to the page's blocks. ``staging``: of the calling thread,
+        whose device may still be writing afterwards.
         """
         for heads, ids, room in self._room(page_blocks, layers):
             for row, fragment in zip(room, _atoms(heads), strict=True):
@@ -135,7 +137,7 @@ class StoreFragments:
     def _room(
         self, page_blocks: PageBlocks, layers: range | None = None
     ) -> Iterator[tuple[_HeadRange, tuple[int, ...], Numbers]]:
-        """Each piece that the page has here, its blocks, and bytes for its fragments, [heads, bytes]."""
+        """Yield each piece that the page has here, its blocks, and memory for its fragments, [heads, bytes]."""
         for heads in self._heads:
             ids = page_blocks.blocks[heads.group]
             if ids is not None and (layers is None or heads.layer in layers):
@@ -160,7 +162,7 @@ def _named(heads: _HeadRange, fragments: Numbers) -> dict[PageFragment, memoryvi
 
 
 def _split(heads: _HeadRange, fragments: Numbers, tokens: int) -> Iterator[Numbers]:
-    """The bytes of each part of ``heads``: [heads, tokens, bytes of a token], no copies."""
+    """Return the bytes of each part of ``heads``: [heads, tokens, bytes of a token], without copies."""
     at = 0
     for part in heads.parts:
         each = part.shape[3] * part.itemsize
@@ -169,6 +171,6 @@ def _split(heads: _HeadRange, fragments: Numbers, tokens: int) -> Iterator[Numbe
 
 
 def _bytes(blocks: Tensor) -> Numbers:
-    """[..., block_size, bytes of a token], no copy. By numpy, which uses no threads."""
+    """Return [..., block_size, bytes of a token] without a copy, by numpy, which uses no threads."""
     array: Numbers = blocks.view(torch.uint8).numpy()
     return array

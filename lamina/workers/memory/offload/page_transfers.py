@@ -1,11 +1,14 @@
-"""Pages on their way between a memory worker's pool and the medium beside it, while rounds go on.
+"""Transfers of pages between a memory worker's pool and a storage backend, while rounds continue.
 
-A plan names the pages to save and to load. Two threads do it, so that a load (kv_load.py), for which a request waits,
-never waits for what is being saved; a third one brings pages nearer that will be loaded (prefetch.py). A load fills
-blocks that nobody reads before: until its end is reported, its sequence keeps them. A save reads blocks that may go at
-any time: the plan that frees them has the pages copied first that still lie there, so that no step waits for a medium.
-Blocks are touched under a lock, for the time of a copy. The end of an epoch takes back what has not begun, and leaves a
-call that the medium does not answer to itself; nothing of it comes into the pool or into the medium any more.
+A plan names the pages to save and to load. Two threads work, so that a load (kv_load.py), which a request waits for,
+never waits for a save. A third thread fetches pages that will be loaded into faster memory (prefetch.py).
+
+A load fills blocks that no row reads before; its sequence keeps them until its end is reported. A save reads blocks
+that may be freed at any time. The plan that frees them first copies their pages that are still to be saved, so no step
+waits for storage. A lock is held for each copy from or to blocks.
+
+At the end of an epoch, transfers that have not begun are cancelled. A storage call that does not return is abandoned;
+nothing of it reaches the pool or storage any more.
 """
 
 from __future__ import annotations
@@ -57,9 +60,9 @@ from .prefetch import Prefetcher
 from .rate_limit import SaveRateLimiter
 
 log = logging.getLogger(__name__)
-LAST_S = 1.0  # for what is still to be saved, once the driver ends
-END_S = 0.5  # for a medium to answer, once an epoch ends
-MAX_COPIED_SHARE = 4  # of the pool's bytes one in so many may be copied for saves whose blocks have gone
+LAST_S = 1.0  # seconds for saves that are due after the driver's end
+END_S = 0.5  # seconds for storage to return after an epoch's end
+MAX_COPIED_SHARE = 4  # one part in so many of the pool's bytes may be copied for saves whose blocks are freed
 MIN_COPIED_BYTES = 64 << 20  # bytes
 PROMPT_PROVENANCE = Provenance(PROMPT)
 
@@ -69,14 +72,14 @@ class _PageTask:
     op: SaveKv
     key: MessageKey  # of the plan
     at: list[PageBlocks | None]  # by page
-    written: bool = True  # whether the pool has all tokens that are to be saved
-    ready: Callable[[], None] = lambda: None  # wait until the device has done what fills them
-    left: set[int] = field(default_factory=set)  # pages that are to be read from the pool
-    copies: dict[int, dict[PageFragment, memoryview]] = field(default_factory=dict)  # pages whose blocks have gone
+    written: bool = True  # if the pool has all tokens that are to be saved
+    ready: Callable[[], None] = lambda: None  # waits until the device has written them
+    left: set[int] = field(default_factory=set)  # pages that are still to be read from the pool
+    copies: dict[int, dict[PageFragment, memoryview]] = field(default_factory=dict)  # pages whose blocks are freed
 
 
 class PageTransfers:
-    """Of one epoch. ``begin_plan`` and ``collect`` are for the thread that serves rounds."""
+    """The transfers of one epoch. Only the thread that serves rounds calls ``begin_plan`` and ``collect``."""
 
     def __init__(
         self,
@@ -91,8 +94,8 @@ class PageTransfers:
         *,
         read: PageReader | None = None,
     ) -> None:
-        """``report`` is called from threads of its own, too, and may raise what says that nobody listens any more.
-        ``recipe``: of pages of prompts. ``read``: in place of the medium's, for loads.
+        """``report``: called from other threads, too; may raise LinkClosedError. ``recipe``: of pages of prompts.
+        ``read``: for loads, instead of the storage backend's.
         """
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, epoch
         self._atoms, self._recipe, self._trace = StoreFragments(store, rank), recipe, trace
@@ -101,22 +104,22 @@ class PageTransfers:
         self.loader = KvLoader(
             medium, store, self._atoms, meter, self._opened, self._loaded, trace, read or medium.read
         )
-        self._open: list[_PageTask] = []  # saves that are not settled
-        self._ended: deque[_PageTask] = deque()  # the same
+        self._open: list[_PageTask] = []  # saves that are not collected
+        self._ended: deque[_PageTask] = deque()  # saves that have ended, and are not collected
         self._queue: SimpleQueue[_PageTask | DeletePages | SetRetention | None] = SimpleQueue()
         self._most_copied, self._copied = (
             max(MIN_COPIED_BYTES, store.bind_reply.kv_bytes // MAX_COPIED_SHARE),
             0,
         )  # bytes
-        self._lock = threading.Lock()  # of the blocks that are saved, the tasks' copies, and the end
-        self._gives_back = any(store.tables.windows)  # blocks, as rows go on
+        self._lock = threading.Lock()  # protects the blocks that are saved, the tasks' copies, and the end
+        self._gives_back = any(store.tables.windows)  # if rows free blocks
         self._cancelled = False
         self._thread = threading.Thread(target=self._run, name="lamina-save", daemon=True)
         self._thread.start()
 
     def listed_pages(self, most: int) -> list[bytes]:
-        """Keys of the pages of which the medium has all that this worker can need, ``most`` at most: those that were
-        used last. Raises StorageError.
+        """Return keys of the pages of which storage has all that this worker can need, at most ``most``. These are the
+        most recently used ones. Raises StorageError.
         """
         return self._medium.keys(self._atoms.whole_page_fragments, most)
 
@@ -126,9 +129,9 @@ class PageTransfers:
         return self._atoms.whole_page_fragments
 
     def begin_plan(self, plan: StepPlan) -> None:
-        """Have the store begin ``plan``, and begin the transfers that it asks for. Raises as KvStore.apply_plan,
-        PlanError where the plan touches a sequence with a transfer under way, ProtocolError for one that cannot be:
-        then nothing has changed. A plan may come twice.
+        """Apply ``plan`` to the store, and begin the transfers that it requests. A plan may come twice. Raises as
+        KvStore.apply_plan, PlanError if the plan touches a sequence that is being transferred, ProtocolError for an
+        invalid transfer; then nothing has changed.
         """
         if plan.rows:
             self._rate_limiter.on_round()
@@ -139,7 +142,7 @@ class PageTransfers:
         key = MessageKey.for_step(MessageKind.PLAN, plan)
         saves = [self._save_of(op, key) for op in plan.ops if isinstance(op, SaveKv)]
         for op in plan.ops:
-            if isinstance(op, ContextShift):  # which writes over what is being saved
+            if isinstance(op, ContextShift):  # overwrites what is being saved
                 self._copy(op.sequence)
         self._store.apply_plan(plan)
         for op in plan.ops:
@@ -174,7 +177,7 @@ class PageTransfers:
     def _check(self, plan: StepPlan) -> None:
         begun = self.loader.sequences
         loading = set(begun)
-        saving = dict[int, int]()  # sequence -> tokens, up to the end of what is saved
+        saving = dict[int, int]()  # sequence -> tokens, up to the end of its saves
         for task in self._open:
             saving[task.op.sequence] = max(saving.get(task.op.sequence, 0), task.op.first + task.op.count)
         last = self._last
@@ -184,7 +187,7 @@ class PageTransfers:
                 _check(op)
             if isinstance(op, SaveKv | LoadKv):
                 if op.transfer_id <= last:
-                    raise ProtocolError(f"transfer {op.transfer_id} comes behind transfer {last}")
+                    raise ProtocolError(f"transfer {op.transfer_id} comes after transfer {last}")
                 under_way = {*begun, *saving} if isinstance(op, LoadKv) else loading
                 if op.sequence in under_way:
                     raise PlanError(f"sequence {op.sequence} is loaded or saved twice")
@@ -208,8 +211,8 @@ class PageTransfers:
                 raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} where it is saved")
 
     def _copy(self, sequence: int, first: int = 0) -> None:
-        """Take the pages of ``sequence`` out of its blocks, of which those behind its ``first`` tokens go, as far as
-        there is memory for them.
+        """Copy the pages of ``sequence`` after its ``first`` tokens, whose blocks are about to be freed, for saves.
+        Pages for which there is no memory are not saved.
         """
         for task in self._open:
             if task.op.sequence != sequence or not task.left:
@@ -225,14 +228,14 @@ class PageTransfers:
                 task.left -= gone
 
     def collect(self) -> None:
-        """Take in what has ended: rows may see what was loaded."""
+        """Collect transfers that have ended: rows may attend what was loaded."""
         self.loader.collect()
         while self._ended:
             self._open.remove(self._ended.popleft())
 
     def end(self, *, finish: bool = False) -> None:
-        """Take back what has not begun; END_S at most. ``finish``: save first what is to be saved, for LAST_S at
-        most.
+        """Cancel transfers that have not begun; takes at most END_S seconds. ``finish``: first continue saves that are
+        due, for at most LAST_S seconds.
         """
         self._rate_limiter.stop()
         self.loader.stop()
@@ -245,7 +248,7 @@ class PageTransfers:
         for thread in (self.loader.thread, self._thread):
             thread.join(max(0.0, limit - time.monotonic()))
             if thread.is_alive():
-                log.warning("a medium does not answer: %s is left to itself", thread.name)
+                log.warning("storage does not reply: thread %s is abandoned", thread.name)
         self._prefetcher.stop(max(0.0, limit - time.monotonic()))
         self.collect()
 
@@ -264,7 +267,7 @@ class PageTransfers:
             start = time.perf_counter()
             try:
                 done, gone, error = self._save(task, staging)
-            except Exception as e:  # any error: else a request waits for ever
+            except Exception as e:  # any error: else a request would wait for ever
                 log.exception("a save has failed")
                 done, gone, error = 0, [], f"{type(e).__name__}: {e}"
             self._meter.add("save_s", time.perf_counter() - start)
@@ -294,8 +297,8 @@ class PageTransfers:
             )
 
     def _save(self, task: _PageTask, staging: Staging) -> tuple[int, list[bytes], str]:
-        """Pages from the first one on that are in the medium now, who has given way for them, and why not all are. The
-        deepest is written first: so it is the first that gives way.
+        """Save pages, the last one first, so that it is evicted first. Returns how many pages from the first one on are
+        in storage now, the keys of pages evicted for them, and the reason why not all are saved.
         """
         op, gone = task.op, list[bytes]()
         if not task.written:
@@ -306,9 +309,9 @@ class PageTransfers:
             start, first = self._trace.now(), op.first + number * PAGE
             try:
                 if at is None:
-                    raise StorageError("the pool has it not any more")
+                    raise StorageError("the pool no longer has it")
                 fragments = self._taken(task, number, at, staging)
-                if fragments is None:  # its blocks were needed, and there was no memory for a copy
+                if fragments is None:  # its blocks were freed, and there was no memory for a copy
                     done = number
                 elif fragments:
                     nbytes = sum(x.nbytes for x in fragments.values())
@@ -327,7 +330,7 @@ class PageTransfers:
     def _taken(
         self, task: _PageTask, number: int, page_blocks: PageBlocks, staging: Staging
     ) -> dict[PageFragment, memoryview] | None:
-        """The page's fragments; None where they are lost, and for nobody any more."""
+        """Return the page's fragments; None if they are lost, or no longer wanted."""
         with self._lock:
             if self._cancelled:
                 return None
@@ -343,7 +346,7 @@ def _check(op: SaveKv | LoadKv | StorageOp) -> None:
     if any(len(key) != KEY_BYTES for key in op.keys) or (isinstance(op, SaveKv) and len(op.tenant) != TENANT_BYTES):
         raise ProtocolError(f"{op}: a key has {KEY_BYTES} bytes, the tag of a tenant {TENANT_BYTES}")
     if isinstance(op, SetRetention) and not 0 < op.seconds <= MAX_RETENTION_S:
-        raise ProtocolError(f"pages are kept for {op.seconds} s, and may be for {MAX_RETENTION_S}")
+        raise ProtocolError(f"a retention of {op.seconds} s is not between 0 and {MAX_RETENTION_S}")
     if isinstance(op, StorageOp):
         return
     pages = -(-op.count // PAGE)
@@ -353,7 +356,7 @@ def _check(op: SaveKv | LoadKv | StorageOp) -> None:
         )
     if isinstance(op, LoadKv) and (op.page_shift < 0 or op.page_shift % PAGE or (op.page_shift and op.count % PAGE)):
         raise ProtocolError(
-            f"transfer {op.transfer_id}: {op.count} tokens are moved by {op.page_shift}, and whole pages can be"
+            f"transfer {op.transfer_id}: {op.count} tokens are moved by {op.page_shift}, but only whole pages can be"
         )
     if isinstance(op, LoadKv) and not 0 <= op.slack_s < float("inf"):
         raise ProtocolError(f"transfer {op.transfer_id}: rows that are computed for {op.slack_s} s")

@@ -1,6 +1,6 @@
-"""Pages that waiting turns need, on their way to where a medium is faster, before anybody asks for them.
+"""Prefetches of pages that waiting requests need, to faster memory of the storage backend.
 
-A thread of its own does it, a page at a time. It ends with the epoch: no turn of an older one is waited for any more.
+A thread of its own fetches one page at a time. It ends with the epoch, as no request of an older one waits any more.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from .page_fragments import StoreFragments
 
 
 class Prefetcher:
-    """The fetches of one epoch. ``check``, ``add`` and ``stop`` are for the thread that serves rounds."""
+    """The fetches of one epoch. Only the thread that serves rounds calls ``check``, ``add`` and ``stop``."""
 
     def __init__(self, medium: StorageBackend, fragments: StoreFragments, meter: Counters) -> None:
         self._medium, self._atoms, self._meter, self._share = medium, fragments, meter, fragments.whole_page_fragments
-        self._turns = Counter[int]()  # pages that are expected, by turn
-        self._queue: SimpleQueue[PrefetchHint | None] = SimpleQueue()  # None: look again
-        self._lock = threading.Lock()  # of the keys that have given way, and the end
+        self._turns = Counter[int]()  # number of expected pages, by order of the waiting request
+        self._queue: SimpleQueue[PrefetchHint | None] = SimpleQueue()  # None: check again
+        self._lock = threading.Lock()  # protects the evicted keys, and the end
         self._gone: list[bytes] = []
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="lamina-fetch", daemon=True)
         self._thread.start()
 
     def check(self, ops: Sequence[PrefetchHint]) -> None:
-        """Raises ProtocolError for what no plan may have."""
+        """Raise ProtocolError for hints that no plan may have."""
         turns = self._turns.copy()
         for op in ops:
             if op.order < 0 or op.first < 0 or len(op.keys) > MAX_PAGES_PER_TRANSFER:
-                raise ProtocolError(f"turn {op.order} expects {len(op.keys)} pages from page {op.first} on")
+                raise ProtocolError(f"request {op.order} expects {len(op.keys)} pages from page {op.first} on")
             self._count(turns, op)
         if turns.total() > MAX_HINTED_PAGES:
-            raise ProtocolError(f"{turns.total()} pages are expected, and may be {MAX_HINTED_PAGES}")
+            raise ProtocolError(f"{turns.total()} pages are expected, at most {MAX_HINTED_PAGES} are allowed")
 
     def add(self, op: PrefetchHint) -> None:
-        """An op that was checked."""
+        """Expect the pages of a checked op."""
         self._count(self._turns, op)
         self._queue.put(op)
 
     def on_loaded(self) -> None:
-        """Pages were loaded: look whether something is to follow them."""
+        """Check if further pages are to be fetched, as pages were loaded."""
         self._queue.put(None)
 
     def take_evicted(self) -> list[bytes]:
-        """Keys of the pages that have given way, since this was asked last."""
+        """Return the keys of pages evicted since the last call."""
         with self._lock:
             gone, self._gone = self._gone, []
             return gone
 
     def stop(self, wait_s: float) -> None:
-        """Begin no other fetch, and expect nothing. Waits ``wait_s`` at most for the one that is under way."""
+        """Stop fetching and expect no pages. Waits at most ``wait_s`` seconds for the fetch that is under way."""
         with self._lock:
             self._ended = True
         self._queue.put(None)
@@ -93,7 +93,7 @@ class Prefetcher:
                 self._medium.hint(op.order, kept)
 
     def _fetch(self) -> bool:
-        """One page; whether another one may follow."""
+        """Fetch one page, and return whether another one may follow."""
         try:
             with self._meter.time("fetch_s"):
                 gone = self._medium.prefetch_next(self._share)

@@ -1,10 +1,9 @@
-"""How fast pages are saved while steps go on: a thread that saves takes cores from the threads that a step waits for.
+"""The rate at which pages are saved while steps continue: a saving thread uses cores that a step's threads wait for.
 
-Saving has no deadline, as blocks that are needed meanwhile are copied. So while rounds are served and cores are short,
-the thread that saves takes a small share of one: behind each page it rests. It keeps its priority meanwhile: who holds
-Python's lock must not wait for a core behind everybody else. Where cores are free, or nothing else is to be done, it
-goes on at once. All rests of a task end in time for its report, so that the driver does not take the worker for one
-that hangs.
+Saving has no deadline, as blocks that are freed meanwhile are copied. So while rounds are served and cores are short,
+the saving thread uses a small share of a core: it rests after each page. It keeps its priority: a thread that holds
+Python's lock must not wait for a core after all others. If cores are free, or there is no other work, it continues at
+once. All rests of a task end in time for its report, so that the driver does not consider the worker hung.
 """
 
 from __future__ import annotations
@@ -15,42 +14,46 @@ from collections.abc import Callable
 from contextlib import suppress
 
 SAVE_CPU_SHARE = 1 / 32  # of a core
-SERVED_S = 1.0  # behind a round, the next one may still come
-LOOK_S = 2.5  # between two looks at the pressure, which the kernel counts anew every 2 s
-SHORTAGE_THRESHOLD = 0.02  # of the time some task has waited for a core: cores are short
-MAX_REST_S = 0.5  # of one rest
-TASK_S = 5.0  # of all rests of one task
+SERVED_S = 1.0  # seconds after a round in which the next one may still come
+LOOK_S = 2.5  # seconds between two checks of the pressure, which the kernel updates every 2 s
+SHORTAGE_THRESHOLD = 0.02  # share of time in which some task waited for a core; above it, cores are short
+MAX_REST_S = 0.5  # seconds of one rest
+TASK_S = 5.0  # seconds of all rests of one task
 PRESSURE = "/proc/pressure/cpu"
 
 
 class SaveRateLimiter:
-    """Of one epoch. ``begin`` and ``wait`` are for the thread that saves, all else for any."""
+    """The rests of one epoch. Only the saving thread calls ``begin`` and ``wait``; any thread may call other
+    methods.
+    """
 
     def __init__(
         self, pressure: Callable[[], float | None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``pressure``: seconds for which some task has waited for a core, since whenever; None: nobody knows."""
+        """``pressure``: returns the seconds, since any fixed time, in which some task waited for a core; None if
+        unknown.
+        """
         self._pressure, self._clock = pressure or cpu_pressure_s, clock
-        self._served = -SERVED_S  # when a round came last
+        self._served = -SERVED_S  # when the last round came
         self._looked, self._waited, self._short = clock(), self._pressure(), True
-        self._used = 0.0  # seconds of CPU, at the end of the last rest
-        self._left = TASK_S  # of rests, for the task under way
+        self._used = 0.0  # seconds of CPU at the end of the last rest
+        self._left = TASK_S  # seconds of rests left for the present task
         self._over = threading.Event()
 
     def begin(self) -> None:
-        """A task that ends with a report."""
+        """Begin a task that ends with a report."""
         self._left = TASK_S
 
     def on_round(self) -> None:
-        """A round has come."""
+        """Note that a round has come."""
         self._served = self._clock()
 
     def stop(self) -> None:
-        """No rest from now on."""
+        """End the present rest, and rest no more."""
         self._over.set()
 
     def wait(self) -> float:
-        """Behind a page: as long as is due, seconds. It is over at once behind ``stop``."""
+        """Rest after a page as long as is due, and return the seconds; returns at once after ``stop``."""
         used = time.thread_time() - self._used
         due = (
             min(MAX_REST_S, self._left, used * (1 / SAVE_CPU_SHARE - 1))
@@ -76,7 +79,7 @@ class SaveRateLimiter:
 
 
 def cpu_pressure_s() -> float | None:
-    """As the kernel counts it for this host; None where it does not."""
+    """Return the pressure that the kernel counts for this host; None if it does not."""
     with suppress(OSError, ValueError, IndexError), open(PRESSURE, encoding="ascii") as file:
         return int(file.readline().rsplit("total=", 1)[1]) / 1e6
     return None

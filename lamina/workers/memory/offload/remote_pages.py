@@ -1,10 +1,10 @@
-"""Pages that lie on another host: a worker that lacks a fragment asks the memory workers there for it.
+"""Pages that lie on another host: a worker that lacks a fragment requests it from the memory workers there.
 
-Each worker opens a channel to each other one under the epoch, and asks over it; who was asked answers on a thread of
-its own, out of its medium. An ask is a PageRequest in msgpack. The answer to one with a key is the bytes of the
-fragments, behind each other, in parts, or that they are lost; to one without, keys of pages that have all of the
-fragments, in parts up to an empty one. What comes is used, and not kept here: the driver counts it as there for as
-long as the other host has it.
+In an epoch each worker connects to each other one and sends requests. The other one replies from its storage backend,
+on a thread of its own. A request is a PageRequest in msgpack. The reply to one with a key is the bytes of the
+fragments, one after another, in parts; or that they are lost. The reply to one without a key is the keys of pages that
+have all of the fragments, in parts that end with an empty one. Received pages are used, and not stored here: the driver
+counts them as available as long as the other host has them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.rpc import serve_requests
 
 log = logging.getLogger(__name__)
-PART_BYTES = 1 << 20  # of an answer
+PART_BYTES = 1 << 20  # of a reply
 SLOTS = 4
-CONNECT_S = 600.0  # to another worker, and for its first answer: it may still start; the epoch's end ends it, too
-ANSWER_S = 10.0  # for a part of an answer, but for the first one: the other end waits for its disk
-ACCEPT_TIMEOUT_S = 60.0  # for others to come, once they can be answered: they are a source of pages, and no need
-END_S = 0.5  # for an answer that is under way as the epoch ends
+# Seconds to connect and for the first reply: the other worker may still start; the epoch's end also ends it.
+CONNECT_S = 600.0
+ANSWER_S = 10.0  # seconds for a later part of a reply: the other end waits for its disk
+# Seconds for other workers to connect, after they can be served: pages of theirs are useful, but not necessary.
+ACCEPT_TIMEOUT_S = 60.0
+END_S = 0.5  # seconds for a reply that is under way as the epoch ends
 _TAG = struct.Struct(f"<I{CHECKSUM_BYTES}s")
 
 
@@ -47,7 +49,7 @@ class PageReplyKind(enum.IntEnum):
 
 
 class PageRequest(msgspec.Struct, frozen=True, array_like=True):
-    """``key``: of the page whose fragments are wanted; empty: which pages have all of them?"""
+    """A request for fragments. ``key``: of their page; empty: for the keys of pages that have all of the fragments."""
 
     key: bytes
     fragments: list[PageFragment]
@@ -57,7 +59,9 @@ _decode = msgspec.msgpack.Decoder(PageRequest).decode
 
 
 class RemotePages:
-    """Of one epoch of a memory worker. All methods but ``read`` are for the thread that serves rounds."""
+    """The remote pages of one epoch of a memory worker. Only the thread that serves rounds calls methods other than
+    ``read``.
+    """
 
     def __init__(
         self,
@@ -67,13 +71,13 @@ class RemotePages:
         meter: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``peers``: all workers that have pages for each other, this one among them; empty: there are none."""
+        """``peers``: all workers that have pages for each other, including this one; empty if there are none."""
         self._view, self._listener, self._meter, self._clock = view, listener, meter, clock
         self._peers = [peer for peer in peers if peer.url != listener.url]
         self._name = next((peer.name for peer in peers if peer.url == listener.url), "")
         self._names = {peer.name for peer in self._peers}
-        self._due, self._until = set(self._names), math.inf  # who is to come, and ask
-        self._waiting_channels: list[Channel] = []  # who is not heard before there is a medium
+        self._due, self._until = set(self._names), math.inf  # the workers that are still to connect
+        self._waiting_channels: list[Channel] = []  # not served before there is a storage backend
         self._medium: StorageBackend | None = None
         self._locations: dict[bytes, _PageSource] = {}
         self._threads: list[threading.Thread] = []
@@ -82,15 +86,16 @@ class RemotePages:
 
     @property
     def num_missing(self) -> int:
-        """Workers that are still to come. Behind a limit none are."""
+        """The number of workers that are still to connect; 0 after a time limit."""
         if self._due and self._clock() > self._until:
-            log.warning("%s did not come for pages in %g s", ", ".join(sorted(self._due)), ACCEPT_TIMEOUT_S)
+            log.warning("%s did not connect for pages in %g s", ", ".join(sorted(self._due)), ACCEPT_TIMEOUT_S)
             self._due.clear()
         return len(self._due)
 
     def accept(self, timeout_s: float) -> Channel | None:
-        """The channel of the next worker that connects; None where it came to ask for pages. Raises as
-        SingleEpochListener."""
+        """Accept the next worker and return its channel; None if it connected to request pages. Raises as
+        SingleEpochListener.
+        """
         channel = self._listener.accept(timeout_s=timeout_s)
         if channel.peer_name not in self._names:
             return channel
@@ -100,13 +105,13 @@ class RemotePages:
         return None
 
     def serve(self, medium: StorageBackend) -> None:
-        """Answer out of ``medium`` from now on."""
+        """Reply to requests from ``medium`` from now on."""
         self._medium, self._until = medium, self._clock() + ACCEPT_TIMEOUT_S
         self._hear()
 
     def set_locations(self, share: frozenset[PageFragment], own: Sequence[bytes] = ()) -> list[bytes]:
-        """Keys of the pages of which another host has all of ``share``, and behind them ``own``, which are here:
-        MAX_LISTED_PAGES at most. All workers have come.
+        """Return keys of pages of which another host has all of ``share``, followed by ``own``, which are here. These
+        are at most MAX_LISTED_PAGES. All workers have connected before.
         """
         sources = self._reached() if share else {}
         for name, asked in sources.items():
@@ -119,8 +124,8 @@ class RemotePages:
         return [*(key for key in self._locations if key not in here), *own][-MAX_LISTED_PAGES:]
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
-        """As Medium.read, from another host where this one lacks fragments; fragments of a host that does not answer
-        are lost. For one thread.
+        """Read a page like StorageBackend.read, from another host if this one lacks fragments. For one thread.
+        Fragments of a host that does not reply are lost.
         """
         assert self._medium is not None
         try:
@@ -139,7 +144,7 @@ class RemotePages:
             self._meter.add("kv_peer_bytes", sum(memoryview(buffer).nbytes for buffer in into.values()))
 
     def stop(self) -> None:
-        """Answer nobody any more. Behind it the epoch's channels may be closed."""
+        """Stop replying. After that the epoch's channels may be closed."""
         if self._connecting is None:
             return
         self._view.end_epoch(f"epoch {self._view.epoch} is over")
@@ -154,7 +159,7 @@ class RemotePages:
         try:
             return self._connecting.result(CONNECT_S)
         except TimeoutError as e:
-            log.warning("no other worker is asked for pages: %s", e)
+            log.warning("no pages are requested of other workers: %s", e)
             return {}
 
     def _connect(self) -> dict[str, _PageSource]:
@@ -164,7 +169,7 @@ class RemotePages:
             try:
                 opened[peer.name] = _PageSource(self._view.connect(peer.url, terms, timeout_s=CONNECT_S))
             except ChannelError as e:  # as above
-                log.warning("%s cannot be asked for pages: %s", peer.name, e)
+                log.warning("%s does not serve pages: %s", peer.name, e)
         return opened
 
     def _hear(self) -> None:
@@ -175,23 +180,23 @@ class RemotePages:
 
 
 class _PageSource:
-    """Who is asked. One thread uses it."""
+    """Sends requests to one other worker. One thread uses it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def keys(self, share: frozenset[PageFragment]) -> list[bytes]:
-        """Of pages that it has. Raises StorageError."""
+        """Return the keys of pages that it has. Raises StorageError."""
         keys, part = list[bytes](), self._ask(PageRequest(b"", sorted(share)), CONNECT_S)
         while part:
             if len(part) % KEY_BYTES or len(keys) > MAX_LISTED_PAGES:
-                raise self._broken(f"{len(part)} bytes of keys behind {len(keys)} ones")
+                raise self._broken(f"{len(part)} bytes of keys after {len(keys)} keys")
             keys += [part[at : at + KEY_BYTES] for at in range(0, len(part), KEY_BYTES)]
             part = self._next(ANSWER_S)
         return keys
 
     def page(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
-        """Fill the buffers. Raises StorageError."""
+        """Fill the buffers with fragments of a page. Raises StorageError."""
         views = [memoryview(buffer).cast("B") for buffer in into.values()]
         wanted, data = sum(view.nbytes for view in views), bytearray(self._ask(PageRequest(key, list(into)), ANSWER_S))
         while len(data) < wanted and (part := self._next(ANSWER_S)):
@@ -210,39 +215,39 @@ class _PageSource:
             slot.data[:] = data
             self._channel.put_signal(slot, b"")
         except (ChannelError, ValueError) as e:
-            raise StorageError(f"{self._channel.peer_name} cannot be asked: {e}") from e
+            raise StorageError(f"{self._channel.peer_name} cannot be reached: {e}") from e
         return self._next(limit_s)
 
     def _next(self, limit_s: float) -> bytes:
         try:
             arrival = self._channel.wait_signal(timeout_s=limit_s)
         except ChannelTimeout as e:
-            raise self._broken(str(e)) from e  # what comes late would pass for another answer
+            raise self._broken(str(e)) from e  # a late part would pass for another reply
         except ChannelError as e:
-            raise StorageError(f"{self._channel.peer_name} does not answer: {e}") from e
+            raise StorageError(f"{self._channel.peer_name} does not reply: {e}") from e
         data = bytes(arrival.data)
         kind, sent_checksum = _TAG.unpack(arrival.tag[: _TAG.size])
         self._channel.release(arrival)
         if kind == PageReplyKind.MISSING and not data:
-            raise FragmentLostError(f"{self._channel.peer_name} has it not any more")
+            raise FragmentLostError(f"{self._channel.peer_name} no longer has it")
         if kind != PageReplyKind.PART or sent_checksum != checksum(data):
-            raise self._broken("what came is damaged, or is no answer")
+            raise self._broken("a reply is damaged, or is no valid reply")
         return data
 
     def _broken(self, why: str) -> StorageError:
-        """Nothing that it says counts from now on."""
+        """Abort the channel, so that later messages are ignored, and return the error."""
         self._channel.abort(why)
         return StorageError(f"{self._channel.peer_name}: {why}")
 
 
 class _PageServer:
-    """To one who asks, on a thread of its own."""
+    """Replies to requests of one other worker, on a thread of its own."""
 
     def __init__(self, channel: Channel, medium: StorageBackend) -> None:
         self._channel, self._medium = channel, medium
 
     def run(self) -> None:
-        """Until the channel ends."""
+        """Reply to requests until the channel ends."""
         try:
             for ask in serve_requests(self._channel, _decode):
                 self._check(ask)
@@ -251,16 +256,16 @@ class _PageServer:
             ProtocolError,
             StorageError,
             ChannelError,
-        ) as e:  # a half of an answer would pass for one of another ask
+        ) as e:  # half of a reply would pass for that of another request
             self._channel.abort(str(e))
 
     def _check(self, ask: PageRequest) -> None:
         if len(ask.key) not in (0, KEY_BYTES) or not ask.fragments:
             raise ProtocolError(
-                f"{self._channel.peer_name} asks for {len(ask.fragments)} fragments of a page without a name"
+                f"{self._channel.peer_name} requests {len(ask.fragments)} fragments of a page without a valid key"
             )
-        if len({*ask.fragments}) < len(ask.fragments):  # an answer of any size for a small ask
-            raise ProtocolError(f"{self._channel.peer_name} asks for a fragment more than once")
+        if len({*ask.fragments}) < len(ask.fragments):  # a small request would have a reply of any size
+            raise ProtocolError(f"{self._channel.peer_name} requests a fragment more than once")
 
     def _answer(self, ask: PageRequest) -> None:
         if not ask.key:

@@ -1,1 +1,1 @@
-"""What sparse KV asks of a step: scores of what rows attend, and rows that attend their best blocks alone."""
+"""A step's work for KV sparsity: scores of attended blocks, and rows that attend their best blocks alone."""

@@ -1,4 +1,4 @@
-"""The scores that a plan asks for: what the last rows of its sequences attend in the sparse layers."""
+"""The block scores that a plan requests: what the last rows of its sequences attend in the sparse layers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lamina.workers.memory.kv_store import KvStore, StoredPiece
 
 @dataclass
 class ScoreSum:
-    """Of one sequence, in one group."""
+    """The scores of one sequence in one group."""
 
     sequence: int
     group: int
-    rows: slice  # of the step
+    rows: slice  # of the sequence, in the step
     blocks: Tensor  # [B] ids
-    numbers: Tensor  # [B] of these blocks, counted from the sequence's token 0
-    seen: Tensor  # [R] tokens of these blocks
-    size: int  # of the sequence, in blocks
+    numbers: Tensor  # [B] the blocks' numbers in the sequence
+    seen: Tensor  # [R] tokens of these blocks that each row attends
+    size: int  # of the whole sequence, in blocks
     sums: Tensor  # [B] int64, over layers and heads; the native loop adds to it, too
 
 
 class BlockScoring:
-    """Of one step, whose sequences lie here with all their tokens."""
+    """The scores of one step, whose sequences lie here with all their tokens."""
 
     def __init__(self, store: KvStore, plan: StepPlan) -> None:
         self._view, self._step, self.score_sums = plan.epoch, plan.step, list[ScoreSum]()
@@ -43,7 +43,7 @@ class BlockScoring:
         return bool(self.score_sums)
 
     def add(self, pieces: Sequence[tuple[StoredPiece, Tensor]]) -> None:
-        """A layer's: each piece, in which the step's rows are written, and the Q of all rows for it."""
+        """Add the scores of a layer. ``pieces``: each with the step's rows written, and the Q of all rows for it."""
         for piece, q in pieces:
             for tally in self.score_sums:
                 if tally.group == piece.group:
@@ -51,7 +51,7 @@ class BlockScoring:
                     tally.sums += self._backend.block_scores(*of)
 
     def reports(self) -> Iterator[BlockScoresReport]:
-        """Once all layers are done."""
+        """Yield a report for each sequence, after all layers are done."""
         totals = dict[int, Tensor]()
         for tally in self.score_sums:
             total = totals.setdefault(tally.sequence, torch.zeros(tally.size, dtype=torch.int64))
@@ -73,7 +73,7 @@ def _tallies(store: KvStore, rows: RowRange, count: int, of: slice) -> Iterator[
 
 
 def first_rows(rows: Iterable[RowRange]) -> dict[int, int]:
-    """Sequence -> its first row in a message."""
+    """Return, for each sequence, its first row in a message."""
     starts, at = dict[int, int](), 0
     for row in rows:
         starts.setdefault(row.sequence, at)

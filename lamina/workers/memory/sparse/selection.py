@@ -1,7 +1,7 @@
-"""The rows of a step that attend the best blocks of their sequence only: lone ones, of long sequences.
+"""Rows of a step that attend only the best blocks of their sequence: single rows of long sequences.
 
-What they attend lies side by side, as if it were all. It may be other blocks for each KV head: so each head of a row is
-a sequence of its own here, with a block table of its own, in a store whose blocks have one head.
+The selected blocks are attended as if they were the whole sequence. They may differ by KV head. So each head of a row
+is treated as a sequence with its own block table, in a store whose blocks have one head.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lamina.ops.attention.merge import CHUNK_TOKENS, Partial
 
 
 class SparseRows:
-    """Of one group of a step, whose sequences lie here with all their tokens."""
+    """The selecting rows of one group of a step, whose sequences lie here with all their tokens."""
 
     def __init__(self, backend: AttentionBackend, rows: RowTable, budget: KvBudget, tokens: Sequence[int]) -> None:
-        """``tokens``: that each sequence of ``rows`` attends, in place of the budget's; 0: all."""
+        """``tokens``: that each sequence of ``rows`` attends, instead of the budget's; 0 for all."""
         self._backend, self._table, self._size = backend, rows, rows.block_size
         numbers, blocks, attended = list[tuple[int, ...]](), list[Ints](), list[int]()
         others = np.ones(len(rows.row), np.bool_)
@@ -43,11 +43,11 @@ class SparseRows:
         self._choices = BlockChoices(
             np.array(numbers, np.int64).reshape(-1, 6), np.concatenate([*blocks, rows.row[:0]])
         )
-        self._tokens = np.array(attended, np.int64)  # that each row attends
+        self._tokens = np.array(attended, np.int64)  # that each selecting row attends
         self._others = rows.select_sequences(others)
         left = [range(start, start + n) for start, n in zip(rows.row[others], rows.count[others], strict=True)]
         self._at = torch.from_numpy(self._choices.numbers[:, 0].copy())
-        self.others = [x for run in left for x in run]  # rows that attend all
+        self.others = [x for run in left for x in run]  # rows that attend all blocks
         self._others_at = torch.tensor(self.others, dtype=torch.int64)
 
     def __bool__(self) -> bool:
@@ -55,18 +55,20 @@ class SparseRows:
 
     @property
     def table(self) -> tuple[Sequence[int], ...]:
-        """For the native loop: choices and their blocks, the tokens that each attends, and the rows that attend all."""
+        """The tables for the native loop: choices and their blocks, tokens that each attends, and rows that attend
+        all.
+        """
         choices = self._choices
         return choices.numbers.ravel().tolist(), choices.blocks.tolist(), self._tokens.tolist(), self.others
 
     def stored_bytes(self, store: LayerCache) -> int:
-        """What a layer's attention reads: K and V, and bounds."""
+        """Return the bytes that a layer's attention reads: K and V, and bounds."""
         tokens = int((self._others.stop - self._others.seen).sum() + self._tokens.sum())
         free = int((self._choices.numbers[:, 2] - self._choices.numbers[:, 1]).sum()) * store.k.shape[1]
         return tokens * store.token_bytes + free * bounds_bytes(store.k.shape[3], store.k.dtype)
 
     def attend(self, op: Operator, store: LayerCache, q: Tensor) -> Partial:
-        """``AttentionBackend.attend_stored`` of all rows."""
+        """Attend the stored tokens for all rows; see ``AttentionBackend.attend_stored``."""
         one = replace(op, q_heads=op.q_heads // op.kv_heads, kv_heads=1, sinks=None, slopes=None)
         prepared = self._backend.prepare(self._by_head(op, store, q))
         queries = q[self._at] if len(self._others_at) else q
@@ -83,11 +85,11 @@ class SparseRows:
 
     @cached_property
     def prepared_dense_rows(self) -> object:
-        """What the backend has prepared for these."""
+        """The backend's prepared form of rows that attend all blocks."""
         return self._backend.prepare(self._others)
 
     def _by_head(self, op: Operator, store: LayerCache, q: Tensor) -> RowTable:
-        """Of a store whose blocks have one head."""
+        """Return the selected rows as a table for a store whose blocks have one head."""
         width = -(-int(self._tokens.max()) // CHUNK_TOKENS) * (CHUNK_TOKENS // self._size)
         null = store.null_block * op.kv_heads
         table = torch.full((len(self._tokens), op.kv_heads, width), null, dtype=torch.int64)
@@ -99,7 +101,7 @@ class SparseRows:
 
 
 def _by_head(store: LayerCache) -> LayerCache:
-    """The same blocks, each head of one as a block of its own."""
+    """Return the same store with each head of a block as a block of its own."""
 
     def split(x: Tensor) -> Tensor:
         return x.view(-1, 1, *x.shape[2:])

@@ -285,7 +285,7 @@ def test_stripes_of_several_or_for_their_owner_are_not_copied(op: CopyStripes, s
     for worker in street[:2]:
         worker.plan(1, op)
     assert "stripes of memory workers" in street[1].heard().error
-    with pytest.raises(ProtocolError, match="copy 4 comes behind copy 5"):
+    with pytest.raises(ProtocolError, match="copy 4 comes after copy 5"):
         street[0].plan(2, CopyStripes(4, 1, 1, 1, 2))
 
 

@@ -268,7 +268,7 @@ def test_who_takes_no_answer_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None
         slot.data[:] = said
         asked._channel.put_signal(slot, b"")
         peers_module._PageServer(channel, medium).run()
-        with pytest.raises(StorageError, match="does not answer"):
+        with pytest.raises(StorageError, match="does not reply"):
             [asked._next(WAIT_S) for _ in range(6)]
 
 
