@@ -3,7 +3,7 @@
 #   docker build -t lamina .
 #   docker run --rm -p 127.0.0.1:8000:8000 lamina
 #   docker run --rm -p 127.0.0.1:8000:8000 -v /path/to/model:/model:ro lamina serve /model --host 0.0.0.0
-#   docker run --rm --no-healthcheck --network host lamina worker memory --driver 10.0.0.1:7000 --driver-name lm
+#   docker run --rm --no-healthcheck --network host lamina worker memory --driver lm@10.0.0.1:7000
 #
 # Unverified: nobody has built it yet. tests/cluster/test_container.py holds what it says against the product.
 #

@@ -67,7 +67,7 @@ def _dry_run(cluster: Cluster, action: str) -> int:
     compute, memory = sum(h.compute for h in cluster.hosts), sum(h.memory for h in cluster.hosts)
     print(
         f"{count_text(len(cluster.hosts), 'host')} with room for {count_text(compute, 'compute worker')} and "
-        f"{count_text(memory, 'memory worker')}: --ray-address {cluster.head}, DOP up to ({compute}, {memory})"
+        f"{count_text(memory, 'memory worker')}: --cluster {cluster.head}, DOP up to ({compute}, {memory})"
     )
     for host in cluster.hosts:
         order = f"ray start {shlex.join(ray_arguments(cluster, host))}" if action == "up" else f"{action}"
@@ -100,7 +100,7 @@ def _up(cluster: Cluster, target: str) -> int:
         print(f"{host.address}  {state}  {_free(_resources(answer['arguments']))}{'' if same else _keeps(host)}")
     if kept:
         print(f"to change that: lamina-launch cluster down {target}, then up; it ends what runs there")
-    print(f"use it with: lamina-launch serve MODEL --ray-address {target}")
+    print(f"use it with: lamina-launch serve MODEL --cluster {target}")
     if not os.environ.keys() & {TOKEN, TOKEN_PATH}:
         print(f"its token, which other machines need too, is in {state_folder() / 'ray_token'}")
     return 0

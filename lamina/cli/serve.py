@@ -14,7 +14,8 @@ from hashlib import sha256
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lamina.config.flag_groups import GROUP_OF, OLD_FLAGS, flag_name
+from lamina.config.flag_groups import GROUP_OF, OLD_FLAGS, OLD_NAMES_GO, flag_name
+from lamina.config.flat_options import OPTIONS
 from lamina.config.option import parse_seconds
 from lamina.facts.host_memory import memory_bytes
 from lamina.facts.report import size_text
@@ -53,7 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind = {"action": RenamedSwitch if name in OLD_FLAGS.values() else argparse.BooleanOptionalAction}
         group.add_argument(flag_name(name), default=default, help=f"{help} (default: {default})", **kind)
     add_old_flags(parser, values)
-    add_engine_flags(parser)
+    add_engine_flags(parser, [name for name in OPTIONS if name != "decode_only"])
+    parser.add_argument("--decode-only", action=_Elsewhere, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+class _Elsewhere(argparse.Action):
+    """Sets an option that another command has, for as long as old names of flags are taken."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, text: Any, option_string: Any = None) -> None:
+        """Called by argparse."""
+        setattr(namespace, self.dest, True)
+        words = "is a flag of `bench decode` and `generate`, and an option of LLM"
+        print(f"{option_string} {words}: serve takes it until version {OLD_NAMES_GO}", file=sys.stderr)
 
 
 def _seconds(text: str) -> float:

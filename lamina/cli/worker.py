@@ -1,10 +1,12 @@
-"""``lamina-launch worker ROLE[-INDEX] --driver HOST:PORT``: one worker of a driver on another host."""
+"""``lamina-launch worker ROLE[-INDEX] --driver NAME@HOST:PORT``: one worker of a driver on another host."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import sys
 
+from lamina.config.flag_groups import OLD_NAMES_GO
 from lamina.executor.hosts.cluster_file import is_local, look_up
 from lamina.executor.launchers.static_agent import ANY, ROLES, StaticWorkerSpec, run_agent
 from lamina.netstack.contract.channel_terms import check_name
@@ -17,10 +19,13 @@ _WORKER = re.compile(rf"({'|'.join(ROLES)})(?:-(\d{{1,4}}))?")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("worker", help=f"{', '.join(ROLES)}: any of these; or one of them by its number, as memory-0")
-    parser.add_argument("--driver", required=True, help="where the driver is: HOST:PORT of its --driver-address")
     parser.add_argument(
-        "--driver-name", required=True, help="the driver's name, which its printed command has, or its --driver-name"
+        "--driver",
+        required=True,
+        metavar="NAME@HOST:PORT",
+        help="the driver, as its printed command has it",
     )
+    parser.add_argument("--driver-name", default="", help=argparse.SUPPRESS)  # an old name
     parser.add_argument(
         "--host",
         default="",
@@ -37,9 +42,16 @@ def run(args: argparse.Namespace) -> int:
     match = _WORKER.fullmatch(args.worker)
     if match is None:
         raise ValueError(f"{args.worker} is no worker: name one of {', '.join(ROLES)}, or memory-0")
-    host, _, port = args.driver.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise ValueError(f"--driver must be HOST:PORT, such as 10.0.0.1:7000, not {args.driver!r}")
+    name, _, place = args.driver.rpartition("@")
+    if args.driver_name and not name:
+        name = args.driver_name
+        print(
+            f"--driver-name {name} is --driver {name}@{place} now: the old name goes in version {OLD_NAMES_GO}",
+            file=sys.stderr,
+        )
+    host, _, port = place.rpartition(":")
+    if not (name and host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"--driver must be NAME@HOST:PORT, such as team-a@10.0.0.1:7000, not {args.driver!r}")
     at = args.host and look_up(args.host, "--host", alone=True)
     if at and not is_local(at):
         raise ValueError(f"--host {args.host} is no address of this host: run this on the host that has it")
@@ -50,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"the driver asks for the cluster's key: name its file by {KEY_FILE}")
     index = ANY if match[2] is None else int(match[2])
     driver = host.removeprefix("[").removesuffix("]"), int(port)
-    check_name(args.driver_name)
+    check_name(name)
     if args.dry_run:
-        print(f"would come to the driver at {args.driver} for {args.worker}")
+        print(f"would come to the driver at {place} for {args.worker}")
         return 0
-    worker = StaticWorkerSpec(role=match[1], index=index, driver=driver, driver_name=args.driver_name, host=at)
+    worker = StaticWorkerSpec(role=match[1], index=index, driver=driver, driver_name=name, host=at)
     return run_agent(worker, key, args.wait_s)

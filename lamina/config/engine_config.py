@@ -192,36 +192,31 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         str,
         Choices(LAUNCHERS),
         "who starts the workers: local (this process, here), ray, static (you, by commands that are printed), or auto "
-        "(ray with --ray-address, else local)",
+        "(ray with --cluster, else local)",
     ] = "auto"
     ray_address: Annotated[
         str,
-        "start workers through Ray: auto (this host's cluster), HOST:PORT, or the YAML of `lamina-launch cluster`; "
-        "empty = on this machine",
+        "start workers through Ray: auto (this host's cluster), HOST:PORT, or the YAML of `lamina-launch cluster`, "
+        "which may have placement. With --launcher static: the YAML of the hosts that get workers. Empty = on this "
+        "machine, or on the hosts where people run the commands",
     ] = ""
     ray_wait_s: Annotated[
         float, "over Ray: seconds to wait for hosts that the cluster has not yet, which its autoscaler may start"
     ] = 0.0
     driver_address: Annotated[
-        str, "with --launcher static: where workers come to this process, HOST:PORT; port 0 = any free one"
+        str,
+        "with --launcher static: where workers come to this process; port 0 = any free one. NAME tells it from others "
+        "with the same key; without it each start has a new name, which the printed commands have",
     ] = "127.0.0.1:0"
-    driver_name: Annotated[
-        str,
-        "with --launcher static: the name by which workers ask for this process alone, among others with the same "
-        "key; empty = a new one at each start, which the printed commands have",
-    ] = ""
-    hosts: Annotated[
-        str,
-        "with --launcher static: the YAML of the hosts that get workers, as for `lamina-launch cluster`; empty = the "
-        "hosts where people run the commands",
-    ] = ""
+    driver_name: Annotated[str, "the name before @"] = ""
+    hosts: Annotated[str, "the YAML of --cluster, with --launcher static"] = ""
     placement: Annotated[
-        str, Choices(PLACEMENTS), "over Ray: workers on few hosts, near each other (pack), or on many (spread)"
+        str, Choices(PLACEMENTS), "workers on few hosts, near each other (pack), or on many (spread)"
     ] = "pack"
-    compute_on: Annotated[
-        str, "over Ray: a property of hosts for compute workers: a resource, a type of GPU, or LABEL=VALUE"
-    ] = "lamina_compute"
-    memory_on: Annotated[str, "over Ray: the same for memory workers"] = "lamina_memory"
+    compute_on: Annotated[str, "a property of hosts for compute workers: a resource, a type of GPU, or LABEL=VALUE"] = (
+        "lamina_compute"
+    )
+    memory_on: Annotated[str, "the same for memory workers"] = "lamina_memory"
     max_recoveries: Annotated[
         int,
         Meta(ge=0),
@@ -237,20 +232,17 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
     spare_memory: Annotated[
         int, Meta(ge=0), "the same for memory workers; each has taken --kv-cache-memory-bytes before it takes a place"
     ] = 0
-    ledger: Annotated[
-        str, "with --borrow or --lend: the ledger of lenders, HOST:PORT of `lamina-launch ledger serve`"
-    ] = ""
+    ledger: Annotated[str, "the ledger of lenders, HOST:PORT of `lamina-launch ledger serve`"] = ""
     borrow_wait_s: Annotated[
-        float, Meta(gt=0.0), "with --borrow: seconds that a request waits for memory that nobody lends; then it fails"
+        float, Meta(gt=0.0), "seconds that a request waits for memory to borrow; then it fails"
     ] = 60.0
-    lend_address: Annotated[
-        str, "with --lend: the address to which borrowers come, HOST:PORT; port 0 = any free one"
-    ] = "127.0.0.1:0"
+    lend_address: Annotated[str, "the address to which borrowers come, HOST:PORT; port 0 = any free one"] = (
+        "127.0.0.1:0"
+    )
     lend_gbps: Annotated[
         float,
         Meta(ge=0.0),
-        "with --lend: no new loan while borrowers read more than so many gigabits of K and V here in a second; 0 = no "
-        "limit",
+        "no new loan while borrowers read more than so many gigabits of K and V here in a second; 0 = no limit",
     ] = 0.0
     trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
         ""
@@ -264,9 +256,9 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16) or (
             ":" in host and not (host.startswith("[") and host.endswith("]"))
         ):
-            raise ValueError(f"--driver-address must be HOST:PORT, such as 10.0.0.1:7000, not {self.driver_address!r}")
+            raise ValueError(f"--driver must be [NAME@]HOST:PORT, such as 10.0.0.1:7000, not {self.driver_address!r}")
         if (length := len(self.driver_name.encode())) > NAME_BYTES:
-            raise ValueError(f"--driver-name has at most {NAME_BYTES} bytes, not {length}: shorten it")
+            raise ValueError(f"--driver: a name has at most {NAME_BYTES} bytes, not {length}: shorten it")
 
     @property
     def launcher_name(self) -> str:

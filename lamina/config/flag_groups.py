@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from lamina.utils.yaml_file import read_yaml, yaml_table
+
 OLD_NAMES_GO = "0.2.0"  # the version that takes no old names
 ERROR_BUDGET = "top1=0.1,kl=0.1,shadow=0.05"  # what `default` means, as text of kv_error_budget
 
@@ -142,6 +144,92 @@ class PlanFlag(FlagGroup):
 
     def spelling(self, option: str) -> str:
         return self.flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverFlag(FlagGroup):
+    """A flag with an address, and perhaps a name before it: NAME@HOST:PORT."""
+
+    name: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (self.option, self.name)
+
+    def parse(self, text: str) -> dict[str, str]:
+        name, at, address = text.rpartition("@")
+        if (at and not name) or not address:
+            raise ValueError(f"{self.flag} must be {self.form}, such as team-a@10.0.0.1:7000, not {text!r}")
+        return {self.option: address} | ({self.name: name} if at else {})
+
+    def write(self, values: Mapping[str, str]) -> str:
+        name = f"{values[self.name]}@" if self.name in values else ""
+        return name + values.get(self.option, "HOST:PORT")
+
+    def spelling(self, option: str) -> str:
+        return self.flag if option == self.option else f"{self.flag} NAME@"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFlag(FlagGroup):
+    """A flag with a file of YAML, whose entries are keys, or tables of keys: KEY, or TABLE.KEY."""
+
+    def parse(self, text: str) -> dict[str, str]:
+        return self._read(text) if text else {}
+
+    def write(self, values: Mapping[str, str]) -> str:
+        tables = dict[str, list[str]]()
+        for key, value in self._keyed(values):
+            table, dot, name = key.rpartition(".")
+            tables.setdefault(table if dot else "", []).append(f"{name}: {value}")
+        entries = [f"{table}: {{{', '.join(each)}}}" if table else ", ".join(each) for table, each in tables.items()]
+        return f"FILE with {', '.join(entries)}"
+
+    def spelling(self, option: str) -> str:
+        return f"{self.flag} {self._key(option)}"
+
+    def _read(self, path: str, also: Collection[str] = ()) -> dict[str, str]:
+        """The values of a file, by option; ``also``: entries that are read elsewhere."""
+        where = f"{self.flag} {path}"
+        heads = dict.fromkeys(key.partition(".")[0] for key in self.keys)
+        values = dict[str, str]()
+        for head, entry in yaml_table(read_yaml(path, where), where, (*heads, *also)).items():
+            names = [key.partition(".")[2] for key in self.keys if key.startswith(f"{head}.")]
+            pairs = yaml_table(entry, f"{where}: {head}", names) if names else {"": entry} if head in heads else {}
+            for name, value in pairs.items():
+                key = f"{head}.{name}".rstrip(".")
+                if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+                    raise ValueError(f"{where}: {key} must be a text or a number, not {value!r}")
+                values[self.keys[key]] = str(value)
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlag(FileFlag):
+    """A flag with the place of a cluster, or with a file of YAML, which names the cluster or its hosts."""
+
+    def parse(self, text: str) -> dict[str, str]:
+        if not text.endswith((".yaml", ".yml")):
+            return {self.option: text} if text else {}
+        also = ("hosts", "port", "ssh", "python", "address")
+        values, table = self._read(text, also), read_yaml(text)
+        if "address" not in table:
+            return {self.option: text, **values}
+        if others := [name for name in also if name in table and name != "address"]:
+            raise ValueError(f"{self.flag} {text}: it has address and {others[0]}: leave one out")
+        return {self.option: str(table["address"]), **values}
+
+    def write(self, values: Mapping[str, str]) -> str:
+        place = values.get(self.option) or values.get("hosts", "")
+        text = super().write(values) if any(name in values for name in self.keys.values()) else place
+        return text.replace("FILE", place or "FILE") if place.endswith((".yaml", ".yml")) else text
+
+    def spelling(self, option: str) -> str:
+        return super().spelling(option) if option in self.keys.values() else self.flag
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (self.option, "hosts", *self.keys.values())
 
 
 def split_pairs(text: str, where: str, known: Collection[str]) -> dict[str, str]:
@@ -277,6 +365,38 @@ GROUPS: tuple[FlagGroup, ...] = (
         option="context_overflow",
         keys={"ratio": "truncate_ratio", "keep-first": "keep_first"},
         modes={"truncate": ("ratio", "keep-first")},
+    ),
+    DriverFlag(
+        flag="--driver",
+        form="[NAME@]HOST:PORT",
+        help="",
+        option="driver_address",
+        name="driver_name",
+        keys={},
+    ),
+    ClusterFlag(
+        flag="--cluster",
+        form="auto|HOST:PORT|FILE",
+        help="",
+        option="ray_address",
+        keys={
+            "placement.policy": "placement",
+            "placement.compute_on": "compute_on",
+            "placement.memory_on": "memory_on",
+        },
+    ),
+    FileFlag(
+        flag="--lending",
+        form="FILE",
+        help="a YAML file that says what this engine borrows from other deployments, and what it lends them",
+        keys={
+            "ledger": "ledger",
+            "borrow.max": "borrow",
+            "borrow.wait_s": "borrow_wait_s",
+            "lend.share": "lend",
+            "lend.address": "lend_address",
+            "lend.max_gbps": "lend_gbps",
+        },
     ),
     PlanFlag(flag="--pipeline", form="N|auto[:N]", help="", option="pipeline", word="plan", keys={}),
 )

@@ -125,13 +125,15 @@ def layer_path(partition: Partition, replicas: int, prefill_workers: int, *, ker
 def _check_launcher(launching: LaunchOptions) -> None:
     starter, own = launching.launcher_name, LaunchOptions()
     if starter == "ray" and not launching.ray_address:
-        raise ValueError("--launcher ray needs --ray-address: auto, HOST:PORT, or the YAML of `lamina-launch cluster`")
+        raise ValueError("--launcher ray needs --cluster: auto, HOST:PORT, or the YAML of `lamina-launch cluster`")
     belongs = {"ray": ("ray_address", "ray_wait_s"), "static": ("driver_address", "driver_name", "hosts")}
     for owner, names in belongs.items():
         for name in names:
             if owner != starter and getattr(launching, name) != getattr(own, name):
+                given = flag_text(name, getattr(launching, name))
                 raise ValueError(
-                    f"{flag_name(name)} is for --launcher {owner}: leave it out with --launcher {launching.launcher}"
+                    f"{given} is for --launcher {owner}: leave it out with --launcher {launching.launcher}"
+                    + ", or name a YAML of hosts" * (name == "ray_address" and starter == "static")
                 )
 
 
@@ -150,9 +152,9 @@ def _check_addresses(config: EngineConfig) -> None:
     except ValueError as error:
         raise ValueError(f"--transport: {error}") from None
     if addresses and over_ray:
-        raise ValueError("--memory-addresses are for this machine: over --ray-address hosts have theirs from Ray")
+        raise ValueError("--memory-addresses are for this machine: over Ray hosts have theirs from Ray")
     if config.devices.cores:
-        theirs = "over --ray-address Ray gives workers theirs" if over_ray else "start workers elsewhere under taskset"
+        theirs = "Ray gives workers theirs" if over_ray else "start workers elsewhere under taskset"
         raise ValueError(f"--cores are of this machine: {theirs}")
 
 
@@ -199,11 +201,11 @@ def _check_loans(config: EngineConfig) -> None:
     topology, launching, own = config.topology, config.launch, LaunchOptions()
     name = topology.loan_flag
     if topology.may_borrow != bool(launching.ledger):
-        given, other = (name, "--ledger HOST:PORT") if topology.may_borrow else ("--ledger", "--borrow SIZE or --lend")
-        raise ValueError(f"{given} needs {other}: say both, or leave it out")
+        given, other = (name, "ledger") if topology.may_borrow else (flag_name("ledger"), "borrow.max or lend.share")
+        raise ValueError(f"{given} needs {other} in its file: name both, or leave it out")
     for option in ("lend_address", "lend_gbps"):
         if not topology.lend and getattr(launching, option) != getattr(own, option):
-            raise ValueError(f"{flag_name(option)} needs --lend FRACTION: say both, or leave it out")
+            raise ValueError(f"{flag_name(option)} needs lend.share in its file: name both, or leave it out")
     if not topology.may_borrow:
         return
     for option in ("ledger", "lend_address"):
@@ -217,7 +219,9 @@ def _check_loans(config: EngineConfig) -> None:
         "--kv-cache-memory-bytes SIZE, of which it is a part": topology.lend > 0.0 and not config.devices.kv_bytes(),
     }
     if missing := next((what for what, is_wrong in wrong.items() if is_wrong), ""):
-        raise ValueError(f"{'--lend' if missing.startswith('--kv-cache-memory-bytes') else name} needs {missing}")
+        raise ValueError(
+            f"{flag_name('lend') if missing.startswith('--kv-cache-memory-bytes') else name} needs {missing}"
+        )
 
 
 def _beyond_equals(config: EngineConfig) -> dict[str, bool]:
@@ -361,7 +365,7 @@ def _check_devices(config: EngineConfig) -> None:
     for name in ("compute_device", "memory_device"):
         if config.launch.launcher_name == "ray" and getattr(devices, name) == "auto":
             raise ValueError(
-                f"{flag_name(name)} auto is for this machine: over --ray-address say cuda, of which Ray reserves one "
+                f"{flag_name(name)} auto is for this machine: over Ray say cuda, of which Ray reserves one "
                 f"for "
                 f"each worker, or cpu"
             )

@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 
 from msgspec import Meta
 
+from .flag_groups import flag_name
 from .option import MEASURED, Choices, Options, ParsedBy, parse_size, parse_weights
 from .partition import PARTITIONS
 
@@ -75,8 +76,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     ] = 1
     borrow: Annotated[
         str,
-        "the most KV memory to borrow from other deployments while there is too little here, such as 8GiB; with "
-        "--ledger and --partition spill; empty = none",
+        "the most KV memory to borrow from other deployments while there is too little here, such as 8GiB, with "
+        "--partition spill",
     ] = ""
     lend: Annotated[
         float,
@@ -110,7 +111,7 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     @property
     def borrow_bytes(self) -> int:
         """``borrow`` in bytes. Raises ValueError on anything else than a size."""
-        return parse_size(self.borrow, "--borrow") if self.borrow else 0
+        return parse_size(self.borrow, flag_name("borrow")) if self.borrow else 0
 
     @property
     def may_borrow(self) -> bool:
@@ -120,7 +121,7 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     @property
     def loan_flag(self) -> str:
         """By which they may."""
-        return "--borrow" if self.borrow else "--lend"
+        return flag_name("borrow" if self.borrow else "lend")
 
     def lent_bytes(self, kv_bytes: int) -> int:
         """Of ``kv_bytes`` on each memory worker, what lies outside of the pool for others to have, all together."""

@@ -29,7 +29,7 @@ def pick_device(flag: str, asked: str, number: int = 0, ranks: int = 1) -> torch
     if not count:
         raise ValueError(
             f"{flag} {asked}: torch {torch.__version__} finds no NVIDIA GPU here. Use cpu, or a torch built for CUDA "
-            f"on a host with a GPU; with --ray-address, request a type of GPU, as in --compute-on H100"
+            f"on a host with a GPU; with Ray, request a type of GPU, as compute_on: H100 in the file of --cluster"
         )
     _, given, index = asked.partition(":")
     if given and int(index) >= count:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refused import FLAGS_REFUSED, MODEL_REFUSED, OPTIONS_REFUSED, PROMISES_REFUSED, SERVER_REFUSED
+from refused import FILES_REFUSED, FLAGS_REFUSED, MODEL_REFUSED, OPTIONS_REFUSED, PROMISES_REFUSED, SERVER_REFUSED
 
 from lamina import config as option_structs
 from lamina.cli.common.preflight import check
@@ -69,7 +69,7 @@ def refused_at(ask: Callable[[], object]) -> set[tuple[str, int]]:
     return {(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(refused.value.__traceback__)}
 
 
-def test_each_refusal_of_options_is_in_the_table() -> None:
+def test_each_refusal_of_options_is_in_the_table(tmp_path: Path) -> None:
     """A new one is red until its line stands there. Files of options raise nothing else."""
     reached = set[tuple[str, int]]()
     for asked, _ in OPTIONS_REFUSED:
@@ -80,6 +80,13 @@ def test_each_refusal_of_options_is_in_the_table() -> None:
         reached |= refused_at(lambda asked=asked: ServerConfig(**asked))
     for option, text, _ in FLAGS_REFUSED:
         reached |= refused_at(lambda option=option, text=text: GROUP_OF[option].parse(text))
+    for option, text, line in FILES_REFUSED:
+        file = tmp_path / "file.yaml"
+        file.write_text(text)
+        reached |= refused_at(lambda option=option, file=file: GROUP_OF[option].parse(str(file)))
+        with pytest.raises(ValueError) as refused:
+            GROUP_OF[option].parse(str(file))
+        assert str(refused.value) == line.replace("FILE", str(file))
     files = [
         Path(str(flat_options.__file__)),
         Path(str(server_config.__file__)),

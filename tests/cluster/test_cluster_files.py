@@ -52,7 +52,10 @@ def test_the_papers_cluster() -> None:
     [
         ("", "must be a table"),
         ("hosts: []", "at least one host"),
-        ("hosts: [{address: 10.0.0.1}]\nspeed: 1", "unknown entry speed; known: hosts, port, python, ssh"),
+        (
+            "hosts: [{address: 10.0.0.1}]\nspeed: 1",
+            "unknown entry speed; known: address, hosts, placement, port, python, ssh",
+        ),
         ("hosts: [{compute: 1}]", "host 0: address must be an IP address or the name of a host, not None"),
         ("hosts: [{address: some name}]", "must be an IP address or the name of a host, not 'some name'"),
         ("hosts: [{address: -oProxyCommand=x}]", "or the name of a host, not '-oProxyCommand=x'"),
@@ -159,7 +162,7 @@ def test_addresses(asked: str, address: str) -> None:
 
 @pytest.mark.parametrize("asked", ["ray://10.0.0.1:10001", "host:port", "host:0"])
 def test_no_addresses(asked: str) -> None:
-    with pytest.raises(ValueError, match="--ray-address"):
+    with pytest.raises(ValueError, match="--cluster"):
         head_address(asked)
 
 
@@ -178,7 +181,7 @@ def test_up_says_what_it_would_start(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.long
 def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LIKE_33B))
-    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-cache-memory-bytes", "80GiB", *DRY_RUN, *ON_GPUS]
+    argv = ["serve", str(tmp_path), "--cluster", PAPER, "--kv-cache-memory-bytes", "80GiB", *DRY_RUN, *ON_GPUS]
     assert main(argv) == 0
     title, _, compute, *memory = capsys.readouterr().out.splitlines()
     assert "DOP (1, 2)" in title
@@ -195,20 +198,20 @@ def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.long
 def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hosts = "hosts:\n" + "".join(
+    hosts = "placement: {compute_on: lamina_compute, memory_on: lamina_memory}\nhosts:\n" + "".join(
         f"  - {{address: 10.20.0.{i}, compute: {n}, memory: 4, cores: 4}}\n" for i, n in ((1, 3), (2, 1))
     )
     ask = [
         "serve",
         MODEL,
-        "--ray-address",
+        "--cluster",
         write(tmp_path, hosts),
         "--kv-cache-memory-bytes",
         "8MiB",
         *DRY_RUN,
         "--pipeline",
     ]
-    ask += ["3", "--tensor-parallel-size", "2", "--compute-on", "lamina_compute", "--memory-on", "lamina_memory"]
+    ask += ["3", "--tensor-parallel-size", "2"]
 
     def lines(*flags: str) -> list[str]:
         assert main([*ask, *flags]) == 0
@@ -223,7 +226,7 @@ def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.long
 def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LIKE_33B, "vocab_size": 4_000_000}))
-    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-cache-memory-bytes", "8GiB", *DRY_RUN]
+    argv = ["serve", str(tmp_path), "--cluster", PAPER, "--kv-cache-memory-bytes", "8GiB", *DRY_RUN]
     assert main([*argv, *ON_GPUS]) == 2
     assert "GB of weights do not fit in the 80 GB of NVIDIA H100" in capsys.readouterr().err
     assert main(argv) == 0  # in the memory of the host itself they may
@@ -242,7 +245,7 @@ def test_the_plan_names_the_device_that_workers_would_use(
     flags: tuple[str, ...], compute: str, memory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever else their host has."""
-    assert main(["serve", MODEL, "--ray-address", PAPER, "--kv-cache-memory-bytes", "8GiB", *DRY_RUN, *flags]) == 0
+    assert main(["serve", MODEL, "--cluster", PAPER, "--kv-cache-memory-bytes", "8GiB", *DRY_RUN, *flags]) == 0
     lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()[2:5]]
     assert [line[2] for line in lines] == [compute, memory, memory]
     assert [" of 80 GB" in lines[0][3], " of 96 GB" in lines[1][3]] == ["GB" in compute, "GB" in memory]
@@ -258,25 +261,64 @@ def test_the_plan_names_the_device_that_workers_would_use(
             "--kv-cache-memory-bytes 90GiB exceeds the 96 GB",
         ),
         ([], "--kv-cache-memory-bytes auto is for one host: say what a worker takes on 10.20.0.2, such as 4GiB"),
-        (["--memory-on", "B200"], "no host of the cluster has B200 free, which --memory-on"),
         (["--transport", "loopback"], "--transport: loopback stays in one process"),
         (["--memory-addresses", "10.0.0.1:1,10.0.0.2:1"], "--memory-addresses are for this machine"),
-        (["--placement", "diagonal"], "--placement must be one of pack, spread"),
     ],
 )
 def test_plans_that_do_not_work(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", MODEL, "--ray-address", PAPER, *DRY_RUN, *flags]) == 2
+    assert main(["serve", MODEL, "--cluster", PAPER, *DRY_RUN, *flags]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("placement: {memory_on: B200}", "no host of the cluster has B200 free, which --cluster placement.memory_on"),
+        ("placement: {policy: diagonal}", "--cluster placement.policy must be one of pack, spread"),
+        ("placement: {polciy: pack}", ": placement: unknown entry polciy; known: compute_on, memory_on, policy"),
+        ("placement: spread", ": placement: must be a table with compute_on, memory_on, policy"),
+        ("placement: {policy: [pack]}", ": placement.policy must be a text or a number, not ['pack']"),
+        ("address: 10.0.0.1:6379", ": it has address and hosts: leave one out"),
+        ("addresses: 10.0.0.1:6379", ": unknown entry addresses; known: address, hosts, placement"),
+    ],
+)
+def test_files_that_do_not_work(lines: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, f"{Path(PAPER).read_text()}\n{lines}\n")
+    status: object = None
+    try:
+        status = main(["serve", MODEL, "--cluster", file, "--kv-cache-memory-bytes", "8GiB", *DRY_RUN])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_file_says_where_workers_are_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    placement = "placement: {policy: spread, compute_on: H100, memory_on: lamina_device=h20}"
+    running = write(tmp_path, f"address: 10.0.0.1:6379\n{placement}\n")
+    wanted = {"placement": "spread", "compute_on": "H100", "memory_on": "lamina_device=h20"}
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(f"{Path(PAPER).read_text()}\n{placement}\n")
+    for file, address in ((running, "10.0.0.1:6379"), (str(ours), str(ours))):
+        assert main(["serve", MODEL, "--cluster", file, "--print-config"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["ray_address"] == address
+        assert {name: printed[name] for name in wanted} == wanted
+    assert len(read_cluster(str(ours)).hosts) == 3
+    with pytest.raises(ValueError, match="address names a cluster that others have started: this needs hosts"):
+        read_cluster(running)
+
+
 def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(ray_cluster, "find_spec", lambda name: None if name == "ray" else find(name))
-    with pytest.raises(ImportError, match=r"--ray-address needs Ray 2\.52 or newer: pip install 'lamina\[ray\]'"):
+    with pytest.raises(ImportError, match=r"--cluster needs Ray 2\.52 or newer: pip install 'lamina\[ray\]'"):
         open_launcher(make_config({"ray_address": "auto"}), bytes(32), {"memory": 1, "compute": 1})
-    assert main(["generate", MODEL, "--prompt", "x", "--ray-address", "auto"]) == 2
+    assert main(["generate", MODEL, "--prompt", "x", "--cluster", "auto"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     open_launcher(make_config({}), bytes(32), {"memory": 1, "compute": 1}).close()  # this one needs none
 

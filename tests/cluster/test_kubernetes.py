@@ -64,8 +64,8 @@ def test_numbers_and_names_agree(capsys: pytest.CaptureFixture[str]) -> None:
     for deployment in DEPLOYMENTS.values():
         assert deployment["selector"]["matchLabels"] == deployment["template"]["metadata"]["labels"]
     for deployment in (COMPUTE, MEMORY):
-        assert flag("--driver", deployment) == f"lamina-driver:{ports['control']}"
-    assert flag("--driver-address") == f"$(POD_IP):{ports['control']}"
+        assert flag("--driver", deployment) == f"tiny-lm@lamina-driver:{ports['control']}"
+    assert flag("--driver") == f"tiny-lm@$(POD_IP):{ports['control']}"
 
 
 def test_the_product_knows_what_it_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

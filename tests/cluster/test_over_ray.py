@@ -280,7 +280,7 @@ def test_spares_take_the_places_of_lost_workers_and_have_successors(
 def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) -> None:
     """Its wardens go with it; another one finds room for its own."""
     body = {"prompt": "def f(", "max_tokens": 120, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5}
-    flags = ("--ray-address", cluster.address, "--memory-workers", "2", "--placement", "spread", *EXACT)
+    flags = ("--cluster", cluster.spread(), "--memory-workers", "2", *EXACT)
     server = Running(tmp_path / "server", *flags, env=cluster.environment, fresh=True)
 
     def told(http: httpx.Client, *, hit: bool) -> str:
@@ -306,7 +306,7 @@ def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) 
 # Nodes of which the last one goes, flags of the server, those that it goes on with; modules of workers, and how many.
 STAYS_AWAY: dict[str, tuple[tuple[dict[str, Any], ...], tuple[str, ...], str, dict[bytes, int]]] = {
     "memory": (
-        NODES, ("--memory-workers", "2", "--placement", "spread"), "--memory-workers 1",
+        NODES, ("--memory-workers", "2"), "--memory-workers 1",
         {b"lamina.workers.memory.main": 1},
     ),
     "prefill": (  # both replicas are where there is room for both
@@ -325,7 +325,7 @@ def test_a_server_goes_on_with_fewer_workers_where_a_node_stays_away(role: str, 
     nodes, more, words, left = STAYS_AWAY[role]
     cluster, server = FakeCluster(tmp_path, *nodes), None
     body = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0.0}
-    flags = ("--ray-address", cluster.address, *more, *EXACT)
+    flags = ("--cluster", cluster.spread() if role == "memory" else cluster.address, *more, *EXACT)
     try:
         server = Running(
             tmp_path / "server", *flags, "--kv-cache-memory-bytes", "32MiB", env=cluster.environment, fresh=True
@@ -497,7 +497,7 @@ def test_health_tells_of_a_node_that_is_gone(tmp_path: Path) -> None:
     cluster = FakeCluster(tmp_path, *NODES)
     server = None
     try:
-        flags = ("--ray-address", cluster.address, "--memory-workers", "2", "--placement", "spread")
+        flags = ("--cluster", cluster.spread(), "--memory-workers", "2")
         server = Running(tmp_path / "server", *flags, env=cluster.environment, fresh=True)
         answers: Callable[[], int] = lambda: httpx.get(f"{server.url}/health", timeout=10).status_code  # noqa: E731
         assert answers() == 200

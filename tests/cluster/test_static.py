@@ -119,7 +119,7 @@ def test_printed_commands_make_a_working_engine(key_file: str, known: Known, tmp
     hosts.write_text(TWO_HOSTS)
     command = [sys.executable, "-m", "lamina.cli.launch", *known.command, *ROOM, "--launcher", "static"]
     driver = subprocess.Popen(
-        [*command, "--hosts", str(hosts), "--driver-address", "127.0.0.1:0"], cwd=ROOT, text=True,
+        [*command, "--cluster", str(hosts), "--driver", "127.0.0.1:0"], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     by_hand = list[subprocess.Popen[str]]()
@@ -132,14 +132,15 @@ def test_printed_commands_make_a_working_engine(key_file: str, known: Known, tmp
         while sum(" worker " in line for line in said) < 3:
             said.append(told.get(timeout=SOON_S))
         assert said[0] == f"# start 3 workers by hand within 600 s (--start-timeout-s); they need the file {key_file}\n"
-        assert re.sub(r":\d{4,5} --driver-name driver-[0-9a-f]{16} ", ":PORT ", "".join(said[1:])) == (
+        assert re.sub(r"driver-[0-9a-f]{16}@127.0.0.1:\d{4,5} ", "NAME@127.0.0.1:PORT ", "".join(said[1:])) == (
             "# on 127.0.0.2\n"
-            f"env LAMINA_CLUSTER_KEY_FILE={key_file} lamina-launch worker compute-0 --driver 127.0.0.1:PORT --host "
+            f"env LAMINA_CLUSTER_KEY_FILE={key_file} lamina-launch worker compute-0 --driver NAME@127.0.0.1:PORT "
+            "--host "
             "127.0.0.2\n"
-            f"env LAMINA_CLUSTER_KEY_FILE={key_file} lamina-launch worker memory-0 --driver 127.0.0.1:PORT --host "
+            f"env LAMINA_CLUSTER_KEY_FILE={key_file} lamina-launch worker memory-0 --driver NAME@127.0.0.1:PORT --host "
             "127.0.0.2\n"
             "# on 127.0.0.3\n"
-            f"env LAMINA_CLUSTER_KEY_FILE={key_file} lamina-launch worker memory-1 --driver 127.0.0.1:PORT --host "
+            f"env LAMINA_CLUSTER_KEY_FILE={key_file} lamina-launch worker memory-1 --driver NAME@127.0.0.1:PORT --host "
             "127.0.0.3\n"
         )
         for line in said:
@@ -162,9 +163,9 @@ def test_printed_commands_make_a_working_engine(key_file: str, known: Known, tmp
 
 
 def test_a_dry_run_says_what_to_run(key_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--launcher", "static", "--driver-address", "10.20.0.1:7000", "--memory-workers", "2", "--dry-run"]
+    flags = ["--launcher", "static", "--driver", "10.20.0.1:7000", "--memory-workers", "2", "--dry-run"]
     ask = ["generate", MODEL, "--prompt", "x", *flags, "--kv-cache-memory-bytes", "8GiB"]
-    assert main([*ask, "--hosts", PAPER, "--memory-device", "cuda"]) == 0
+    assert main([*ask, "--cluster", PAPER, "--memory-device", "cuda"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert " by hand over auto " in said[0]
     assert said[2].split()[:2] == ["compute-0", "10.20.0.1"]
@@ -172,13 +173,14 @@ def test_a_dry_run_says_what_to_run(key_file: str, capsys: pytest.CaptureFixture
     for number in range(2):  # each has a GPU to itself
         assert said[at + 1 + number] == (
             f"env LAMINA_CLUSTER_KEY_FILE={key_file} CUDA_VISIBLE_DEVICES={number} lamina-launch worker "
-            f"memory-{number} --driver 10.20.0.1:7000 --driver-name NAME --host 10.20.0.2"
+            f"memory-{number} --driver NAME@10.20.0.1:7000 --host 10.20.0.2"
         )
-    assert main([*ask, "--driver-name", "the first"]) == 0
+    ask[ask.index("--driver") + 1] = "the first@10.20.0.1:7000"
+    assert main(ask) == 0
     said = capsys.readouterr().out.splitlines()
     assert "# on any host that reaches this one" in said
     assert said[-1].startswith("would complete")
-    assert said[-2].endswith("lamina-launch worker memory-1 --driver 10.20.0.1:7000 --driver-name 'the first'")
+    assert said[-2].endswith("lamina-launch worker memory-1 --driver 'the first@10.20.0.1:7000'")
 
 
 def test_who_does_not_come_is_named(launch: Open) -> None:
@@ -191,7 +193,7 @@ def test_who_does_not_come_is_named(launch: Open) -> None:
         launcher.thread_count("memory", 0)
     for number in range(2):
         assert f"on any host: env LAMINA_CLUSTER_KEY_FILE={os.environ['LAMINA_CLUSTER_KEY_FILE']} " in str(e.value)
-        assert f"lamina-launch worker memory-{number} --driver {launcher.address}" in str(e.value)
+        assert f"lamina-launch worker memory-{number} --driver {launcher.name}@{launcher.address}" in str(e.value)
     assert "compute-0" not in str(e.value)
     launcher.close()
     assert isinstance(link.recv(SOON_S), KillWorker)
@@ -252,7 +254,7 @@ def test_a_planned_host_gets_its_own_workers(launch: Open, tmp_path: Path) -> No
     assert places == {("compute", 0): "127.0.0.2", ("memory", 0): "127.0.0.2", ("memory", 1): "127.0.0.3"}
     refused = visit(launcher, host="127.0.0.4").recv(SOON_S)
     assert isinstance(refused, WorkerRefused)
-    assert refused.text.startswith("none is planned on 127.0.0.4 (--hosts ")
+    assert refused.text.startswith("none is planned on 127.0.0.4 (--cluster ")
     assert isinstance(visit(launcher, host="127.0.0.3", index=0).recv(SOON_S), WorkerRefused)
     links = [settle(launcher, host="127.0.0.3"), settle(launcher, "compute", host="127.0.0.2")]
     links.append(settle(launcher, host="127.0.0.2", cores=9))
@@ -322,26 +324,30 @@ def test_without_a_key_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     said = capsys.readouterr().err
     assert "--launcher static: workers prove the cluster's key: put one in a file" in said
     assert said.count("\n") == 1
-    assert main(["worker", "memory", "--driver", "127.0.0.1:7000", "--driver-name", "x"]) == 2
+    assert main(["worker", "memory", "--driver", "x@127.0.0.1:7000"]) == 2
     assert "name its file by LAMINA_CLUSTER_KEY_FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["disk", "--driver", "h:1"], "disk is no worker: name one of compute, memory, prefill, or memory-0"),
-        (["memory-", "--driver", "h:1"], "memory- is no worker"),
-        (["memory", "--driver", "h"], "--driver must be HOST:PORT, such as 10.0.0.1:7000, not 'h'"),
-        (["memory", "--driver", "h:0"], "--driver must be HOST:PORT"),
-        (["memory", "--driver", "h:1", "--host", "10.255.255.254"], "--host 10.255.255.254 is no address of this host"),
-        (["memory", "--driver", "h:1", "--wait-s", "0"], "--wait-s must be a positive number of seconds, not 0.0"),
-        (["memory", "--driver", "h:1", "--wait-s", "nan"], "--wait-s must be a positive number of seconds, not nan"),
+        (["disk", "--driver", "x@h:1"], "disk is no worker: name one of compute, memory, prefill, or memory-0"),
+        (["memory-", "--driver", "x@h:1"], "memory- is no worker"),
+        (["memory", "--driver", "x@h"], "--driver must be NAME@HOST:PORT, such as team-a@10.0.0.1:7000, not 'x@h'"),
+        (["memory", "--driver", "h:1"], "--driver must be NAME@HOST:PORT, such as team-a@10.0.0.1:7000, not 'h:1'"),
+        (["memory", "--driver", "x@h:0"], "--driver must be NAME@HOST:PORT"),
+        (
+            ["memory", "--driver", "x@h:1", "--host", "10.255.255.254"],
+            "--host 10.255.255.254 is no address of this host",
+        ),
+        (["memory", "--driver", "x@h:1", "--wait-s", "0"], "--wait-s must be a positive number of seconds, not 0.0"),
+        (["memory", "--driver", "x@h:1", "--wait-s", "nan"], "--wait-s must be a positive number of seconds, not nan"),
     ],
 )
 def test_flags_of_a_worker_that_make_no_sense(
     flags: list[str], words: str, key_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["worker", *flags, "--driver-name", "x"]) == 2
+    assert main(["worker", *flags]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
@@ -350,8 +356,8 @@ def test_flags_of_a_worker_that_make_no_sense(
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("0.0.0.0:0", "--driver-address 0.0.0.0 is no host's own: give the IP by which workers reach this host"),
-        ("name.invalid:0", "--driver-address: name.invalid cannot be looked up"),
+        ("0.0.0.0:0", "--driver 0.0.0.0 is no host's own: give the IP by which workers reach this host"),
+        ("name.invalid:0", "--driver: name.invalid cannot be looked up"),
         ("10.255.255.254:0", "cannot listen at 10.255.255.254:0: "),
     ],
 )
@@ -367,7 +373,7 @@ def test_a_worker_waits_for_its_driver_no_longer_than_it_is_told(
         sock.bind(("127.0.0.1", 0))  # nobody listens
         at = f"127.0.0.1:{sock.getsockname()[1]}"
         start = time.monotonic()
-        assert main(["worker", "memory", "--driver", at, "--driver-name", "x", "--wait-s", "0.5"]) == 2
+        assert main(["worker", "memory", "--driver", f"x@{at}", "--wait-s", "0.5"]) == 2
         assert 0.5 <= time.monotonic() - start < SOON_S
     assert f"no driver at {at} within 0.5 s (--wait-s)" in capsys.readouterr().err
 
@@ -381,20 +387,21 @@ def test_a_worker_with_another_key_is_told_at_once(launch: Open, monkeypatch: py
         cwd=ROOT, capture_output=True, text=True, timeout=SOON_S, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "the keys differ: are the cluster's key and --driver-name here the driver's?" in done.stderr
+    assert "the keys differ: are the cluster's key and the name of --driver here the driver's?" in done.stderr
 
 
 def command_of(launcher: StaticLauncher) -> list[str]:
-    at = ["--driver", launcher.address, "--driver-name", launcher.name]
+    at = ["--driver", f"{launcher.name}@{launcher.address}"]
     return [sys.executable, "-m", "lamina.cli.launch", "worker", *at]
 
 
 def test_a_worker_serves_the_driver_of_its_command_alone(launch: Open, capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever may change where its packets go could else hand it to another engine of the same key."""
     own, other = launch(), launch()
-    assert main(["worker", "memory", "--driver", other.address, "--driver-name", own.name]) == 2
-    assert f"the listener is not the peer that we want, '{own.name}': are the cluster's key and --driver-name" in (
-        capsys.readouterr().err
+    assert main(["worker", "memory", "--driver", f"{own.name}@{other.address}"]) == 2
+    assert (
+        f"the listener is not the peer that we want, '{own.name}': are the cluster's key and the name of --driver"
+        in (capsys.readouterr().err)
     )
     assert not other._agents
     link = settle(own)
@@ -406,9 +413,9 @@ def test_a_driver_may_be_given_its_name(launch: Open) -> None:
     """For workers that are started before it, or by a script."""
     launcher = launch(driver_name="the first")
     link = settle(launcher)
-    assert all("--driver-name 'the first'" in command.text for command in launcher.commands.values())
+    assert all(f"--driver 'the first@{launcher.address}'" in command.text for command in launcher.commands.values())
     link.close()
-    with pytest.raises(ValueError, match="--driver-name has at most 64 bytes, not 65: shorten it"):
+    with pytest.raises(ValueError, match="--driver: a name has at most 64 bytes, not 65: shorten it"):
         launch(driver_name="x" * 65)
 
 
@@ -515,10 +522,21 @@ def _children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def test_all_options_of_it_are_flags(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    flags = ["--launcher", "static", "--driver-address", "10.0.0.1:7000", "--driver-name", "d", "--hosts", "h.yaml"]
+def test_an_old_name_of_its_name_is_taken_with_the_new_one(key_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worker", "memory", "--driver", "h:1", "--driver-name", "x", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "would come to the driver at h:1 for memory\n"
+    assert said.err.startswith("--driver-name x is --driver x@h:1 now: the old name goes in version ")
+
+
+def test_all_options_of_it_are_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = tmp_path / "h.yaml"
+    hosts.write_text(TWO_HOSTS)
+    flags = ["--launcher", "static", "--driver", "d@10.0.0.1:7000", "--cluster", str(hosts)]
     assert main(["generate", "m", *flags, "--print-config"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert (printed["launcher"], printed["driver_address"], printed["hosts"]) == ("static", "10.0.0.1:7000", "h.yaml")
+    assert (printed["launcher"], printed["driver_address"], printed["hosts"]) == ("static", "10.0.0.1:7000", str(hosts))
     assert printed["driver_name"] == "d"
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

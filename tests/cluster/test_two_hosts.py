@@ -84,7 +84,8 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         ssh.chmod(0o700)
         file = tmp_path / "hosts.yaml"
         file.write_text(
-            f"ssh: [{ssh}]\nhosts:\n  - {{address: {first.host}, compute: 2, memory: 1, cores: 1}}\n"
+            f"ssh: [{ssh}]\nplacement: {{policy: spread}}\nhosts:\n  - "
+            f"{{address: {first.host}, compute: 2, memory: 1, cores: 1}}\n"
             f"  - {{address: {second.host}, memory: 2, cores: 1}}\n"
         )
         mine = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
@@ -103,11 +104,9 @@ def test_a_cluster_comes_up_serves_and_goes(hosts: Hosts) -> None:
     options = (
         "--memory-workers",
         "2",
-        "--placement",
-        "spread",
         "--kv-cache-memory-bytes",
         "64MiB",
-        "--ray-address",
+        "--cluster",
         target,
     )
     planned = hosts.run("generate", MODEL, *ASK, *options, "--dry-run")
@@ -129,7 +128,7 @@ def test_a_host_that_falls_silent_is_noticed(hosts: Hosts) -> None:
     ask = ("--prompt", "import os", "--max-tokens", "1900", "--ignore-eos", "--dtype", "float32")
     room = ("--kv-cache-memory-bytes", "64MiB")
     with subprocess.Popen(
-        hosts.command("generate", MODEL, *ask, "--memory-workers", "3", *room, "--ray-address", target),
+        hosts.command("generate", MODEL, *ask, "--memory-workers", "3", *room, "--cluster", target),
         cwd=ROOT, env=hosts.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as driver:  # fmt: skip
         assert driver.stdout is not None
@@ -148,7 +147,7 @@ def test_a_host_that_falls_silent_is_noticed(hosts: Hosts) -> None:
 def test_where_a_host_stays_silent_all_goes_on_without_it(hosts: Hosts, more: tuple[str, ...]) -> None:
     """Its worker's place is taken on the other host, and the cable stays out to the end."""
     first, second = hosts.spaces
-    lines = hosts.file.read_text().splitlines()[:2]
+    lines = hosts.file.read_text().splitlines()[:3]
     lines += [f"  - {{address: {first.host}, compute: 1, memory: 2, cores: 1}}"]
     lines += [f"  - {{address: {second.host}, memory: 1, cores: 1}}", ""]
     hosts.file.write_text("\n".join(lines))
@@ -159,7 +158,7 @@ def test_where_a_host_stays_silent_all_goes_on_without_it(hosts: Hosts, more: tu
     options = ("--deterministic", "--memory-workers", "2", "--kv-cache-memory-bytes", "64MiB")
     wanted = json.loads(hosts.run("generate", MODEL, *ask, *options, "--json"))
     assert least_margin(wanted["prompt_token_ids"], wanted["outputs"][0]["token_ids"]) > TIE, "take another prompt"
-    over_ray = ("--ray-address", target, "--placement", "spread", *more)
+    over_ray = ("--cluster", target, *more)
     with subprocess.Popen(
         hosts.command("generate", MODEL, *ask, *options, *over_ray),
         cwd=ROOT, env=hosts.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -17,6 +21,7 @@ from lamina.config.flag_groups import (
     GROUPS,
     OLD_FLAGS,
     OLD_NAMES_GO,
+    FileFlag,
     FlagGroup,
     ModeFlag,
     escape,
@@ -77,7 +82,7 @@ def test_whatever_is_written_is_taken_or_refused_in_one_line(text: str) -> None:
 
 @given(st.data())
 def test_what_a_group_writes_it_reads(data: st.DataObject) -> None:
-    group = data.draw(st.sampled_from([each for each in GROUPS if each.keys]))
+    group = data.draw(st.sampled_from([each for each in GROUPS if each.keys and not isinstance(each, FileFlag)]))
     plain = [name for name in group.options if name not in (group.option, "kv_error_budget")]
     values = data.draw(st.dictionaries(st.sampled_from(plain), VALUES | TRICKY, min_size=1))
     if isinstance(group, ModeFlag):
@@ -89,7 +94,7 @@ def test_what_a_group_writes_it_reads(data: st.DataObject) -> None:
     assert group.parse(group.write(values)) == values
 
 
-@pytest.mark.parametrize("name", [*GROUP_OF])
+@pytest.mark.parametrize("name", [name for name, group in GROUP_OF.items() if not isinstance(group, FileFlag)])
 def test_an_option_is_spelt_as_its_flag_reads_it(name: str) -> None:
     value = {"pipeline": "3", "plan": "auto:3", "kv_error_budget": ERROR_BUDGET}.get(name, "x")
     flag, text = flag_words({name: value})
@@ -126,7 +131,8 @@ def test_each_option_is_set_by_one_flag() -> None:
     flags = [group.flag for group in GROUPS]
     assert len({*flags}) == len(flags)
     assert not {*flags} & {*OLD_FLAGS}
-    assert all(re.fullmatch("[a-z][a-z0-9-]*", key) for group in GROUPS for key in group.keys)
+    keys = [key for group in GROUPS if not isinstance(group, FileFlag) for key in group.keys]
+    assert all(re.fullmatch("[a-z][a-z0-9-]*", key) for key in keys)
 
 
 def test_old_names_go_in_the_next_version() -> None:
@@ -140,6 +146,64 @@ def test_groups_set_options_that_there_are() -> None:
     known = {*OPTIONS, *ServerConfig.__dataclass_fields__}
     assert {name for group in GROUPS for name in group.options} <= known
     assert {*OLD_FLAGS.values()} <= known
+
+
+SCALARS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("ab:, {}'").filter(str.strip)
+
+
+@given(st.data())
+def test_a_file_sets_the_options_of_its_entries(data: st.DataObject) -> None:
+    group = GROUP_OF["borrow"]
+    values = data.draw(st.dictionaries(st.sampled_from([*group.keys]), SCALARS, min_size=1))
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        head, dot, name = key.partition(".")
+        if dot:
+            tables.setdefault(head, {})[name] = value
+        else:
+            tables[head] = value
+    with NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(tables, file)
+        file.flush()
+        assert group.parse(file.name) == {group.keys[key]: str(value) for key, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ledgers: h:1", ": unknown entry ledgers; known: borrow, ledger, lend"),
+        ("borrow: 8GiB", ": borrow: must be a table with max, wait_s"),
+        ("lend: {part: 0.5}", ": lend: unknown entry part; known: address, max_gbps, share"),
+        ("lend: {share: yes}", ": lend.share must be a text or a number, not True"),
+        ("ledger: ''", ": ledger must be a text or a number, not ''"),
+        ("8GiB", ": must be a table with borrow, ledger, lend"),
+        ("{", " cannot be read: while parsing a flow node"),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "lending.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"--lending {file}{words}")) as error:
+        GROUP_OF["ledger"].parse(str(file))
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"^--lending .*no\.yaml cannot be read: .*No such file"):
+        GROUP_OF["ledger"].parse(str(tmp_path / "no.yaml"))
+
+
+def test_entries_of_a_file_are_spelt_as_yaml() -> None:
+    assert flag_name("borrow_wait_s") == "--lending borrow.wait_s"
+    assert flag_text("ledger", "h:1") == "--lending FILE with ledger: h:1"
+    assert flag_text("lend", 0.5) == "--lending FILE with lend: {share: 0.5}"
+    assert flag_text("memory_on", "H20") == "--cluster FILE with placement: {memory_on: H20}"
+    assert flag_text("hosts", "h.yaml") == "--cluster h.yaml"
+    assert flag_text("ray_address", "auto") == "--cluster auto"
+    assert flag_text("driver_name", "a") == "--driver a@HOST:PORT"
+
+
+def test_a_name_of_a_driver_is_what_precedes_the_last_at() -> None:
+    group = GROUP_OF["driver_name"]
+    assert group.parse("a@b@h:1") == {"driver_address": "h:1", "driver_name": "a@b"}
+    assert group.parse("h:1") == {"driver_address": "h:1"}
 
 
 def test_a_group_without_a_mode_says_nothing_of_modes() -> None:

@@ -177,7 +177,7 @@ def test_spares_where_there_can_be_none_are_refused_by_name(options: dict[str, A
     [
         ({"spare_memory": 1}, "--spare-memory"),
         ({"spare_compute": 1}, "--spare-compute"),
-        ({"borrow": "1GiB", "ledger": "h:1"}, "--borrow"),
+        ({"borrow": "1GiB", "ledger": "h:1"}, "--lending borrow.max"),
         ({"kv_parity": 1, "memory_workers": 2}, "--kv-parity"),
         ({"prefill_workers": 1}, "--prefill-workers"),
     ],

@@ -57,7 +57,7 @@ def by_hand(poisoned: PoisonedDirectory, folder: Path) -> str:
     key.chmod(0o600)
     hosts.write_text(f"python: {sys.executable}\nhosts:\n  - {{address: 127.0.0.2, compute: 1, memory: 2}}\n")
     poisoned.environment["LAMINA_CLUSTER_KEY_FILE"] = str(key)
-    where = ("--launcher", "static", "--driver-address", "127.0.0.1:0", "--hosts", str(hosts))
+    where = ("--launcher", "static", "--driver", "127.0.0.1:0", "--cluster", str(hosts))
     workers = list[subprocess.Popen[str]]()
     with poisoned.program("generate", MODEL, *ASK, *WORKERS, "--temperature", "0", "--json", *where) as driver:
         try:
@@ -87,7 +87,7 @@ def over_ray(poisoned: PoisonedDirectory, folder: Path) -> str:
     poisoned.environment.update(cluster.environment)
     try:
         (poisoned.path / "run").write_text('"$@"\n')
-        words = ("generate", MODEL, *ASK, *WORKERS, "--temperature", "0", "--json", "--ray-address", cluster.address)
+        words = ("generate", MODEL, *ASK, *WORKERS, "--temperature", "0", "--json", "--cluster", cluster.address)
         return poisoned.output(poisoned.start(["uv", "run", *console(words)], executable="/bin/sh"))
     finally:
         cluster.close()
@@ -205,7 +205,7 @@ def test_a_cluster_that_was_started_there_imports_nothing_from_the_current_direc
     poisoned.environment["XDG_STATE_HOME"] = str(tmp_path / "state")
     try:
         assert "  started  " in poisoned.launch("cluster", "up", str(hosts))
-        over = ("--temperature", "0", "--json", "--ray-address", str(hosts))
+        over = ("--temperature", "0", "--json", "--cluster", str(hosts))
         told = json.loads(poisoned.launch("generate", MODEL, *ASK, *WORKERS, *over))
         assert told["outputs"][0]["text"] == continuation
     finally:

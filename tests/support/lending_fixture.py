@@ -8,10 +8,12 @@ import select
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lamina.executor.lending.lender_service import BLOCK_BYTES
@@ -34,15 +36,15 @@ class DrillSizes(NamedTuple):
     loan: int
 
     @property
-    def borrowing(self) -> list[str]:
-        """Flags of the server that borrows."""
-        return ["--kv-cache-memory-bytes", str(self.pool), "--borrow", str(self.loan), "--borrow-wait-s", "600"]
+    def borrowing(self) -> tuple[int, str]:
+        """KV memory and the entry of --lending of the server that borrows."""
+        return self.pool, f"borrow: {{max: {self.loan}, wait_s: 600}}"
 
     @property
-    def lending(self) -> list[str]:
-        """Flags of the server that lends as much as the other one borrows."""
+    def lending(self) -> tuple[int, str]:
+        """The same of the server that lends as much as the other one borrows."""
         lent = self.loan // 2 + SPARE_BYTES
-        return ["--kv-cache-memory-bytes", str(self.pool + lent), "--lend", f"{lent / (self.pool + lent):.6f}"]
+        return self.pool + lent, f"lend: {{share: {lent / (self.pool + lent):.6f}}}"
 
 
 class StartedCommand(NamedTuple):
@@ -85,13 +87,13 @@ class LendingFixture:
     def __init__(self, model: str, sizes: DrillSizes) -> None:
         """Raises OSError where something does not start."""
         self._key, self._sizes, self._started = secrets.token_bytes(32), sizes, list[StartedCommand]()
-        self._targets = list[Target]()
+        self._targets, self._folder = list[Target](), tempfile.TemporaryDirectory()
         self._environment = {**os.environ, KEY: self._key.hex()}
         try:
             self.start_ledger(f"127.0.0.1:{free_port()}")  # not by 0: it is to be taken again
             self.start_creditor()
-            self.debtor = self._serve(model, sizes.borrowing)
-            self.lender = self._serve(model, sizes.lending)
+            self.debtor = self._serve(model, *sizes.borrowing)
+            self.lender = self._serve(model, *sizes.lending)
         except BaseException:
             self.end()
             raise
@@ -142,11 +144,15 @@ class LendingFixture:
         left = sum(target.stop() for target in self._targets)
         for started in self._started:
             started.end()
+        self._folder.cleanup()
         return left
 
-    def _serve(self, model: str, flags: list[str]) -> Target:
+    def _serve(self, model: str, kv_bytes: int, entry: str) -> Target:
+        file = Path(self._folder.name) / f"lending-{len(self._targets)}.yaml"
+        file.write_text(f"ledger: {self.place}\n{entry}\n")
+        flags = ["--kv-cache-memory-bytes", str(kv_bytes), "--lending", str(file)]
         own = ["--partition", "spill", "--memory-workers", "2", "--no-enable-prefix-caching", "--deterministic"]
-        target = Target(model, [*own, "--ledger", self.place, *flags], environment=self._environment)
+        target = Target(model, [*own, *flags], environment=self._environment)
         self._targets.append(target)
         return target
 

@@ -40,7 +40,7 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
     title = (
         f"would start {workers} and {count_text(topology.memory_workers, 'memory worker')} "
         f"{'through Ray' if launching.ray_address else 'by hand'} over {launching.scheme} for {model}: "
-        f"DOP ({topology.num_compute}, {topology.memory_workers}), --placement {launching.placement}"
+        f"DOP ({topology.num_compute}, {topology.memory_workers}), {launching.placement} placement"
     )
     meeting = collective_text(config, [at.host.name for at in places["compute"]])
     rows = [
@@ -83,7 +83,7 @@ def _by_hand(config: EngineConfig, assignments: dict[str, list[HostAssignment]])
 
 
 def planned_hosts(address: str) -> list[Host]:
-    """The hosts of a --ray-address, or of a YAML file by its path."""
+    """The hosts of a ``ray_address``, or of a YAML file by its path."""
     if is_file(address):
         return read_cluster(address).planned()
     from lamina.executor.hosts.ray_cluster import hosts_of, joined

@@ -15,6 +15,7 @@ from lamina.config.engine_config import EngineConfig
 from lamina.config.flag_groups import RENAMED_FLAGS, flag_name
 from lamina.config.flat_options import OPTIONS, REMOVED_OPTIONS, flat_options, make_config
 from lamina.config.option import Option
+from lamina.executor.hosts.cluster_file import is_file
 
 from .group_flags import FlagValue, RenamedFlag, add_groups, add_old_flags
 
@@ -53,6 +54,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         {name: getattr(args, name) for name in names if hasattr(args, name)}
         for names in ((*OPTIONS, *REMOVED_OPTIONS), PASTED)
     )
+    if options.get("launcher") == "static" and is_file(options.get("ray_address", "")) and not options["hosts"]:
+        options["hosts"] = options.pop("ray_address")  # of --cluster
     replacements, lines = translate_vllm_options(pasted, options)
     for line in lines:
         print(line, file=sys.stderr)

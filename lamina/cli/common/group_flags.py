@@ -86,7 +86,7 @@ class _GroupAction(argparse.Action):
                         f"{flag} {text}: {flag_text(name, getattr(namespace, name))} is there, too: leave one out"
                     )
                 _set(namespace, name, value, flag)
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             raise argparse.ArgumentError(None, str(error)) from None
 
 

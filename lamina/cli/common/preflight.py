@@ -157,7 +157,7 @@ def _memory_text(model: str, config: EngineConfig) -> str:
     topology, asked = config.topology, config.devices.kv_bytes()
     if topology.may_borrow and asked:
         more = topology.extra_kv_bytes(asked) / (asked * topology.memory_workers - topology.lent_bytes(asked))
-        by = f"--borrow {topology.borrow}" if topology.borrow else "what is lent, once it is back"
+        by = f"{topology.loan_flag} {topology.borrow}" if topology.borrow else "what is lent, once it is back"
         text += f", {int(sum(lent) * (1 + more)):,} with {by}"
     return "\n".join([memory_text(workers, free), text])
 

@@ -6,10 +6,10 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from lamina.facts.hardware import DEVICES
+from lamina.utils.yaml_file import read_yaml, yaml_table
 
 from .worker_placement import RACK, Host
 
@@ -60,7 +60,7 @@ class Cluster:
 
     @property
     def head(self) -> str:
-        """The address of the head as ``--ray-address`` takes it."""
+        """The address of the head as ``--cluster`` takes it."""
         host = self.hosts[0].ip_or_name
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -92,12 +92,12 @@ class Cluster:
 
 
 def is_file(address: str) -> bool:
-    """Whether a --ray-address names a cluster's YAML."""
+    """Whether a ``ray_address`` names a cluster's YAML."""
     return address.endswith(_SUFFIXES)
 
 
 def head_address(address: str) -> str:
-    """``auto``, or HOST:PORT, of a --ray-address in any of its forms. Raises ValueError."""
+    """``auto``, or HOST:PORT, of a ``ray_address`` in any of its forms. Raises ValueError."""
     if is_file(address):
         return read_cluster(address).looked_up().head
     if address == "auto":
@@ -106,7 +106,7 @@ def head_address(address: str) -> str:
     if not colon or (":" in host and not host.endswith("]")):
         host, port = address, str(PORT)
     if "://" in address or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"--ray-address {address} is not auto, HOST, HOST:PORT or a .yaml file")
+        raise ValueError(f"--cluster {address} is not auto, HOST, HOST:PORT or a .yaml file")
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
@@ -126,15 +126,9 @@ def is_local(address: str) -> bool:
 
 def read_cluster(path: str) -> Cluster:
     """Raises ValueError that names the file and the entry, ImportError without PyYAML."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError(f"{path} needs PyYAML: pip install 'lamina[ray]'") from error
-    try:
-        contents = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    table = _table(contents, path, {"hosts", "port", "ssh", "python"})
+    table = yaml_table(read_yaml(path), path, ("hosts", "port", "ssh", "python", "placement", "address"))
+    if "address" in table:
+        raise ValueError(f"{path}: address names a cluster that others have started: this needs hosts")
     entries = table.get("hosts")
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: hosts must be a list with at least one host")
@@ -153,7 +147,7 @@ def read_cluster(path: str) -> Cluster:
 
 
 def _host(entry: Any, where: str) -> HostEntry:
-    table = _table(entry, where, {"address", "compute", "memory", "device", "rack", "cores"})
+    table = yaml_table(entry, where, ("address", "compute", "memory", "device", "rack", "cores"))
     address, device = _address(table.get("address"), where), str(table.get("device", "")).lower()
     if device and device not in DEVICES:
         raise ValueError(f"{where}: device {device} is not one of {', '.join(DEVICES)}")
@@ -195,14 +189,6 @@ def look_up(address: str, where: str, *, alone: bool) -> str:
     if ips[0].is_loopback and not alone:
         raise ValueError(f"{where}: {address} is {ips[0]} here, which other hosts cannot reach: give its IP")
     return str(ips[0])
-
-
-def _table(table: Any, where: str, known: set[str]) -> dict[str, Any]:
-    if not isinstance(table, dict):
-        raise ValueError(f"{where}: must be a table with {', '.join(sorted(known))}")
-    if unknown := sorted(str(k) for k in set(table) - known):
-        raise ValueError(f"{where}: unknown entry {unknown[0]}; known: {', '.join(sorted(known))}")
-    return table
 
 
 def _count(table: dict[str, Any], name: str, where: str, default: int) -> int:

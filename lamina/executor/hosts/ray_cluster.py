@@ -23,7 +23,7 @@ UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # whether Ray copies the current direc
 
 @contextmanager
 def joined(address: str) -> Iterator[Any]:
-    """In the Ray cluster of a --ray-address; out of it again at the end, unless this process was in one before."""
+    """In the Ray cluster of a ``ray_address``; out of it again at the end, unless this process was in one before."""
     ray = load()
     owned = not ray.is_initialized()
     if owned:
@@ -38,7 +38,7 @@ def joined(address: str) -> Iterator[Any]:
 def load() -> Any:
     """Ray, loaded so that it shows its token. Raises ImportError, ValueError."""
     if find_spec("ray") is None:
-        raise ImportError("--ray-address needs Ray 2.52 or newer: pip install 'lamina[ray]'")
+        raise ImportError("--cluster needs Ray 2.52 or newer: pip install 'lamina[ray]'")
     offer_token()
     os.environ.setdefault(UV_RUN, "0")  # hosts have Lamina; Ray looks when it is loaded
     ray = import_module("ray")
@@ -46,12 +46,12 @@ def load() -> Any:
         import_module("ray._raylet").Config.initialize("")  # it may have been loaded, and have looked, before
     import_module("ray.exceptions")
     if tuple(int(n) for n in ray.__version__.split(".")[:2]) < MIN_RAY_VERSION:
-        raise ImportError(f"--ray-address needs Ray 2.52 or newer, not {ray.__version__}: pip install -U 'ray>=2.52'")
+        raise ImportError(f"--cluster needs Ray 2.52 or newer, not {ray.__version__}: pip install -U 'ray>=2.52'")
     return ray
 
 
 def join(ray: Any, asked: str) -> None:
-    """The Ray cluster of a --ray-address. Raises ValueError."""
+    """The Ray cluster of a ``ray_address``. Raises ValueError."""
     address = head_address(asked)
     host, _, port = address.rpartition(":")
     try:
@@ -62,7 +62,7 @@ def join(ray: Any, asked: str) -> None:
                 address=address, job_config=_job(), log_to_driver=False, logging_level="ERROR", configure_logging=False
             )  # fmt: skip
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise ValueError(f"--ray-address {asked}: {first_line(error)}") from error
+        raise ValueError(f"--cluster {asked}: {first_line(error)}") from error
 
 
 def hosts_of(ray: Any, *, whole: bool = False) -> list[Host]:

@@ -269,7 +269,7 @@ class StaticLauncher:
             planned = self._planned.get(came.role, [])
             fitting = [i for i in free if not planned or planned[i].host.address == host]
             if not fitting:
-                raise ValueError(f"none is planned on {host} (--hosts {self._config.launch.hosts})")
+                raise ValueError(f"none is planned on {host} (--cluster {self._config.launch.hosts})")
             if self._closed:
                 raise ValueError("the driver ends")
             who = came.role, fitting[0]
@@ -292,11 +292,11 @@ def open_launcher(
 
 
 def _own_ip(host: str) -> str:
-    """Of --driver-address, for commands that are run elsewhere."""
+    """Of --driver, for commands that are run elsewhere."""
     try:
-        ip = look_up(host, "--driver-address", alone=host == "localhost")
+        ip = look_up(host, "--driver", alone=host == "localhost")
     except UnicodeError as error:
-        raise ValueError(f"--driver-address {host} is no host: {error}") from None
+        raise ValueError(f"--driver {host} is no host: {error}") from None
     if ipaddress.ip_address(ip).is_unspecified:
-        raise ValueError(f"--driver-address {host} is no host's own: give the IP by which workers reach this host")
+        raise ValueError(f"--driver {host} is no host's own: give the IP by which workers reach this host")
     return ip

@@ -151,7 +151,7 @@ def _reach(worker: StaticWorkerSpec, key: bytes, wait_s: float) -> tuple[socket.
                 *worker.driver, key, min(REACH_S, wait_s), name=AGENT_NAME, peer=worker.driver_name
             )
         except HandshakeError as error:
-            raise ValueError(f"{error}: are the cluster's key and --driver-name here the driver's?") from error
+            raise ValueError(f"{error}: are the cluster's key and the name of --driver here the driver's?") from error
         except (OSError, ChannelTimeout) as error:
             if time.monotonic() > deadline:
                 raise OSError(

@@ -30,7 +30,7 @@ class Command(NamedTuple):
 
 
 def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[HostAssignment]]:
-    """By --hosts; empty without it. Raises ValueError."""
+    """By the file of --cluster; empty without it. Raises ValueError."""
     launching = config.launch
     if not launching.hosts:
         return {}
@@ -51,7 +51,7 @@ def commands(
     made, gpus = dict[WorkerId, Command](), dict[str, int]()
     for role in sorted(wanted):
         for index in range(wanted[role]):
-            words, host = [*program, "worker", f"{role}-{index}", "--driver", driver, "--driver-name", name], ""
+            words, host = [*program, "worker", f"{role}-{index}", "--driver", f"{name}@{driver}"], ""
             variables = list(file)
             if planned:
                 host = planned[role][index].host.address

@@ -1,9 +1,6 @@
-"""How an engine borrows, first of what it lends itself (``--lend``): it asks for the memory that its scheduler lacks. A
-loan joins as one more memory worker, on which no sequence begins, and leaves again when it is not needed, is wanted
-back, or is lost.
-
-Loans come and go by the same change of the epoch as an operator's workers (executor/elastic.py): KV moves, nothing is
-loaded. A worker of this host takes the place of a guest that dies, until the next change lets it go.
+"""Borrowing by an engine, first of what it lends itself (``lend`` of --lending): it asks for the memory that its
+scheduler lacks. A loan joins as one more memory worker, on which no sequence begins, and leaves again when it is not
+needed, is wanted back, or is lost.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lamina.config.engine_config import EngineConfig
+from lamina.config.flag_groups import flag_name
 from lamina.engine.scheduler_factory import check_kv_capacity
 from lamina.executor.elastic import MemoryResizer
 from lamina.executor.worker_group import WorkerGroup
@@ -95,7 +93,7 @@ class Borrower:
             self._pause()
             return ""
         self._stranded = now
-        limit = f"--borrow-wait-s {self._wait_s:g}"
+        limit = f"{flag_name('borrow_wait_s')} {self._wait_s:g}"
         return f"it does not fit into the memory here, and nobody has lent {self._lacking()} MiB more in time ({limit})"
 
     def update(self) -> None:
@@ -235,7 +233,7 @@ def open_borrower(
 ) -> Borrower:
     """Raises ValueError, OSError where there is no ledger, or it refuses this process."""
     key, host = key_of(config.topology.loan_flag), socket.gethostname()
-    ledger = parse_address(config.launch.ledger, "--ledger")
+    ledger = parse_address(config.launch.ledger, flag_name("ledger"))
     name = f"engine-{host[:16]}-{secrets.token_hex(4)}"
     own = ColocatedLender(config, ledger, key, name) if config.topology.lend else None
     try:

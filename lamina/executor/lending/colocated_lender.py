@@ -1,4 +1,4 @@
-"""An engine that serves and lends its own memory (``--lend``): a creditor on threads of its process.
+"""An engine that serves and lends its own memory (``lend`` of --lending): a creditor on threads of its process.
 
 The memory to lend lies outside of the engine's pool from the start. The engine borrows of this creditor as other
 engines do, and before them: memory that it lacks is recalled from its debtors, and comes back as one more memory worker
@@ -12,6 +12,7 @@ import socket
 import threading
 
 from lamina.config.engine_config import EngineConfig
+from lamina.config.flag_groups import flag_name
 from lamina.lending.creditor import LendingTerms
 from lamina.scheduler.slo_admission import SloCounts
 
@@ -30,13 +31,12 @@ class ColocatedLender:
         blocks = config.topology.lent_bytes(asked) // BLOCK_BYTES
         if not blocks:
             raise ValueError(
-                f"--lend {config.topology.lend:g} of --kv-cache-memory-bytes {config.devices.kv_memory} is less than "
-                "1 MiB on all "
-                f"memory workers together: lend more, or leave it out"
+                f"{flag_name('lend')} {config.topology.lend:g} of --kv-cache-memory-bytes {config.devices.kv_memory} "
+                "is less than 1 MiB on all memory workers together: lend more, or leave it out"
             )
         self.local_need = ""
         self.service = LenderService(
-            parse_address(launching.lend_address, "--lend-address"),
+            parse_address(launching.lend_address, flag_name("lend_address")),
             ledger,
             key,
             name,

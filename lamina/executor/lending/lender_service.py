@@ -1,8 +1,8 @@
 """A creditor: it lends memory of its host, and runs a memory worker for each lease.
 
 A host that lends all day runs one as a process (`lamina-launch lend`). An engine that serves has a creditor on threads
-of its own (`--lend`). It borrows of it as other debtors do; but its questions come first, and the others give back
-memory that it lacks.
+of its own (`lend` of --lending). It borrows of it as other debtors do; but its questions come first, and the others
+give back memory that it lacks.
 
 A guest has its control link from the debtor, who gives it a key for that lease alone; of the cluster's key it knows
 nothing, and it takes no more than was lent (LAMINA_LEASE_BYTES). Its memory is its process's: when a lease ends, the

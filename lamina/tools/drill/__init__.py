@@ -93,8 +93,9 @@ def parse_arguments(args: argparse.Namespace) -> tuple[list[str], list[str]]:
         raise ValueError(f"--flags {args.flags}: {error}") from None
     if "partition" in faults and not _has(flags, "--transport", "tcp"):
         raise ValueError("--faults partition cuts a TCP connection: give --flags with --transport tcp")
-    if _has(flags, "--ray-address") or any(_has(flags, "--launcher", name) for name in ("ray", "static")):
-        raise ValueError("--flags: a drill hits processes of a server's own: leave --launcher and --ray-address out")
+    elsewhere = [("--cluster", ""), ("--ray-address", ""), ("--launcher", "ray"), ("--launcher", "static")]
+    if any(_has(flags, name, value) for name, value in elsewhere):
+        raise ValueError("--flags: a drill hits processes of a server's own: leave --launcher and --cluster out")
     for flag, value in (REMOVED_LIMITS | (CHECKED if "flip" in faults else {})).items():
         if not _has(flags, flag):
             flags += [flag, value]

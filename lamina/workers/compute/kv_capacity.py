@@ -151,7 +151,7 @@ def check_longest_sequence(
         return
     raise ValueError(
         f"--partition spill: the memory workers hold one sequence of {most} tokens together, not of {max_len}: "
-        f"raise --kv-cache-memory-bytes{' or --borrow' * bool(more)}, or lower --max-model-len to {most}"
+        f"raise --kv-cache-memory-bytes{' or --lending borrow.max' * bool(more)}, or lower --max-model-len to {most}"
     )
 
 

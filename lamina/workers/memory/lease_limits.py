@@ -29,7 +29,7 @@ def check_lease(kv_bytes: int) -> None:
 def check_allowed_for_guest(what: str, wanted: bool) -> None:
     """Raise ValueError if the option ``what`` is wanted on a memory worker on loan."""
     if wanted and lease_bytes():
-        raise ValueError(f"a memory worker on loan has no {what}: leave it out with --borrow")
+        raise ValueError(f"a memory worker on loan has no {what}: leave it out with --lending")
 
 
 def listener_terms(name: str) -> ListenTerms:

@@ -20,6 +20,9 @@ OLD_VALUES = {
     "kv_sink": "9", "kv_recent": "9", "kv_window": "9", "kv_error_budget": "top1=0.9", "kv_store_dir": "/nine",
     "kv_store_size": "9GiB", "kv_store_ttl": "9d", "kv_key_file": "/nine", "kv_eviction_policy": "lfu",
     "kv_load_failure_policy": "fail", "truncate_ratio": "0.25", "keep_first": "256", "plan": "auto:9",
+    "driver_address": "h:9", "driver_name": "nine", "ray_address": "nine:9", "hosts": "nine.yaml",
+    "placement": "spread", "compute_on": "nine", "memory_on": "nine", "ledger": "nine:9", "borrow": "9GiB",
+    "borrow_wait_s": "9", "lend": "0.9", "lend_address": "nine:9", "lend_gbps": "9",
     "attention": "native", "kv_memory": "9GiB", "dashboard": "", "enable_log_requests": "",
 }  # fmt: skip
 # What an old flag's option goes with.
@@ -28,6 +31,7 @@ BESIDE = {
     "kv_budget": SPARSE, "kv_full_layers": SPARSE, "kv_sink": SPARSE, "kv_recent": SPARSE, "kv_window": SPARSE,
     "kv_error_budget": ["--kv-sparsity", "select"], "kv_store_size": STORED, "kv_store_ttl": STORED,
     "kv_key_file": STORED, "truncate_ratio": LONG, "keep_first": LONG, "journal_size": ["--journal", "/nine"],
+    "driver_address": ["--launcher", "static"], "driver_name": ["--launcher", "static", "--driver", "h:1"],
     "kvcache_balancing_threshold": ["--prefill-workers", "1", "--prefill-policy", "mooncake"],
 }  # fmt: skip
 
@@ -82,7 +86,33 @@ def test_a_flag_may_come_twice_with_other_keys(capsys: pytest.CaptureFixture[str
     )
 
 
-@pytest.mark.parametrize(("old", "name"), OLD_FLAGS.items())
+# Old names of options that are in a file now: what they go with, and what the line says to write.
+IN_FILES = {
+    "placement": ([], "--cluster FILE with placement: {policy: spread}"),
+    "compute_on": ([], "--cluster FILE with placement: {compute_on: nine}"),
+    "memory_on": ([], "--cluster FILE with placement: {memory_on: nine}"),
+    "hosts": (["--launcher", "static"], "--cluster nine.yaml"),
+    "ledger": (["--borrow", "1GiB"], "--lending FILE with ledger: nine:9"),
+    "borrow": (["--ledger", "h:1"], "--lending FILE with borrow: {max: 9GiB}"),
+    "borrow_wait_s": ([], "--lending FILE with borrow: {wait_s: 9}"),
+    "lend": (["--ledger", "h:1"], "--lending FILE with lend: {share: 0.9}"),
+    "lend_address": (["--lend", "0.5", "--ledger", "h:1"], "--lending FILE with lend: {address: nine:9}"),
+    "lend_gbps": (["--lend", "0.5", "--ledger", "h:1"], "--lending FILE with lend: {max_gbps: 9}"),
+}
+SPILL = ["--partition", "spill", "--kv-cache-memory-bytes", "1GiB"]
+
+
+@pytest.mark.parametrize("name", IN_FILES)
+def test_an_old_name_of_what_is_in_a_file_sets_it_too(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    beside, new = IN_FILES[name]
+    (old,) = (flag for flag, option in OLD_FLAGS.items() if option == name)
+    beside = [*SPILL, *beside] if new.startswith("--lending") else beside
+    found, lines = config(capsys, *beside, old, OLD_VALUES[name])
+    assert str(found[name]) in (OLD_VALUES[name], f"{OLD_VALUES[name]}.0")
+    assert f"{old} {OLD_VALUES[name]} is {new} now: the old name goes in version {OLD_NAMES_GO}" in lines
+
+
+@pytest.mark.parametrize(("old", "name"), [(old, name) for old, name in OLD_FLAGS.items() if name not in IN_FILES])
 def test_an_old_name_sets_its_option_and_tells_the_new_one(
     old: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +178,18 @@ def test_what_cannot_be_is_one_line_that_names_flag_and_key(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(capsys, *flags).startswith(words)
+
+
+def test_decode_only_leaves_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    found, lines = config(capsys, "--decode-only")
+    assert found["decode_only"] is True
+    assert lines == [
+        "--decode-only is a flag of `bench decode` and `generate`, and an option of LLM: serve takes it until version "
+        + OLD_NAMES_GO
+    ]
+    assert main(["bench", "decode", "m", "--decode-only", "--print-config"]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["decode_only"], err) == (True, "")
 
 
 def test_other_commands_take_them_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import make_config
 from lamina.executor.hosts.worker_placement import RACK, Host, HostAssignment, assign_hosts, check_kv_memory
 from lamina.executor.launchers import open_launcher
+
+COMPUTE_ON, MEMORY_ON = map(flag_name, ("compute_on", "memory_on"))
 
 H20 = "accelerator_type:H20"
 
@@ -20,7 +23,7 @@ def host(name: str, labels: dict[str, str] | None = None, **resources: float) ->
 def hosts_of(
     hosts: list[Host], count: int, trait: str, placement: str = "pack", on_gpu: tuple[str, ...] = ()
 ) -> list[HostAssignment]:
-    return assign_hosts(hosts, {"memory": (count, trait, "--memory-on")}, placement, on_gpu)["memory"]
+    return assign_hosts(hosts, {"memory": (count, trait, MEMORY_ON)}, placement, on_gpu)["memory"]
 
 
 def refusal(*arguments: Any) -> str:
@@ -53,7 +56,7 @@ def test_what_a_worker_takes(resources: dict[str, float], trait: str, gpu: bool,
 def test_how_many_fit_though_sums_of_floats_are_not_exact(there: float, fit: int) -> None:
     assert len(hosts_of([host("h1", m=there)], fit, "m")) == fit
     assert refusal([host("h1", m=there)], fit + 1, "m") == (
-        f"{fit + 1} memory workers do not fit: the cluster has room for {fit} on hosts with m (--memory-on)"
+        f"{fit + 1} memory workers do not fit: the cluster has room for {fit} on hosts with m ({MEMORY_ON})"
     )
 
 
@@ -61,17 +64,17 @@ def test_the_scarcest_resource_decides() -> None:
     both = [host("h1", m=5.0, GPU=2.0), host("h2", m=1.0, GPU=4.0)]
     assert [p.host.name for p in hosts_of(both, 3, "m", "pack", ("memory",))] == ["h1", "h1", "h2"]
     assert refusal(both, 4, "m", "pack", ("memory",)) == (
-        "4 memory workers with a GPU each do not fit: the cluster has room for 3 on hosts with m (--memory-on): "
+        f"4 memory workers with a GPU each do not fit: the cluster has room for 3 on hosts with m ({MEMORY_ON}): "
         "use --memory-device cpu, add GPUs, or name them in the YAML (device)"
     )
     assert refusal([host("h1", m=2.0, GPU=2.0)], 3, "m", "pack", ("memory",)) == (
-        "3 memory workers do not fit: the cluster has room for 2 on hosts with m (--memory-on)"
+        f"3 memory workers do not fit: the cluster has room for 2 on hosts with m ({MEMORY_ON})"
     ), "without GPUs there were no more room"
 
 
 def test_what_nobody_has_is_told_with_the_way_to_have_it() -> None:
     assert refusal([host("h1", CPU=2.0)], 1, "m") == (
-        "no host of the cluster has m free, which --memory-on asks for memory workers: start Ray there with "
+        f"no host of the cluster has m free, which {MEMORY_ON} asks for memory workers: start Ray there with "
         "--resources '{\"m\": 1}', or name a resource, a type of GPU or LABEL=VALUE that hosts have"
     )
 
@@ -97,7 +100,7 @@ def order(hosts: list[Host], first: str = "c") -> list[str]:
     """In which memory workers fill hosts, with a compute worker on each that has ``first``."""
     count = sum(int(h.resources.get(first, 0)) for h in hosts)
     room = sum(int(h.resources.get("m", 0)) for h in hosts)
-    wanted = {"compute": (count, first, "--compute-on"), "memory": (room, "m", "--memory-on")}
+    wanted = {"compute": (count, first, COMPUTE_ON), "memory": (room, "m", MEMORY_ON)}
     found = [p.host.name for p in assign_hosts(hosts, wanted, "pack")["memory"]]
     return list(dict.fromkeys(found))
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import make_config
 from lamina.executor.hosts import worker_placement as placement
 from lamina.executor.hosts.worker_placement import (
@@ -20,6 +21,8 @@ from lamina.executor.hosts.worker_placement import (
     on_gpu,
     resource_request,
 )
+
+COMPUTE_ON, MEMORY_ON = map(flag_name, ("compute_on", "memory_on"))
 
 HOSTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(["", "a", "b"])), min_size=1, max_size=6
@@ -36,8 +39,8 @@ def host(number: int, compute: int = 0, memory: int = 0, rack: str = "", **more:
 
 def wishes(compute: int, memory: int) -> dict[str, tuple[int, str, str]]:
     return {
-        "compute": (compute, "lamina_compute", "--compute-on"),
-        "memory": (memory, "lamina_memory", "--memory-on"),
+        "compute": (compute, "lamina_compute", COMPUTE_ON),
+        "memory": (memory, "lamina_memory", MEMORY_ON),
     }
 
 
@@ -49,7 +52,7 @@ def test_all_get_a_place_or_a_reason(
     hosts = [host(number, *entry) for number, entry in enumerate(entries)]
     fits = sum(e[0] for e in entries) >= compute and sum(e[1] for e in entries) >= memory
     if not fits:
-        with pytest.raises(ValueError, match=r"--(compute|memory)-on"):
+        with pytest.raises(ValueError, match=r"--cluster placement.(compute|memory)_on"):
             assign_hosts(hosts, wishes(compute, memory), placement)
         return
     places = assign_hosts(hosts, wishes(compute, memory), placement)
@@ -96,7 +99,7 @@ def test_workers_on_gpus_take_one_each() -> None:
         assign_hosts(hosts, wishes(2, 2), "pack", {"compute", "memory"})
     labelled = [Host(name="a", address="10.0.0.9", resources={"CPU": 2.0}, labels={"tier": "x"})]
     with pytest.raises(ValueError, match="with a GPU each"):
-        assign_hosts(labelled, {"compute": (1, "tier=x", "--compute-on")}, "pack", {"compute"})
+        assign_hosts(labelled, {"compute": (1, "tier=x", COMPUTE_ON)}, "pack", {"compute"})
 
 
 @pytest.mark.parametrize(
@@ -119,17 +122,15 @@ def test_types_of_gpu_and_labels() -> None:
         Host(name="h2", address="10.0.0.2", resources={"CPU": 2.0}, labels={"tier": "memory"}),
     ]
     found = assign_hosts(
-        hosts, {"compute": (2, "H100", "--compute-on"), "memory": (4, "accelerator_type:H20", "--memory-on")}, "pack"
+        hosts, {"compute": (2, "H100", COMPUTE_ON), "memory": (4, "accelerator_type:H20", MEMORY_ON)}, "pack"
     )
     assert [p.host.name for p in found["compute"]] == ["h0", "h0"]
     assert found["compute"][0].resources == {"GPU": 1.0, "accelerator_type:H100": 0.001}
     with pytest.raises(ValueError, match="3 compute workers do not fit: the cluster has room for 2 on hosts with H100"):
-        assign_hosts(hosts, {"compute": (3, "H100", "--compute-on")}, "spread")
-    assert assign_hosts(hosts, {"memory": (2, "tier=memory", "--memory-on")}, "pack")["memory"][1].resources == {
-        "CPU": 1.0
-    }
-    with pytest.raises(ValueError, match="no host of the cluster has tier=other free, which --memory-on"):
-        assign_hosts(hosts, {"memory": (1, "tier=other", "--memory-on")}, "pack")
+        assign_hosts(hosts, {"compute": (3, "H100", COMPUTE_ON)}, "spread")
+    assert assign_hosts(hosts, {"memory": (2, "tier=memory", MEMORY_ON)}, "pack")["memory"][1].resources == {"CPU": 1.0}
+    with pytest.raises(ValueError, match=f"no host of the cluster has tier=other free, which {MEMORY_ON}"):
+        assign_hosts(hosts, {"memory": (1, "tier=other", MEMORY_ON)}, "pack")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_what_is_asked_of_hosts_that_are_not_there_yet(
     wanted = resource_request(trait, gpu=gpu, typed=is_gpu_type(trait, {"H20", "H100"}))
     assert (wanted.resources, wanted.host.labels) == (takes, labels)
     there = Host(name="h", address="10.0.0.1", resources=dict.fromkeys(takes, 1.0), labels=labels)
-    (place_there,) = assign_hosts([there], {"memory": (1, trait, "--memory-on")}, "pack", {"memory"} if gpu else ())[
+    (place_there,) = assign_hosts([there], {"memory": (1, trait, MEMORY_ON)}, "pack", {"memory"} if gpu else ())[
         "memory"
     ]
     assert place_there.resources == takes
@@ -159,13 +160,11 @@ def test_what_is_asked_of_hosts_that_are_not_there_yet(
 def test_wishes_are_those_of_the_roles_that_are_wanted_compute_first() -> None:
     config = make_config({"compute_on": "rack=a", "memory_on": "H20"})
     assert list(placement.worker_requirements(config, {"memory": 2, "prefill": 1, "compute": 3}).items()) == [
-        ("compute", (3, "rack=a", "--compute-on")),
-        ("prefill", (1, "rack=a", "--compute-on")),
-        ("memory", (2, "H20", "--memory-on")),
+        ("compute", (3, "rack=a", COMPUTE_ON)),
+        ("prefill", (1, "rack=a", COMPUTE_ON)),
+        ("memory", (2, "H20", MEMORY_ON)),
     ]
-    assert placement.worker_requirements(config, {"memory": 0, "compute": 1}) == {
-        "compute": (1, "rack=a", "--compute-on")
-    }
+    assert placement.worker_requirements(config, {"memory": 0, "compute": 1}) == {"compute": (1, "rack=a", COMPUTE_ON)}
 
 
 def test_a_host_that_is_not_there_yet_has_what_is_asked_of_it_and_no_more() -> None:

@@ -86,7 +86,7 @@ def test_its_own_is_asked_for_before_that_of_others(
     lacking: int, own_left: int, of_others: int, reclaimed: list[int], wanted: int
 ) -> None:
     """Where that is of use, here from 3 blocks on: a scrap would be asked for again and again. Of others it takes
-    --borrow at most, 64 blocks. While it borrows it lends nothing.
+    borrow.max at most, 64 blocks. While it borrows it lends nothing.
     """
     one, told, own = borrower(Elastic(3 * BLOCK_BYTES)), list[int](), SimpleNamespace(local_need="")
     links: Any = one._links

@@ -42,7 +42,7 @@ def test_a_host_whose_workers_people_started_is_drained(tmp_path: Path, capsys: 
 
     by_hand = threading.Thread(target=start_workers)
     by_hand.start()
-    flags = ("--launcher", "static", "--driver-address", "127.0.0.1:0", "--hosts", str(hosts))
+    flags = ("--launcher", "static", "--driver", "127.0.0.1:0", "--cluster", str(hosts))
     server = Running(
         log, *flags, "--memory-workers", "2", "--kv-cache-memory-bytes", "16MiB", "--deterministic", env=env
     )

@@ -26,6 +26,7 @@ class FakeCluster:
 
     def __init__(self, folder: Path, *nodes: dict[str, Any]) -> None:
         """``nodes``: keywords of ray.cluster_utils; the first one is the head."""
+        self._folder = folder
         token = folder / "token"
         token.write_text("5e" * 32)
         token.chmod(0o600)
@@ -51,6 +52,12 @@ class FakeCluster:
         except BaseException:
             self.close()
             raise
+
+    def spread(self) -> str:
+        """A file for --cluster, which has workers apart from each other."""
+        file = self._folder / "spread.yaml"
+        file.write_text(f"address: {self.address}\nplacement: {{policy: spread}}\n")
+        return str(file)
 
     def remove(self, number: int) -> None:
         """Kill the node's own processes, as if its host were gone."""

@@ -205,7 +205,7 @@ class NoServer(NamedTuple):
         (["--flags", "--a 'b"], "--flags --a 'b: No closing quotation"),
         (["--per-reading", "0"], "--per-reading must be at least 1"),
         (["--flags", "--launcher ray"], "--flags: a drill hits processes of a server's own: leave --launcher"),
-        (["--flags=--ray-address=auto"], "--flags: a drill hits processes of a server's own: leave --launcher"),
+        (["--flags=--cluster=auto"], "--flags: a drill hits processes of a server's own: leave --launcher"),
         (["--flags", "--journal x"], "--flags: the drill's server has a journal of the drill's own: leave"),
     ],
 )

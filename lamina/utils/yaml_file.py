@@ -1,0 +1,29 @@
+"""Files of YAML that people write, and the tables in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+
+def read_yaml(path: str, where: str = "") -> Any:
+    """The contents of a file. ``where``: what errors call it. Raises ValueError, ImportError without PyYAML."""
+    where = where or path
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(f"{where} needs PyYAML: pip install 'lamina[ray]'") from error
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def yaml_table(table: Any, where: str, known: Collection[str]) -> dict[str, Any]:
+    """``table``, whose entries are all among ``known``. Raises ValueError that names ``where``."""
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: must be a table with {', '.join(sorted(known))}")
+    if unknown := sorted(str(k) for k in set(table) - set(known)):
+        raise ValueError(f"{where}: unknown entry {unknown[0]}; known: {', '.join(sorted(known))}")
+    return table
