@@ -1,4 +1,4 @@
-"""What memory workers have together. No torch here: the driver needs it too."""
+"""The combined KV capacity of memory workers. No torch here, since the driver imports it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .step_plan import BindReply, LayerShape
 
 
 class Capacity(NamedTuple):
-    """The groups of all memory workers, each with its blocks on every worker that has it. A sequence takes as many on
-    each of these, wherever it lies.
+    """The layer groups of all memory workers, each with its blocks on every worker that holds it. A sequence takes the
+    same number of blocks on each of these workers, wherever it lies.
     """
 
     windows: list[int]
@@ -26,19 +26,19 @@ class Capacity(NamedTuple):
 
 
 def partition_of(name: str, layers: Sequence[LayerShape], weights: Sequence[float], max_len: int) -> Partition:
-    """The partition called ``name`` over memory workers of these ``weights``. Raises ValueError."""
+    """Return the partition called ``name`` over memory workers with these ``weights``. Raises ValueError."""
     stripe = choose_stripe(-(-max_len // CHUNK_TOKENS), len(weights))
     return PARTITIONS[name]([s.kv_heads for s in layers], weights, stripe)
 
 
 def num_usable_blocks(num_blocks: Sequence[Sequence[int]]) -> list[int]:
-    """Blocks of each group that sequences can have, from those of its holders: as many as the one with the fewest."""
+    """Return, by group, the blocks that sequences can use: those of the holder with the fewest."""
     return [min(blocks) for blocks in num_blocks]
 
 
 def combined_capacity(bounds: Sequence[BindReply], number: Callable[[int], int] = int) -> Capacity:
-    """The capacity that the memory workers of one rank, in their order, have together. ``number``: place in this order
-    -> number among all memory workers.
+    """Return the capacity of one rank's memory workers together, in their order. ``number``: maps a worker's index in
+    this order to its number among all memory workers.
     """
     alone = [
         Capacity(
@@ -56,7 +56,9 @@ def combined_capacity(bounds: Sequence[BindReply], number: Callable[[int], int] 
 
 
 def capacity_of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
-    """The capacity of all ranks' memory workers, from those of each: they hold the same tokens, of other heads."""
+    """Return the capacity of all ranks' memory workers, given each rank's: ranks hold the same tokens, of
+    other heads.
+    """
     groups: dict[tuple[int, KvShards, bool], tuple[list[int], list[int]]] = {}
     for each in ranks:
         sparse = each.sparse or [False] * len(each.windows)

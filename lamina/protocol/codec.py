@@ -1,14 +1,14 @@
-"""The bytes of a layer's messages. Sizes, offsets, shapes and order are counted here, and nowhere else.
+"""The bytes of a layer's messages. Only this module computes sizes, offsets, shapes and order.
 
-Both sides work a message out for themselves, and make tensors over its bytes. A message is flat, one piece of the layer
-behind the other. Of each piece come the tensors of the sequences that its worker finishes alone, then those of the
-others (protocol.row_layout):
+Both sides compute a message's layout, and make tensors over its bytes. A message is flat, one piece of the layer after
+the other. Each piece has the tensors of the sequences that its worker computes alone, then those of the other sequences
+(protocol.row_layout):
 
     Q    q [R, Hq, D], q [R', Hq, D]
     KV   k [R, Hkv, D], v [R, Hkv, Dv], k [R', Hkv, D], v [R', Hkv, Dv]
     O    of all pieces the partial results, o [P, Hq, Dv] and lse [P, Hq] in fp32; then of all pieces o [R, Hq, Dv]
 
-What is not partial is in the wire's dtype.
+All but partial results have the wire's dtype.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FP32_BYTES = 4
 
 
 class LayerGroup(NamedTuple):
-    """Pieces of one window length, in tokens, and the same KV shards have the same rows in every step. Those of
-    ``sparse`` layers have blocks of their own.
+    """The pieces of one window length, in tokens, and the same KV shards; they have the same rows in every step. Pieces
+    of ``sparse`` layers form groups of their own.
     """
 
     window: int
@@ -64,8 +64,9 @@ def worker_pieces(
     groups: list[LayerGroup],
     sparse: Sequence[bool] = (),
 ) -> list[tuple[WorkerPiece, ...]]:
-    """The pieces of ``worker`` by layer, each in the order of heads. ``windows``, ``sparse``: by layer; the rows of
-    messages are the same without the latter. ``groups`` grows by those that are new.
+    """Return the pieces of ``worker`` by layer, each in the order of heads. New groups are appended to ``groups``.
+
+    ``windows``, ``sparse``: by layer. Without ``sparse`` the rows of messages are the same.
     """
     pieces = list[tuple[WorkerPiece, ...]]()
     for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
@@ -81,7 +82,7 @@ def worker_pieces(
 
 
 class RowCounts(NamedTuple):
-    """Rows of a group in a step: of sequences that are whole, then of the others; and rows of partial results."""
+    """The rows of a group in a step: of whole sequences, of the others (Q, KV), and of partial results."""
 
     whole_sequences: int
     q: int = 0
@@ -90,12 +91,12 @@ class RowCounts(NamedTuple):
 
 
 def count_rows(layout: RowLayout) -> RowCounts:
-    """The rows of a layout."""
+    """Return the numbers of rows of a layout."""
     return RowCounts(len(layout.whole_rows), len(layout.q_rows), len(layout.kv_rows), layout.num_partial)
 
 
 class TensorSpan(NamedTuple):
-    """A tensor of a message: the numbers ``start .. stop``, of all of one dtype there. It may be empty."""
+    """A tensor of a message: elements ``start .. stop``, counted in its own dtype. It may be empty."""
 
     start: int
     stop: int
@@ -107,14 +108,13 @@ class TensorSpan(NamedTuple):
 
 
 class LayerMessages(NamedTuple):
-    """A layer's messages between the compute side and one memory worker, by piece. 0 bytes = no message."""
+    """The messages of a layer between the compute side and one memory worker, by piece. 0 bytes: no message."""
 
     q: tuple[tuple[TensorSpan, TensorSpan], ...]  # of whole sequences, of the others
-    kv: tuple[
-        tuple[TensorSpan, TensorSpan, TensorSpan, TensorSpan], ...
-    ]  # k and v of whole sequences, k and v of the others
-    partial: tuple[tuple[TensorSpan, TensorSpan], ...]  # o and lse; they count the fp32 numbers in front of O
-    final: tuple[TensorSpan, ...]  # their offsets count from the end of the partial ones
+    # k and v of whole sequences, k and v of the others.
+    kv: tuple[tuple[TensorSpan, TensorSpan, TensorSpan, TensorSpan], ...]
+    partial: tuple[tuple[TensorSpan, TensorSpan], ...]  # o and lse, at the beginning of O; offsets count fp32 numbers
+    final: tuple[TensorSpan, ...]  # offsets count from the end of the partial results
     q_bytes: int
     kv_bytes: int
     partial_bytes: int
@@ -127,8 +127,8 @@ class LayerMessages(NamedTuple):
 
 @lru_cache(maxsize=1024)  # the same for many steps, and for layers that are alike
 def messages(pieces: tuple[WorkerPiece, ...], groups: tuple[RowCounts, ...], itemsize: int) -> LayerMessages:
-    """The messages of a layer of ``pieces`` in a step. ``groups``: the step's rows, by group; ``itemsize``: bytes of a
-    number on the wire.
+    """Return the messages of a layer with these ``pieces`` in a step. ``groups``: the step's rows, by group;
+    ``itemsize``: bytes of a number on the wire.
     """
     q, kv, partial, final = _Flat(), _Flat(), _Flat(), _Flat()
     q_parts, kv_parts = (
@@ -155,14 +155,14 @@ class _Flat:
         self.at = 0
 
     def take(self, *shape: int) -> TensorSpan:
-        """The next tensor."""
+        """Return the next tensor, of this shape."""
         start = self.at
         self.at += prod(shape)
         return TensorSpan(start, self.at, shape)
 
 
 class MaxMessageSizes(NamedTuple):
-    """Bytes of the largest message of each kind."""
+    """The bytes of the largest message of each kind."""
 
     q: int
     kv: int
@@ -172,8 +172,8 @@ class MaxMessageSizes(NamedTuple):
 def max_message_sizes(
     layers: Sequence[LayerShape], partition: Partition, itemsize: int, *, max_rows: int, stripes: int
 ) -> MaxMessageSizes:
-    """The largest messages, by kind, of steps of up to ``max_rows`` rows, over all layers and memory workers.
-    ``stripes``: those of the longest sequence.
+    """Return the largest messages of steps of up to ``max_rows`` rows, over all layers and memory workers. ``stripes``:
+    of the longest sequence.
     """
     most, groups = MaxMessageSizes(0, 0, 0), list[LayerGroup]()
     for worker in range(partition.num_workers):
@@ -191,15 +191,15 @@ def max_message_sizes(
 
 
 def _cut(kv_shards: KvShards, partition: Partition, max_rows: int, stripes: int) -> RowCounts:
-    """The most that comes of ``max_rows`` rows where no sequence is whole, if that can be."""
+    """Return the most rows that result from ``max_rows`` rows if no sequence is whole, if that is possible."""
     if not partition.stripe or kv_shards.has_all:
         return RowCounts(max_rows)
     return RowCounts(0, max_rows, max_rows, max_rows * max_partial_results(kv_shards, partition, stripes))
 
 
 def max_partial_results(kv_shards: KvShards, partition: Partition, stripes: int) -> int:
-    """The most results that ``kv_shards`` have of one row of a sequence of up to ``stripes`` stripes: one of each node
-    of stored tokens, and one of the new rows.
+    """Return the most partial results that ``kv_shards`` yield for one row of a sequence of up to ``stripes`` stripes.
+    There is one for each node of stored tokens, and one for the new rows.
     """
     if not partition.stripe or kv_shards.has_all:
         return 1

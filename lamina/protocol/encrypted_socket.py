@@ -1,8 +1,8 @@
 """A socket whose peer has proven the cluster's key, and whose records are encrypted: control links beyond one host.
 
-A record is a length and the data, each under AES-256-GCM with the sender's key of the session and a counter. So records
-are neither read, nor forged, changed, repeated, dropped or reordered, and no memory is taken for a length before it is
-known to be the peer's.
+A record is a length and the data, each under AES-256-GCM with the sender's session key and a counter. So records cannot
+be read, forged, changed, repeated, dropped or reordered. No memory is allocated for a length before its sender is known
+to be the peer.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ KEY_BYTES = 32
 KEY_PAIR_BYTES = 2 * KEY_BYTES  # one to send with, one to receive with
 TAG_BYTES = 16
 MAX_RECORD_BYTES = 1 << 29
-STALL_S = 10.0  # for the rest of a record whose beginning has come
-KEEPALIVE_S = 3  # and one more: a host that is gone is known then
+STALL_S = 10.0  # for the rest of a record whose beginning has arrived
+KEEPALIVE_S = 3  # a lost host is noticed one second later
 _LENGTH = struct.Struct("!I")
 
 
 class EncryptedSocket(socket.socket):
-    """As much of a socket as a control link uses, over a connected stream. One thread sends, one receives."""
+    """The part of a socket that a control link uses, over a connected stream. One thread sends, one receives."""
 
     def __init__(self, fd: int, keys: bytes) -> None:
-        """Owns ``fd``. ``keys``: KEY_PAIR_BYTES of this session."""
+        """Take ownership of ``fd``. ``keys``: KEY_PAIR_BYTES of this session."""
         super().__init__(fileno=fd)
         self._send_key, self._receive_key = keys[:KEY_BYTES], keys[KEY_BYTES:KEY_PAIR_BYTES]
-        self._sent = self._received = 0  # lengths and data
+        self._sent = self._received = 0  # counts of lengths and data: the counters of the cipher
         self._data = memoryview(b"")
-        self.timed_out = False  # whether the peer's host has stopped to answer
+        self.timed_out = False  # whether the peer's host has stopped responding
         self.setblocking(True)
         enable_keepalive(self)
 
     @property
     def pending(self) -> int:
-        """Bytes of a record that were taken from the kernel and not yet received here."""
+        """The bytes of a record that were read from the kernel and not yet returned to the caller."""
         return len(self._data)
 
     def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override] # bytes alone are sent here
-        """One record."""
+        """Send one record."""
         length = _LENGTH.pack(len(data))
         record = b"".join(seal(self._send_key, self._sent + n, part) for n, part in enumerate((length, data)))
         self._sent += 2
@@ -74,7 +74,7 @@ class EncryptedSocket(socket.socket):
         return data
 
     def _read(self, nbytes: int, wait_s: float | None) -> bytes:
-        """``wait_s``: for the first byte, None = for ever. Empty only where the stream ended before it."""
+        """Read ``nbytes``; nothing if the stream ends before. ``wait_s``: limit for the first byte; None: for ever."""
         data = bytearray(nbytes)
         view = memoryview(data)
         while view:
@@ -84,7 +84,7 @@ class EncryptedSocket(socket.socket):
                 raise ConnectionError("the peer stopped within a record")
             try:
                 got = super().recv_into(view)
-            except TimeoutError as error:  # the kernel's word for it, see enable_keepalive; not a deadline of ours
+            except TimeoutError as error:  # from the kernel, see enable_keepalive; no deadline of this class
                 self.timed_out = True
                 raise ConnectionError("the peer's host does not answer") from error
             if not got:
@@ -96,7 +96,7 @@ class EncryptedSocket(socket.socket):
 
 
 def enable_keepalive(sock: socket.socket) -> None:
-    """The kernel asks a silent peer whether its host is there (tcp(7)); a host that is gone ends the stream."""
+    """Have the kernel probe whether a silent peer's host is there (tcp(7)); the stream ends if it is not."""
     options = {
         socket.TCP_NODELAY: 1,
         socket.TCP_KEEPIDLE: 1,
@@ -110,7 +110,7 @@ def enable_keepalive(sock: socket.socket) -> None:
 
 
 def read_key_pair(fd: int) -> bytes:
-    """KEY_PAIR_BYTES from a pipe; fewer where it ended before."""
+    """Read KEY_PAIR_BYTES from a pipe; returns fewer if it ended before."""
     keys = b""
     while len(keys) < KEY_PAIR_BYTES and (more := os.read(fd, KEY_PAIR_BYTES - len(keys))):
         keys += more

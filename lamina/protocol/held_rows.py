@@ -1,4 +1,6 @@
-"""Tokens for which a step has a sequence hold blocks: its rows, and what a prefill worker has from another one."""
+"""Token ranges for which a step allocates blocks of a sequence: its rows, and prefixes fetched from a
+prefill worker.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from .kv_placement import FIRST_LOCATION, KvLocation
 class RowRange(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive new tokens of one sequence: positions ``first .. first + count``. A sequence is in a step once.
 
-    Attention reads positions ``0 .. first`` from the store and the new ones from this step; rows stored behind
-    ``first`` do not count. Writes are positional, so a step can be sent again. ``location``: where the sequence lies,
-    these rows too.
+    Attention reads positions ``0 .. first`` from the store and the new ones from this step; it ignores rows stored
+    after ``first``. Writes are positional, so a step can be sent again. ``location``: of the sequence, including these
+    rows.
     """
 
     sequence: int
@@ -22,9 +24,11 @@ class RowRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FetchPrefix(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
-    """Hold blocks as Rows do, for whole ones that prefill worker ``worker`` has of ``source``, at the same positions:
-    this prefill worker takes them from there, layer by layer, before it attends them. Until the step is done, that one
-    must not free ``source``. Nothing has a window.
+    """Hold blocks, as for rows, for whole blocks that prefill worker ``worker`` has of ``source``, at the same
+    positions.
+
+    The receiving prefill worker fetches them layer by layer, before it attends them. Until the step is done, the other
+    worker must not free ``source``. No layer has a window.
     """
 
     sequence: int

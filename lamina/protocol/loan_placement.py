@@ -1,8 +1,9 @@
-"""Which stripes of a sequence lie on loan where: rooms to runs of stripes. Pure arithmetic.
+"""The placement of a sequence's stripes on its home and on loan, given free space. Pure arithmetic.
 
-A sequence fills its home and then, run behind run, the creditors, those with the most room first: so it has few of
-them. A run is cut short where it would come back in more partial results than the slots of messages hold
-(protocol.row_layout): the nodes of a run are counted in the merge tree without an end, of which no sequence has more.
+A sequence fills its home and then the creditors, run after run, those with the most space first, so that it has few
+creditors. Each run yields partial results, and the slots of messages hold a limited number (protocol.row_layout). So
+runs are cut short by the number of their merge nodes. These are counted in a tree without an end, which has no fewer
+than a sequence's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .row_layout import MAX_NODES_OF_SPILLED_RUN
 
 
 def nodes_of(start: int, stop: int) -> int:
-    """The aligned nodes that the stripes ``start .. stop`` are."""
+    """Return the number of aligned nodes that cover the stripes ``start .. stop``."""
     count = 0
     while start < stop:
         size = 1 << (stop - start).bit_length() - 1
@@ -28,13 +29,13 @@ def nodes_of(start: int, stop: int) -> int:
 
 
 def location_of_prefix(location: KvLocation, stripes: int) -> KvLocation:
-    """The place of the first ``stripes`` of a sequence at ``location``: nothing is on loan behind them."""
+    """Return the location of the first ``stripes`` of a sequence at ``location``, without runs on loan after them."""
     runs = tuple(StripeRun(r.start, min(r.stop, stripes), r.kv_shard) for r in location.moved_runs if r.start < stripes)
     return KvLocation(location.kv_shard, runs)
 
 
 def spill_to(location: KvLocation, start: int, stop: int, kv_shard: int) -> KvLocation:
-    """``location`` with the stripes ``start .. stop``, behind all that are on loan, put into ``kv_shard``."""
+    """Return ``location`` with the stripes ``start .. stop`` put into ``kv_shard``; they follow all stripes on loan."""
     runs = location.moved_runs
     if kv_shard == location.kv_shard or start >= stop:
         return location
@@ -44,8 +45,8 @@ def spill_to(location: KvLocation, start: int, stop: int, kv_shard: int) -> KvLo
 
 
 def relocated(location: KvLocation, run: StripeRun, stripes: int) -> KvLocation | None:
-    """``location``, of so many stripes, with those of ``run`` in its KV shard; None where it would lie in more pieces
-    than there may be.
+    """Return ``location`` with the stripes of ``run`` in its KV shard; None if it would have too many runs or nodes.
+    ``stripes``: the sequence's number of stripes.
     """
     home, runs = location.kv_shard, list[StripeRun]()
     for each in location.moved_runs:
@@ -67,8 +68,8 @@ def relocated(location: KvLocation, run: StripeRun, stripes: int) -> KvLocation 
 
 
 def num_fitting_stripes(location: KvLocation, kv_shard: int, begin: int, room: int) -> int:
-    """How many of the stripes from ``begin`` on, the next of a sequence at ``location``, ``kv_shard`` can take into
-    ``room`` stripes of room.
+    """Return how many of the stripes from ``begin`` on, the next of a sequence at ``location``, fit into ``kv_shard``.
+    ``room``: free stripes there.
     """
     if (
         len(location.moved_runs) >= MAX_RUNS
@@ -83,7 +84,7 @@ def num_fitting_stripes(location: KvLocation, kv_shard: int, begin: int, room: i
 
 
 def _nodes(location: KvLocation, kv_shard: int, stripes: int) -> int:
-    """The nodes of those of the first ``stripes`` that ``kv_shard`` owns."""
+    """Return the number of nodes of those of the first ``stripes`` that ``kv_shard`` owns."""
     if kv_shard != location.kv_shard:
         return sum(nodes_of(r.start, min(r.stop, stripes)) for r in location.moved_runs if r.kv_shard == kv_shard)
     cuts = [0, *(min(x, stripes) for r in location.moved_runs for x in (r.start, r.stop)), stripes]
@@ -91,21 +92,24 @@ def _nodes(location: KvLocation, kv_shard: int, stripes: int) -> int:
 
 
 def spill_locations(location: KvLocation, begin: int, stripes: int, room: Mapping[int, int]) -> KvLocation | None:
-    """Where stripes ``begin .. stripes`` of a sequence go, whose first ones lie at ``location``: home first. ``room``:
-    KV shard -> stripes that its owner can take, one KV shard of each owner. None where they do not fit.
+    """Return the location of a sequence that gets stripes ``begin .. stripes``, its home first; None if they do not
+    fit.
+
+    ``location``: of its first stripes. ``room``: KV shard -> stripes that its owner can take, with one KV shard of each
+    owner.
     """
     new_place, stop = _fill(location, begin, stripes, room)
     return new_place if stop == stripes else None
 
 
 def longest_sequence(room: Mapping[int, int]) -> int:
-    """Stripes of the longest sequence that ``room`` holds, by KV shard as for ``spill_locations``."""
+    """Return the stripes of the longest sequence that fits into ``room``; see ``spill_locations``."""
     home = max(room, key=lambda lane: room[lane])
     return _fill(KvLocation(home), 0, sum(room.values()), room)[1]
 
 
 def _fill(location: KvLocation, begin: int, stripes: int, room: Mapping[int, int]) -> tuple[KvLocation, int]:
-    """Where the stripes go as far as they fit, and the first one that does not; arguments as of ``spill_locations``."""
+    """Place the stripes as far as they fit. Returns the location and the first stripe that does not fit."""
     for lane in sorted(room, key=lambda lane: (lane != location.kv_shard, -room[lane])):
         stop = begin + num_fitting_stripes(location, lane, begin, min(room[lane], stripes - begin))
         location, begin = spill_to(location, begin, stop, lane), stop
@@ -115,8 +119,10 @@ def _fill(location: KvLocation, begin: int, stripes: int, room: Mapping[int, int
 def free_stripes_by_shard(
     placement: KvPlacement, groups: Sequence[KvShards], windows: Sequence[int], blocks: Iterable[int]
 ) -> dict[int, int]:
-    """KV shard -> stripes of room, the first KV shard of each owner: KV shards of the same ``groups`` lie with one.
-    ``blocks``: that each group has; one with a window counts for nothing, as it keeps little of a sequence.
+    """Return KV shard -> free stripes, with the first KV shard of each owner; KV shards of the same ``groups`` have one
+    owner.
+
+    ``blocks``: free blocks of each group. Groups with a window do not count, as they keep little of a sequence.
     ``placement``: with stripes in blocks.
     """
     room, seen, counted = dict[int, int](), set[tuple[bool, ...]](), list(blocks)

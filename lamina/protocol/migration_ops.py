@@ -1,9 +1,8 @@
-"""What plans say of stripes that go from one memory worker to another while their sequence goes on decoding, or of a
-whole sequence, which has no rows meanwhile, and what memory workers answer.
+"""Plan ops that migrate stripes, or a whole sequence, from one memory worker to another, and memory workers' replies.
 
-A CopyStripes has them copied: whoever has them goes on serving. Once the copy is there, a later plan's Adopt has the
-sequence lie there; then, and not before, the blocks that it had are free. Where anything ends before that, it lies as
-it did.
+Stripes are copied while their sequence continues to decode; a whole sequence has no rows meanwhile. CopyStripes begins
+the copy, and the old owner continues to serve the stripes. Once the copy is there, a later plan's CommitMigration
+changes the location. Only then are the old blocks free. If anything ends before that, the sequence stays where it was.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from .kv_placement import KvLocation
 
 
 class CopyStripes(msgspec.Struct, frozen=True, array_like=True, tag="move"):
-    """Begin ``sequence``, which holds the stripes ``stripe .. stripe + count`` of ``source`` in ``kv_shard`` and
-    nothing else, and have their K and V copied there by the one memory worker that has them. All rows in them are of
-    plans before this one. Where sequences lie whole, ``count`` is 0: all of it goes, and it has no rows before it
-    adopts the copy. Answered by StripesCopied, once by every memory worker.
+    """Start ``sequence``, which holds only the stripes ``stripe .. stripe + count`` of ``source``, in ``kv_shard``.
+
+    The one memory worker that has these stripes copies their K and V there. All their rows are of earlier plans. Where
+    sequences are not divided, ``count`` is 0: all of the source is copied, and it has no rows before CommitMigration.
+    Every memory worker replies with one StripesCopied.
     """
 
     sequence: int
@@ -28,8 +28,8 @@ class CopyStripes(msgspec.Struct, frozen=True, array_like=True, tag="move"):
 
 
 class CommitMigration(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
-    """``sequence`` has the blocks of ``copy``, which is gone, and lies at ``location`` from now on; its other stripes
-    lie where they did.
+    """Give ``sequence`` the blocks of ``copy``, which ends, and the new ``location``. Other stripes stay as
+    they are.
     """
 
     sequence: int
@@ -38,9 +38,10 @@ class CommitMigration(msgspec.Struct, frozen=True, array_like=True, tag="adopt")
 
 
 class MigrationPeer(msgspec.Struct, frozen=True, array_like=True):
-    """A memory worker, as another worker or itself is told of it. ``connects``: the other one connects to it at
-    ``url``, by ``key`` if it has its own; ``is_awaited``: it connects to the other one. Two workers with keys of their
-    own do not meet.
+    """A memory worker, as described to another one of its rank, or to itself.
+
+    ``connects``: the receiver connects to it at ``url``, by its own ``key`` if it has one. ``is_awaited``: it connects
+    to the receiver. Two workers with keys of their own do not connect.
     """
 
     name: str
@@ -51,8 +52,8 @@ class MigrationPeer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StripesCopied(msgspec.Struct, frozen=True, kw_only=True, tag="stripes-copied"):
-    """Memory worker -> driver: its part of the CopyStripes of ``sequence`` is done. ``nbytes``: of K and V that have
-    come, and whose checksums are right; ``error``: why it could not be done.
+    """Memory worker -> driver: its part of the CopyStripes of ``sequence`` is done. ``nbytes``: K and V received, with
+    right checksums; ``error``: the reason for a failure.
     """
 
     epoch: int

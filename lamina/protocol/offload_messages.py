@@ -1,17 +1,18 @@
-"""What driver and memory workers tell each other of the pages that are kept beside the pools."""
+"""Messages between the driver and memory workers about offloaded KV pages."""
 
 from __future__ import annotations
 
 import msgspec
 
-MAX_LISTED_PAGES = 1 << 17  # keys that a memory worker tells of
+MAX_LISTED_PAGES = 1 << 17  # keys that a memory worker lists
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a memory worker keeps pages beside its pool. ``total_bytes``, ``memory_bytes``: bytes of all ``workers``,
-    each has an equal part. See kv.storage.StorageConfig. ``chunk_tokens``: tokens of a prompt's chunks; ``ranks``: that
-    share the model's heads, of which the worker is of number ``rank``. ``ttl_s``: for which pages that nobody uses are
-    kept; 0 = ever.
+    """The storage in which a memory worker keeps offloaded pages; see kv.storage.StorageConfig.
+
+    ``total_bytes``, ``memory_bytes``: bytes of all ``workers`` together; each has an equal part. ``chunk_tokens``:
+    tokens of a prefill chunk. ``rank``: the worker's rank, of ``ranks`` that share the model's heads. ``ttl_s``:
+    seconds after which unused pages are deleted; 0: never.
     """
 
     backend: str
@@ -30,10 +31,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages"):
-    """Memory worker -> driver, in answer to a Connect with a tier, once it is bound: the keys of pages with every
-    fragment that this worker can need, in the order of their last use; MAX_LISTED_PAGES at most. ``capacity``: number
-    of pages whose part it can keep. ``evicted``: keys of pages that it has just given up for all workers, although
-    another one may have listed them before.
+    """Memory worker -> driver, in reply to a Connect with storage, once the worker is bound: the pages that it has.
+
+    ``keys``: pages of which it has every fragment that it can need, in the order of their last use, MAX_LISTED_PAGES at
+    most. ``capacity``: the number of pages whose part it can keep. ``evicted``: pages that it has just discarded for
+    all workers, although another worker may have listed them before.
     """
 
     epoch: int
@@ -43,8 +45,8 @@ class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages")
 
 
 class TransferDone(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
-    """Memory worker -> driver: transfer ``transfer_id`` has ended here. So many ``num_pages``, from its first one on,
-    are where they were to be; ``error``: why not all. ``evicted``: keys of pages that have given way.
+    """Memory worker -> driver: transfer ``transfer_id`` has ended here. Its first ``num_pages`` pages are at their
+    destination; ``error``: why not all. ``evicted``: keys of pages that were evicted for them.
     """
 
     epoch: int
@@ -56,7 +58,7 @@ class TransferDone(msgspec.Struct, frozen=True, kw_only=True, tag="transferred")
 
 class LoadReady(msgspec.Struct, frozen=True, kw_only=True, tag="gate-opened"):
     """Memory worker -> driver: transfer ``transfer_id`` has loaded enough for rows of its sequence to come. The
-    transfer reports its end as others do. If that is an error, these rows attended KV that was never there.
+    transfer still reports its end in a TransferDone. If that has an error, these rows attended KV that was never there.
     """
 
     epoch: int
@@ -64,9 +66,11 @@ class LoadReady(msgspec.Struct, frozen=True, kw_only=True, tag="gate-opened"):
 
 
 class OffloadFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver knows of the pages beside the pools, when all have met. ``secret``, ``identity``, ``era``: of
-    their keys; ``page_size``: tokens; ``pages``, ``capacities``: what each memory worker has told; ``backend``: the
-    name of where they are; ``is_complete``: it has every page, of whatever tokens.
+    """The facts about offloaded pages that the driver knows, once all workers have connected.
+
+    ``secret``, ``identity``, ``era``: parts of page keys. ``page_size``: in tokens. ``pages``, ``capacities``: by
+    memory worker, as it has reported. ``backend``: the storage backend's name. ``is_complete``: the backend has every
+    page, of any tokens.
     """
 
     secret: bytes

@@ -1,5 +1,5 @@
-"""Prefill workers that compute a prompt together: each is a stage, and has a run of the model's layers. Policy: no
-torch, no I/O.
+"""The stages of prefill workers that compute a prompt together: each has a run of the model's layers. Policy: no torch,
+no I/O.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from .step_plan import GRANTS_AHEAD
 
 
 def stage_layers(num_layers: int, stages: int, stage: int) -> range:
-    """The attention operators of a stage, as many as those of the others, or one more. It runs the slices in front of
-    them; the last stage that behind all of them, too. Raises ValueError for more stages than layers.
+    """Return the attention operators of a stage; stages differ by one at most.
+
+    A stage runs the slices before its operators; the last stage also runs the final slice. Raises ValueError for more
+    stages than layers.
     """
     if stages > num_layers:
         raise ValueError(
@@ -22,7 +24,9 @@ def stage_layers(num_layers: int, stages: int, stage: int) -> range:
 
 
 def max_grants_in_flight(stages: int, windows: Sequence[int]) -> int:
-    """Chunks of a group of ``stages`` workers, at most, whose K and V are still to come: one for each, and one so that
-    nobody waits. Fewer where layers have windows: behind one, a third chunk may give blocks back that the first fills.
+    """Return how many chunks of a group of ``stages`` workers may wait for K and V at once.
+
+    It is one chunk for each worker, and one more so that no worker idles. Fewer with windows: there a third chunk might
+    free blocks that the first still fills.
     """
     return GRANTS_AHEAD if any(windows) else GRANTS_AHEAD + stages - 1

@@ -1,5 +1,5 @@
-"""How prefill workers fetch beginnings of prompts from each other: the addresses, the meetings, the questions. Where
-several workers compute a prompt together, workers of one stage fetch from each other.
+"""Prefix fetch between prefill workers: addresses, connections and requests. If several workers compute a prompt
+together, workers of the same stage fetch from each other.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from .kv_placement import FIRST_LOCATION
 def prompt_cache_tokens(
     windows: Sequence[int], num_blocks: Sequence[int], block_size: int, longest: int, batching: BatchingOptions
 ) -> list[int] | None:
-    """Of a prefill worker's store of ``num_blocks`` by layer group, those that kept prompts never take: for the prompt
-    that is computed, of up to ``longest`` tokens, and for the first chunk of the next, in whose plan others give way.
-    None where it has no more than that.
+    """Return, by layer group, the blocks of a prefill worker's store that cached prompts never take; None if that is
+    all.
+
+    They are for the prompt in progress, of up to ``longest`` tokens, and for the first chunk of the next one, whose
+    plan evicts cached prompts. ``num_blocks``: of the store, by layer group.
     """
     one = BlockTables(windows, num_blocks, block_size).max_blocks(FIRST_LOCATION, longest, batching.max_rows)
     room = [n + -(-batching.prefill_chunk // block_size) + 1 for n in one]
@@ -30,30 +32,32 @@ def prompt_cache_tokens(
 def can_cache_prompts(
     windows: Sequence[int], num_blocks: Sequence[int], block_size: int, longest: int, batching: BatchingOptions
 ) -> bool:
-    """Whether such a store keeps prompts, and all layers of them: others may have beginnings from it."""
+    """Return whether such a store keeps prompts in all layers, so that other workers may fetch prefixes from it."""
     return not any(windows) and prompt_cache_tokens(windows, num_blocks, block_size, longest, batching) is not None
 
 
 def can_fetch_prefixes(prefill: Sequence[ComputeReady], batching: BatchingOptions, groups: int) -> bool:
-    """Whether prefill workers can have beginnings of prompts from each other, where prompts are kept at all."""
+    """Return whether prefill workers can fetch prefixes from each other, given that prompts are cached at all."""
     each = [(s.windows, s.num_blocks, r.block_size, r.max_model_len) for r in prefill for s in r.prefill_stores]
     return groups > 1 and all(can_cache_prompts(*store, batching) for store in each)
 
 
 class ConnectPrefillPeers(msgspec.Struct, frozen=True, kw_only=True, tag="meet-prefill"):
-    """Driver -> prefill worker, once all of them have answered their Connect: each opens a channel to each other one of
-    ``peers``, of which it is number ``own_index``, and to the stages before and behind it, under the same epoch. No
-    answer: what is to be computed and fetched comes behind it.
+    """Driver -> prefill worker, once all have replied to Connect: open channels to other prefill workers, under the
+    same epoch.
+
+    The worker is number ``own_index`` of ``peers`` and connects to each other one, and to the stages before and after
+    it. There is no reply: work that needs the channels follows on the link.
     """
 
-    peers: list[Address] = []  # empty: nobody fetches
+    peers: list[Address] = []  # empty: no prefix fetch
     own_index: int = 0
     previous_stage: str = ""  # the name of the stage before it; empty: it is the first
     next_stage: Address | None = None  # None: it is the last
 
 
 class PrefixRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Send K and V of whole blocks of ``sequence``, of ``count`` tokens from position ``first`` on, for a step."""
+    """A request for K and V of whole blocks: ``count`` tokens of ``sequence`` from ``first`` on, for a step."""
 
     sequence: int
     first: int

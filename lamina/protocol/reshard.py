@@ -1,7 +1,7 @@
-"""KV that changes hands because memory workers come or go: which heads of which blocks go from which worker to which.
+"""Moves of KV when memory workers come or go: which heads of which blocks go from which worker to which.
 
-A pure function of two partitions and of where sequences lie under each. So all memory workers compute the same moves,
-and only KV is sent.
+This is a pure function of two partitions and of sequences' locations under each. So all memory workers compute the same
+moves, and only KV is sent.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from .step_plan import BindRequest, SurvivingKv
 
 
 class TerminationNotice(msgspec.Struct, frozen=True, tag="leaving"):
-    """Memory worker -> driver, at any time: somebody wants this process to end soon, with SIGTERM. It serves until it
-    is told to stop, or is killed.
+    """Memory worker -> driver: its process got SIGTERM, and is to end soon. It serves until it gets Stop or
+    is killed.
     """
 
 
 class PrepareStore(msgspec.Struct, frozen=True, tag="make-room"):
-    """Driver -> memory worker, at any time: a Recut to ``bind`` may come; have memory ready. None: it does not come.
-    Answered by StorePrepared, but for None, or where another one has come. ``storage``: where pages will lie beside the
-    pool, which must do for one sequence. ``resize_number``: of the change; 0 = of none: a spare may take a place with
-    such a Bind, and nobody waits for an answer.
+    """Driver -> memory worker, at any time: have memory ready, since a Reshard to ``bind`` may come. None: it does not
+    come.
+
+    The reply is StorePrepared, except for None, or if another PrepareStore has come. ``storage``: where offloaded pages
+    will lie; it must suffice for one sequence. ``resize_number``: of the change; 0: of none. A spare worker may take a
+    place with such a ``bind``, and the driver waits for no reply.
     """
 
     bind: BindRequest | None
@@ -40,84 +42,84 @@ class PrepareStore(msgspec.Struct, frozen=True, tag="make-room"):
 
     @property
     def is_first_store(self) -> bool:
-        """Whether it is for the first store that there will be."""
+        """Return whether it is for the worker's first store."""
         return self.bind is not None and not self.resize_number
 
 
 class StorePrepared(msgspec.Struct, frozen=True, tag="room-made"):
-    """Memory worker -> driver: it has, for the change of that number. ``error``: it cannot; why."""
+    """Memory worker -> driver: its memory for change ``resize_number`` is ready. ``error``: why it cannot have it."""
 
     error: str = ""
     resize_number: int = 0
 
 
 class Reshard(msgspec.Struct, frozen=True, kw_only=True, tag="recut"):
-    """Driver -> memory worker at rest, behind Quiesced: have the store of ``bind`` in place of the one that is there,
-    with the KV of ``surviving``, which the workers of ``before`` have. Answered by Recutted.
+    """Driver -> quiesced memory worker: replace the store by that of ``bind``, with the KV of ``surviving``, which the
+    workers of ``before`` have. The reply is ReshardDone.
     """
 
-    epoch: int  # of the Quiesce; of the channels between the peers, too
-    bind: BindRequest | None  # None: this worker goes, and keeps nothing
+    epoch: int  # of the Quiesce, and of the channels between the peers
+    bind: BindRequest | None  # None: this worker leaves, and keeps nothing
     before: Partition
     after: Partition
     surviving: list[SurvivingKv]
-    peers: list[Address]  # all workers that give or take
-    own_index: int  # among them
-    sources: list[int]  # worker of ``before`` -> who it is among the peers
-    targets: list[int]  # the same of ``after``
-    timeout_s: float  # without a word of a peer
+    peers: list[Address]  # all workers that send or receive KV
+    own_index: int  # the receiver's index in ``peers``
+    sources: list[int]  # worker of ``before`` -> its index in ``peers``
+    targets: list[int]  # worker of ``after`` -> its index in ``peers``
+    timeout_s: float  # limit of silence of a peer
 
 
 class RebuildKv(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
-    """Driver -> memory worker at rest, behind Quiesced: rebuild the KV of ``surviving`` of a lost worker, as the
-    exclusive or of all other workers' KV, of which one is the parity. Answered by Recutted.
+    """Driver -> quiesced memory worker: rebuild a lost worker's KV of ``surviving`` as the XOR of all other workers'
+    KV, of which one is the parity. The reply is ReshardDone.
     """
 
-    epoch: int  # of the Quiesce; of the channels between the peers, too
-    bind: BindRequest | None  # of the one that takes the lost one's place; None: this worker gives
+    epoch: int  # of the Quiesce, and of the channels between the peers
+    bind: BindRequest | None  # of the worker in the lost one's place; None: the receiver sends KV
     surviving: list[SurvivingKv]
-    peers: list[Address]  # all, the new one too
-    own_index: int  # among them
-    sources: list[int]  # the workers that give
-    targets: list[int]  # the new one alone
-    timeout_s: float  # without a word of a peer
+    peers: list[Address]  # all memory workers, the new one too
+    own_index: int  # the receiver's index in ``peers``
+    sources: list[int]  # indices of the workers that send
+    targets: list[int]  # index of the new worker alone
+    timeout_s: float  # limit of silence of a peer
 
 
 class ReshardDone(msgspec.Struct, frozen=True, kw_only=True, tag="recutted"):
-    """Memory worker -> driver: it has its store. ``error``: it has none, nor any KV; why."""
+    """Memory worker -> driver: its new store is complete. ``error``: why it has none, nor any KV."""
 
     epoch: int
     error: str = ""
-    nbytes: int = 0  # that came from others
+    nbytes: int = 0  # received from other workers
 
 
 class HeadTransfer(NamedTuple):
-    """KV heads ``head_start .. head_stop`` of a layer that go from one memory worker, of the partition before, to one
-    of the next. ``blocks``: sequence -> KV blocks, counted from its token 0.
+    """KV heads ``head_start .. head_stop`` of a layer that move between memory workers: from ``source``, numbered by
+    the partition before, to ``target`` of the next one. ``blocks``: sequence -> KV blocks, counted from token 0.
     """
 
     source: int
     target: int
-    source_piece: int  # the source's piece of the layer
-    target_piece: int  # the target's
+    source_piece: int  # number of the source's piece of the layer
+    target_piece: int  # number of the target's piece
     head_start: int
     head_stop: int
     blocks: dict[int, list[int]]
 
 
 class HeadTransfers:
-    """The strips of every layer. Layers with equal windows and an equal cut of heads have the same strips."""
+    """The transfers of every layer. Layers with equal windows and an equal cut of heads have the same transfers."""
 
     def __init__(
         self, before: Partition, after: Partition, windows: Sequence[int], keep: Sequence[SurvivingKv], block_size: int
     ) -> None:
-        """``windows``: by layer, in tokens; ``block_size`` in tokens, as all that is counted here in blocks."""
+        """``windows``: by layer, in tokens. ``block_size``: in tokens; all blocks here have this size."""
         self._before, self._after, self._windows, self._keep = before, after, windows, keep
         self._block_size = block_size
         self._known: dict[tuple[int, int, int], list[HeadTransfer]] = {}
 
     def of_layer(self, layer: int) -> list[HeadTransfer]:
-        """In an order that all workers have alike."""
+        """Return the transfers of a layer, in the same order on all workers."""
         key = self._before.layer_table[layer], self._after.layer_table[layer], self._windows[layer]
         if key not in self._known:
             self._known[key] = list(self._make(layer))
@@ -141,7 +143,7 @@ class HeadTransfers:
         return [piece.kv_shards for _, _, piece in _pieces(partition, layer)]
 
     def _numbers(self, of: Partition, kv_shards: KvShards, window: int, *, was: bool) -> dict[int, dict[int, None]]:
-        """Sequence -> the blocks that some KV shards have of it."""
+        """Return sequence -> the numbers of its blocks that lie in ``kv_shards``."""
         placement = KvPlacement(of.num_kv_shards, of.stripe * CHUNK_TOKENS // self._block_size, of.single_shard)
         extents, numbers = Extents([window], self._block_size, [kv_shards], placement), dict[int, dict[int, None]]()
         for each in self._keep:
@@ -152,5 +154,5 @@ class HeadTransfers:
 
 
 def _pieces(of: Partition, layer: int) -> list[tuple[int, int, Piece]]:
-    """The pieces of all workers, each with its worker and its number among that worker's pieces."""
+    """Return the pieces of all workers, each with its worker and its number among that worker's pieces."""
     return [(w, i, piece) for w in range(of.num_workers) for i, piece in enumerate(of.pieces(layer, w))]

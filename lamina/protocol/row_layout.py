@@ -1,9 +1,9 @@
-"""Which rows of a step go to a memory worker, and what comes back. Both sides of the wire work it out for themselves.
+"""The rows of a step that go to a memory worker, and the results that come back. Both sides of the wire compute this.
 
-Where several workers share a sequence's tokens, *home* is the one that keeps the first new row's position. It attends
-the new rows among themselves, for which it gets all their K and V. Every worker attends the stored tokens that it
-keeps: the maximal aligned *nodes* of the merge tree (ops.attention.merge) whose stored tokens are all its own, each in
-one range. Where home has all that is seen, the result is final; else it and the others return partial results, which
+If several workers share a sequence's tokens, *home* is the worker that keeps the first new row's position. It attends
+the new rows among themselves, for which it gets all their K and V. Every worker attends its stored tokens by *nodes*:
+the maximal aligned nodes of the merge tree (ops.attention.merge) whose stored tokens are all its own, each in one
+range. If home has all visible tokens, its result is final. Else it and the other workers return partial results, which
 are merged where they are gathered.
 """
 
@@ -24,8 +24,10 @@ MAX_NODES_OF_SPILLED_RUN = 12  # a run of 64 stripes anywhere has no more
 
 
 class MergeNodeRange(NamedTuple):
-    """The stored tokens ``low .. high`` of the sequence of ``rows``: all that are seen of its stripes ``number <<
-    level .. (number + 1) << level``, in the merge tree over stripes.
+    """The stored tokens ``low .. high`` of the sequence of ``rows`` that one node of the merge tree over stripes
+    covers.
+
+    These are all visible tokens of its stripes ``number << level .. (number + 1) << level``.
     """
 
     rows: RowRange
@@ -42,27 +44,25 @@ class RowLayout:
     Partial results come back in this order: of ``merge_nodes``, then of ``new_rows``; each has its sequence's rows.
     """
 
-    whole_sequences: list[RowRange] = field(default_factory=list)  # sequences that it finishes alone
+    whole_sequences: list[RowRange] = field(default_factory=list)  # sequences that it computes alone
     whole_rows: list[int] = field(default_factory=list)
     merge_nodes: list[MergeNodeRange] = field(default_factory=list)
-    new_rows: list[RowRange] = field(
-        default_factory=list
-    )  # sequences whose new rows it attends, to be merged elsewhere
+    # Sequences whose new rows it attends, to be merged elsewhere.
+    new_rows: list[RowRange] = field(default_factory=list)
     q: list[RowRange] = field(default_factory=list)  # sequences whose Q it needs for ``merge_nodes`` and ``new_rows``
     q_rows: list[int] = field(default_factory=list)
-    kv: list[RowRange] = field(
-        default_factory=list
-    )  # rows whose K and V it needs for ``new_rows``, or only to keep them
+    # Rows whose K and V it needs for ``new_rows``, or only to store them.
+    kv: list[RowRange] = field(default_factory=list)
     kv_rows: list[int] = field(default_factory=list)
 
     @property
     def num_partial(self) -> int:
-        """Rows of partial results."""
+        """The number of rows of partial results."""
         return sum(n.rows.count for n in self.merge_nodes) + sum(r.count for r in self.new_rows)
 
 
 def row_layout(rows: Sequence[RowRange], kv_shards: KvShards, window: int, placement: KvPlacement) -> RowLayout:
-    """The layout for the group of ``window`` that keeps ``kv_shards``. Stripes of ``placement`` are in tokens."""
+    """Return the layout for the group of ``window`` that keeps ``kv_shards``. ``placement``: with stripes in tokens."""
     out, at, stripe = RowLayout(), 0, placement.stripe
     for row in rows:
         steps = range(at, at + row.count)
@@ -98,15 +98,16 @@ def row_layout(rows: Sequence[RowRange], kv_shards: KvShards, window: int, place
 def owned_nodes(
     kv_shards: KvShards, placement: KvPlacement, location: KvLocation, stripes: range
 ) -> tuple[list[tuple[int, int]], bool]:
-    """The nodes that ``kv_shards`` keep of ``stripes`` of a sequence at ``location``, and whether these are all. Read
-    only."""
+    """Return the nodes that ``kv_shards`` keep of a sequence's ``stripes``, and whether these are all. Read only."""
     here = [n for run in placement.owned_runs(kv_shards, location, stripes) for n in run]
     return maximal_nodes(here, stripes), len(here) == len(stripes)
 
 
 def maximal_nodes(here: Iterable[int], stripes: range) -> list[tuple[int, int]]:
-    """(level, number) of the largest nodes of the merge tree over ``stripes`` whose leaves are all ``here``, in their
-    order. What is not one of ``stripes`` is no leaf: a node without a sibling rises as it is.
+    """Return (level, number) of the largest nodes of the merge tree over ``stripes`` whose leaves are all ``here``, in
+    order.
+
+    Only ``stripes`` are leaves; a node without a sibling rises as it is.
     """
     level, nodes, held = 0, list[tuple[int, int]](), sorted(here)
     while held:
@@ -122,8 +123,8 @@ def maximal_nodes(here: Iterable[int], stripes: range) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=256)
 def max_nodes(kv_shards: KvShards, placement: KvPlacement, stripes: int) -> int:
-    """The most nodes of a sequence of up to ``stripes`` stripes that is dealt out by rule; one that sees fewer stripes
-    has no more. A sequence with loans has MAX_NODES_OF_SPILLED_RUN at most, which bounds the slots of messages.
+    """Return the most nodes that a sequence of up to ``stripes`` stripes has here, placed by rule; seeing fewer stripes
+    gives no more. With loans it has at most MAX_NODES_OF_SPILLED_RUN, which bounds the slots of messages.
     """
     if placement.single_shard:
         return min(stripes, MAX_NODES_OF_SPILLED_RUN)
@@ -132,7 +133,7 @@ def max_nodes(kv_shards: KvShards, placement: KvPlacement, stripes: int) -> int:
 
 
 def owned_runs(row: RowRange, kv_shards: KvShards, placement: KvPlacement) -> list[RowRange]:
-    """The runs of ``row``'s new tokens that are kept in ``kv_shards``."""
+    """Return the runs of ``row``'s new tokens that lie in ``kv_shards``."""
     stripe, stop = placement.stripe, row.first + row.count
     if placement.is_whole(kv_shards, row.location):
         return [row] if row.location.kv_shard in kv_shards else []
@@ -146,10 +147,10 @@ def owned_runs(row: RowRange, kv_shards: KvShards, placement: KvPlacement) -> li
 
 @dataclass
 class MergePlan:
-    """How the partial results of all workers that share some heads, one worker's behind the other's, become one.
+    """The merges of partial results of all workers that share some heads; results are numbered worker by worker.
 
-    ``levels``: in each, the results at the left numbers become their merge with those at the right ones. Then ``roots``
-    and ``new`` are closed into the step's ``rows``.
+    ``levels``: at each level, the results at the left numbers are replaced by their merge with those at the right ones.
+    Then ``roots`` and ``new`` are merged into the step's ``rows``.
     """
 
     levels: list[tuple[list[int], list[int]]] = field(default_factory=list)
@@ -159,10 +160,8 @@ class MergePlan:
 
 
 def merge_plan(layouts: Iterable[RowLayout]) -> MergePlan:
-    """The merges of the layouts of all workers that share some heads, in their order; the aligned tree of
-    ops.attention.merge.
-    """
-    # Of a sequence, of each of its nodes: level, number, and the place of the first of its results.
+    """Return the merges for the layouts of all workers that share some heads; see ops.attention.merge for the tree."""
+    # By sequence, for each of its nodes: level, number, and the index of its first result.
     nodes_of: dict[RowRange, list[tuple[int, int, int]]] = {}
     new: dict[RowRange, int] = {}
     places: dict[RowRange, int] = {}
@@ -188,9 +187,9 @@ def merge_plan(layouts: Iterable[RowLayout]) -> MergePlan:
 
 
 def _merge(count: int, nodes: list[tuple[int, int, int]], levels: dict[int, tuple[list[int], list[int]]]) -> int:
-    """Add the merges of a sequence of ``count`` rows to ``levels``; returns the first result of its root."""
+    """Add the merges of a sequence of ``count`` rows to ``levels``. Returns the index of its root's first result."""
     waiting = sorted(nodes, reverse=True)  # the lowest level, and in it the lowest number, comes last
-    level, here = waiting[-1][0], list[tuple[int, int]]()  # of this level: (number, first of its results)
+    level, here = waiting[-1][0], list[tuple[int, int]]()  # nodes of this level: (number, index of the first result)
     while True:
         while waiting and waiting[-1][0] == level:
             _, number, at = waiting.pop()

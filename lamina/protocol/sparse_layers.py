@@ -1,4 +1,6 @@
-"""Which layers keep or attend some of a sequence's KV only, and how much. No torch here: the driver needs it too."""
+"""The layers in which KV sparsity applies, and the tokens that they keep. No torch here, since the driver
+imports it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ from .step_plan import LayerShape
 
 
 def sparse_layers(layers: Sequence[LayerShape], windows: Sequence[int], options: SparsityOptions) -> list[bool]:
-    """By layer. Blocks that are dropped close ranks, so a layer in which distances count keeps all: one with a window,
-    which keeps little anyway, or with ALiBi. ``windows``: by layer, in tokens. Raises ValueError where none is left.
+    """Return, by layer, whether blocks may be dropped. ``windows``: by layer, in tokens. Raises ValueError if no layer
+    qualifies.
+
+    Attention sees kept blocks side by side, so layers in which distances count keep all: those with ALiBi or with a
+    window, which keep little anyway.
     """
     return _approximate(layers, windows, options) if options.drops_blocks else [False] * len(layers)
 
 
 def selecting_layers(layers: Sequence[LayerShape], windows: Sequence[int], options: SparsityOptions) -> list[bool]:
-    """By layer, whether queries attend some blocks only. What is chosen lies side by side, so it is the same layers as
-    above. Raises ValueError where none is left.
+    """Return, by layer, whether queries attend only some blocks. These are the same layers as in ``sparse_layers``,
+    since attention sees selected blocks side by side, too. Raises ValueError if no layer qualifies.
     """
     return _approximate(layers, windows, options) if options.selects_blocks else [False] * len(layers)
 
@@ -40,5 +45,5 @@ def _approximate(layers: Sequence[LayerShape], windows: Sequence[int], options: 
 
 
 def max_kept_tokens(options: SparsityOptions) -> int:
-    """Tokens that a sequence has at most in each sparse layer, once blocks were dropped for the first time."""
+    """Return the most tokens that a sequence has in each sparse layer, once blocks have been dropped."""
     return options.kv_budget + SCORE_TOKENS

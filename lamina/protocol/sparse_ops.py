@@ -1,19 +1,19 @@
-"""Ops of plans for sequences that keep or attend only some of their blocks, and the answers of memory workers.
+"""Plan ops for sequences that keep or attend only some of their blocks, and the replies of memory workers.
 
-A block is *dropped*: its memory is free, and nobody sees it again. Other tokens keep their positions, by which K was
-rotated; a sparse layer's attention sees the kept tokens side by side, as if there were no others.
+A *dropped* block is freed and never seen again. The other tokens keep their positions, by which K was rotated. A sparse
+layer's attention sees the kept tokens side by side, as if there were no others.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-SCORE_BITS = 24  # behind the binary point: a row's attention over all that it sees adds up to 1 << SCORE_BITS, about
+SCORE_BITS = 24  # after the binary point: a row's attention weights add up to about 1 << SCORE_BITS
 
 
 class DropBlocks(msgspec.Struct, frozen=True, array_like=True, tag="prune"):
-    """Drop whole blocks of a sequence in all sparse layers, for good. ``blocks``: counted from its token 0, which it
-    has there, in ascending order. From now on it can be freed, have rows behind them and lose more, and nothing else.
+    """Drop whole blocks of a sequence in all sparse layers, for good. ``blocks``: ascending, counted from token 0; the
+    sequence still has them there. Afterwards the sequence may only be freed, have later rows, and lose more blocks.
     """
 
     sequence: int
@@ -21,8 +21,8 @@ class DropBlocks(msgspec.Struct, frozen=True, array_like=True, tag="prune"):
 
 
 class ScoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="score"):
-    """Tell, once this step is done, how much the last ``rows`` rows that it has of a sequence attend each of its
-    blocks. Answered by Scored, once by every memory worker.
+    """After this step, score how much the last ``rows`` rows of a sequence in it attend each of its blocks. Every
+    memory worker replies with one BlockScoresReport.
     """
 
     sequence: int
@@ -30,8 +30,8 @@ class ScoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="score"):
 
 
 class SelectBlocks(msgspec.Struct, frozen=True, array_like=True, tag="attend"):
-    """The only row that this step has of a sequence attends the best blocks of so many tokens, in place of the
-    engine's budget; 0: all.
+    """Let the sequence's only row in this step attend its best blocks of ``tokens`` tokens, 0: all, despite the
+    engine's budget.
     """
 
     sequence: int
@@ -42,9 +42,11 @@ RowOp = ScoreBlocks | SelectBlocks  # about rows of the step; it holds no blocks
 
 
 class BlockScoresReport(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
-    """Memory worker -> driver. ``scores``: for each block of the sequence, the step's included, the weight that the
-    rows' softmax gives its tokens, summed over the worker's query heads of all sparse layers, with SCORE_BITS bits; 0
-    for dropped blocks. Each (row, head, layer) is rounded by itself, so sums do not depend on how heads are dealt out.
+    """Memory worker -> driver: the weight that softmax gives to each block of a sequence, the step's blocks included.
+
+    ``scores``: summed over the rows, and over the worker's query heads of all sparse layers, as fixed-point numbers
+    with SCORE_BITS bits; 0 for dropped blocks. Each (row, head, layer) is rounded separately, so sums do not depend on
+    how heads are divided.
     """
 
     epoch: int

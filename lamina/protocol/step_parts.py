@@ -1,6 +1,4 @@
-"""A step that is done may bring more than a frame of a control link holds, such as all logits of many rows: it goes in
-parts, one message after the other.
-"""
+"""Splitting of a StepDone that is larger than a frame of a control link, such as one with the logits of many rows."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ import msgspec
 from . import control
 from .control import SampledToken, StepDone
 
-_DRAWN_BYTES, _SCORE_BYTES = 64, 20  # as encoded, at most
+_DRAWN_BYTES, _SCORE_BYTES = 64, 20  # encoded sizes, at most
 
 
 def split_step_done(done: StepDone, most: int | None = None) -> Iterator[StepDone]:
-    """Messages that are ``done`` together, each of about ``most`` bytes unless one token takes more; None = a quarter
+    """Yield messages that together are ``done``. ``most``: bytes of each, unless one token takes more; None: a quarter
     of a frame.
     """
     most = control.MAX_FRAME // 4 if most is None else most
@@ -31,13 +29,13 @@ def split_step_done(done: StepDone, most: int | None = None) -> Iterator[StepDon
 
 
 class StepDoneAssembler:
-    """Puts a step together from its parts, which one worker sends one behind the other."""
+    """Joins the parts of a step, which one worker sends one after the other."""
 
     def __init__(self) -> None:
         self._held: StepDone | None = None
 
     def add(self, part: StepDone) -> StepDone | None:
-        """The whole step; None while more of it is to come. What came of another one is forgotten."""
+        """Return the whole step, or None while parts are missing. Parts of another, unfinished step are dropped."""
         held, self._held = self._held, None
         if held is not None and (held.epoch, held.batch, held.step) == (part.epoch, part.batch, part.step):
             part = msgspec.structs.replace(part, sampled_tokens=[*held.sampled_tokens, *part.sampled_tokens])

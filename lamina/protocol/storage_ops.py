@@ -1,4 +1,4 @@
-"""The ops of a plan that concern the medium beside the pool alone, and no block."""
+"""The ops of a plan that only concern the storage of offloaded pages, and no KV block."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import msgspec
 
 from .kv_placement import FIRST_LOCATION, KvLocation
 
-MAX_HINTED_PAGES = 1 << 16  # pages, of all turns that wait
-MAX_RETENTION_S = 1e6  # for which pages are kept at least, behind the last word about them
+MAX_HINTED_PAGES = 1 << 16  # pages of all waiting turns together
+MAX_RETENTION_S = 1e6  # the longest retention after the last op about a page
 
 
 class DeletePages(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """Forget pages in the medium, behind what is being saved there. Nobody waits for it. ``sequence``: whose they were;
-    it need not exist.
+    """Delete pages from storage, after the saves that are in progress. No worker waits for it. ``sequence``: the one
+    that had the pages; it need not exist.
     """
 
     sequence: int
@@ -20,9 +20,8 @@ class DeletePages(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
 
 
 class PrefetchHint(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
-    """A sequence that waits needs pages of the medium, from page ``first`` on, and will most likely lie at
-    ``location``. A smaller ``order`` needs its pages earlier. No keys: it needs no pages any more. No worker waits for
-    this op.
+    """A waiting sequence needs stored pages from page ``first`` on, and will probably lie at ``location``. A smaller
+    ``order`` needs its pages earlier. No keys: it needs no pages any more. No worker waits for this op.
     """
 
     order: int
@@ -32,9 +31,9 @@ class PrefetchHint(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
 
 
 class SetRetention(msgspec.Struct, frozen=True, array_like=True, tag="prolong"):
-    """Keep pages of the medium for ``seconds``: other pages give way before them, and none is given up for its age. It
-    is done behind the saves that are under way; no worker waits for it. ``sequence``: the one that had the pages; it
-    need not exist.
+    """Keep stored pages for ``seconds``: other pages are evicted before them, and their age does not matter. It takes
+    effect after the saves in progress; no worker waits for it. ``sequence``: the one that had the pages; it need not
+    exist.
     """
 
     sequence: int

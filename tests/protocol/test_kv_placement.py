@@ -20,20 +20,20 @@ def test_stripes_go_on_from_lane_to_lane_and_runs_lie_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("placement", "place", "words"),
     [
-        (DEALT, KvLocation(3), "lane 3 of 3"),
+        (DEALT, KvLocation(3), "KV shard 3 of 3"),
         (DEALT, KvLocation(-1), "lane -1 of 3"),
-        (STAYS, KvLocation(3), "lane 3 of 3"),
-        (STAYS, KvLocation(0, (StripeRun(0, 1, 1),)), "1 runs of stripes in other lanes, at most 0 can be"),
+        (STAYS, KvLocation(3), "KV shard 3 of 3"),
+        (STAYS, KvLocation(0, (StripeRun(0, 1, 1),)), "1 runs of stripes in other KV shards, at most 0 can be"),
         (
             DEALT,
             KvLocation(0, tuple(StripeRun(n, n + 1, 1) for n in range(MAX_RUNS + 1))),
-            "65 runs of stripes in other lanes, at most 64 can be",
+            "65 runs of stripes in other KV shards, at most 64 can be",
         ),
-        (DEALT, KvLocation(0, (StripeRun(3, 3, 1),)), "stripes 3..3 behind 0 in lane 1 of 3"),
-        (DEALT, KvLocation(0, (StripeRun(-1, 1, 1),)), "stripes -1..1 behind 0 in lane 1 of 3"),
-        (DEALT, KvLocation(0, (StripeRun(0, 3, 1), StripeRun(2, 4, 0))), "stripes 2..4 behind 3 in lane 0 of 3"),
-        (DEALT, KvLocation(0, (StripeRun(0, 3, 3),)), "stripes 0..3 behind 0 in lane 3 of 3"),
-        (DEALT, KvLocation(0, (StripeRun(0, 3, -1),)), "stripes 0..3 behind 0 in lane -1 of 3"),
+        (DEALT, KvLocation(0, (StripeRun(3, 3, 1),)), "stripes 3..3 after 0 in KV shard 1 of 3"),
+        (DEALT, KvLocation(0, (StripeRun(-1, 1, 1),)), "stripes -1..1 after 0 in KV shard 1 of 3"),
+        (DEALT, KvLocation(0, (StripeRun(0, 3, 1), StripeRun(2, 4, 0))), "stripes 2..4 after 3 in KV shard 0 of 3"),
+        (DEALT, KvLocation(0, (StripeRun(0, 3, 3),)), "stripes 0..3 after 0 in KV shard 3 of 3"),
+        (DEALT, KvLocation(0, (StripeRun(0, 3, -1),)), "stripes 0..3 after 0 in KV shard -1 of 3"),
     ],
 )
 def test_places_that_cannot_be(placement: KvPlacement, place: KvLocation, words: str) -> None:

@@ -1,1 +1,1 @@
-"""The KV blocks that sequences hold: counts and ids. Driver and memory workers count alike."""
+"""The KV blocks that sequences hold: counts and ids. The driver and memory workers compute the same."""

@@ -1,4 +1,4 @@
-"""How many KV blocks sequences need, and memory workers have. No tensors, no I/O."""
+"""Numbers of KV blocks that sequences need, and that memory workers have. No tensors, no I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from lamina.protocol.kv_placement import KvLocation, KvPlacement, ShardCounter
 
 
 def max_blocks_of_sequence(length: int, window: int, block_size: int, max_rows: int) -> int:
-    """The most blocks that one sequence of up to ``length`` tokens holds in a group, with ``max_rows`` rows a step.
+    """Return the most blocks that one sequence of up to ``length`` tokens holds in a group, with ``max_rows`` rows a
+    step.
 
     A windowed group keeps what the queries of the last two steps can see, and those steps' own tokens.
     """
@@ -31,15 +32,16 @@ def split_memory(
     max_len: int,
     max_kept_tokens: Sequence[int] = (),
 ) -> list[int]:
-    """Blocks for every group out of ``kv_bytes``; ``block_bytes[g]`` is the size of one block in all layers of group g.
+    """Return the blocks of every group that fit into ``kv_bytes``; ``block_bytes[g]``: size of a block in all layers of
+    group g.
 
-    A group's store has one block more, the null block, which counts against ``kv_bytes`` too. Every group can hold one
-    sequence of ``max_len`` tokens; where others lend (``single_shard``), a stripe of it. What is left is shared out for
-    sequences of a quarter of that length, spread evenly over the KV shards: with longer ones the groups without a
+    A group's store has one block more, the null block, which also counts against ``kv_bytes``. Every group can hold one
+    sequence of ``max_len`` tokens; where other workers lend (``single_shard``), one stripe of it. The rest is divided
+    for sequences of a quarter of that length, spread evenly over the KV shards. With longer ones the groups without a
     window run out first, with shorter ones the others. ``max_kept_tokens[g]``: tokens that a sequence has in group g
-    once blocks were dropped, 0 = all. Where such groups exist, the rest is shared out for sequences of full length,
-    since groups that drop blocks are for long ones, and each has room for one prompt on its way. Raises ValueError
-    where ``kv_bytes`` cannot hold one sequence.
+    once blocks were dropped, 0: all. If such groups exist, the rest is divided for sequences of full length, since
+    groups that drop blocks are for long ones. Each of these groups then has space for one prompt in progress. Raises
+    ValueError if ``kv_bytes`` cannot hold one sequence.
     """
 
     placement = KvPlacement(num_kv_shards(kv_shards), 0 if single_shard else stripe)
@@ -72,10 +74,8 @@ def split_memory(
 
 
 def num_kv_shards(kv_shards: Iterable[KvShards]) -> int:
-    """The number of lanes of a partition, as far as ``kv_shards``, those of some of its pieces, show it. Raises
-    ValueError where they disagree.
-    """
+    """Return the number of KV shards that the patterns of some pieces show. Raises ValueError if they disagree."""
     counts = {len(x.pattern) for x in kv_shards} - {1} or {1}
     if len(counts) > 1:
-        raise ValueError(f"lanes of {' and '.join(map(str, sorted(counts)))}")
+        raise ValueError(f"numbers of KV shards disagree: {' and '.join(map(str, sorted(counts)))}")
     return counts.pop()

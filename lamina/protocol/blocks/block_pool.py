@@ -1,4 +1,4 @@
-"""The KV blocks of one layer group: which are free, and how many sequences hold each of the others."""
+"""The KV blocks of one layer group: the free ones, and the number of sequences that hold each other one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """Blocks ``0 .. num_blocks``. A block is free again once nobody holds it."""
+    """Blocks ``0 .. num_blocks``. A block is free once no sequence holds it."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._free = array("q", range(num_blocks - 1, -1, -1))  # the last one is handed out next
-        self._holders: dict[int, int] = {}  # of blocks that several sequences hold
-        self.freed: list[int] | None = None  # blocks that have become free, where somebody wants to know
+        self._holders: dict[int, int] = {}  # block -> holders, for blocks that several sequences hold
+        self.freed: list[int] | None = None  # blocks that have become free; None: not recorded
 
     @property
     def num_free(self) -> int:
@@ -22,36 +22,36 @@ class BlockPool:
 
     @property
     def has_shared(self) -> bool:
-        """Whether some block has several holders."""
+        """Return whether some block has several holders."""
         return bool(self._holders)
 
     def allocate(self) -> int:
-        """A block for one holder. Raises IndexError where none is free."""
+        """Return a block for one holder. Raises IndexError if none is free."""
         return self._free.pop()
 
     def allocate_many(self, count: int) -> array[int]:
-        """So many, in the order in which ``allocate`` would give them. Raises IndexError where they are not free."""
+        """Return ``count`` blocks, in the order of ``allocate``. Raises IndexError if too few are free."""
         left = len(self._free) - count
         if left < 0:
-            raise IndexError(f"{count} blocks are to be taken, and {len(self._free)} are free")
+            raise IndexError(f"{count} blocks are needed, and {len(self._free)} are free")
         taken = self._free[: left - 1 if left else None : -1] if count else array("q")
         del self._free[left:]
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more sequence holds each of ``blocks``."""
+        """Add one holder to each of ``blocks``."""
         for block in blocks:
             self._holders[block] = self.num_holders(block) + 1
 
     def restore(self, blocks: Iterable[int]) -> None:
-        """Have nothing but these held, each as often as it is named. They are of this pool."""
+        """Hold exactly ``blocks``, each as often as it is listed. They belong to this pool."""
         named = Counter(blocks)
         self._free = array("q", (b for b in range(self._num_blocks - 1, -1, -1) if b not in named))
         self._holders = {block: n for block, n in named.items() if n > 1}
 
     def free(self, blocks: Iterable[int]) -> None:
-        """One holder less for each of ``blocks``. Of those that become free the last one is handed out next."""
-        if not self._holders and self.freed is None:  # the usual case, of an engine
+        """Remove one holder from each of ``blocks``. Of those that become free, the last one is allocated next."""
+        if not self._holders and self.freed is None:  # the usual case, in an engine
             self._free.extend(blocks)
             return
         for block in blocks:
@@ -66,11 +66,11 @@ class BlockPool:
                 self._holders[block] = left
 
     def num_holders(self, block: int) -> int:
-        """How many sequences hold a block that is not free."""
+        """Return how many sequences hold a block that is not free."""
         return self._holders.get(block, 1)
 
     def check(self, held: Iterable[int]) -> None:
-        """Raises RuntimeError unless the tables, which name the blocks ``held``, and this agree."""
+        """Raise RuntimeError unless this pool agrees with the tables, which list the blocks ``held``."""
         named = Counter(held)
         if sorted([*self._free, *named]) != list(range(self._num_blocks)):
             raise RuntimeError("a KV block was lost, or is free and held")

@@ -1,8 +1,8 @@
-"""Which KV blocks a sequence holds: ids and counts only, no tensors, no I/O.
+"""The KV blocks of sequences as plans change them: ids and counts only, no tensors, no I/O.
 
-A memory worker keeps its store's block tables here; the engine keeps the same class as a ledger, so that it knows
-before it sends a plan whether every worker will take it. Tables are those of a *group*: of one window length and KV
-shards.
+A memory worker keeps its store's block tables here. The engine keeps the same class as a ledger, so that it knows
+before it sends a plan whether every worker will accept it. There are tables for each *group*: one window length and set
+of KV shards.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .extents import NoBlocksError as NoBlocksError
 from .extents import PlanError as PlanError
 from .held_blocks import BlockCopy, PlannedExtents, SequenceBlocks
 
-UNALLOCATED = -1  # a block that is to be taken
+UNALLOCATED = -1  # a block that is yet to be allocated
 
 
 class BlockTables(SequenceBlocks):
-    """The block tables of all sequences in all layer groups, and what plans make of them."""
+    """The block tables of all sequences in all layer groups, and the changes that plans make."""
 
     def blocks_needed(self, rows: Iterable[RowRange]) -> tuple[int, ...]:
-        """Blocks by group that ``rows`` take more than they give back. Of a new sequence, the tokens before ``rows``
-        count as stored.
+        """Return, by group, the blocks that ``rows`` take minus those that they free. For a new sequence, the tokens
+        before its rows count as stored.
 
         Raises PlanError.
         """
@@ -57,7 +57,7 @@ class BlockTables(SequenceBlocks):
         return tuple(change)
 
     def can_apply(self, plan: StepPlan) -> bool:
-        """Whether there are blocks enough for ``plan``. Raises PlanError where blocks would not help."""
+        """Return whether there are enough blocks for ``plan``. Raises PlanError if more blocks would not help."""
         try:
             self._checked = plan, list(plan.ops), self._after(plan)
         except NoBlocksError:
@@ -65,11 +65,11 @@ class BlockTables(SequenceBlocks):
         return True
 
     def apply(self, plan: StepPlan) -> None:
-        """Do the plan's ops in order, then hold blocks for all its rows: everything, or nothing and an exception.
+        """Apply the plan's ops in order, then hold blocks for all its rows: everything, or nothing and an exception.
 
-        The last plan of a batch may come again (a replay): it changes nothing more. The rows of the one before it may
-        too, under a number of their own. ``pending_copies`` is then what the plan's forks have begun of a block that
-        they do not share; all are to be read before one is written. Raises NoBlocksError, PlanError.
+        The last plan of a batch may come again (a replay): it changes nothing more. The rows of the plan before it may
+        also come again, under a new step number. ``pending_copies`` then has the partial blocks that the plan's forks
+        copy. All must be read before one is written. Raises NoBlocksError, PlanError.
         """
         changes, steady, forks = self._checked_after(plan)
         ops = [] if self.is_replay(plan) else plan.ops
@@ -89,12 +89,12 @@ class BlockTables(SequenceBlocks):
         self.pending_copies = [self._copies(group, forks, begun) for group in range(len(self.windows))]
 
     def _checked_after(self, plan: StepPlan) -> PlannedExtents:
-        """The outcome of ``can_apply`` for this very plan, if nothing has changed since; else a new one."""
+        """Return the result of ``can_apply`` for this very plan, if nothing has changed since; else compute it."""
         known, ops, after = self._checked or (None, None, None)
         return after if after and known is plan and ops == plan.ops else self._after(plan)
 
     def is_replay(self, plan: StepPlan) -> bool:
-        """Whether ``plan`` is the last one of its batch."""
+        """Return whether ``plan`` is the last one of its batch."""
         last = self._last.get(plan.batch)
         return last is not None and (last.step, last.ops, last.rows) == (plan.step, plan.ops, plan.rows)
 
@@ -113,16 +113,16 @@ class BlockTables(SequenceBlocks):
                 self._sequences[sequence] = extent
 
     def forget_plans(self) -> None:
-        """No plan from here on is a replay of one before."""
+        """Treat no later plan as a replay of an earlier one."""
         self._last.clear()
         self._checked = None
 
     def replace_with(self, other: BlockTables) -> None:
-        """Have the groups of ``other``, and what it holds; it is used no more."""
+        """Take over the groups and contents of ``other``, which is not used any more."""
         vars(self).update(vars(other))
 
     def surviving_blocks(self, keep: SurvivingKv) -> tuple[int, ...] | None:
-        """Blocks by group of what ``keep`` leaves of its sequence; None where some of them were given back."""
+        """Return, by group, the number of blocks of ``keep``; None if some of them were freed."""
         old, extent = self._sequences.get(keep.sequence), self._extents.extent_of_surviving(keep)
         held = self._extents.num_held_blocks(extent)
         if not any(held):
@@ -130,9 +130,10 @@ class BlockTables(SequenceBlocks):
         return held if old is not None and self._extents.covers(old, extent) else None
 
     def reconcile(self, keep: Sequence[SurvivingKv], *, moved: bool = False) -> None:
-        """Hold the KV of ``keep`` and no other, whichever plans were applied last: everything, or nothing and an
-        exception. A sequence comes to be where none of its blocks are kept here, or its KV is ``moved`` to here. Raises
-        PlanError, and NoBlocksError for what is moved.
+        """Hold only the KV of ``keep``, whichever plans were applied last: everything, or nothing and an exception.
+
+        A new sequence may appear if none of its blocks are kept here, or its KV is ``moved`` to here. Raises PlanError,
+        and NoBlocksError for KV that is moved.
         """
         changes: dict[int, Extent | None] = dict.fromkeys(self._sequences)
         coming = [self._extents.num_held_blocks(self._extents.extent_of_surviving(x)) for x in keep] if moved else []
@@ -148,8 +149,9 @@ class BlockTables(SequenceBlocks):
         self._change(changes)
 
     def forkable_blocks(self, keep: SurvivingKv) -> tuple[int, ...] | None:
-        """Blocks by group that a fork of what ``keep`` leaves shares with its sequence; None as
-        ``surviving_blocks``."""
+        """Return, by group, the blocks that a fork of ``keep`` shares with its source; None as in
+        ``surviving_blocks``.
+        """
         held, copied = (
             self.surviving_blocks(keep),
             self._extents.num_blocks_after(self._extents.extent_of_surviving(keep), keep.length),
@@ -157,9 +159,11 @@ class BlockTables(SequenceBlocks):
         return None if held is None else tuple(n - own for n, own in zip(held, copied, strict=True))
 
     def _after(self, plan: StepPlan) -> PlannedExtents:
-        """The extents that ``plan`` changes (None = gone from now on) and its forks, or an exception; touches nothing.
+        """Return the extents that ``plan`` changes (None: freed), and its forks. Raises an exception if it does not
+        fit.
 
-        Of blocks with several holders that ``plan`` gives back none counts as free, nor of those that a shift does.
+        This changes nothing. Blocks with several holders that ``plan`` frees do not count as free, nor those freed by a
+        shift.
         """
         changes: dict[int, Extent | None] = {}
         steady: dict[int, Extent] = {}
@@ -174,7 +178,8 @@ class BlockTables(SequenceBlocks):
                 raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}, or shifted")
             seen.add(row.sequence)
             old = None if shares or row.sequence in changes else self._sequences.get(row.sequence)
-            if old is not None and self._extents.stays_in_block(old, row):  # most rows: no block changes hands
+            # True of most rows: no block is taken or freed.
+            if old is not None and self._extents.stays_in_block(old, row):
                 steady[row.sequence] = Extent(row.first + row.count, row.first, *old[2:])
                 continue
             before = changes.get(row.sequence) or self._extent(changes, row.sequence)
@@ -184,7 +189,7 @@ class BlockTables(SequenceBlocks):
             changes[row.sequence] = self._extents.advance(before, row)
             if shares:
                 self._check_alone(row, shared)
-        if not changes:  # so for most plans: no block changes hands
+        if not changes:  # true of most plans: no block is taken or freed
             return changes, steady, []
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
         forks = [op for op in plan.ops if isinstance(op, Fork) and op.sequence in changes]
@@ -194,8 +199,10 @@ class BlockTables(SequenceBlocks):
     def _after_ops(
         self, plan: StepPlan, changes: dict[int, Extent | None], shifted: set[int]
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Put the extents that the ops of ``plan`` change into ``changes``. Returns two tables by sequence: the number
-        of tokens that another sequence will hold too, and the number with which a fork begins. Raises PlanError.
+        """Put the extents that the ops of ``plan`` change into ``changes``. Raises PlanError.
+
+        Returns two tables by sequence: the number of tokens that another sequence will also hold, and the length of a
+        fork.
         """
         shared, forked = dict[int, int](), dict[int, int]()
         for op in plan.ops:
@@ -212,7 +219,7 @@ class BlockTables(SequenceBlocks):
                 op, self._extents, partial(self._known, changes), self._check_fork, self._shifted
             )
             if isinstance(op, CommitMigration):
-                self._extent(self._sequences, op.copy)  # which a plan before this one has begun
+                self._extent(self._sequences, op.copy)  # begun by an earlier plan
                 changes[op.copy] = None
             if isinstance(op, Fork):
                 forked[op.sequence] = op.length
@@ -224,14 +231,14 @@ class BlockTables(SequenceBlocks):
         return shared, forked
 
     def _check_score(self, plan: StepPlan, op: ScoreBlocks) -> None:
-        """Raises PlanError where the rows of a sequence cannot be scored."""
+        """Raise PlanError if the rows of a sequence cannot be scored."""
         rows = [r.count for r in plan.rows if r.sequence == op.sequence]
         twice = sum(isinstance(x, ScoreBlocks) and x.sequence == op.sequence for x in plan.ops) > 1
         if not any(self.sparse) or twice or not rows or not 1 <= op.rows <= rows[0]:
             raise PlanError(f"step {plan.step} has {rows or 'no'} rows of sequence {op.sequence}: no {op} can be")
 
     def _check_room(self, step: int, changes: Mapping[int, Extent | None], forks: Sequence[Fork]) -> None:
-        """Raises NoBlocksError where the blocks do not suffice for ``changes``."""
+        """Raise NoBlocksError if there are too few blocks for ``changes``."""
         need, shared = [0] * len(self.windows), [set[int]() for _ in self.windows]
         forked = {fork.sequence: fork for fork in forks}
         for fork in forks:
@@ -252,8 +259,8 @@ class BlockTables(SequenceBlocks):
     def _num_new_blocks(
         self, sequence: int, old: Extent | None, extent: Extent | None, shared: Sequence[Collection[int]] = ()
     ) -> tuple[int, ...]:
-        """Blocks by group that ``sequence`` takes from the free ones, less those that it makes free. ``shared``: by
-        group, with whoever has them besides.
+        """Return, by group, the free blocks that ``sequence`` takes, minus those that become free. ``shared``: by
+        group, blocks that other sequences will hold, too.
         """
         taken = [
             b - a
@@ -266,7 +273,7 @@ class BlockTables(SequenceBlocks):
         return tuple(taken)
 
     def holds_exclusively(self, sequence: int, position: int) -> bool:
-        """Whether nobody else holds the blocks of a sequence from that of a position on."""
+        """Return whether no other sequence holds the blocks from that of ``position`` on."""
         known, alone = self._sequences.get(sequence), True
         if known is not None and any(pool.has_shared for pool in self._pools):
             number = max(position // self.block_size, 0)
@@ -276,14 +283,14 @@ class BlockTables(SequenceBlocks):
         return alone
 
     def _check_alone(self, row: RowRange, shared: Mapping[int, int]) -> None:
-        """Raises PlanError where others hold blocks from that of the row's position on. ``shared``: tokens of sequences
-        that the same plan forks.
+        """Raise PlanError if other sequences hold blocks from that of the row's position on. ``shared``: tokens of
+        sequences that the same plan forks.
         """
         if row.first < shared.get(row.sequence, 0) or not self.holds_exclusively(row.sequence, row.first):
             raise PlanError(f"sequence {row.sequence}: others hold blocks from that of position {row.first} on")
 
     def _holds_the_same(self, sequence: int, extent: Extent | None) -> bool:
-        """Whether no block changes hands: so it is for most tokens of a sequence that decodes."""
+        """Return whether no block is taken or freed, which is true of most tokens of a decoding sequence."""
         old, size = self._sequences.get(sequence), self.block_size
         if old is None or extent is None:
             return False
@@ -292,7 +299,7 @@ class BlockTables(SequenceBlocks):
         return same and (old.location is extent.location or old.location == extent.location)
 
     def _check_fork(self, fork: Fork) -> Extent:
-        """The extent of the sequence that ``fork`` starts. Raises PlanError where its source lacks the blocks."""
+        """Return the extent of the sequence that ``fork`` starts. Raises PlanError if its source lacks the blocks."""
         source = self._extent(self._sequences, fork.source)
         if fork.length < 1:
             raise PlanError(f"a fork of {fork.length} tokens of sequence {fork.source}")
@@ -302,29 +309,29 @@ class BlockTables(SequenceBlocks):
         return self._extents.extent_of_surviving(kept)
 
     def _blocks_shared(self, group: int, fork: Fork) -> array[int]:
-        """The blocks that both will hold: whole ones."""
+        """Return the whole blocks that both sequences will hold."""
         extent, source = self._check_fork(fork), self._sequences[fork.source]
         numbers = extent.starts[group], fork.length // self.block_size
         low, high = (self._extents.table_index(group, source, n) for n in numbers)
         return self._tables[group][fork.source][low:high]
 
     def can_shift(self, op: ContextShift) -> bool:
-        """Whether every memory worker can do it, if nothing else is done before."""
+        """Return whether every memory worker can apply ``op``, if no other change comes first."""
         with suppress(PlanError):
             return self._shifted(op).length > 0
         return False
 
     def blocks_after(self, group: int, sequence: int, position: int) -> list[int]:
-        """The ids of the blocks of a sequence that are kept, from that of ``position`` on."""
+        """Return the ids of the kept blocks of a sequence, from that of ``position`` on."""
         at = self._extents.table_index(group, self._extent(self._sequences, sequence), position // self.block_size)
         return list(self._tables[group][sequence][max(0, at) :])
 
     def _shifted(self, op: ContextShift) -> Extent:
-        """The extent of a sequence once it is shifted. Raises PlanError."""
+        """Return the extent of a sequence after the shift. Raises PlanError."""
         after = self._extents.after_shift(self._extent(self._sequences, op.sequence), op)
         for group, pool in enumerate(self._pools):
             if any(pool.num_holders(b) > 1 for b in self.blocks_after(group, op.sequence, op.first + op.count)):
-                raise PlanError(f"{op}: others hold blocks behind position {op.first + op.count}")
+                raise PlanError(f"{op}: others hold blocks after position {op.first + op.count}")
         return after
 
     def _shift(self, op: ContextShift) -> None:
@@ -337,7 +344,7 @@ class BlockTables(SequenceBlocks):
         self._sequences[op.sequence] = after
 
     def _share(self, fork: Fork) -> None:
-        """Start the sequence: it holds what it shares, and nothing yet of a block that it gets a copy of."""
+        """Start the fork's sequence with the blocks that it shares, still without the block of which it gets a copy."""
         extent = self._check_fork(fork)
         extent = extent._replace(length=fork.length // self.block_size * self.block_size)
         for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
@@ -347,7 +354,7 @@ class BlockTables(SequenceBlocks):
         self._sequences[fork.sequence] = extent
 
     def _commit_migration(self, op: CommitMigration) -> None:
-        """The blocks of the copy are those that its sequence takes, in place of free ones."""
+        """Give the copy's blocks to its sequence, which takes them in place of free ones."""
         copy = self._sequences[op.copy]
         for g, tables in enumerate(self._tables):
             numbers = self._extents.block_numbers(g, copy)
@@ -355,8 +362,8 @@ class BlockTables(SequenceBlocks):
             tables[op.copy] = array("q")
 
     def _fork_copies(self, fork: Fork) -> list[int | None]:
-        """By group, the block of the source that begins with the last tokens of ``fork``; None: it is shared whole, or
-        not kept there.
+        """Return, by group, the source's partial last block of the fork; None if there is none, or it is not kept
+        there.
         """
         number, more = divmod(fork.length, self.block_size)
         kept = self._extents.num_blocks_after(self._check_fork(fork), fork.length)
@@ -372,7 +379,7 @@ class BlockTables(SequenceBlocks):
         return copies
 
     def _free(self, sequence: int, extent: Extent | None) -> None:
-        """Free what ``sequence`` holds outside ``extent``."""
+        """Free the blocks that ``sequence`` holds outside ``extent``."""
         old = self._sequences.get(sequence)
         if old is None or (extent is not None and _grows(old, extent)):
             return
@@ -384,8 +391,7 @@ class BlockTables(SequenceBlocks):
                 del tables[sequence]
 
     def _split(self, group: int, sequence: int, extent: Extent | None) -> tuple[array[int], array[int]]:
-        """The blocks that ``sequence`` gives back for ``extent``, and those that stay: UNALLOCATED for those to
-        come."""
+        """Return the blocks that ``sequence`` frees for ``extent``, and those that stay, UNALLOCATED for new ones."""
         old, ids = self._sequences[sequence], self._tables[group][sequence]
         if extent is None or extent.starts[group] < old.starts[group]:  # gone, or a new one of the same id
             return ids, array("q")
@@ -401,7 +407,7 @@ class BlockTables(SequenceBlocks):
         return ids[:low] + ids[high:], ids[low:high]
 
     def _take(self, sequence: int, extent: Extent) -> None:
-        """Fill the tables of ``sequence`` up to ``extent``; the blocks are there."""
+        """Fill the tables of ``sequence`` up to ``extent``; enough blocks are free."""
         old = self._sequences.get(sequence)
         moved = old is not None and (old.location, old.dropped_blocks) != (extent.location, extent.dropped_blocks)
         for pool, tables, held in zip(self._pools, self._tables, self._extents.num_held_blocks(extent), strict=True):
@@ -418,5 +424,5 @@ class BlockTables(SequenceBlocks):
 
 
 def _grows(old: Extent, extent: Extent) -> bool:
-    """Whether ``extent`` has all that ``old`` has, where it is."""
+    """Return whether ``extent`` has all that ``old`` has, at the same location."""
     return extent.length >= old.length and extent[2:] == old[2:]

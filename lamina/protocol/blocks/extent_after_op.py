@@ -1,4 +1,4 @@
-"""The extent of a sequence behind an op. No blocks, no I/O."""
+"""The extent of a sequence after an op. No blocks, no I/O."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def extent_after(
     forked: Callable[[Fork], Extent],
     shifted: Callable[[ContextShift], Extent],
 ) -> Extent | None:
-    """The extent of a sequence behind ``op``; None where the sequence is gone. ``known``: gives the extent of a
-    sequence before ``op``; ``forked``, ``shifted``: the extent that a fork begins with, or that a shift leaves. Raises
-    PlanError.
+    """Return the extent of a sequence after ``op``; None if the sequence ends. Raises PlanError.
+
+    ``known``: returns the extent of a sequence before ``op``. ``forked``, ``shifted``: return the extent with which a
+    fork begins, or which a context shift leaves.
     """
     match op:
         case New():
@@ -83,14 +84,14 @@ def extent_after(
 
 
 def check_exists(extent: Extent | None, sequence: int) -> Extent:
-    """Raises PlanError where there is no such sequence."""
+    """Return ``extent``. Raises PlanError if it is None."""
     if extent is None:
         raise PlanError(f"sequence {sequence} does not exist")
     return extent
 
 
 def sequences_of_op(op: SequenceOp) -> tuple[int, ...]:
-    """The sequences that an op is about."""
+    """Return the ids of the sequences that an op concerns."""
     if isinstance(op, PrefetchHint):
         return ()
     if isinstance(op, CommitMigration):

@@ -1,4 +1,4 @@
-"""What a sequence holds, in numbers: windows, KV shards and lengths to counts of KV blocks, by layer group."""
+"""The KV blocks that a sequence holds, as counts by layer group, given windows, KV shards and lengths."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .block_counts import max_blocks_of_sequence
 
 
 class PlanError(ValueError):
-    """A plan that does not fit the sequences as they are: an unknown id, a gap, a position that was given back."""
+    """A plan does not fit the present sequences: an unknown id, a gap, a position that was freed."""
 
 
 class NoBlocksError(Exception):
-    """Too few KV blocks for a plan. Nothing of the plan was applied."""
+    """A plan needs more KV blocks than there are. Nothing of the plan was applied."""
 
 
 class Extent(NamedTuple):
-    """The blocks that a sequence holds: of ``starts[g] .. ceil(length / block_size)`` the ones that group g keeps."""
+    """The blocks that a sequence holds: of ``starts[g] .. ceil(length / block_size)`` those that group g keeps."""
 
     length: int  # tokens up to the end of its last rows
     first: int  # first position of its last rows: a replay of them must still find its window
     starts: tuple[int, ...]
     location: KvLocation = FIRST_LOCATION
-    dropped_blocks: tuple[int, ...] = ()  # of these, blocks that sparse groups keep no more, ascending
+    dropped_blocks: tuple[int, ...] = ()  # blocks that sparse groups no longer keep, ascending
 
 
 class Extents:
-    """The arithmetic of extents where group g keeps what lies in ``lanes[g]``, and sees ``windows[g]`` tokens."""
+    """The arithmetic of extents. Group g keeps what lies in ``kv_shards[g]``, and sees ``windows[g]`` tokens."""
 
     def __init__(
         self,
@@ -49,20 +49,20 @@ class Extents:
         self._kv_shards, self._placement = kv_shards, placement
         self._shard_counters = [ShardCounter(x, placement) for x in kv_shards]
         self._windowed = any(windows)
-        self._keeps_all_blocks = all(x.has_all for x in kv_shards)  # wherever it lies
+        self._keeps_all_blocks = all(x.has_all for x in kv_shards)  # at any location
         self.empty = Extent(0, 0, (0,) * len(windows))
 
     def extent_of_surviving(self, keep: SurvivingKv) -> Extent:
-        """The extent of a sequence of which ``keep`` is kept: it has the blocks that its next row can see."""
+        """Return the extent of a sequence of which ``keep`` survives: it has the blocks that its next row can see."""
         starts = (max(0, keep.length - w + 1) // self._block_size if w else 0 for w in self._windows)
         return Extent(keep.length, keep.length, tuple(starts), keep.location)
 
     def extent_before(self, row: RowRange) -> Extent:
-        """The extent of a sequence that is not there yet, once all tokens before ``row`` are."""
+        """Return the extent of a sequence that does not exist yet, as if all tokens before ``row`` were stored."""
         return self.extent_of_surviving(SurvivingKv(row.sequence, row.first, row.location)) if row.first else self.empty
 
     def num_held_blocks(self, extent: Extent | None) -> tuple[int, ...]:
-        """Blocks."""
+        """Return the number of blocks that ``extent`` holds, by group."""
         if extent is None:
             return (0,) * len(self._windows)
         stop = -(-extent.length // self._block_size)
@@ -74,7 +74,7 @@ class Extents:
             held = tuple(
                 [deal.num_owned(place, stop) - deal.num_owned(place, min(start, stop)) for deal, start in deals]
             )
-        else:  # whole, in one KV shard
+        else:  # the sequence is whole, in one KV shard
             lanes = zip(self._kv_shards, extent.starts, strict=True)
             held = tuple([stop - start if start < stop and place.kv_shard in own else 0 for own, start in lanes])
         if not extent.dropped_blocks:
@@ -82,7 +82,7 @@ class Extents:
         return tuple(n - len(extent.dropped_blocks) * sparse for n, sparse in zip(held, self._sparse, strict=True))
 
     def num_blocks_after(self, extent: Extent, length: int) -> list[int]:
-        """Blocks behind the whole ones of the first ``length`` tokens."""
+        """Return, by group, the number of blocks after the whole ones of the first ``length`` tokens."""
         low, high = length // self._block_size, -(-extent.length // self._block_size)
         return [
             deal.num_owned(extent.location, high) - deal.num_owned(extent.location, low)
@@ -90,7 +90,7 @@ class Extents:
         ]
 
     def max_blocks(self, location: KvLocation, length: int, max_rows: int) -> list[int]:
-        """The most blocks that a sequence of up to ``length`` tokens holds."""
+        """Return, by group, the most blocks that a sequence of up to ``length`` tokens holds."""
         whole = -(-length // self._block_size)
         return [
             min(deal.num_owned(location, whole), max_blocks_of_sequence(length, window, self._block_size, max_rows))
@@ -98,12 +98,12 @@ class Extents:
         ]
 
     def after_shift(self, extent: Extent, op: ContextShift) -> Extent:
-        """Once ``op`` has taken out tokens and moved what is behind them. Raises PlanError."""
+        """Return the extent after ``op`` has removed tokens and moved the later ones. Raises PlanError."""
         self.check_whole(extent, op)
         size = self._block_size
         unit = size * max(1, self._placement.stripe * self._placement.num_kv_shards)
         if op.first < 0 or op.count < 1 or op.first % size or op.count % unit or extent.location.moved_runs:
-            raise PlanError(f"{op}: blocks have {size} tokens, and those of all lanes {unit}")
+            raise PlanError(f"{op}: blocks have {size} tokens, and stripes of all KV shards {unit}")
         length = extent.length - op.count
         if op.first > length:
             raise PlanError(f"{op}: the sequence has {extent.length} tokens")
@@ -115,7 +115,7 @@ class Extents:
         return Extent(length, length, starts, extent.location)
 
     def table_index(self, group: int, extent: Extent, number: int) -> int:
-        """Where the block ``number`` of a sequence, counted from its token 0, stands in the table of ``group``."""
+        """Return the index in the table of ``group`` of the sequence's block ``number``, counted from token 0."""
         deal, start = self._shard_counters[group], extent.starts[group]
         at = (
             number - start
@@ -125,7 +125,7 @@ class Extents:
         return at - bisect_left(extent.dropped_blocks, number) if extent.dropped_blocks and self._sparse[group] else at
 
     def block_numbers(self, group: int, extent: Extent) -> list[int]:
-        """The blocks of a sequence that a group keeps, counted from its token 0."""
+        """Return the numbers of the sequence's blocks that a group keeps, counted from token 0."""
         numbers, stripe = range(extent.starts[group], -(-extent.length // self._block_size)), self._placement.stripe
         if extent.dropped_blocks and self._sparse[group]:
             gone = set(extent.dropped_blocks)
@@ -137,7 +137,7 @@ class Extents:
         return [n for run in runs for n in range(run.start * stripe, run.stop * stripe) if n in numbers]
 
     def covers(self, extent: Extent, part: Extent) -> bool:
-        """Whether who holds ``extent`` holds all of ``part``, of the same sequence, which may lie elsewhere."""
+        """Return whether a holder of ``extent`` holds all of ``part``, of the same sequence, at any location."""
         if extent.length < part.length or extent.dropped_blocks != part.dropped_blocks:
             return False
         if extent.location == part.location:
@@ -147,14 +147,14 @@ class Extents:
         return all(set(self.block_numbers(g, part)) <= set(self.block_numbers(g, extent)) for g in groups)
 
     def same_owners(self, one: KvLocation, other: KvLocation, length: int) -> bool:
-        """Whether the first ``length`` tokens of a sequence have the same owners at both places, as far as that counts
-        here: a worker that keeps all tokens has them at every place.
+        """Return whether the first ``length`` tokens of a sequence have the same owners at both locations. A worker
+        that keeps all tokens has them at every location, so it always returns True.
         """
         stripe = self._placement.stripe * self._block_size
         return self._keeps_all_blocks or self._placement.same_owners(one, other, -(-length // stripe) if stripe else 0)
 
     def advance(self, extent: Extent, row: RowRange) -> Extent:
-        """The extent once ``row`` is planned: blocks that neither it nor the rows before it can see are given back."""
+        """Return the extent once ``row`` is planned, without blocks that no row can still see. Raises PlanError."""
         if row.count < 1 or row.first < 0:
             raise PlanError(f"sequence {row.sequence}: {row.count} rows from position {row.first}")
         if row.first > extent.length:
@@ -162,9 +162,8 @@ class Extents:
         starts, place = extent.starts, extent.location
         if extent.dropped_blocks and row.first // self._block_size <= extent.dropped_blocks[-1]:
             raise PlanError(
-                f"sequence {row.sequence}: position {row.first} is not behind block {extent.dropped_blocks[-1]}, "
-                f"which was "
-                f"dropped: free it and build it again"
+                f"sequence {row.sequence}: position {row.first} is not after block {extent.dropped_blocks[-1]}, "
+                f"which was dropped: free it and build it again"
             )
         if self._windowed:
             starts = self._starts(extent, row)
@@ -174,15 +173,15 @@ class Extents:
         return Extent(row.first + row.count, row.first, starts, place, extent.dropped_blocks)
 
     def stays_in_block(self, extent: Extent, row: RowRange) -> bool:
-        """Whether ``row`` goes on in the last block that is held, where no window gives any back: a quick look, by
-        which most rows are done with. False: look closer.
+        """Return whether ``row`` stays in the last held block and no window frees any. This quick check suffices for
+        most rows; False means that a full check is needed.
         """
         begun = row.first % self._block_size
         goes_on = row.first == extent.length and row.count > 0 and 0 < begun <= self._block_size - row.count
         return goes_on and not self._windowed and row.location == extent.location
 
     def _starts(self, extent: Extent, row: RowRange) -> tuple[int, ...]:
-        """The first block that is kept from ``row`` on, by group."""
+        """Return the first block that is kept from ``row`` on, by group."""
         starts = []
         for window, start in zip(self._windows, extent.starts, strict=True):
             if start * self._block_size > max(0, row.first - window + 1):
@@ -195,7 +194,7 @@ class Extents:
         return tuple(starts)
 
     def after_prune(self, extent: Extent, op: DropBlocks) -> Extent:
-        """Once ``op`` has dropped blocks. Raises PlanError."""
+        """Return the extent after ``op`` has dropped blocks. Raises PlanError."""
         if not any(self._sparse):
             raise PlanError(f"sequence {op.sequence} is to lose blocks, and no layer is sparse")
         whole, gone = extent.length // self._block_size, set(extent.dropped_blocks)
@@ -207,7 +206,7 @@ class Extents:
         return extent._replace(dropped_blocks=tuple(sorted(gone.union(op.blocks))))
 
     def after_copy(self, extent: Extent, op: CopyStripes) -> Extent:
-        """Of the sequence that ``op`` begins, by that of its source. Raises PlanError."""
+        """Return the extent of the sequence that ``op`` begins, given its source's ``extent``. Raises PlanError."""
         self.check_whole(extent, op)
         stripe, size, place = self._placement.stripe, self._block_size, KvLocation(op.kv_shard)
         first, stop = op.stripe * stripe, (op.stripe + op.count) * stripe
@@ -221,7 +220,7 @@ class Extents:
         return Extent(length, length, (first,) * len(self._windows), place)
 
     def after_migration(self, extent: Extent, copy: Extent, op: CommitMigration) -> Extent:
-        """Of a sequence that gets the blocks of ``copy``. Raises PlanError where it does not come to lie so by that."""
+        """Return the extent of a sequence that gets the blocks of ``copy``. Raises PlanError if ``op`` does not fit."""
         self.check_place(RowRange(op.sequence, 0, 1, op.location))
         unit, lane = max(1, self._placement.stripe) * self._block_size, self._placement.kv_shard_of
         whole = not self._placement.stripe
@@ -229,7 +228,7 @@ class Extents:
         for number in range(-(-extent.length // unit)):
             wanted = copy.location.kv_shard if number in stripes else lane(extent.location, number)
             if lane(op.location, number) != wanted:
-                raise PlanError(f"{op}: stripe {number} would not be in lane {wanted}")
+                raise PlanError(f"{op}: stripe {number} would not be in KV shard {wanted}")
         fits = copy.length == extent.length if whole else copy.length <= extent.length and not copy.length % unit
         if copy.location.moved_runs or copy.dropped_blocks or not fits:
             raise PlanError(f"{op}: sequence {op.copy} is no copy of it")
@@ -237,12 +236,12 @@ class Extents:
 
     @staticmethod
     def check_whole(extent: Extent, op: object) -> None:
-        """Raises PlanError where some of a sequence was dropped: it is no source of anything."""
+        """Raise PlanError if blocks of the sequence were dropped, as it can then be no source of ``op``."""
         if extent.dropped_blocks:
             raise PlanError(f"{len(extent.dropped_blocks)} blocks were dropped of a sequence, and then comes {op}")
 
     def check_place(self, row: RowRange) -> None:
-        """Raises PlanError where a sequence cannot lie so."""
+        """Raise PlanError if a sequence cannot have the location of ``row``."""
         if not self._keeps_all_blocks:
             try:
                 self._placement.check(row.location)

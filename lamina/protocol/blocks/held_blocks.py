@@ -1,4 +1,4 @@
-"""What sequences hold of the KV blocks of all layer groups: ids and counts only, no tensors, no I/O."""
+"""The KV blocks that sequences hold in all layer groups: ids and counts only, no tensors, no I/O."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from .block_pool import BlockPool
 from .extent_after_op import check_exists
 from .extents import Extent, Extents, PlanError
 
-# Extents that a plan changes (None: gone), extents of sequences that go on in their last block, and its forks.
+# Extents that a plan changes (None: freed), extents of sequences that continue in their last block, and its forks.
 PlannedExtents = tuple[dict[int, Extent | None], dict[int, Extent], list[Fork]]
 BlockCopy = tuple[int, int]  # from one block to another
 
 
 class SequenceBlocks:
-    """The blocks of all sequences, as the plans until now have left them.
+    """The blocks of all sequences after the plans applied so far.
 
-    Group g keeps what lies in ``lanes[g]``, by the places of sequences, of rows and grants; ``stripe`` is in blocks.
+    Group g keeps what lies in ``kv_shards[g]``, by the locations of sequences, rows and grants; ``stripe`` is in
+    blocks.
     """
 
     def __init__(
@@ -35,8 +36,8 @@ class SequenceBlocks:
         stays: bool = False,
         sparse: Sequence[bool] = (),
     ) -> None:
-        """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g; ``kv_shards`` None = all of them
-        in every group. ``stays``: see Placement; ``sparse``: see Extents.
+        """``windows[g]``: tokens, 0: all. ``num_blocks[g]``: KV blocks of group g. ``kv_shards``: None: all of them in
+        every group. ``stays``: ``single_shard`` of KvPlacement; ``sparse``: see Extents.
         """
         kv_shards = [KvShards()] * len(windows) if kv_shards is None else kv_shards
         same = len(windows) == len(num_blocks) == len(kv_shards) > 0
@@ -50,26 +51,25 @@ class SequenceBlocks:
         self.placement = KvPlacement(num_kv_shards(kv_shards), stripe, stays)
         self.sparse = tuple(sparse) or (False,) * len(windows)
         if any(each and (w or not x.has_all) for each, w, x in zip(self.sparse, windows, kv_shards, strict=True)):
-            raise ValueError("block tables of sparse layers with a window, or of some lanes")
+            raise ValueError("block tables of sparse layers with a window, or of some KV shards")
         self._extents = Extents(self.windows, block_size, self.kv_shards, self.placement, self.sparse)
         self._sequences: dict[int, Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
         self._pools = [BlockPool(n) for n in num_blocks]
-        self._num_taken: dict[tuple[int, int], dict[int, int]] = {}  # of an Adopt: group, sequence -> number -> block
+        # Of a CommitMigration: group, sequence -> number -> block.
+        self._num_taken: dict[tuple[int, int], dict[int, int]] = {}
         # The last outcome of ``can_apply``.
         self._checked: tuple[StepPlan, list[SequenceOp], PlannedExtents] | None = None
-        self.pending_copies: list[list[BlockCopy]] = [[] for _ in windows]  # by group, that the plan applied last wants
+        self.pending_copies: list[list[BlockCopy]] = [[] for _ in windows]  # by group, of the plan applied last
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
-        """Blocks that nobody holds, by group."""
+        """The number of free blocks, by group."""
         return tuple(pool.num_free for pool in self._pools)
 
     def take_freed(self) -> list[list[int]]:
-        """By group, blocks that have become free since this was called last, even if somebody has them again; nothing
-        at first.
-        """
+        """Return, by group, the blocks freed since the last call, even if they are held again; nothing at first."""
         blocks = [pool.freed or [] for pool in self._pools]
         for pool in self._pools:
             pool.freed = []
@@ -77,7 +77,7 @@ class SequenceBlocks:
 
     @property
     def num_kv_shards(self) -> int:
-        """The number of lanes of the partition, as far as it shows here."""
+        """The partition's number of KV shards, as far as it shows here."""
         return self.placement.num_kv_shards
 
     @property
@@ -86,19 +86,19 @@ class SequenceBlocks:
         return list(self._sequences)
 
     def length(self, sequence: int) -> int:
-        """Tokens of ``sequence`` up to the end of its last rows. Raises PlanError if it does not exist."""
+        """Return the tokens of ``sequence`` up to the end of its last rows. Raises PlanError if it does not exist."""
         return self._extent(self._sequences, sequence).length
 
     def location(self, sequence: int) -> KvLocation:
-        """Where ``sequence`` lies. Raises PlanError if it does not exist."""
+        """Return the location of ``sequence``. Raises PlanError if it does not exist."""
         return self._extent(self._sequences, sequence).location
 
     def block_table(self, group: int, sequence: int) -> tuple[int, array[int]]:
-        """(start, ids): the blocks of the sequence from the ``start``-th on that are kept, in order. Read only."""
+        """Return (start, ids): the kept blocks of the sequence from the ``start``-th on, in order. Read only."""
         return self._extent(self._sequences, sequence).starts[group], self._tables[group][sequence]
 
     def block_ids(self, group: int, sequence: int, low: int, high: int) -> array[int]:
-        """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, without its lost blocks. All
+        """Return the ids of blocks ``low .. high`` of the sequence, counted from token 0, without dropped ones. All
         other blocks in that range are kept.
         """
         extent = self._extent(self._sequences, sequence)
@@ -106,35 +106,35 @@ class SequenceBlocks:
         return self._tables[group][sequence][at:stop]
 
     def dropped_blocks(self, group: int, sequence: int) -> tuple[int, ...]:
-        """The blocks of the sequence that the group keeps no more, counted from its token 0, ascending."""
+        """Return the blocks of the sequence that the group no longer keeps, counted from token 0, ascending."""
         return self._extent(self._sequences, sequence).dropped_blocks if self.sparse[group] else ()
 
     def max_blocks(self, location: KvLocation, length: int, max_rows: int) -> list[int]:
-        """The most blocks by group that one sequence at ``location``, of up to ``length`` tokens, holds."""
+        """Return, by group, the most blocks that one sequence at ``location``, of up to ``length`` tokens, holds."""
         return self._extents.max_blocks(location, length, max_rows)
 
     def count_blocks(self, sequences: Iterable[int]) -> tuple[int, ...]:
-        """Blocks by group that some of ``sequences`` hold; those that do not exist hold none."""
+        """Return, by group, the blocks that ``sequences`` hold together; those that do not exist hold none."""
         known = [s for s in sequences if s in self._sequences]
         return tuple(len({b for s in known for b in tables[s]}) for tables in self._tables)
 
     def exclusive_blocks(self, sequence: int) -> tuple[int, ...]:
-        """Blocks by group that ``sequence`` holds alone: so many are free once it is freed. Raises PlanError."""
+        """Return, by group, the blocks that only ``sequence`` holds: so many become free with it. Raises PlanError."""
         self._extent(self._sequences, sequence)
         each = zip(self._pools, self._tables, strict=True)
         return tuple(sum(pool.num_holders(b) == 1 for b in tables[sequence]) for pool, tables in each)
 
     def num_surviving_blocks(self, keep: Iterable[SurvivingKv]) -> int:
-        """Blocks of what is kept, in all groups; those that several sequences have as often as they do."""
+        """Return the blocks of ``keep`` in all groups together; shared ones count once for each sequence."""
         return sum(sum(self._extents.num_held_blocks(self._extents.extent_of_surviving(each))) for each in keep)
 
     def surviving_block_ids(self, keep: Iterable[SurvivingKv]) -> array[int]:
-        """The blocks of the KV of ``keep``, and no others: sequence by sequence, group by group."""
+        """Return the blocks of the KV of ``keep`` alone: sequence by sequence, group by group."""
         return array("q", (block for each in keep for tables in self._tables for block in tables[each.sequence]))
 
     def restore(self, keep: Sequence[SurvivingKv], ids: Sequence[int]) -> None:
-        """Hold the KV of ``keep`` and no other, in the blocks ``ids`` that ``surviving_block_ids`` of other tables
-        gave: so sequences share the same blocks here and there. Raises PlanError where that cannot be.
+        """Hold only the KV of ``keep``, in the blocks ``ids`` that ``surviving_block_ids`` of other tables returned. So
+        sequences share the same blocks in both. Raises PlanError if that is impossible.
         """
         extents, at = {each.sequence: self._extents.extent_of_surviving(each) for each in keep}, 0
         tables: list[dict[int, array[int]]] = [{} for _ in self.windows]
@@ -153,7 +153,7 @@ class SequenceBlocks:
             pool.restore(block for table in of.values() for block in table)
 
     def check_integrity(self) -> None:
-        """Every block is free or in tables, and every table is as long as its sequence, else RuntimeError."""
+        """Raise RuntimeError unless every block is free or in tables, and every table is as long as its sequence."""
         held = {sequence: self._extents.num_held_blocks(extent) for sequence, extent in self._sequences.items()}
         for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
             pool.check(b for table in tables.values() for b in table)

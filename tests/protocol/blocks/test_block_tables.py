@@ -56,7 +56,7 @@ def test_blocks_that_are_taken_at_once_are_those_of_one_after_the_other() -> Non
         pool.free([pool.allocate() for _ in range(3)])
     assert list(many.allocate_many(4)) == [one.allocate() for _ in range(4)]
     assert list(many.allocate_many(0)) == []
-    with pytest.raises(IndexError, match="6 blocks are to be taken, and 5 are free"):
+    with pytest.raises(IndexError, match="6 blocks are needed, and 5 are free"):
         many.allocate_many(6)
     assert list(many.allocate_many(5)) == [one.allocate() for _ in range(5)]
     assert many.num_free == one.num_free == 0
