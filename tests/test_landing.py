@@ -138,7 +138,7 @@ def test_a_wrong_token_a_hang_or_a_leak_is_never_retried(folder: Path, kind: str
 
 @pytest.mark.long
 def test_tests_of_exact_results_are_never_retried() -> None:
-    folders = [f"tests/{name}" for name in ("e2e/devices", "e2e/kv", "e2e/models", "lamina/ops/attention", "wrapped")]
+    folders = [f"tests/{name}" for name in ("e2e/devices", "e2e/kv", "e2e/models", "ops/attention", "api/wrapped")]
     command = [sys.executable, "-m", "pytest", "--collect-only", *folders, "-m", "not no_retry"]
     done = subprocess.run(command, cwd=PROGRAM.parents[1], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout

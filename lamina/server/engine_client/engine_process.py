@@ -149,11 +149,8 @@ class _EngineLoop:
         self._stopped = False
         self._steps = 0
         self._grown = 0  # tokens of the last step, see Outputs
-        self._reported = (
-            False,
-            0,
-            False,
-        )  # whether it was busy, its steps, and whether it recovered, in the last State
+        # Whether it was busy, its steps, and whether it recovered, in the last EngineState.
+        self._reported = (False, 0, False)
         self._counters: dict[str, dict[str, float]] = {}
         self._epoch = -1  # the epoch whose workers the server knows
         self._rebalancer = Rebalancer(engine, pools)
