@@ -56,9 +56,7 @@ def combined_capacity(bounds: Sequence[BindReply], number: Callable[[int], int] 
 
 
 def capacity_of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
-    """Return the capacity of all ranks' memory workers, given each rank's: ranks hold the same tokens, of
-    other heads.
-    """
+    """Return the capacity of all ranks' memory workers, given each rank's. Ranks hold the same tokens, other heads."""
     groups: dict[tuple[int, KvShards, bool], tuple[list[int], list[int]]] = {}
     for each in ranks:
         sparse = each.sparse or [False] * len(each.windows)

@@ -28,9 +28,7 @@ class CopyStripes(msgspec.Struct, frozen=True, array_like=True, tag="move"):
 
 
 class CommitMigration(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
-    """Give ``sequence`` the blocks of ``copy``, which ends, and the new ``location``. Other stripes stay as
-    they are.
-    """
+    """Give ``sequence`` the blocks of ``copy``, which ends, and the new ``location``. Other stripes do not change."""
 
     sequence: int
     copy: int

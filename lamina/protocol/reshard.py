@@ -22,9 +22,7 @@ from .step_plan import BindRequest, SurvivingKv
 
 
 class TerminationNotice(msgspec.Struct, frozen=True, tag="leaving"):
-    """Memory worker -> driver: its process got SIGTERM, and is to end soon. It serves until it gets Stop or
-    is killed.
-    """
+    """Memory worker -> driver: its process got SIGTERM, to end soon. It serves until it gets Stop or is killed."""
 
 
 class PrepareStore(msgspec.Struct, frozen=True, tag="make-room"):

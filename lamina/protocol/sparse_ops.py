@@ -30,8 +30,8 @@ class ScoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="score"):
 
 
 class SelectBlocks(msgspec.Struct, frozen=True, array_like=True, tag="attend"):
-    """Let the sequence's only row in this step attend its best blocks of ``tokens`` tokens, 0: all, despite the
-    engine's budget.
+    """Let the sequence's only row in this step attend its best blocks of ``tokens`` tokens, not the engine's budget; 0:
+    all blocks.
     """
 
     sequence: int

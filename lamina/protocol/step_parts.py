@@ -13,8 +13,8 @@ _DRAWN_BYTES, _SCORE_BYTES = 64, 20  # encoded sizes, at most
 
 
 def split_step_done(done: StepDone, most: int | None = None) -> Iterator[StepDone]:
-    """Yield messages that together are ``done``. ``most``: bytes of each, unless one token takes more; None: a quarter
-    of a frame.
+    """Yield messages that together are ``done``. ``most``: the bytes of each, unless one token takes more. The default
+    is a quarter of a frame.
     """
     most = control.MAX_FRAME // 4 if most is None else most
     part, size = list[SampledToken](), 0

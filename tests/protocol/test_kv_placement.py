@@ -21,7 +21,7 @@ def test_stripes_go_on_from_lane_to_lane_and_runs_lie_elsewhere() -> None:
     ("placement", "place", "words"),
     [
         (DEALT, KvLocation(3), "KV shard 3 of 3"),
-        (DEALT, KvLocation(-1), "lane -1 of 3"),
+        (DEALT, KvLocation(-1), "KV shard -1 of 3"),
         (STAYS, KvLocation(3), "KV shard 3 of 3"),
         (STAYS, KvLocation(0, (StripeRun(0, 1, 1),)), "1 runs of stripes in other KV shards, at most 0 can be"),
         (

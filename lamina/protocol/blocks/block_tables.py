@@ -149,9 +149,7 @@ class BlockTables(SequenceBlocks):
         self._change(changes)
 
     def forkable_blocks(self, keep: SurvivingKv) -> tuple[int, ...] | None:
-        """Return, by group, the blocks that a fork of ``keep`` shares with its source; None as in
-        ``surviving_blocks``.
-        """
+        """Return, by group, the blocks that a fork of ``keep`` shares with its source; None as ``surviving_blocks``."""
         held, copied = (
             self.surviving_blocks(keep),
             self._extents.num_blocks_after(self._extents.extent_of_surviving(keep), keep.length),
@@ -362,9 +360,7 @@ class BlockTables(SequenceBlocks):
             tables[op.copy] = array("q")
 
     def _fork_copies(self, fork: Fork) -> list[int | None]:
-        """Return, by group, the source's partial last block of the fork; None if there is none, or it is not kept
-        there.
-        """
+        """Return, by group, the source's partial last block of the fork; None if there is none, or it is elsewhere."""
         number, more = divmod(fork.length, self.block_size)
         kept = self._extents.num_blocks_after(self._check_fork(fork), fork.length)
         source = fork.source, number, number + 1

@@ -178,10 +178,10 @@ def test_random_loans_have_the_bits_of_token_and_request(rooms: list[int], homes
     ("place", "why"),
     [
         (KvLocation(2), "KV shard 2 of 2"),
-        (KvLocation(-1), "lane -1 of 2"),
+        (KvLocation(-1), "KV shard -1 of 2"),
         (KvLocation(0, (StripeRun(0, 1, 2),)), "in KV shard 2 of 2"),
         (KvLocation(0, (StripeRun(3, 3, 1),)), r"stripes 3\.\.3"),
-        (KvLocation(0, (StripeRun(0, 3, 1), StripeRun(2, 4, 0))), "behind 3"),
+        (KvLocation(0, (StripeRun(0, 3, 1), StripeRun(2, 4, 0))), "after 3"),
         (KvLocation(0, tuple(StripeRun(n, n + 1, 1) for n in range(65))), "65 runs"),
     ],
 )
