@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common import BrokenError, record
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "scheduler" / "sparsity"))
+sys.path += [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("", "scheduler/sparsity")]
 from test_plans_without_tokens import play  # type: ignore[import-not-found]
 
 SHARE = 500

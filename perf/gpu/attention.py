@@ -1,5 +1,5 @@
 """The attention part of gpu_suite.py: every head size against fp64, one CUDA graph over growing lengths, microseconds
-of a layer, and bytes per second of stored tokens next to torch's and FlashInferAttention's.
+of a layer, and bytes per second of stored tokens next to torch's and FlashInfer's.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def flashinfer(op: Operator, rows: RowTable, kv: LayerCache, q: Tensor) -> Calla
     return lambda: wrapper.run(q, (kv.k, kv.v), return_lse=True)
 
 
-CONTENDERS = {"lamina": ours, "torch SDPA": sdpa, "FlexAttention": flex, "FlashInferAttention": flashinfer}
+CONTENDERS = {"lamina": ours, "torch SDPA": sdpa, "FlexAttention": flex, "FlashInfer": flashinfer}
 
 
 def judge(results: dict[str, Result]) -> None:

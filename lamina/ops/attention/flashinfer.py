@@ -1,11 +1,11 @@
-"""The flashinfer backend: FlashInferAttention's kernels for decode over stored tokens, the cuda backend for everything
+"""The flashinfer backend: FlashInfer's kernels for decode over stored tokens, the cuda backend for everything
 else.
 
-HARDWARE-UNVERIFIED: tested with a stand-in for FlashInferAttention on a CPU.
+HARDWARE-UNVERIFIED: tested with a stand-in for FlashInfer on a CPU.
 
-FlashInferAttention folds a sequence's tokens in an order of its own. So it is given every chunk of 128 tokens as a
+FlashInfer folds a sequence's tokens in an order of its own. So it is given every chunk of 128 tokens as a
 request by itself, and the results, with their log-sum-exp, go up the merge tree. That keeps the contract's bits; it
-costs a partial result for each chunk, rounded to the store's dtype, which is what FlashInferAttention returns.
+costs a partial result for each chunk, rounded to the store's dtype, which is what FlashInfer returns.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _wrapper_class() -> Any:
 
 
 class FlashInferChunks:
-    """A decode step's stored chunks as FlashInferAttention's requests, and how their results are merged."""
+    """A decode step's stored chunks as FlashInfer's requests, and how their results are merged."""
 
     def __init__(self, table: RowTable, device: torch.device) -> None:
         base, size = table.origin // CHUNK_TOKENS, table.block_size
@@ -79,7 +79,7 @@ class FlashInferChunks:
         self.row = torch.from_numpy(table.row[sequence]).to(device)
         self.levels = [tuple(torch.from_numpy(x).to(device) for x in pair) for pair in _levels(sequence, chunk)]
         self.roots = torch.from_numpy(first).to(device)
-        self.planned: dict[tuple[object, ...], Any] = {}  # FlashInferAttention's wrapper by shape
+        self.planned: dict[tuple[object, ...], Any] = {}  # FlashInfer's wrapper by shape
 
 
 class _FlashInferRows(NamedTuple):
@@ -88,7 +88,7 @@ class _FlashInferRows(NamedTuple):
 
 
 class FlashInferAttention(AttentionBackend):
-    """The ``AttentionBackend`` that calls FlashInferAttention's kernels."""
+    """The ``AttentionBackend`` that calls FlashInfer's kernels."""
 
     def __init__(self, wrapper: Any, cuda: CudaAttention, device: torch.device, dtype: torch.dtype) -> None:
         """``wrapper``: flashinfer.BatchDecodeWithPagedKVCacheWrapper."""
