@@ -25,7 +25,7 @@ def test_nothing_comes_from_elsewhere_and_it_can_be_switched_off() -> None:
     assert re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?!data:)([^\"'\s>)]+)", response.text) == []
     assert "//" not in re.sub(r"^\s*//.*$", "", response.text, flags=re.MULTILINE).replace("://", "")
     assert "default-src 'none'" in response.headers["content-security-policy"]
-    assert ask("GET", "/", make_service(page=False)).status_code == 404
+    assert ask("GET", "/", make_service(dashboard=False)).status_code == 404
     assert ask("GET", "/", make_service(api_key="k")).status_code == 401
 
 
