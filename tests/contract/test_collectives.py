@@ -239,12 +239,12 @@ RANK = """
 import signal, sys
 import torch
 from lamina import netstack
-from lamina.ops.collective.mesh import listen_and_connect
+from lamina.ops.collective.mesh import connect_mesh
 fabric = netstack.open(sys.argv[1], key=b"k" * 32)
-listener = fabric.listen(reception=netstack.Reception(name="second"))
+listener = fabric.listen(reception=netstack.ListenTerms(name="second"))
 print(listener.url, flush=True)
 names = ["first", "second"]
-mesh = listen_and_connect(
+mesh = connect_mesh(
     fabric, listener, ["", listener.url], names, 1, start_timeout_s=30.0, step_timeout_s=30.0
 )
 print(mesh.all_reduce(torch.full((3,), 2.0)).tolist(), flush=True)
