@@ -398,7 +398,15 @@ GROUPS: tuple[FlagGroup, ...] = (
             "lend.max_gbps": "lend_gbps",
         },
     ),
-    PlanFlag(flag="--pipeline", form="N|auto[:N]", help="", option="pipeline", word="plan", keys={}),
+    PlanFlag(
+        flag="--pipeline",
+        form="N|auto[:N]",
+        help="auto:N measures at the start how long both pools and their link take, and serves by it, with up to N "
+        "batches and --memory-weights measured; auto = auto:2",
+        option="pipeline",
+        word="plan",
+        keys={},
+    ),
 )
 # Options whose flag has another name than their keyword of LLM: the name that vLLM has for it.
 RENAMED_FLAGS = {"attention": "--attention-backend", "kv_memory": "--kv-cache-memory-bytes"}

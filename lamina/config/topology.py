@@ -83,8 +83,7 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         float,
         Meta(ge=0.0, le=0.9),
         "the part of --kv-cache-memory-bytes that other deployments may have while it is not needed here, such as "
-        "0.25; with "
-        "--ledger and --partition spill; 0 = none",
+        "0.25, with --partition spill",
     ] = 0.0
 
     def __post_init__(self) -> None:

@@ -164,7 +164,8 @@ def _value(name: str, kind: FlagValue, text: str) -> Any:
 def _help(group: FlagGroup, values: Mapping[str, FlagValue]) -> str:
     """The help of the flag's own option, and of each key."""
     own = values.get(group.option)
-    texts = [f"{own.help} (default: {own.default})" if own else group.help]
+    texts = [f"{own.help} (default: {own.default or 'none'})"] if own else []
+    texts += [group.help] if group.help else []
     for key, target in group.keys.items():
         name, _, part = target.partition(".")
         default = "none" if part else values[name].default

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lamina.cli.common.parser import Parser
 from lamina.cli.launch import main
+from lamina.cli.serve import add_arguments
 from lamina.config.flag_groups import OLD_FLAGS, OLD_NAMES_GO, flag_text
 
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = ROOT / "docs" / "flags.md"
 SERVE = ["serve", "some/model", "--print-config"]
 # Option that had a flag of its own -> the text after the old flag.
 OLD_VALUES = {
@@ -178,6 +185,55 @@ def test_what_cannot_be_is_one_line_that_names_flag_and_key(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(capsys, *flags).startswith(words)
+
+
+def serve_flags() -> list[str]:
+    """The flags of ``serve`` that --help shows, apart from --help."""
+    parser = Parser(prog="serve")
+    add_arguments(parser)
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+    return [action.option_strings[0] for action in shown if action.option_strings]
+
+
+def test_each_flag_of_serve_is_in_the_table_with_its_reason() -> None:
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| (?:same)? ?\| (.+) \|$", TABLE.read_text(), re.MULTILINE)
+    assert sorted(flag for flag, _ in rows) == sorted(serve_flags())
+    assert all(len(reason.split()) >= 2 for _, reason in rows)
+
+
+def test_serve_has_95_flags_at_most() -> None:
+    """A new flag takes the place of another, or becomes a key."""
+    assert 80 < len(serve_flags()) <= 95
+
+
+OLD_USES = re.compile("|".join(f"{re.escape(old)}(?![-\\w])" for old in sorted(OLD_FLAGS, key=len, reverse=True)))
+
+
+def test_nothing_that_people_read_has_an_old_name() -> None:
+    """Texts of the product, documents and examples. Commands with flags of their own are left out, and what tells of
+    them.
+    """
+    own = ("lamina/tools/plan", "lamina/cli/lending", "lamina/cli/worker.py", "lamina/cli/operate/kv.py")
+    tables = ("lamina/config/flag_groups.py", "lamina/tools/drill/__init__.py", "docs/lending.md", "docs/planner.md")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {use[0]}"
+        for pattern in (
+            "lamina/**/*.py",
+            "docs/*.md",
+            "*.md",
+            "examples/*.yaml",
+            "examples/*/*.yaml",
+            "examples/*/*.sbatch",
+        )
+        for path in sorted(ROOT.glob(pattern))
+        if not str(path.relative_to(ROOT)).startswith((*own, *tables))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for use in OLD_USES.finditer(line)
+    ]
+    assert found == []
+    assert OLD_USES.search("use --kv-budget 3")
+    assert OLD_USES.search("`--plan`")
+    assert not OLD_USES.search("--kv-budgets")
 
 
 def test_decode_only_leaves_serve(capsys: pytest.CaptureFixture[str]) -> None:
