@@ -28,6 +28,7 @@ class FlagGroup:
     help: str
     keys: Mapping[str, str]  # key -> its option; OPTION.PART for a part of an option that is a list NAME=NUMBER
     option: str = ""  # what stands before the keys
+    parts: Mapping[str, str] = field(default_factory=dict)  # help of keys that are parts of an option
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -45,6 +46,10 @@ class FlagGroup:
     def spelling(self, option: str) -> str:
         """The spelling of ``option``, up to its value."""
         return f"{self.flag} {self._key(option)}="
+
+    def entry(self, key: str) -> str:
+        """The beginning of a key's entry."""
+        return f"{key}="
 
     def _by_option(self, pairs: Mapping[str, str]) -> dict[str, str]:
         values = dict[str, str]()
@@ -187,6 +192,9 @@ class FileFlag(FlagGroup):
 
     def spelling(self, option: str) -> str:
         return f"{self.flag} {self._key(option)}"
+
+    def entry(self, key: str) -> str:
+        return f"{key}:"
 
     def _read(self, path: str, also: Collection[str] = ()) -> dict[str, str]:
         """The values of a file, by option; ``also``: entries that are read elsewhere."""
@@ -343,6 +351,11 @@ GROUPS: tuple[FlagGroup, ...] = (
         help="",
         option="kv_sparsity",
         keys=_SPARSITY_KEYS,
+        parts={
+            "max-top1": "the share of tokens that may differ from those with all KV, before kv_budget doubles",
+            "max-kl": "the same in nats of KL",
+            "reference-share": "the share of completions that are computed with all KV too, to measure both",
+        },
         modes={"evict": tuple(_SPARSITY_KEYS), "select": tuple(key for key in _SPARSITY_KEYS if key != "window")},
     ),
     FlagGroup(

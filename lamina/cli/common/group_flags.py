@@ -169,5 +169,5 @@ def _help(group: FlagGroup, values: Mapping[str, FlagValue]) -> str:
     for key, target in group.keys.items():
         name, _, part = target.partition(".")
         default = "none" if part else values[name].default
-        texts.append(f"{key}=: {part or values[name].help} (default: {default or 'none'})")
+        texts.append(f"{group.entry(key)} {group.parts.get(key) or values[name].help} (default: {default or 'none'})")
     return "; ".join(texts)
