@@ -286,7 +286,7 @@ def test_what_others_may_read_is_refused(tmp_path: Path) -> None:
     for path, mode, good in ((place, 0o750, 700), (place / "segment-00000000", 0o604, 600)):
         was = path.stat().st_mode
         path.chmod(mode)
-        with pytest.raises(ValueError, match=rf"others may read .* \(mode {mode:o}\).*: chmod {good} "):
+        with pytest.raises(ValueError, match=rf"other users may read .* \(mode {mode:o}\).*: chmod {good} "):
             opened(place)
         path.chmod(was)
     opened(place).close()
@@ -319,9 +319,9 @@ def test_a_dry_run_refuses_what_a_start_would_and_makes_nothing(
     journal.close()
     assert said(place) == no_model
     place.chmod(0o750)
-    assert "others may read" in said(place)
+    assert "other users may read" in said(place)
     (place / "lock").unlink()
-    assert "others may read" in said(place)
+    assert "other users may read" in said(place)
 
 
 @contextmanager
