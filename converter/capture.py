@@ -37,7 +37,7 @@ _IDENTITIES = {
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, buffer or constant of the captured module: its dotted name and the very tensor, never a copy."""
+    """A parameter, buffer or constant of the captured module: its dotted name and the tensor itself, not a copy."""
 
     fqn: str
     tensor: Tensor
@@ -46,7 +46,6 @@ class Weight:
 @dataclass(frozen=True)
 class Capture:
     """One decode step: ``logits`` [R, 1, V] from ``inputs`` (ids and positions, [R, 1] int64) through the ``calls``.
-
     ``rows`` is the symbol R (of sympy) in the shapes that every node carries in ``meta["val"]``.
     """
 
@@ -59,12 +58,12 @@ class Capture:
 
 
 def size_expression(size: object) -> Any:
-    """The symbolic expression of a size that depends on R; None for a plain number."""
+    """Return the symbolic expression of a size that depends on R; None for a plain number."""
     return size.node.expr if isinstance(size, torch.SymInt) else None
 
 
 def module_path(node: fx.Node) -> str:
-    """Dotted path of the submodule whose forward made this node; empty for the outermost."""
+    """Return the dotted path of the submodule whose forward made this node; "" for the outermost module."""
     stack = node.meta.get("nn_module_stack") or {"": ("", "")}
     path: str = list(stack.values())[-1][0]
     return path
@@ -72,7 +71,7 @@ def module_path(node: fx.Node) -> str:
 
 @contextlib.contextmanager
 def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Dropout and the like off; every submodule's own flag is put back."""
+    """Switch dropout and similar layers off in the block; restores every submodule's flag."""
     training = [m for m in module.modules() if m.training]
     for m in training:
         m.training = False
@@ -85,7 +84,7 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_stack_traces() -> Iterator[None]:
-    """Capture without the Python lines that made each node: they have no use, and finding them is an eighth of the
+    """Capture without the Python lines that made each node: they have no use, and finding them takes an eighth of the
     time. torch 2.9 has no such setting.
     """
     config: Any = fx.config
@@ -105,7 +104,7 @@ def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
     examples = tuple(torch.ones(example_rows, 1, dtype=torch.long, device=device) for _ in range(2))
     rows = torch.export.Dim("R", min=1, max=MAX_ROWS)
     try:
-        # Passes of torch.export make modules that nobody runs: their Python code is not to be written and compiled.
+        # torch.export makes modules that never run: skip generating and compiling their Python code.
         with _evaluation_mode(step), torch.no_grad(), _use_lazy_graph_module(True), _no_stack_traces():
             program = torch.export.export(
                 step,
@@ -117,7 +116,7 @@ def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
             make_functional(program.graph)
             if any(map(is_mutable, program.graph.nodes)):
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own use of itself
+                    warnings.simplefilter("ignore", FutureWarning)  # torch warns about its own code
                     program = program.run_decompositions({})  # makes it functional, decomposes nothing
     except RuntimeError as error:
         raise ConversionError(f"the decode step cannot be captured by torch.export: {error}") from error
@@ -159,7 +158,7 @@ def _drop_identities(graph: fx.Graph) -> None:
 
 
 def _merge_duplicates(graph: fx.Graph, cut_op: torch._ops.OpOverload) -> None:
-    """Layers often repeat work on positions; one node for it lets one value be carried for all of them."""
+    """Merge equal operators. Layers often repeat work on positions; then one carried value serves all of them."""
     first: dict[tuple[object, str], fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is cut_op or not _is_function(node):
@@ -171,7 +170,7 @@ def _merge_duplicates(graph: fx.Graph, cut_op: torch._ops.OpOverload) -> None:
 
 
 def _is_function(node: fx.Node) -> bool:
-    """Whether an operator gives the same results whenever it gets the same arguments."""
+    """Return True if an operator gives the same results whenever it gets the same arguments."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
     return torch.Tag.nondeterministic_seeded not in node.target.tags
@@ -193,8 +192,8 @@ def capture(
 ) -> Capture:
     """Trace ``step(input_ids [R, 1], position_ids [R, 1]) -> logits [R, 1, V]`` with R free in 1..65536.
 
-    The module is left as it was found. Raises ConversionError if it cannot be traced, if the number of ``cut_op``
-    nodes is not ``expect``, or if a step writes to the module's own buffers.
+    The module is left unchanged. Raises ConversionError if it cannot be traced, if the number of ``cut_op`` nodes is
+    not ``expect``, or if a step writes to the module's own buffers.
     """
     program = _export(step, example_rows)
     signature = program.graph_signature

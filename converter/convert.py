@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class CaptureStore(Protocol):
-    """Where a capture is kept for the next conversion of the same module."""
+    """Keeps a capture for the next conversion of the same module."""
 
     def read(self) -> str | None: ...
 
@@ -45,20 +45,20 @@ def convert(
 ) -> SlicedProgram:
     """Cut a model at every ``cut_op`` into slices that carry as few bytes past attention as possible.
 
-    ``step`` maps (input_ids [R, 1] int64, position_ids [R, 1] int64) to logits [R, 1, V]; each attention layer calls
-    ``cut_op(q [R, Hq, 1, D], k [R, Hkv, 1, D], v [R, Hkv, 1, Dv], *rest) -> [R, 1, Hq, Dv]`` where ``rest`` are
-    constants or functions of weights. One program serves 1..65536 rows. Weights are bound, not copied, and the module
-    is left as found; on the meta device the result is a plan.
+    ``step`` maps (input_ids [R, 1] int64, position_ids [R, 1] int64) to logits [R, 1, V]. Each attention layer calls
+    ``cut_op(q [R, Hq, 1, D], k [R, Hkv, 1, D], v [R, Hkv, 1, Dv], *rest) -> [R, 1, Hq, Dv]``. ``rest`` are constants or
+    functions of weights. One program serves 1..65536 rows. Weights are bound, not copied, and the module is left
+    unchanged. On the meta device the result is only a plan.
 
     expect: the number of ``cut_op`` that there must be (one per layer); fewer means a layer that keeps other state.
-    hoist: do work that does not wait for an attention before it (parallel attention + MLP), for more carried bytes.
-    split_fused: compute Q apart from K and V where one GEMM over contiguous parts makes all three.
-    check_rows: show that no row's result depends on other rows, by rule and by running at positions from 0 to
-        ``max_positions`` - 1, which must be positions that the model can take.
-    shown: rows were found apart before, with these very weights.
-    kept: the place of the capture of just this module, traced so before or to be traced now.
+    hoist: run work that does not depend on an attention before it (parallel attention + MLP), which carries more bytes.
+    split_fused: compute Q apart from K and V if one GEMM over contiguous parts makes all three.
+    check_rows: show that no row's result depends on other rows, by rule and by running. Runs use positions from 0 to
+      ``max_positions`` - 1, which the model must support.
+    shown: rows were found independent before, with these weights.
+    cache: keeps the capture of this module; it is read here, or written after tracing.
 
-    Raises ConversionError, naming the operator and its module, for whatever would not compute the same thing.
+    Raises ConversionError, naming the operator and its module, for anything that would compute a different result.
     """
     timings: dict[str, float] = {}
     clock = _StageTicks(timings)
@@ -90,7 +90,7 @@ def convert(
 def _read(
     cache: CaptureStore | None, step: nn.Module, cut_op: torch._ops.OpOverload, expect: int | None
 ) -> Capture | None:
-    """The kept capture; None where none is kept, or none of this module."""
+    """Return the kept capture; None if there is none, or none of this module."""
     text = cache.read() if cache else None
     if text is None:
         return None

@@ -23,14 +23,16 @@ VIEWS = {"slice", "view", "transpose", "t", "permute", "unsqueeze", "squeeze", "
 
 
 class StaticValues:
-    """Evaluates nodes that need nothing but weights."""
+    """Evaluates nodes that depend on weights only."""
 
     def __init__(self, graph: RowGraph) -> None:
         self._graph = graph
         self._known: dict[fx.Node, Any] = {n: w.tensor for n, w in graph.capture.weights.items()}
 
     def __call__(self, node: fx.Node) -> Any:
-        """The node's value, a view of a weight where the operators allow. KeyError if it depends on rows."""
+        """Return the node's value, a view of a weight if the operators allow that. Raises KeyError if it depends on
+        rows.
+        """
         if node not in self._known:
             if node not in self._graph.static or self._graph.is_row_count(node) or node.op != "call_function":
                 raise KeyError(node.name)
@@ -41,7 +43,7 @@ class StaticValues:
 
 
 def weight_below(capture: Capture, node: fx.Node) -> Weight | None:
-    """The weight that this node is, or is a pure view of."""
+    """Return the weight that this node is, or is a pure view of; None if there is none."""
     while node not in capture.weights:
         if operator_name(node) not in VIEWS or len(node.all_input_nodes) != 1:
             return None
@@ -50,7 +52,9 @@ def weight_below(capture: Capture, node: fx.Node) -> Weight | None:
 
 
 def carried_names(graph: RowGraph, nodes: Iterable[fx.Node]) -> list[str]:
-    """Readable names: graph inputs keep theirs, what follows from positions alone is "positions", the rest "hidden"."""
+    """Return readable names: graph inputs keep theirs, values of positions alone are "positions", all
+    others "hidden".
+    """
     names: list[str] = []
     for node in nodes:
         name = node.name if node.op == "placeholder" else "hidden" if graph.reads_tokens(node) else "positions"
@@ -60,13 +64,13 @@ def carried_names(graph: RowGraph, nodes: Iterable[fx.Node]) -> list[str]:
 
 
 def describe_cut(graph: RowGraph, index: int, nodes: list[fx.Node]) -> Cut:
-    """Names, shapes and bytes of the nodes of one cut."""
+    """Return the names, shapes and bytes of the nodes of one cut."""
     tensors = [graph.row_tensor(n, name) for n, name in zip(nodes, carried_names(graph, nodes), strict=True)]
     return Cut(index, tuple(t for t in tensors if t is not None), graph.live_bytes(index))
 
 
 def describe_call(graph: RowGraph, values: StaticValues, index: int) -> CutCall:
-    """Shapes of the messages of one call, and its other arguments as plain values and tensors."""
+    """Return the shapes of one call's messages, and its other arguments as plain values and tensors."""
     node = graph.calls[index]
     where = module_path(node) or node.name
     missing = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
@@ -87,7 +91,7 @@ def describe_call(graph: RowGraph, values: StaticValues, index: int) -> CutCall:
 
 
 class Emitter:
-    """Builds the graph of one slice; nodes are copied from the capture, weights bound by name."""
+    """Builds the graph of one slice; nodes are copied from the capture, weights are bound by name."""
 
     def __init__(self, graph: RowGraph, values: StaticValues, index: int, schedule: Schedule) -> None:
         self._graph, self._values, self._index, self._schedule = graph, values, index, schedule
@@ -98,7 +102,7 @@ class Emitter:
         self._names: dict[fx.Node, str] = {}
 
     def build(self) -> Slice:
-        """The finished slice."""
+        """Build and return the slice."""
         schedule, out = self._schedule, self._out
         given = [*schedule.carried, *([schedule.arrives] if schedule.arrives else [])]
         names = [*carried_names(self._graph, schedule.carried), *(["o"] if schedule.arrives else [])]
@@ -147,7 +151,9 @@ class Emitter:
         return self._annotate(copy, node)
 
     def _name(self, node: fx.Node) -> str:
-        """Messages and results by what they are, GEMMs and last values of a module after it, others by operator."""
+        """Return a node's name. Messages and results are named by their role, GEMMs and a module's last values by the
+        module, all others by operator.
+        """
         if node in self._names:
             return self._names[node]
         weights = [weight_below(self._graph.capture, a) for a in node.all_input_nodes]
@@ -155,14 +161,14 @@ class Emitter:
         path = module_path(node)
         if not owner and path and not all(module_path(u).startswith(path) for u in node.users):
             owner = path.split(".")
-        # "self" would hide the module's own in the code that fx writes.
+        # "self" would hide the module itself in the code that fx writes.
         named = bool(owner) and owner[-1].isidentifier() and owner[-1] != "self"
         return owner[-1] if named else operator_name(node)
 
     def _bind(self, node: fx.Node) -> fx.Node:
         label, tensor = weight_label(self._graph.capture, node), self._values(node)
         attribute = re.sub(r"\W+", "_", label).strip("_")
-        while hasattr(self._root, attribute):  # a.b_c and a_b.c
+        while hasattr(self._root, attribute):  # a.b_c and a_b.c have the same attribute
             attribute += "_"
         if isinstance(tensor, nn.Parameter):
             self._root.register_parameter(attribute, tensor)
@@ -175,7 +181,7 @@ class Emitter:
 
 
 def weight_label(capture: Capture, node: fx.Node) -> str:
-    """Dotted name of a weight; views append what they do: ``wqkv.weight[0:4096]``, ``lm_head.weight.t()``."""
+    """Return a weight's dotted name. Views append their operation: ``wqkv.weight[0:4096]``, ``lm_head.weight.t()``."""
     weight: Weight | None = capture.weights.get(node)
     if weight is not None:
         return weight.fqn
@@ -189,13 +195,15 @@ def weight_label(capture: Capture, node: fx.Node) -> str:
 
 
 def signature(module: fx.GraphModule) -> str:
-    """Digest of the program: operators, wiring, constants, shapes and dtypes, without names and layer numbers."""
+    """Return a digest of the program: operators, wiring, constants, shapes and dtypes, without names and
+    layer numbers.
+    """
     number = {n: i for i, n in enumerate(module.graph.nodes)}
     lines = []
     for node in module.graph.nodes:
         args = node.args
         if node.op == "call_method":
-            args = (args[0], *args[2:])  # the number of the call
+            args = (args[0], *args[2:])  # without the number of the call
         target = "" if node.op in ("placeholder", "get_attr") else str(node.target)
         wiring = fx.map_arg((args, node.kwargs), lambda a: f"%{number[a]}")
         value = node.meta.get("val") if node.op in ("placeholder", "get_attr") else None

@@ -1,5 +1,5 @@
-"""Facts about a sliced program, for people and tools: the tensors that cross each cut, the order of sends, the work of
-each slice.
+"""Facts about a sliced program, for people and tools: the tensors that cross each cut, the order of sends, and the work
+of each slice.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ _LOOKUPS = {"embedding"}
 
 @dataclass(frozen=True)
 class Gemm:
-    """A product with weights. ``block`` (one of BLOCKS) says on which side of the slice's two sends it runs.
-
-    ``flops_per_token`` counts what one row needs, so with experts it is less than 2 x the number of weights.
+    """A product with weights. ``block``, one of BLOCKS, is its place relative to the slice's two sends.
+    ``flops_per_token`` counts the work of one row, so with experts it is less than 2 x the number of weights.
     """
 
     weight: str
@@ -36,8 +35,8 @@ class Gemm:
 
 @dataclass(frozen=True)
 class SliceFacts:
-    """The work and messages of a slice. ``q_first`` is None for the last slice, which sends nothing; ``why`` explains
-    it.
+    """The work and messages of a slice. ``q_first``: whether Q leaves before the GEMMs of K and V, None for the last
+    slice, which sends nothing; ``why`` explains it.
     """
 
     index: int
@@ -48,12 +47,12 @@ class SliceFacts:
     why: str
 
     def gemm_bytes(self, block: str) -> int:
-        """Bytes of GEMM weights in one of BLOCKS."""
+        """Return the bytes of GEMM weights in one of BLOCKS."""
         return sum(g.weight_bytes for g in self.gemms if g.block == block)
 
 
 def slice_facts(piece: Slice) -> SliceFacts:
-    """Read off the program of one slice."""
+    """Return the facts of one slice, read from its program."""
     nodes = list(piece.module.graph.nodes)
     sends = [n for n in nodes if n.op == "call_method"]
     gemms: list[Gemm] = []
@@ -68,13 +67,15 @@ def slice_facts(piece: Slice) -> SliceFacts:
 
 
 def is_gemm(node: fx.Node) -> bool:
-    """Does this node of a slice multiply rows with weights?"""
+    """Return True if this node multiplies rows with weights."""
     lookup = operator_name(node) in _LOOKUPS
     return node.op == "call_function" and is_expensive(node) and not lookup and bool(_matrices(node))
 
 
 def _matrices(node: fx.Node) -> list[fx.Node]:
-    """Weights of two or more dimensions among the operands, directly or through operators that only see weights."""
+    """Return the operands that are weights of two or more dimensions, directly or through operators that only see
+    weights.
+    """
     sources: list[fx.Node] = []
     stack = list(node.all_input_nodes)
     while stack:
@@ -110,7 +111,7 @@ def _for_one_row(size: Any) -> int:
 
 
 def _q_first(sent_q: fx.Node, sent_kv: fx.Node) -> tuple[bool, str]:
-    """Does Q leave before the GEMMs of K and V run, and if not, why not?"""
+    """Return whether Q leaves before the GEMMs of K and V run, and the reason in words."""
     q, k, v = sent_q.args[2], *sent_kv.args[2:]
     q_gemms, kv_gemms = _sources(q), _sources(k) | _sources(v)
     shared = q_gemms & kv_gemms
@@ -126,7 +127,7 @@ def _q_first(sent_q: fx.Node, sent_kv: fx.Node) -> tuple[bool, str]:
 
 
 def _sources(node: Any) -> set[fx.Node]:
-    """The nearest GEMMs above a node."""
+    """Return the nearest GEMMs above a node."""
     sources: set[fx.Node] = set()
     stack, seen = [node], set()
     while stack:
@@ -146,14 +147,16 @@ def _label(node: fx.Node) -> str:
 
 
 def message_bytes(calls: Iterable[CutCall]) -> dict[str, Any]:
-    """Bytes of send Q, send KV and receive O per layer and token; at the top those of the largest layer."""
+    """Return the bytes of send Q, send KV and receive O per layer and token; the top level has those of the largest
+    layer.
+    """
     layers = [{"layer": c.index, "q": c.q_bytes, "kv": c.kv_bytes, "o": c.out_bytes} for c in calls]
     largest = {k: max(layer[k] for layer in layers) for k in ("q", "kv", "o")}
     return {**largest, "total": sum(largest.values()), "layers": layers}
 
 
 def to_json(program: SlicedProgram) -> dict[str, Any]:
-    """Everything as plain data. Sizes are bytes; ``per_token`` ones are of one row."""
+    """Return all facts as plain data. Sizes are bytes; ``per_token`` ones are of one row."""
     facts = facts_of(program)
     return {
         "num_slices": len(program),
@@ -203,7 +206,7 @@ def _slice_json(piece: Slice, facts: SliceFacts) -> dict[str, Any]:
 
 
 def facts_of(program: SlicedProgram) -> list[SliceFacts]:
-    """The facts of every slice; slices that share a module (stamped ones) are read once."""
+    """Return the facts of every slice. Slices that share a module (stamped ones) are read once."""
     known: dict[int, SliceFacts] = {}
     result = []
     for piece in program:
@@ -217,9 +220,9 @@ def facts_of(program: SlicedProgram) -> list[SliceFacts]:
 
 
 def to_dot(program: SlicedProgram) -> str:
-    """Graphviz text: one box for each slice, its operators drawn the first time that its kind appears.
+    """Return Graphviz text: one box for each slice. The operators of each kind of slice are drawn once.
 
-    Calls lie between the boxes; edges say what is carried, sent and received, with bytes per token.
+    Calls lie between the boxes. Edges show the carried, sent and received tensors, with bytes per token.
     """
     lines = ["digraph slices {", "  compound=true; node [shape=box, fontsize=10]; edge [fontsize=9];"]
     first: dict[str, int] = {}

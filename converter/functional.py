@@ -1,6 +1,5 @@
-"""Makes in-place operators functional where nobody else can see the tensor that they write to.
-
-torch.export can do so for all of them, but runs the whole program once more for it.
+"""Makes in-place operators functional if no other node can see the tensor that they write to. torch.export can do so
+for all of them, but runs the whole program once more for it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 
-# Of other operators that torch makes of several, some return their argument itself without saying so.
+# Of other operators that torch composes of several, some return their argument itself without declaring it.
 _FRESH = {aten.matmul.default, aten.linear.default}
 
 
@@ -23,9 +22,8 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def make_functional(graph: fx.Graph) -> None:
-    """Replace ``y = f_(x, ...)`` by ``y = f(x, ...)``, and x by y from there on; others are left as they are.
-
-    x must be a tensor of its own: neither an input, nor a view, nor one that a view has been taken of before.
+    """Replace ``y = f_(x, ...)`` by ``y = f(x, ...)``, and later uses of x by y; other operators stay unchanged. x must
+    be a tensor of its own: neither an input, nor a view, nor a tensor with an earlier view.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -40,7 +38,9 @@ def make_functional(graph: fx.Graph) -> None:
 
 
 def _functional(target: Any) -> torch._ops.OpOverload | None:
-    """The counterpart of an operator that writes to its first argument alone and returns it; None = there is none."""
+    """Return the functional form of an operator that writes only to its first argument and returns it; None if there is
+    none.
+    """
     written = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
     if not written[0] or any(written[1:]) or len(target._schema.returns) != 1:
         return None
@@ -51,7 +51,7 @@ def _functional(target: Any) -> torch._ops.OpOverload | None:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether an operator's results share no memory with its arguments."""
+    """Return True if an operator's results share no memory with its arguments."""
     if node.target is operator.getitem:
         (parent,) = node.all_input_nodes
         return _is_fresh(parent)
@@ -65,7 +65,9 @@ def _is_fresh(node: fx.Node) -> bool:
 
 
 def _gives_the_same(plain: torch._ops.OpOverload, node: fx.Node) -> bool:
-    """Whether dtype and shape are those of the tensor written to: a promoted result would be rounded in place."""
+    """Return True if the result has the dtype and shape of the tensor written to: a promoted result would be rounded in
+    place.
+    """
     values: Any = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     args, kwargs = values
     with torch.no_grad():

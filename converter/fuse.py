@@ -1,4 +1,4 @@
-"""Makes one call of the operators between the messages and meetings of a slice."""
+"""Replaces the operators between a slice's messages and collectives by one call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .graph import add_node, operator_name
 from .slices import SlicedProgram
 
 Unit = Callable[..., tuple[Tensor, ...]]
-Bind = Callable[[Sequence[Tensor]], Unit]  # a unit without its weights
+Bind = Callable[[Sequence[Tensor]], Unit]  # makes a unit from its weights
 
 aten = torch.ops.aten
 
@@ -25,12 +25,12 @@ _CHEAP = VIEWS | {"reshape", "getitem", "split", "split_with_sizes", "chunk"}
 def fuse(
     program: SlicedProgram, takes: Callable[[fx.Node], bool], build: Callable[[fx.Graph, int], Bind | None]
 ) -> SlicedProgram:
-    """The program with every run of operators that ``takes`` as one call; the program given is used up.
+    """Replace every run of operators that ``takes`` by one call, and return the program; the given one is used up.
 
-    A unit takes tensors alone, first weights and then those of rows, and gives a tuple of tensors. Its nodes have the
-    captured tensors as ``meta["val"]``, its weights themselves: rows are dimension 0 where its size is symbolic.
-    ``build`` is given a unit and the number of its weights, once for equal units. What it has none for stays, as do
-    runs of nothing but views.
+    A unit's arguments are tensors only, weights first and then those of rows; it returns a tuple of tensors. Its nodes
+    have the captured tensors as ``meta["val"]``, its weights themselves. Rows are dimension 0 if its size is symbolic.
+    ``build`` gets a unit and the number of its weights, once for equal units. If it returns None the run stays, as do
+    runs of views only.
     """
     places = [(part.module, cut) for part in program.slices for cut in _cuts(part.module, takes)]
     built: dict[str, Bind | None] = {}
@@ -47,13 +47,13 @@ def fuse(
 
 
 def has_rows(node: fx.Node) -> bool:
-    """Whether dimension 0 of the captured tensor is that of rows."""
+    """Return True if dimension 0 of the captured tensor is that of rows."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dim() > 0 and isinstance(value.shape[0], torch.SymInt)
 
 
 def _key(unit: fx.Graph) -> str:
-    """Operators, wiring, constants, and what the unit is given: all that two units have to have alike."""
+    """Return a text that is equal for equal units: operators, wiring, constants, and the unit's arguments."""
     number = {n: i for i, n in enumerate(unit.nodes)}
     lines = list[str]()
     for node in unit.nodes:
@@ -65,7 +65,7 @@ def _key(unit: fx.Graph) -> str:
 
 
 class _Fusion(NamedTuple):
-    """A unit, the operators of a slice that it stands for, what they are given and give, and what comes behind them."""
+    """A unit, the run of operators that it replaces, their arguments and results, and the node after them."""
 
     unit: fx.Graph
     run: list[fx.Node]
@@ -93,7 +93,7 @@ def _value(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _replace(module: fx.GraphModule, name: str, cut: _Fusion, bind: Bind, items: dict[fx.Node, fx.Node]) -> None:
-    """``items``: by results of runs, what has taken their places."""
+    """Replace a run by a call. ``items``: result of a replaced run -> the node in its place."""
     weights = [n for n in cut.given if n.op == "get_attr"]
     setattr(module, name, _UnitWithWeights(bind([_value(module, n) for n in weights])))
     with module.graph.inserting_before(cut.end):
@@ -104,7 +104,7 @@ def _replace(module: fx.GraphModule, name: str, cut: _Fusion, bind: Bind, items:
             item.meta = dict(node.meta)
             node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in cut.run)
     for node in [*reversed(cut.run), *weights]:
-        if not node.users:  # others use what comes of weights alone, and weights
+        if not node.users:  # other runs may use weights, and values computed from weights alone
             module.graph.erase_node(node)
 
 
@@ -115,7 +115,7 @@ class _UnitWithWeights(NamedTuple):
 
 
 def _runs(graph: fx.Graph, takes: Callable[[fx.Node], bool]) -> Iterator[tuple[list[fx.Node], fx.Node]]:
-    """Operators that follow each other, and what comes behind them."""
+    """Yield runs of consecutive operators, each with the node after it."""
     run: list[fx.Node] = []
     for node in graph.nodes:
         if node.op == "get_attr" or _counts(node):
@@ -128,7 +128,7 @@ def _runs(graph: fx.Graph, takes: Callable[[fx.Node], bool]) -> Iterator[tuple[l
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a node is the number of rows, which a unit reads off the tensors that it is given."""
+    """Return True if a node is the number of rows, which a unit reads from its tensors."""
     return node.op == "call_function" and node.target is aten.sym_size.int
 
 

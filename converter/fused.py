@@ -31,7 +31,7 @@ def split_fused_projections(capture: Capture) -> int:
     """Replace each GEMM that makes Q, K and V together by one for Q and one for the rest, over views of its weight.
     Returns the number of replaced GEMMs.
 
-    Handled: ``linear`` and ``addmm`` whose output, after at most reshaping and clamping, is taken apart along its last
+    Handled: ``linear`` and ``addmm`` whose output, after at most reshaping and clamping, is split along its last
     dimension by slices, split or chunk. Not handled: outputs interleaved by head (a view per head comes first).
     """
     done = 0
@@ -68,7 +68,9 @@ def _split(capture: Capture, gemm: fx.Node) -> bool:
 
 
 def _parts_of(gemm: fx.Node) -> tuple[list[fx.Node], list[_Columns]]:
-    """The single-use chain after the GEMM that keeps its last dimension, and the parts that its end is taken into."""
+    """Return the chain of single-use nodes after the GEMM that keep its last dimension, and the parts of the chain's
+    end.
+    """
     width, chain, end = gemm.meta["val"].shape[-1], [], gemm
     while len(end.users) == 1:
         (user,) = end.users
@@ -99,7 +101,7 @@ def _clip(start: object, end: object, width: int) -> tuple[int, int]:
 
 
 def _operands_fed(capture: Capture, node: fx.Node) -> set[int]:
-    """Which operands of attention (0 q, 1 k, 2 v) this node reaches through cheap operators alone."""
+    """Return the operands of attention (0 q, 1 k, 2 v) that this node reaches through cheap operators alone."""
     seen, stack, fed = {node}, [node], set()
     while stack:
         for user in (source := stack.pop()).users:
@@ -112,7 +114,7 @@ def _operands_fed(capture: Capture, node: fx.Node) -> set[int]:
 
 
 def _columns(gemm: fx.Node, start: int, end: int) -> fx.Node:
-    """The same GEMM, columns [start, end) of its output only."""
+    """Return the same GEMM for columns [start, end) of its output only."""
     if gemm.target is aten.linear.default:
         x, weight, *bias = gemm.args
         parts = [_view(weight, 0, start, end), *[_view(b, 0, start, end) for b in bias if b is not None]]

@@ -1,5 +1,5 @@
 """Facts about a captured step: which values are free, which are expensive, how many bytes each carries past a cut, and
-which depend on which.
+how they depend on each other.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ _OUTER_PRODUCTS = {"matmul", "bmm", "mm"}
 
 
 def add_node(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None = None) -> fx.Node:
-    """As Graph.create_node, which spends most of its time on a search for bare symbols in arguments: there are none."""
+    """Add a node like Graph.create_node, but without its slow search for bare symbols in arguments: there are none."""
     node = graph.create_node(op, target, name=name)
     node.args, node.kwargs = args, kwargs
     return node
 
 
 def operator_name(node: fx.Node) -> str:
-    """``linear`` for aten.linear.default; the Python name for anything that is no torch operator."""
+    """Return ``linear`` for aten.linear.default, and the Python name of anything that is no torch operator."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.split("::")[1]
     return getattr(node.target, "__name__", str(node.target))
 
 
 def is_expensive(node: fx.Node) -> bool:
-    """GEMMs, lookups, sorts and whatever is not aten; a product over one element (K = 1) is element-wise work."""
+    """Return True for GEMMs, lookups, sorts and non-aten operators. A product over one element (K = 1) is element-wise
+    work.
+    """
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -70,9 +72,8 @@ class RowTensor:
 
 
 class RowGraph:
-    """A capture and what the planner asks about its nodes. ``calls`` are numbered in program order.
-
-    A node is *static* if weights and the number of rows are all it needs: it is free and available in every slice.
+    """A capture, and the facts about its nodes that the planner needs. ``calls`` are numbered in program order. A node
+    is *static* if it depends only on weights and the number of rows: it is free and available in every slice.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -96,14 +97,14 @@ class RowGraph:
         return node not in self.calls and all(a in self.static for a in node.all_input_nodes)
 
     def is_row_count(self, node: fx.Node) -> bool:
-        """Is this node the integer R itself, however it was measured?"""
+        """Return True if this node is the integer R itself, from any tensor."""
         return node.target is torch.ops.aten.sym_size.int and self._is_rows(node.meta["val"])
 
     def _is_rows(self, size: object) -> bool:
         return bool(size_expression(size) == self.capture.rows)
 
     def row_tensor(self, node: fx.Node, name: str = "") -> RowTensor | None:
-        """Shape and dtype per row, or None if the node is not a tensor whose dimension 0, and only that, is the row."""
+        """Return shape and dtype per row; None if the node is no tensor with the row as dimension 0, and only there."""
         value = node.meta["val"]
         if not isinstance(value, Tensor) or value.dim() == 0 or not self._is_rows(value.shape[0]):
             return None
@@ -119,11 +120,11 @@ class RowGraph:
         return readers
 
     def reads_tokens(self, node: fx.Node) -> bool:
-        """Does this node depend on the token ids (and not on positions alone)?"""
+        """Return True if this node depends on the token ids, not on positions alone."""
         return node in self._token_readers
 
     def _first_call_that_needs(self) -> dict[fx.Node, int]:
-        """For every node the number of the first call whose q, k or v needs it (len(calls) if none does)."""
+        """Return for every node the number of the first call whose q, k or v needs it (len(calls) if none does)."""
         first = dict.fromkeys(self.nodes, len(self.calls))
         number = {c: i for i, c in enumerate(self.calls)}
         for node in reversed(self.nodes):
@@ -141,7 +142,9 @@ class RowGraph:
         return last
 
     def live_bytes(self, call: int) -> int:
-        """Bytes per token of all that is computed before this call and used after it, in the model's own order."""
+        """Return the bytes per token of values that, in the model's own order, are computed before this call and used
+        after it.
+        """
         at = self.order[self.calls[call]]
         alive = 0
         for node in self.nodes[:at]:
@@ -151,15 +154,17 @@ class RowGraph:
         return alive
 
     def runs_before(self, node: fx.Node, call: int) -> bool:
-        """Has this node run, for the sake of q, k and v, by the time that call number ``call`` starts?"""
+        """Return True if q, k or v need this node to run before call number ``call`` starts."""
         return self._needed_by[node] <= call
 
     def waits_for(self, node: fx.Node, call: int) -> bool:
-        """Does this node depend on the output of call number ``call`` or a later one?"""
+        """Return True if this node depends on the output of call number ``call`` or a later one."""
         return self._waits_for[node] >= call
 
     def closure(self, roots: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
-        """``roots`` and all that they are computed from, static nodes left out; nothing is followed beyond ``stop``."""
+        """Return ``roots`` and the nodes from which they are computed, without static ones. Stops at nodes where
+        ``stop`` is True.
+        """
         seen: set[fx.Node] = set()
         stack = [r for r in roots if r not in self.static]
         while stack:
@@ -172,5 +177,5 @@ class RowGraph:
         return seen
 
     def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Nodes in program order."""
+        """Return the nodes in program order."""
         return sorted(nodes, key=self.order.__getitem__)

@@ -1,4 +1,4 @@
-"""Minimum vertex cut of a weighted graph with ordering rules. Plain hashables in, plain hashables out."""
+"""Minimum vertex cut of a weighted graph with ordering rules, on plain hashables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SOURCE, _SINK = "source", "sink"
 
 @dataclass(frozen=True)
 class CutProblem(Generic[N]):
-    """Which values to carry over a boundary in time, so that everything needed after it can be computed there.
+    """The choice of values to carry over a boundary in time, so that everything needed after it can be computed there.
 
     capacity: price of carrying a node's value, once for all of its consumers; None if it cannot be carried.
     edges: (producer, consumer) pairs between nodes of ``capacity``.
     before: have run when the boundary is reached.
-    after: run after the boundary and cannot run before it, nor can what they lead to (which is in ``after`` too).
+    after: run after the boundary and cannot run before it, like the nodes that depend on them (also in ``after``).
     needed: their values are read after the boundary.
     once: run on one side only; any other node may run on both.
     """
@@ -43,12 +43,12 @@ class MinCut(Generic[N]):
 
 
 def min_cut(problem: CutProblem[N]) -> MinCut[N] | None:
-    """The cheapest cut; among equal ones the one that leaves the least to do after the boundary. None if there is none.
+    """Return the cheapest cut; among equal ones the one with the least work after the boundary. None if there is none.
 
-    A node v is the edge v_in -> v_out of its price, data flows over edges of no limit, so a value with many consumers
-    is paid once. The side of v_in says when v runs, the side of v_out whether its value must still be there afterwards
-    (Ford and Fulkerson's vertex-capacity construction). The sink's side of all minimum cuts is unique when smallest,
-    hence the answer does not depend on the order of the input.
+    A node v is the edge v_in -> v_out of its price. Data flows over edges without limit, so a value with many consumers
+    is paid once. The side of v_in shows when v runs, the side of v_out whether its value must still exist afterwards
+    (Ford and Fulkerson's vertex-capacity construction). Among all minimum cuts the smallest sink side is unique, so the
+    result does not depend on the order of the input.
     """
     used = _leading_to(set(problem.needed) | problem.after, problem.edges)
     network = nx.DiGraph()
@@ -75,7 +75,7 @@ def min_cut(problem: CutProblem[N]) -> MinCut[N] | None:
 
 
 def _leading_to(goals: Set[N], edges: Collection[tuple[N, N]]) -> set[N]:
-    """``goals`` and all that they are made from: nothing else has to run."""
+    """Return ``goals`` and the nodes from which they are made: no other node has to run."""
     producers: dict[N, list[N]] = {}
     for producer, consumer in edges:
         producers.setdefault(consumer, []).append(producer)

@@ -1,4 +1,4 @@
-"""Puts a sliced program on another device: its weights, and the constants that its operators make there."""
+"""Moves a sliced program to another device: its weights, and the constants that its operators make there."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Copy = Callable[[Tensor], Tensor]
 
 
 def move(program: SlicedProgram, device: torch.device, copy: Copy | None = None) -> SlicedProgram:
-    """The program with its weights on ``device``. The one given is used up; the model that it was cut from is left as
-    it is.
+    """Return the program with its weights on ``device``. The given program is used up; the model that it was cut from
+    stays unchanged.
 
-    Weights that share memory share it there too: each byte is copied once, from where it lies (a mapped file, say), and
-    no copy of it is made on the host. ``copy``: of flat bytes to the device.
+    Weights that share memory share it on the device too. Each byte is copied once, from its place (such as a mapped
+    file), without another copy on the host. ``copy``: copies flat bytes to the device.
     """
     moved = _MovedTensors((t for s in program.slices for t in s.weights.values()), copy or (lambda x: _copy(x, device)))
     for part in program.slices:
@@ -72,7 +72,7 @@ class _MovedTensors:
 
 
 class _Spans:
-    """The stretches of one storage that are needed, each copied once."""
+    """The needed byte ranges of one storage, each copied once."""
 
     def __init__(self, storage: torch.UntypedStorage, extents: list[tuple[int, int]], copy: Copy) -> None:
         merged = list[tuple[int, int]]()
@@ -84,7 +84,7 @@ class _Spans:
         self._bytes = [copy(_bytes(storage, low, high)) for low, high in merged]
 
     def view(self, t: Tensor) -> Tensor:
-        """The part of the copy that ``t`` is of the storage."""
+        """Return the view of the copy that corresponds to ``t``."""
         low, high = _extent(t)
         at = bisect_right(self._starts, low) - 1
         start = self._starts[at]
@@ -93,7 +93,7 @@ class _Spans:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    """Where a tensor's bytes lie in its storage: the first one, and one behind the last."""
+    """Return the byte range of a tensor in its storage: its first byte, and the end (exclusive)."""
     low = int(t.storage_offset()) * t.element_size()
     last = sum((n - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))
     return low, low + (last + 1) * t.element_size()

@@ -1,4 +1,4 @@
-"""Chooses what is carried past each attention operator: one minimum cut per call, from the last to the first."""
+"""Chooses the values to carry past each attention operator: one minimum cut per call, from the last to the first."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from .mincut import CutProblem, min_cut
 
 
 def plan_cuts(graph: RowGraph, *, hoist: bool = False) -> list[list[fx.Node]]:
-    """For every call the nodes that cross from the slice before it to the slice after it.
+    """Return for every call the nodes that cross from the slice before it to the slice after it.
 
-    They are in program order, what follows from positions alone last, so that equal layers get equal slices.
-
-    Going backwards makes each cut also supply what later cuts carry. ``hoist`` keeps every expensive node that does
-    not wait for the call ahead of it (the free branch of parallel attention + MLP layers), at the price of more bytes.
+    They are in program order, with values of positions alone last, so that equal layers get equal slices. Going
+    backwards makes each cut also supply what later cuts carry. ``hoist`` keeps every expensive node that does not wait
+    for the call ahead of it (the free branch of parallel attention + MLP layers), at the price of more bytes.
     """
     cuts: list[list[fx.Node]] = []
     needed = [graph.capture.logits]

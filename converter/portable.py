@@ -1,7 +1,7 @@
-"""A capture as text, and back: the model that it was captured of need not be traced again.
+"""Writes a capture as text and reads it, so that its model need not be traced again.
 
-JSON names operators of torch and Python's arithmetic, and nothing else that could run. Sizes are numbers or linear in
-the number of rows R. Weights are named; small constants, which the model made while it was traced, are written out.
+The JSON names operators of torch and Python's arithmetic, and no other code. Sizes are numbers or linear in the number
+of rows R. Weights are named. Small constants, which the model made while it was traced, are written out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .capture import Capture, Weight, module_path, size_expression
 from .graph import add_node
 
 LARGEST_CONSTANT = 1 << 16  # bytes
-_ROWS = 3  # of the example that sizes stand for; any number that torch does not take for a special one
+_ROWS = 3  # rows of the example shapes; any number that torch does not treat specially
 _ARITHMETIC = {"getitem", "add", "sub", "mul", "floordiv", "mod", "neg", "eq", "ne", "lt", "le", "gt", "ge"}
 _PLAIN = (bool, int, float, str, type(None))
 _KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -30,7 +30,9 @@ class NotPortableError(ValueError):
 
 
 def write(capture: Capture, step: nn.Module) -> str:
-    """``step``: the module that was captured. Raises NotPortableError where the text could not say everything."""
+    """Return a capture as text. ``step``: the captured module. Raises NotPortableError if the text cannot hold
+    everything.
+    """
     nodes = _needed(capture)
     number = {node: i for i, node in enumerate(nodes)}
     kept = _Writer(capture.rows, number)
@@ -48,7 +50,9 @@ def write(capture: Capture, step: nn.Module) -> str:
 
 
 def read(text: str, step: nn.Module) -> Capture:
-    """The capture of ``step``, whose weights are bound by name. Raises NotPortableError for anything unexpected."""
+    """Return the capture of ``step``, whose weights are bound by name. Raises NotPortableError for anything
+    unexpected.
+    """
     try:
         return _Reader(json.loads(text)).capture(step)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -56,8 +60,8 @@ def read(text: str, step: nn.Module) -> Capture:
 
 
 def _needed(capture: Capture) -> list[fx.Node]:
-    """The nodes that some result needs, in the graph's order. The others, such as torch's assertions about sizes, would
-    not come into a slice either.
+    """Return the nodes that some result needs, in the graph's order. All others, such as torch's assertions about
+    sizes, would not be in a slice either.
     """
     needed, stack = set(capture.inputs), [capture.graph.output_node(), capture.logits, *capture.calls]
     while stack:
@@ -69,7 +73,7 @@ def _needed(capture: Capture) -> list[fx.Node]:
 
 
 class _Writer:
-    """``values``: sizes and dtypes of results, each once."""
+    """Writes nodes and weights as plain data. ``values``: sizes and dtypes of results, each once."""
 
     def __init__(self, rows: Any, number: dict[fx.Node, int]) -> None:
         self.values: list[Any] = []
@@ -85,7 +89,7 @@ class _Writer:
         return [node.op, node.name, target, self._argument(tuple(node.args)), kwargs, module_path(node), *known]
 
     def weight(self, weight: Weight, step: nn.Module) -> list[Any]:
-        """The weight's name; where no attribute of the module has the weight, its dtype, shape and bytes too."""
+        """Return the weight's name; if no attribute of the module has the weight, also its dtype, shape and bytes."""
         tensor, own = weight.tensor, _attribute(step, weight.fqn)
         if own is tensor:
             return [weight.fqn]
@@ -131,7 +135,7 @@ class _Writer:
         raise NotPortableError(f"a result is a {type(value).__name__}")
 
     def _size(self, size: Any) -> int | list[int]:
-        """A number, or [a, b] for a * R + b."""
+        """Return a number, or [a, b] for a * R + b."""
         expression = size_expression(size)
         if expression is None:
             return int(size)
@@ -154,7 +158,7 @@ class _Reader:
         symbol: Any = shapes.create_symbol(_ROWS, rows, source, do_not_specialize_zero_one=True)
         self._rows: Any = shapes.create_symintnode(symbol, hint=_ROWS, source=rows)
         self._mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-        self._sizes = {(1, 0): self._rows}  # arithmetic of symbols takes long
+        self._sizes = {(1, 0): self._rows}  # arithmetic of symbols is slow
         self._values = [self._value(each) for each in stored["values"]]
         self._nodes: list[fx.Node] = []
 
@@ -211,7 +215,7 @@ class _Reader:
             dtype, device, *sizes = value
             shape, strides = ([self._size(each) for each in of] for of in sizes)
             bare = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="meta")
-            return FakeTensor(self._mode, bare, torch.device(device))  # a third of the time that its mode takes
+            return FakeTensor(self._mode, bare, torch.device(device))  # takes a third of the time of the mode's own way
         return self._size(value) if kind == "size" else _sequence(kind, value, self._value)
 
     def _size(self, stored: int | list[int]) -> Any:
@@ -239,7 +243,7 @@ def _attribute(step: nn.Module, fqn: str) -> object:
 
 
 def _name(target: Any) -> str:
-    """``aten.mul.Tensor``, or ``mul`` for Python's."""
+    """Return ``aten.mul.Tensor``, or ``mul`` for Python's operator."""
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{operator_of(target)}.{target._overloadname}"
     name: str = getattr(target, "__name__", "")

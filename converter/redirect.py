@@ -1,4 +1,4 @@
-"""Gives operators of a sliced program to an object of the run: its linear layers, its meetings with other ranks."""
+"""Redirects operators of a sliced program to an object of the run, such as its linear layers or its collectives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .slices import SlicedProgram
 
 
 def redirect(program: SlicedProgram, name: str, owner: Any, methods: Mapping[Any, str]) -> SlicedProgram:
-    """The program with each call of an operator in ``methods`` made on ``owner``, to the method named there; slices
-    hold it as their attribute ``name``. The program given is used up: it may have been called before, and holds on to
-    what it called.
+    """Return the program with each operator in ``methods`` called as that method of ``owner``, which slices hold as
+    their attribute ``name``. The given program is used up: it may have been called before, and still holds what it
+    called.
     """
     for part in program.slices:
         _redirect(part.module, name, owner, methods)

@@ -1,4 +1,4 @@
-"""Prints the graph of a slice the way a person would write it."""
+"""Prints the graph of a slice like handwritten code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _WIDTH = 100
 
 
 def render(graph: fx.Graph, name: str) -> str:
-    """Python-like text: weights by dotted name, shapes as comments, a blank line around each send.
+    """Return Python-like text: weights by dotted name, shapes as comments, a blank line around each send.
 
-    A value that is used once is written where it is used, as long as the line stays short; GEMMs, messages and
-    results keep a line of their own.
+    A value that is used once is written where it is used, as long as the line stays short. GEMMs, messages and results
+    keep a line of their own.
     """
     return "\n".join(_Printer(graph).lines(name)) + "\n"
 
@@ -55,7 +55,7 @@ class _Printer:
         return lines
 
     def show(self, value: Any) -> str:
-        """An argument as text."""
+        """Return an argument as text."""
         if isinstance(value, fx.Node):
             if value.op == "get_attr":
                 return str(value.meta.get("weight", value.target))
@@ -98,7 +98,7 @@ def _may_be_inlined(node: fx.Node) -> bool:
 
 
 def _block(node: fx.Node) -> str:
-    """Path of the layer's submodule (self_attn, mlp, a norm): deeper ones do not deserve a line."""
+    """Return the path of the layer's submodule (self_attn, mlp, a norm): deeper ones get no line."""
     parts = module_path(node).split(".")
     depth = next((i + 2 for i, p in enumerate(parts) if p.isdigit()), len(parts))
     return ".".join(parts[:depth])

@@ -1,4 +1,4 @@
-"""The order of work inside a slice: what Q needs, send Q, what K and V need, send KV, the rest."""
+"""The order of work inside a slice: Q's operands, send Q, the operands of K and V, send KV, the rest."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from .graph import RowGraph
 
 @dataclass(frozen=True)
 class Schedule:
-    """One slice: it starts from ``carried`` and the output of ``arrives``, and ends with ``results``.
-
-    ``leaves`` is the call whose q, k and v it sends (None in the last slice). The three lists partition its work.
+    """One slice: it starts from ``carried`` and the output of ``arrives``, and ends with ``results``. ``leaves`` is the
+    call whose q, k and v it sends (None in the last slice). The three lists partition its work.
     """
 
     carried: list[fx.Node]
@@ -27,11 +26,10 @@ class Schedule:
 
 
 def schedule_slices(graph: RowGraph, cuts: Sequence[list[fx.Node]]) -> list[Schedule]:
-    """L cuts give L + 1 slices.
+    """Return the L + 1 slices of L cuts.
 
-    Each list is in order of demand: a node comes right before what needs it first, operands from left to right. So
-    the order follows from what a slice computes, not from where in the model it was computed for the first time, and
-    equal layers get equal slices.
+    Each list is in order of demand: a node comes right before its first consumer, operands from left to right. So the
+    order follows from what a slice computes, not from the node's place in the model, and equal layers get equal slices.
     """
     starts = [list(graph.capture.inputs), *cuts]
     ends = [*cuts, [graph.capture.logits]]
@@ -55,7 +53,7 @@ def _schedule(
 
 
 def _by_demand(roots: Sequence[fx.Node], done: set[fx.Node]) -> list[fx.Node]:
-    """The nodes that ``roots`` need beyond ``done``, each after its operands; they are added to ``done``."""
+    """Return the nodes that ``roots`` need beyond ``done``, each after its operands; they are added to ``done``."""
     order: list[fx.Node] = []
     stack = list(reversed(roots))
     while stack:

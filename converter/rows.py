@@ -1,4 +1,4 @@
-"""Shows that rows are independent: what a slice computes for one token must not depend on the others in its batch."""
+"""Shows that rows are independent: a slice's result for one token must not depend on other tokens of the batch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _REDUCTIONS = {
     "linalg_vector_norm", "logsumexp", "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod",
     "cummax", "cummin", "any", "all", "argmax", "argmin", "median", "flip", "roll", "quantile",
 }  # fmt: skip
-# Sums of integers count (tokens per expert, say): whether that couples rows is seen by running.
+# Sums of integers count (tokens per expert, say); running shows whether they couple rows.
 _COUNTS = {"sum", "cumsum"}
 _PRODUCTS = {"mm", "bmm", "matmul", "linear"}
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin"}
 
-# Of the largest element; what two batch sizes of the same GEMM may round differently, with room for a layer's depth.
+# Relative to the largest element: how differently two batch sizes may round the same GEMM, over a layer's depth.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 _NUM_ROWS = 16
 
 
 def check_rows_by_rule(graph: RowGraph) -> None:
-    """Raise ConversionError at the first operator that, by its shapes, combines rows or draws random numbers."""
+    """Raises ConversionError at the first operator that, by its shapes, combines rows or draws random numbers."""
     roots = [graph.capture.logits, *graph.calls]
     for node in graph.sorted(graph.closure(roots, lambda _: False)):
         if not isinstance(node.target, torch._ops.OpOverload) or node in graph.calls:
@@ -96,7 +96,7 @@ def _dims(node: fx.Node, rank: int) -> set[int]:
 
 @dataclass
 class _Sent:
-    """Keeps what a slice sends."""
+    """Keeps the messages that a slice sends."""
 
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -108,7 +108,9 @@ class _Sent:
 
 
 def stand_in_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A cheap function of q, k and v of one row, in the shapes of attention: [R, Hq, 1, D] ... -> [R, 1, Hq, Dv]."""
+    """Return a cheap function of q, k and v of each row, in the shapes of attention: [R, Hq, 1, D] ... -> [R, 1, Hq,
+    Dv].
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     score = (q.float() * k.float()).mean(-1, keepdim=True)
@@ -118,9 +120,9 @@ def stand_in_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def check_rows_by_running(slices: Sequence[Slice], calls: Sequence[CutCall], max_positions: int) -> bool:
     """Run each distinct slice on a batch, on that batch shuffled and doubled, and on parts of it; rows must agree.
 
-    Each slice gets the very rows that it got before, so rounding does not pile up. Positions are the smallest and the
-    largest below ``max_positions``, together and apart. False if there are no weights to run (meta device). Raises
-    ConversionError naming the slice and the first operator whose rows differ.
+    Each slice gets exactly the rows that it got before, so rounding does not accumulate. Positions are the smallest and
+    the largest below ``max_positions``, together and apart. Returns False if there are no weights to run (meta device).
+    Raises ConversionError naming the slice and the first operator whose rows differ.
     """
     devices = {t.device for s in slices for t in s.weights.values()}
     if any(d.type == "meta" for d in devices):
@@ -144,7 +146,7 @@ def check_rows_by_running(slices: Sequence[Slice], calls: Sequence[CutCall], max
 def _walk(
     slices: Sequence[Slice], calls: Sequence[CutCall], max_positions: int, device: torch.device
 ) -> Iterator[tuple[Slice, tuple[Tensor, ...], list[Tensor]]]:
-    """Every slice with its inputs, messages and results on one pass of ``_NUM_ROWS`` rows."""
+    """Yield every slice with its inputs, messages and results in one pass of ``_NUM_ROWS`` rows."""
     first, last = torch.arange(_NUM_ROWS // 2, device=device), max_positions - 1
     positions = torch.cat([first.clamp(max=last), (last - first).clamp(min=0)])[:, None]
     vocabulary = slices[-1].module.graph.output_node().args[0][0].meta["val"].shape[-1]  # type: ignore[index, union-attr]
@@ -183,10 +185,10 @@ def _run(piece: Slice, inputs: tuple[Tensor, ...], max_positions: int) -> list[T
 
 
 def _differ(piece: Slice, expected: list[Tensor], actual: list[Tensor]) -> bool:
-    """Is any row different beyond rounding?
+    """Return True if any row differs beyond rounding.
 
-    Where a slice makes discrete choices (experts), rounding may tip a close one, so a quarter of the rows may differ;
-    coupled rows differ nearly all.
+    In a slice with discrete choices (experts), rounding may flip a close choice, so a quarter of the rows may differ.
+    With coupled rows nearly all differ.
     """
     chooses = any(n.op == "call_function" and operator_name(n) in _CHOICES for n in piece.module.graph.nodes)
     for want, have in zip(expected, actual, strict=True):
@@ -199,7 +201,7 @@ def _differ(piece: Slice, expected: list[Tensor], actual: list[Tensor]) -> bool:
 
 
 def _rows_apart(want: Tensor, have: Tensor) -> int:
-    """How many rows differ by more than rounding, measured against the largest element of ``want``."""
+    """Return the number of rows that differ by more than rounding, relative to the largest element of ``want``."""
     if not want.dtype.is_floating_point:
         return int((want != have).flatten(1).any(1).sum())
     tolerance = _TOLERANCES[want.dtype]

@@ -1,4 +1,4 @@
-"""What a conversion yields: slices to call, the cuts between them, and the attention calls that they leave out."""
+"""The result of a conversion: slices to call, the cuts between them, and the attention calls that they leave out."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .render import render
 
 
 class Send(Protocol):
-    """Where a slice hands its messages; ``call`` counts attention calls from 0. Implemented by the caller."""
+    """Receives a slice's messages; ``call`` counts attention calls from 0. The caller implements it."""
 
     def q(self, call: int, q: Tensor, /) -> None:
-        """q [R, Hq, 1, D], as soon as it exists."""
+        """Send q [R, Hq, 1, D]; called as soon as it exists."""
 
     def kv(self, call: int, k: Tensor, v: Tensor, /) -> None:
-        """k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv], before the work that neither of the three messages needs."""
+        """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]; called before work that none of the three messages needs."""
 
 
 @dataclass(frozen=True)
 class CutCall:
     """An attention call between slices ``index`` and ``index + 1``.
 
-    Shapes are those of one row, as the operator took and gave them: q (Hq, 1, D), k (Hkv, 1, D), v (Hkv, 1, Dv),
-    out (1, Hq, Dv). ``rest`` holds the operator's arguments after q, k and v: constants as they are, tensors computed
-    from the weights (the weights themselves where possible). ``name`` is the path of the module that made the call.
+    Shapes are those of one row, as the operator's arguments and result: q (Hq, 1, D), k (Hkv, 1, D), v (Hkv, 1, Dv),
+    out (1, Hq, Dv). ``rest`` holds the operator's arguments after q, k and v: constants unchanged, tensors computed
+    from the weights (the weights themselves where possible). ``name`` is the path of the calling module.
     """
 
     index: int
@@ -60,8 +60,7 @@ class CutCall:
 @dataclass(frozen=True)
 class Cut:
     """The tensors carried from slice ``index`` to slice ``index + 1`` on the compute side, in calling order.
-
-    ``live_bytes_per_token`` is what would cross if everything alive at the call were carried.
+    ``live_bytes_per_token``: the bytes if everything alive at the call were carried.
     """
 
     index: int
@@ -78,10 +77,10 @@ class Cut:
 class Slice:
     """The model between two attention calls, for any number of rows.
 
-    The first slice is called with (input_ids [R, 1] int64, position_ids [R, 1] int64, send), one in the middle with
-    (*carried, o [R, 1, Hq, Dv], send), the last one with (*carried, o). Results are the tensors of the next cut, or
-    (logits [R, 1, V],). Rows are dimension 0 of every tensor and independent, so they may be dropped between slices.
-    ``signature`` is equal for slices that differ in their weights and layer numbers alone.
+    The first slice's arguments are (input_ids [R, 1] int64, position_ids [R, 1] int64, send). A middle one has
+    (*carried, o [R, 1, Hq, Dv], send), the last one (*carried, o). Results are the tensors of the next cut, or (logits
+    [R, 1, V],). Rows are dimension 0 of every tensor and independent, so they may be dropped between slices.
+    ``signature`` is equal for slices that differ only in their weights and layer numbers.
     """
 
     index: int
@@ -101,7 +100,7 @@ class Slice:
 
     @cached_property
     def code(self) -> str:
-        """The program as text to read, with weights by name and shapes; ``module.code`` is what Python runs."""
+        """The program as readable text, with weights by name and shapes; ``module.code`` is what Python runs."""
         return render(self.module.graph, f"slice_{self.index}")
 
     @property
@@ -114,9 +113,9 @@ class Slice:
 class SlicedProgram:
     """A model as L + 1 slices around L attention calls: slice i, call i, slice i + 1; ``cuts[i]`` crosses call i.
 
-    ``timings`` are seconds of each stage. ``rows`` says how row independence was shown: "numeric" (run on the weights
-    and by rule), "static" (by rule alone, there were no weights to run) or "unchecked". ``stamped`` counts the layers
-    that were not captured but derived from equal ones; such a program is a plan and cannot run.
+    ``timings`` are seconds of each stage. ``rows`` names how row independence was shown: "numeric" (by running and by
+    rule), "static" (by rule alone, as there were no weights to run) or "unchecked". ``stamped`` counts the layers that
+    were not captured but derived from equal ones; such a program is a plan and cannot run.
     """
 
     slices: tuple[Slice, ...]
@@ -150,6 +149,6 @@ class SlicedProgram:
 
 
 def distinct_bytes(tensors: Any) -> int:
-    """Bytes of ``tensors``, where the same piece of the same storage counts once."""
+    """Return the bytes of ``tensors``; the same piece of a storage counts once."""
     extents = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape): t.numel() * t.element_size() for t in tensors}
     return sum(extents.values())

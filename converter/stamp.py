@@ -25,7 +25,9 @@ class Period:
 
 
 def layer_stack(model: nn.Module, num_layers: int) -> tuple[str, Sequence[nn.Module]]:
-    """Dotted name and members of the first list of ``num_layers`` modules. ConversionError if there is none."""
+    """Return the dotted name and members of the first list of ``num_layers`` modules. Raises ConversionError if there
+    is none.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return name, list(module)
@@ -35,11 +37,11 @@ def layer_stack(model: nn.Module, num_layers: int) -> tuple[str, Sequence[nn.Mod
 def layer_kinds(
     layers: Sequence[nn.Module], more: Sequence[Hashable] | None = None, indices: Sequence[int] | None = None
 ) -> list[int]:
-    """Numbers the layers by kind: equal for layers that differ in nothing but the values of weights and their index.
+    """Number the layers by kind: equal for layers that differ only in the values of weights and their index.
 
-    Compared are classes, shapes, dtypes and every plain attribute of all submodules, and what ``more`` says of each
-    layer (such as its entries in configuration lists). An attribute may differ if it is each layer's own index, which
-    is its place in ``layers`` unless ``indices`` says otherwise.
+    Compared are classes, shapes, dtypes and every plain attribute of all submodules, and each layer's entry in ``more``
+    (such as its entries in configuration lists). An attribute may differ if it is each layer's own index. That is its
+    place in ``layers``, or its entry in ``indices``.
     """
     places = range(len(layers)) if indices is None else indices
     kinds: list[int] = []
@@ -87,7 +89,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def period_of(kinds: Sequence[Hashable]) -> Period | None:
-    """The shortest repetition that all layers from some point on obey, at least three times; None if there is none."""
+    """Return the shortest repetition of all layers from some point on, at least three times; None if there is none."""
     total = len(kinds)
     for length in range(1, total // 3 + 1):
         start = total - length
@@ -104,20 +106,23 @@ def stamp(
     more: Sequence[Hashable] | None,
     prefix: str,
 ) -> SlicedProgram | None:
-    """The plan of the model with ``layers`` (named ``prefix``.0, ``prefix``.1, ...) made from one with fewer; or None.
+    """Return the plan of the model with ``layers`` (named ``prefix``.0, ``prefix``.1, ...), made from a shallower one;
+    or None.
 
     ``shallow(n)`` converts the model with its first n layers, and returns its plan, these layers, and their ``more``.
-    The result is sound because (1) all layers from some point on repeat with a period, judged by layer_kinds; (2) the
-    shallow model's layers are of the same kinds as the deep one's, up to its last; (3) its slices show two equal
-    periods in a row: cuts are planned from the last call to the first, so an equal slice with equal cuts on both sides
-    leads to the same again, any number of times. None if one of the three cannot be shown.
+    The result is correct if three facts hold; if one cannot be shown, the result is None.
+
+    1. All layers from some point on repeat with a period, judged by layer_kinds.
+    2. The shallow model's layers are of the same kinds as the deep one's, up to its last.
+    3. Its slices show two equal periods in a row. Cuts are planned from the last call to the first, so an equal slice
+       with equal cuts on both sides leads to the same again, any number of times.
     """
     kinds = layer_kinds(layers, more)
     period = period_of(kinds)
     if period is None:
         return None
     total, length = len(layers), period.length
-    # What is left out is a whole number of periods; the ends need room to be unlike the middle.
+    # The left-out layers are a whole number of periods; the ends may differ from the middle.
     least = period.start + 2 * length + 2
     for few in range(least + (total - least) % length, min(total, least + 3 * length), length):
         program, some, some_more = shallow(few)
@@ -132,7 +137,9 @@ def stamp(
 
 
 def _repeated_block(signatures: Sequence[str], period: Period) -> int | None:
-    """Where two equal periods of slices follow each other. Slice i ends layer i - 1 and begins layer i."""
+    """Return the index where two equal periods of slices follow each other. Slice i ends layer i - 1 and begins layer
+    i.
+    """
     length = period.length
     for at in range(period.start + 1, len(signatures) - 2 * length):
         if signatures[at : at + length] == signatures[at + length : at + 2 * length]:
@@ -163,7 +170,7 @@ def _moved_slice(piece: Slice, shift: int, prefix: str) -> Slice:
     if shift == 0:
         return piece
     weights = {_moved_name(n, shift, prefix): (n, t) for n, t in piece.weights.items()}
-    # A moved layer has weights of its own; what lies outside of the layers is shared.
+    # A moved layer has weights of its own; weights outside of the layers are shared.
     own = {n: t if n == old else torch.empty_like(t, device="meta") for n, (old, t) in weights.items()}
     return replace(piece, index=piece.index + shift, weights=own)
 

@@ -23,32 +23,33 @@ from lamina.scheduler.sessions.cache_options import CacheOptions
 from .frontend import Frontend
 from .prompts import Prompt, priority_list, prompt_list
 
-INLINE_CHARS = 512  # shorter text is made tokens at once: a change of threads would take longer
+INLINE_CHARS = 512  # shorter text is tokenized at once: switching threads would take longer
 
 
 class AsyncLLM:
-    """``LLM`` for asyncio: any number of ``generate`` at once, whose requests are decoded in common batches.
+    """An ``LLM`` for asyncio: any number of ``generate`` calls at once, whose requests are decoded in common batches.
 
-    The constructor takes what ``LLM`` takes, and waits until the workers are ready. The engine has a thread of its own.
+    The constructor has the arguments of ``LLM``, and waits until the workers are ready. The engine has a thread of its
+    own.
 
         async with AsyncLLM("path/to/model", memory_workers=2) as llm:
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32), "my-request"):
                 print(output.outputs[0].text)
 
-    Raises ValueError, in one line that names the option and the fix, for anything a user can put right; WorkerError
-    when a worker process is lost.
+    Raises ValueError, in one line that names the option and the fix, for any error of the user's; WorkerError when a
+    worker process is lost.
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
         """``model``, ``tokenizer`` and ``options`` are those of ``LLM``. ``progress`` shows the start on a terminal."""
         front = self._front = Frontend(model, tokenizer, progress, options)
         if front.tokenizer is not None:
-            token_ids(front.tokenizer, "")  # sets it up: from now on several threads use it
+            token_ids(front.tokenizer, "")  # initializes it: from now on several threads use it
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
         self._engine = EngineThread(front.streams, front.pools, _wake, _closed)
         self._live: dict[str, _LoopFeed] = {}  # by request_id
         self._names = itertools.count()
-        self._lock = threading.RLock()  # of the two; a garbage collector may come by while it is held
+        self._lock = threading.RLock()  # guards both; reentrant, as the garbage collector may run while it is held
         self._finalizer = weakref.finalize(self, _shut_down, self._engine, self._tokenizing)
 
     def generate(
@@ -59,14 +60,16 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncStream:
-        """Complete one prompt (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}): an asynchronous iterator
-        of a RequestOutput each time that it has grown. Each has all that there is by then, and changes no more; who
-        looks late gets one output with all that has grown.
+        """Complete one prompt (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}). Returns an asynchronous
+        iterator, which yields a RequestOutput each time the request has grown. Each holds everything so far and never
+        changes. A slow reader gets one output with all growth.
 
-        The request is queued by this call. ``request_id`` names it in its outputs and for ``abort``; None = any name.
-        ``priority``: with scheduling_policy "priority", those with a lower number come first.
-        Breaking off, cancelling the task, or closing the iterator cancels the request. The iterator raises ValueError
-        for a prompt that cannot be served, WorkerError when a worker is lost; this call ValueError for a name in use.
+        This call queues the request. ``request_id`` names it in its outputs and for ``abort``; None = any name.
+        ``priority``: with scheduling_policy "priority", lower numbers come first.
+
+        Breaking out of the loop, cancelling the task, or closing the iterator cancels the request. The iterator raises
+        ValueError for a prompt that cannot be served, WorkerError when a worker is lost. This call raises ValueError
+        for a name in use.
         """
         self._check()
         prompts = prompt_list(prompt)
@@ -94,47 +97,47 @@ class AsyncLLM:
             feed = self._live.get(request_id)
         if feed is not None:
             with suppress(RuntimeError):  # it has been shut down
-                self._tokenizing.submit(self._engine.abort, feed)  # behind its tokens
+                self._tokenizing.submit(self._engine.abort, feed)  # after the request's tokenization
 
     async def get_tokenizer(self) -> Any:
-        """The Hugging Face tokenizer, or None."""
+        """Return the Hugging Face tokenizer, or None."""
         return self._front.tokenizer
 
     async def reset_prefix_cache(self) -> bool:
-        """Find no KV of earlier requests any more; requests that come behind this are computed whole. Always True."""
+        """Stop using KV of earlier requests; later requests are computed whole. Always returns True."""
         self._check()
         self._engine.reset_prefix_cache()
         return True
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine takes requests."""
+        """True while the engine takes requests."""
         return self._engine.is_running
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the engine has ended, by ``shutdown`` or by an error."""
+        """True if the engine has ended, by ``shutdown`` or by an error."""
         return not self._engine.is_running
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has ended by an error."""
+        """True if the engine has ended by an error."""
         return self._engine.error is not None
 
     @property
     def dead_error(self) -> WorkerError:
-        """What every caller gets once the engine has ended by an error."""
+        """The error that every caller gets once the engine has ended by an error."""
         return WorkerError(str(self._engine.error or "the engine has not failed"))
 
     async def check_health(self) -> None:
-        """Raises ``dead_error`` where ``errored``, ValueError after ``shutdown``. Workers that are lost while nothing
-        is decoded are noticed within seconds.
+        """Raises ``dead_error`` if ``errored``, ValueError after ``shutdown``. The loss of a worker while nothing is
+        decoded is noticed within seconds.
         """
         self._check()
 
     def shutdown(self) -> None:
-        """End the engine and its workers; iterators that are not at their ends raise ValueError. Idempotent. It waits
-        for a step to end, and for processes: within a running event loop take ``async with``, or asyncio.to_thread.
+        """End the engine and its workers; unfinished iterators raise ValueError. Idempotent. It waits for a step to
+        end, and for processes: within a running event loop use ``async with``, or asyncio.to_thread.
         """
         self._finalizer()
 
@@ -168,7 +171,7 @@ class AsyncLLM:
         try:
             if not feed.dropped:
                 self._engine.add(replace(self._front.engine_request(prompt, params), cache_options=terms), feed)
-        except Exception as error:  # noqa: BLE001 - a tokenizer's own, too: nobody must wait for ever
+        except Exception as error:  # noqa: BLE001 - a tokenizer's error, too: no reader may wait forever
             feed.fail(error)
             _wake([feed])
 
@@ -205,7 +208,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         return output
 
     async def aclose(self) -> None:
-        """Cancel the request, where it is unfinished. Idempotent."""
+        """Cancel the request if it is unfinished. Idempotent."""
         self._close()
 
     def _close(self) -> None:
@@ -217,33 +220,33 @@ class AsyncStream(AsyncIterator[RequestOutput]):
 
 
 class _LoopFeed(RequestOutputCollector):
-    """A feed whose reader waits in an event loop."""
+    """A collector whose reader waits in an event loop."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name)
         self.name = name
-        self.loop: asyncio.AbstractEventLoop | None = None  # of its reader, once that has looked
+        self.loop: asyncio.AbstractEventLoop | None = None  # the reader's, after its first read
         self.arrived = asyncio.Event()
 
     async def next(self) -> RequestOutput | None:
-        """The output, once it has grown; None at the end."""
-        self.loop = asyncio.get_running_loop()  # before the look: later outputs wake it
+        """Return the output once it has grown; None at the end."""
+        self.loop = asyncio.get_running_loop()  # set before the check, so later outputs wake the reader
         while True:
             self.arrived.clear()
-            unfinished = self.is_unfinished  # before the look, which then misses nothing
+            unfinished = self.is_unfinished  # read before the check, which then misses nothing
             if (output := self.get_nowait()) is not None or not unfinished:
                 return output
             await self.arrived.wait()
 
 
 def _wake(feeds: list[Any]) -> None:
-    """The readers of ``feeds``: one call into each event loop."""
+    """Wake the readers of ``feeds``: one call into each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_LoopFeed]] = {}
     for feed in feeds:
         if feed.loop is not None:
             by_loop.setdefault(feed.loop, []).append(feed)
     for loop, waiting in by_loop.items():
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed: no reader waits
             loop.call_soon_threadsafe(_set, waiting)
 
 
@@ -257,5 +260,5 @@ def _closed() -> ValueError:
 
 
 def _shut_down(engine: EngineThread, tokenizing: ThreadPoolExecutor) -> None:
-    tokenizing.shutdown(wait=False)  # what is left there finds the engine closed, and tells its reader
+    tokenizing.shutdown(wait=False)  # remaining tasks find the engine closed, and their readers get the error
     engine.stop()

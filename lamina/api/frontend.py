@@ -1,4 +1,6 @@
-"""What ``LLM`` and ``AsyncLLM`` share: a model's pools, engine and tokenizer, and the way of a prompt to the engine."""
+"""The common part of ``LLM`` and ``AsyncLLM``: a model's pools, engine and tokenizer, and a prompt's conversion for the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ from .vllm_compat import PASTED, translate_vllm_options
 
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's names
 logger = logging.getLogger(__name__)
-MAX_LOGPROBS = 20  # where an LLM is not given another limit, as vLLM has it
+MAX_LOGPROBS = 20  # the default limit of an LLM, as in vLLM
 
 
 def metrics_of(engine: Engine) -> list[Metric]:
-    """What the engine counts, by the names under which vLLM's scripts look for it."""
+    """Return the engine's counters, by the names that vLLM's scripts use."""
     scheduler, prefixes = engine.scheduler, engine.scheduler.features[PrefixCache]
     used = (
         1.0 - free / all_
@@ -48,9 +50,9 @@ def metrics_of(engine: Engine) -> list[Metric]:
 
 
 class Frontend:
-    """The pools, the engine and the tokenizer of an ``LLM``, started. Raises as ``LLM`` does."""
+    """The started pools, engine and tokenizer of an ``LLM``. Raises as ``LLM`` does."""
 
-    _defaults: Mapping[str, Any] = MappingProxyType({})  # of SamplingParams
+    _defaults: Mapping[str, Any] = MappingProxyType({})  # defaults of SamplingParams
     _max_logprobs = MAX_LOGPROBS
     _speller: TokenSpeller | None = None
 
@@ -82,11 +84,11 @@ class Frontend:
         self.streams = RequestStreams(self.engine)
 
     def default_params(self) -> SamplingParams:
-        """Of prompts that come with none."""
+        """Return the sampling parameters for prompts without their own."""
         return SamplingParams(**self._defaults)
 
     def engine_request(self, prompt: str | list[int], params: SamplingParams) -> EngineRequest:
-        """A prompt as the engine takes it. Raises ValueError for one that is no tokens and cannot become some."""
+        """Convert a prompt for the engine. Raises ValueError if it has no token ids and cannot be tokenized."""
         params = params.clone()  # the caller may set other values for the next request
         ids = self._encode(prompt)
         self._check_logprobs(params)
@@ -115,7 +117,7 @@ class Frontend:
                 raise ValueError(f"{name} must be at most {most}, not {wanted}: start with max_logprobs={count}")
 
     def _num_kept_prompt_tokens(self, params: SamplingParams) -> int:
-        """How many of a prompt's last tokens."""
+        """Return how many of a prompt's last tokens are kept."""
         kept = params.truncate_prompt_tokens or 0
         return kept if kept > 0 else max(1, self.engine.worker_info.max_model_len - (params.max_tokens or 1))
 
@@ -128,8 +130,8 @@ class Frontend:
 
 
 def our_option_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` by our names where they or their values have another one in vLLM; None is the default. Of those that
-    mean nothing here the log tells. Raises ValueError.
+    """Return ``options`` with our names, and values, in place of vLLM's; None is the default. Logs options that mean
+    nothing here. Raises ValueError.
     """
     given = {name: value for name, value in options.items() if value is not None}
     pasted = {name: given.pop(name) for name in options if name in PASTED and name in given}

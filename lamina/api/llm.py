@@ -1,4 +1,4 @@
-"""``lamina.LLM``: a model, its two pools and its tokenizer behind one object."""
+"""``lamina.LLM``: an object for offline inference that owns a model, its two pools and its tokenizer."""
 
 from __future__ import annotations
 
@@ -33,29 +33,28 @@ Conversation = Sequence[dict[str, Any]]
 class LLM:
     """Decodes a Hugging Face causal LM with its attention and KV cache on memory workers.
 
-    ``model`` is a directory, a hub id, or a ``torch.nn.Module`` (which then computes in this process and is left as it
-    was). Options are the fields of the structs in ``config``. Use it as a context manager, or call ``close``:
+    ``model`` is a directory, a hub id, or a ``torch.nn.Module`` (which then computes in this process and stays
+    unchanged). Options are the fields of the structs in ``config``. Use it as a context manager, or call ``close``:
     worker processes live as long as the object.
 
         with LLM("path/to/model", memory_workers=2) as llm:
             print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
 
-    One thread at a time uses it: a second one gets a RuntimeError. ``AsyncLLM`` is for many callers at once.
-    Raises ValueError, in one line that names the option and the fix, for anything a user can put right; WorkerError
-    when a worker process is lost.
+    One thread at a time may use it: a second one gets a RuntimeError. ``AsyncLLM`` is for many callers at once. Raises
+    ValueError, in one line that names the option and the fix, for any error of the user's; WorkerError when a worker
+    process is lost.
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
         """``tokenizer``: a Hugging Face tokenizer, a path, or None for the model's own (a module has none).
-
-        ``progress``: show a bar on stderr while workers start and load. ``generation_config``: where defaults of
-        sampling come from: "auto" = the model's generation_config.json, "none", or a directory that has one.
-        ``max_logprobs``: the most that a request may ask for, 20 where it is not given; -1 = the whole vocabulary.
+        ``progress``: show a bar on stderr while workers start and load. ``generation_config``: the source of sampling
+        defaults: "auto" = the model's generation_config.json, "none", or a directory that has one. ``max_logprobs``:
+        the most log-probabilities that a request may get, 20 by default; -1 = the whole vocabulary.
         """
         self._front = Frontend(model, tokenizer, progress, options)
         self.pools, self.engine = self._front.pools, self._front.engine
         self._using = threading.Lock()
-        # By streams that the garbage collector took, on any thread.
+        # Collectors of streams that the garbage collector has freed, on any thread.
         self._dropped: deque[RequestOutputCollector] = deque()
         self._finalizer = weakref.finalize(self, self.pools.close)
 
@@ -65,11 +64,13 @@ class LLM:
         return self._front.tokenizer
 
     def get_tokenizer(self) -> Any:
-        """``tokenizer``, by vLLM's name."""
+        """Return ``tokenizer``, by vLLM's name."""
         return self._front.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Of prompts that come with none: what the model's generation_config.json says, by the rule of vLLM."""
+        """Return the sampling parameters for prompts without their own: from the model's generation_config.json, as in
+        vLLM.
+        """
         return self._front.default_params()
 
     def generate(
@@ -83,17 +84,18 @@ class LLM:
         kv_discard: Sequence[tuple[int, int]] = (),
         **others: Any,
     ) -> list[RequestOutput]:
-        """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
-        order, each finished.
+        """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); returns their finished
+        outputs in order.
 
         One SamplingParams serves all prompts, a list gives each its own; None: ``get_default_sampling_params``. Ctrl-C
-        ends the workers. ``use_tqdm``: a bar of finished prompts on stderr, where that is a terminal; or what makes
-        the bar, called as tqdm. ``priority``: with scheduling_policy "priority", prompts with a lower number come
-        first; else any but 0 is refused. ``session_id``: the one prompt is the next turn of that session
-        (docs/sessions.md); raises SessionBusyError while another is under way, ValueError where it does not begin with
-        the prompt of the turn before. ``kv_discard``: first and stop of tokens of the one prompt that it is to lose,
-        and its session for ever, where contexts may be truncated. ``others``: arguments of vLLM's, which are taken
-        where they ask for nothing.
+        ends the workers. ``use_tqdm``: show a bar of finished prompts on stderr if that is a terminal; or a callable
+        that makes the bar, called as tqdm. ``priority``: with scheduling_policy "priority", prompts with a lower number
+        come first; otherwise any number but 0 is refused.
+
+        ``session_id``: the one prompt is the next turn of that session (docs/sessions.md). Raises SessionBusyError
+        while another turn runs, ValueError if the prompt does not begin with the prompt of the turn before.
+        ``kv_discard``: first and stop of token ranges that the one prompt, and its session, lose for good; only if
+        contexts may be truncated. ``others``: arguments of vLLM's, accepted if they request nothing.
         """
         check_arguments("LLM.generate", others)
         batch = prompt_list(prompts)
@@ -129,11 +131,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Stream:
-        """Like ``generate``, but yields a RequestOutput each time it has grown: all that there is of it by then, which
-        changes no more. Text never shrinks again.
+        """Like ``generate``, but yield a RequestOutput each time it has grown. It holds everything so far and never
+        changes. Text never shrinks.
 
-        The requests are queued by this call. While another iterator is read they go on, too; who looks late gets one
-        output with all that has grown. Closing the iterator, or dropping it, cancels what is unfinished.
+        This call queues the requests. They also progress while another iterator is read; a slow reader gets one output
+        with all growth. Closing the iterator, or dropping it, cancels unfinished requests.
         """
         return self._stream(self._asked(prompt_list(prompts), sampling_params), finished_only=False)
 
@@ -153,13 +155,13 @@ class LLM:
         kv_discard: Sequence[tuple[int, int]] = (),
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template,
-        or into ``chat_template`` (Jinja). ``continue_final_message``: go on with the last message, with
-        ``add_generation_prompt`` False. ``tools``: as the template writes them; what the model answers stays text.
-        ``chat_template_kwargs``: variables of the template. ``session_id``: see ``generate``; all messages are given
-        with each turn. ``kv_discard``, ``others``: as of ``generate``.
+        """Complete a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own
+        template, or into ``chat_template`` (Jinja).
 
-        Raises ValueError for a model without a chat template and for messages that the template refuses.
+        ``continue_final_message``: continue the last message; needs ``add_generation_prompt`` False. ``tools``: written
+        as the template does; the model's reply stays text. ``chat_template_kwargs``: variables of the template.
+        ``session_id``: see ``generate``; pass all messages with each turn. ``kv_discard``, ``others``: as for
+        ``generate``. Raises ValueError for a model without a chat template and for messages that the template refuses.
         """
         check_arguments("LLM.chat", others)
         if self.tokenizer is None:
@@ -176,40 +178,42 @@ class LLM:
         return self._generate(prompts, sampling_params, use_tqdm, terms, priorities, conversations[0])
 
     def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:
-        """Token ids whose continuations the caller chooses, a token of each at a time, by the logits of all.
-
-        Raises ValueError for prompts that cannot be served, also all together.
+        """Decode prompts whose next tokens the caller chooses, one token of each at a time, from the logits of all.
+        Raises ValueError for prompts that cannot be served, alone or together.
         """
         self._check_open()
         use = partial(_Use, self)
         return Lockstep(self.engine, prompts, max_tokens, step=self._step, settle=self._settle, use=use)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like "memory-0"."""
+        """Return counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like
+        "memory-0".
+        """
         self._check_open()
         return self.pools.stats()
 
     def get_metrics(self) -> list[Metric]:
-        """How many completions run and wait, the share of KV blocks in use (0 to 1, of the fullest layer group),
-        preemptions, and tokens that were looked for and found in the prefix cache: by vLLM's names ("vllm:...").
+        """Return metrics by vLLM's names ("vllm:..."). They count completions that run and wait, preemptions, and
+        tokens searched and found in the prefix cache. Also the share of KV blocks in use, 0 to 1, in the fullest layer
+        group.
         """
         self._check_open()
         return metrics_of(self.engine)
 
     def reset_prefix_cache(self) -> None:
-        """Find no KV of finished requests any more: prompts are computed whole until others have left theirs."""
+        """Stop using KV of finished requests: prompts are computed whole until later requests have left their KV."""
         self._check_open()
         with _Use(self):
             self.engine.reset_prefix_cache()
 
     def sessions(self) -> list[SessionInfo]:
-        """Facts of all sessions: name, turns, tokens of KV that the last turn has left, and the tier that has them."""
+        """Return facts of all sessions: name, turns, tokens of KV after the last turn, and the tier that has them."""
         self._check_open()
         return self._front.streams.sessions()
 
     def drop_session(self, session_id: str) -> bool:
-        """Forget a session and give up its KV, also beside the pool, but for pages that others have too. False: there
-        is no such session. Raises SessionBusyError while a turn of it is under way.
+        """Forget a session and free its KV, in storage too, except pages that other sequences share. Returns False if
+        there is no such session. Raises SessionBusyError while a turn of it runs.
         """
         self._check_open()
         with _Use(self):
@@ -218,7 +222,7 @@ class LLM:
         return dropped
 
     def close(self) -> None:
-        """End the workers and give everything back. Idempotent."""
+        """End the workers and free all resources. Idempotent."""
         self._finalizer()
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -255,13 +259,13 @@ class LLM:
         return Stream(self, feed)
 
     def _next(self, feed: RequestOutputCollector) -> RequestOutput | None:
-        """What has grown; None at the end."""
+        """Return the next grown output; None at the end."""
         with _Use(self):
             while (output := feed.get_nowait()) is None and feed.is_unfinished:
                 self._step()
                 if self.engine.idle and feed.is_unfinished:
                     raise ValueError(
-                        "a request has no room beside rows whose tokens are being chosen: go on with those first, or "
+                        "a request does not fit next to rows whose tokens are being chosen: continue those first, or "
                         "start with more max_num_seqs or kv_memory"
                     )
         return output
@@ -280,13 +284,13 @@ class LLM:
             self._dropped.append(feed)
 
     def _collect(self, feed: RequestOutputCollector) -> None:
-        """``_drop`` for a garbage collector, which may come on any thread, in the midst of anything."""
+        """Do ``_drop`` for a garbage collector, which may run on any thread, at any point."""
         self._dropped.append(feed)
-        with suppress(RuntimeError, ValueError), _Use(self):  # where it is in use: when that use ends
+        with suppress(RuntimeError, ValueError), _Use(self):  # if in use, the end of that use drops it
             pass
 
     def _release(self) -> None:
-        """The end of a use. Where no request is left, the steps in flight are taken in."""
+        """End a use. If no request is left, finish the steps in flight."""
         try:
             if self._dropped:
                 self._cancel_dropped()
@@ -311,13 +315,13 @@ class LLM:
 
 
 def _terms(session_id: str | None, kv_discard: Sequence[tuple[int, int]]) -> CacheOptions:
-    """Of the one prompt of a call."""
+    """Return the cache options for the one prompt of a call."""
     session = None if session_id is None else SessionName(b"", session_id)
     return CacheOptions(session=session, discard_ranges=parse_ranges(kv_discard))
 
 
 class _Use:
-    """One thread, and one call, uses an LLM at a time."""
+    """Lets one thread, and one call, use an LLM at a time."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -333,7 +337,7 @@ class _Use:
 
 
 class Stream(Iterator[RequestOutput]):
-    """The outputs of some requests as they grow; see ``LLM.stream``. A context manager, too."""
+    """The outputs of some requests as they grow; see ``LLM.stream``. Also a context manager."""
 
     def __init__(self, llm: LLM, feed: RequestOutputCollector) -> None:
         self._llm = llm
@@ -354,7 +358,7 @@ class Stream(Iterator[RequestOutput]):
         return output
 
     def close(self) -> None:
-        """Cancel what is unfinished. Idempotent."""
+        """Cancel unfinished requests. Idempotent."""
         if not self._feed.dropped:
             self._llm._drop(self._feed)
 

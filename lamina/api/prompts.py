@@ -1,4 +1,4 @@
-"""What callers pass as prompts and sampling parameters, in every form that is taken; all else is told in one line."""
+"""Checks prompts and sampling parameters in every accepted form; other values raise an error of one line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from lamina.request import SamplingParams
 
-# Text, token ids, or a mapping with "prompt" or "prompt_token_ids" as other engines have it.
+# Text, token ids, or a mapping with "prompt" or "prompt_token_ids" as in other engines.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 FORMS = "text, token ids, or a list of those"
 
 
 def prompt_list(prompts: Any) -> list[str | list[int]]:
-    """One prompt or several, as a list. Raises ValueError for anything that is no prompt."""
+    """Return one prompt or several as a list. Raises ValueError for anything that is no prompt."""
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         return [_prompt(prompts)]
     try:
@@ -25,7 +25,7 @@ def prompt_list(prompts: Any) -> list[str | list[int]]:
 
 
 def params_list(count: int, params: Any) -> list[SamplingParams]:
-    """For each of ``count`` prompts. Raises ValueError."""
+    """Return sampling parameters for each of ``count`` prompts. Raises ValueError."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
@@ -36,7 +36,9 @@ def params_list(count: int, params: Any) -> list[SamplingParams]:
 
 
 def priority_list(count: int, priority: Any) -> list[int]:
-    """For each of ``count`` prompts; None is 0. Raises ValueError for what is no whole number, nor one for each."""
+    """Return a priority for each of ``count`` prompts; None is 0. Raises ValueError for non-integers and a wrong number
+    of them.
+    """
     each = list(priority) if isinstance(priority, list | tuple) else [0 if priority is None else priority] * count
     if not all(isinstance(p, Integral) for p in each):
         raise ValueError(f"priority must be a whole number, or a list with one for each prompt, not {priority!r}")
@@ -46,7 +48,7 @@ def priority_list(count: int, priority: Any) -> list[int]:
 
 
 def conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
-    """One conversation or several, as a list. Raises ValueError for anything else."""
+    """Return one conversation or several as a list. Raises ValueError for anything else."""
     if _is_conversation(messages):
         return [list(messages)]
     if isinstance(messages, Sequence) and messages and all(_is_conversation(m) for m in messages):
@@ -68,7 +70,7 @@ def _prompt(prompt: Any) -> str | list[int]:
 
 
 def _is_ids(value: Any) -> bool:
-    """A list of whole numbers, or a flat integer array of numpy or torch."""
+    """Return True for a list of whole numbers, or a flat integer array of numpy or torch."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and (

@@ -1,5 +1,5 @@
-"""Options of vLLM's engine that people paste, as arguments of ``LLM`` and as flags: the name of the same option here,
-the options that mean nothing here, and the replacement for options that do not exist here. Values of flags are text.
+"""Options of vLLM's engine, as arguments of ``LLM`` and as flags. Each has its name here, or a reason why it means
+nothing here, or a replacement if it does not exist here. Values of flags are text.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from typing import Any
 
 
 def _no(value: Any) -> bool:
-    """The opposite of a switch."""
+    """Return the opposite of a switch."""
     return not value
 
 
 def _number(value: Any) -> Any:
-    """The number that a flag's text spells; other values as they are."""
+    """Return the number that a flag's text spells; other values unchanged."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
-# They do the same thing: its name here, and what becomes of the value. None asks for nothing.
+# Options that do the same thing: the name here, and the conversion of the value. None requests nothing.
 _SAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "attention_backend": ("attention", str),
     "enforce_eager": ("cuda_graphs", _no),
@@ -56,8 +56,8 @@ _NOTHING: dict[str, str] = {
 _ADAPTER = "merge the adapter into the weights (merge_and_unload of peft), and give that directory as MODEL"
 _TOOLS = "no tools are called here: text comes as the model writes it"
 _OF_MODEL = "give the directory of that revision as MODEL (hf download MODEL --revision REVISION)"
-_WORKERS = "requests go to one engine: start a server for each share of them, behind a balancer"
-# Option -> the values that ask for nothing, besides None; its replacement.
+_WORKERS = "requests go to one engine: start several servers and a load balancer"
+# Option -> the values, in addition to None, that request nothing; its replacement.
 _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "revision": (("main",), _OF_MODEL),
     "code_revision": (("main",), _OF_MODEL),
@@ -97,10 +97,10 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "reasoning_parser": (("",), "text comes as the model writes it"),
     "attention_config": (({},), "--attention-backend says what computes attention"),
 }  # fmt: skip
-# The same where a pool is on a GPU; elsewhere it means nothing.
+# The same if a pool is on a GPU; otherwise it means nothing.
 _GPU = ("gpu_memory_utilization", "--kv-cache-memory-bytes SIZE says what each memory worker keeps for KV")
 _DEVICES = ("compute_device", "memory_device")
-# Which of them are switches, without a value as flags.
+# Options that are switches, without a value as flags.
 SWITCHES = frozenset({
     "enforce_eager", "enable_chunked_prefill", "disable_custom_all_reduce", "disable_cascade_attn",
     "disable_hybrid_kv_cache_manager", "disable_log_stats", "async_scheduling", "use_tqdm_on_load", "enable_lora",
@@ -111,9 +111,9 @@ PASTED: Collection[str] = (*_SAME, *_NOTHING, *_INSTEAD, _GPU[0])
 
 
 def translate_vllm_options(pasted: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``pasted`` by the names that they have here, and a line for each that means nothing here and is left out;
-    ``options``: those that go beside them. Raises ValueError, with what to use, for one that has no counterpart and
-    asks for something.
+    """Return ``pasted`` by their names here, and a line for each option that means nothing here and is left out.
+    ``options``: our options that are given with them. Raises ValueError, with a replacement, for an option that has no
+    counterpart and requests something.
     """
     on_gpu = any(str(options.get(name, "")).startswith("cuda") for name in _DEVICES)
     nothing = _NOTHING if on_gpu else _NOTHING | dict([_GPU])
@@ -132,7 +132,7 @@ def translate_vllm_options(pasted: Mapping[str, Any], options: Mapping[str, Any]
 
 
 def replacement_of(name: str) -> str:
-    """What to use where there is no such option; empty: nobody knows."""
+    """Return the replacement of an option that does not exist here; "" if none is known."""
     return dict([_GPU]).get(name) or _INSTEAD.get(name, ((), ""))[1]
 
 

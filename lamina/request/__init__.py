@@ -1,4 +1,4 @@
-"""The nouns of a generation: parameters of a request, and its outputs. No torch here."""
+"""A request's parameters and its outputs. No torch here."""
 
 from __future__ import annotations
 

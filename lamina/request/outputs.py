@@ -1,4 +1,4 @@
-"""What comes back of a generation. No torch here."""
+"""The outputs of a generation. No torch here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Score = tuple[int, float, int]  # a token, its log-probability before temperatur
 
 @dataclass(slots=True)
 class Logprob:
-    """Of one token: its log-probability before penalties, temperature and filters.
+    """A token's log-probability before penalties, temperature and filters.
 
-    ``rank``: 1 = the likeliest of all; of equals the lower token id comes first. ``decoded_token``: its text behind the
-    tokens before it, "" for a part of a character; None without a tokenizer, and with detokenize=False.
+    ``rank``: 1 = the likeliest of all; among equals the lower token id comes first. ``decoded_token``: its text after
+    the tokens before it, "" for a part of a character; None without a tokenizer, and with detokenize=False.
     """
 
     logprob: float
@@ -23,7 +23,7 @@ class Logprob:
 
 
 def logprobs_of(entry: dict[int, Logprob], count: int) -> list[Score]:
-    """The token that stands there, then the ``count`` best, among which it may be again; -1 = all."""
+    """Return the token itself, then the ``count`` best ones, among which it may be again; -1 = all."""
     scores = [(token, x.logprob, x.rank or 0) for token, x in entry.items()]
     best = sorted((s for s in scores if count < 0 or s[2] <= count), key=lambda s: s[2])
     return [*scores[:1], *best]
@@ -31,23 +31,23 @@ def logprobs_of(entry: dict[int, Logprob], count: int) -> list[Score]:
 
 @dataclass(frozen=True)
 class Metric:
-    """What an engine has counted since its start, or has now. ``name``: vLLM's."""
+    """A counter of an engine since its start, or a gauge of now. ``name``: vLLM's name."""
 
     name: str
     value: float
 
 
 class ErrorOrigin(StrEnum):
-    """Who can put an error right."""
+    """The origin of an error, which tells who can fix it."""
 
-    CLIENT = "client"  # with other parameters
+    CLIENT = "client"  # the client, with other parameters
     SERVER = "server"
-    LOAD = "load"  # nobody: too much is asked for at once
+    LOAD = "load"  # too many requests at once: no one can fix it
 
 
 class Refusal(NamedTuple):
-    """A prompt that is not taken, or not decoded, as it would come too late. ``reason``: which limit, ttft or tbt.
-    ``ttft_s``, ``tbt_s``: the first token and the gap between tokens that were expected, seconds.
+    """A prompt that is refused, before or after its prefill, as it would come too late. ``reason``: the exceeded limit,
+    ttft or tbt. ``ttft_s``, ``tbt_s``: the predicted first token and gap between tokens, in seconds.
     """
 
     reason: str
@@ -57,7 +57,7 @@ class Refusal(NamedTuple):
 
 
 class OverloadedError(Exception):
-    """A request that is not taken now, and may be later."""
+    """A request that is refused now, and may be accepted later."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal_text(refusal))
@@ -65,7 +65,7 @@ class OverloadedError(Exception):
 
 
 def refusal_text(refusal: Refusal) -> str:
-    """A refusal in words, with what was expected."""
+    """Return a refusal in words, with the predicted time."""
     if refusal.reason == "ttft":
         return f"the first token would come after {refusal.ttft_s:.3g} s, later than is promised (--slo ttft=)"
     return f"a token would take {refusal.tbt_s:.3g} s, longer than is promised (--slo tbt=)"
@@ -81,42 +81,42 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it, or the error
     logprobs: list[dict[int, Logprob]] | None = None  # per token: itself first, then the best by their rank
-    blame: ErrorOrigin | None = None  # of an error
-    kv_rebuilt: bool = False  # answers with some of the KV left out were not good enough: it went on with all KV
-    refusal: Refusal | None = None  # of one that is computed and not decoded
+    blame: ErrorOrigin | None = None  # the origin of an error
+    kv_rebuilt: bool = False  # sparse KV was not accurate enough, so it continued with all KV
+    refusal: Refusal | None = None  # set if it was computed and is not decoded
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum over the chosen tokens; None where no ``logprobs`` were asked for."""
+        """The sum over the chosen tokens; None if no ``logprobs`` were requested."""
         if self.logprobs is None:
             return None
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=False))
 
     @property
     def went_wrong(self) -> bool:
-        """Whether it has ended by an error, behind which its KV is not to be trusted; who is refused is no error."""
+        """True if it ended by an error, after which its KV is not to be trusted; a refusal is no error."""
         return self.finish_reason == "error" and self.refusal is None
 
     def finished(self) -> bool:
-        """Whether the completion grows no more."""
+        """Return True if the completion grows no more."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedCompletion:
-    """The part of an unfinished completion that its reader has, for another engine to go on with. Its log-probabilities
-    are not told: there may be more of them than a link's frame holds, and nobody computes with them.
+    """The part of an unfinished completion that its reader has, for another engine to continue. It has no
+    log-probabilities: they may exceed a link's frame, and the engine does not need them.
     """
 
     index: int
     token_ids: list[int]
-    num_chars: int = 0  # of its text
+    num_chars: int = 0  # characters of its text
     is_finished: bool = False  # whether its reader knows how it has ended
 
 
 @dataclass
 class RequestTimes:
-    """When things happened, in seconds of the engine's clock; only differences mean something."""
+    """The times of a request's events, in seconds of the engine's clock; only differences have a meaning."""
 
     arrival_s: float
     scheduled_s: float | None = None  # when its first row went to the workers
@@ -126,7 +126,7 @@ class RequestTimes:
 
     @property
     def arrival_time(self) -> float:
-        """``arrival_s``, by vLLM's name; so the next ones."""
+        """``arrival_s``, by vLLM's name, like the next properties."""
         return self.arrival_s
 
     @property
@@ -150,7 +150,7 @@ class RequestTimes:
         return self.finished_s
 
     def mark(self, now_s: float, *, finished: bool) -> None:
-        """A token has come."""
+        """Note the time of a token."""
         if self.first_token_s is None:
             self.first_token_s = now_s
         self.last_token_s = now_s
@@ -162,14 +162,14 @@ class RequestTimes:
 class RequestOutput:
     """All completions of one prompt."""
 
-    request_id: Any  # the engine's number, an int; of AsyncLLM, the text that its caller gave
+    request_id: Any  # the engine's number, an int; for AsyncLLM, its caller's text
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     times: RequestTimes
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # likewise, per token of the prompt; None first
-    num_cached_tokens: int | None = None  # of the prompt, whose KV an earlier request had left; None: not begun
-    num_preemptions: int = 0  # how often KV of its completions was freed for others, once it is finished
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the same for each prompt token; the first is None
+    num_cached_tokens: int | None = None  # prompt tokens whose KV was cached; None: not begun
+    num_preemptions: int = 0  # how often KV of its completions was freed for other sequences; set at the end
 
     @property
     def metrics(self) -> RequestTimes:

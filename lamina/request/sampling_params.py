@@ -1,4 +1,4 @@
-"""What a user asks for. No torch here."""
+"""The sampling parameters of a request. No torch here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from .unsupported_options import check_supported_fields, vllm_arguments
 
 FILTERS = ("min_p", "top_k", "top_p")  # in vLLM's order
-KV_SPARSITY_MODES = ("none", "evict", "select")  # what becomes of a request's KV
+KV_SPARSITY_MODES = ("none", "evict", "select")  # what happens to a request's KV
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 _WHOLE = ("n", "top_k", "min_tokens")
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -21,29 +21,29 @@ _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 @vllm_arguments
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How to generate. The names, defaults and order of arguments are the ones that vLLM users know. A request takes a
-    ``clone`` of what it is given: fields may be set between requests, and are checked as each one begins. vLLM's other
-    fields are taken where they ask for nothing, else refused by name (``unsupported_options.py``).
+    """The parameters of a generation. Names, defaults and order of arguments are vLLM's. A request takes a ``clone``:
+    fields may be set between requests, and are checked as each one begins. vLLM's other fields are accepted if they
+    request nothing, otherwise refused by name (``unsupported_options.py``).
 
     A token is a pure function of the logits, these parameters, the tokens so far, ``seed`` and the index of the output
-    token: it does not depend on batch mates or on which worker samples. The logits are changed in vLLM's order: logit
-    bias, repetition penalty, frequency and presence penalty. Tokens that are forbidden (all but the allowed ones, bad
-    words, stop tokens before ``min_tokens``) stay so. Then come temperature, and the filters in the order of
-    ``filter_order``. Each filter counts the probabilities of the tokens that earlier filters have left: so top_p is a
-    share of the tokens that min_p and top_k keep (vLLM). In transformers min_p comes last.
+    token. It does not depend on other sequences of the batch or on the worker that samples. The logits are changed in
+    vLLM's order: logit bias, repetition penalty, frequency and presence penalty. Tokens that are forbidden (all but the
+    allowed ones, bad words, stop tokens before ``min_tokens``) stay so. Then come temperature, and the filters in the
+    order of ``filter_order``. Each filter counts the probabilities of the tokens that earlier filters have left. So
+    top_p is a share of the tokens that min_p and top_k keep (vLLM). In transformers min_p comes last.
     """
 
     n: int = 1  # completions of each prompt
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = all
-    min_p: float = 0.0  # drop tokens less probable than that share of the best one's probability
+    min_p: float = 0.0  # drop tokens less probable than this share of the best one's probability
     filter_order: tuple[str, ...] = FILTERS
-    presence_penalty: float = 0.0  # off the logit of every token that the completion has
-    frequency_penalty: float = 0.0  # off the logit for each time that the completion has the token
+    presence_penalty: float = 0.0  # subtracted from the logit of every token that the completion has
+    frequency_penalty: float = 0.0  # subtracted from the logit for each time that the completion has the token
     repetition_penalty: float = 1.0  # logits of tokens of prompt and completion: divided if positive, else multiplied
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit
-    allowed_token_ids: list[int] | None = None  # no others are chosen, end tokens neither; None = all
+    allowed_token_ids: list[int] | None = None  # only these are chosen, end tokens included; None = all
     bad_words: list[str] | None = field(default_factory=list)  # the token that completes one is not chosen
     max_tokens: int | None = 16  # None = up to the model's length
     min_tokens: int = 0  # no stop token before that many
@@ -56,8 +56,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same, for each token of the prompt but the first
     skip_special_tokens: bool = True  # in the text
     detokenize: bool = True  # False: no text, only tokens
-    truncate_prompt_tokens: int | None = None  # of the prompt's last ones; -1 = as many as fit; None = all
-    kv_sparsity: str | None = None  # of its KV: "none" keeps all, whatever the engine does; None = as that is started
+    truncate_prompt_tokens: int | None = None  # keep this many last prompt tokens; -1 = as many as fit, None = all
+    kv_sparsity: str | None = None  # "none" keeps all KV, whatever the engine does; None = as the engine is started
     # ``bad_words`` as token ids; None = a tokenizer makes them.
     bad_words_token_ids: list[list[int]] | None = None
 
@@ -116,7 +116,7 @@ class SamplingParams:
         _check(all(self.bad_words_token_ids or []), "bad_words_token_ids must not contain an empty list")
 
     def _normalise(self) -> None:
-        """Plain Python numbers of what numpy and others pass; None for a list means none."""
+        """Convert numbers of numpy and other libraries to plain Python ones; None for a list means none."""
         if self.seed == -1:
             self.seed = None
         for name in _FLOATS:
@@ -136,8 +136,8 @@ class SamplingParams:
             self.bad_words_token_ids = [_ids(word, "bad_words_token_ids") for word in self.bad_words_token_ids]
 
     def clone(self) -> SamplingParams:
-        """A copy that shares nothing that can change. Raises ValueError for a field that was set to a bad value, and
-        for one that is none.
+        """Return a copy that shares nothing that can change. Raises ValueError for a field that was set to a bad value,
+        and for an unknown field.
         """
         given, known = vars(self), _names()
         check_supported_fields({name: given[name] for name in given if name not in known}, known)
@@ -145,7 +145,7 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits are changed by penalties or bias, or tokens are forbidden from first to last."""
+        """True if penalties or bias change logits, or tokens are forbidden from first to last."""
         changed = self.presence_penalty or self.frequency_penalty or self.logit_bias
         forbidden = self.bad_words_token_ids or self.allowed_token_ids
         return bool(changed or forbidden) or self.repetition_penalty != 1.0
@@ -180,7 +180,7 @@ def _biases(value: Any) -> dict[int, float]:
 def _ids(value: Any, name: str) -> list[int]:
     if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
         raise ValueError(f"{name} must be a list of token ids, not {value!r}")
-    if type(value) is list and all(type(t) is int for t in value):  # of many words as a rule
+    if type(value) is list and all(type(t) is int for t in value):  # usually of many tokens
         return value.copy()
     return [int(_number(operator.index, t, name)) for t in value]
 

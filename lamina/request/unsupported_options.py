@@ -1,5 +1,5 @@
-"""What vLLM has and is not served here, of its SamplingParams and its LLM: taken where it asks for nothing, else
-refused by name.
+"""Fields and methods of vLLM's SamplingParams and LLM that are not supported: accepted if they request nothing,
+otherwise refused by name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Of vLLM 0.32, whose fields are given without names in this order.
+# Of vLLM 0.32: the order of its fields as positional arguments.
 ORDER = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "watermarking", "top_p", "top_k",
     "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
@@ -20,7 +20,7 @@ ORDER = (
     "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
 _GRAMMAR = "outputs follow no grammar or schema here: leave it out, and check the text that comes"
-# name -> the values that ask for nothing, besides None; the replacement.
+# Name -> the values, in addition to None, that request nothing; the replacement.
 _UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "structured_outputs": ((), _GRAMMAR),
     "guided_decoding": ((), _GRAMMAR),
@@ -31,7 +31,7 @@ _UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprob_token_ids": (([],), "take prompt_logprobs=-1, the whole vocabulary"),
     "prompt_logprob_start": ((0,), "take prompt_logprobs, and leave out the first ones"),
     "flat_logprobs": ((False,), "logprobs are a list of mappings, one for each token"),
-    "spaces_between_special_tokens": ((True, False), ""),  # tokenizers of today put none there, whatever it says
+    "spaces_between_special_tokens": ((True, False), ""),  # today's tokenizers put none there in any case
     "output_kind": ((0,), "outputs are cumulative: LLM.generate returns them finished, LLM.stream as they grow"),
     "stream_interval": ((1,), "LLM.stream gives to a slow reader all that has grown"),
     "skip_clone": ((True, False), ""),
@@ -45,7 +45,7 @@ _UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trace_decode_token_ids": ((), "score given tokens as a prompt, with prompt_logprobs"),
 }
 _ENDS = "models generate text here, and nothing else comes out of them"
-# The same of arguments of its LLM's methods.
+# The same for arguments of its LLM's methods.
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_request": (([],), "merge the adapter into the weights, and open that directory"),
     "tokenization_kwargs": (({},), "tokenize yourself, and pass prompts as token ids"),
@@ -55,7 +55,7 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template_content_format": (("auto", "string"), "contents are text here"),
     "guided_options_request": ((), _GRAMMAR),
 }
-# Its methods that are not here.
+# Its methods that do not exist here.
 _METHODS = {
     "beam_search": "take n of SamplingParams, and choose by cumulative_logprob",
     **dict.fromkeys(("classify", "embed", "encode", "reward", "score"), _ENDS),
@@ -69,7 +69,7 @@ _METHODS = {
 
 
 def check_arguments(method: str, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for an argument that asks for something, TypeError for one that is none."""
+    """Raises ValueError for an argument that requests something, TypeError for an unknown one."""
     for name, value in given.items():
         if name not in _ARGUMENTS:
             raise TypeError(f"{method} takes no argument {name!r}")
@@ -79,13 +79,13 @@ def check_arguments(method: str, given: Mapping[str, Any]) -> None:
 
 
 def unsupported_attribute(name: str) -> str:
-    """Why an LLM has no such attribute."""
+    """Return the error's text for an attribute that an LLM does not have."""
     return f"LLM has no {name!r}" + (f": {_METHODS[name]}" if name in _METHODS else "")
 
 
 def vllm_arguments(kind: type[T]) -> type[T]:
-    """Makes a dataclass take arguments in vLLM's order, and its other fields by name. It raises ValueError for one that
-    is not served.
+    """Make a dataclass accept arguments in vLLM's order, and its other fields by name. The class raises ValueError for
+    an unsupported field.
     """
     begin: Any = kind.__init__
 
@@ -97,7 +97,7 @@ def vllm_arguments(kind: type[T]) -> type[T]:
         if both:
             raise TypeError(f"{kind.__name__} got two values for {both[0]}")
         given |= dict(zip(ORDER, args, strict=False))
-        known = getattr(kind, "__dataclass_fields__")  # noqa: B009 - of a dataclass, as mypy does not know
+        known = getattr(kind, "__dataclass_fields__")  # noqa: B009 - a dataclass's attribute that mypy does not know
         check_supported_fields({name: value for name, value in given.items() if name not in known}, known)
         begin(self, **{name: value for name, value in given.items() if name in known})
 
@@ -106,7 +106,9 @@ def vllm_arguments(kind: type[T]) -> type[T]:
 
 
 def check_supported_fields(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises ValueError for a field that asks for something, and for one that is none; ``known``: those that are."""
+    """Raises ValueError for a field that requests something, and for an unknown field; ``known``: the
+    supported ones.
+    """
     for name, value in given.items():
         if name not in _UNSERVED:
             near = get_close_matches(name, known, n=1)

@@ -11,10 +11,10 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """A row is a prompt, as often as its continuations are wanted.
+    """A prepared call. A prompt has one row for each of its continuations.
 
-    ``ids`` [rows, length]; ``mask`` the same, 1 where a token counts, on the right of each row. ``limit``: tokens of a
-    text; ``vocabulary``: tokens that there are.
+    ``ids`` [rows, length]; ``mask`` [rows, length], 1 where a token counts, on the right of each row. ``limit``: most
+    tokens of a text; ``vocabulary``: number of tokens.
     """
 
     ids: Tensor
@@ -29,7 +29,7 @@ class GenerateCall:
     prompts: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a mask with anything but zeros on the left, and for what is too long."""
+        """Raises ValueError for a mask with anything but zeros on the left, and for too long a text."""
         kept = self.mask.bool()
         object.__setattr__(self, "prompts", [row[at].tolist() for row, at in zip(self.ids, kept, strict=True)])
         longest = int(kept.sum(1).max())
@@ -47,20 +47,20 @@ class GenerateCall:
 
     @property
     def max_new_tokens(self) -> int:
-        """New tokens of a row."""
+        """New tokens of a row, at most."""
         most = self.criteria.max_length
         return int(self.config.max_length if most is None else most) - self.length
 
     @property
     def end_token_ids(self) -> list[int] | None:
-        """The end tokens; None: none are looked for."""
+        """The end tokens; None if rows do not end by tokens."""
         end = next((c.eos_token_id for c in self.criteria if hasattr(c, "eos_token_id")), None)
         return None if end is None else [int(i) for i in end.flatten()]
 
     @property
     def pad_token_id(self) -> int:
-        """What stands behind a row's end: of the configuration, else the first end token. 0 where rows have no ends of
-        their own.
+        """The token after a row's end: from the configuration, else the first end token. 0 if rows have no
+        end tokens.
         """
         if self.config.pad_token_id is not None:
             return int(self.config.pad_token_id)
@@ -68,5 +68,5 @@ class GenerateCall:
 
     @property
     def returns_logits(self) -> bool:
-        """Whether those of each step are to come back."""
+        """True if the logits of each step are returned."""
         return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))

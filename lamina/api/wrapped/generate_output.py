@@ -1,4 +1,4 @@
-"""What ``generate`` returns where a dict is wanted."""
+"""The result of ``generate`` if a dict is wanted."""
 
 from __future__ import annotations
 

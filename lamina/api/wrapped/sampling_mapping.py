@@ -1,4 +1,4 @@
-"""What workers can draw by themselves: the settings of a call as SamplingParams."""
+"""Maps the settings of a call to SamplingParams, if workers can draw its tokens."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from .generate_call import GenerateCall
 
 
 def _repetition(processor: Any, call: GenerateCall) -> dict[str, Any] | None:
-    """The tokens of a prompt count without their padding, here; there too, unless the processor says otherwise."""
+    """Map a repetition penalty. Padding of a prompt never counts here; in transformers the processor must ignore it
+    too.
+    """
     padding: Tensor = call.mask.logical_not().sum(1)
     ignored = processor.prompt_ignore_length
     alike = not padding.any() if ignored is None else isinstance(ignored, Tensor) and torch.equal(ignored, padding)
     return {"repetition_penalty": processor.penalty} if alike and 0.01 <= processor.penalty <= 100.0 else None
 
 
-# In the order in which workers do the same; the fields of SamplingParams that say it, or None where they cannot.
+# Stages in the order of the workers. Each returns fields of SamplingParams, or None if workers cannot do it.
 _STAGES: list[dict[type, Callable[[Any, GenerateCall], dict[str, Any] | None]]] = [
     {RepetitionPenaltyLogitsProcessor: _repetition},
     {
@@ -53,7 +55,9 @@ _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
 def sampling_params_of(call: GenerateCall) -> list[SamplingParams] | None:
-    """One for each row, with seeds of torch's generator; None where workers cannot draw the call's tokens."""
+    """Return parameters for each row, with seeds from torch's generator; None if workers cannot draw the
+    call's tokens.
+    """
     several = call.streamer is not None and len(call.ids) > 1
     if call.own_hooks or call.returns_logits or several or any(type(c) not in _CRITERIA for c in call.criteria):
         return None
@@ -81,13 +85,13 @@ def _fields(call: GenerateCall) -> dict[str, Any] | None:
         "min_tokens": min(fields["min_tokens"], call.max_new_tokens),
         "max_tokens": call.max_new_tokens,
         "filter_order": (*order, *(name for name in FILTERS if name not in order)),
-        "stop_token_ids": [i for i in call.end_token_ids or [] if 0 <= i < call.vocabulary],  # others are never drawn
-        "ignore_eos": True,  # the end tokens of this call alone
+        "stop_token_ids": [i for i in call.end_token_ids or [] if 0 <= i < call.vocabulary],  # the rest is never drawn
+        "ignore_eos": True,  # only the end tokens of this call count
     }
 
 
 def assemble_output(call: GenerateCall, completions: list[list[int]]) -> Tensor:
-    """[rows, length + the longest]: prompts as given, completions, padding."""
+    """Return [rows, length + the longest]: prompts as given, completions, padding."""
     longest = max(map(len, completions))
     new = torch.tensor([c + [call.pad_token_id] * (longest - len(c)) for c in completions], device=call.ids.device)
     return torch.cat([call.ids, new], dim=1)

@@ -1,8 +1,8 @@
-"""The slower path: the logits of a step come here, transformers' own processors change them, its criteria end rows.
+"""The slower path: this process gets the logits of a step, transformers' own processors change them, its criteria end
+rows.
 
-Processors and criteria see what they see in transformers: all rows of the call in their order, with their padding, also
-those that have ended, one step at a time. Draws take torch's generator as transformers takes it: the same seed gives
-the same tokens.
+Processors and criteria get the same input as in transformers, one step at a time: all rows of the call in order, with
+padding, finished ones too. Draws use torch's generator as transformers does: the same seed gives the same tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .generate_call import GenerateCall
 
 
 class GeneratedRows(NamedTuple):
-    """``ids`` [rows, length + new]; of each step the scores behind all processors, and the logits before them, [rows,
-    vocabulary] fp32 each. None where the call does not ask for them.
+    """``ids`` [rows, length + new]. For each step: the scores after all processors, and the logits before them, [rows,
+    vocabulary] fp32 each. None if the call does not request them.
     """
 
     ids: Tensor
@@ -33,8 +33,8 @@ class GeneratedRows(NamedTuple):
 
 
 def generate_by_step(llm: LLM, call: GenerateCall, own: tuple[object, ...]) -> GeneratedRows:
-    """Go on until all rows have ended. ``own``: the model, by all its names. Raises what a processor or a criterion
-    raises; other calls are not touched.
+    """Decode until all rows have ended. ``own``: the model, under all its names. Raises the errors of processors and
+    criteria; other calls are not affected.
     """
     with ExitStack() as stack:
         rows = stack.enter_context(llm.lockstep(call.prompts, call.max_new_tokens))
@@ -76,18 +76,18 @@ def _pick(scores: Tensor, *, sample: bool) -> Tensor:
 
 
 def _tensor(rows: list[bytes]) -> Tensor:
-    """[rows, vocabulary] fp32."""
+    """Return the logits of all rows, [rows, vocabulary] fp32."""
     return torch.stack([torch.frombuffer(bytearray(row), dtype=torch.float32) for row in rows])
 
 
 class _AuxiliaryModel:
-    """Takes the place of the model for a processor that asks it for the logits of other prompts, a step at a time."""
+    """Replaces the model for a processor that needs the logits of other prompts, a step at a time."""
 
     def __init__(self, llm: LLM, call: GenerateCall, stack: ExitStack) -> None:
         self._llm, self._call, self._stack = llm, call, stack
 
     def __call__(self, ids: Tensor, *, attention_mask: Tensor, **options: Any) -> CausalLMOutputWithPast:
-        """Logits of the last position. The rows are returned as the cache; the next call passes them back."""
+        """Return logits of the last position. The rows are returned as the cache; the next call passes them back."""
         rows = next((value for value in options.values() if isinstance(value, Lockstep)), None)
         if rows is None:
             prompts = [row[kept].tolist() for row, kept in zip(ids, attention_mask.bool(), strict=True)]

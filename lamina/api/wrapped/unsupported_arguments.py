@@ -1,4 +1,6 @@
-"""What transformers' ``generate`` takes and a wrapped model does not: each by its name, in one line, with a way out."""
+"""Arguments of transformers' ``generate`` that a wrapped model refuses: each by name, in one line, with a
+replacement.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _ARGUMENTS = {
     "custom_generate": f"the loop is Lamina's: pass logits_processor or stopping_criteria, {_OWN}",
     "synced_gpus": "one process decodes here: leave it out",
 }
-# Settings, also of a GenerationConfig.
+# Refused settings, also of a GenerationConfig.
 _SETTINGS = {
     "token_healing": "pass split.model.heal_tokens(input_ids, tokenizer) as input_ids",
     "prompt_lookup_num_tokens": "leave it out, greedy tokens are the same without it",
@@ -36,14 +38,13 @@ _CACHES = {
     "offloaded": "leave it out, the cache is on the memory workers, not on this process's device",
 }
 _OTHER_CACHE = f"the KV cache lies on the memory workers: pass the whole text as input_ids, {_OWN}"
-# transformers hands these to the decoding loop with every call, and none changes a token here.
+# transformers passes these to the decoding loop with every call, and none changes a token here.
 _HARMLESS = {"use_cache", "logits_to_keep", "position_ids", "attention_mask"}
 
 
 def check_arguments(arguments: dict[str, Any], configs: list[Any]) -> None:
-    """Before transformers prepares the call. ``configs``: the call's GenerationConfig and the model's, None for none.
-
-    Raises ValueError.
+    """Check arguments before transformers prepares the call. ``configs``: the call's GenerationConfig and the model's,
+    None for none. Raises ValueError.
     """
     cache_names = {"past_key_values", cache_name()}
     for name, value in arguments.items():
@@ -65,7 +66,7 @@ def check_arguments(arguments: dict[str, Any], configs: list[Any]) -> None:
 
 
 def generation_setting(name: str, arguments: dict[str, Any], configs: list[Any]) -> Any:
-    """The value that transformers takes: a keyword, else of the first configuration that has one."""
+    """Return the value that transformers uses: a keyword, else that of the first configuration that has one."""
     if name in arguments:
         return arguments[name]
     values = (getattr(config, name, None) for config in configs)
@@ -73,9 +74,8 @@ def generation_setting(name: str, arguments: dict[str, Any], configs: list[Any])
 
 
 def check_prepared(config: Any, inputs: dict[str, Any], ids: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """What transformers has made of the call's ``arguments``; returns the mask. ``ids`` and mask [rows, length].
-
-    Raises ValueError.
+    """Check the call that transformers has prepared from ``arguments``; returns the mask. ``ids`` and mask [rows,
+    length]. Raises ValueError.
     """
     if ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
         raise ValueError(f"input_ids must be token ids [batch, length], not {list(ids.shape)} of {ids.dtype}")
@@ -89,8 +89,8 @@ def check_prepared(config: Any, inputs: dict[str, Any], ids: Tensor, arguments: 
 
 
 def _says_something(value: Any) -> bool:
-    """False for a value that tells the model nothing about the text: None, an empty collection, and the empty cache
-    that transformers makes for each call. ``check_arguments`` has refused the caller's own cache.
+    """Return False for a value without information about the text: None, an empty collection, and the empty cache that
+    transformers makes for each call. ``check_arguments`` has refused the caller's own cache.
     """
     if isinstance(value, Mapping | list | tuple | set):
         return bool(value)
@@ -98,7 +98,9 @@ def _says_something(value: Any) -> bool:
 
 
 def _checked_mask(ids: Tensor, prepared: Tensor | None, arguments: dict[str, Any]) -> Tensor:
-    """``prepared``: None where all tokens count, also where the caller's own mask has another length."""
+    """Check the mask, and return it. ``prepared``: None if all tokens count, also if the caller's own mask has another
+    length.
+    """
     given, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     mask = torch.ones_like(ids) if prepared is None else prepared
     if mask.shape != ids.shape or (given is not None and given.shape[-1] != ids.shape[1]):
@@ -115,7 +117,7 @@ def _checked_mask(ids: Tensor, prepared: Tensor | None, arguments: dict[str, Any
 
 
 def _counts(positions: Tensor, counted: Tensor, mask: Tensor) -> bool:
-    """Whether ``positions``, of each prompt or of each of its completions, are ``counted`` where the mask is 1."""
+    """Return True if ``positions``, of each prompt or of each completion, are ``counted`` wherever the mask is 1."""
     rows = len(positions) if positions.dim() == 2 else 0
     if not rows or positions.shape[1] != counted.shape[1] or len(counted) % rows:
         return False

@@ -30,7 +30,7 @@ _READ = frozenset({
 def wrap(model: nn.Module, **options: Any) -> WrappedModel:
     """Start memory workers for ``model`` and return an object with its ``generate``.
 
-    ``model`` is any causal LM that lamina serves; it computes in this process, with its own weights, and can still be
+    ``model`` is any causal LM that lamina serves. It computes in this process, with its own weights, and can still be
     used as before. ``options`` are those of ``lamina.LLM``: memory_workers=2, transport="shm", max_model_len=...
 
         with lamina.wrap(AutoModelForCausalLM.from_pretrained(path), memory_workers=2) as split:
@@ -49,7 +49,7 @@ def wrap(model: nn.Module, **options: Any) -> WrappedModel:
 
 
 class WrappedModel:
-    """What ``wrap`` returns. A context manager: worker processes live until ``close``. Threads take turns.
+    """A wrapped model, made by ``wrap``. A context manager: worker processes live until ``close``. Threads take turns.
 
     It has the model's names that only read: ``dtype``, ``parameters()``, ``state_dict()``, ... The model itself is
     ``model``.
@@ -58,7 +58,7 @@ class WrappedModel:
     def __init__(self, model: nn.Module, llm: LLM) -> None:
         self.model: Any = model
         self.llm = llm
-        self._turn = threading.RLock()  # of the thread whose call goes on; its processors may call ``generate``, too
+        self._turn = threading.RLock()  # the running call's thread has it; its processors may call ``generate``, too
 
     @property
     def config(self) -> Any:
@@ -76,18 +76,18 @@ class WrappedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         device: torch.device = next(self.model.parameters()).device
         return device
 
     def eval(self) -> WrappedModel:
-        """Put the model into evaluation mode, as its own ``eval`` does; returns this wrap."""
+        """Put the model into evaluation mode, as its own ``eval`` does; returns this object."""
         self.model.eval()
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> WrappedModel:
-        """Returns this, for the device and dtype that the model has. Raises ValueError for others: workers have it as
-        it is.
+        """Return this object if the model has that device and dtype. Raises ValueError for others: workers use the
+        model as it is.
         """
         for asked in (*args, *(kwargs.get(name) for name in ("device", "dtype"))):
             dtype = isinstance(asked, torch.dtype)
@@ -123,15 +123,15 @@ class WrappedModel:
 
     def generate(self, *args: Any, **settings: Any) -> Any:
         """Continue ``input_ids`` [batch, length] int64 as transformers' ``generate`` does: arguments, defaults, errors
-        and results are its own, and its processors and criteria run. docs/wrap.md lists what is not here.
+        and results are its own, and its processors and criteria run. docs/wrap.md lists unsupported arguments.
 
-        Workers draw the tokens where they can; else this process chooses them, which takes longer: with processors and
-        criteria, yours or of settings such as ``no_repeat_ngram_size``, with ``output_scores`` and ``output_logits``,
-        and for streamers of several rows. What workers draw is repeatable by ``torch.manual_seed``, but not equal to
-        transformers' draws.
+        Workers draw the tokens if they can. Otherwise this process chooses them, which takes longer: with processors
+        and criteria, the caller's or of settings such as ``no_repeat_ngram_size``, with ``output_scores`` and
+        ``output_logits``, and for streamers of several rows. The workers' draws are repeatable by
+        ``torch.manual_seed``, but not equal to transformers' draws.
 
         Returns [batch * num_return_sequences, length + new] on the device of the input: prompts as given, then new
-        tokens up to and with an end token, then padding. Raises ValueError for what cannot be obeyed, by its name.
+        tokens up to and with an end token, then padding. Raises ValueError for an unsupported argument, by its name.
         """
         arguments = inspect.signature(self.model.generate).bind(*args, **settings).arguments
         arguments |= arguments.pop("kwargs", {})
@@ -196,8 +196,8 @@ class WrappedModel:
 
 
 def _take_stop_strings(arguments: dict[str, Any], configs: list[Any]) -> bool:
-    """Make a criterion of stop strings, whose tokenizer transformers does not hand to a decoding loop that is not its
-    own. Whether there are some.
+    """Make a criterion of stop strings, since transformers does not pass their tokenizer to a foreign decoding loop.
+    Returns True if there are stop strings.
     """
     strings, tokenizer = generation_setting("stop_strings", arguments, configs), arguments.get("tokenizer")
     if strings is None or tokenizer is None:

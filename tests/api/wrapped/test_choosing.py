@@ -37,7 +37,7 @@ def test_what_has_no_room_beside_rows_that_are_being_chosen_is_told() -> None:
     with LLM(str(MODEL), dtype="float32", transport="loopback", **options) as llm:
         with llm.lockstep(PROMPTS[:2], 6) as rows:
             rows.logits()
-            with pytest.raises(ValueError, match="no room beside rows whose tokens are being chosen"):
+            with pytest.raises(ValueError, match="does not fit next to rows whose tokens are being chosen"):
                 llm.generate([[5, 6]], SamplingParams(max_tokens=2))
         assert llm.generate([[5, 6]], SamplingParams(max_tokens=2))[0].finished
         with pytest.raises(ValueError, match="shorten them, or start with a larger max_model_len"):
