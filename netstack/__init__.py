@@ -1,4 +1,4 @@
-"""Lamina's network stack: moves bytes between workers, knows no model. See ``contract.fabric``."""
+"""Lamina's network stack: moves bytes between workers and knows no model. See ``contract.fabric``."""
 
 if __name__ != "lamina.netstack":
     raise ImportError("import lamina.netstack, not the top-level folder netstack/")

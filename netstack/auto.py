@@ -1,12 +1,13 @@
-"""The nearest way to a peer: WAYS, in their order; which one was taken is said, and why none before it.
+"""The transport ``auto``: uses the first of TRANSPORT_CHOICES that reaches the peer, and logs the choice and its
+reason.
 
-The listener has two doors: an IP address, where TCP is spoken and RDMA may be, and in the same network namespace a
-socket whose name contains that address. A connector goes each way that it has itself; where nobody answers, another
-user does, or the listener lacks that way, it is the next one's turn.
+The listener listens at an IP address for TCP and perhaps RDMA, and in its network namespace at a Unix socket whose name
+contains that address. A connector tries each transport that it has itself. If no process listens there, another user
+does, or the listener lacks that transport, it tries the next one.
 
-RDMA is a way only where a device is named for both sides, for all or by each host: NICs do not authenticate what they
-send, so somebody has to say that the fabric is isolated. It is taken once messages of a trial have gone there and back
-over it. ``mlx5`` is for channels whose messages kernels send, where both sides compute on a GPU. ``cuda`` is no way:
+RDMA is tried only if a device is named on both sides, for all hosts or by each host. NICs do not authenticate messages,
+so an operator must confirm that the network is isolated. It is used after a trial in which messages pass both ways.
+``mlx5`` is for channels whose messages kernels send, if both sides compute on a GPU. ``cuda`` is not tried: it connects
 processes of one host.
 """
 
@@ -28,7 +29,7 @@ from .host.tcp import TcpFabric
 from .rdma.verbs import VerbsFabric
 
 log = logging.getLogger(__name__)
-RETRY_S = 60.0  # what a trial said of a place holds for so long
+RETRY_S = 60.0  # a trial's result for an address is valid for so long
 
 
 def _name(place: str) -> str:
@@ -38,10 +39,10 @@ def _name(place: str) -> str:
 @dataclass(frozen=True)
 class TransportChoice:
     scheme: str
-    at: Callable[[str], str]  # the listener's address there, of its IP:PORT
-    reach: str  # what the two are within
+    at: Callable[[str], str]  # the listener's address for this transport, from its IP:PORT
+    reach: str  # what both sides share
     because: str = ""
-    kernels: bool = False  # for channels of kernels alone
+    kernels: bool = False  # for channels of kernels only
 
 
 TRANSPORT_CHOICES = (
@@ -55,8 +56,9 @@ TRANSPORT_CHOICES = (
 
 
 class AutoFabric(BaseFabric):
-    """``reason``: what the last connect took, and why. It is logged too. ``gpu``: that which the caller computes on;
-    ``device``: of RDMA, which must be there, as somebody counts on it. Raises ImportError where it is not.
+    """``reason``: the transport that the last connect chose, and why; it is logged too. ``gpu``: the one that the
+    caller computes on; ``device``: an RDMA device, which must exist, as it was named. Raises ImportError if it does
+    not.
     """
 
     scheme = "auto"
@@ -79,7 +81,7 @@ class AutoFabric(BaseFabric):
             self.close()
             raise ImportError(f"{RDMA_FLAG} {device}: {self._lacks['verbs']}")
         self.remarks = [f"{scheme}: {words}" for scheme, fabric in self._rdma.items() for words in fabric.remarks]
-        self._tried: dict[str, tuple[float, str]] = {}  # by URL: until when, and why messages do not pass
+        self._tried: dict[str, tuple[float, str]] = {}  # URL -> (expiry, reason why messages do not pass)
         self.reason = ""
 
     def register(self, buffer: memoryview) -> Region:
@@ -115,11 +117,11 @@ class AutoFabric(BaseFabric):
                 if isinstance(fabric, VerbsFabric):
                     begun, accepts = monotonic(), False
                     self._try_out(fabric, there, terms, (deadline - begun) / 2)
-                    accepts, deadline = True, deadline + monotonic() - begun  # a trial has a time of its own
+                    accepts, deadline = True, deadline + monotonic() - begun  # a trial's time does not count
                 channel = fabric.connect(there, terms, timeout_s=max(0.0, deadline - monotonic()))
             except ChannelError as error:
                 if isinstance(error, ChannelTimeout) and not accepts:
-                    raise  # the listener is there; it does not accept
+                    raise  # the listener is there, but does not accept
                 beyond.append(f"{way.reach} ({error})")
                 last = error
                 continue
@@ -133,8 +135,8 @@ class AutoFabric(BaseFabric):
                 parts.callback(fabric.close)
 
     def _try_out(self, fabric: VerbsFabric, url: str, terms: Terms, timeout_s: float) -> None:
-        """Raises ChannelError where messages to ``url`` and back do not pass, or did not lately; ChannelTimeout where
-        nobody accepts within ``timeout_s``.
+        """Raises ChannelError if messages to ``url`` and back do not pass, or recently did not; ChannelTimeout if the
+        listener does not accept within ``timeout_s``.
         """
         until, why = self._tried.get(url, (0.0, ""))
         if monotonic() >= until:
@@ -154,7 +156,9 @@ def _not_within(beyond: list[str]) -> str:
 
 
 def _named(text: str) -> str:
-    """Raises ImportError, as the next two do where this side lacks a way."""
+    """Return the named RDMA device. Raises ImportError if there is none; so do the next two if this side lacks a
+    transport.
+    """
     device = rdma_device(text)
     if not device:
         raise ImportError(f"{NAMED_BY} names no device here")

@@ -1,5 +1,5 @@
-"""Files that are kept from one start to the next, in a folder of this user: each is as good as none where it cannot
-be read, or where somebody else may have written it.
+"""Files that are kept from one start to the next, in a folder of this user. A file is ignored if it cannot be read, or
+if another user may have written it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 VARIABLE = "LAMINA_CACHE"
 OTHERS_WRITE = 0o022
-_OWN_NAME = re.compile(r"[0-9a-f]{64}|new-\w{8}")  # without what is behind the dot
+_OWN_NAME = re.compile(r"[0-9a-f]{64}|new-\w{8}")  # without the suffix
 
 
 def cache_directory(room: str) -> Path | None:
-    """Of what LAMINA_CACHE says, where it is set; empty = none."""
+    """Return the folder below LAMINA_CACHE, or below its default; None if it is empty."""
     given = os.environ.get(VARIABLE)
     if given is None:
         given = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lamina")
@@ -25,15 +25,15 @@ def cache_directory(room: str) -> Path | None:
 
 
 class CachedFile:
-    """One file of at most ``largest`` bytes. Its folder has ``most_files``: those that were not used for the longest
-    time go. Neither reading nor writing fails.
+    """One file of at most ``largest`` bytes. Its folder keeps ``most_files`` files: the least recently used ones are
+    removed. Neither reading nor writing fails.
     """
 
     def __init__(self, path: Path, *, largest: int, most_files: int) -> None:
         self.path, self._largest, self._most_files = path, largest, most_files
 
     def read(self) -> bytes | None:
-        """None where there is none, or where another user may have written it."""
+        """Return the contents; None if there is no file, or if another user may have written it."""
         with suppress(OSError), open(self.path, "rb", opener=_plainly) as file:
             status = os.fstat(file.fileno())
             own = _is_own(status) and _is_own(os.stat(self.path.parent))
@@ -45,7 +45,7 @@ class CachedFile:
         return None
 
     def write(self, data: bytes) -> None:
-        """Whole or not at all, also where several processes do so at once."""
+        """Write the whole file or nothing, even if several processes do so at once."""
         folder = self.path.parent
         if len(data) > self._largest:
             return
@@ -69,10 +69,10 @@ class CachedFile:
 
 
 def _plainly(path: str, flags: int) -> int:
-    """Open it where it is no link, and wait for nobody."""
+    """Open the file without following a link and without waiting."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """Whether nobody but this user may have written it."""
+    """Return True if only this user may have written it."""
     return status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE

@@ -1,6 +1,5 @@
-"""Which needs of each transport this machine has, and how to get the missing ones. Looks; changes nothing.
-
-Paths are below ``Machine.root``, so that tests can look at a machine of their own making.
+"""Checks which needs of each transport this machine meets, and how to get the missing ones. Changes nothing. Paths are
+below ``Machine.root``, so that tests can check an artificial machine.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class Machine:
     wanted: str = field(default_factory=named_device)
 
     def text(self, path: str) -> str:
-        """A file's text; empty if it cannot be read."""
+        """Return a file's text; "" if it cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
             return ""
 
     def names(self, folder: str) -> list[str]:
-        """Sorted names in a folder; none if it is not there."""
+        """Return the sorted names in a folder; none if it does not exist."""
         try:
             return sorted(p.name for p in (self.root / folder).iterdir())
         except OSError:
@@ -61,7 +60,7 @@ class Machine:
 class Finding:
     check: str
     transports: tuple[str, ...]  # that need it
-    ok: bool | None  # None: cannot be told from here
+    ok: bool | None  # None: unknown from here
     detail: str
     fix: str = ""
 
@@ -92,7 +91,7 @@ def compiler(_: Machine) -> Verdict:
 
 
 def rdma_device(machine: Machine) -> Verdict:
-    """A port for queue pairs; the one that was named, if one was."""
+    """Check for a port for queue pairs: the named one, if one was named."""
     there = ports(machine.root)
     if not there:
         why, _, fix = NONE.partition("; ")
@@ -105,7 +104,7 @@ def rdma_device(machine: Machine) -> Verdict:
 
 
 def mellanox(machine: Machine) -> list[str]:
-    """RDMA devices of that maker."""
+    """Return the RDMA devices of that maker."""
     return [d for d in machine.names(CLASS) if machine.text(f"{CLASS}/{d}/device/vendor") == MELLANOX]
 
 
@@ -117,7 +116,7 @@ def connectx(machine: Machine) -> Verdict:
 
 
 def gpu_ports(machine: Machine) -> Verdict:
-    """The port that each GPU takes: the nearest by PCI; those next to several GPUs are dealt among these."""
+    """Report the port of each GPU: the nearest by PCI; GPUs at equal distance take turns among several."""
     try:
         wanted = Wanted.parse(machine.wanted)
     except ValueError as error:
@@ -131,8 +130,9 @@ def gpu_ports(machine: Machine) -> Verdict:
 
 
 def iommu(machine: Machine) -> Verdict:
-    """GPU and NIC name each other's memory and registers by physical addresses (NVIDIA's GPUDirect RDMA, "Supported
-    Systems"), which an IOMMU that translates takes for others: doorbells and reads fault then, in the kernel's log.
+    """Check for an IOMMU. GPU and NIC address each other's memory and registers by physical addresses (NVIDIA's
+    GPUDirect RDMA, "Supported Systems"). An IOMMU that translates them breaks that: doorbells and reads fault, in the
+    kernel's log.
     """
     folders = {gpu: f"{PCI}/{gpu}" for gpu in gpus(machine.root)}
     folders |= {device: f"{CLASS}/{device}/device" for device in mellanox(machine)}
@@ -146,7 +146,7 @@ def iommu(machine: Machine) -> Verdict:
 
 
 def pcie_bridges(machine: Machine) -> Verdict:
-    """What GPU and NIC below one switch tell each other passes no CPU, unless a bridge redirects it."""
+    """Check PCIe bridges: traffic between GPU and NIC below one switch passes no CPU, unless a bridge redirects it."""
     devices = [machine.root / PCI / gpu for gpu in gpus(machine.root)]
     devices += [machine.root / CLASS / device / "device" for device in mellanox(machine)]
     if not devices:
@@ -169,7 +169,7 @@ def verbs_nodes(machine: Machine) -> Verdict:
 
 
 def native_verbs(_: Machine) -> Verdict:
-    """The engine on libibverbs; without it Python posts, through pyverbs."""
+    """Check for the engine on libibverbs; without it Python posts, through pyverbs."""
     try:
         from .host.native_module import verbs_fault
 
@@ -183,14 +183,14 @@ def native_verbs(_: Machine) -> Verdict:
 
 
 def libmlx5(_: Machine) -> Verdict:
-    """Does it lay out queue pairs for kernels?"""
+    """Check that libmlx5 lays out queue pairs for kernels."""
     if fault := mlx5_fault():
         return False, fault, "apt-get install ibverbs-providers libibverbs-dev, then install Lamina again"
     return True, "loads", ""
 
 
 def pyverbs(machine: Machine) -> Verdict:
-    """Whether pyverbs is here: it posts work requests where the native engine is missing."""
+    """Check for pyverbs, which posts work requests if the native engine is missing."""
     if native_verbs(machine)[0]:
         return True, "not needed", ""
     try:
@@ -219,7 +219,7 @@ def cuda(machine: Machine) -> Verdict:
 
 
 def cuda_sharing(machine: Machine) -> Verdict:
-    """Can processes hand each other GPU memory? The driver says so when the transport opens; this is what it needs."""
+    """Check what processes need to share GPU memory. Whether it works, the driver reports when the transport opens."""
     gpus = machine.names("proc/driver/nvidia/gpus")
     if not gpus:
         return False, "no NVIDIA GPU", "none needed for shm and tcp"
@@ -238,7 +238,7 @@ def nvrtc(_: Machine) -> Verdict:
 
 
 def nccl(_: Machine) -> Verdict:
-    """Its library, its headers, and the compiler that takes these."""
+    """Check for NCCL's library, its headers, and a compiler that accepts these."""
     try:
         version = NcclLibrary().version
         lacks = why_no_compiler()
@@ -250,7 +250,7 @@ def nccl(_: Machine) -> Verdict:
 
 
 def gpu_registration(machine: Machine) -> Verdict:
-    """How a NIC gets at GPU memory: dma-buf, else nvidia-peermem."""
+    """Check how a NIC accesses GPU memory: dma-buf, else nvidia-peermem."""
     release = tuple(int(n) for n in machine.kernel.split("-")[0].split(".")[:2] if n.isdigit())
     is_open = "Open Kernel Module" in machine.text("proc/driver/nvidia/version")
     if release >= DMABUF_KERNEL and is_open:
@@ -262,7 +262,7 @@ def gpu_registration(machine: Machine) -> Verdict:
 
 
 def uar_mapping(machine: Machine) -> Verdict:
-    """May a GPU context map the NIC's doorbell page (cudaHostRegister with the I/O memory flag)?"""
+    """Check that a GPU context may map the NIC's doorbell page (cudaHostRegister with the I/O memory flag)."""
     if not machine.text("proc/driver/nvidia/version"):
         return False, "no NVIDIA driver", "install it"
     if "PeerMappingOverride=1" in machine.text("proc/driver/nvidia/params"):
@@ -278,7 +278,9 @@ def uar_mapping(machine: Machine) -> Verdict:
 
 
 def packet_size(machine: Machine) -> Verdict:
-    """Of each port that may be taken: the largest that fits the frames of its network device; InfiniBand tells none."""
+    """Check the packet size of each usable port: the largest that fits the frames of its network device. InfiniBand
+    does not report it.
+    """
     try:
         wanted = Wanted.parse(machine.wanted)
     except ValueError as error:
@@ -300,7 +302,7 @@ def packet_size(machine: Machine) -> Verdict:
 
 
 def ordered_delivery(machine: Machine) -> Verdict:
-    """Is the signal never seen before the data? Only the operator of the network knows."""
+    """Check that the signal is never seen before the data: only the operator of the network knows."""
     if not machine.names("sys/class/infiniband"):
         return False, "no RDMA device", "see above"
     return (
@@ -338,7 +340,7 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
 
 
 def opens(scheme: str, device: str = "") -> Verdict:
-    """Does the transport open, here and now, and without what? The cause names the fix. ``device``: of RDMA."""
+    """Check that the transport opens now, and what it lacks. The cause names the fix. ``device``: an RDMA device."""
     try:
         fabric = open(scheme, key=secrets.token_bytes(32), device=device)
         fabric.close()
@@ -348,9 +350,8 @@ def opens(scheme: str, device: str = "") -> Verdict:
 
 
 def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:
-    """All checks that concern ``schemes`` (none: all transports), then whether each of them opens.
-
-    Raises ValueError for an unknown transport.
+    """Return all checks that concern ``schemes`` (none: all transports), then whether each of them opens. Raises
+    ValueError for an unknown transport.
     """
     for scheme in schemes:
         if scheme not in SCHEMES:

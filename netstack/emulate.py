@@ -1,8 +1,8 @@
-"""Another transport, made slower: ``emulate+OTHER?latency_ms=0.05&gbps=100`` behaves as ``OTHER`` over such a link.
+"""Makes another transport slower: ``emulate+OTHER?latency_ms=0.05&gbps=100`` behaves as ``OTHER`` over such a link.
 
-Each message carries, behind its payload, the time at which the receiver may see it; the receiver sleeps until then.
-So nothing runs beside the two ends, and a sender goes on at once, as it does when a network card sends for it. Both
-ends must be on one host, whose monotonic clock they share. Free slots come back without delay.
+Each message carries, after its payload, the time at which the receiver may see it; the receiver sleeps until then. So
+only the two ends run, and a sender continues at once, as it does when a network card sends for it. Both ends must be on
+one host, whose monotonic clock they share. Free slots come back without delay.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class EmulatedLink:
     latency_ms: float = 0.0
     jitter_ms: float = 0.0  # each message takes up to so much longer; they keep their order
     seed: int = 0  # of the jitter
-    gbps: float = 0.0  # 10^9 bits of payload a second, one message behind the other; 0 = no limit
-    stall_ms: float = 0.0  # nothing moves for so long ...
-    stall_every: int = 0  # ... ahead of every so many-th message
+    gbps: float = 0.0  # 10^9 bits of payload a second, one message after the other; 0 = no limit
+    stall_ms: float = 0.0  # a pause of all messages ...
+    stall_every: int = 0  # ... before each message whose number is a multiple of this
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -53,7 +53,7 @@ class EmulatedLink:
 
     @staticmethod
     def parse(query: str) -> EmulatedLink:
-        """Of ``name=number&...``, by the names of the fields. Raises ValueError."""
+        """Parse ``name=number&...``, by the names of the fields. Raises ValueError."""
         known = {f.name: int if f.type == "int" else float for f in fields(EmulatedLink)}
         values = dict(parse_qsl(query, keep_blank_values=True))
         for name, text in values.items():
@@ -67,7 +67,7 @@ class EmulatedLink:
 
 
 class EmulatedWire:
-    """One direction of a link: when what is sent becomes visible. A pure function of sizes and times."""
+    """One direction of a link: when a message becomes visible. A pure function of sizes and times."""
 
     def __init__(self, link: EmulatedLink, seed: int = 0) -> None:
         self._link = link
@@ -77,7 +77,7 @@ class EmulatedWire:
         self._count = 0
 
     def due_ns(self, now_ns: int, nbytes: int) -> int:
-        """When a message of ``nbytes`` that is sent now becomes visible; never before those sent earlier."""
+        """Return when a message of ``nbytes`` that is sent now becomes visible; never before earlier messages."""
         link = self._link
         self._count += 1
         took = 8.0 * nbytes / link.gbps if link.gbps else 0.0
@@ -97,7 +97,7 @@ class _Sized(Channel, Protocol):
 
 
 class EmulatedChannel(BaseChannel):
-    """The channel of another transport, with an EmulatedWire for what this end sends."""
+    """The channel of another transport, with an EmulatedWire for the messages that this end sends."""
 
     def __init__(self, inner: Channel, wire: EmulatedWire) -> None:
         sized = cast("_Sized", inner)
@@ -105,8 +105,8 @@ class EmulatedChannel(BaseChannel):
         super().__init__(inner.peer, inner.epoch, out, into, inner.peer_name)
         self._inner = inner
         self._wire = wire
-        self._slots: deque[Slot] = deque()  # of the other transport, granted
-        self._held: deque[Arrival] = deque()  # of the other transport, not released
+        self._slots: deque[Slot] = deque()  # granted slots of the other transport
+        self._held: deque[Arrival] = deque()  # unreleased arrivals of the other transport
         self._next: tuple[Arrival, int] | None = None  # the last one held, not visible before that time
         self._over = threading.Event()
 
@@ -125,7 +125,7 @@ class EmulatedChannel(BaseChannel):
 
     def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
         inner = self._slots[0]
-        if not self._over.is_set():  # views die with the channel; the other transport says so
+        if not self._over.is_set():  # views are invalid after the channel's end; the other transport reports it
             if source is not None:
                 slot.data[:] = source
             inner.data[nbytes:] = self._wire.due_ns(monotonic_ns(), nbytes).to_bytes(TRAILER_BYTES, "little")
@@ -174,7 +174,7 @@ class EmulatedListener:
 
 
 class EmulatedFabric(BaseFabric):
-    """``inner``, with ``link`` for all that is sent from here."""
+    """``inner``, with ``link`` for all messages that this process sends."""
 
     def __init__(self, key: bytes, inner: Fabric, link: EmulatedLink) -> None:
         super().__init__(key)
@@ -204,13 +204,13 @@ class EmulatedFabric(BaseFabric):
         self._inner.close()
 
     def wrap(self, channel: Channel, side: int) -> Channel:
-        """``side``: 0 connected, 1 was accepted; their jitter differs."""
+        """Return an emulated ``channel``. ``side``: 0 connected, 1 was accepted; their jitter differs."""
         emulated = EmulatedChannel(channel, EmulatedWire(self._link, side))
         self._opened.add(emulated)
         return emulated
 
     def outer(self, url: str) -> str:
-        """The URL under which peers find the listener of the other transport at ``url``."""
+        """Return the URL under which peers find the listener of the other transport at ``url``."""
         return f"{self.scheme}://{url.partition('://')[2]}"
 
 
@@ -223,8 +223,8 @@ def _without_trailer(geometry: Geometry) -> Geometry:
 
 
 def open_fabric(key: bytes, other: str = "shm", *, device: str = "") -> Fabric:
-    """``other``: the transport to wrap, and behind ``?`` the fields of EmulatedLink; ``device``: for that one. Raises
-    ValueError for others.
+    """Open the transport. ``other``: the transport to wrap, and after ``?`` the fields of EmulatedLink; ``device``: for
+    that one. Raises ValueError for other options.
     """
     scheme, _, query = other.partition("?")
     link = EmulatedLink.parse(query)

@@ -7,7 +7,7 @@ from .host.loopback_host import LoopbackFabric
 
 
 def open_fabric(key: bytes, *, gpu: int | None = None) -> Fabric:
-    """``gpu``: see loopback_gpu, which kernels need for their messages."""
+    """Open the transport. ``gpu``: see loopback_gpu, which kernels need for their messages."""
     if gpu is None:
         return LoopbackFabric(key)
     from .cuda.loopback_gpu import open_on

@@ -10,9 +10,9 @@ from .contract.fabric import Fabric
 from .contract.plugins import load_plugin, plugins
 from .contract.rdma_device_name import Wanted
 
-# scheme -> module, whose file bears its name, with a function open_fabric(key: bytes) -> Fabric; imported when first
-# used. One that has an argument ``gpu`` is told which GPU the caller computes on; one that has ``device``, the RDMA
-# device that was named for all hosts.
+# scheme -> module, named like its file, with a function open_fabric(key: bytes) -> Fabric; imported when first used. If
+# it has an argument ``gpu``, it gets the GPU that the caller computes on; ``device`` gets the RDMA device that was
+# named for all hosts.
 SCHEMES: dict[str, str] = {
     "loopback": "loopback",
     "shm": "host.shm",
@@ -27,20 +27,20 @@ SCHEMES: dict[str, str] = {
 PLUGINS = "LAMINA_TRANSPORTS"  # more entries, with whole names of modules; see contract.plugins
 THREADS = ("loopback",)  # peers are threads of one process
 NEAR = {"shm": "auto"}  # for one host only -> the same there, and more beyond it
-HERE = "shm"  # between processes of this machine, where nobody has chosen
-WITHIN = {"": "loopback", "auto": "loopback"}  # no choice, or the nearest -> what is nearest within one process
-BY_RDMA = ("verbs", "mlx5", "auto")  # those that take a named RDMA device
-AT_START = ("gin",)  # whose channels are all made before the first message: for pools that stay as they are
-WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes what is behind the plus, too
+HERE = "shm"  # the default between processes of this machine
+WITHIN = {"": "loopback", "auto": "loopback"}  # no choice, or the nearest -> the nearest within one process
+BY_RDMA = ("verbs", "mlx5", "auto")  # those that use a named RDMA device
+AT_START = ("gin",)  # all their channels are made before the first message: for pools that do not change
+WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes the part after the plus, too
 
 
 def open(scheme: str, *, key: bytes, gpu: int | None = None, device: str = "") -> Fabric:
     """Open the transport ``scheme`` for peers that hold ``key``; see ``check_scheme`` for its forms.
 
     ``gpu``: the one that the caller computes on, for a transport that uses one; None = it computes on none. ``device``:
-    of RDMA, as ``check_rdma_device`` takes it; empty = the one of this host's environment, else the nearest.
-    Raises ValueError for an unknown scheme (it lists the table) and ImportError, with its cause, when the transport's
-    own needs (a native module, a driver, that device) are missing.
+    an RDMA device, as for ``check_rdma_device``; "" = the one of this host's environment, else the nearest. Raises
+    ValueError for an unknown scheme (it lists the table) and ImportError, with its cause, when the transport's own
+    needs (a native module, a driver, that device) are missing.
     """
     check_scheme(scheme)
     check_rdma_device(scheme, device)
@@ -67,8 +67,8 @@ def check_scheme(scheme: str) -> None:
 
 
 def check_rdma_device(scheme: str, device: str) -> None:
-    """Raises ValueError, naming the flag, where ``device`` is no RDMA device's name (rdma_name.FORM), or ``scheme``
-    takes none; empty: nobody has named one.
+    """Raises ValueError, naming the flag, if ``device`` is no RDMA device's name (rdma_device_name.FORM), or ``scheme``
+    uses none; "": no device is named.
     """
     name = scheme.rpartition("+")[2].partition("?")[0]
     if device and name not in BY_RDMA:
@@ -78,8 +78,8 @@ def check_rdma_device(scheme: str, device: str) -> None:
 
 
 def in_process(scheme: str) -> bool:
-    """``Fabric.in_process`` of ``scheme``, also where this host lacks what opening it takes. Raises ValueError for an
-    unknown one.
+    """Return ``Fabric.in_process`` of ``scheme``, even if this host lacks what opening it needs. Raises ValueError for
+    an unknown one.
     """
     check_scheme(scheme)
     name, plus, other = scheme.partition("+")
@@ -87,13 +87,13 @@ def in_process(scheme: str) -> bool:
 
 
 def made_at_start(scheme: str) -> bool:
-    """Whether all channels of ``scheme`` have to be made before the first message."""
+    """Return True if all channels of ``scheme`` must be made before the first message."""
     name, plus, other = scheme.partition("+")
     return made_at_start(other.partition("?")[0]) if plus else name in AT_START
 
 
 def beyond_host(scheme: str) -> str:
-    """What to take in place of ``scheme`` where peers may be on several hosts; most reach them as they are.
+    """Return the scheme to use for ``scheme`` if peers may be on several hosts; for most it is the same.
 
     Raises ValueError for one that stays in a process.
     """
@@ -107,7 +107,7 @@ def beyond_host(scheme: str) -> str:
 
 
 def within_process(scheme: str) -> str:
-    """What to take in place of ``scheme`` (empty: nobody has chosen) where all peers may be threads of one process;
-    empty: ``scheme`` is somebody's choice.
+    """Return the scheme to use for ``scheme`` ("": no choice) if all peers may be threads of one process; "" if
+    ``scheme`` is a definite choice.
     """
     return WITHIN.get(scheme, "")

@@ -26,7 +26,7 @@ from .runs import COLUMNS, BenchPlan, bound, run
 from .server import serve, watch_life_line
 
 SIZES = "8,64,256,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB"
-DEVICES = {"cpu": (), "cuda": ("cuda", "mlx5", "gin")}  # what makes the calls -> transports of its kernels; none: any
+DEVICES = {"cpu": (), "cuda": ("cuda", "mlx5", "gin")}  # the caller -> transports with kernels for it; none: any
 FANS = [name for name, pattern in PATTERNS.items() if pattern.fans]
 BESIDE = ("gemm",)
 
@@ -46,7 +46,7 @@ def listen(scheme: str, address: str, key: bytes, cores: Sequence[int], idle_s: 
 
 
 def usable_transports(key: bytes) -> list[str]:
-    """The transports between processes that open on this host; stderr tells why the others do not."""
+    """Return the transports between processes that open on this host; stderr names the reason for each of the rest."""
     schemes = []
     for scheme in (s for s in SCHEMES if s not in WRAPPERS):
         try:
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add("--pattern", default="rtt", metavar="NAME[,NAME...]", help=f"of {', '.join(PATTERNS)} (default: %(default)s)")
     add("--sizes", default=SIZES, metavar="SIZE[,SIZE...]", help=f"{parse_size.__doc__.split('.')[0]}"
         if parse_size.__doc__ else None)  # fmt: skip
-    add("--driver", metavar="NAME[,NAME...]", help="who calls: python (default), or native (no Python in between; "
+    add("--driver", metavar="NAME[,NAME...]", help="the caller: python (default), or native (no Python in between; "
         f"{', '.join(DRIVERS['native'])} only)")  # fmt: skip
     add("--device", default="cpu", metavar="NAME", help="cpu, or cuda: kernels call, by the GPU's clock, in a graph "
         "for each round (device) and in one kernel for all (kernel)")  # fmt: skip
@@ -78,26 +78,26 @@ def parser() -> argparse.ArgumentParser:
     add("--volume", default="512MiB", help="payload bytes of a measurement; fewer rounds of large messages then "
         "(default: %(default)s)")  # fmt: skip
     add("--peers", type=int, default=2, help=f"servers of the patterns {', '.join(FANS)} (default: %(default)s)")
-    add("--window", type=int, default=64, help=f"messages that leave before anybody waits, of the patterns "
+    add("--window", type=int, default=64, help=f"messages that leave before a side waits, of the patterns "
         f"{', '.join(WINDOWED)} (default: %(default)s)")  # fmt: skip
     add("--rate", default="10000", metavar="PER_S[,PER_S...]", help="queries/s that the pattern rate offers; each is a "
         "measurement (default: %(default)s)")  # fmt: skip
-    add("--beside", default="", metavar="NAME", help=f"what goes on meanwhile: {', '.join(BESIDE)} (products of "
+    add("--beside", default="", metavar="NAME", help=f"the load during measurements: {', '.join(BESIDE)} (products of "
         "matrices on the cores that --cores leaves over, or on all)")  # fmt: skip
     add("--samples", default="", metavar="FILE", help="append every sample, in microseconds, as JSON lines")
-    add("--cores", default="auto", help="the client's core, then the servers': 0,1; auto: the first of this process; "
-        "none: not bound (default: %(default)s)")  # fmt: skip
+    add("--cores", default="auto", help="the client's core, then the servers': 0,1 (auto: the first of this process, "
+        "none: not bound; default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="a JSON line for each measurement")
     add("--listen", nargs="?", const="", metavar="ADDRESS[#NAME]", help="serve another host (or process) at this "
         "address; NAME: which clients must want")  # fmt: skip
     add("--connect", metavar="ADDRESS[#NAME][,...]", help="measure against the servers of these names there")
-    add("--idle", type=float, default=600.0, metavar="S", help="--listen gives up after so long without a client")
-    add("--dry-run", action="store_true", help="check everything, say what would be measured, and exit")
+    add("--idle", type=float, default=600.0, metavar="S", help="--listen ends after so long without a client")
+    add("--dry-run", action="store_true", help="check everything, print what would be measured, and exit")
     return result
 
 
 def names(flag: str, text: str, known: Sequence[str]) -> list[str]:
-    """Raises ValueError for one that is not known."""
+    """Return the names in a list separated by commas. Raises ValueError for an unknown one."""
     chosen = [name.strip() for name in text.split(",")]
     for name in chosen:
         if name not in known:
@@ -106,7 +106,7 @@ def names(flag: str, text: str, known: Sequence[str]) -> list[str]:
 
 
 def cores_of(text: str) -> list[int]:
-    """Raises ValueError for a core that this process may not use."""
+    """Return the cores that --cores names. Raises ValueError for a core that this process may not use."""
     own = sorted(os.sched_getaffinity(0))
     if text in ("auto", "none"):
         return own if text == "auto" and len(own) > 1 else []
@@ -119,7 +119,7 @@ def cores_of(text: str) -> list[int]:
 
 
 def drivers_of(args: argparse.Namespace) -> list[str]:
-    """Raises ValueError where --device leaves no choice of driver or transport."""
+    """Return the drivers. Raises ValueError if --device leaves no choice of driver or transport."""
     named, those = names("--driver", args.driver or "python", ("python", "native")), DEVICES[args.device]
     if not those:
         return named
@@ -131,7 +131,7 @@ def drivers_of(args: argparse.Namespace) -> list[str]:
 
 
 def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
-    """Raises ValueError that names the flag."""
+    """Return the plan of the flags. Raises ValueError that names the flag."""
     for name in ("count", "peers", "idle"):
         if not 0 < getattr(args, name) < 1 << 32:
             raise ValueError(f"--{name} must be above 0, not {getattr(args, name)}")
@@ -152,7 +152,7 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
     if args.beside not in ("", *BESIDE):
         raise ValueError(f"unknown --beside {args.beside!r}; choose of {', '.join(BESIDE)}")
     if args.beside and DEVICES[args.device]:
-        raise ValueError(f"--beside {args.beside} is of --device cpu; beside a GPU's, see perf/gpu_suite.py")
+        raise ValueError(f"--beside {args.beside} is of --device cpu; for a GPU, see perf/gpu_suite.py")
     if args.samples:
         try:
             Path(args.samples).open("a").close()
@@ -176,7 +176,7 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
 
 
 def rates_of(text: str) -> list[float]:
-    """Raises ValueError for anything but numbers above 0."""
+    """Return the rates that --rate names. Raises ValueError for anything but numbers above 0."""
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
@@ -187,7 +187,7 @@ def rates_of(text: str) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 = done, 1 = a peer was lost, 2 = bad input (one line on stderr), 130 = interrupted."""
+    """Return the exit status: 0 = done, 1 = a peer was lost, 2 = bad input (one line on stderr), 130 = interrupted."""
     args = parser().parse_args(argv)
     try:
         return _main(args)

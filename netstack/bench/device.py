@@ -1,11 +1,10 @@
 """The pattern ``rtt`` as kernels drive it, over a channel in GPU memory, by the GPU's clock. Two drivers:
 
-    device  a graph for each round, as a step of Lamina is one. The clock runs from the end of the kernel before the
-            send to the start of the kernel behind the receive; the host fills and checks payloads while it stands
-    kernel  one kernel for as many rounds as KEPT_BYTES hold the messages of: what the network costs without a launch.
-            The host compares all that came when a kernel has ended. A kernel's first round, which waits for the other
-            side's launch, does not count. A GPU's clock may step by a microsecond: then the mean says more than a
-            percentile
+    device  a graph for each round, like a step of Lamina. The clock runs from the end of the kernel before the send to
+            the start of the kernel after the receive; the host fills and checks payloads while the clock stands
+    kernel  one kernel for as many rounds as fit into KEPT_BYTES: what the network costs without a launch. The host
+            compares all messages after the kernel. A kernel's first round does not count, since it waits for the other
+            side's launch. A GPU's clock may step by a microsecond: then the mean means more than a percentile
 
 HARDWARE-UNVERIFIED, as ``cuda`` is.
 """
@@ -26,13 +25,13 @@ from lamina.netstack.host.native_module import OK
 from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check_bytes
 
 TIMEOUT_NS = int(TIMEOUT_S * 1e9)
-KEPT_BYTES = 64 << 20  # of messages that came, in the GPU's memory: there is always room for PAYLOADS and one
+KEPT_BYTES = 64 << 20  # received messages in the GPU's memory: there is always space for PAYLOADS + 1 of them
 HEAD = struct.Struct("<Q32si4xQ8x2Q")  # bytes, tag, status of the kernels, count of stamps, stamps
 TAG_AT, STATUS_AT, COUNT_AT, STAMPS_AT, PAYLOAD_AT = 8, 40, 48, 64, 128
 
 
 class KernelMessage:
-    """A message in the GPU's memory, beside what the kernels that move it say."""
+    """A message in the GPU's memory, with status and time stamps of the kernels that move it."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self._driver = driver
@@ -41,16 +40,18 @@ class KernelMessage:
         self.payload = self.address + PAYLOAD_AT
 
     def write(self, n: int, payload: bytes) -> None:
-        """Message n."""
+        """Write message n."""
         head = HEAD.pack(len(payload), n.to_bytes(32, "little"), OK, 0, 0, 0)
         self._driver.write(self.address, head.ljust(PAYLOAD_AT, b"\0") + payload)
 
     def clear(self) -> None:
-        """The kernels have said nothing yet."""
+        """Clear status and time stamps."""
         self._driver.write(self.address, bytes(PAYLOAD_AT))
 
     def check(self, n: int, payload: bytes, peer: str) -> float:
-        """The seconds between its stamps. Raises ChannelError for what kernels say, ValueError for another message."""
+        """Return the seconds between its stamps. Raises ChannelError for a kernel's failure, ValueError for a wrong
+        message.
+        """
         data = memoryview(self._driver.read(self.address, self._nbytes))
         nbytes, tag, status, _, start, end = HEAD.unpack_from(data)
         if status != OK:
@@ -65,7 +66,7 @@ class KernelMessage:
 
 
 class RoundKernels:
-    """What one side launches in a round. ``came`` takes what arrives and every kernel's status."""
+    """The launches of one side in a round. ``came`` holds the received message and every kernel's status."""
 
     def __init__(self, channel: KernelChannel, job: Job, parts: ExitStack) -> None:
         self._view, self._room = channel.hand_to_device(), job.query
@@ -128,7 +129,7 @@ def device_server(_: Fabric, channel: Channel, job: Job) -> None:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """``rounds`` of one kernel, the first of which is message ``first``; ``skipped`` of them do not count."""
+    """One kernel for ``rounds`` rounds, beginning with message ``first``; ``skipped`` of them do not count."""
 
     first: int
     rounds: int
@@ -136,8 +137,8 @@ class KernelLaunch:
 
 
 def kernel_launches(job: Job) -> list[KernelLaunch]:
-    """Both sides' launches: ``job.rounds`` count altogether. All but the last have a multiple of PAYLOADS and one, so
-    that no place gets the payload that it had.
+    """Return the launches of both sides, in which ``job.rounds`` rounds count. All but the last have a multiple of
+    PAYLOADS plus one rounds, so that no place gets the same payload twice in a row.
     """
     most = max(1, KEPT_BYTES // job.query // PAYLOADS) * PAYLOADS + 1
     launches, first, unskipped, counted = list[KernelLaunch](), 0, max(1, job.warm_up), job.rounds
@@ -151,13 +152,15 @@ def kernel_launches(job: Job) -> list[KernelLaunch]:
 
 
 class KernelRounds:
-    """One side's rounds by kernels. ``run`` gives the seconds of each round that counts, and raises as Mail.check."""
+    """One side's rounds by kernels. ``run`` returns the seconds of each round that counts, and raises as
+    KernelMessage.check.
+    """
 
     def __init__(self, channel: KernelChannel, job: Job, parts: ExitStack) -> None:
         self._view, self._nbytes, self._payloads = channel.hand_to_device(), job.query, Payloads(job.query)
         self._driver, self._launches = self._view.driver, kernel_launches(job)
         self._stream = parts.enter_context(closing(CudaStream(self._driver)))
-        sources = b"".join(self._payloads[n] for n in range(2 * PAYLOADS - 1))  # PAYLOADS of them from any payload on
+        sources = b"".join(self._payloads[n] for n in range(2 * PAYLOADS - 1))  # PAYLOADS of them from any one on
         most = max(launch.rounds for launch in self._launches)
         self._places = []
         for data, nbytes in ((sources, 0), (b"", most * job.query), (bytes(8), 8 * (most + 2))):
@@ -165,7 +168,7 @@ class KernelRounds:
             parts.callback(self._driver.free, self._places[-1])
 
     def run(self, peer: str, *, leads: bool) -> list[float]:
-        """Of all launches."""
+        """Run all launches and return their times."""
         times: list[float] = []
         for launch in self._launches:
             times += self._run(peer, launch, leads=leads)[launch.skipped :]

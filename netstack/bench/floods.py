@@ -1,12 +1,12 @@
-"""Patterns of many messages at once: a window of ``job.window`` messages leaves before anybody waits for an answer.
+"""Patterns of many messages at once: a window of ``job.window`` messages leaves before a side waits for a reply.
 
-    stream  the client puts a window, the server answers its last message: bandwidth and message rate one way
+    stream  the client puts a window, the server replies to its last message: bandwidth and message rate one way
     both    both put a window at the same time: bandwidth both ways
     incast  every server puts a window to the one client at the same time: how many senders one receiver bears
     pairs   the stream of every server at the same time, each from a thread of the client: message rate over many pairs
 
-Who receives copies each message out, as a receive of MPI does, and compares all of the window behind the clock, or
-behind its answer. A sample is the seconds of a whole window, so percentiles are of windows.
+A receiver copies each message out, as a receive of MPI does. It compares the whole window after the clock has stopped,
+or after its reply. A sample is the seconds of a whole window, so percentiles are of windows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check_bytes, chec
 
 
 class FloodSide:
-    """One side's windows: the messages that it puts, and places into which it copies messages of ``senders``."""
+    """One side's windows: the messages that it puts, and buffers for the messages of ``senders``."""
 
     def __init__(self, fabric: Fabric, job: Job, senders: int) -> None:
         self._payloads, self._payload_bytes = Payloads(job.query), job.query
@@ -31,13 +31,13 @@ class FloodSide:
         self._copies = [[bytearray(job.query) for _ in range(job.window)] for _ in range(senders)]
 
     def put(self, channel: Channel, number: int) -> None:
-        """All messages of round ``number``."""
+        """Put all messages of round ``number``."""
         for n in self._numbers(number):
             slot = channel.reserve(self._payload_bytes, timeout_s=TIMEOUT_S)
             channel.put_signal(slot, tag_of(n), self._regions[n % PAYLOADS])
 
     def take(self, channels: Sequence[Channel], number: int) -> None:
-        """All messages of round ``number`` from each of ``channels``, one of each in turns."""
+        """Copy all messages of round ``number`` from each of ``channels``, one of each in turn."""
         for i, n in enumerate(self._numbers(number)):
             for channel, copies in zip(channels, self._copies, strict=True):
                 arrival = channel.wait_signal(timeout_s=TIMEOUT_S)
@@ -46,13 +46,13 @@ class FloodSide:
                 channel.release(arrival)
 
     def check(self, number: int) -> None:
-        """Raises ValueError where the bytes that were taken in round ``number`` differ from those that were put."""
+        """Raises ValueError if the received bytes of round ``number`` differ from those that were put."""
         for copies in self._copies:
             for n, copy in zip(self._numbers(number), copies, strict=True):
                 check_bytes(copy, n, self._payloads[n])
 
     def time_rounds(self, step: Callable[[int], None]) -> Measured:
-        """Rounds of ``step``, each checked behind the clock."""
+        """Time rounds of ``step``; each is checked while the clock stands."""
         samples = []
         for number in range(self._job.warm_up + self._job.rounds):
             start = perf_counter()
@@ -140,8 +140,8 @@ def pairs_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float
 
 
 def in_pairs(job: Job, pairs: int, play: Callable[[int, int, int], list[float]]) -> Measured:
-    """``play(pair, first round, rounds)`` gives a pair's seconds. Each pair has a thread; all begin what counts
-    together, and each is busy until the last one is done.
+    """Run each pair in a thread; ``play(pair, first round, rounds)`` returns a pair's seconds. All begin the rounds
+    that count together, and each is busy until the last one is done.
     """
     begun: list[float] = []
     ready = threading.Barrier(pairs, action=lambda: begun.append(perf_counter()))
@@ -152,7 +152,7 @@ def in_pairs(job: Job, pairs: int, play: Callable[[int, int, int], list[float]])
             ready.wait(TIMEOUT_S * (1 + job.warm_up))
             return play(pair, job.warm_up, job.rounds), perf_counter()
         except threading.BrokenBarrierError:
-            return [], 0.0  # another pair says why
+            return [], 0.0  # another pair reports why
         except BaseException:
             ready.abort()
             raise

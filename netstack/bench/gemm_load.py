@@ -1,7 +1,7 @@
-"""Products of matrices that go on beside a measurement, as those of slices do on the cores of a compute worker.
+"""Matrix products that run during a measurement, as those of slices do on the cores of a compute worker.
 
-A process of its own multiplies until its standard input ends, and answers each line there with the number of products
-so far.
+A process of its own multiplies until its standard input ends, and replies to each line there with the number of
+products so far.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 from lamina.netstack.contract.fabric import ChannelError
 from lamina.netstack.own_python import own_python
 
-SIZE = 512  # of square matrices of fp32: a product takes milliseconds, and none of it stays in the nearest cache
+SIZE = 512  # of square matrices of fp32: a product takes milliseconds and exceeds the nearest cache
 FLOPS = 2 * SIZE**3
-START_S = 60.0  # for the library of products to be loaded
+START_S = 60.0  # for loading the library of products
 ANSWER_S = 10.0
 ALONE_S = 0.5
 THREADS = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 
 class BackgroundGemm:
-    """Products on ``cores`` while the block goes on. Raises ChannelError where the process does not answer in time."""
+    """Runs products on ``cores`` during the block. Raises ChannelError if the process does not reply in time."""
 
     def __init__(self, cores: Sequence[int]) -> None:
         self.cores = sorted(cores)
@@ -55,12 +55,12 @@ class BackgroundGemm:
         self.close()
 
     def facts(self) -> dict[str, Any]:
-        """What a row says of it: its rate since the row before, and what that was before the first one."""
+        """Return the facts for a row: the rate since the last row, and the rate before the first one."""
         rates = {"gflop/s": round(self._rate(), 2), "gflop/s alone": round(self._alone, 2)}
         return {"gemm": SIZE, "cores": self.cores} | rates
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End the process. Idempotent."""
         self._process.kill()
         self._process.wait()
         for end in (self._process.stdin, self._process.stdout):
@@ -68,7 +68,7 @@ class BackgroundGemm:
                 end.close()
 
     def _rate(self) -> float:
-        """Of the time since the last call."""
+        """Return the flop/s * 1e-9 since the last call."""
         (before, start), self._before = self._before, (self._count(), perf_counter())
         products, now = self._before
         return FLOPS * (products - before) / (now - start) / 1e9
@@ -80,7 +80,7 @@ class BackgroundGemm:
             stdin.write(b"\n")
             stdin.flush()
         except OSError as error:
-            raise ChannelError(f"the products beside the measurement have ended: {error}") from error
+            raise ChannelError(f"the products during the measurement have ended: {error}") from error
         return int(self._heard(ANSWER_S))
 
     def _heard(self, timeout_s: float) -> bytes:
@@ -91,13 +91,13 @@ class BackgroundGemm:
             ready, _, _ = select.select([stdout], [], [], max(0.0, deadline - monotonic()))
             more = os.read(stdout.fileno(), 64) if ready else b""
             if not more:
-                raise ChannelError("the products beside the measurement do not answer; their message is above")
+                raise ChannelError("the products during the measurement do not reply; their message is above")
             line += more
         return line
 
 
 def multiply() -> None:
-    """Until standard input ends."""
+    """Multiply until standard input ends."""
     import numpy as np
 
     left, right = (np.random.default_rng(n).random((SIZE, SIZE), np.float32) for n in range(2))

@@ -1,4 +1,4 @@
-"""What the two sides of a measurement agree on: the job, its messages, and the check of what arrives."""
+"""The agreement of the two sides of a measurement: the job, its messages, and the check of received messages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lamina.netstack.contract.channel_terms import Geometry
 from lamina.netstack.contract.fabric import Arrival, Channel
 
 SLOTS = 4
-PAYLOADS = 3  # message n carries payload n % 3, so that no slot of a ring of 4 gets the same bytes twice
+PAYLOADS = 3  # message n carries payload n % 3, so no slot of a ring of 4 gets the same bytes twice in a row
 BYTES_MAX = 1 << 30
 ROUNDS_MAX = 1 << 32
 WINDOW_MAX = 1024  # slots of an inbox
-CONTROL_BYTES = 512  # the least slot: a job or its outcome fits
-FACTS_BYTES = 1 << 16  # a host's facts fit: a server's answer to a job "facts"
+CONTROL_BYTES = 512  # the smallest slot: a job or its outcome fits
+FACTS_BYTES = 1 << 16  # a host's facts fit: a server's reply to a job "facts"
 TIMEOUT_S = 10.0  # of every wait
 ITEM_BYTES = 2  # of a shape's elements: bf16
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20}
@@ -24,7 +24,7 @@ UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20}
 
 @dataclass(frozen=True)
 class Measured:
-    """``samples``: seconds each; ``busy_s``: what they took altogether, checks left out where they are not part."""
+    """``samples``: seconds each; ``busy_s``: their whole duration, without checks unless these are part of them."""
 
     samples: list[float]
     busy_s: float
@@ -32,7 +32,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Size:
-    """Payload bytes of the messages of a round: the query, keys with values (pattern ``pair``), and the answer."""
+    """Payload bytes of the messages of a round: the query, keys with values (pattern ``pair``), and the reply."""
 
     name: str
     query: int
@@ -40,9 +40,8 @@ class Size:
 
 
 def parse_size(text: str) -> Size:
-    """``4096``, ``16KiB``, or a model's shape ``HEADS/KV_HEADS/HEAD_DIM[xROWS]``: bf16 queries of that many rows.
-
-    Where only bytes are given, keys and values have a quarter of them, as with 64 heads on 8. Raises ValueError.
+    """``4096``, ``16KiB``, or a model's shape ``HEADS/KV_HEADS/HEAD_DIM[xROWS]``: bf16 queries of that many rows. If
+    only bytes are given, keys and values have a quarter of them, as with 64 heads on 8. Raises ValueError.
     """
     if shape := re.fullmatch(r"(\d+)/(\d+)/(\d+)(?:x(\d+))?", text):
         heads, kv_heads, dim, rows = (int(n or 1) for n in shape.groups())
@@ -59,11 +58,9 @@ def parse_size(text: str) -> Size:
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement, as the client sends it to the server; ``pattern`` "end" stops the server,
-    "facts" asks for those of its host.
-
-    ``driver``: who makes the calls, of ``patterns.DRIVERS``; ``window``: messages of a round that leave before anybody
-    waits, of a pattern in ``floods``.
+    """One measurement, as the client sends it to the server. ``pattern`` "end" stops the server, "facts" requests the
+    facts of its host. ``driver``: the caller of channels, one of ``patterns.DRIVERS``; ``window``: messages of a round
+    that leave before a side waits, for a pattern in ``floods``.
     """
 
     pattern: str
@@ -93,7 +90,7 @@ class Job:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels of a GPU make its calls."""
+        """True if kernels of a GPU make its calls."""
         return self.driver in ("device", "kernel")
 
     def geometry(self) -> Geometry:
@@ -104,7 +101,7 @@ class Job:
 
     @staticmethod
     def unpack(data: bytes) -> Job:
-        """Raises ValueError on anything but a job."""
+        """Return the job of ``pack``. Raises ValueError for anything else."""
         try:
             return Job(**json.loads(data))
         except TypeError as error:
@@ -112,7 +109,7 @@ class Job:
 
 
 class Payloads:
-    """The same pseudo-random bytes on both sides."""
+    """Pseudo-random bytes that are equal on both sides."""
 
     def __init__(self, nbytes: int) -> None:
         block = random.Random(nbytes).randbytes(nbytes + PAYLOADS)
@@ -127,13 +124,13 @@ def tag_of(n: int) -> bytes:
 
 
 def check(arrival: Arrival, n: int, payload: bytes) -> None:
-    """Is this message n, with exactly that payload? Raises ValueError."""
+    """Check that this is message n, with exactly that payload. Raises ValueError."""
     check_tag(arrival, n)
     check_bytes(arrival.data, n, payload)
 
 
 def check_tag(arrival: Arrival, n: int) -> None:
-    """Is this message n? Raises ValueError."""
+    """Check that this is message n. Raises ValueError."""
     if int.from_bytes(arrival.tag, "little") != n:
         raise ValueError(f"message {n} was due, tag {arrival.tag.hex()} came")
 

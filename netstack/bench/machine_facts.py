@@ -1,4 +1,4 @@
-"""Facts of a machine on which its times depend, as its kernel tells them: they stand in the rows of a measurement."""
+"""Facts of a machine on which its times depend, from its kernel; they are part of a measurement's rows."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")  # of a PCI
 
 
 def side_of(fabric: Fabric, cores: Sequence[int]) -> dict[str, Any]:
-    """Of one side of a measurement: its machine, and what its transport does without there."""
+    """Return the facts of one side of a measurement: its machine, and what its transport lacks there."""
     return machine(cores) | ({"without": [*fabric.remarks]} if fabric.remarks else {})
 
 
 def machine(cores: Sequence[int] = (), *, root: Path = Path("/")) -> dict[str, Any]:
-    """Of this host: kernel, CPU, and of ``cores`` (none: the first of this process) the governors and NUMA nodes; the
-    source and the least step of the clock, in nanoseconds; each RDMA device and NVIDIA GPU with its node, how far that
-    is from the cores', its PCIe link and the bridges on its way; a device's port, and the bridges that it shares with
-    each GPU; what the environment says of RDMA. What is not told is left out.
+    """Return the facts of this host. These are kernel, CPU, and the governors and NUMA nodes of ``cores`` (none: the
+    first of this process); the source and the least step of the clock, in nanoseconds. Each RDMA device and NVIDIA GPU
+    has its node, the node's distance from the cores', its PCIe link and the bridges above it. A device also has its
+    port, and the bridges that it shares with each GPU. The environment's RDMA variables come last. Unknown facts are
+    left out.
     """
     sys = root / "sys"
     chosen = [*cores] or sorted(os.sched_getaffinity(0))[:1]
@@ -51,7 +52,7 @@ def machine(cores: Sequence[int] = (), *, root: Path = Path("/")) -> dict[str, A
 
 
 def clock_step() -> int:
-    """The least difference of two readings of the clock of the samples, in nanoseconds, of a thousand."""
+    """Return the least difference of a thousand pairs of readings of the samples' clock, in nanoseconds."""
     steps = []
     for _ in range(1000):
         before = perf_counter_ns()
@@ -76,7 +77,7 @@ def _rdma(device: Path, nodes: Sequence[Path], graphics: Sequence[dict[str, Any]
 
 
 def _on_bus(device: Path, nodes: Sequence[Path]) -> dict[str, Any]:
-    """Where a device is on PCIe, and seen from ``nodes``, those of the cores."""
+    """Return a device's place on PCIe, and its distance from ``nodes``, those of the cores."""
     numa = _text(device / "numa_node")
     away = {_distance(node, numa) for node in nodes}
     path = [part for part in device.resolve().parts if ADDRESS.fullmatch(part)]
@@ -90,13 +91,15 @@ def _on_bus(device: Path, nodes: Sequence[Path]) -> dict[str, Any]:
 
 
 def _distance(node: Path, other: str) -> str:
-    """Of ``other``'s memory from ``node``, as the firmware tells it: 10 is near."""
+    """Return the distance of ``other``'s memory from ``node``, as the firmware reports it: 10 is near."""
     distances = _text(node / "distance").split()
     return distances[int(other)] if other.isdigit() and int(other) < len(distances) else ""
 
 
 def _shared(one: Sequence[str], other: Sequence[str]) -> int:
-    """Bridges that two paths begin with; 0: what they tell each other goes by the CPU."""
+    """Return the number of bridges that two paths share from the root; 0: traffic between the devices
+    passes the CPU.
+    """
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] != "", zip(one, other, strict=False)))
 
 

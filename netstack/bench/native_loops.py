@@ -1,4 +1,4 @@
-"""The patterns whose loops are C++: no Python between two messages, and no lock of Python among threads."""
+"""The patterns with loops in C++: no Python between two messages, and no Python lock among threads."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The patterns, each as what the client does and what the server does for ``warm_up + rounds`` rounds.
+"""The patterns: the client's and the server's part for ``warm_up + rounds`` rounds.
 
-    put_lat  both put from memory that is filled already and look at nothing before the clock stops: half a round trip
-    rtt      as put_lat, but both copy what arrives out: a round trip
-    pair     the client puts a query, then keys and values, and waits for the answer
-    fan      the client puts a query to every server and waits for all answers
-    rate     queries leave at fixed times, however late answers are; the clock runs from the time that was due
-    stream, both, incast, pairs  as ``floods`` has them
+    put_lat  both put from filled memory and read nothing before the clock stops: half a round trip
+    rtt      as put_lat, but both copy each received message out: a round trip
+    pair     the client puts a query, then keys and values, and waits for the reply
+    fan      the client puts a query to every server and waits for all replies
+    rate     queries leave at fixed times, even if replies are late; the clock runs from the time that was due
+    stream, both, incast, pairs  see ``floods``
 
-Every payload and tag is checked: by the client after its clock has stopped, by the server after its answer has left.
+Every payload and tag is checked: by the client after its clock has stopped, by the server after its reply has left.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def rate_client(fabric: Fabric, channels: Sequence[Channel], job: Job, per_s: fl
     payloads, regions = _payloads(fabric, job.query)
     copy = bytearray(job.query)
     total = job.warm_up + job.rounds
-    due: deque[float] = deque()  # of the queries that are not answered yet
+    due: deque[float] = deque()  # start times of the queries without a reply
     samples: list[float] = []
     sent, begin = 0, perf_counter()
     while len(samples) < total:
@@ -134,7 +134,7 @@ def rate_client(fabric: Fabric, channels: Sequence[Channel], job: Job, per_s: fl
                 due.append(next_s)
                 sent += 1
                 continue
-            wait_s = TIMEOUT_S  # all slots are in use: an answer has to come first
+            wait_s = TIMEOUT_S  # all slots are in use: a reply has to come first
         else:
             wait_s = next_s - now if sent < total else TIMEOUT_S
         try:
@@ -155,8 +155,8 @@ Server = Callable[[Fabric, Channel, Job], None]
 
 
 class Pattern(NamedTuple):
-    """``payloads``: bytes of each message of a round with one server, answers without a payload left out; ``fans``:
-    whether it has several servers; ``threads``: whether the client has a thread for each.
+    """The two sides of a pattern. ``payloads``: bytes of each message of a round with one server, without empty
+    replies. ``fans``: whether it has several servers; ``threads``: whether the client has a thread for each.
     """
 
     client: Client
@@ -193,7 +193,7 @@ NATIVE: dict[str, tuple[Client, Server]] = {
     "both": (native_loops.flood_client, native_loops.flood_server),
     "pairs": (native_loops.pairs_client, native_loops.flood_server),
 }
-# driver -> the patterns that it knows: this loop in Python, one in C++, kernels, one kernel
+# driver -> its patterns: the loop in Python, in C++, a kernel per message, one kernel for all
 DRIVERS: dict[str, tuple[str, ...]] = {
     "python": tuple(PATTERNS),
     "native": tuple(NATIVE),
@@ -207,7 +207,7 @@ def client_of(job: Job) -> Client:
 
 
 def server_of(job: Job) -> Server:
-    """Raises ValueError for a pattern that is not known."""
+    """Return the server's side. Raises ValueError for an unknown pattern."""
     if job.pattern not in DRIVERS.get(job.driver, ()):
         raise ValueError(f"unknown pattern {job.pattern!r} of driver {job.driver!r}")
     return _sides_of(job)[1]

@@ -1,4 +1,4 @@
-"""A run: the measurements of a plan, one after the other, and the row that each gives."""
+"""A run: the measurements of a plan, one after the other, and a row for each."""
 
 from __future__ import annotations
 
@@ -43,28 +43,30 @@ class BenchPlan:
     window: int
     rates: list[float]
     cores: list[int]  # the client's, then the servers'; empty: none is bound
-    samples: str  # file; empty: none is written
-    beside: str  # what goes on meanwhile, of BESIDE; empty: nothing
+    samples: str  # a file's name; empty: none is written
+    beside: str  # the load during measurements; empty: none
 
     def jobs(self) -> Iterator[tuple[Job, float]]:
-        """Each with the queries a second that are offered; 0: one leaves as soon as the one before is answered."""
+        """Yield each job with the offered queries a second; 0: each query leaves after the last reply."""
         for pattern in self.patterns:
             window = self.window if pattern in WINDOWED else 1
             for driver in self.drivers:
                 for size in self.sizes if pattern in DRIVERS[driver] else []:
                     rounds = max(ROUNDS_MIN, min(self.count, self.volume // size.query // 2) // window)
-                    kv = 1 if pattern in WINDOWED else size.kv  # which sends none
+                    kv = 1 if pattern in WINDOWED else size.kv  # these send none
                     job = Job(pattern, driver, size.query, kv, min(self.warm_up, rounds), rounds, window)
                     yield from ((job, per_s) for per_s in (self.rates if pattern == "rate" else [0.0]))
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest sample that ``share`` of all do not exceed."""
+    """Return the smallest sample that ``share`` of all do not exceed."""
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 def measure(fabric: Fabric, urls: Sequence[str], job: Job, per_s: float) -> tuple[Measured, dict[str, float]]:
-    """Run one job against the servers at ``urls``; figures: microseconds, and bytes of payload in both directions."""
+    """Run one job against the servers at ``urls``. Returns samples, and figures in microseconds and bytes of payload in
+    both directions.
+    """
     channels: list[Channel] = []
     try:
         for url in urls:
@@ -84,7 +86,7 @@ def measure(fabric: Fabric, urls: Sequence[str], job: Job, per_s: float) -> tupl
 
 
 def connect(fabric: Fabric, place: str, job: Job) -> Channel:
-    """``place``: the URL of a server, and its name behind a #."""
+    """Connect to a server. ``place``: its URL, and its name after a #."""
     url, _, name = place.partition("#")
     inbox = job.geometry()
     terms = Terms(outbound=inbox, inbound=inbox, name="bench", peer=name, kernels=job.by_kernels)
@@ -103,14 +105,14 @@ def summary(measured: Measured, job: Job, peers: int) -> dict[str, float]:
 
 
 def histogram(samples: Sequence[float]) -> dict[str, int]:
-    """Samples by the least power of two of microseconds that is not below them."""
+    """Return the number of samples by the least power of two of microseconds that is not below them."""
     bins = Counter(max(0, math.ceil(1e6 * sample) - 1).bit_length() for sample in samples)
     return {str(1 << number): bins[number] for number in sorted(bins)}
 
 
 @contextlib.contextmanager
 def bound(cores: Sequence[int]) -> Iterator[None]:
-    """This thread on ``cores`` alone, for the block; on all of its own where none is named."""
+    """Bind this thread to ``cores`` for the block; without cores it stays on all of its own."""
     before = os.sched_getaffinity(0)
     if cores:
         os.sched_setaffinity(0, cores)
@@ -122,8 +124,8 @@ def bound(cores: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_background_load(plan: BenchPlan) -> Iterator[Callable[[], dict[str, Any]]]:
-    """What goes on meanwhile goes on while the block does, on the cores that the sides of a measurement leave over, on
-    all if they leave none. The call that is given tells what to write of it into a row.
+    """Run the plan's load during the block, on cores that the sides do not use, or on all if there are none. Yields a
+    function that returns its facts for a row.
     """
     if not plan.beside:
         yield dict
@@ -169,7 +171,7 @@ def run_one(
 def servers_of(
     plan: BenchPlan, scheme: str, key: bytes, connect: Sequence[str]
 ) -> contextlib.AbstractContextManager[list[str]]:
-    """The addresses of those that there are, or of processes of this command's own."""
+    """Return the addresses of the given servers, or of new local processes."""
     if connect:
         return contextlib.nullcontext([*connect])
     peers = plan.peers if any(PATTERNS[pattern].fans for pattern in plan.patterns) else 1
@@ -178,7 +180,7 @@ def servers_of(
 
 
 def ask_facts(fabric: Fabric, url: str) -> dict[str, Any]:
-    """What ``side_of`` says on a server's host."""
+    """Return the result of ``side_of`` on a server's host."""
     job = Job("facts", query=FACTS_BYTES)
     channel = connect(fabric, url, job)
     try:
@@ -190,18 +192,18 @@ def ask_facts(fabric: Fabric, url: str) -> dict[str, Any]:
 
 
 def end(fabric: Fabric, urls: Sequence[str]) -> None:
-    """Tell the servers that no job follows."""
+    """Notify the servers that no job follows."""
     job = Job("end")
     for url in urls:
         channel = connect(fabric, url, job)
         send(channel, job.pack(), TIMEOUT_S)
-        with contextlib.suppress(ChannelError):  # it may be gone before its answer is read
+        with contextlib.suppress(ChannelError):  # it may be gone before its reply is read
             receive(channel, TIMEOUT_S)
         channel.close()
 
 
 def row_of(scheme: str, job: Job, per_s: float, peers: int, plan: BenchPlan) -> dict[str, Any]:
-    """What was measured, by the names of a JSON line."""
+    """Return the facts of a measurement, by the names of a JSON line."""
     row: dict[str, Any] = {"transport": scheme, "driver": job.driver, "pattern": job.pattern, "size": job.query}
     if job.pattern == "pair":
         row["kv"] = job.kv

@@ -1,4 +1,4 @@
-"""The server's side of a measurement, and servers as processes of their own on this host."""
+"""The server's side of a measurement, and local servers in processes of their own."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LIFE_LINE = "LAMINA_BENCH_LIFE_LINE"  # a descriptor; when it ends, the client i
 
 
 def serve(fabric: Fabric, listener: Listener, idle_s: float, cores: Sequence[int] = ()) -> None:
-    """Serve one job after another until a client says that it was the last, or none comes for ``idle_s``. ``cores``:
-    those that this process is bound to.
+    """Serve one job after another until a client sends "end", or none comes for ``idle_s``. ``cores``: those to which
+    this process is bound.
     """
     while True:
         channel = listener.accept(timeout_s=idle_s)
@@ -54,7 +54,7 @@ def _run(fabric: Fabric, channel: Channel, job: Job) -> dict[str, float]:
 
 
 def watch_life_line() -> None:
-    """End this process with its parent, whatever it is doing then."""
+    """End this process together with its parent, at any point."""
     import signal
     import threading
 
@@ -70,9 +70,8 @@ def watch_life_line() -> None:
 
 @contextlib.contextmanager
 def local_servers(scheme: str, key: bytes, cores: Sequence[int | None]) -> Iterator[list[str]]:
-    """The addresses of a server for each of ``cores`` (None: not bound), each in a process of its own.
-
-    They end with the block, and with this process. Raises ChannelError when one does not start.
+    """Yield the addresses of a server for each of ``cores`` (None: not bound), each in a process of its own. They end
+    with the block, and with this process. Raises ChannelError when one does not start.
     """
     watched, held = os.pipe()
     servers: list[subprocess.Popen[str]] = []
@@ -81,7 +80,7 @@ def local_servers(scheme: str, key: bytes, cores: Sequence[int | None]) -> Itera
             name = f"#server-{len(servers)}-{secrets.token_hex(8)}"
             words = ["bench", "--transport", scheme, "--listen", name]
             words += ["--cores", "none" if core is None else str(core)]
-            # The key never travels by an argument, which every user of the host can read.
+            # The key is never an argument, which every user of the host can read.
             own = os.environ | {KEY: key.hex(), LIFE_LINE: str(watched)}
             command, environment = own_python("-m", "lamina.netstack", *words, environ=own)
             servers.append(

@@ -1,1 +1,1 @@
-"""How peers meet on a stream socket: dial, listen, authenticate, swap cards, watch for each other's end."""
+"""The meeting of peers on a stream socket: connect, listen, authenticate, exchange cards, notice the other's end."""

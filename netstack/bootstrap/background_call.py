@@ -1,4 +1,4 @@
-"""A call that takes its time, on a thread of its own, while a listener goes on with others."""
+"""A slow call on a thread of its own, while a listener serves other peers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ T = TypeVar("T")
 
 
 class BackgroundCall(Generic[T]):
-    """``call`` has begun, and nobody waits for it at the end of the process. ``result``: what it returns or raises.
-
-    Raises OSError where this host has no thread or no descriptor for it.
+    """A running call, for which the process's end does not wait. ``result``: what it returns or raises. Raises OSError
+    if this host has no thread or no descriptor for it.
     """
 
     def __init__(self, call: Callable[[], T], name: str) -> None:
         self.result = Future[T]()
-        self._over, over = os.pipe()  # the thread's end goes with the thread, whoever has given up meanwhile
+        self._over, over = os.pipe()  # the thread's end closes with the thread, even if the caller is gone
 
         def run() -> None:
             try:
                 self.result.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - it is the result's
+            except BaseException as error:  # noqa: BLE001 - it belongs to the result
                 self.result.set_exception(error)
             finally:
                 os.close(over)
@@ -41,16 +40,18 @@ class BackgroundCall(Generic[T]):
             raise OSError(f"no thread for {name}: {error}") from error
 
     def fileno(self) -> int:
-        """Readable once there is a result."""
+        """A descriptor that is readable once there is a result."""
         return self._over
 
     def close(self) -> None:
-        """The call goes on."""
+        """Close the descriptor; the call continues."""
         os.close(self._over)
 
 
 def run_in_background(call: Callable[[], T], name: str) -> Generator[Wants, None, T]:
-    """What ``call`` returns or raises, as BackgroundCall makes it. Where nobody waits any more it is dropped."""
+    """Return or raise the result of ``call``, run as a BackgroundCall. If the generator is closed, the result is
+    dropped.
+    """
     made = BackgroundCall(call, name)
     try:
         while not made.result.done():
@@ -61,7 +62,7 @@ def run_in_background(call: Callable[[], T], name: str) -> Generator[Wants, None
 
 
 def has_disconnected(sock: socket.socket) -> bool:
-    """Whether the peer has, whatever of its words is still unread."""
+    """Return True if the peer has disconnected, even if some of its bytes are unread."""
     poller = select.poll()
     poller.register(sock, select.POLLRDHUP)
     return bool(poller.poll(0))

@@ -1,4 +1,4 @@
-"""Cards: what two peers of an authenticated session tell each other before their NICs can talk."""
+"""Cards: the addresses that two authenticated peers exchange before their NICs can connect."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def exchange_cards(
 ) -> Steps:
     """Exchange cards, which have one size, under the session's keys.
 
-    ``reach`` gets the peer's card and makes this side ready for what the peer will send. The connector's card goes
-    first, then the listener's, then the connector's word that it is ready: each with its MAC, so that nobody between
-    the two can point a queue pair elsewhere. Raises HandshakeError.
+    ``reach`` gets the peer's card and prepares this side for what the peer will send. The connector's card goes first,
+    then the listener's, then the connector's message that it is ready. Each has its MAC, so that no process between the
+    two can redirect a queue pair. Raises HandshakeError.
     """
     out_key, in_key = session.keys(listening=listening)
     nbytes = len(card) + MAC_BYTES

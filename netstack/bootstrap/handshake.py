@@ -1,23 +1,23 @@
 """Mutual authentication of two peers over any connected stream socket, before anything is allocated.
 
-Both prove by HMAC-SHA256 (RFC 2104) that they hold the same key, over a transcript that covers protocol version,
-transport, epoch, cipher, both geometries, the connector's own name, that of the listener which it wants, and a fresh
-nonce of each side; the label of each proof names its role, so neither can be replayed, reflected or moved to another
-link. The connector proves itself first. Frames have fixed sizes:
+Both prove by HMAC-SHA256 (RFC 2104) that they hold the same key. The proofs cover a transcript: protocol version,
+transport, epoch, cipher, both geometries, the connector's name, the name of the wanted listener, and a fresh nonce of
+each side. The label of each proof names its role, so neither can be replayed, reflected or moved to another link. The
+connector proves itself first. Frames have fixed sizes:
 
     connector -> listener   hello      magic, version, epoch, cipher, transport, whether kernels send, outbound and
                                        inbound geometry, own and wanted name, nonce
     listener -> connector   challenge  magic, version, nonce
     connector -> listener   proof      HMAC(key, "connector" + hello + challenge)
-    listener -> connector   proof      HMAC(key, "listener" + hello + challenge), or where the hello does not suit it
+    listener -> connector   proof      HMAC(key, "listener" + hello + challenge), or if the hello is refused
                                        HMAC(key, "refusal" + which of REFUSALS + hello + challenge)
 
-Keys of the session come from the same transcript under labels of their own: one for each direction, so that frames
-cannot be reflected, and new ones for each session, so that they cannot be replayed. Somebody who learns the cluster's
-key can compute them, and read recorded sessions: there is no forward secrecy.
+Keys of the session are derived from the same transcript under their own labels. There is one for each direction, so
+frames cannot be reflected, and new ones for each session, so they cannot be replayed. An attacker who learns the
+cluster's key can compute them, and read recorded sessions: there is no forward secrecy.
 
-The protocol itself does no I/O: ``offer`` and ``answer`` are generators, so a listener can hold many handshakes at
-once and a silent stranger delays nobody.
+The protocol itself does no I/O. ``offer`` and ``answer`` are generators, so a listener can hold many handshakes at
+once, and a silent peer delays no other one.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from typing import TypeVar
 from lamina.netstack.contract.channel_terms import NAME_BYTES, Geometry, Terms
 from lamina.netstack.contract.fabric import ChannelTimeout, HandshakeError
 
-VERSION = 4  # of all that peers say to each other, cards of transports and their trials too
+VERSION = 4  # of all messages between peers, including cards of transports and their trials
 MAGIC = b"LMNA"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 HELLO = struct.Struct(f"!4sHH16s8s?IQIQ{NAME_BYTES}s{NAME_BYTES}s32s")
 CHALLENGE = struct.Struct("!4sH32s")
-PREFIX = struct.Struct("!4sH")  # how both begin, in every version
-SEAL = "aes-256-gcm"  # of frames that leave the host, by its name in a hello
+PREFIX = struct.Struct("!4sH")  # the first fields of both, in every version
+SEAL = "aes-256-gcm"  # cipher of frames that leave the host, by its name in a hello
 
-# Why a listener refuses somebody who holds the key -> how the connector says it
+# Why a listener refuses a peer that holds the key -> the connector's words for it
 REFUSALS = {
     "transport": "the listener does not speak {terms.scheme}",
     "name": "the listener is not the peer that we want, {terms.peer!r}",
@@ -58,10 +58,10 @@ REFUSALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(Terms):
-    """A connector's terms, and the way on which it speaks. Raises ValueError as Terms do."""
+    """A connector's terms, and the transport that it uses. Raises ValueError as Terms do."""
 
     scheme: str
-    cipher: str = ""  # of all messages behind the handshake; empty: they go in clear
+    cipher: str = ""  # of all messages after the handshake; empty: not encrypted
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,12 +71,12 @@ class Hello(Terms):
 
 @dataclass(frozen=True, kw_only=True)
 class AuthenticatedTerms(Hello):
-    """The terms that both sides have proven, and what both can derive keys from."""
+    """The terms that both sides have proven, and the secret from which both derive keys."""
 
     secret: bytes = field(default=b"", repr=False, compare=False)
 
     def keys(self, *, listening: bool) -> tuple[bytes, bytes]:
-        """Two keys of 32 bytes: for the frames that this side sends, and for those that it receives."""
+        """Return two keys of 32 bytes: for the frames that this side sends, and for those that it receives."""
         there, back = (
             hmac.digest(self.secret, b"lamina " + label, sha256().name)
             for label in (b"from connector", b"from listener")
@@ -84,7 +84,7 @@ class AuthenticatedTerms(Hello):
         return (back, there) if listening else (there, back)
 
 
-# Yields events of poll(2) by descriptor, one of which it needs to go on.
+# Yields events of poll(2) by descriptor; it continues after one of them.
 Wants = Mapping[int, int]
 # Yields (bytes to send, number of bytes wanted next, what it means if the peer hangs up instead).
 Steps = Generator[tuple[bytes, int, str], bytes, AuthenticatedTerms]
@@ -92,7 +92,7 @@ T = TypeVar("T")
 
 
 def offer(key: bytes, terms: Hello) -> Steps:
-    """The connector's side. Raises HandshakeError."""
+    """Run the connector's side. Raises HandshakeError."""
     out, into = terms.outbound, terms.inbound
     hello = HELLO.pack(
         MAGIC, VERSION, terms.epoch, terms.cipher.encode(), terms.scheme.encode(), terms.kernels,
@@ -123,8 +123,8 @@ def answer(
     must_seal: Collection[str] = (),
     refuses: Callable[[Terms], str] = lambda terms: "",
 ) -> Steps:
-    """The side of the listener ``name`` of ``schemes``. ``must_seal``: those of which terms without a cipher are
-    refused; ``refuses`` may object to terms by one of REFUSALS. Raises HandshakeError.
+    """Run the side of the listener ``name`` of ``schemes``. ``must_seal``: schemes whose terms must have a cipher;
+    ``refuses`` may refuse terms by a key of REFUSALS. Raises HandshakeError.
     """
     hello = yield b"", PREFIX.size, "it hung up before its hello"
     magic, version = PREFIX.unpack(hello)
@@ -153,7 +153,7 @@ def answer(
 
 
 def _terms(hello: bytes) -> Hello:
-    """Raises ValueError."""
+    """Return the terms of a hello. Raises ValueError."""
     _, _, epoch, cipher, scheme, kernels, *shapes, name, peer, _ = HELLO.unpack(hello)
     out, into = (Geometry(slots=slots, slot_bytes=nbytes) for slots, nbytes in (shapes[:2], shapes[2:]))
     texts = zip(("scheme", "cipher", "name", "peer"), (scheme, cipher, name, peer), strict=True)
@@ -162,7 +162,7 @@ def _terms(hello: bytes) -> Hello:
 
 
 def _objection(terms: Hello, schemes: Sequence[str], name: str, must_seal: Collection[str]) -> tuple[str, str]:
-    """(key of REFUSALS, reason in words) of terms that do not suit the listener; two empty texts for others."""
+    """Return (key of REFUSALS, reason in words) if the listener refuses the terms, otherwise two empty texts."""
     if terms.scheme not in schemes:
         return "transport", f"the connector speaks {terms.scheme!r}, we speak {' and '.join(schemes)}"
     if terms.peer != name:
@@ -201,11 +201,13 @@ class Exchange:
 
     @property
     def events(self) -> int:
-        """Events of poll(2) on the socket without which the handshake cannot go on."""
+        """Events of poll(2) on the socket for which the handshake waits."""
         return select.POLLOUT if self._unsent else select.POLLIN
 
     def advance(self) -> AuthenticatedTerms | None:
-        """Go on as far as the socket allows; the session once both sides are proven. Raises HandshakeError."""
+        """Continue as far as the socket allows. Returns the session once both sides are proven. Raises
+        HandshakeError.
+        """
         try:
             while True:
                 if self._unsent:
@@ -228,7 +230,7 @@ class Exchange:
 
 
 def exchanged(sock: socket.socket, steps: Steps) -> Generator[Wants, None, AuthenticatedTerms]:
-    """An Exchange that yields what to poll for, while it waits. Raises HandshakeError."""
+    """Run an Exchange; yields what to poll for while it waits. Raises HandshakeError."""
     exchange = Exchange(sock, steps)
     while (session := exchange.advance()) is None:
         yield {sock.fileno(): exchange.events}
@@ -237,9 +239,7 @@ def exchanged(sock: socket.socket, steps: Steps) -> Generator[Wants, None, Authe
 
 def drive(waits: Generator[Wants, None, T], peer: str, *, deadline: float) -> T:
     """Run ``waits``, which yields the descriptors to poll, until ``deadline`` (of ``time.monotonic``). Returns its
-    result.
-
-    Raises HandshakeError, and ChannelTimeout when the peer is too slow; both texts begin with ``peer``.
+    result. Raises HandshakeError, and ChannelTimeout when the peer is too slow; both texts begin with ``peer``.
     """
     try:
         while True:
@@ -258,5 +258,7 @@ def drive(waits: Generator[Wants, None, T], peer: str, *, deadline: float) -> T:
 
 
 def run(sock: socket.socket, steps: Steps, peer: str, *, deadline: float) -> AuthenticatedTerms:
-    """Run one handshake to its end; ``sock`` is non-blocking then. Bounded, and raises, as ``drive``."""
+    """Run one handshake to its end; ``sock`` is non-blocking then. Limited by ``deadline``, and raises, as
+    ``drive``.
+    """
     return drive(exchanged(sock, steps), peer, deadline=deadline)

@@ -1,4 +1,4 @@
-"""A channel whose peer's end shows on a connection that is silent otherwise."""
+"""A channel that notices its peer's end on a connection that is otherwise silent."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lamina.netstack.contract.fabric import ChannelAborted, PeerFault
 
 from .sockets import tune
 
-SLICE_S = 0.05  # a wait looks at the life line this often
-ASK_S = 0.1  # a link that says nothing unasked is asked this often, while kernels wait
-SILENCE_S = 10.0  # the peer's host is gone then: nothing of ours need be under way that could fail
+SLICE_S = 0.05  # how often a wait checks the life line
+ASK_S = 0.1  # how often a link that reports nothing itself is checked, while kernels wait
+SILENCE_S = 10.0  # then the peer's host counts as gone: this side may have nothing in flight that could fail
 REASON_BYTES = 256
 
 
 class WatchedChannel(BaseChannel):
-    """Owns ``sock``, the non-blocking life line. A transport says in ``_end_waits`` how its waits end."""
+    """Owns ``sock``, the non-blocking life line. A transport ends its waits in ``_end_waits``."""
 
     def __init__(
         self, sock: socket.socket, peer: str, epoch: int, outbound: Geometry, inbound: Geometry, peer_name: str
@@ -46,7 +46,7 @@ class WatchedChannel(BaseChannel):
         """End the calls in progress on this side soon; may be called from any thread."""
 
     def _finish(self) -> None:
-        """Let what was put arrive, for a bounded time, before the peer hears that this side closes."""
+        """Let messages that were put arrive, for a bounded time, before the peer learns that this side closes."""
 
     def _leave(self, why: str, *, finishes: bool = True) -> None:
         if self._stopped:
@@ -58,7 +58,7 @@ class WatchedChannel(BaseChannel):
         self._say(why)
 
     def _say(self, why: str) -> None:
-        """The last words on the life line."""
+        """Send the last message on the life line."""
         with suppress(OSError):
             self._sock.send(why.encode()[:REASON_BYTES])
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -72,7 +72,7 @@ class WatchedChannel(BaseChannel):
             raise PeerFault(f"{self.peer}: {operation}: {self._peer_end}")
 
     def _look(self) -> None:
-        """Notice the peer's end: its farewell, or the end of the connection."""
+        """Notice the peer's end: its last message, or the end of the connection."""
         with self._looking:
             self._looked = monotonic()
             try:
@@ -91,20 +91,23 @@ class WatchedChannel(BaseChannel):
 
 
 class LinkEvents(Protocol):
-    """The words of a link of its own, beside its life line."""
+    """The events of a link, in addition to its life line."""
 
     def fileno(self) -> int:
-        """Readable where it has said something. It stays open until this side has left. -1: it says nothing unasked."""
+        """A descriptor that is readable after an event. It stays open until this side has left. -1: the link reports
+        nothing itself.
+        """
         ...
 
     def is_over(self) -> bool:
-        """Whether something of what it has said ends the link."""
+        """Return True if an event has ended the link."""
         ...
 
 
 def watch(sock: socket.socket, end_waits: Callable[[], None], events: LinkEvents | None = None) -> Callable[[], None]:
-    """Have a thread call ``end_waits`` at the end of the life line ``sock``, on which it leaves all that comes, or once
-    ``events`` say that the link is over. Returns what ends the line, and with it the thread, on this side.
+    """Start a thread that calls ``end_waits`` at the end of the life line ``sock``, from which it reads nothing, or
+    once ``events`` report that the link is over. Returns a function that ends the line on this side, and with it the
+    thread.
     """
     own = sock.dup()
     poller = select.poll()
@@ -117,7 +120,7 @@ def watch(sock: socket.socket, end_waits: Callable[[], None], events: LinkEvents
 
     def run() -> None:
         with own:
-            while own.fileno() not in {fd for fd, _ in poller.poll(patience_ms)}:  # until somebody leaves
+            while own.fileno() not in {fd for fd, _ in poller.poll(patience_ms)}:  # until a side leaves
                 if events is not None and events.is_over():
                     break
             end_waits()

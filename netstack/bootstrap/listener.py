@@ -1,6 +1,4 @@
-"""Accepting peers on a stream socket: many at once, none of which can hold up the others, before it has proven that it
-holds the key or after.
-"""
+"""Accepts peers on a stream socket: many at once. None can delay another one, before its handshake or after."""
 
 from __future__ import annotations
 
@@ -18,36 +16,36 @@ from lamina.netstack.contract.fabric import Channel, ChannelAborted, ChannelErro
 
 from .handshake import AuthenticatedTerms, Steps, Wants, answer, exchanged
 
-HANDSHAKE_S = 5.0  # and as long again for what a transport sets up behind it
+HANDSHAKE_S = 5.0  # and as long again for a transport's setup after it
 HALF_OPEN_MAX = 64  # peers without a channel yet; one more drops the oldest
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this host has no socket for a peer
 
 Meeting = Generator[Wants, None, Channel]  # raises HandshakeError, OSError
-Visit = Generator[Wants, None, Channel | None]  # the same; None: the peer came for no channel
+Visit = Generator[Wants, None, Channel | None]  # the same; None: the peer wanted no channel
 MustSeal = Callable[[socket.socket], bool]
 Welcome = Callable[[socket.socket, AuthenticatedTerms], Channel | Visit]
 
 
 @dataclass(frozen=True)
 class ListeningSocket:
-    """A listening socket, and how its peers are screened and welcomed (StreamListener says how)."""
+    """A listening socket, and its functions to screen and welcome peers (see StreamListener)."""
 
     sock: socket.socket
     scheme: str
     screen: Callable[[socket.socket], None]
     welcome: Welcome
     must_seal: MustSeal
-    others: tuple[tuple[str, Welcome, MustSeal], ...] = ()  # for peers of this door that speak another scheme
+    others: tuple[tuple[str, Welcome, MustSeal], ...] = ()  # for peers at this socket that use another scheme
 
     @property
     def welcome_by_scheme(self) -> dict[str, tuple[Welcome, MustSeal]]:
-        """Scheme -> how its peers are welcomed, and whether they must encrypt."""
+        """Scheme -> function that welcomes its peers, and whether they must encrypt."""
         own = self.scheme, self.welcome, self.must_seal
         return {scheme: (welcome, must_seal) for scheme, welcome, must_seal in (own, *self.others)}
 
 
 class _HalfOpen:
-    """A peer that came in by ``door`` and has no channel yet."""
+    """A peer that connected at ``door`` and has no channel yet."""
 
     def __init__(self, sock: socket.socket, door: ListeningSocket, steps: Steps) -> None:
         self.proven = False  # whether the peer has shown that it holds the key
@@ -58,7 +56,9 @@ class _HalfOpen:
         self._way = self._go(door, steps)
 
     def advance(self) -> bool:
-        """Go on as far as may be now: whether this is the end, where somebody else owns it. Raises as Visit."""
+        """Continue as far as possible now. Returns True at the end, when the channel owns the socket.
+        Raises as Visit.
+        """
         try:
             self.wants = next(self._way)
         except StopIteration as end:
@@ -81,11 +81,11 @@ class _HalfOpen:
 class StreamListener:
     """Listens on ``sock`` (owned from here on) and turns each authenticated peer into a channel.
 
-    ``screen(sock)`` may refuse a peer before the handshake by raising HandshakeError; ``welcome(sock, session)`` makes
-    the channel, owning ``sock``, and may raise OSError when there is no memory for its terms. Where the peer has to
-    send something first it returns a Visit, which goes on beside all others and over several calls of accept.
-    ``must_seal(sock)`` says whether that peer's terms need a cipher. A refused peer is dropped; the reason of the last
-    one is part of the text of accept's ChannelTimeout.
+    ``screen(sock)`` may refuse a peer before the handshake by raising HandshakeError. ``welcome(sock, session)`` makes
+    the channel, which owns ``sock``; it may raise OSError when there is no memory for its terms. If the peer has to
+    send something first, it returns a Visit, which runs next to all others and over several calls of accept.
+    ``must_seal(sock)`` returns whether that peer's terms need a cipher. A refused peer is dropped; the reason of the
+    last one is part of the text of accept's ChannelTimeout.
     """
 
     def __init__(
@@ -103,23 +103,23 @@ class StreamListener:
         sock.setblocking(False)
         self.url = url
         self._reception = reception
-        self._accepted: WeakSet[Channel] = WeakSet()  # those that are still in use count for the ceiling
+        self._accepted: WeakSet[Channel] = WeakSet()  # those that are still in use count for the limit
         self._key = key
         self._doors = {sock.fileno(): ListeningSocket(sock, scheme, screen, welcome, must_seal)}
         self._half_open: dict[int, _HalfOpen] = {}  # by descriptor, oldest first
         self._refusal = ""
-        self._heard = monotonic()  # until when somebody has listened to half-open peers
+        self._heard = monotonic()  # until when half-open peers were last served
         self._wake, self._waker = socket.socketpair()
         self._accepting = threading.Lock()
 
     def adopt(self, other: StreamListener) -> None:
-        """Accept by the doors of ``other`` too, which is over. Before the first accept of either."""
+        """Accept at the sockets of ``other`` too, which is closed. Call it before the first accept of either."""
         self._doors |= other._doors
         other._doors.clear()
         other.close()
 
     def add_scheme(self, scheme: str, welcome: Welcome, must_seal: MustSeal) -> None:
-        """Peers of ``scheme`` may come in by all doors so far, too."""
+        """Accept peers of ``scheme`` at all present sockets, too."""
         for fd, door in self._doors.items():
             self._doors[fd] = replace(door, others=(*door.others, (scheme, welcome, must_seal)))
 
@@ -138,7 +138,7 @@ class StreamListener:
             self._wake.close()
 
     def _next(self, deadline: float) -> Channel:
-        """The channel of the next peer that has passed the handshake and the setup of its transport behind it."""
+        """Return the channel of the next peer that has passed the handshake and the setup of its transport."""
         while self._wake.fileno() >= 0:
             poller = select.poll()
             poller.register(self._wake, select.POLLIN)
@@ -146,7 +146,7 @@ class StreamListener:
                 poller.register(door.sock, select.POLLIN)
             until, whose, deaf_s = deadline, dict[int, int](), monotonic() - self._heard
             for number, peer in self._half_open.items():
-                peer.expiry += deaf_s  # in which it may have spoken
+                peer.expiry += deaf_s  # time in which it may have sent something
                 for fd, events in peer.wants.items():
                     poller.register(fd, events)
                     whose[fd] = number
@@ -184,7 +184,7 @@ class StreamListener:
             sock.close()
             return
         if len(self._half_open) >= HALF_OPEN_MAX:
-            oldest = min(self._half_open, key=lambda fd: self._half_open[fd].proven)  # a stranger, if there is one
+            oldest = min(self._half_open, key=lambda fd: self._half_open[fd].proven)  # an unproven one, if there is one
             self._drop(oldest, "too many strangers at once")
         steps = answer(
             self._key, *door.welcome_by_scheme, name=self._reception.name, must_seal=must_seal, refuses=self._refuses
@@ -192,7 +192,9 @@ class StreamListener:
         self._half_open[sock.fileno()] = _HalfOpen(sock, door, steps)
 
     def _refuses(self, terms: Terms) -> str:
-        """The part of the ceiling that ``terms`` exceed. Peers that have proven the key count: they may have memory."""
+        """Return the part of the limit that ``terms`` exceed. Peers that have proven the key count: they may have
+        memory.
+        """
         channels = len(self._accepted) + sum(peer.proven for peer in self._half_open.values())
         return self._reception.exceeded_limit(terms, channels)
 

@@ -1,8 +1,9 @@
-"""A trial of a channel: messages there and back, each of whose bytes both sides know and compare.
+"""A trial of a channel: messages both ways, whose bytes both sides know and compare.
 
-Two NICs are connected as soon as each believes what the other has said of itself, before one packet has passed. A GID
-of another network, a switch whose MTU is smaller, a firewall: all show with the first message, after seconds. Who has
-another way tries first. What a channel has of queues, a trial goes by all of them: its transport says how (Means).
+Two NICs are connected as soon as each side believes the other's card, before a packet has passed. A GID of another
+network, a switch with a smaller MTU, or a firewall shows only with the first message, after seconds. So a connector
+that has another transport runs a trial first. A trial uses all queues of a channel: its transport provides the
+SelfTestPaths.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class SelfTestCalls(Protocol):
     def send(self, tag: bytes, payload: bytes, deadline: float) -> None: ...
 
     def receive(self, deadline: float) -> tuple[bytes, bytes]:
-        """(tag, payload) of the next message."""
+        """Return (tag, payload) of the next message."""
         ...
 
 
-# Given a channel, and whether this side listens: who moves messages there and back, while the block lasts.
+# Given a channel, and whether this side listens: yields the calls that move messages both ways.
 SelfTestPath = Callable[[Channel, bool], AbstractContextManager[SelfTestCalls]]
 
 
@@ -69,7 +70,7 @@ def by_host(channel: Channel, listening: bool) -> Iterator[HostSelfTestCalls]:
 
 
 def run_self_test(channel: Channel, timeout_s: float, means: Sequence[SelfTestPath] = (by_host,)) -> None:
-    """The connector's side, by each of ``means`` in turn. Raises ChannelError with what did not pass."""
+    """Run the connector's side, over each of ``means`` in turn. Raises ChannelError with the reason of the failure."""
     deadline, seed = monotonic() + timeout_s, secrets.token_bytes(_SEED_BYTES)
     for turn, opened in enumerate(means):
         with opened(channel, False) as calls:
@@ -80,7 +81,7 @@ def run_self_test(channel: Channel, timeout_s: float, means: Sequence[SelfTestPa
 
 
 def answer_self_test(channel: Channel, timeout_s: float, means: Sequence[SelfTestPath] = (by_host,)) -> None:
-    """The listener's side. Raises ChannelError, of which the peer is told."""
+    """Run the listener's side. Raises ChannelError, which the peer receives too."""
     deadline, seed = monotonic() + timeout_s, b""
     try:
         for turn, opened in enumerate(means):
@@ -96,7 +97,7 @@ def answer_self_test(channel: Channel, timeout_s: float, means: Sequence[SelfTes
 
 
 def _check(channel: Channel, came: tuple[bytes, bytes], label: bytes, tag: bytes, nbytes: int) -> None:
-    """Is it the message of ``tag``, with its bytes? The peer is told otherwise."""
+    """Check that it is the message of ``tag``, with its bytes. Otherwise the channel is aborted."""
     if came != (tag, _payload(label, tag, nbytes)):
         why = f"a message of {nbytes} bytes came with others than were sent"
         channel.abort(why)

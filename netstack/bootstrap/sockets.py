@@ -1,4 +1,4 @@
-"""Stream sockets on which peers meet: opened for a listener, connected to one."""
+"""Stream sockets on which peers meet: opened for a listener, or connected to one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from lamina.netstack.contract.fabric import ChannelError, ChannelTimeout, Channe
 
 LEAST_S = 1e-3  # 0 would make a socket non-blocking
 AGAIN_S = 0.01
-LATER_S = 1.0  # the kernel gives up so much later: it cannot say why
+LATER_S = 1.0  # the kernel's own limit is later: it cannot report the reason
 
 Place = str | tuple[str, int]  # of a Unix socket, of an IP socket
 
 
 def open_place(family: socket.AddressFamily, place: Place, url: str, choose: str) -> socket.socket:
-    """A socket that listens at ``place``. Raises ChannelError; ``choose`` says what else to take."""
+    """Return a socket that listens at ``place``. Raises ChannelError; ``choose``: what to choose instead,
+    for its text.
+    """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports in TIME_WAIT are free
@@ -28,8 +30,8 @@ def open_place(family: socket.AddressFamily, place: Place, url: str, choose: str
 
 
 def dial(family: socket.AddressFamily, place: Place, url: str, timeout_s: float) -> socket.socket:
-    """A connection to ``place``. Raises ChannelTimeout and ChannelError; of an IP socket ChannelUnreachable, as the
-    listener's host takes a connection before the listener does.
+    """Return a connection to ``place``. Raises ChannelTimeout and ChannelError; for an IP socket ChannelUnreachable, as
+    the listener's host accepts a connection before the listener does.
     """
     deadline = monotonic() + timeout_s
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -40,14 +42,14 @@ def dial(family: socket.AddressFamily, place: Place, url: str, timeout_s: float)
             try:
                 sock.connect(place)
                 return sock
-            except BlockingIOError:  # a Unix socket's queue is full; the kernel says so at once (unix(7))
+            except BlockingIOError:  # a Unix socket's queue is full; the kernel reports it at once (unix(7))
                 if left_s <= 0.0:
                     raise TimeoutError from None
                 sleep(min(AGAIN_S, left_s))
     except TimeoutError as error:
         sock.close()
         silent = ChannelTimeout if family == socket.AF_UNIX else ChannelUnreachable
-        raise silent(f"{url}: connect: the listener took nobody in time") from error
+        raise silent(f"{url}: connect: the listener did not accept in time") from error
     except OSError as error:
         sock.close()
         raise ChannelError(f"{url}: connect: {error.strerror or error}; is the listener's process alive?") from error
@@ -57,8 +59,8 @@ def dial(family: socket.AddressFamily, place: Place, url: str, timeout_s: float)
 
 
 def tune(sock: socket.socket, stall_s: float) -> None:
-    """Of TCP: no batching of small frames, and a host that vanished is noticed by the kernel (tcp(7)), ``stall_s`` and
-    LATER_S after it was last heard of.
+    """Set options of TCP: small frames are not batched, and the kernel notices a host that vanished (tcp(7)),
+    ``stall_s`` and LATER_S after its last packet.
     """
     options = {
         socket.TCP_NODELAY: 1,

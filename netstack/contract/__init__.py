@@ -1,1 +1,1 @@
-"""What all transports keep to: the seam, what every channel and fabric shares, the cluster's key."""
+"""The contract of all transports: the seam, the common part of channels and fabrics, the cluster's key."""

@@ -1,4 +1,6 @@
-"""What every transport shares: the checks of the contract that need no wire, and what a fabric has open."""
+"""The common part of all transports: the contract's checks that need no wire, and the list of what a fabric
+has open.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from .channel_terms import Geometry
 from .fabric import TAG_BYTES, Arrival, ChannelStats, Region, Slot
 
 KEY_BYTES_MIN = 16
-RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # of a host: NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the nearest port
-RDMA_FLAG = "--rdma-device"  # the same for all hosts, before theirs
+RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # set on a host: NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the nearest port
+RDMA_FLAG = "--rdma-device"  # the same for all hosts; it comes first
 NAMED_BY = f"{RDMA_FLAG} or {RDMA_DEVICE}"
 SPIN_S = 50e-6  # about one wake-up of a sleeper on another core; a peer on this core needs it more
 
@@ -26,9 +28,8 @@ class _Closable(Protocol):
 
 
 class BaseChannel(ABC):
-    """Order, bounds and counters of a channel; a transport fills in four steps, ``abort`` and ``close``.
-
-    The native transports have the same in csrc/netstack/native_channel.cpp.
+    """Order, bounds and counters of a channel; a transport implements four steps, ``abort`` and ``close``. The native
+    transports have the same in csrc/netstack/native_channel.cpp.
     """
 
     def __init__(self, peer: str, epoch: int, outbound: Geometry, inbound: Geometry, peer_name: str) -> None:
@@ -42,7 +43,7 @@ class BaseChannel(ABC):
         self._arrived: deque[Arrival] = deque()
 
     def calls(self) -> object | None:
-        """None: this channel is not native."""
+        """Return None: this channel is not native."""
         return None
 
     def reserve(self, nbytes: int, *, timeout_s: float = 0.0) -> Slot:
@@ -91,15 +92,15 @@ class BaseChannel(ABC):
 
     @abstractmethod
     def _grant(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
-        """Wait for a free slot: its index and a writable view of ``nbytes``."""
+        """Wait for a free slot; return its index and a writable view of ``nbytes``."""
 
     @abstractmethod
     def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
-        """Send the oldest granted slot; its seqno."""
+        """Send the oldest granted slot; return its seqno."""
 
     @abstractmethod
     def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
-        """Wait for the next message: seqno, padded tag, read-only view."""
+        """Wait for the next message; return seqno, padded tag, read-only view."""
 
     @abstractmethod
     def _give_back(self) -> None:
@@ -113,7 +114,7 @@ class BaseChannel(ABC):
 
 
 class BaseFabric:
-    """The key and everything that was opened and not yet dropped."""
+    """The key, and everything that was opened and not yet dropped."""
 
     scheme: str
     in_process: bool = False
@@ -132,7 +133,7 @@ class BaseFabric:
         return Region(view.cast("B") if view.nbytes else memoryview(b""))
 
     def close(self) -> None:
-        """Close all that is open, also where one of these cannot be: that raises at the end."""
+        """Close all that is open, even if one of them fails; the failure is raised at the end."""
         with ExitStack() as stack:
             for opened in list(self._opened):
                 stack.callback(opened.close)
@@ -145,17 +146,17 @@ class BaseFabric:
 
 
 def one_line(words: str) -> str:
-    """Of a peer, which may have said anything: as they may stand in an error and in a log."""
+    """Return a peer's text, which may contain anything, in a form for errors and logs."""
     return "".join(character if character.isprintable() else " " for character in words)
 
 
 def rdma_device(told: str = "") -> str:
-    """The RDMA device that somebody has named: for all hosts, else for this one; empty: nobody has."""
+    """Return the RDMA device that was named: for all hosts, else for this one; "" if none was."""
     return told or os.environ.get(RDMA_DEVICE, "")
 
 
 def usable_spin(spin_s: float) -> float:
-    """How long a wait may spin before it sleeps: not at all on a host with one CPU. A process bound to one CPU spins:
-    its peer may be bound to another, and where it is not, spins that miss soon become rare (csrc/netstack/engine.h).
+    """Return how long a wait may spin before it sleeps: 0 on a host with one CPU. A process bound to one CPU spins. Its
+    peer may be bound to another CPU; otherwise spins that fail soon become rare (csrc/netstack/engine.h).
     """
     return spin_s if (os.cpu_count() or 1) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Terms of a channel: which inboxes a connector asks for, and what a listener grants."""
+"""Terms of a channel: the inboxes that a connector requests, and the limits of a listener."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 NAME_BYTES = 64
 EPOCH_SHIFT = 48
-MAX_MESSAGE_BYTES = (1 << 30) - 64  # payload bytes of one RDMA message behind a header
+MAX_MESSAGE_BYTES = (1 << 30) - 64  # payload bytes of one RDMA message after a header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class Geometry:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The terms on which a connector asks a listener for a channel. Raises ValueError for an epoch or a name that no
-    hello can carry.
+    """The terms on which a connector requests a channel. Raises ValueError for an epoch or a name that does not fit a
+    hello.
     """
 
     outbound: Geometry  # the inbox that the listener grants the connector
@@ -38,8 +38,8 @@ class Terms:
     epoch: int = 0
     name: str = ""  # of the connector
     peer: str = ""  # of the listener that the connector wants
-    key: bytes = field(default=b"", repr=False, compare=False)  # of that listener, where it is not the fabric's own
-    kernels: bool = False  # whether kernels are to send its messages: by which way, and whether by a lane for bulk too
+    key: bytes = field(default=b"", repr=False, compare=False)  # that listener's key, if it is not the fabric's own
+    kernels: bool = False  # kernels will send its messages: decides the transport, and whether there is a lane for bulk
 
     def __post_init__(self) -> None:
         if not 0 <= self.epoch < 1 << (64 - EPOCH_SHIFT):
@@ -48,25 +48,25 @@ class Terms:
         check_name(self.peer)
 
     def peer_name(self, *, listening: bool) -> str:
-        """The name of the side that is not this one."""
+        """Return the name of the side that is not this one."""
         return self.name if listening else self.peer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListenTerms:
-    """The connectors that a listener takes: connectors that want its ``name``, up to a number of channels. Raises
+    """The connectors that a listener accepts: those that want its ``name``, up to a number of channels. Raises
     ValueError for a bad name.
     """
 
     name: str = ""
     inbox_bytes: int = field(default_factory=lambda: _memory_bytes() // 2)  # of a channel, both directions together
-    channels: int = 256  # accepted, and still held by somebody here
+    channels: int = 256  # most accepted ones that are still in use here
 
     def __post_init__(self) -> None:
         check_name(self.name)
 
     def exceeded_limit(self, terms: Terms, channels: int) -> str:
-        """The part of the ceiling that ``terms`` exceed, where so many channels are open: "inbox", "channels" or ""."""
+        """Return the limit that ``terms`` exceed with ``channels`` open channels: "inbox", "channels" or ""."""
         if terms.outbound.nbytes + terms.inbound.nbytes > self.inbox_bytes:
             return "inbox"
         return "channels" if channels >= self.channels else ""
@@ -77,7 +77,7 @@ def _memory_bytes() -> int:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless ``name`` is text that fits a hello, or empty."""
+    """Raises ValueError unless ``name`` is text that fits a hello, or empty."""
     if len(name.encode()) > NAME_BYTES or "\0" in name:
         raise ValueError(f"a peer's name has at most {NAME_BYTES} bytes in UTF-8 and no NUL, not {name!r}: shorten it")
 

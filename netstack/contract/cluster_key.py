@@ -1,4 +1,4 @@
-"""The cluster's key, as an operator hands it to processes that nobody else hands it to."""
+"""The cluster's key, as an operator gives it to processes that Lamina does not start."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ KEY_FILE = "LAMINA_CLUSTER_KEY_FILE"
 
 
 def cluster_key(environ: Mapping[str, str] = os.environ) -> bytes | None:
-    """The key of ``LAMINA_CLUSTER_KEY`` or of the file that ``LAMINA_CLUSTER_KEY_FILE`` names; None if neither is set.
-
-    Hexadecimal, 16 bytes or more. Raises ValueError for anything else, for both at once, and for a file that others
-    than its owner may touch. No text quotes the key.
+    """Return the key of ``LAMINA_CLUSTER_KEY`` or of the file that ``LAMINA_CLUSTER_KEY_FILE`` names; None if neither
+    is set. It is hexadecimal, 16 bytes or more. Raises ValueError for anything else, for both at once, and for a file
+    that other users may access. No text quotes the key.
     """
     text, path = environ.get(KEY, ""), environ.get(KEY_FILE, "")
     if text and path:

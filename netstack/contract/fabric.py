@@ -1,32 +1,32 @@
 """The seam of the network stack: a fabric opens channels, a channel moves messages into granted slots.
 
-The vocabulary is one-sided, because that is what RDMA hardware does and the other transports can imitate it
-without loss: memory is *registered*, a place in the peer's inbox is *reserved*, bytes are put there and the
-*signal* (a sequence number) is written behind them. The receiver polls the signal; nobody asks its CPU.
+The vocabulary is one-sided, because RDMA hardware works so, and the other transports can imitate it without loss.
+Memory is *registered*, a place in the peer's inbox is *reserved*, bytes are put there, and the *signal* (a sequence
+number) is written after them. The receiver polls the signal; its CPU takes no part in the transfer.
 
 Contract, the same for every transport (tests/contract/test_transports.py runs it over the whole table):
 
-1. Order. Signals of one direction become visible in the order of ``put_signal``; when a signal is visible, all
-   bytes of its message are visible. ``wait_signal`` hands messages out in that order, each exactly once.
-2. Ownership. Between ``reserve`` and ``put_signal`` the slot's bytes belong to the sender; between
-   ``wait_signal`` and ``release`` the arrival's bytes belong to the receiver and do not change. Touching a view
-   outside its span is undefined. Arrivals are released in the order in which they came.
+1. Order. Signals of one direction become visible in the order of ``put_signal``. When a signal is visible, all bytes of
+   its message are visible. ``wait_signal`` returns messages in that order, each exactly once.
+2. Ownership. Between ``reserve`` and ``put_signal`` the slot's bytes belong to the sender. Between ``wait_signal`` and
+   ``release`` the arrival's bytes belong to the receiver and do not change. Touching a view outside its span is
+   undefined. Arrivals are released in the order in which they came.
 3. Flow. A direction has ``Geometry.slots`` slots. ``reserve`` never waits silently: with no slot free it raises
    ``NoResource`` once its timeout (default 0) has passed. A slot is free again when the peer has released it.
 4. Bounds. A message is at most ``Geometry.slot_bytes`` long; more raises ``ValueError`` before anything is sent.
    Nothing that a peer writes can make this side touch memory outside the channel's own slots.
 5. Time. Every blocking call takes a timeout and raises ``ChannelTimeout`` when it has passed. The death of a peer's
-   process is noticed within ``DEATH_NOTICED_S``, that of its host within ``HOST_NOTICED_S``; it raises ``PeerFault``
+   process is noticed within ``DEATH_NOTICED_S``, that of its host within ``HOST_NOTICED_S``. It raises ``PeerFault``
    from the calls in progress and from all later ones. Messages that were complete before may still be received first.
 6. Epoch. A channel lives in exactly one epoch, the top 16 bits of its 64-bit sequence numbers. A link is reset by
-   connecting again with a higher epoch: fresh memory, fresh numbers, so that a late writer of the old epoch hits
-   nothing. There is no way to revive a channel.
-7. Threads. One thread sends and one receives on a channel (they may be the same); ``abort`` and ``close`` may be
-   called from any thread and wake both.
+   connecting again with a higher epoch: fresh memory and numbers, so a late writer of the old epoch hits nothing. A
+   channel cannot be revived.
+7. Threads. One thread sends and one receives on a channel (they may be the same). ``abort`` and ``close`` may be called
+   from any thread and wake both.
 
 Peers authenticate each other with the fabric's key before either allocates anything for the other. They prove names
-too: who connects names itself and the peer that it wants, and a listener of another name refuses. A name is text of at
-most ``NAME_BYTES`` bytes in UTF-8, without a NUL; an empty one stands for a peer without a name, not for any peer.
+too: a connector names itself and the peer that it wants, and a listener of another name refuses. A name is text of at
+most ``NAME_BYTES`` bytes in UTF-8, without a NUL. An empty one stands for a peer without a name, not for any peer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Protocol, runtime_checkable
 from .channel_terms import DEFAULT_LISTEN_TERMS, ListenTerms, Terms
 
 DEATH_NOTICED_S = 2.0
-CONNECT_S = 10.0  # for a listener to take a connector, where nobody says how long
+CONNECT_S = 10.0  # default time in which a listener must accept a connector
 HOST_NOTICED_S = 15.0  # a dead host gives no other sign than silence
 TAG_BYTES = 32
 
@@ -57,7 +57,7 @@ class ChannelTimeout(ChannelError):  # noqa: N818
 
 
 class ChannelUnreachable(ChannelTimeout):
-    """Nothing has answered at the peer's address, not even its host; it may yet."""
+    """There is no reply from the peer's address, not even from its host; it may come later."""
 
 
 class PeerFault(ChannelError):  # noqa: N818
@@ -74,12 +74,12 @@ class HandshakeError(ChannelError):
 
 @dataclass(frozen=True)
 class Region:
-    """Registered local memory that a message may be put from without staging. Obtained from ``Fabric.register``."""
+    """Registered local memory that a message may be put from without staging. Made by ``Fabric.register``."""
 
     data: memoryview  # flat bytes; the owner keeps it alive until the fabric is closed
 
     def slice(self, offset: int, nbytes: int) -> Region:
-        """A part of the region. Raises ValueError outside ``[0, len)``."""
+        """Return a part of the region. Raises ValueError outside ``[0, len)``."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.data.nbytes:
             raise ValueError(f"slice [{offset}, {offset + nbytes}) leaves a region of {self.data.nbytes} bytes")
         return Region(self.data[offset : offset + nbytes])
@@ -87,8 +87,8 @@ class Region:
 
 @dataclass(slots=True)
 class Slot:
-    """A granted place in the peer's inbox. ``data`` is where the sender writes: the inbox itself where memory is
-    shared, else registered staging that ``put_signal`` transmits.
+    """A granted place in the peer's inbox. The sender writes to ``data``: the inbox itself if memory is shared,
+    otherwise registered staging that ``put_signal`` transmits.
     """
 
     data: memoryview  # writable, flat, exactly the reserved size
@@ -119,7 +119,7 @@ class Channel(Protocol):
     """One peer, one epoch, both directions. See the module's contract."""
 
     peer: str  # URL or address of the other side, for messages to people
-    peer_name: str  # which the other side has proven
+    peer_name: str  # the name that the other side has proven
     epoch: int
     stats: ChannelStats
 
@@ -130,20 +130,20 @@ class Channel(Protocol):
     def put_signal(self, slot: Slot, tag: bytes, source: Region | None = None) -> int:
         """Publish the slot: its bytes (or, if given, ``source``'s, which must be as long), then the signal.
 
-        ``tag`` is at most TAG_BYTES and arrives zero-padded. Returns the signal's sequence number, and then neither
-        slot nor ``source`` is needed any more. A transport that has to wait for its wire gives a peer that takes
-        nothing up, with PeerFault, after a time of its own.
+        ``tag`` has at most TAG_BYTES and arrives zero-padded. Returns the signal's sequence number; after that neither
+        slot nor ``source`` is needed. A transport that has to wait for its wire raises PeerFault, after its own time
+        limit, if the peer receives nothing.
         """
         ...
 
     def wait_signal(self, *, timeout_s: float) -> Arrival:
-        """The next message in order. ``timeout_s=0`` polls."""
+        """Return the next message in order. ``timeout_s=0`` polls."""
         ...
 
     def release(self, arrival: Arrival) -> None:
-        """Give the arrival's slot back to the sender; its ``data`` must not be touched afterwards.
+        """Return the arrival's slot to the sender; its ``data`` must not be touched afterwards.
 
-        Raises ValueError out of order; does nothing on a channel that is over, so it may stand in a ``finally``.
+        Raises ValueError out of order. Does nothing on a channel that is over, so it may stand in a ``finally``.
         """
         ...
 
@@ -152,47 +152,50 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back: memory, sockets, descriptors. Idempotent. Views handed out die with it."""
+        """Free all resources: memory, sockets, descriptors. Idempotent. Views that were handed out become invalid."""
         ...
 
     def calls(self) -> object | None:
-        """A capsule of csrc/netstack/calls.h, by which other native modules use the channel without keeping it.
-        None where the channel is not native.
+        """Return a capsule of csrc/netstack/calls.h, by which other native modules use the channel without owning it;
+        None if the channel is not native.
         """
         ...
 
 
 class DeviceSide(Protocol):
-    """A channel as kernels of one GPU use it. Each call puts a kernel on ``stream``, a handle of CUDA's, or, while that
-    is captured, into the graph; it returns at once.
+    """A channel as kernels of one GPU use it. Each call puts a kernel on ``stream``, a CUDA handle, or, while that is
+    captured, into the graph; it returns at once.
 
     The module's contract holds for messages, with these differences:
 
-    1. Memory. Numbers that may change from one replay of a graph to the next are read by the kernel when it runs, from
-       memory of the GPU: lengths (u64) and tags (TAG_BYTES). Addresses are part of the launch.
+    1. Memory. Numbers that may change between replays of a graph are read by the running kernel from memory of the GPU:
+       lengths (u64) and tags (TAG_BYTES). Addresses are part of the launch.
     2. Order. Kernels that send are ordered by the stream, or by edges of graphs; so are those that receive.
-    3. Time. No kernel waits longer than ``timeout_ns`` for its peer, and none for one whose end was noticed.
-    4. Slots. A kernel that has received frees the slot; the sender is sure to hear of it once two thirds of its slots
-       are free, with the next message to it, once a kernel here waits for a slot itself, and at ``take_from_device``.
+    3. Time. No kernel waits longer than ``timeout_ns`` for its peer, and none for a peer whose end was noticed.
+    4. Slots. A kernel that has received frees the slot. The sender is sure to learn of it once two thirds of its slots
+       are free, and with the next message to it. It also does once a kernel here waits for a slot itself, and at
+       ``take_from_device``.
     5. Failure. ``status`` is the address of an int32 that is 0 at first. A kernel that fails sets it, and later ones
-       that are given it do nothing; what they were to fill in is left as it was, so what a failure has spoilt is not
-       sent on. ``check`` tells what has happened.
-    6. Lanes. Messages of ``bulk`` are in order among themselves, and so are all others; neither waits for queued ones
-       of the other, nor takes its slots, of which each has as many. A transport without such queues has one lane for
-       both: so both ends name the same one for a message, and receive in the order in which was sent.
-    7. Length. ``most``: bytes that a message of this launch may have at most, 0: few. Many blocks copy a long one.
+       with the same status do nothing. Their outputs stay as they were, so data damaged by a failure is not sent on.
+       ``check`` raises the failure.
+    6. Lanes. Messages of ``bulk`` are in order among themselves, and so are all others. Neither waits for queued
+       messages of the other, nor takes its slots; each lane has the same number of its own. A transport without such
+       queues has one lane for both. So both ends name the same lane for a message, and receive in the order of sending.
+    7. Length. ``most``: bytes that a message of this launch may have at most; 0: few. Many blocks copy a long one.
     """
 
     @property
     def recordable(self) -> bool:
-        """Whether calls may be captured. Where not, one may first wait up to ``timeout_ns`` for the peer's host to have
-        put the kernel that this one needs; then both ends must be used by threads of their own.
+        """True if calls may be captured. If False, a call may first wait up to ``timeout_ns`` until the peer's host has
+        put the kernel that this one needs. Then both ends must be used by threads of their own.
         """
         ...
 
     @property
     def bulk(self) -> DeviceSide:
-        """The lane for messages on which no others may wait, from the connector to the listener alone; or this lane."""
+        """The lane for messages on which no other message may wait, from the connector to the listener only; or this
+        lane.
+        """
         ...
 
     def send(
@@ -204,32 +207,32 @@ class DeviceSide(Protocol):
     def send_two(
         self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        """``send`` of one message: ``nbytes[0]`` at ``first``, and behind them ``nbytes[1]`` at ``second``."""
+        """``send`` one message: ``nbytes[0]`` at ``first``, followed by ``nbytes[1]`` at ``second``."""
         ...
 
     def receive_due(
         self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        """Copy the next message to ``target`` and free its slot, if it is the one that is due: ``*nbytes`` long, with
-        the tag at ``tag``. Another one is a failure, told at ``note``: its length and tag, then those that were due.
+        """Copy the next message to ``target`` and free its slot, if it is the expected one: ``*nbytes`` long, with the
+        tag at ``tag``. Another message is a failure, described at ``note``: its length and tag, then the expected ones.
         """
         ...
 
     def launching(self) -> AbstractContextManager[bool]:
-        """For who launches a graph that holds calls. Within it the channel is not closed. False: it is closed already,
-        and what the graph would use is gone; ``check`` raises then.
+        """Enter this block to launch a graph that holds calls; within it the channel is not closed. Yields False if it
+        is closed already and the graph's memory is gone; ``check`` raises then.
         """
         ...
 
     def check(self, status: int) -> None:
-        """Raise what a ``status`` other than 0 means: ChannelTimeout, PeerFault, ChannelAborted."""
+        """Raise the error that a ``status`` other than 0 means: ChannelTimeout, PeerFault, ChannelAborted."""
         ...
 
 
 @runtime_checkable
 class DeviceChannel(Protocol):
-    """The calls that a Channel has besides, if kernels can use it. Kernels and its calls must not use it at the same
-    time; kernels are sure to get messages of kernels, and calls messages of calls.
+    """The additional calls of a Channel that kernels can use. Kernels and its calls must not use it at the same time.
+    Kernels are sure to get messages of kernels, and calls those of calls.
     """
 
     @property
@@ -238,24 +241,24 @@ class DeviceChannel(Protocol):
         ...
 
     def hand_to_device(self) -> DeviceSide:
-        """For kernels, from here on. Slots that calls have reserved are put, arrivals are released. May raise
-        ChannelError.
+        """Return the channel for kernels, which use it from now on. Slots that calls have reserved are put, arrivals
+        are released. May raise ChannelError.
         """
         ...
 
     def take_from_device(self) -> None:
-        """The calls go on where the kernels ended, none of which is under way any more."""
+        """Let calls continue where the kernels ended; no kernel may be running any more."""
         ...
 
 
 class Listener(Protocol):
     """A place where peers connect."""
 
-    url: str  # what to pass to Fabric.connect; contains the real port or name
+    url: str  # the URL for Fabric.connect; contains the real port or name
 
     def accept(self, *, timeout_s: float) -> Channel:
-        """The next authenticated peer. Strangers are dropped without ending the wait; a ChannelTimeout's text tells why
-        the last one was.
+        """Return the channel of the next authenticated peer. Other peers are dropped without ending the wait; a
+        ChannelTimeout's text has the reason of the last one.
         """
         ...
 
@@ -269,18 +272,18 @@ class Fabric(Protocol):
 
     scheme: str
     in_process: bool  # True: both ends must live in one process
-    remarks: Sequence[str]  # what it has to do without on this host, and why: it works, at a price
+    remarks: Sequence[str]  # what it lacks on this host, and why: it works, at a price
 
     def register(self, buffer: memoryview) -> Region:
         """Register local memory as a source of messages. ``buffer`` is contiguous."""
         ...
 
     def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> Listener:
-        """Listen at ``address`` (the part of a URL behind ``scheme://``); empty takes any free private one."""
+        """Listen at ``address`` (the part of a URL after ``scheme://``); empty: any free private one."""
         ...
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
-        """Connect to a listener, which refuses where its name is not the one that ``terms`` want."""
+        """Connect to a listener, which refuses if its name is not the one that ``terms`` want."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Entries that an environment variable adds to a table of modules: tests add transports and KV media.
+"""Entries that an environment variable adds to a table of modules: tests add transports and storage backends.
 
-The variable has NAME=MODULE, several by comma. Child processes inherit it. A module comes from PYTHONPATH or from an
-installed package, never from the current directory.
+The variable has NAME=MODULE, several separated by commas. Child processes inherit it. A module comes from PYTHONPATH or
+from an installed package, never from the current directory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from types import ModuleType
 
 
 def plugins(variable: str) -> dict[str, str]:
-    """Read ``variable``: name -> module. Raises ValueError for anything but NAME=MODULE, several by comma."""
+    """Return the entries of ``variable``: name -> module. Raises ValueError for anything but NAME=MODULE, several
+    separated by commas.
+    """
     entries = {}
     for entry in filter(None, os.environ.get(variable, "").split(",")):
         name, _, module = entry.partition("=")
@@ -25,7 +27,7 @@ def plugins(variable: str) -> dict[str, str]:
 
 
 def load_plugin(variable: str, module: str) -> ModuleType:
-    """Import ``module``. Raises ImportError where it is not found, or only in the current directory."""
+    """Import ``module``. Raises ImportError if it is not found, or only in the current directory."""
     package = module.partition(".")[0]
     spec = find_spec(package)
     if spec is None:

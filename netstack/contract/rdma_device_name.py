@@ -1,4 +1,4 @@
-"""The name of an RDMA device, a port of it, and one of its addresses, as somebody writes it."""
+"""The name of an RDMA device, a port of it, and one of its addresses, as an operator writes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Wanted:
 
     @classmethod
     def parse(cls, text: str) -> Wanted:
-        """Raises ValueError, one line with the form."""
+        """Parse NAME:PORT:GID_INDEX. Raises ValueError, one line with the form."""
         name, *numbers = text.split(":")
         if len(numbers) > 2 or not all(n == "" or (n.isascii() and n.isdigit()) for n in numbers):
             raise ValueError(f"{FORM}, not {text!r}")

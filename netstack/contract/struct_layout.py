@@ -1,4 +1,4 @@
-"""Structs of C++ in memory that Python fills and reads, by the layout that a native module tells."""
+"""Structs of C++ in memory that Python fills and reads, by the layout that a native module reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StructLayout:
         self._fields = dict(fields)
 
     def pack(self, values: Mapping[str, int]) -> bytes:
-        """The struct with these values, 0 in all other fields. Raises ValueError for a field that there is not."""
+        """Return the struct with these values, 0 in all other fields. Raises ValueError for an unknown field."""
         if unknown := values.keys() - self._fields.keys():
             raise ValueError(f"the struct has no field {', '.join(sorted(unknown))}; it has {', '.join(self._fields)}")
         data = bytearray(self.nbytes)
@@ -24,7 +24,7 @@ class StructLayout:
         return bytes(data)
 
     def unpack(self, data: bytes) -> dict[str, int]:
-        """Every field's value."""
+        """Return every field's value."""
         return {
             name: int.from_bytes(data[offset : offset + nbytes], sys.byteorder)
             for name, (offset, nbytes) in self._fields.items()

@@ -1,11 +1,12 @@
-"""Between GPUs of one host, or two processes on one GPU: kernels put into the peer's inbox, in device memory.
+"""The transport ``cuda`` between GPUs of one host, or two processes on one GPU: kernels put into the peer's inbox, in
+device memory.
 
-HARDWARE-UNVERIFIED. What the kernels do (csrc/netstack/kernels, memory_channel.h) is proven on CPUs against weak
-memory, and this module runs against a stand-in of the CUDA driver; neither has run on a GPU.
+HARDWARE-UNVERIFIED. The kernels (csrc/netstack/kernels, memory_channel.h) are proven on CPUs against weak memory, and
+this module runs against a stand-in of the CUDA driver; neither has run on a GPU.
 
-Peers meet as those of ``shm`` do. Each makes an inbox in its GPU's memory and hands the other a descriptor of it, by
-the driver's virtual memory management: the memory lives until both have let go, so nobody is left with a dead
-mapping. From there on a message is a few stores of a kernel over NVLink or PCIe, or within the GPU.
+Peers meet as in ``shm``. Each makes an inbox in its GPU's memory and sends the other a descriptor of it, by the
+driver's virtual memory management. The memory lives until both have released it, so no side keeps a dead mapping. After
+that a message is a few stores of a kernel over NVLink or PCIe, or within the GPU.
 
 Two processes on one GPU take turns on it, unless MPS runs: it works, slowly. Within a process, see loopback_gpu.
 """
@@ -36,7 +37,9 @@ MAGIC = b"CUDA"
 
 
 class CudaChannel(KernelChannel):
-    """Owns ``sock`` and ``inbox`` once this returns; ``theirs`` is the descriptor of the peer's, the caller's."""
+    """Owns ``sock`` and ``inbox`` once this returns; ``theirs`` is the descriptor of the peer's inbox, owned by the
+    caller.
+    """
 
     def __init__(
         self, driver: Driver, inbox: Shared, theirs: int, sock: socket.socket, peer: str, terms: Terms, *,
@@ -54,7 +57,7 @@ class CudaChannel(KernelChannel):
 
 
 class CudaFabric(ShmFabric):
-    """Listens and connects as ``shm`` does, on this host and for this user alone."""
+    """Listens and connects as ``shm`` does, on this host and for this user only."""
 
     scheme = "cuda"
 
@@ -77,7 +80,7 @@ class CudaFabric(ShmFabric):
         return self._exchange(sock, url, terms, listening=True)
 
     def _exchange(self, sock: socket.socket, url: str, terms: Terms, *, listening: bool) -> Meeting:
-        """Hand the peer our inbox and take its."""
+        """Send the peer our inbox and receive its inbox."""
         outbound, inbound = directions(terms, listening=listening)
         inbox = Shared(self._driver, inbox_bytes(inbound))
         try:
@@ -100,7 +103,7 @@ class CudaFabric(ShmFabric):
 
 
 def receive_descriptor(sock: socket.socket, nbytes: int) -> Generator[Wants, None, int]:
-    """The descriptor of the peer's inbox of ``nbytes``, once ``sock`` has it. Raises OSError."""
+    """Return the descriptor of the peer's inbox of ``nbytes``, once ``sock`` has it. Raises OSError."""
     yield {sock.fileno(): select.POLLIN}
     card, fds, _, _ = socket.recv_fds(sock, CARD.size, 1, socket.MSG_CMSG_CLOEXEC)
     if len(fds) != 1 or card != CARD.pack(MAGIC, nbytes):
@@ -111,7 +114,7 @@ def receive_descriptor(sock: socket.socket, nbytes: int) -> Generator[Wants, Non
 
 
 def chosen_gpu(gpu: int) -> int:
-    """That of the environment, before ``gpu``. Raises ImportError where it is no number."""
+    """Return the GPU of the environment, else ``gpu``. Raises ImportError if the environment's is no number."""
     text = os.environ.get(DEVICE, "").strip()
     if text and not (text.isascii() and text.isdigit()):
         raise ImportError(f"{DEVICE} is the number of a GPU, such as 0, not {text!r}")
@@ -119,7 +122,7 @@ def chosen_gpu(gpu: int) -> int:
 
 
 def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
-    """Raises ImportError, with its cause, where there is no GPU whose memory processes can share."""
+    """Open the transport. Raises ImportError, with its cause, if there is no GPU whose memory processes can share."""
     try:
         driver = Driver(chosen_gpu(gpu))
     except ImportError as error:

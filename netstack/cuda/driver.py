@@ -1,4 +1,5 @@
-"""What of the CUDA driver (libcuda) and of NVRTC the device side needs, by ctypes: no toolkit, no package, no compiler.
+"""The parts of the CUDA driver (libcuda) and of NVRTC that the device side needs, by ctypes: no toolkit, no package, no
+compiler.
 
 HARDWARE-UNVERIFIED: run against a stand-in of the driver on a CPU (tests/netstack/gpu/fake_cuda.cpp), which is compiled
 against the declarations of cuda.h. Names and constants are those of the CUDA Driver API reference.
@@ -28,7 +29,7 @@ PINNED, DEVICE, FILE_DESCRIPTOR, READ_WRITE = 1, 1, 1, 3
 HOST_PORTABLE, HOST_MAPPED, HOST_IO_MEMORY = 1, 2, 4
 NON_BLOCKING, RELAXED = 1, 2  # CUstream_flags, CUstreamCaptureMode
 NO_TIMING = 2  # CUevent_flags
-PCI_BYTES = 32  # "0000:81:00.0", its end, and room for longer domains
+PCI_BYTES = 32  # "0000:81:00.0", its end, and space for longer domains
 Handle = c_void_p
 
 
@@ -115,7 +116,7 @@ class CudaError(OSError):
 
 
 def load(names: list[str], signatures: dict[str, tuple[type | object, ...]], fix: str = "") -> ctypes.CDLL:
-    """The first of ``names`` that loads. Raises ImportError, which ends with the ``fix``."""
+    """Return the first of ``names`` that loads. Raises ImportError, which ends with the ``fix``."""
     cause: Exception | None = None
     for name in names:
         try:
@@ -130,7 +131,7 @@ def load(names: list[str], signatures: dict[str, tuple[type | object, ...]], fix
 
 
 def nvrtc_names() -> list[str]:
-    """Names of NVRTC's library to try: the named one, that of Python packages, the installed one."""
+    """Return names of NVRTC's library to try: the named one, that of Python packages, the installed one."""
     if named := os.environ.get(LIBNVRTC):
         return [named]
     from importlib.util import find_spec
@@ -143,7 +144,9 @@ def nvrtc_names() -> list[str]:
 
 @cache
 def compiled(architecture: int, names: tuple[str, ...], options: tuple[str, ...] = ()) -> bytes:
-    """kernels.cu for sm_``architecture``. Raises ImportError for what is missing, RuntimeError with NVRTC's words."""
+    """Return kernels.cu for sm_``architecture``. Raises ImportError for what is missing, RuntimeError with
+    NVRTC's log.
+    """
     if not KERNELS.is_file():
         raise ImportError(f"its kernels' source, {KERNELS}, is not there: run from a checkout")
     nvrtc = load(list(names), NVRTC_SIGNATURES, f"pip install {NVRTC_PACKAGE}")
@@ -170,7 +173,9 @@ def compiled(architecture: int, names: tuple[str, ...], options: tuple[str, ...]
 
 @dataclass(frozen=True)
 class Compiler:
-    """``build``: kernels.cu for an architecture; raises ImportError and RuntimeError. ``package``: has it."""
+    """``build``: compiles kernels.cu for an architecture; raises ImportError and RuntimeError. ``package``: provides
+    it.
+    """
 
     package: str
     build: Callable[[int], bytes]
@@ -183,7 +188,7 @@ class Shared:
     """Device memory that another process may map: the allocation lives until its last mapping is gone."""
 
     def __init__(self, driver: Driver, nbytes: int, fd: int = -1) -> None:
-        """A new one of at least ``nbytes``, or the one behind ``fd`` (which stays the caller's)."""
+        """Make one of at least ``nbytes``, or map the one of ``fd`` (which stays the caller's)."""
         self._driver = driver
         self.size = -(-nbytes // driver.granularity) * driver.granularity
         handle, address = c_uint64(), c_uint64()
@@ -204,14 +209,14 @@ class Shared:
             self.close = undo.pop_all().close
 
     def export(self) -> int:
-        """A descriptor, the caller's, for a peer's Shared."""
+        """Return a descriptor, owned by the caller, for a peer's Shared."""
         fd = c_int(-1)
         self._driver.call("cuMemExportToShareableHandle", byref(fd), self._handle, FILE_DESCRIPTOR, 0)
         return fd.value
 
 
 class Pinned:
-    """Host memory that kernels reach at the same address. It lives as long as a view of it does."""
+    """Host memory that kernels access at the same address. It lives as long as a view of it does."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self._driver = driver
@@ -233,7 +238,7 @@ class CudaStream:
 
     @property
     def number(self) -> int:
-        """The handle, as others know it."""
+        """The handle as an integer."""
         return self.handle.value or 0
 
     def synchronize(self) -> None:
@@ -241,7 +246,7 @@ class CudaStream:
 
     @contextmanager
     def capture(self) -> Iterator[CudaGraph]:
-        """What is launched on this stream within becomes the graph, which is ready behind the block."""
+        """Record the launches on this stream in a graph, which is ready after the block."""
         graph, ready = Handle(), CudaGraph(self._driver)
         self._driver.call("cuStreamBeginCapture_v2", self.handle, RELAXED)
         yield ready
@@ -250,13 +255,13 @@ class CudaStream:
         self._driver.call("cuGraphDestroy", graph)
 
     def close(self) -> None:
-        """Waits for what was launched."""
+        """Wait for all launches, then destroy the stream."""
         self.synchronize()
         self._driver.call("cuStreamDestroy_v2", self.handle)
 
 
 class CudaEvent:
-    """A point of a stream, for others to wait for. Streams are handles."""
+    """A point of a stream for which other streams can wait. Streams are handles."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -264,15 +269,15 @@ class CudaEvent:
         driver.call("cuEventCreate", byref(self._handle), NO_TIMING)
 
     def record(self, stream: int) -> None:
-        """Here, and no longer where it was before."""
+        """Set the event at the present point of ``stream``; an earlier point no longer counts."""
         self._driver.call("cuEventRecord", self._handle, stream)
 
     def wait(self, stream: int) -> None:
-        """What ``stream`` is given from here on is for after the point; at once where there is none."""
+        """Make later launches on ``stream`` wait for the point; they do not wait if none is recorded."""
         self._driver.call("cuStreamWaitEvent", stream, self._handle, 0)
 
     def close(self) -> None:
-        """Waits for the point."""
+        """Wait for the point, then destroy the event."""
         self._driver.call("cuEventSynchronize", self._handle)
         self._driver.call("cuEventDestroy_v2", self._handle)
 
@@ -331,18 +336,18 @@ class Driver:
 
     @property
     def pci_address(self) -> str:
-        """As Linux names the device in /sys, "0000:81:00.0"."""
+        """The name of the device in Linux's /sys, "0000:81:00.0"."""
         text = ctypes.create_string_buffer(PCI_BYTES)
         self._check("cuDeviceGetPCIBusId", self._library.cuDeviceGetPCIBusId(text, PCI_BYTES, self.device))
         return text.value.decode().lower()
 
     def call(self, name: str, *arguments: object) -> None:
-        """A function of the driver in our context, which need not be this thread's. Raises CudaError."""
+        """Call a function of the driver in our context, which need not be this thread's. Raises CudaError."""
         with self.current():
             self._check(name, getattr(self._library, name)(*arguments))
 
     def allocate(self, data: bytes, nbytes: int = 0) -> int:
-        """Device memory of ``nbytes`` or more that begins with ``data``; its address, for ``free``."""
+        """Return the address, for ``free``, of ``nbytes`` or more of device memory that begin with ``data``."""
         address = c_uint64()
         self.call("cuMemAlloc_v2", byref(address), max(len(data), nbytes))
         self.write(address.value, data)
@@ -352,9 +357,9 @@ class Driver:
         self.call("cuMemFree_v2", address)
 
     def write(self, address: int, data: bytes) -> None:
-        """It is there then, for a peer's NIC and for kernels of any stream, and so is all that was set before."""
+        """Write ``data``. After the call a peer's NIC and kernels of any stream see it, and all that was set before."""
         self.call("cuMemcpyHtoD_v2", address, data, len(data))
-        self.call("cuStreamSynchronize", None)  # that call may return before (CUDA, "API synchronization behavior")
+        self.call("cuStreamSynchronize", None)  # the copy may return before (CUDA, "API synchronization behavior")
 
     def read(self, address: int, nbytes: int) -> bytes:
         data = ctypes.create_string_buffer(nbytes)
@@ -362,7 +367,7 @@ class Driver:
         return data.raw
 
     def load(self, kernel: str) -> Handle:
-        """``lamina_<kernel>``. A kernel that is to be captured is loaded before."""
+        """Return the kernel ``lamina_<kernel>``. Load it before it is captured."""
         function = self._functions.get(kernel)
         if function is None:
             function = Handle()
@@ -371,7 +376,7 @@ class Driver:
         return function
 
     def launch(self, stream: int, kernel: str, *arguments: int, blocks: int = 1) -> None:
-        """``lamina_<kernel>``, whose parameters are all of 8 bytes. ``stream``: a handle."""
+        """Launch ``lamina_<kernel>``, whose parameters all have 8 bytes. ``stream``: a handle."""
         function = self.load(kernel)
         values = [c_uint64(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -385,7 +390,7 @@ class Driver:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Our context is this thread's within."""
+        """Make our context this thread's in the block."""
         self._check("cuCtxPushCurrent", self._library.cuCtxPushCurrent_v2(self._context))
         try:
             yield

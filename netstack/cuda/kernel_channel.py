@@ -1,8 +1,7 @@
-"""Channels whose every call is a kernel: of the host, which launches one and waits for it, with payloads in pinned
-memory; or of the device, from ``hand_to_device``, whose view puts kernels on a stream or into a CUDA graph, until
-``take_from_device``.
-
-What the kernels do with a kind of link is in csrc/netstack/kernels; its transport says what carries its messages.
+"""Channels whose every call is a kernel. For calls of the host, it launches a kernel and waits for it, with payloads in
+pinned memory. From ``hand_to_device`` until ``take_from_device``, a view puts kernels on a stream or into a CUDA graph.
+The kernels for each kind of link are in csrc/netstack/kernels; its transport provides the memory or queues for
+messages.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ BROKEN = "the peer broke the protocol: a signal, credit or header out of its bou
 
 @dataclass(frozen=True)
 class LinkKind:
-    """``name``: of its kernels, between lamina_ and what they do; ``layout``: of a lane's struct; ``has_bulk``: behind
-    that of the first lies that of a second lane, in channels of kernels. ``at_once``: kernels that are launched
-    while others wait, which loading one may wait for.
+    """``name``: the part of its kernels' names between lamina_ and the action. ``layout``: of a lane's struct.
+    ``has_bulk``: in channels of kernels, the struct of a second lane follows the first one's. ``at_once``: kernels that
+    are launched while others wait; loading one could block on those.
     """
 
     name: str
@@ -56,7 +55,7 @@ class DeviceView:
 
     driver: Driver
     channel: int  # address of its struct Ends
-    launch: Callable[..., None]  # (stream, what the kernel does, its arguments behind the channel's own)
+    launch: Callable[..., None]  # (stream, the kernel's action, its arguments after the channel's own)
     launching: Callable[[], AbstractContextManager[bool]]
     check: Callable[[int], None]
     recordable: bool = True
@@ -90,9 +89,8 @@ class DeviceView:
 
 
 class KernelChannel(WatchedChannel):
-    """A channel of a ``kind`` of link. Owns ``sock`` and ``parts``, what carries its messages, once this returns.
-
-    ``describe``: the structs of its lanes, given the address of the abort word.
+    """A channel of a ``kind`` of link. Owns ``sock`` and ``parts``, which carry its messages, once this returns.
+    ``describe``: returns the structs of its lanes, given the address of the abort word.
     """
 
     def __init__(
@@ -107,8 +105,8 @@ class KernelChannel(WatchedChannel):
         self._zero = session.epoch << EPOCH_SHIFT
         nbytes = 3 * LINE + outbound.slots * self._steps[SENDER] + inbound.slots * self._steps[RECEIVER]
         with ExitStack() as own:
-            own.push(parts.pop_all())  # the last to go
-            # abort word, two mails, staging, what was received
+            own.push(parts.pop_all())  # closed last
+            # abort word, two mails, staging, received messages
             self._pinned = own.enter_context(closing(Pinned(driver, nbytes)))
             self._channel = driver.allocate(describe(self._pinned.address))
             own.callback(driver.free, self._channel)
@@ -116,7 +114,7 @@ class KernelChannel(WatchedChannel):
             self._free = weakref.finalize(self, own.pop_all().close)
         self._roles = threading.Lock(), threading.Lock()  # held by a role for the whole of its call
         self._grants = self._sent = self._received = self._released = 0
-        self._launching = threading.Lock()  # held by launches, of which none may come once memory is given back
+        self._launching = threading.Lock()  # held by launches; after memory is freed there are none
         self._watched = self._closed = False
 
     @property
@@ -127,7 +125,7 @@ class KernelChannel(WatchedChannel):
         with self._open() as is_open:
             if not is_open:
                 self._check("lend")
-            if not self._watched:  # no call of the host looks at the life line from here on
+            if not self._watched:  # no call of the host checks the life line from here on
                 self._watched = True
                 view = self._pinned.view
 
@@ -147,14 +145,14 @@ class KernelChannel(WatchedChannel):
         ends = lanes[0]  # that of calls
         self._grants, self._sent = ends["granted"], ends["published"]
         self._received, self._released = ends["received"], ends["released"]
-        if any(lane["reported"] != lane["released"] for lane in lanes):  # left to a message that did not come
+        if any(lane["reported"] != lane["released"] for lane in lanes):  # credit left to a message that did not come
             self._tell(self._released)
 
     def close(self) -> None:
         self._leave(CLOSED)
         with self._roles[SENDER], self._roles[RECEIVER], self._launching:
             if self._watched:
-                with suppress(CudaError):  # kernels are over, also failed ones
+                with suppress(CudaError):  # kernels are over, even failed ones
                     self._driver.call("cuCtxSynchronize")
             self._closed = True
             self._free()
@@ -164,29 +162,29 @@ class KernelChannel(WatchedChannel):
         self._pinned.view[0] = 1
 
     def _flush(self) -> None:
-        """Wait until the link needs nothing more of what was put; STALL_NS a lane at most, not for a peer that left."""
+        """Wait until the link no longer needs what was put, at most STALL_NS a lane; not for a peer that left."""
         if self._peer_end is not None:
             return
         with self._open() as is_open, suppress(CudaError), ExitStack() as parts:
             if not is_open:
-                return  # with its memory
+                return  # its memory is freed
             stream = parts.enter_context(closing(CudaStream(self._driver)))
-            # The abort word is set; behind it, in its line, are one for this kernel and its status.
+            # The abort word is set; after it, in its line, are one for this kernel and its status.
             at = self._address(self._pinned.view)
             for lane in range(self._lanes):
                 rest = self._lane(lane), at + 8, STALL_NS, at + 16
                 self._driver.launch(stream.number, f"{self._kind.name}_flush", *rest)
 
     def _events(self) -> LinkEvents | None:
-        """None where the link says nothing of itself."""
+        """Return the link's events; None if it reports nothing itself."""
         return None
 
     def _broken(self, status: int) -> str:
-        """What the link itself says of a kernel's ``status``."""
+        """Return the link's description of a kernel's ``status``."""
         return f"status {status} of csrc/netstack/device.h"
 
     def _lane(self, lane: int) -> int:
-        """The address of its struct."""
+        """Return the address of its struct."""
         return self._channel + lane * self._kind.layout.nbytes
 
     def _view(self, lane: int, bulk: DeviceView | None) -> DeviceView:
@@ -209,7 +207,7 @@ class KernelChannel(WatchedChannel):
                 self._driver.launch(stream, f"{self._kind.name}_{kernel}", lane, *arguments, blocks=blocks)
 
     def _check_kernels(self, status: int) -> None:
-        """Raise the error that a view's ``status`` stands for, or that the channel was closed, after which nothing is
+        """Raise the error that a view's ``status`` means, or that the channel was closed, after which nothing is
         launched.
         """
         if status == OK and not self._closed:
@@ -290,7 +288,7 @@ class KernelChannel(WatchedChannel):
                 self._run(RECEIVER, "release", released, STALL_NS)
 
     def _wait(self, step: Callable[[int], int], timeout_s: float, operation: str) -> bool:
-        """Call ``step`` until it says OK; False once ``timeout_s`` has passed. Messages from before the peer's end
+        """Call ``step`` until it returns OK; False once ``timeout_s`` has passed. Messages from before the peer's end
         count.
         """
         deadline, pause = monotonic() + timeout_s, 0.0
@@ -313,7 +311,7 @@ class KernelChannel(WatchedChannel):
             pause = 0.0 if self._peer_end else min(left, SLICE_S)
 
     def _run(self, role: int, kernel: str, *arguments: int) -> int:
-        """Launch, wait, and tell the status. A driver that fails has ended the channel."""
+        """Launch a kernel, wait, and return its status. A failure of the driver ends the channel."""
         mail = self._mail(role)
         mail[STATUS_OFFSET : STATUS_OFFSET + 4] = bytes(4)
         try:
@@ -330,7 +328,7 @@ class KernelChannel(WatchedChannel):
         return self._pinned.view[(1 + role) * LINE : (2 + role) * LINE]
 
     def _place(self, role: int, index: int) -> memoryview:
-        """Pinned memory of the payload of a slot."""
+        """Return the pinned memory of a slot's payload."""
         base = 3 * LINE + (self.outbound.slots * self._steps[SENDER] if role == RECEIVER else 0)
         start = base + index * self._steps[role]
         return self._pinned.view[start : start + self._steps[role]]
@@ -340,8 +338,8 @@ class KernelChannel(WatchedChannel):
 
 
 def leave_all_channels(opened: Iterable[object]) -> None:
-    """Leave all channels of kernels, before one of them is closed: it waits for kernels, which may wait for peers of
-    others.
+    """Leave all channels of kernels before any of them is closed: closing waits for kernels, which may wait for peers
+    of other channels.
     """
     for channel in list(opened):
         if isinstance(channel, KernelChannel):
@@ -349,5 +347,5 @@ def leave_all_channels(opened: Iterable[object]) -> None:
 
 
 def directions(terms: Terms, *, listening: bool) -> tuple[Geometry, Geometry]:
-    """(outbound, inbound) of this side."""
+    """Return (outbound, inbound) of this side."""
     return (terms.inbound, terms.outbound) if listening else (terms.outbound, terms.inbound)

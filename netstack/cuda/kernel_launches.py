@@ -1,18 +1,18 @@
-"""A message as launches of kernels (csrc/netstack/kernels): one, or for a long one several, a part each. Many blocks
-share its copy then, and none of them has to wait for another.
+"""A message as launches of kernels (csrc/netstack/kernels): one, or for a long message several, a part each. So many
+blocks share its copy, and none of them has to wait for another.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Modelled for NVLink 4, nothing of it measured: a block copies 64 GB/s at a latency of 1 us, eight of them the 450 GB/s
-# that there are; two kernels more of a graph cost about 1 us each. At 256 KiB it is 4.1 us against 2.6.
+# Modelled for NVLink 4, not measured: a block copies 64 GB/s at a latency of 1 us, eight of them the available 450
+# GB/s. Two more kernels of a graph cost about 1 us each. At 256 KiB it is 4.1 us against 2.6.
 LONG_BYTES, COPY_BLOCKS = 1 << 18, 8
 
 
 class LaunchPart(NamedTuple):
-    """``arguments``: behind the channel's own; ``blocks``: of the launch."""
+    """``arguments``: after the channel's own; ``blocks``: of the launch."""
 
     kernel: str
     arguments: tuple[int, ...]
@@ -26,7 +26,7 @@ KERNELS_OF_CALLS = (
 
 
 def send(first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int) -> list[LaunchPart]:
-    """As of DeviceSide; ``second`` is 0 where there is none."""
+    """Return the launches of a send, with arguments as in DeviceSide; ``second`` is 0 if there is none."""
     if most >= LONG_BYTES:
         return [
             LaunchPart("send_begin", (first, second, nbytes, timeout_ns, status)),
@@ -39,7 +39,9 @@ def send(first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status
 
 
 def receive(target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> list[LaunchPart]:
-    """Of any message of up to ``room`` bytes, whose length and tag go to ``nbytes`` and ``tag``."""
+    """Return the launches that receive any message of up to ``room`` bytes; its length and tag go to ``nbytes`` and
+    ``tag``.
+    """
     if room < LONG_BYTES:
         return [LaunchPart("receive", (target, room, nbytes, tag, timeout_ns, status))]
     begin = LaunchPart("receive_begin", (room, nbytes, tag, timeout_ns, status))
@@ -49,7 +51,7 @@ def receive(target: int, room: int, nbytes: int, tag: int, timeout_ns: int, stat
 def receive_due(
     target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int, most: int
 ) -> list[LaunchPart]:
-    """As of DeviceSide."""
+    """Return the launches of a receive, with arguments as in DeviceSide."""
     if most < LONG_BYTES:
         return [LaunchPart("receive_due", (target, nbytes, tag, note, timeout_ns, status))]
     begin = LaunchPart("due_begin", (nbytes, tag, note, timeout_ns, status))

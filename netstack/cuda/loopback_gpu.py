@@ -1,19 +1,21 @@
 """Channels of ``loopback`` whose ends compute on one GPU: messages of kernels move in its memory, on two streams.
 
-Kernels of ``cuda`` poll for what a peer in another process sends. In one process both ends are streams of one context,
-and there a kernel that polls can keep its peer from ever being launched: what the peer's thread does first may wait for
-all that runs in the context. A kernel's first use does (lazy loading), memory that an allocator gives back (cudaFree)
-or pins; and streams beyond CUDA_DEVICE_MAX_CONNECTIONS share queues. torch and CuPy do such things when they like. So
-no kernel is put on the GPU here before its message is there: a call first waits, on the host, until the peer's host has
-put its kernel, and behind it an event, on a stream; then it puts a wait for that event, the kernel, and the next event.
-So each kernel on a stream ends by itself, and no multiprocessor polls.
+Kernels of ``cuda`` poll for messages of a peer in another process. In one process both ends are streams of one context,
+and there a polling kernel can keep its peer from ever being launched. What the peer's thread does first may wait for
+everything that runs in the context. That includes a kernel's first use (lazy loading), and memory that an allocator
+frees (cudaFree) or pins. Streams beyond CUDA_DEVICE_MAX_CONNECTIONS share queues. torch and CuPy do such things at any
+time.
 
-The price is that hosts take part in every message, as a graph's replay does not: messages are no parts of graphs, which
-end where one leaves. Hosts do not wait for the GPU; both run ahead of it.
+So no kernel is put on the GPU here before its message is there. A call first waits, on the host, until the peer's host
+has put its kernel, followed by an event, on a stream. Then it puts a wait for that event, the kernel, and the next
+event. So each kernel on a stream ends by itself, and no multiprocessor polls.
 
-The kernels are those of ``cuda``, with all their checks. They are given no time to wait: the message that is due is
-there, or the kernel that should send it has failed. Calls of the host stay in the host's memory, so an idle channel
-costs the GPU nothing.
+The price is that hosts take part in every message, while a graph's replay needs no host. So messages are not part of
+graphs, which end before each one. Hosts do not wait for the GPU; both run ahead of it.
+
+The kernels are those of ``cuda``, with all their checks. They get no time to wait: the expected message is there, or
+the kernel that should send it has failed. Calls of the host stay in the host's memory, so an idle channel costs the GPU
+nothing.
 
 HARDWARE-UNVERIFIED: run against a stand-in of the CUDA driver.
 """
@@ -44,11 +46,13 @@ NO_NS = 0
 
 
 class Rings:
-    """A link in the GPU's memory, and how far hosts are with it. Directions are those of ``LoopbackLink.inboxes``."""
+    """A link in the GPU's memory, and the progress of the hosts on it. Directions are those of
+    ``LoopbackLink.inboxes``.
+    """
 
     def __init__(self, driver: Driver, geometries: tuple[Geometry, Geometry], epoch: int) -> None:
-        """``driver`` may be closed before: the context is that of both ends, and goes with the last."""
-        self.counts = [[0, 0], [0, 0]]  # of each direction: kernels that send, that receive, put on streams
+        """``driver`` may be closed earlier: the context belongs to both ends, and lives as long as one of them."""
+        self.counts = [[0, 0], [0, 0]]  # of each direction: kernels that send and that receive, put on streams
         sizes = [inbox_bytes(geometry) for geometry in geometries]
         with ExitStack() as parts:
             base = driver.allocate(bytes(INBOXES_AT), INBOXES_AT + sum(sizes))
@@ -59,20 +63,20 @@ class Rings:
                 pointers = inboxes[side], inboxes[1 - side], base + ABORT_AT
                 driver.write(base + ENDS_AT[side], new_ends(*pointers, out, into, zero, near=True))
             self.ends = tuple(base + at for at in ENDS_AT)
-            # Of a slot: its last use, by the sender and the receiver in turn. One for a direction would have Q wait for
-            # K and V where the sender's host is ahead. Closed first, so that no kernel is left.
+            # An event for each slot: its last use, by the sender and the receiver in turn. With one for a direction Q
+            # would wait for K and V if the sender's host is ahead. Closed first, so that no kernel is left.
             self._events = [
                 [parts.enter_context(closing(CudaEvent(driver))) for _ in range(x.slots)] for x in geometries
             ]
             self.close = parts.pop_all().close
 
     def due(self, direction: int, *, sends: bool) -> bool:
-        """Whether the peer's part of the next message, or of the slot for it, is on a stream."""
+        """Return True if the peer's part of the next message, or of its slot, is on a stream."""
         sent, received = self.counts[direction]
         return sent - received < len(self._events[direction]) if sends else received < sent
 
     def launch(self, driver: Driver, side: int, sends: bool, stream: int, parts: Sequence[LaunchPart]) -> None:
-        """A message, once it is due, behind the peer's part. Raises CudaError."""
+        """Put a message, once it is due, after the peer's part. Raises CudaError."""
         direction = side if sends else 1 - side
         counts, events = self.counts[direction], self._events[direction]
         event = events[counts[not sends] % len(events)]
@@ -84,7 +88,7 @@ class Rings:
 
 
 class LoopbackGpuLink(LoopbackLink):
-    """A link with ``rings``, once an end was lent, until both have left."""
+    """A link with ``rings``, from the first ``hand_to_device`` until both ends have left."""
 
     def __init__(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> None:
         super().__init__(outbound, inbound, gpu)
@@ -93,17 +97,17 @@ class LoopbackGpuLink(LoopbackLink):
         self._left = set[int]()
 
     def leave(self, side: int) -> None:
-        """Idempotent."""
+        """Note that a side has left; the last one frees the rings. Idempotent."""
         with self.changed:
             self._left.add(side)
             if len(self._left) == len(self.ends) and self.rings is not None:
-                with suppress(CudaError):  # of a kernel: the context, and all that is in it, is lost
+                with suppress(CudaError):  # a kernel failed: the context, and all that is in it, is lost
                     self.rings.close()
                 self.rings = None
 
 
 class LoopbackGpuChannel(LoopbackChannel):
-    """An end that can be lent."""
+    """An end that kernels can use."""
 
     def __init__(
         self, link: LoopbackGpuLink, side: int, peer: str, terms: Terms, faults: Faults, driver: Driver
@@ -131,14 +135,14 @@ class LoopbackGpuChannel(LoopbackChannel):
         return OrderedView(self)
 
     def take_from_device(self) -> None:
-        """Calls have slots and counters of their own."""
+        """Do nothing: calls have slots and counters of their own."""
 
     def close(self) -> None:
         super().close()
         self._leave()
 
     def launch(self, sends: bool, timeout_ns: int, stream: int, parts: Sequence[LaunchPart]) -> None:
-        """A message, once it is due. Raises ChannelError, CudaError."""
+        """Put a message, once it is due. Raises ChannelError, CudaError."""
         link, direction = self._shared, self._side if sends else 1 - self._side
 
         def due() -> bool:
@@ -147,7 +151,7 @@ class LoopbackGpuChannel(LoopbackChannel):
         with self._changed:
             self._changed.wait_for(lambda: due() or any(link.ends), timeout_ns / 1e9)
             self._check("a kernel")
-            if sends or not due():  # what came before the peer's end counts
+            if sends or not due():  # messages from before the peer's end count
                 self._check_peer("a kernel")
             if link.rings is None or not due():
                 raise ChannelTimeout(f"{self.peer}: a kernel: no message, or no free slot, within its time")
@@ -155,9 +159,9 @@ class LoopbackGpuChannel(LoopbackChannel):
             self._changed.notify_all()
 
     def explain(self, status: int) -> NoReturn:
-        """Raise the error that a kernel's ``status`` stands for."""
+        """Raise the error that a kernel's ``status`` means."""
         with self._changed:
-            if status == TIMEOUT:  # a kernel of the peer has failed, and its host is about to say why
+            if status == TIMEOUT:  # a kernel of the peer has failed, and its host is about to report why
                 self._changed.wait_for(lambda: any(self._shared.ends), DEATH_NOTICED_S)
             self._check("a kernel")
             self._check_peer("a kernel")
@@ -167,8 +171,8 @@ class LoopbackGpuChannel(LoopbackChannel):
 
 
 class OrderedView:
-    """A DeviceSide between streams of one process. ``check`` raises for a call that has failed on the host;
-    later calls do nothing.
+    """A DeviceSide between streams of one process. ``check`` raises for a call that has failed on the host; later calls
+    do nothing.
     """
 
     recordable = False
@@ -199,7 +203,7 @@ class OrderedView:
         )
 
     def launching(self) -> AbstractContextManager[bool]:
-        """Nothing of it is in a graph."""
+        """Return a block that yields True: its calls are never part of a graph."""
         return nullcontext(True)
 
     def check(self, status: int) -> None:
@@ -220,7 +224,7 @@ class OrderedView:
 
 
 class LoopbackGpuFabric(LoopbackFabric):
-    """Where both ends are on one GPU, their channels are LoopbackGpuChannels."""
+    """A fabric whose channels are LoopbackGpuChannels if both ends are on one GPU."""
 
     def __init__(self, key: bytes, driver: Driver) -> None:
         super().__init__(key)
@@ -241,7 +245,7 @@ class LoopbackGpuFabric(LoopbackFabric):
 
 
 def open_on(key: bytes, gpu: int) -> Fabric:
-    """Without device sides, and with a word why, where kernels cannot be had."""
+    """Open the fabric; if there are no kernels, without device sides and with a warning."""
     try:
         return LoopbackGpuFabric(key, Driver(gpu))
     except ImportError as error:

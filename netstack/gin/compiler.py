@@ -1,5 +1,5 @@
-"""kernels.cu with links of NCCL's device API, by nvcc: NVRTC does not take NCCL's headers. What has been compiled is
-kept from one start to the next (kernel_cache.py).
+"""Compiles kernels.cu with links of NCCL's device API by nvcc, as NVRTC does not accept NCCL's headers. Compiled
+kernels are kept from one start to the next (kernel_cache.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION_S, COMPILE_S = 60.0, 600.0
 
 
 def header_folders() -> list[Path]:
-    """Where nvcc finds NCCL's headers, beside the library, and those of CUDA's packages; nvcc knows its own."""
+    """Return the folders of NCCL's headers, next to the library, and of CUDA's packages; nvcc knows its own."""
     named = os.environ.get(LIBNCCL)
     places = [Path(named).parents[1] / "include"] if named else []
     places += [p for folder in package_folders() for p in (folder / "nccl/include", *folder.glob("cu1*/include"))]
@@ -32,15 +32,15 @@ def header_folders() -> list[Path]:
 
 
 def why_no_compiler() -> str:
-    """What of it is missing to compile kernels with NCCL's headers; empty: nothing."""
+    """Return what is missing to compile kernels with NCCL's headers; "": nothing."""
     if not any((folder / "nccl_device.h").is_file() for folder in header_folders()):
         return "NCCL's headers are not there"
     return "" if _nvcc() else "nvcc, which compiles kernels with NCCL's headers, is not there"
 
 
 def build(architecture: int) -> bytes:
-    """The kernels for sm_``architecture``, kept or compiled. Raises ImportError for what is missing, RuntimeError with
-    the words of nvcc.
+    """Return the kernels for sm_``architecture``, kept or compiled. Raises ImportError for what is missing,
+    RuntimeError with nvcc's message.
     """
     compiler = _nvcc()
     if (why := why_no_compiler()) or compiler is None:
@@ -84,7 +84,9 @@ def _compiled(compiler: str, architecture: int) -> bytes:
 
 
 def _place(compiler: str, architecture: int) -> CachedImage | None:
-    """Where the kernels are kept that follow from all this; None where they are not, or nvcc tells no version."""
+    """Return the place of kept kernels, by all that determines them; None if there is no cache, or nvcc reports no
+    version.
+    """
     folder = cache_directory("kernels")
     if folder is None:
         return None

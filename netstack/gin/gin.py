@@ -1,17 +1,17 @@
-"""Between GPUs of two hosts: their kernels put by NCCL's device API, which drives what NICs it knows: GIN.
+"""The transport ``gin`` between GPUs of two hosts: kernels put by NCCL's device API (GIN), which drives the NICs that
+it knows.
 
 HARDWARE-UNVERIFIED. Kernels are compiled with NCCL's headers, and this module runs with a stand-in of the library and
 one of CUDA's driver; neither has run on a GPU.
 
-Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, with cards under the session's keys. The
-connector's card names a communicator of the two, which both then make together, with a window that each reaches of the
-other's, by which its NIC, its GID and its queues are NCCL's to choose (NCCL_IB_HCA, NCCL_IB_GID_INDEX). A message is
-one put with a strong signal, so the network may reorder. In a channel of
-kernels bulk goes by a context of its own, a queue of NCCL's. NCCL's own sockets, and what NICs send, are neither
-encrypted nor authenticated: use a network that strangers cannot write to.
+Peers meet as in ``verbs``: over TCP, which stays as the life line, with cards under the session's keys. The connector's
+card names a communicator of the two, which both then make together, with a window that each accesses on the other. NCCL
+chooses its NIC, its GID and its queues (NCCL_IB_HCA, NCCL_IB_GID_INDEX). A message is one put with a strong signal, so
+the network may reorder. In a channel of kernels, bulk uses a context of its own, a queue of NCCL's. NCCL's own sockets
+and the NICs' messages are neither encrypted nor authenticated: use a network that strangers cannot write to.
 
-Making a communicator takes memory of the GPU and may wait for kernels that run on it, which may wait for a peer: so all
-channels are made before the first step, and pools that change meanwhile take another transport (``schemes.AT_START``).
+Making a communicator takes memory of the GPU and may wait for kernels that run on it, which may wait for a peer. So all
+channels are made before the first step, and pools that change later need another transport (``schemes.AT_START``).
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from .nccl import ID_BYTES, Communicator, NcclError, NcclLibrary
 GIN = LinkKind("gin", StructLayout(*gin_layout()), has_bulk=True, at_once=(*KERNELS_OF_CALLS, "flush"))
 CARD = struct.Struct(f"!4sI{ID_BYTES}s")  # magic, version of NCCL, the communicator's name
 MAGIC, MADE = b"NGIN", b"made"
-MAKE_S = HANDSHAKE_S - 1.0  # for both to make a communicator, before the listener takes the connector for silent
+MAKE_S = HANDSHAKE_S - 1.0  # for both to make a communicator, before the listener drops the connector as silent
 LATE_S = 1.0  # between the two
 PAGE = 4096
 
 
 @dataclass(frozen=True)
 class WindowLane:
-    """A lane in the window: the offsets of the messages that this side sends, and receives. No geometry: no message
-    goes that way.
+    """A lane in the window: the offsets of the messages that this side sends, and receives. Without a geometry a
+    direction has no messages.
     """
 
     to: int
@@ -69,8 +69,8 @@ class WindowLane:
 
 @dataclass(frozen=True)
 class GinLink:
-    """``parts``: all of it, to be closed once. ``base``: the address of the window, which has ``lanes``, the first and,
-    for kernels, that of bulk; ``fields``: of each lane's struct.
+    """``parts``: all resources, to be closed once. ``base``: the address of the window. It has ``lanes``: the first
+    and, for kernels, that of bulk. ``fields``: of each lane's struct.
     """
 
     parts: ExitStack
@@ -81,7 +81,7 @@ class GinLink:
 
 
 class NcclEvents:
-    """Of a communicator, whose faults no descriptor tells."""
+    """The events of a communicator, whose faults no descriptor reports."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -121,7 +121,7 @@ class GinChannel(KernelChannel):
         super().__init__(driver, GIN, link.parts, describe, sock, peer, session, listening=listening)
 
     def _finish(self) -> None:
-        """With the communicator goes what its NIC has not sent."""
+        """Flush: what the NIC has not sent is lost with the communicator."""
         self._flush()
 
     def _events(self) -> LinkEvents:
@@ -140,14 +140,14 @@ class GinProvider:
     scheme = "gin"
 
     def __init__(self, driver: Driver, nccl: NcclLibrary, traffic_class: int) -> None:
-        """Makes a communicator of this process alone, which takes what NCCL takes once. Raises NcclError."""
+        """Make a communicator of this process alone, for NCCL's one-time setup. Raises NcclError."""
         self._driver, self._nccl, self._traffic_class = driver, nccl, traffic_class
         self.remarks = list[str]()
         alone = Communicator(nccl, driver, 1, nccl.new_id(), 0, monotonic() + 10 * MAKE_S, threading.Event())
         alone.close()
 
     def register(self, source: memoryview) -> None:
-        """Nothing: what is put is copied to memory that the NIC has."""
+        """Do nothing: messages are copied to memory that the NIC has."""
 
     def meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
         if (most := max(session.outbound.slot_bytes, session.inbound.slot_bytes)) > MAX_MESSAGE_BYTES:
@@ -181,7 +181,7 @@ class GinProvider:
         self._driver.close()
 
     def _link(self, session: AuthenticatedTerms, name: bytes, given_up: threading.Event, *, listening: bool) -> GinLink:
-        """Both sides make it at the same time. Raises NcclError, CudaError."""
+        """Make the link; both sides do so at the same time. Raises NcclError, CudaError."""
         driver, rank, zero = self._driver, int(listening), session.epoch << EPOCH_SHIFT
         lanes, nbytes = places_of(session, listening=listening)
         outbound, inbound = directions(session, listening=listening)
@@ -203,12 +203,14 @@ class GinProvider:
 
 
 class GinFabric(VerbsFabric):
-    """Listens and connects as ``verbs`` does; once the peer is met, NCCL has its time, however short an attempt is."""
+    """Listens and connects as ``verbs`` does. Once the peer is met, NCCL gets its own time, even if an attempt is
+    short.
+    """
 
     scheme = "gin"
 
     def join(self, listener: StreamListener) -> None:
-        """And for no trials, each of which would be a communicator."""
+        """Join ``listener``, but not for trials, each of which would be a communicator."""
         TcpFabric.join(self, listener)
 
     def close(self) -> None:
@@ -220,7 +222,7 @@ class GinFabric(VerbsFabric):
 
 
 def places_of(session: AuthenticatedTerms, *, listening: bool) -> tuple[tuple[WindowLane, ...], int]:
-    """Places of the first lane, places of the lane for bulk (for kernels; it goes to the listener alone), and the bytes
+    """Return the places of the first lane and of the lane for bulk (for kernels; only to the listener), and the bytes
     of the window. The window holds messages to the listener, messages back, bulk, and a page for the credits of bulk.
     """
     there, back = (-(-inbox_bytes(geometry) // PAGE) * PAGE for geometry in (session.outbound, session.inbound))
@@ -236,7 +238,9 @@ def places_of(session: AuthenticatedTerms, *, listening: bool) -> tuple[tuple[Wi
 def _made(
     making: BackgroundCall[GinLink], sock: socket.socket, given_up: threading.Event
 ) -> Generator[Wants, None, GinLink]:
-    """What ``making`` makes, which gives up once the peer at ``sock`` has. Raises as ``_link`` does."""
+    """Wait for the result of ``making``, which stops once the peer at ``sock`` has disconnected. Raises as ``_link``
+    does.
+    """
     wants = {sock.fileno(): select.POLLRDHUP, making.fileno(): select.POLLIN}
     while not making.result.done():
         yield wants
@@ -257,7 +261,7 @@ def _thrown_away(making: Future[GinLink]) -> None:
 
 
 def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
-    """Raises ImportError, with its cause, where there is no NCCL, no nvcc, or no GPU."""
+    """Open the transport. Raises ImportError, with its cause, if there is no NCCL, no nvcc, or no GPU."""
     try:
         nccl, traffic_class = NcclLibrary(), _traffic_class(service())
         driver = Driver(chosen_gpu(gpu), BY_NVCC)
@@ -273,7 +277,7 @@ def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
 
 
 def _traffic_class(wanted: NetworkService) -> int:
-    """Raises ValueError for the others, which are NCCL's to choose: its variable is named."""
+    """Return the traffic class. Raises ValueError for settings that NCCL chooses, with the name of its variable."""
     for given, own, theirs in (
         (wanted.level, SERVICE_LEVEL, "NCCL_IB_SL"),
         (wanted.partition, PARTITION, "NCCL_IB_PKEY_VALUE"),

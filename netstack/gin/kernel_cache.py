@@ -1,7 +1,7 @@
-"""Kernels that are kept from one start to the next, in the folder of LAMINA_CACHE, beside captures of models.
+"""Kernels that are kept from one start to the next, in the folder of LAMINA_CACHE, next to captures of models.
 
-A file bears the name of all that its kernels follow from, and begins with a digest of that and of them: one that is
-torn, of another name, or that somebody else may have written is as good as none, and its kernels are compiled again.
+A file's name is a digest of all that determines its kernels. It begins with a digest of that and of the kernels. A file
+that is torn, of another name, or perhaps written by another user is ignored, and its kernels are compiled again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIGEST_BYTES = 32
 
 
 class CachedImage:
-    """The place of what follows from ``facts``. Neither reading nor writing fails."""
+    """The file of kernels that ``facts`` determine. Neither reading nor writing fails."""
 
     def __init__(self, folder: Path, facts: Sequence[str]) -> None:
         self._name = hashlib.sha256(json.dumps(list(facts)).encode()).hexdigest()
@@ -27,13 +27,13 @@ class CachedImage:
         self._file = CachedFile(self.path, largest=LARGEST, most_files=MOST_FILES)
 
     def read(self) -> bytes | None:
-        """None where there is none, or where it is not as this user wrote it."""
+        """Return the kernels; None if there are none, or the file is not as this user wrote it."""
         data = self._file.read() or b""
         digest, image = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         return image if image and digest == self._digest(image) else None
 
     def write(self, image: bytes) -> None:
-        """Whole or not at all, also where several processes do so at once."""
+        """Write the whole file or nothing, even if several processes do so at once."""
         self._file.write(self._digest(image) + image)
 
     def _digest(self, image: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""What of NCCL the transport ``gin`` needs, by ctypes: communicators of two, windows, and their device side.
+"""The parts of NCCL that the transport ``gin`` needs, by ctypes: communicators of two, windows, and their device side.
 
 HARDWARE-UNVERIFIED: run against a stand-in of the library (tests/netstack/gpu/fake_nccl.cpp). Structs are those of
-nccl.h and nccl_device/host.h of 2.32, which a test compares field by field where the package is installed.
+nccl.h and nccl_device/host.h of 2.32, which a test compares field by field if the package is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from time import monotonic, sleep
 from lamina.netstack.cuda.driver import Driver, Handle, load
 
 LIBNCCL = "LAMINA_LIBNCCL"  # another file to load instead of the installed one
-LEAST = 23200  # of which the device API has strong signals in windows, and sizes for kernels compiled at run time
+LEAST = 23200  # its device API has strong signals in windows, and sizes for kernels compiled at run time
 MAGIC = 0xCAFEBEEF
 UNSET = -(1 << 31)
 ID_BYTES = 128
@@ -26,7 +26,7 @@ SUCCESS, IN_PROGRESS = 0, 7
 WINDOW = 1 | 2  # symmetric, strictly ordered
 FULLY_CONNECTED = 1
 AGAIN_S = 1e-3
-END_S = 1.0  # for what a communicator has to end before it is aborted
+END_S = 1.0  # time for a communicator's own cleanup before it is aborted
 
 
 class Id(ctypes.Structure):
@@ -92,7 +92,7 @@ class NcclError(OSError):
 
 
 def names() -> list[str]:
-    """Names of the library to try: the named one, that of the Python package, the installed one."""
+    """Return names of the library to try: the named one, that of the Python package, the installed one."""
     if named := os.environ.get(LIBNCCL):
         return [named]
     return [
@@ -102,13 +102,13 @@ def names() -> list[str]:
 
 
 def package_folders() -> list[Path]:
-    """Where NVIDIA's Python packages are."""
+    """Return the folders of NVIDIA's Python packages."""
     spec = find_spec("nvidia")
     return [Path(p) for p in (spec.submodule_search_locations or [] if spec else [])]
 
 
 class NcclLibrary:
-    """The library. Raises ImportError, in one line, where it is missing or too old."""
+    """The library. Raises ImportError, in one line, if it is missing or too old."""
 
     def __init__(self) -> None:
         self._library = load(names(), SIGNATURES)
@@ -121,13 +121,13 @@ class NcclLibrary:
             raise ImportError(f"NCCL is {self.version}, whose device API is too old: {LEAST} is the least")
 
     def new_id(self) -> bytes:
-        """The name of a communicator that is to be, with the place where its ranks meet, which this process opens."""
+        """Return the name of a new communicator, with the address where its ranks meet, which this process opens."""
         made = Id()
         self.call("ncclGetUniqueId", byref(made))
         return bytes(made)
 
     def call(self, name: str, *arguments: object, of: Handle | None = None) -> None:
-        """Raises NcclError. ``of``: the communicator whose last words explain a failure."""
+        """Call a function. Raises NcclError. ``of``: the communicator whose last error explains a failure."""
         status = getattr(self._library, name)(*arguments)
         if status not in (SUCCESS, IN_PROGRESS):
             raise NcclError(f"{name}: {self.words(status, of)}")
@@ -138,8 +138,8 @@ class NcclLibrary:
 
 
 class Communicator:
-    """Of so many ranks, of which this side is ``rank``. Whoever makes one waits for the others until ``deadline``, or
-    until ``given_up`` is set; no call of it waits longer. All is given back by ``close``, which waits for no peer.
+    """A communicator of so many ranks, of which this side is ``rank``. The constructor waits for the other ranks until
+    ``deadline``, or until ``given_up`` is set; no other call waits longer. ``close`` frees all, and waits for no peer.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class Communicator:
         self._nccl, self._driver = nccl, driver
         self._deadline, self._given_up = deadline, given_up
         self._handle = Handle()
-        self._asking = threading.Lock()  # held where the handle has to stay
-        self._undo: list[tuple[str, object]] = []  # calls of the communicator's, the last one first
+        self._asking = threading.Lock()  # held while the handle must stay valid
+        self._undo: list[tuple[str, object]] = []  # cleanup calls, the last one first
         self._memory: list[c_void_p] = []
-        self._is_idle = True  # else NCCL takes no call but a look and an abort
+        self._is_idle = True  # else NCCL only accepts a query of its state and an abort
         config = Config(ctypes.sizeof(Config), MAGIC, nccl.version)
         for field in Config._fields_:
             if field[1] is c_int:
@@ -172,13 +172,13 @@ class Communicator:
             raise
 
     def properties(self) -> Properties:
-        """What NCCL says of it, and of its device side."""
+        """Return NCCL's properties of it, and of its device side."""
         properties = Properties(ctypes.sizeof(Properties), MAGIC, self._nccl.version)
         self._step("ncclCommQueryProperties", self._handle, byref(properties))
         return properties
 
     def window(self, nbytes: int) -> tuple[int, int]:
-        """(address, handle) of memory of the GPU's that all ranks reach; they make it together, of one size."""
+        """Return (address, handle) of GPU memory that all ranks can access; they make it together, of one size."""
         memory, made = c_void_p(), c_void_p()
         self._step("ncclMemAlloc", byref(memory), nbytes)
         self._memory.append(memory)
@@ -187,8 +187,8 @@ class Communicator:
         return memory.value or 0, made.value or 0
 
     def device_side(self, requests: int, contexts: int, traffic_class: int) -> bytes:
-        """The ncclDevComm that kernels are given; they make it together. ``requests``: that may be under way at once,
-        by each of so many ``contexts``; ``traffic_class``: 0 = NCCL's own.
+        """Return the ncclDevComm for kernels; all ranks make it together. ``requests``: most that may be in flight at
+        once in each of ``contexts``; ``traffic_class``: 0 = NCCL's own.
         """
         made = ctypes.create_string_buffer(self.properties().devCommRuntimeVersionSize)
         wanted = Requirements(ctypes.sizeof(Requirements), MAGIC, self._nccl.version)
@@ -201,7 +201,7 @@ class Communicator:
         return made.raw
 
     def fault(self) -> str:
-        """What has gone wrong since; empty: nothing, or it is closed. From any thread."""
+        """Return what has failed since; "" if nothing has, or it is closed. From any thread."""
         status = c_int()
         with self._asking:
             if not self._handle:
@@ -213,7 +213,9 @@ class Communicator:
             return "" if status.value in (SUCCESS, IN_PROGRESS) else self._nccl.words(status.value, self._handle)
 
     def close(self) -> None:
-        """Each call once the one before has ended, or with the communicator, which ends them all; its memory then."""
+        """Free all resources: each call after the last one has ended, or with the communicator, which ends them all;
+        then its memory.
+        """
         self._deadline = monotonic() + END_S
         with suppress(NcclError):
             while self._undo and self._is_idle:
@@ -232,7 +234,7 @@ class Communicator:
             self._nccl.call(name, *arguments, of=self._handle)
 
     def _step(self, name: str, *arguments: object) -> None:
-        """A call that may go on behind its return. Raises NcclError."""
+        """Make a call that may continue after its return, and wait for its end. Raises NcclError."""
         self._call(name, *arguments)
         self._is_idle, status = False, c_int(IN_PROGRESS)
         while self._handle:

@@ -1,1 +1,1 @@
-"""Transports by the host's own means: shared memory, TCP, the memory of one process."""
+"""Transports that need only the host: shared memory, TCP, the memory of one process."""

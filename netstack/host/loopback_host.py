@@ -1,6 +1,5 @@
-"""Channels of ``loopback`` in the memory of one process.
-
-It keeps the contract to the letter, views of one inbox included, and can misbehave on request (``Faults``).
+"""Channels of ``loopback`` in the memory of one process. They keep the whole contract, views of one inbox included, and
+can misbehave on request (``Faults``).
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _NETWORK: WeakValueDictionary[str, LoopbackListener] = WeakValueDictionary()  # 
 
 @dataclass
 class Faults:
-    """How the channels of a fabric misbehave; may be changed at any time."""
+    """The faults of a fabric's channels; may be changed at any time."""
 
     delay_s: float = 0.0  # a message becomes visible that much later
     die_after: int | None = None  # a channel dies, as if its process were killed, after so many sent messages
 
 
 class _Inbox:
-    """One direction: slots and what is in them. Guarded by the link's condition."""
+    """One direction: slots and their contents. Guarded by the link's condition."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.slots = geometry.slots
@@ -57,7 +56,7 @@ class _Inbox:
 
 
 class LoopbackLink:
-    """What both ends share. ``gpu``: the one that both compute on; None = there is none."""
+    """The shared state of both ends. ``gpu``: the one that both compute on; None = there is none."""
 
     def __init__(
         self, outbound: Geometry, inbound: Geometry, gpu: int | None, changed: threading.Condition | None = None
@@ -168,7 +167,7 @@ class LoopbackListener:
         self.url = f"loopback://{place}"
         self.gpu = fabric.gpu
         self._place, self._reception = place, reception
-        self._accepted: WeakSet[LoopbackChannel] = WeakSet()  # those that are still in use count for the ceiling
+        self._accepted: WeakSet[LoopbackChannel] = WeakSet()  # those that are still in use count for the limit
         self._key = key
         self._fabric = fabric
         self._changed = fabric.condition()
@@ -189,7 +188,7 @@ class LoopbackListener:
             return channel
 
     def call(self, key: bytes, make: Callable[[], LoopbackLink], terms: Terms, timeout_s: float) -> LoopbackLink:
-        """The connector's side: returns once accepted. ``make`` allocates the inboxes."""
+        """Connect; returns once accepted. ``make`` allocates the inboxes."""
         with self._changed:
             if why := self._objection(key, terms):
                 self._refusal = f"; the last one was refused: {why}"
@@ -207,7 +206,9 @@ class LoopbackListener:
                     self._callers.remove(caller)
             if waits:
                 error = ChannelTimeout if not accepted else ChannelError
-                raise error(f"{self.url}: connect: the listener {'was closed' if accepted else 'took nobody in time'}")
+                raise error(
+                    f"{self.url}: connect: the listener {'was closed' if accepted else 'did not accept in time'}"
+                )
         return link
 
     def _objection(self, key: bytes, terms: Terms) -> str:
@@ -237,13 +238,13 @@ class LoopbackFabric(BaseFabric):
         condition: Callable[[], threading.Condition] = threading.Condition,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``condition``, ``clock``: by which its ends wait; a simulation has its own."""
+        """``condition``, ``clock``: used for waits; a simulation has its own."""
         super().__init__(key)
         self._faults = faults or Faults()
         self.condition, self._clock = condition, clock
 
     def channel(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
-        """An end of ``link``, which this fabric closes. ``side``: 0 connected, 1 was accepted."""
+        """Return an end of ``link``, which this fabric closes. ``side``: 0 connected, 1 was accepted."""
         channel = self._make(link, side, peer, terms)
         self._opened.add(channel)
         return channel
@@ -265,7 +266,7 @@ class LoopbackFabric(BaseFabric):
     def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> LoopbackChannel:
         listener = _NETWORK.get(self._address(url))
         if listener is None:
-            raise ChannelError(f"{url}: connect: nobody listens there in this process")
+            raise ChannelError(f"{url}: connect: there is no such listener in this process")
         gpu = self.gpu if self.gpu == listener.gpu else None
         link = listener.call(
             terms.key or self._key, partial(self._link, terms.outbound, terms.inbound, gpu), terms, timeout_s

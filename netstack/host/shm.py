@@ -1,9 +1,9 @@
 """Shared memory between processes of one host and one user: the sender writes straight into the receiver's inbox.
 
 Peers meet on an abstract-namespace Unix socket (unix(7)), so no file appears anywhere. After the handshake the
-listening side makes one memfd for both directions, seals its size and passes the descriptor; the kernel frees it
-with the last mapping, however the processes end. The socket stays open, silent, as the life line: its end is the
-peer's end. Layout, waiting and the checks of what the peer writes: csrc/netstack/host/ring.h and link.h.
+listening side makes one memfd for both directions, seals its size and passes the descriptor. The kernel frees it with
+the last mapping, even if processes are killed. The socket stays open, silent, as the life line: its end is the peer's
+end. Layout, waiting and the checks of a peer's writes: csrc/netstack/host/ring.h and link.h.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ShmFabric(BaseFabric):
             os.close(memory)
 
     def _channel(self, memory: int, life_line: socket.socket, terms: Terms, *, listening: bool, peer: str) -> Channel:
-        """Owns ``life_line`` from here on; ``memory`` stays the caller's."""
+        """Return a channel, which owns ``life_line`` from here on; ``memory`` stays the caller's."""
         outbound, inbound = terms.outbound, terms.inbound
         if listening:
             outbound, inbound = inbound, outbound
@@ -103,7 +103,7 @@ def _memory_bytes(terms: Terms) -> int:
 
 
 def _receive_memory(sock: socket.socket, url: str, terms: Terms, deadline: float) -> int:
-    """The descriptor of the shared memory; checked, because its size must never change under the mapping."""
+    """Return the descriptor of the shared memory; checked, because its size must never change under the mapping."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     if not poller.poll(max(0.0, deadline - monotonic()) * 1000):

@@ -1,8 +1,8 @@
 """TCP (RFC 9293): any two processes that can reach each other. Frames and their engine: csrc/netstack/host/stream.h.
 
 Within one host, over loopback addresses, frames carry checksums. Beyond it they are encrypted under keys of the
-session, by libcrypto; without it nothing listens or connects beyond this host. The listener refuses a peer that wants
-to go without.
+session, by libcrypto. Without libcrypto, no connection leaves this host. The listener refuses a peer that does not
+encrypt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lamina.netstack.contract.fabric import CONNECT_S, Channel, ChannelError, Fa
 from .native_module import crypto_fault, open_stream
 
 LIBCRYPTO = "LAMINA_LIBCRYPTO"  # see csrc/netstack/host/cipher.h
-STALL_S = 10.0  # a peer that takes no byte of a put for so long is given up
+STALL_S = 10.0  # a peer that reads no byte of a put for so long is lost
 
 
 class TcpFabric(BaseFabric):
@@ -54,14 +54,14 @@ class TcpFabric(BaseFabric):
         return listener
 
     def join(self, listener: StreamListener) -> None:
-        """Peers of this transport may come to ``listener`` too."""
+        """Let peers of this transport connect to ``listener`` too."""
         listener.add_scheme(self.scheme, self._welcome, self._must_seal)
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
         return self._connect(url, terms, self.scheme, timeout_s)
 
     def _connect(self, url: str, terms: Terms, scheme: str, timeout_s: float) -> Channel:
-        """``scheme``: that which the hello says."""
+        """Connect to a listener. ``scheme``: the one in the hello."""
         deadline = monotonic() + timeout_s
         host, port, family = self._endpoint(self._address(url))
         hello = Hello(**vars(terms), scheme=scheme, cipher=self._cipher(host, f"{url}: connect"))
@@ -74,14 +74,16 @@ class TcpFabric(BaseFabric):
             raise
 
     def _hides(self, host: str) -> bool:
-        """Whether frames to and from ``host`` must be encrypted."""
+        """Return True if frames to and from ``host`` must be encrypted."""
         return self._seal or not _is_loopback(host)
 
     def _must_seal(self, sock: socket.socket) -> bool:
         return self._hides(sock.getpeername()[0])
 
     def _cipher(self, host: str, what: str) -> str:
-        """For frames to and from ``host``. Raises ChannelError, ``what`` is tried, where it cannot be had."""
+        """Return the cipher for frames to and from ``host``. Raises ChannelError if it is missing; ``what`` begins its
+        text.
+        """
         if not self._hides(host):
             return ""
         if fault := crypto_fault():
@@ -115,7 +117,7 @@ class TcpFabric(BaseFabric):
         return f"{self.scheme}://{host}:{name[1]}"
 
     def _endpoint(self, address: str) -> tuple[str, int, socket.AddressFamily]:
-        """(host, port, family) of ``host:port``. Raises ValueError."""
+        """Return (host, port, family) of ``host:port``. Raises ValueError."""
         host, _, port = address.rpartition(":")
         host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
         try:
@@ -123,7 +125,7 @@ class TcpFabric(BaseFabric):
         except ValueError:
             raise ValueError(f"address {address!r} must be IP:PORT, such as 127.0.0.1:0 or [::1]:0") from None
         if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-            raise ValueError(f"address {address!r} needs a port 0..65535 behind its last colon")
+            raise ValueError(f"address {address!r} needs a port 0..65535 after its last colon")
         if ip.is_unspecified or ip.is_multicast:
             raise ValueError(f"address {address!r} is no host's own: name the address of one interface")
         return host, int(port), socket.AF_INET6 if ip.version == 6 else socket.AF_INET

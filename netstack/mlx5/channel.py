@@ -38,8 +38,8 @@ SYNDROMES = {  # of a failed work request, by the mlx5 manual
 
 @dataclass(frozen=True)
 class NicLane:
-    """``queue``: as ``pair`` tells it, with addresses as kernels name them; ``staging``, ``inbox``: their addresses, of
-    the directions that have slots: those of ``outbound`` and ``inbound``.
+    """``queue``: the pair's description, with addresses as kernels use them. ``staging``, ``inbox``: their addresses,
+    for the directions that have slots, those of ``outbound`` and ``inbound``.
     """
 
     pair: KernelPair
@@ -51,7 +51,7 @@ class NicLane:
 
 
 class NicEvents:
-    """The events of queue pairs and of their devices; ``event``: the first that ends one, in libibverbs's words."""
+    """The events of queue pairs and of their devices; ``said``: the first that ends one, in libibverbs's words."""
 
     def __init__(self, pairs: Sequence[KernelPair]) -> None:
         self._pairs, self.said = pairs, ""
@@ -64,7 +64,7 @@ class NicEvents:
 
     def is_over(self) -> bool:
         for pair in self._pairs:
-            if not self.said and (event := pair.event()):  # several threads ask: none may lose what another one got
+            if not self.said and (event := pair.event()):  # several threads poll: none may lose another one's event
                 self.said = event
         return bool(self.said)
 
@@ -88,7 +88,7 @@ class Mlx5Channel(KernelChannel):
             numbers = (FIRST, BULK) if len(lanes) > 1 else (ALONE,)
             for number, lane, card in zip(numbers, lanes, theirs.lanes, strict=True):
                 zero, queue = session.epoch << EPOCH_SHIFT, dict(lane.queue)
-                places = lane.staging or lanes[0].staging, lane.inbox or lanes[0].inbox  # never of no memory
+                places = lane.staging or lanes[0].staging, lane.inbox or lanes[0].inbox  # never the address of nothing
                 ends = ends_of(*places, abort, lane.outbound, lane.inbound, zero)
                 ends |= {"source.address": lane.staging, "source.key": queue.pop("key"), "lane": number}
                 ends |= {"peer.address": card.address, "peer.key": card.key}
@@ -99,7 +99,7 @@ class Mlx5Channel(KernelChannel):
         super().__init__(driver, MLX5, parts, describe, sock, peer, session, listening=listening)
 
     def _finish(self) -> None:
-        """With the queue pairs goes what their NIC has not sent."""
+        """Flush: what the NIC has not sent is lost with the queue pairs."""
         self._flush()
 
     def _events(self) -> LinkEvents:
@@ -122,6 +122,6 @@ class Mlx5Channel(KernelChannel):
         return why
 
     def _lose_link(self, why: str) -> None:
-        """The peer, which may only wait, is told."""
+        """End the channel and notify the peer, which may only wait."""
         self._lose(why)
         self._say(f"aborted: {why}")

@@ -1,5 +1,4 @@
-"""Memory that a GPU and a NIC share: the GPU's, which the NIC reaches; the host's, of a queue pair, for kernels.
-
+"""Memory that a GPU and a NIC share: the GPU's memory for the NIC, and the host memory of a queue pair for kernels.
 HARDWARE-UNVERIFIED: run against a stand-in of the CUDA driver.
 """
 
@@ -27,12 +26,12 @@ from lamina.netstack.host.native_module import LINE, Ringer
 DMA_BUF_FILE = 1  # CUmemRangeHandleType
 OWNER = 100  # CUGPUDirectRDMAWritesOrdering: kernels of this GPU see a NIC's writes in their order
 PAGE = mmap.PAGESIZE  # of the host: 64 KiB on some of those whose CPU is NVIDIA's
-NO_PIECE = 0, 0, -1  # as of NicMemory
+NO_PIECE = 0, 0, -1  # as in NicMemory
 NO_DOORBELL = b"\xff" * 8  # kNoDoorbell of csrc/netstack/proxy/proxy.h
 
 
 def why_unusable(driver: Driver) -> str:
-    """Why kernels of this GPU cannot poll for what a NIC writes, in a few words; empty if they can."""
+    """Return why kernels of this GPU cannot poll for a NIC's writes, in a few words; "" if they can."""
     if not driver.shares_memory:
         return "its memory cannot be mapped as a NIC needs it"
     if driver.attribute(NIC_WRITE_ORDER) < OWNER:
@@ -41,8 +40,8 @@ def why_unusable(driver: Driver) -> str:
 
 
 class NicMemory:
-    """Memory of the GPU, of which a NIC reaches ``nbytes``. ``piece``: the address, the bytes and the file of its
-    dma-buf, or -1 where the driver makes none: then nvidia-peermem has to know the address.
+    """Memory of the GPU, of which a NIC can access ``nbytes``. ``piece``: the address, the bytes and the file of its
+    dma-buf, or -1 if the driver makes none: then nvidia-peermem has to know the address.
     """
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
@@ -59,7 +58,7 @@ class NicMemory:
 
 
 class HostPages:
-    """Pages of the host's that hold ``ranges`` of (address, bytes), as kernels reach them. ``registers``: they are a
+    """Pages of the host that hold ``ranges`` of (address, bytes), mapped for kernels. ``registers``: they are a
     device's, not memory.
     """
 
@@ -76,12 +75,14 @@ class HostPages:
             self.close = parts.pop_all().close
 
     def of(self, address: int) -> int:
-        """``address`` of the host, as a kernel names it."""
+        """Return the address for kernels of the host's ``address``."""
         return next(address + shift for first, end, shift in self._shifts if first <= address < end)
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """(first, end) of the pages that hold ``ranges`` of (address, bytes); each page once, as CUDA takes none twice."""
+    """Yield (first, end) of the pages that hold ``ranges`` of (address, bytes); each page once, as CUDA accepts none
+    twice.
+    """
     first = end = -1
     for start, nbytes in sorted(ranges):
         below, above = start // PAGE * PAGE, -(-(start + nbytes) // PAGE) * PAGE
@@ -95,8 +96,8 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class Mailbox:
-    """A word of the host's in which kernels ring, for ``ringer`` to ring on at ``doorbell``, with ``alternate`` as of a
-    KernelPair's queue.
+    """A word in host memory that kernels write in place of the doorbell; ``ringer`` writes it to ``doorbell``.
+    ``alternate``: as in a KernelPair's queue.
     """
 
     def __init__(self, driver: Driver, ringer: Ringer, doorbell: int, alternate: int) -> None:
@@ -110,7 +111,7 @@ class Mailbox:
 
 
 def doorbell_fault(error: CudaError) -> str:
-    """What to say where the driver does not map a NIC's registers."""
+    """Return the warning for a driver that does not map a NIC's registers."""
     return (
         f"the GPU may not ring the NIC ({error}): a thread of this host rings for it; run as root, or load nvidia with "
         'NVreg_RegistryDwords="PeerMappingOverride=1;", and it does so itself'

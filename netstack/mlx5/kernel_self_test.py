@@ -1,8 +1,6 @@
-"""How a trial goes by both queues of a channel of kernels: there by that of bulk, as K and V go, back by the first, by
-the kernels that a step of Lamina launches. What they free is told by the first alone, so more messages than slots show
-that credit of bulk comes back.
-
-HARDWARE-UNVERIFIED: run against a stand-in of the CUDA driver.
+"""A trial over both queues of a channel of kernels. Messages go by the queue of bulk, as K and V do, and come back by
+the first, through the kernels that a step of Lamina launches. Only the first queue reports freed slots, so more
+messages than slots show that credit of bulk comes back. HARDWARE-UNVERIFIED: run against a stand-in of the CUDA driver.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ from lamina.netstack.cuda.driver import CudaError, CudaStream, Pinned
 from lamina.netstack.cuda.kernel_channel import MAIL, STATUS_OFFSET, TAG_OFFSET, DeviceView, KernelChannel
 from lamina.netstack.host.native_module import OK, TIMEOUT
 
-PAYLOAD_AT = 64  # behind a line with a message's MAIL
-SLICE_NS = 50_000_000  # of a kernel's wait: the host looks at the clock so often
+PAYLOAD_AT = 64  # after a line with a message's MAIL
+SLICE_NS = 50_000_000  # of a kernel's wait: how often the host checks the clock
 
 
 class KernelSelfTestCalls:
     """Kernels that send by ``out`` and receive by ``into``, one at a time, from and to pinned memory."""
 
     def __init__(self, parts: ExitStack, peer: str, out: DeviceView, into: DeviceView) -> None:
-        """Raises CudaError."""
+        """Allocate memory and a stream. Raises CudaError."""
         self._peer, self._out, self._into = peer, out, into
         self._mail = parts.enter_context(closing(Pinned(out.driver, PAYLOAD_AT + SELF_TEST_TAG.slot_bytes)))
         self._stream = parts.enter_context(closing(CudaStream(out.driver)))
@@ -48,7 +46,7 @@ class KernelSelfTestCalls:
         return tag, bytes(self._mail.view[PAYLOAD_AT : PAYLOAD_AT + nbytes])
 
     def _until(self, deadline: float, side: DeviceView, head: bytes, launch: Callable[[int, int], None]) -> None:
-        """Launch until the kernel has done it: one whose time is over has done nothing. Raises ChannelError."""
+        """Launch until the kernel has succeeded: one that timed out has done nothing. Raises ChannelError."""
         status = TIMEOUT
         while status == TIMEOUT and monotonic() < deadline:
             self._mail.view[: MAIL.size] = head

@@ -1,5 +1,5 @@
-"""The card of a channel of one lane or two: a Card of each, and in which order its kernels see a NIC's writes. As with
-Card, nothing of it is trusted.
+"""The card of a channel with one lane or two: a ConnectionCard for each, and the order in which its kernels see a NIC's
+writes. Like those cards it is not trusted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from lamina.netstack.rdma.card import WIRE, ConnectionCard, parse_card
 
 MAGIC = b"MLX5"
 HEAD = struct.Struct("!4sI")  # magic, ordering
-STRICT = 1  # in the order in which they came: a message's signal may be written right behind its data
-FENCED = 2  # in any: a signal may be written once its data was read back
+STRICT = 1  # in the order of arrival: a message's signal may be written right after its data
+FENCED = 2  # in any order: a signal may be written once its data was read back
 NEEDS = "take --transport gin or verbs"
 
 
 @dataclass(frozen=True)
 class LanedCard:
-    """``lanes``: the first, and that of bulk if there is one, which has an inbox at who listens alone."""
+    """``lanes``: the first, and that of bulk if there is one, whose inbox only the listener has."""
 
     lanes: tuple[ConnectionCard, ...]
     ordering: int = STRICT
@@ -30,9 +30,8 @@ class LanedCard:
 
 
 def opened_lanes(text: bytes, sizes: Sequence[int], *, our_lid: int) -> LanedCard:
-    """The card that a peer sent, whose inboxes have ``sizes`` in bytes by the terms; ``our_lid``: 0 on Ethernet.
-
-    Raises HandshakeError, which names the value that no honest peer sends, or the need that this side cannot meet.
+    """Return the card that a peer sent, whose inboxes have ``sizes`` in bytes by the terms; ``our_lid``: 0 on Ethernet.
+    Raises HandshakeError, which names a value that no honest peer sends, or a need that this side cannot meet.
     """
     if len(text) != HEAD.size + len(sizes) * WIRE.size:
         raise HandshakeError(f"its card has {len(text)} bytes, not {HEAD.size + len(sizes) * WIRE.size}")

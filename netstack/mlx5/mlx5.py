@@ -1,19 +1,22 @@
-"""Between GPUs of two hosts: their kernels build the work requests of a ConnectX, ring it, and poll for what came.
+"""The transport ``mlx5`` between GPUs of two hosts: kernels build the work requests of a ConnectX, ring it, and poll
+for messages.
 
-HARDWARE-UNVERIFIED. What the kernels do (csrc/netstack/mlx5.h) is proven on CPUs against a software NIC and weak
-memory, and this module runs with the distribution's libmlx5 over a stand-in of its kernel driver, and one of CUDA's.
+HARDWARE-UNVERIFIED. The kernels (csrc/netstack/mlx5.h) are proven on CPUs against a software NIC and weak memory. This
+module runs with the distribution's libmlx5 over a stand-in of its kernel driver, and one of CUDA's.
 
-Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, with cards under the session's keys. Each
-channel has a queue pair for calls and for messages that somebody waits for, both ways; one of kernels has another for
-bulk, from who connects to who listens, so that the former never wait in the NIC for the latter.
-Inbox and staging are memory of the GPU, which the NIC reaches by dma-buf or nvidia-peermem: the inbox for a peer's
-writes, and nothing else for anything. Ring, completions and records of a queue pair lie in the GPU's memory too, where
-the NIC's firmware may be told so (DEVX, by dma-buf); else they are libmlx5's, in the host's memory, which is mapped for
-kernels. So is the page of the doorbell; where the driver does not map that, kernels
-ring in a word of the host's, and a thread next to the NIC rings on. A message is two RDMA writes, the second of
-which is its signal: the network must deliver in order, without adaptive routing, and the GPU has to say that its
-kernels see the writes of a NIC in their order. What NICs send is neither encrypted nor authenticated: use a network
-that strangers cannot write to.
+Peers meet as in ``verbs``: over TCP, which stays as the life line, with cards under the session's keys. Each channel
+has a queue pair for calls and for urgent messages, both ways. A channel of kernels has another one for bulk, from the
+connector to the listener, so that urgent messages never wait in the NIC for bulk.
+
+Inbox and staging are memory of the GPU, which the NIC accesses by dma-buf or nvidia-peermem; a peer may write to the
+inbox, and has no other access. Ring, completions and records of a queue pair lie in the GPU's memory too, if the NIC's
+firmware accepts that (DEVX, by dma-buf). Otherwise they are libmlx5's, in host memory, which is mapped for kernels. So
+is the page of the doorbell. If the driver does not map that, kernels write a word in host memory, and a thread near the
+NIC rings.
+
+A message is two RDMA writes, the second of which is its signal. So the network must deliver in order, without adaptive
+routing, and the GPU must report that its kernels see a NIC's writes in their order. NICs' messages are neither
+encrypted nor authenticated: use a network that strangers cannot write to.
 """
 
 from __future__ import annotations
@@ -56,15 +59,15 @@ NO_COMPLETION = bytes(CQE_BYTES - 1) + b"\xf1"  # the NIC may write over it
 
 
 class Mlx5Provider(LibibverbsProvider):
-    """As LibibverbsProvider, for kernels of ``driver``'s GPU."""
+    """A LibibverbsProvider for kernels of ``driver``'s GPU."""
 
     scheme = "mlx5"
 
     def __init__(self, wanted: str, driver: Driver) -> None:
         self._driver = driver
-        self._ringer: Ringer | None = None  # where the GPU may not ring
-        self._has_rings = False  # whether rings of queue pairs are to lie in the GPU's memory
-        self._unsaid = list[str]()  # of the remarks, until the first meeting
+        self._ringer: Ringer | None = None  # set if the GPU may not ring
+        self._has_rings = False  # whether rings of queue pairs lie in the GPU's memory
+        self._unsaid = list[str]()  # remarks to log at the first meeting
         super().__init__(wanted, spin_s=0.0, gpu=driver.pci_address)
 
     def meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
@@ -123,8 +126,8 @@ class Mlx5Provider(LibibverbsProvider):
     def _lanes(
         self, parts: ExitStack, place: Place, outbound: Geometry, inbound: Geometry, *, listening: bool, kernels: bool
     ) -> tuple[NicLane, ...]:
-        """The first, and for ``kernels`` that of bulk. What they take is given back with ``parts``. Raises OSError with
-        what the driver or the device refused.
+        """Return the first lane, and for ``kernels`` that of bulk. ``parts`` frees their resources. Raises OSError with
+        the driver's or device's refusal.
         """
         if not kernels:
             return (self._lane(parts, place, outbound, inbound),)
@@ -135,7 +138,7 @@ class Mlx5Provider(LibibverbsProvider):
     def _lane(
         self, parts: ExitStack, place: Place, outbound: Geometry | None, inbound: Geometry | None, credits: int = 0
     ) -> NicLane:
-        """``credits``: of another lane, most that this one has to tell of by themselves."""
+        """Return a lane. ``credits``: credits of another lane that this one may have to send separately, at most."""
         driver = self._driver
         staging, inbox = (
             parts.enter_context(closing(NicMemory(driver, inbox_bytes(geometry)))) if geometry else None
@@ -163,7 +166,7 @@ class Mlx5Provider(LibibverbsProvider):
         return NicLane(pair, queue, outbound, inbound, *addresses)
 
     def _doorbell(self, parts: ExitStack, doorbell: int, alternate: int) -> dict[str, int]:
-        """The same two as kernels ring."""
+        """Return the fields of the doorbell that kernels use for these two."""
         if self._ringer is None:
             try:
                 ringing = [(doorbell, alternate + REGISTER_BYTES)]
@@ -178,12 +181,12 @@ class Mlx5Provider(LibibverbsProvider):
 
 
 def ring_blocks(requests: int) -> int:
-    """A power of two, for so many work requests that may be under way."""
+    """Return a power of two of blocks, for so many work requests in flight."""
     return max(BLOCKS_LEAST, 1 << (requests - 1).bit_length())
 
 
 def connect(pair: KernelPair, card: ConnectionCard) -> None:
-    """Raises HandshakeError."""
+    """Connect a queue pair to the peer's. Raises HandshakeError."""
     r = card.route
     try:
         pair.connect(r.gid, r.lid, r.number, r.psn, r.mtu, card.key, card.address)
@@ -192,7 +195,7 @@ def connect(pair: KernelPair, card: ConnectionCard) -> None:
 
 
 class Mlx5Fabric(VerbsFabric):
-    """Listens and connects as ``verbs`` does; its trials go by each queue of a channel."""
+    """Listens and connects as ``verbs`` does; its trials use each queue of a channel."""
 
     scheme = "mlx5"
     self_test_paths = by_host, by_kernels
@@ -203,7 +206,7 @@ class Mlx5Fabric(VerbsFabric):
 
 
 def open_fabric(key: bytes, *, gpu: int = 0, device: str = "") -> Mlx5Fabric:
-    """Raises ImportError, with its cause, where there is no GPU or no NIC for it."""
+    """Open the transport. Raises ImportError, with its cause, if there is no GPU or no NIC for it."""
     if fault := mlx5_fault():
         raise ImportError(_unusable(fault))
     try:

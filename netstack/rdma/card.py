@@ -1,7 +1,8 @@
-"""The card of a queue pair: what a peer must know to reach it and to write into its inbox. Nothing of it is trusted.
+"""The card of a queue pair: what a peer must know to reach it and to write into its inbox. It is not trusted.
 
-A card comes from a peer that holds the key, so nobody between the two has changed it, but the peer itself may lie. The
-numbers are held here to what an honest NIC can say, before any of them reaches ours. Needs no RDMA on this machine.
+A card comes from a peer that holds the key, so no process between the two has changed it, but the peer itself may lie.
+Here its numbers are checked against what an honest NIC can send, before any of them reaches ours. Needs no RDMA on this
+machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ WIRE = struct.Struct("!4s16sHIIIQIQ")  # magic, route, inbox: bytes, key, addres
 SPECIAL_PAIRS = 2  # 0 and 1 are the subnet's own (InfiniBand 1.4, 10.2.4.2)
 ALL_PAIRS = 0xFFFFFF  # that of multicast; numbers of queue pairs and of packets have 24 bits
 MTU_NAMES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}  # ibv_mtu: bytes
-LIDS = range(1, 0xC000)  # of one port each; those above are of multicast groups (InfiniBand 1.4, 4.1.3)
+LIDS = range(1, 0xC000)  # each of one port; those above are of multicast groups (InfiniBand 1.4, 4.1.3)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class QueuePairAddress:
 
 @dataclass(frozen=True)
 class ConnectionCard:
-    """``nbytes``, ``key``, ``address``: the inbox that the peer may write to; of no bytes: there is none."""
+    """``nbytes``, ``key``, ``address``: the inbox that the peer may write to; 0 bytes: there is none."""
 
     route: QueuePairAddress
     nbytes: int
@@ -46,9 +47,8 @@ class ConnectionCard:
 
 
 def parse_card(text: bytes, *, inbox_bytes: int, our_lid: int) -> ConnectionCard:
-    """The card that a peer sent. ``inbox_bytes``: of the inbox that the terms promise; ``our_lid``: 0 on Ethernet.
-
-    Raises HandshakeError, which names what no honest peer can have said.
+    """Return the card that a peer sent. ``inbox_bytes``: of the inbox that the terms promise; ``our_lid``: 0 on
+    Ethernet. Raises HandshakeError, which names a value that no honest peer sends.
     """
     if len(text) != WIRE.size:
         raise HandshakeError(f"its card has {len(text)} bytes, not {WIRE.size}")
@@ -62,7 +62,7 @@ def parse_card(text: bytes, *, inbox_bytes: int, our_lid: int) -> ConnectionCard
 
 
 def _lie(route: QueuePairAddress, our_lid: int) -> str:
-    """Why no peer can be reached by ``route``; empty if one may."""
+    """Return why no peer can be reached by ``route``; "" if one may."""
     gid = IPv6Address(route.gid)
     ipv4 = gid.ipv4_mapped
     if gid.is_unspecified or (ipv4 and ipv4.is_unspecified):
@@ -81,7 +81,7 @@ def _lie(route: QueuePairAddress, our_lid: int) -> str:
 
 
 def _inbox_lie(nbytes: int, address: int, wanted: int) -> str:
-    """Why no inbox of ``wanted`` bytes can lie there; empty if one may."""
+    """Return why no inbox of ``wanted`` bytes can lie there; "" if one may."""
     if nbytes != wanted:
         return f"its inbox has {nbytes} bytes where the terms need {wanted}"
     if nbytes and (not address or address + nbytes > 1 << 64):

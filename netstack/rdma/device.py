@@ -1,8 +1,8 @@
-"""One RDMA device, registered memory and reliable queue pairs, through pyverbs (libibverbs): nothing else imports it.
+"""One RDMA device, registered memory and reliable queue pairs, through pyverbs (libibverbs), which only this module
+imports.
 
-Why pyverbs: it sets devices up for ``verbs`` where the native engine was not built, and for tests of ``verbs``.
-
-Everything that the device refuses is an OSError here, with the cause and, where there is one, the fix.
+pyverbs sets devices up for ``verbs`` if the native engine was not built, and for tests of ``verbs``. Every refusal of
+the device is an OSError here, with the cause and, if there is one, the fix.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ except ImportError as error:
         "`python -m venv --system-site-packages`, or its folder in PYTHONPATH"
     ) from error
 
-# The most that fits. Soft-RoCE takes it for "for ever", so whoever waits keeps a time of its own. With less, Soft-RoCE
-# breaks where 2 % of packets are lost: every loss costs a retry until an acknowledgement comes, one for 64 packets.
+# The most that fits. Soft-RoCE takes it for "for ever", so waits have a time limit of their own. With less, Soft-RoCE
+# breaks if 2 % of packets are lost: every loss costs a retry until an acknowledgement comes, one for 64 packets.
 RETRIES = 7
 NOT_READY_RETRIES = 6  # receives are posted for all that an honest peer sends, so none is ever needed
 CQE_BATCH = 32
@@ -67,7 +67,7 @@ STATUS = {
 
 
 class Completion(NamedTuple):
-    """``immediate`` is 32 bits that the peer chose; None for a request of our own."""
+    """``immediate`` is 32 bits that the peer chose; None for a request of this side."""
 
     error: str  # empty if it succeeded
     request: int  # the number it was posted with
@@ -83,7 +83,7 @@ def _told(what: str, fix: str = "") -> Iterator[None]:
 
 
 class RdmaDevice:
-    """An open device with one active port. Raises ImportError when this host has none that fits ``wanted``."""
+    """An open device with one active port. Raises ImportError if this host has none that fits ``wanted``."""
 
     def __init__(self, wanted: str = "", *, least_message_bytes: int = 0) -> None:
         try:
@@ -136,8 +136,8 @@ class RdmaDevice:
 
 
 class Domain:
-    """What one peer's queue pair may touch on this side: no key of another domain's memory is of use there. Owns its
-    memories.
+    """The memory that one peer's queue pair may access on this side: keys of another domain's memory are useless there.
+    Owns its memories.
     """
 
     def __init__(self, device: RdmaDevice) -> None:
@@ -147,13 +147,13 @@ class Domain:
             self.protection = PD(device.context)
 
     def memory(self, view: memoryview, *, inbox: bool = False) -> Memory:
-        """``view``, registered. Raises OSError."""
+        """Register ``view``. Raises OSError."""
         self._memories.append(Memory(self, view, inbox=inbox))
         return self._memories[-1]
 
     def memory_of(self, part: memoryview, sources: Sequence[memoryview]) -> Memory | None:
-        """The memory of the source that ``part`` is a piece of; None where no more can be pinned. Raises ValueError
-        where there is no such source.
+        """Return the memory of the source that contains ``part``; None if no more can be pinned. Raises ValueError if
+        there is no such source.
         """
         address = address_of(part)
         for view in reversed(sources):
@@ -166,14 +166,14 @@ class Domain:
         raise ValueError("the source was not registered with this fabric")
 
     def close(self) -> None:
-        """Once its queue pair was closed."""
+        """Free the memories; close the queue pair first."""
         for memory in self._memories:
             memory.close()
         self.protection.close()
 
 
 class Memory:
-    """Registered memory. Only an inbox may be written by a peer; nothing may be read by one."""
+    """Registered memory. A peer may write to an inbox only, and may read nothing."""
 
     def __init__(self, domain: Domain, view: memoryview, *, inbox: bool = False) -> None:
         self.view = view
@@ -193,16 +193,15 @@ def address_of(view: memoryview) -> int:
 
 
 def pages(nbytes: int) -> memoryview:
-    """Zeroed memory of our own for a NIC: a fork must not move what it writes to."""
+    """Return zeroed memory for a NIC: a fork must not move the pages that it writes to."""
     memory = mmap(-1, nbytes)
     memory.madvise(MADV_DONTFORK)
     return memoryview(memory)
 
 
 class QueuePair:
-    """A reliable connection: RDMA writes, some with an immediate that completes a receive of the peer.
-
-    ``sends``, ``receives``: most requests of a kind that are posted and not yet polled.
+    """A reliable connection: RDMA writes, some with an immediate that completes a receive of the peer. ``sends``,
+    ``receives``: most requests of a kind that are posted and not yet polled.
     """
 
     def __init__(self, domain: Domain, sends: int, receives: int) -> None:
@@ -240,7 +239,7 @@ class QueuePair:
             self._pair.to_rts(attributes)
 
     def post_receive(self) -> None:
-        """Room for one more immediate of the peer."""
+        """Allow one more immediate of the peer."""
         with _told("post a receive"):
             self._pair.post_recv(self._receive)
 
@@ -253,9 +252,8 @@ class QueuePair:
         *,
         wake: bool = False,
     ) -> None:
-        """Post one RDMA write of ``pieces`` (memory, address, bytes) to the peer's (key, address).
-
-        It completes as ``request``. ``wake``: its immediate wakes a peer that waits for such only.
+        """Post one RDMA write of ``pieces`` (memory, address, bytes) to the peer's (key, address). It completes as
+        ``request``. ``wake``: its immediate wakes a peer that waits for such only.
         """
         flags = e.IBV_SEND_SIGNALED
         if wake:
@@ -270,7 +268,7 @@ class QueuePair:
             self._pair.post_send(work)
 
     def poll(self) -> list[Completion]:
-        """The work requests that have completed since the last poll."""
+        """Return the work requests that have completed since the last poll."""
         with _told("poll the completion queue"):
             _, completions = self._queue.poll(CQE_BATCH)
         return [_completion(c) for c in completions]
@@ -281,7 +279,7 @@ class QueuePair:
             self._queue.req_notify(wakers_only)
 
     def disarm(self) -> bool:
-        """Take the event off ``events_fd``; whether there was one."""
+        """Take the event off ``events_fd``. Returns True if there was one."""
         try:
             self._events.get_cq_event(self._queue)  # acknowledged by pyverbs when the queue is closed
         except PyverbsError:
@@ -311,9 +309,8 @@ def _is_routable(entry: Any) -> bool:
 
 
 def _completion_channel(context: Any) -> tuple[Any, int]:
-    """A completion channel and its descriptor, which pyverbs tells since rdma-core 57 only.
-
-    Before, it is the one event descriptor that has appeared meanwhile; where another thread opened one too, again.
+    """Return a completion channel and its descriptor, which pyverbs reports only since rdma-core 57. Before, it is the
+    one event descriptor that has appeared meanwhile; if another thread opened one too, it tries again.
     """
     for _ in range(100):
         before = _event_descriptors()

@@ -1,4 +1,4 @@
-"""How large the packets of queue pairs are: two ports agree on the smaller size, and somebody should hear of it."""
+"""The packet size of queue pairs: two ports agree on the smaller size, which is logged."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from .card import MTU_NAMES, QueuePairAddress
 
 log = logging.getLogger(__name__)
 LARGEST = max(MTU_NAMES)
-ROCE_HEADS = 96  # bytes of a frame beside a packet's payload (iboe_get_mtu of Linux)
+ROCE_HEADS = 96  # bytes of a frame in addition to a packet's payload (iboe_get_mtu of Linux)
 FRAMES = f"`ip link set DEVICE mtu {MTU_NAMES[LARGEST] + ROCE_HEADS}`"
 
 
 def remarks_on(place: str, lid: int, mtu: int) -> list[str]:
-    """What to say of a port, the ``place``, that sends smaller packets than NICs can; none: it does not."""
+    """Return the remarks on a port, the ``place``, that sends smaller packets than NICs can; none if it does not."""
     if mtu >= LARGEST:
         return []
     fix = _fix(lid, "on both hosts and on switches")
@@ -21,13 +21,13 @@ def remarks_on(place: str, lid: int, mtu: int) -> list[str]:
 
 
 class PacketSizeLog:
-    """Says of peers whose ports send packets of another size, of each port once, how to have the larger ones."""
+    """Logs, once for each port of a peer with another packet size, how to get larger packets."""
 
     def __init__(self) -> None:
         self._told = set[tuple[bytes, int]]()
 
     def compare(self, ours: QueuePairAddress, theirs: QueuePairAddress, peer: str) -> None:
-        """``theirs`` has been checked."""
+        """Compare packet sizes; ``theirs`` has been checked."""
         port = theirs.gid, theirs.mtu
         if ours.mtu == theirs.mtu or port in self._told:
             return
@@ -39,5 +39,5 @@ class PacketSizeLog:
 
 
 def _fix(lid: int, where: str) -> str:
-    """``lid``: 0 on Ethernet."""
+    """Return the fix. ``lid``: 0 on Ethernet."""
     return "the subnet manager decides how large they are" if lid else f"{FRAMES} {where}"

@@ -1,4 +1,4 @@
-"""The way of ``verbs`` to a NIC by libibverbs itself: csrc/netstack/verbs. Python meets the peer, and is done."""
+"""The provider of ``verbs`` by libibverbs itself: csrc/netstack/verbs. Python only connects the peers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .traffic_class import check_level, service
 if TYPE_CHECKING:
     from lamina.netstack.host._netstack import KernelPair, RdmaEnd
 
-PINNING_MOST = HALF_OPEN_MAX  # peers, those included that have been dropped meanwhile
+PINNING_MOST = HALF_OPEN_MAX  # peers, including those that were dropped meanwhile
 TRIAL = Geometry(slots=1, slot_bytes=1)
 Place = tuple[str, int, int, int, int, int, int]  # device, port, GID, partition, service level, traffic class, timeout
 
@@ -70,14 +70,14 @@ class LibibverbsProvider:
         return self._port
 
     def register(self, source: memoryview) -> None:
-        """Nothing: what is put is copied to memory that the NIC has."""
+        """Do nothing: messages are copied to memory that the NIC has."""
 
     def meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
         outbound, inbound = session.outbound, session.inbound
         if listening:
             outbound, inbound = inbound, outbound
         place = self._place()
-        if listening:  # whose others go on meanwhile
+        if listening:  # so that the listener can serve other peers meanwhile
             end = yield from run_in_background(lambda: self._pinned(place, outbound, inbound), "lamina-pin")
         else:
             end = open_rdma_end(*place, outbound, inbound)
@@ -88,7 +88,7 @@ class LibibverbsProvider:
             self._packets.compare(card.route, r, peer)
             end.connect(r.gid, r.lid, r.number, r.psn, r.mtu, theirs.key, theirs.address)
 
-        with closing(end):  # once it is a channel's, nothing
+        with closing(end):  # once a channel owns it, this does nothing
             reach = reaching(inbox_bytes(outbound), card.route.lid, connect)
             yield from exchanged(sock, exchange_cards(session, card.pack(), reach, listening=listening))
             names = peer, session.peer_name(listening=listening)
@@ -97,10 +97,10 @@ class LibibverbsProvider:
         return channel
 
     def close(self) -> None:
-        """Nothing is open but what channels have."""
+        """Do nothing: only channels have resources open."""
 
     def _pinned(self, place: Place, outbound: Geometry, inbound: Geometry) -> RdmaEnd:
-        """For a peer. Takes long where inboxes are large. Raises OSError, HandshakeError."""
+        """Pin memory for a peer, which takes long for large inboxes. Raises OSError, HandshakeError."""
         if not self._pinning.acquire(blocking=False):
             raise HandshakeError(f"memory for {PINNING_MOST} peers is being pinned, as many as may be")
         try:
@@ -109,7 +109,7 @@ class LibibverbsProvider:
             self._pinning.release()
 
     def _try(self, place: Place) -> QueuePairAddress:
-        """Of a queue pair that was opened there, and is closed. Raises OSError."""
+        """Open and close a queue pair there, and return its address. Raises OSError."""
         return card_of(open_rdma_end(*place, TRIAL, TRIAL)).route
 
     def _place(self) -> Place:
@@ -125,7 +125,7 @@ def card_of(end: RdmaEnd | KernelPair) -> ConnectionCard:
 
 
 def _ports() -> list[Port]:
-    """By libibverbs where it can say: a file for each GID takes long."""
+    """Return the ports, with GIDs from libibverbs if possible: reading a file for each GID takes long."""
     try:
         return ports(gids=_gids)
     except OSError:

@@ -1,7 +1,7 @@
-"""The RDMA port next to a GPU, or to the cores of this process, by the tree of PCI devices that /sys shows. Looks only.
+"""The RDMA port next to a GPU, or to the cores of this process, by the tree of PCI devices in /sys. Changes nothing.
 
 A message between a GPU and a NIC below one switch never passes the CPU; between two sockets it shares their link with
-all else. With several such NICs the GPUs next to them take turns, so that each host's links are used (rails).
+all other traffic. With several such NICs the GPUs next to them take turns, so that each host's links are used (rails).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ Distance = tuple[int, int]  # 0: one root of PCI, 1: one NUMA node, 2: else or u
 
 
 def nearest_first(there: Sequence[Port], gpu: str = "", root: Path = Path("/")) -> list[Port]:
-    """All of ``there``: ports as near as each other in their order, but turned by the place of ``gpu`` among the GPUs
-    that have the same nearest devices. ``gpu``: its PCI address, as "0000:81:00.0"; empty: this process's cores.
+    """Return all of ``there``, the nearest first. Ports at equal distance keep their order, but are rotated by the
+    index of ``gpu`` among the GPUs with the same nearest devices. ``gpu``: its PCI address, as "0000:81:00.0"; "": this
+    process's cores.
     """
     if not gpu:
         nodes = _nodes_of_cores(root)
@@ -52,7 +53,9 @@ def _device(port: Port, root: Path) -> Path:
 
 
 def _numa(device: Path) -> int:
-    """-1: the kernel knows no node, as on a host that has one, or of a device in software."""
+    """Return a device's NUMA node. -1: the kernel knows none, as on a host with one node, or for a device
+    in software.
+    """
     try:
         return int((device / "numa_node").read_text())
     except (OSError, ValueError):
@@ -60,7 +63,7 @@ def _numa(device: Path) -> int:
 
 
 def cores_of(device: str, root: Path = Path("/")) -> list[int]:
-    """Those of this process that are next to the RDMA ``device``; none where the kernel knows of none."""
+    """Return the cores of this process that are next to the RDMA ``device``; none if the kernel knows none."""
     try:
         text = (root / CLASS / device / "device/local_cpulist").read_text().strip()
         ranges = [[int(n) for n in part.split("-")] for part in text.split(",")]
@@ -76,7 +79,7 @@ def _nodes_of_cores(root: Path) -> set[int]:
 
 
 def gpus(root: Path = Path("/")) -> list[str]:
-    """PCI addresses of the GPUs of this host, sorted."""
+    """Return the PCI addresses of the GPUs of this host, sorted."""
     return sorted(device.name for device in (root / PCI).glob("*") if _is_gpu(device))
 
 

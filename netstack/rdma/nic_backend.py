@@ -1,4 +1,4 @@
-"""How ``verbs`` reaches a NIC."""
+"""The interface by which ``verbs`` uses a NIC."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from lamina.netstack.contract.fabric import HandshakeError
 from .card import ConnectionCard, parse_card
 
 HEADER_BYTES = LINE = 64
-STALL_S = 10.0  # a peer whose NIC completes nothing for so long is given up
+STALL_S = 10.0  # a peer whose NIC completes nothing for so long is lost
 
 
 class NicProvider(Protocol):
-    """One port of one device. Opening one raises ImportError where it cannot be used, with the fix."""
+    """One port of one device. Opening one raises ImportError, with the fix, if it cannot be used."""
 
     remarks: list[str]  # of its Fabric
 
     def register(self, source: memoryview) -> None:
-        """Memory that messages may be put from."""
+        """Register memory that messages may be put from."""
         ...
 
     def meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
-        """Swap cards with a peer that has passed the handshake; its channel owns ``sock``, the life line."""
+        """Exchange cards with a peer that has passed the handshake; its channel owns ``sock``, the life line."""
         ...
 
     def close(self) -> None:
-        """Once no channel is left."""
+        """Free the device, once no channel is left."""
         ...
 
 
 def stride(geometry: Geometry) -> int:
-    """Bytes from one slot of an inbox to the next."""
+    """Return the bytes from one slot of an inbox to the next."""
     return HEADER_BYTES + (geometry.slot_bytes + LINE - 1) // LINE * LINE
 
 
 def inbox_bytes(geometry: Geometry) -> int:
-    """Bytes of an inbox."""
+    """Return the bytes of an inbox."""
     return geometry.slots * stride(geometry)
 
 
 def reaching(nbytes: int, our_lid: int, connect: Callable[[ConnectionCard], None]) -> Callable[[bytes], None]:
-    """A function that takes the bytes of the peer's card, whose inbox has ``nbytes``, and connects to the peer; it
-    raises HandshakeError.
+    """Return a function that takes the bytes of the peer's card, whose inbox has ``nbytes``, and connects to the peer;
+    it raises HandshakeError.
     """
 
     def reach(text: bytes) -> None:

@@ -1,5 +1,5 @@
-"""The bridges of PCIe above a device, as /sys shows them, and whether they redirect what devices tell each other. Looks
-only.
+"""The bridges of PCIe above a device, as /sys shows them, and whether they redirect traffic between devices. Changes
+nothing.
 """
 
 from __future__ import annotations
@@ -7,19 +7,19 @@ from __future__ import annotations
 from pathlib import Path
 
 BRIDGE = "0x0604"  # class of a bridge from PCI to PCI
-EXTENDED_AT, MOST_CAPABILITIES = 0x100, 960  # of the space of configuration, whose rest is root's to read
+EXTENDED_AT, MOST_CAPABILITIES = 0x100, 960  # of the configuration space, beyond which only root can read
 # PCI Express Base Specification, "ACS Extended Capability": its number, and the offset of its control word.
 ACS, CONTROL_AT = 0x000D, 6
 REDIRECTS = 0x4 | 0x8  # bits of that word: requests, and completions, to peers go by the root complex
 
 
 def bridges_above(device: Path) -> list[Path]:
-    """``device``: its folder in /sys; from it to the root."""
+    """Return the bridges from a device to the root. ``device``: its folder in /sys."""
     return [folder for folder in device.resolve().parents if _text(folder / "class").startswith(BRIDGE)]
 
 
 def redirects(bridge: Path) -> bool | None:
-    """Whether ``bridge`` sends what devices below it tell each other up to the CPU; None: root alone can tell."""
+    """Return True if ``bridge`` sends traffic between devices below it up to the CPU; None: only root can read it."""
     try:
         space = (bridge / "config").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""The way of ``verbs`` to a NIC where the native one was not built: Python posts, through pyverbs."""
+"""The provider of ``verbs`` if the native one was not built: Python posts, through pyverbs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class PyverbsProvider:
         self.remarks = self._device.remarks
 
     def register(self, source: memoryview) -> None:
-        """Each channel that puts from it registers it with the NIC, which pins the memory, for its own peer."""
+        """Note a source. Each channel that puts from it registers it with the NIC, which pins the memory, for its own
+        peer.
+        """
         if source.nbytes > COPY_BYTES:
             self._sources.append(source)
 

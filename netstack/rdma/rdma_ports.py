@@ -1,6 +1,5 @@
-"""The RDMA ports of this machine as its kernel lists them in /sys, and the one that somebody has named. Looks only.
-
-Needs neither pyverbs nor a device, so that it can name the missing parts of a host that has neither.
+"""The RDMA ports of this machine as its kernel lists them in /sys, and the one that was named. Changes nothing. Needs
+neither pyverbs nor a device, so it can name what a host without them lacks.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from lamina.netstack.contract.rdma_device_name import Wanted as Wanted
 
 from .traffic_class import MEMBERS, PARTITION
 
-Gids = dict[int, tuple[str, str]]  # by index, the address and its kind
+Gids = dict[int, tuple[str, str]]  # index -> the address and its kind
 CLASS = "sys/class/infiniband"
 NONE = f"none in /{CLASS}; load the NIC's driver (mlx5_ib), or rdma_rxe for Soft-RoCE"
 ROUTABLE = "RoCE v2"  # its packets are UDP
 KINDS = {0: "IB/RoCE v1", 1: "IB/RoCE v1", 2: ROUTABLE}  # the kernel's names, by ibv_gid_type
-MOST_NAMED = 8  # GIDs in one line; a ConnectX has room for 256
+MOST_NAMED = 8  # GIDs in one line; a ConnectX has space for 256
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class Port:
         return wanted.name in ("", self.device) and wanted.port in (None, self.number) and not self.why_unusable(wanted)
 
     def gid_index(self, wanted: Wanted) -> int:
-        """The index of the wanted GID, else of the best one: RoCE v2 before others, routable before link-local. To be
-        called where ``lack`` finds nothing.
+        """Return the index of the wanted GID, else of the best one: RoCE v2 before others, routable before link-local.
+        Call it only if ``why_unusable`` returns "".
         """
         if wanted.gid_index is not None:
             return wanted.gid_index
@@ -58,7 +57,7 @@ class Port:
         return max(self.gids, key=worth)
 
     def why_unusable(self, wanted: Wanted) -> str:
-        """Why queue pairs cannot use it, with the fix behind "; "; empty if they can."""
+        """Return why queue pairs cannot use it, with the fix after a semicolon; "" if they can."""
         place = f"{self.device}:{self.number}"
         if self.is_iwarp:
             return f"{place} speaks iWARP, no InfiniBand and no RoCE; name another device, or take --transport tcp"
@@ -72,24 +71,23 @@ class Port:
 
 
 def gid_names(gids: Gids) -> str:
-    """The first GIDs, in words."""
+    """Return the first GIDs, in words."""
     words = [f"{n} ({' '.join(filter(None, (kind, gid)))})" for n, (gid, kind) in sorted(gids.items())]
     more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
     return ", ".join(words[:MOST_NAMED]) + more
 
 
 def ports(root: Path = Path("/"), gids: Callable[[str, int], Gids] | None = None) -> list[Port]:
-    """All ports that the kernel below ``root`` lists, sorted by device and number. ``gids``: gives the GIDs of a
-    device's port, where there is a faster way than to read a file for each.
+    """Return all ports that the kernel below ``root`` lists, sorted by device and number. ``gids``: returns the GIDs of
+    a device's port, if there is a faster way than reading a file for each.
     """
     folder = root / CLASS
     return [_port(folder / device, n, gids) for device in _names(folder) for n in _numbers(folder / device / "ports")]
 
 
 def partition_index(port: Port, key: int | None, root: Path = Path("/")) -> int:
-    """Where ``port`` has that partition's key in its table, a full member's rather than a limited one's; None: 0.
-
-    Raises ValueError, which names those that it has.
+    """Return the index of the partition's key in the table of ``port``, a full member's rather than a limited one's; 0
+    for None. Raises ValueError, which names those that it has.
     """
     if key is None:
         return 0
@@ -103,7 +101,7 @@ def partition_index(port: Port, key: int | None, root: Path = Path("/")) -> int:
 
 
 def why_no_port(local_ports: list[Port], text: str) -> str:
-    """Why no port serves ``text`` (of --rdma-device; empty: any), with the fix behind "; "; empty if one does."""
+    """Return why no port serves ``text`` (of --rdma-device, "": any), with a fix after a semicolon; "" if one does."""
     try:
         wanted = Wanted.parse(text)
     except ValueError as error:
@@ -151,7 +149,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _text(path: Path) -> str:
-    """Empty if it cannot be read, as the kind of a GID that is not set."""
+    """Return a file's text; "" if it cannot be read, as the kind of a GID that is not set."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a thread waits for descriptors, or for a ring from another thread."""
+"""A thread's wait for descriptors, or for a ring from another thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from io import FileIO
 
 
 class EventWaiter:
-    """A sleep ends once one of ``fds`` is readable, or with a ring. Closed by who made it, ``fds`` not."""
+    """A sleep ends once one of ``fds`` is readable, or with a ring. Its owner closes it, but not ``fds``."""
 
     def __init__(self, *fds: int) -> None:
         self._bell = FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")

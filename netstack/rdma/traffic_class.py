@@ -1,9 +1,9 @@
-"""How the network is to treat what our queue pairs send, by the operator's word: needed where RoCE shares its switches.
+"""The operator's settings for how the network treats our queue pairs' packets: needed if RoCE shares its switches.
 
-Switches keep a class of traffic free of loss by the DSCP of its packets (RoCE) or by its service level (InfiniBand);
-what belongs to no such class is dropped under load and sent again. Members of an InfiniBand partition hear each other
-alone. A packet that nobody acknowledges is sent again after a time, seven times: networks that are away for longer, as
-while a switch starts, need a longer one.
+Switches keep a class of traffic free of loss by the DSCP of its packets (RoCE) or by its service level (InfiniBand).
+Packets of no such class are dropped under load and sent again. Members of an InfiniBand partition hear each other only.
+A packet without acknowledgement is sent again after a time, seven times. Networks that fail for longer, as while a
+switch starts, need a longer time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 TRAFFIC_CLASS, SERVICE_LEVEL = "LAMINA_RDMA_TRAFFIC_CLASS", "LAMINA_RDMA_SERVICE_LEVEL"
 PARTITION, TIMEOUT = "LAMINA_RDMA_PARTITION", "LAMINA_RDMA_TIMEOUT"
-# A byte of the IP header; 4 bits of InfiniBand's; 5 bits, where 0 is for ever (InfiniBand 1.4, 9.7.6.1.3).
+# A byte of the IP header, 4 bits of InfiniBand's, and 5 bits, where 0 is for ever (InfiniBand 1.4, 9.7.6.1.3).
 NUMBERS = {TRAFFIC_CLASS: range(256), SERVICE_LEVEL: range(16), TIMEOUT: range(1, 32)}
 OF_ROCE = range(8)  # service levels: the priority in a frame's tag has 3 bits (IEEE 802.1Q), NICs drop the fourth
 USUAL_TIMEOUT = 14
-MEMBERS = 0x7FFF  # of a partition have keys that agree in these bits
+MEMBERS = 0x7FFF  # keys of members of a partition agree in these bits
 SUCH_AS = {
     TRAFFIC_CLASS: "106, which is DSCP 26 and ECN on",
     SERVICE_LEVEL: "3",
@@ -40,13 +40,15 @@ class NetworkService:
 
 
 def service(environ: Mapping[str, str] = os.environ) -> NetworkService:
-    """What ``environ`` says; the usual where it says nothing. Raises ValueError, one line that names the variable."""
+    """Return the settings in ``environ``, with defaults for missing ones. Raises ValueError, one line that names the
+    variable.
+    """
     traffic_class, level = _number(environ, TRAFFIC_CLASS), _number(environ, SERVICE_LEVEL)
     return NetworkService(traffic_class, level, _partition(environ), _number(environ, TIMEOUT, USUAL_TIMEOUT))
 
 
 def check_level(level: int, place: str, link: str) -> None:
-    """Raise ValueError where packets of the port ``place`` cannot be of the service ``level``; ``link``: as of Port."""
+    """Raises ValueError if packets of the port ``place`` cannot have the service ``level``; ``link``: as in Port."""
     if link == "Ethernet" and level not in OF_ROCE:
         known = f"{OF_ROCE[0]} to {OF_ROCE[-1]}"
         raise ValueError(

@@ -1,26 +1,26 @@
 """RDMA through the verbs of libibverbs: InfiniBand, RoCE and Soft-RoCE; the CPU posts the work requests.
 
-Peers meet over TCP, authenticate, and swap cards: queue pair, inbox, key. The connection stays open, silent, as the
-life line. From there on the NICs move the data:
+Peers meet over TCP, authenticate, and exchange cards: queue pair, inbox, key. The connection stays open, silent, as the
+life line. After that the NICs move the data:
 
-- A message is one RDMA write into a slot of the peer's inbox, header and payload side by side, whose immediate value
-  completes a receive there. The completion is the signal; verbs promise that everything which the same queue pair wrote
-  before is visible by then (InfiniBand 1.4, 10.8.3), so neither adaptive routing nor relaxed ordering matters. What
-  exceeds one write goes ahead of it in pieces.
-- Credit rides on messages, in the header; where none goes it is an empty write whose immediate value counts the
+- A message is one RDMA write into a slot of the peer's inbox, header and payload together, whose immediate value
+  completes a receive there. The completion is the signal. Verbs promise that all earlier writes of the same queue pair
+  are visible by then (InfiniBand 1.4, 10.8.3), so neither adaptive routing nor relaxed ordering matters. Pieces that
+  exceed one write go ahead of it.
+- Credit is part of messages, in the header. Without messages it is an empty write whose immediate value counts the
   released slots.
-- Receives are posted for every message and credit that may be under way, so no peer is ever told to come back later.
-- While a call waits, an empty write now and then asks the peer's NIC whether it is still there. Ours says when it has
-  tried in vain, but for Soft-RoCE, which never gives up: there a peer of whose NIC nothing is heard for a time is lost.
-- Who loses its queue pair, by a failed request or by an event of its device, says so on the life line, since a peer
-  that only waits has nothing to fail.
+- Receives are posted for every message and credit that may be in flight, so the NIC never asks a peer to retry later.
+- While a call waits, an occasional empty write tests the peer's NIC. Our NIC reports a failed test. Soft-RoCE never
+  does: there a peer is lost if nothing comes from its NIC for some time.
+- A side that loses its queue pair, by a failed request or an event of its device, reports it on the life line. A peer
+  that only waits would not notice it.
 
-Who can do without goes first for a trial: it connects by the scheme with a question mark behind it, and a thread of
-the listener's answers (bootstrap/self_test.py).
+A connector that has another transport runs a trial first. It connects by the scheme with a question mark after it, and
+a thread of the listener replies (bootstrap/self_test.py).
 
-What NICs send is neither encrypted nor authenticated: use a network that strangers cannot write to. Only the inbox is
-open to the peer, for writing. Each peer has a protection domain of its own, so that a key of one peer's inbox is of no
-use to another.
+NICs' messages are neither encrypted nor authenticated: use a network that strangers cannot write to. Only the inbox is
+open to the peer, for writing. Each peer has a protection domain of its own, so that a key of one peer's inbox is
+useless to another.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from lamina.netstack.host.tcp import TcpFabric
 from .native_backend import LibibverbsProvider
 from .nic_backend import NicProvider
 
-ASKS = "?"  # behind the scheme of who comes for a trial
+ASKS = "?"  # after the scheme of a peer that wants a trial
 MAX_SELF_TESTS = 16  # of a listener; each has a thread, and SELF_TEST_TIMEOUT_S
 
 
 class VerbsFabric(TcpFabric):
-    """Listens and connects as ``tcp`` does, then leaves the wire to the NIC. ``device``: of ``--rdma-device``;
-    ``way``: to another one than the best.
+    """Listens and connects as ``tcp`` does, then lets the NIC move data. ``device``: of ``--rdma-device``; ``way``:
+    another provider than the best.
     """
 
     scheme = "verbs"
@@ -69,7 +69,7 @@ class VerbsFabric(TcpFabric):
         self.remarks = self._way.remarks
         self._trials = BoundedSemaphore(MAX_SELF_TESTS)
         self._answering: WeakSet[Thread] = WeakSet()
-        self._starting = Lock()  # held from a thread's start until it is among them
+        self._starting = Lock()  # held from a thread's start until it is in ``_answering``
 
     def register(self, buffer: memoryview) -> Region:
         region = super().register(buffer)
@@ -77,14 +77,14 @@ class VerbsFabric(TcpFabric):
         return region
 
     def join(self, listener: StreamListener) -> None:
-        """And for trials of it."""
+        """Let peers of this transport connect to ``listener``, and run trials with it."""
         super().join(listener)
         listener.add_scheme(self.scheme + ASKS, self._answer, self._must_seal)
 
     def self_test(self, url: str, terms: Terms, *, timeout_s: float) -> str:
-        """Why messages to and from a listener that this transport has joined do not pass within SELF_TEST_TIMEOUT_S;
-        empty if they do. Raises ChannelError where there is nobody to ask, ChannelTimeout where nobody accepts within
-        ``timeout_s``.
+        """Return why messages to and from a listener that this transport has joined do not pass within
+        SELF_TEST_TIMEOUT_S; "" if they do. Raises ChannelError if there is no listener, ChannelTimeout if it does not
+        accept within ``timeout_s``.
         """
         asks = replace(terms, outbound=SELF_TEST_TAG, inbound=SELF_TEST_TAG, epoch=0)
         with closing(self._connect(url, asks, self.scheme + ASKS, timeout_s)) as channel:
@@ -99,7 +99,7 @@ class VerbsFabric(TcpFabric):
         deadline = monotonic() + SELF_TEST_TIMEOUT_S
         with self._starting:
             threads = list(self._answering)
-        for thread in threads:  # with its channel it ends; until then it uses what the way has open
+        for thread in threads:  # a thread ends with its channel; until then it uses the provider's resources
             thread.join(max(0.0, deadline - monotonic()))
         self._way.close()
 
@@ -110,7 +110,7 @@ class VerbsFabric(TcpFabric):
             raise ChannelError(f"{url}: connect: {error}") from error
 
     def _answer(self, sock: socket.socket, session: AuthenticatedTerms) -> Visit:
-        """Of a peer that comes for a trial."""
+        """Welcome a peer that wants a trial."""
         if session.outbound != SELF_TEST_TAG or session.inbound != SELF_TEST_TAG:
             raise HandshakeError(
                 f"a trial has inboxes of {SELF_TEST_TAG}, not {session.outbound} and {session.inbound}"
@@ -128,7 +128,7 @@ class VerbsFabric(TcpFabric):
                 with closing(channel):
                     answer_self_test(channel, SELF_TEST_TIMEOUT_S, self.self_test_paths)
             except ChannelError:
-                pass  # the peer has heard
+                pass  # the peer was notified
             finally:
                 self._trials.release()
 
@@ -144,7 +144,7 @@ class VerbsFabric(TcpFabric):
         return None
 
     def _hides(self, host: str) -> bool:
-        """False: nothing encrypts messages that NICs send."""
+        """Return False: NICs' messages are not encrypted."""
         return False
 
     def _welcome(self, sock: socket.socket, session: AuthenticatedTerms) -> Meeting:
@@ -161,7 +161,7 @@ class VerbsFabric(TcpFabric):
 
 
 def open_provider(device: str, spin_s: float) -> NicProvider:
-    """Raises ImportError, with what is missing on this host."""
+    """Return the best provider. Raises ImportError, with what is missing on this host."""
     if not (fault := verbs_fault()):
         return LibibverbsProvider(device, spin_s)
     try:

@@ -1,4 +1,4 @@
-"""A channel over one reliable queue pair; ``verbs`` says how messages, credit and signs of life travel on it."""
+"""A channel over one reliable queue pair; ``verbs`` describes its messages, credit and signs of life."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from .device import Completion, Domain, Memory, QueuePair, RdmaDevice, address_o
 from .nic_backend import STALL_S, inbox_bytes, reaching, stride
 from .sleeper import EventWaiter
 
-LOOK_S = 0.1  # who never waits looks for completions and at the life line this often
+LOOK_S = 0.1  # a caller that never waits checks completions and the life line this often
 BEAT_S = 0.5
-LINGER_S = 1.0  # close waits so long for the peer's NIC to have what was put
+LINGER_S = 1.0  # how long close waits until the peer's NIC has all puts
 WRITE_BYTES = 1 << 20  # the largest write; longer messages are several writes, so completions show that they move
 COPY_BYTES = 1 << 16  # a source up to this size is copied; waiting until the peer's NIC has it costs more
 REASON_BYTES = 256
@@ -43,10 +43,10 @@ DATA_SENT, CREDIT_SENT, BEAT_SENT, PIECE_SENT = 1, 2, 3, 4
 
 
 class VerbsChannel(BaseChannel):
-    """Owns ``sock``, whose peer has passed the handshake; usable once ``meet`` has returned.
+    """Owns ``sock``, whose peer has passed the handshake; usable once ``meeting`` has returned.
 
-    Locks: ``_sending`` and ``_receiving`` are held by a role for the whole of its call, so that close knows when
-    nobody is inside. Either role polls completions, under ``_polling``, and rings the other for what is the other's.
+    Locks: ``_sending`` and ``_receiving`` are held by a role for the whole of its call, so that close knows when no
+    call is running. Either role polls completions, under ``_polling``, and rings the other one for its completions.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class VerbsChannel(BaseChannel):
         self._stride, self._in_stride = stride(outbound), stride(inbound)
         pieces = -(-self._stride // WRITE_BYTES)
         sends, receives = outbound.slots * pieces + inbound.slots + 1, outbound.slots + inbound.slots
-        self._most = sends + receives  # completions that may be there at once
+        self._most = sends + receives  # most completions at once
         self._domain, self._packets = Domain(device), device.packets
         try:
             self._staging = self._domain.memory(pages(outbound.slots * self._stride))
@@ -88,7 +88,7 @@ class VerbsChannel(BaseChannel):
         self._sender, self._receiver = EventWaiter(*fds), EventWaiter(*fds)
 
     def meeting(self) -> Meeting:
-        """Swap cards with the peer and connect the queue pairs; where that fails the channel is closed."""
+        """Exchange cards with the peer and connect the queue pairs; on failure the channel is closed."""
         card = ConnectionCard(self._pair.route, len(self._inbox.view), self._inbox.rkey, self._inbox.address).pack()
         try:
             reach = reaching(inbox_bytes(self.outbound), self._pair.route.lid, self._connect)
@@ -135,7 +135,7 @@ class VerbsChannel(BaseChannel):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _linger(self) -> None:
-        """Let the NIC finish what was put; bounded, also by the NIC's own patience."""
+        """Let the NIC finish what was put, for at most LINGER_S."""
         deadline = monotonic() + LINGER_S
         while self._completed < self._sent and self._peer_end is None and (left := deadline - monotonic()) > 0:
             with suppress(OSError):
@@ -154,7 +154,7 @@ class VerbsChannel(BaseChannel):
             raise PeerFault(f"{self.peer}: {operation}: {self._peer_end}")
 
     def _has_slot(self) -> bool:
-        """The next slot is free at the peer, and our NIC needs its staging no more."""
+        """Return True if the next slot is free at the peer, and our NIC no longer needs its staging."""
         return self._grants - min(self._credited, self._completed) < self.outbound.slots
 
     def _has_message(self) -> bool:
@@ -223,7 +223,7 @@ class VerbsChannel(BaseChannel):
         return self._completed == self._sent
 
     def _registered(self, source: memoryview) -> tuple[Memory, int] | None:
-        """The memory that ``source`` is part of, and its address; None: it is to be copied."""
+        """Return the memory that contains ``source``, and its address; None: it must be copied."""
         try:
             memory = self._domain.memory_of(source, self._sources)
         except ValueError as error:
@@ -231,7 +231,7 @@ class VerbsChannel(BaseChannel):
         return None if memory is None else (memory, address_of(source))
 
     def _give_back(self) -> None:
-        """One credit is posted for each release; the NIC is waited for only where it has not sent so many before."""
+        """Post one credit for each release; wait for the NIC only if it has not sent enough earlier ones."""
         self._released += 1
         if self._stopped or self._peer_end is not None:
             return
@@ -253,7 +253,7 @@ class VerbsChannel(BaseChannel):
             return True
         start = monotonic()
         if start - self._looked > LOOK_S:
-            self._look()  # a call without time to wait asks, too
+            self._look()  # a call without time to wait checks, too
         self._poll()
         while not ready():
             self._check(operation)
@@ -269,7 +269,9 @@ class VerbsChannel(BaseChannel):
         return True
 
     def _sleep(self, sleeper: EventWaiter, ready: Callable[[], bool], left: float) -> None:
-        """Sleep until something may have changed. Who takes the NIC's event rings the other, who may need the next."""
+        """Sleep until something may have changed. A role that takes the NIC's event rings the other, which may need the
+        next.
+        """
         sleeper.asleep = True
         try:
             self._arm()
@@ -282,17 +284,17 @@ class VerbsChannel(BaseChannel):
             sleeper.asleep = False
 
     def _arm(self) -> None:
-        """Credit and completed sends are events only if the sender waits for them."""
+        """Arm events: credit and completed sends are events only if the sender waits for them."""
         try:
             self._pair.arm(wakers_only=not self._sender.asleep)
         except OSError as error:
             self._lose(str(error))
 
     def _poll(self) -> None:
-        """Take what has completed, no more than may be under way at once: a peer that lies can send as fast as it is
-        taken. Give a peer up whose NIC was asked for a sign of life in vain.
+        """Handle completions, but no more than can be in flight at once: a lying peer can send as fast as they are
+        handled. Lose a peer whose NIC gave no sign of life when tested.
         """
-        asked, left = monotonic(), self._most  # before it looks: who was stopped for long finds what came meanwhile
+        asked, left = monotonic(), self._most  # before the poll: after a long stop it finds what came meanwhile
         with self._polling:
             try:
                 while left > 0 and (completions := self._pair.poll()):
@@ -310,7 +312,7 @@ class VerbsChannel(BaseChannel):
 
     def _handle(self, done: Completion) -> None:
         if done.error:
-            self._look(beat=False)  # a farewell says more than what it did to the NIC
+            self._look(beat=False)  # the peer's last message explains more than the NIC's error
             self._lose(f"the connection broke ({done.error})")
         elif done.immediate is not None:
             self._pair.post_receive()
@@ -327,7 +329,7 @@ class VerbsChannel(BaseChannel):
             self._sender.ring()
 
     def _credit(self, more: int) -> str:
-        """Take credit for so many messages more; why it cannot come from an honest peer, empty if it can."""
+        """Add credit for ``more`` messages. Returns why it cannot come from an honest peer, "" if it can."""
         if not 0 <= more <= self._sent - self._credited:
             return f"credit for {more} messages when {self._sent - self._credited} were on loan"
         self._credited += more
@@ -335,7 +337,7 @@ class VerbsChannel(BaseChannel):
         return ""
 
     def _arrive(self, immediate: int) -> str:
-        """Take a message; why it cannot come from an honest peer, empty if it can."""
+        """Add a message. Returns why it cannot come from an honest peer, "" if it can."""
         index = self._arrivals % self.inbound.slots
         start = index * self._in_stride
         seqno, length, credit, tag = HEADER.unpack(self._inbox.view[start : start + HEADER.size].tobytes())
@@ -355,7 +357,7 @@ class VerbsChannel(BaseChannel):
         return ""
 
     def _look(self, *, beat: bool = True) -> None:
-        """See whether the life line has ended; ask the peer's NIC for a sign of life if that is due."""
+        """Check whether the life line has ended; test the peer's NIC if that is due."""
         with self._looking:
             now = self._looked = monotonic()
             if self._peer_end is not None:
@@ -372,7 +374,7 @@ class VerbsChannel(BaseChannel):
                 self._lose(f"the life line broke ({error.strerror})")
 
     def _lose(self, why: str) -> None:
-        """The peer is lost: remember why, wake both roles."""
+        """Note that the peer is lost and why; wake both roles."""
         if self._peer_end is None:
             self._peer_end = why
         self._sender.ring()

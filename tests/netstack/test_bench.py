@@ -95,7 +95,7 @@ def test_products_that_end_are_an_error_and_leave_no_process() -> None:
         assert load.facts()["gflop/s"] > 0.0
         process = load._process
         process.kill()
-        with pytest.raises(netstack.ChannelError, match="beside the measurement"):
+        with pytest.raises(netstack.ChannelError, match="during the measurement"):
             load.facts()
     assert process.poll() is not None
 

@@ -108,7 +108,7 @@ class LastingCut:
                     assert fabric._process is not None
                     fabric._process._host.baton.sleep(timeout_s)
                     self.asked += 1
-                    raise ChannelUnreachable(f"{url}: connect: the listener took nobody in time")
+                    raise ChannelUnreachable(f"{url}: connect: the listener did not accept in time")
             return connect(fabric, url, terms, timeout_s=timeout_s)
 
         def leave(host: SimHost, role: str, index: int) -> None:

@@ -201,7 +201,7 @@ def test_a_connector_waits_where_too_many_wait_before_it() -> None:
     early = socket.socket(socket.AF_UNIX)
     early.connect(name)
     start = time.monotonic()
-    with pytest.raises(netstack.ChannelTimeout, match="took nobody in time") as told:
+    with pytest.raises(netstack.ChannelTimeout, match="did not accept in time") as told:
         fabric.connect(place.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=0.2)
     assert not isinstance(told.value, netstack.ChannelUnreachable)
     assert 0.2 <= time.monotonic() - start < SOON_S
@@ -223,7 +223,7 @@ def test_where_nothing_answers_a_connector_says_so() -> None:
             each.connect_ex(full.getsockname())
         terms = netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY)
         url = f"tcp://127.0.0.1:{full.getsockname()[1]}"
-        with pytest.raises(netstack.ChannelUnreachable, match=f"^{url}: connect: the listener took nobody in time"):
+        with pytest.raises(netstack.ChannelUnreachable, match=f"^{url}: connect: the listener did not accept in time"):
             fabric.connect(url, terms, timeout_s=0.3)
         alive = fabric.listen()
         with pytest.raises(netstack.ChannelTimeout) as slow:

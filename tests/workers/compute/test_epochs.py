@@ -291,7 +291,7 @@ def test_a_connect_ends_where_nothing_answers_for_long(answers: int) -> None:
         attempts.append(clock.now)
         clock.now += timeout_s
         kind = ChannelTimeout if answers and len(attempts) % answers == 0 else ChannelUnreachable
-        raise kind(f"{url}: connect: the listener took nobody in time")
+        raise kind(f"{url}: connect: the listener did not accept in time")
 
     view = EpochFabric(1, SimpleNamespace(connect=connect), lambda: clock.now)  # type: ignore[arg-type]
     with pytest.raises(ChannelTimeout) as told:
