@@ -264,7 +264,7 @@ def test_one_read_brings_no_more_requests_than_may_wait(one: bytes) -> None:
             status, body = await answer(reader)
             assert status == "HTTP/1.1 429 Too Many Requests"
             assert json.loads(body)["error"]["message"] == (
-                "256 requests of this connection wait already: read their replies first"
+                "256 requests of this connection already wait: read their replies first"
             )
             assert await reader.read() == b""
             await until(lambda: not place.connections)
