@@ -62,7 +62,8 @@ POLICY = (
     "scheduler/sequence.py",
     "scheduler/rotation/pipeline.py", "engine/tuning/tuner.py", "engine/tuning/round_time_model.py",
     "scheduler/kv_manager/offload_index.py", "scheduler/admission.py", "scheduler/batch.py",
-    "scheduler/feature.py", "scheduler/feature_table.py", "scheduler/kv_manager/prefix_cache.py",
+    "scheduler/feature.py", "scheduler/feature_table.py", "scheduler/starts.py", "scheduler/prefill_placement.py",
+    "scheduler/kv_manager/prefix_cache.py",
     "scheduler/kv_manager/prefetcher.py", "scheduler/sparsity/selection.py",
     "scheduler/kv_manager/allocator.py", "scheduler/preemption.py", "scheduler/prefill_grants.py",
     "scheduler/kv_manager/swap.py", "scheduler/step_timing.py", "scheduler/sampling_requests.py",
@@ -279,7 +280,14 @@ def feature_modules() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("core", ["scheduler/scheduler.py", "engine/engine.py"])
+CORE = (
+    "scheduler/scheduler.py", "scheduler/admission.py", "scheduler/preemption.py", "scheduler/batch.py",
+    "scheduler/feature.py", "scheduler/feature_table.py", "scheduler/starts.py", "scheduler/scheduler_output.py",
+    "scheduler/sequence.py", "scheduler/kv_manager/allocator.py", "engine/engine.py",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("core", CORE)
 def test_the_scheduler_imports_no_feature(core: str) -> None:
     """The table of features is the factory's: `lamina/engine/scheduler_factory.py`."""
     assert len(feature_modules()) > 8

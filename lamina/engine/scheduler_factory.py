@@ -30,6 +30,7 @@ from lamina.scheduler.kv_manager.prompt_store import PromptCache, PromptPageKeys
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
+from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sessions.session_table import SessionName, Sessions
 from lamina.scheduler.slo_admission import SloAdmission
@@ -138,8 +139,9 @@ def _features(
         prefixes.num_cached_or_pending,
         prefixes.num_shared_tokens,
     )
+    prefill = _prefill(config, info, slo_admission, prefixes)
     table = [
-        _prefill(config, info, slo_admission, prefixes),
+        prefill,
         _swaps(config, tier),
         ReferenceDecoder(config.kv, budget) if budget else None,
         prefixes,
@@ -148,6 +150,7 @@ def _features(
         _evictions(config, info),
         tier,
         Prefetcher(tier, prefixes) if tier else None,
+        PrefillPlacement(prefill, prefixes),
         KvMigration(tables, allocator, prefixes, config.topology.tensor_parallel_size if config.migrates_kv else 0),
     ]
     return [feature for feature in table if feature is not None]

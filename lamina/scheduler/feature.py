@@ -20,6 +20,7 @@ from .batch import Batch
 from .kv_manager.block_accounting import BlockAccounting
 from .scheduler_output import ScheduledStep, TransferResult
 from .sequence import Sequence
+from .starts import Candidates, KvStart
 
 Ops = Iterable[SequenceOp]
 
@@ -121,6 +122,21 @@ class Feature:
 
     def begin_admission(self, waiting: Several[Sequence]) -> None:
         """Sequences of ``waiting`` that find room are about to join batches."""
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """False if a waiting sequence surely begins without stored tokens of this feature. A quick look."""
+        return False
+
+    def find_starts(self, candidates: Candidates) -> None:
+        """May add ways in which the first of the waiting sequences can begin, take some away, or have it wait. Once it
+        is to wait, later features are not asked.
+        """
+
+    def on_started(self, candidates: Candidates, start: KvStart | None) -> Ops:
+        """A sequence has its id and its place in a batch, and begins with ``start``. Ops of its batch's plan, after the
+        one that starts it.
+        """
+        return ()
 
     def after_admission(self, scheduling: Scheduling) -> None:
         """Sequences that find room have joined batches. May add ops to all batches."""

@@ -14,6 +14,7 @@ from lamina.protocol.step_plan import SequenceOp, SurvivingKv
 from .feature import Ending, Feature, PlanDraft, Scheduling
 from .scheduler_output import ScheduledStep, TransferResult
 from .sequence import Sequence
+from .starts import Candidates, KvStart, Verdict
 
 AnyFeature = TypeVar("AnyFeature", bound=Feature)
 
@@ -31,6 +32,9 @@ class FeatureTable:
         self._first = self._having("first_ops")
         self._batch = self._having("batch_ops")
         self._begin_admission = self._having("begin_admission")
+        self._may_start = self._having("may_start")
+        self._starts = self._having("find_starts")
+        self._started = self._having("on_started")
         self._after_admission = self._having("after_admission")
         self._plan = self._having("extend_plan")
         self._report = self._having("on_report")
@@ -91,6 +95,18 @@ class FeatureTable:
     def begin_admission(self, waiting: Several[Sequence]) -> None:
         for f in self._begin_admission:
             f.begin_admission(waiting)
+
+    def may_start(self, sequence: Sequence) -> bool:
+        return any(f.may_start(sequence) for f in self._may_start)
+
+    def find_starts(self, candidates: Candidates) -> None:
+        for f in self._starts:
+            f.find_starts(candidates)
+            if candidates.verdict is not Verdict.BEGINS:
+                return
+
+    def on_started(self, candidates: Candidates, start: KvStart | None) -> list[SequenceOp]:
+        return [op for f in self._started for op in f.on_started(candidates, start)]
 
     def after_admission(self, scheduling: Scheduling) -> None:
         for f in self._after_admission:

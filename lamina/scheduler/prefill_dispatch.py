@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from functools import partial
 
 from lamina.protocol.step_plan import GRANTS_AHEAD, Free, New, PrefillGrant, SequenceOp, StepPlan
 
@@ -16,6 +17,7 @@ from .prefill_grants import grant_chunks
 from .scheduler_output import ScheduledStep
 from .sequence import Sequence
 from .slo_admission import SloAdmission
+from .starts import Candidates, Verdict
 
 NO_STEP = -1
 
@@ -156,6 +158,13 @@ class PrefillDispatcher(Feature):
             worker.prompt_cache.reserve(sequence, begun, lender)
             if lender is not None:
                 self._lenders[sequence] = _PrefixFetch(lender, moved)
+
+    def find_starts(self, candidates: Candidates) -> None:
+        """A sequence waits for its own worker, and others need not wait for it."""
+        sequence = candidates.sequence
+        candidates.is_for_prefill_worker = partial(self.is_for_prefill_worker, sequence)
+        if self.waits_for_own_worker(sequence):
+            candidates.verdict = Verdict.STEPS_ASIDE
 
     def on_cancelled(self, sequence: Sequence) -> tuple[SequenceOp, ...]:
         """Expect a sequence no more that waited."""

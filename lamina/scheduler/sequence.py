@@ -175,6 +175,11 @@ class Sequence:
         self.logits_stale = self.is_migrating = False
         self.prefill_worker = None
 
+    @property
+    def follows(self) -> Sequence | None:
+        """The sequence in whose batch it has to be; None: any batch will do."""
+        return None
+
     def interrupt(self) -> None:
         """Take note that steps do not go on as they did: batches are dealt anew, or workers were lost."""
 
@@ -203,6 +208,11 @@ class ReferenceSequence(Sequence):
         self.target, self.tokens, self.do_not_cache, self.priority = of, of.tokens, True, of.priority
         self._attempt = of.num_preemptions
         self.errors = CompletionErrors(of.max_len - len(of.prompt))  # compares with the other one's tokens
+
+    @property
+    def follows(self) -> Sequence:
+        """The one whose tokens it is given."""
+        return self.target
 
     def interrupt(self) -> None:
         """End: it has no longer its rows in the steps of the other one."""

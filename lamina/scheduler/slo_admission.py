@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lamina.request import OverloadedError, Refusal
 
 from .conductor import Conductor, ConductorConfig, PromptInfo
-from .conductor.decision_log import INLINE, DecisionLog, DecodePlacement, LoggedPrompt
+from .conductor.decision_log import INLINE, DecisionLog, LoggedPrompt
 from .conductor.latency_model import (
     SINGLE_STAGE,
     PrefillLatency,
@@ -29,6 +29,7 @@ from .conductor.prefix_directory import PrefixDirectory
 from .conductor.routing import RoutingDecision, start_delay_s
 from .kv_manager.prompt_store import PromptPageKeys
 from .sequence import Sequence
+from .starts import DecodePlacement
 
 UNLIMITED_PAGES = 1 << 62  # pages of a worker: its store tells which ones it gives up
 INITIAL_PREFILL_LATENCY = PrefillLatency(0.0, 1e-4, 0.0)  # of prompts, until some were computed

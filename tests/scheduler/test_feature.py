@@ -11,12 +11,14 @@ import pytest
 from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
 from lamina.request import SamplingParams
-from lamina.scheduler.feature import Feature, Scheduling
+from lamina.scheduler.feature import Feature
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
+from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.scheduler import Scheduler
+from lamina.scheduler.starts import Candidates, KvStart, Verdict
 from lamina.tools.plan.simulator.clock import VirtualClock
 from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
 
@@ -25,12 +27,19 @@ class PromptLengths(Feature):
     """Counts admitted prompts by their length."""
 
     def __init__(self) -> None:
-        self.counts, self._last = Counter[int](), -1
+        self.counts = Counter[int]()
 
-    def after_admission(self, scheduling: Scheduling) -> None:
-        for sequence in (s for batch in scheduling.batches for s in batch.running if s.id > self._last):
-            self.counts[len(sequence.prompt)] += 1
-        self._last = max([self._last, *(s.id for batch in scheduling.batches for s in batch.running)])
+    def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[()]:
+        self.counts[len(candidates.sequence.prompt)] += 1
+        return ()
+
+
+class LongOnesAlone(Feature):
+    """Has long prompts step aside while something runs."""
+
+    def find_starts(self, candidates: Candidates) -> None:
+        if len(candidates.sequence.prompt) > 100 and not candidates.alone:
+            candidates.verdict = Verdict.STEPS_ASIDE
 
 
 def engine_of(more: Iterable[Feature] = (), without: tuple[type[Feature], ...] = ()) -> Engine:
@@ -68,7 +77,16 @@ def test_a_feature_comes_from_outside() -> None:
     assert toy.counts == {7: 3, 30: 2, 200: 1}
 
 
-@pytest.mark.parametrize("kind", [PrefillDispatcher, PrefixCache, SessionCache, KvMigration])
+def test_a_feature_from_outside_decides_who_waits() -> None:
+    engine = engine_of([LongOnesAlone()])
+    for length in (7, 150, 30):
+        engine.add([1] * length, SamplingParams(max_tokens=5, ignore_eos=True, temperature=0))
+    engine.step()
+    assert [len(s.prompt) for s in engine.scheduler.running] == [7, 30]
+    assert finish(engine, []) == [5] * 3
+
+
+@pytest.mark.parametrize("kind", [PrefillDispatcher, PrefixCache, SessionCache, PrefillPlacement, KvMigration])
 def test_all_others_go_on_without_a_feature(kind: type[Feature]) -> None:
     engine = engine_of(without=(kind,))
     assert engine.scheduler.features.get(kind) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import pytest
-from scheduled import make
+from scheduled import make, with_prefill
 
 from lamina.config.partition import KvShards
 from lamina.protocol.blocks.block_tables import BlockTables
@@ -30,7 +30,11 @@ def begin(
     )
     tables = BlockTables([0] * lanes, [BLOCKS] * lanes, BLOCK, kept)
     scheduler = Scheduler(
-        tables, max_num_seqs=9, prefill_chunk=8, num_batches=num_batches, features=[prefill] if prefill else []
+        tables,
+        max_num_seqs=9,
+        prefill_chunk=8,
+        num_batches=num_batches,
+        features=with_prefill(prefill) if prefill else [],
     )
     return scheduler, tables
 

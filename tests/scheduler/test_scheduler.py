@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduled import check_tokens, drive, make
+from scheduled import check_tokens, drive, make, with_prefill
 
 from lamina.config.partition import KvShards, by_request
 from lamina.protocol.blocks.block_tables import BlockTables
@@ -96,7 +96,7 @@ def test_a_prompt_waits_until_its_blocks_are_not_promised_to_another() -> None:
 def test_who_is_preempted_beside_a_prefill_worker() -> None:
     """One sequence decodes until it needs a block that there is not, while a prompt is on its way."""
     scheduler = Scheduler(
-        BlockTables([0], [11], 4), max_num_seqs=4, prefill_chunk=8, features=[PrefillDispatcher(1, 8, 1)]
+        BlockTables([0], [11], 4), max_num_seqs=4, prefill_chunk=8, features=with_prefill(PrefillDispatcher(1, 8, 1))
     )
     decoding, prompt, behind = sequences = [make(0, 1, 40), make(1, 20, 5), make(2, 12, 5)]
     for sequence in sequences:
@@ -127,7 +127,7 @@ def test_prompts_go_to_the_prefill_worker_with_the_least_to_do() -> None:
         max_num_seqs=8,
         prefill_chunk=8,
         num_batches=2,
-        features=[PrefillDispatcher(2, 8, 2)],
+        features=with_prefill(PrefillDispatcher(2, 8, 2)),
     )
     sequences = [make(i, length, 20) for i, length in enumerate([20, 5, 1, 9, 30, 7])]
     for sequence in sequences:

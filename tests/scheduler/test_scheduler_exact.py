@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scheduled import make
+from scheduled import make, with_prefill
 
 from lamina.config.partition import KvShards
 from lamina.config.sparsity import SparsityOptions
@@ -219,7 +219,9 @@ def test_the_chunk_of_a_prompt_under_way_leaves_the_rest_to_the_next_ones() -> N
 def test_a_prompt_at_a_prefill_worker_keeps_what_it_will_still_take() -> None:
     """20 tokens, of which two chunks of 8 are granted: four blocks are taken, and a fifth will be."""
     for blocks, admitted in ((6, True), (5, False)):
-        scheduler = Scheduler(tables(blocks), max_num_seqs=9, prefill_chunk=8, features=[PrefillDispatcher(1, 8, 1)])
+        scheduler = Scheduler(
+            tables(blocks), max_num_seqs=9, prefill_chunk=8, features=with_prefill(PrefillDispatcher(1, 8, 1))
+        )
         scheduler.add(make(0, 20, 1))
         serve(scheduler, scheduler.schedule())
         assert len(scheduler.take_prefill_steps()) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduled import make
+from scheduled import make, with_prefill
 from test_conducted_prefill import Hand
 
 from lamina.protocol.blocks.block_tables import BlockTables
@@ -247,7 +247,11 @@ def test_a_loss_leaves_no_promise_of_who_has_ended() -> None:
     ledger, clock = BlockTables([0], [100], 4), Hand()
     promises = promising(clock, workers=2, ttft_s=100.0)
     scheduler = Scheduler(
-        ledger, max_num_seqs=8, prefill_chunk=8, num_batches=1, features=[PrefillDispatcher(2, 8, 1, promises)]
+        ledger,
+        max_num_seqs=8,
+        prefill_chunk=8,
+        num_batches=1,
+        features=with_prefill(PrefillDispatcher(2, 8, 1, promises)),
     )
     for number in range(3):
         scheduler.add(make(number, 50, 5))

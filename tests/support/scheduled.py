@@ -11,9 +11,11 @@ from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
 from lamina.protocol.step_plan import FetchPrefix, Fork, Free, New, PrefillGrant, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
 from lamina.scheduler.conductor.latency_model import TransferLatency, TransferLatencyEstimator
+from lamina.scheduler.feature import Feature
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.prompt_store import PromptCache, PromptPageKeys
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
+from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
@@ -28,6 +30,12 @@ def make(request_id: int, prompt: int, outputs: int, stop_at: int | None = None)
     seq = Sequence(request_id, params, 0, tokens, CompletionOutput(0), prompt + outputs, frozenset([-5]))
     seq.stop_at = stop_at  # type: ignore[attr-defined]
     return seq
+
+
+def with_prefill(prefill: PrefillDispatcher, prefix_cache: PrefixCache | None = None) -> list[Feature]:
+    """The features of a scheduler that has prefill workers."""
+    prefixes = prefix_cache or PrefixCache(BlockTables([0], [1], 1), 0)
+    return [prefill, prefixes, PrefillPlacement(prefill, prefixes)]
 
 
 def begin(plan: StepPlan, stored: dict[int, list[int]]) -> None:
@@ -189,7 +197,7 @@ def drive(
         max_num_seqs=4,
         prefill_chunk=chunk,
         num_batches=num_batches,
-        features=[prefill, PrefixCache(ledger, page)],
+        features=with_prefill(prefill, PrefixCache(ledger, page)),
     )
     prefills = list[FakePrefill]()
     prefills += [FakePrefill(store_blocks(), prefills) for _ in range(prefill_workers)]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.kv_placement import KvLocation
 from lamina.request import Refusal
+from lamina.scheduler.starts import DecodePlacement
 
 from .routing import NO_WORKER, RoutingDecision
 
@@ -25,19 +26,6 @@ def prefill_worker_name(worker: int, stages: int) -> str:
     """The Conductor's ``worker`` by the names of its processes: prefill-1, and of a group of two prefill-2..3."""
     first = worker * stages
     return f"prefill-{first}" + (f"..{first + stages - 1}" if stages > 1 else "")
-
-
-class DecodePlacement(NamedTuple):
-    """Where a sequence decodes, as it is chosen. ``loads``: tokens that the attention of each batch reads, of which the
-    least is taken. ``reason``: there, of all places. ``free_blocks``: KV blocks that nobody has been promised, by layer
-    group.
-    """
-
-    batch: int
-    loads: Sequence[int]
-    location: KvLocation
-    reason: str
-    free_blocks: Sequence[int]
 
 
 class LoggedPrompt(NamedTuple):

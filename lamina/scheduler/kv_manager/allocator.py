@@ -11,10 +11,9 @@ from msgspec import structs
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import RowRange, SurvivingKv
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.starts import KvStart
 
 from .block_accounting import BlockAccounting
-from .prefetch import LoadableKv
-from .prefix_cache import PrefixHit
 from .spill_placement import SpillPlacement
 
 MAX_LISTED_SHARDS = 1 << 20
@@ -30,7 +29,7 @@ class Allocation(NamedTuple):
 
     location: KvLocation
     blocks: list[int]
-    start: PrefixHit | LoadableKv | None
+    start: KvStart | None
 
 
 class KvAllocator:
@@ -73,41 +72,42 @@ class KvAllocator:
     def allocate(
         self,
         sequence: Sequence,
-        hit: PrefixHit | LoadableKv | None,
+        start: KvStart | None,
         left: list[int],
         running_load: Iterable[Sequence],
         running: Several[Sequence],
         affinity_location: KvLocation | None = None,
     ) -> Allocation | None:
-        """Of a new sequence that begins with ``hit``, if there is one, in ``left`` blocks; see ``place``. One
+        """Room of a new sequence that begins with ``start``, if there is one, in ``left`` blocks; see ``place``. One
         that was preempted goes back to its KV, also where no other begins.
         """
         place: KvLocation | None
-        if self.cordoned and not (isinstance(hit, LoadableKv) and hit.is_swapped):
+        forked = start is not None and start.source is not None
+        if self.cordoned and not (start is not None and start.is_swapped):
             left = [0 if group in self.cordoned else n for group, n in enumerate(left)]
-        if isinstance(hit, PrefixHit):
-            place = self.spill.location_of_prefix(hit.location, hit.length) if self.spill else hit.location
+        if start is not None and forked:
+            (place,) = start.locations
+            place = self.spill.location_of_prefix(place, start.length) if self.spill else place
         else:
-            place = self.choose_location(
-                sequence, left, running_load, running, hit.locations if hit else self._all_locations, affinity_location
-            )
-        fit = self._fit_at(place, sequence, hit, left)
-        if fit is None and self.spill and not isinstance(hit, LoadableKv):
+            among = start.locations if start else self._all_locations
+            place = self.choose_location(sequence, left, running_load, running, among, affinity_location)
+        fit = self._fit_at(place, sequence, start, left)
+        if fit is None and self.spill and (start is None or forked):
             place = self.spill.choose_location(
-                place, sequence.num_tokens_with_placeholders, hit.length if hit else 0, left
+                place, sequence.num_tokens_with_placeholders, start.length if start else 0, left
             )
-            fit = self._fit_at(place, sequence, hit, left)
+            fit = self._fit_at(place, sequence, start, left)
         return fit
 
     def _fit_at(
-        self, location: KvLocation | None, sequence: Sequence, hit: PrefixHit | LoadableKv | None, left: list[int]
+        self, location: KvLocation | None, sequence: Sequence, start: KvStart | None, left: list[int]
     ) -> Allocation | None:
         if location is None:
             return None
         blocks = self.max_blocks(location, sequence.num_tokens_with_placeholders)
-        if isinstance(hit, PrefixHit):
-            blocks = [max(0, n) for n in subtract(blocks, list(hit.blocks))]
-        return Allocation(location, blocks, hit) if min(subtract(left, blocks)) >= 0 else None
+        if start is not None and start.blocks:
+            blocks = [max(0, n) for n in subtract(blocks, list(start.blocks))]
+        return Allocation(location, blocks, start) if min(subtract(left, blocks)) >= 0 else None
 
     def can_never_fit(self, sequence: Sequence) -> bool:
         """Whether a new sequence without stored tokens finds no room even if running sequences take none: a quick look.

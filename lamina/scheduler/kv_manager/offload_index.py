@@ -35,6 +35,7 @@ from lamina.scheduler.feature import Feature, PlanDraft
 from lamina.scheduler.scheduler_output import TransferResult
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.token_ranges import count_tokens
+from lamina.scheduler.starts import Candidates, KvStart
 
 from .in_flight_transfers import PageTransfer, SequenceLoad, SequenceSave
 from .page_keys import PageKeys
@@ -409,6 +410,39 @@ class OffloadIndex(Feature):
         if not self._saving:
             self._removed.clear()
         return TransferResult(None, op.sequence, saving.error)
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """Any prompt may have been saved."""
+        return True
+
+    def find_starts(self, candidates: Candidates) -> None:
+        """Add what can be loaded before what lies in the pool, as it is longer."""
+        if not candidates.is_settled:
+            load = self.find_loadable(candidates.sequence, candidates.num_stored_tokens)
+            if load is not None:
+                candidates.starts.insert(0, load)
+                candidates.loads_kv = True
+
+    def on_started(self, candidates: Candidates, start: KvStart | None) -> list[LoadKv]:
+        """Begin to load what it begins with, if that is not in the pool."""
+        sequence = candidates.sequence
+        if start is None or not start.is_swapped:
+            self.num_queried_tokens += sequence.num_tokens_with_placeholders - sequence.num_computed_tokens
+        if not isinstance(start, LoadableKv):
+            return []
+        sequence.num_loading_tokens = start.length
+        return self.begin_load(sequence, start, self._spare_s(candidates, start))
+
+    @staticmethod
+    def _spare_s(candidates: Candidates, load: LoadableKv) -> float:
+        """Seconds for which its first rows after a load will be computed. 0 where they wait for its end: they attend
+        with blocks that are scored, or they score its prompt, and no load that fails may have been scored.
+        """
+        sequence, policy = candidates.sequence, candidates.chunk_policy
+        if sequence.evicts_kv or sequence.params.prompt_logprobs is not None:
+            return 0.0
+        missing = sequence.num_tokens_with_placeholders - load.length
+        return candidates.prefill_s(policy.next_chunk(missing, policy.chunk, load.length))
 
     def extend_plan(self, draft: PlanDraft) -> None:
         """Number the transfers of the plan."""

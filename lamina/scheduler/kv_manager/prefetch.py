@@ -29,6 +29,16 @@ class LoadableKv(NamedTuple):
     is_swapped: bool = False
     page_shifts: tuple[int, ...] = ()  # of each page, from how many positions further on; empty: none is moved
 
+    @property
+    def source(self) -> None:
+        """No sequence in the pool has it."""
+        return None
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """All its blocks are new ones."""
+        return ()
+
 
 class _HintedSequence(NamedTuple):
     number: int

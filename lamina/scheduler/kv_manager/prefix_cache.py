@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 from lamina.kv.fetch_window import eviction_order
 from lamina.protocol.kv_placement import KvLocation
-from lamina.protocol.step_plan import Fork, Free, New, SequenceOp, SurvivingKv, Truncate
+from lamina.protocol.step_plan import Free, SequenceOp, SurvivingKv, Truncate
 from lamina.scheduler.feature import Ending, Feature
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import Sessions, SessionState
+from lamina.scheduler.starts import Candidates, KvStart, Verdict
 
 from .block_accounting import BlockAccounting, Blocks
 
@@ -37,6 +38,16 @@ class PrefixHit(NamedTuple):
     length: int
     location: KvLocation
     blocks: Blocks  # that it need not take, by layer group
+
+    @property
+    def locations(self) -> tuple[KvLocation, ...]:
+        """The only place where the sequence may begin."""
+        return (self.location,)
+
+    @property
+    def is_swapped(self) -> bool:
+        """False: it is another sequence's."""
+        return False
 
 
 @dataclass
@@ -162,19 +173,40 @@ class PrefixCache(Feature):
         known = (self._indexed[n].sequence for n in node.sequences if not self._has(n, length))
         return next((s for s in known if not s.finished), None)
 
-    def start_op(self, sequence: Sequence, hit: PrefixHit | None) -> SequenceOp:
-        """The op that starts an admitted sequence, which has its id and place."""
+    def may_start(self, sequence: Sequence) -> bool:
+        """True if there may be a hit, now or once what is retained gives way."""
+        return bool(self.num_retained or self.lookup(sequence))
+
+    def find_starts(self, candidates: Candidates) -> None:
+        """Add the longest hit. A sequence whose prompt another one is about to have waits for that."""
+        if candidates.is_settled:
+            return
+        beginnings = self.lookup(candidates.sequence)
+        hit = self.longest_cached(beginnings)
+        coming = self.pending_match(beginnings, hit)
+        if coming is not None and not candidates.is_for_prefill_worker(beginnings[-1].length):
+            soon = not coming.num_loading_tokens and coming.prefill_worker is None
+            candidates.verdict = Verdict.HOLDS_UP if soon else Verdict.STEPS_ASIDE
+        elif hit is not None:
+            candidates.starts.append(hit)
+
+    def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
+        """Later prompts may begin with its tokens."""
+        self.add_running(candidates.sequence, start)
+        return ()
+
+    def add_running(self, sequence: Sequence, start: KvStart | None) -> None:
+        """Index an admitted sequence, which has its id and place."""
         self.num_queried_tokens += sequence.num_tokens_with_placeholders
         if self._page and (sequence.discarded_ranges or sequence.evicts_kv):
             self._add(sequence, [])
         elif self._page:
             self._add(sequence, self._all_pages(sequence.tokens, len(sequence.prompt)))
-        if hit is None:
-            return New(sequence.id)
-        self.num_hit_tokens += hit.length
-        if hit.source in self._retained:
-            self._retained.move_to_end(hit.source)
-        return Fork(sequence.id, hit.source, hit.length)
+        if start is None or start.source is None:
+            return
+        self.num_hit_tokens += start.length
+        if start.source in self._retained:
+            self._retained.move_to_end(start.source)
 
     def on_finished(self, ending: Ending) -> None:
         """Retain it, in place of those whose pages it has too; or have it freed."""

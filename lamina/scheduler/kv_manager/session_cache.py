@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Several
 
 from lamina.kv.page_keys import tenant_of
+from lamina.protocol.blocks.extent_after_op import sequences_of_op
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import ContextShift, Free, SequenceOp, Truncate
 from lamina.scheduler.feature import Ending, Feature
@@ -24,6 +25,7 @@ from lamina.scheduler.sessions.session_table import (
     SessionState,
 )
 from lamina.scheduler.sessions.token_ranges import count_tokens, first_missing, union
+from lamina.scheduler.starts import Candidates, KvStart, Verdict
 
 from .block_accounting import BlockAccounting
 from .offload_index import OffloadIndex
@@ -78,6 +80,43 @@ class SessionCache(Feature):
         """The sessions of waiting turns give way after all others."""
         if waiting or (self._offload_index and self._offload_index.hints):
             self._prefix_cache.pinned = [s.session for s in waiting if s.session is not None]
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """True of a truncated turn."""
+        return bool(sequence.discarded_ranges)
+
+    def find_starts(self, candidates: Candidates) -> None:
+        """A truncated sequence begins with the leaf of its session alone, or with pages that the session had saved. The
+        leaf may have to be shifted first, in a round in which no other operation touches it.
+        """
+        sequence = candidates.sequence
+        if candidates.is_settled or not sequence.discarded_ranges:
+            return
+        candidates.is_settled, session = True, sequence.session
+        if session is None:
+            return
+        batches, leaf = candidates.batches, session.retained_sequence
+        if leaf is not None and any(leaf in sequences_of_op(op) for batch in batches for op in batch.ops):
+            candidates.verdict = Verdict.STEPS_ASIDE
+            return
+        if (shift := self.shift_op(sequence)) is not None:
+            batches[0].ops.append(shift)
+            candidates.verdict = Verdict.STEPS_ASIDE
+            return
+        alike = session.discarded_ranges == sequence.discarded_ranges
+        hit = self._prefix_cache.match_session(sequence) if alike else None
+        load = self._offload_index.find_shifted(sequence) if self._offload_index and hit is None else None
+        candidates.starts += [start for start in (load, hit) if start is not None]
+        candidates.loads_kv = load is not None
+
+    def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
+        """Take note of which tier had the KV of a turn that begins."""
+        sequence = candidates.sequence
+        if sequence.session is not None and not sequence.num_preemptions:
+            medium = self._offload_index.backend if self._offload_index else NOWHERE
+            tier = NOWHERE if start is None else medium if start.source is None else POOL
+            self._sessions.on_turn_began(sequence.session, tier)
+        return ()
 
     def on_finished(self, ending: Ending) -> None:
         """Save, delete or keep offloaded pages of a sequence, by what becomes of its KV in the pool."""

@@ -12,6 +12,7 @@ from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import DeletePages, SaveKv
 from lamina.scheduler.feature import Feature
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.starts import Candidates, KvStart, Verdict
 
 from .offload_index import OffloadIndex
 from .prefetch import LoadableKv
@@ -61,6 +62,23 @@ class SwapPolicy(Feature):
         if self._always or self._never:
             return self._always
         return self._load_s is None or self._compute_s is None or self._load_s < self._compute_s
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """Any sequence may have been preempted."""
+        return True
+
+    def find_starts(self, candidates: Candidates) -> None:
+        """A preempted sequence begins with its own KV alone, once all of it is saved."""
+        candidates.prefill_s = self.prefill_estimate_s
+        if self.is_saving(candidates.sequence):
+            candidates.verdict = Verdict.STEPS_ASIDE
+        elif (own := self.find_loadable(candidates.sequence)) is not None:
+            candidates.starts, candidates.may_begin_anew = [own], candidates.alone
+            candidates.is_settled = candidates.loads_kv = True
+
+    def on_started(self, candidates: Candidates, start: KvStart | None) -> list[DeletePages]:
+        """Its KV is given up, unless it is being loaded."""
+        return [] if start is not None and start.is_swapped else self.drop(candidates.sequence)
 
     def on_preempted(self, sequence: Sequence) -> list[SaveKv]:
         """The exports of a sequence that has computed some KV of its own, and goes on later with all of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduled import make
+from scheduled import make, with_prefill
 
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.scheduler.conductor import ConductorConfig, routing
@@ -142,7 +142,7 @@ def test_completions_whose_worker_is_full_hold_nobody_back() -> None:
     promises = SloAdmission(2)
     promises.shared_tokens_of = lambda sequence: 79
     prefill = PrefillDispatcher(2, 8, 1, promises)
-    scheduler = Scheduler(BlockTables([0], [999], 4), max_num_seqs=16, prefill_chunk=8, features=[prefill])
+    scheduler = Scheduler(BlockTables([0], [999], 4), max_num_seqs=16, prefill_chunk=8, features=with_prefill(prefill))
     completions, other = [make(0, 80, 5) for _ in range(4)], make(1, 80, 5)
     for sequence in (*completions, other):
         scheduler.add(sequence)

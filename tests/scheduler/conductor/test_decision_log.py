@@ -14,10 +14,11 @@ from lamina.observe.perfetto import read
 from lamina.observe.trace import Note
 from lamina.protocol.kv_placement import KvLocation
 from lamina.scheduler.conductor import ConductorConfig
-from lamina.scheduler.conductor.decision_log import DecisionLog, DecodePlacement, LoggedPrompt, prefill_worker_name
+from lamina.scheduler.conductor.decision_log import DecisionLog, LoggedPrompt, prefill_worker_name
 from lamina.scheduler.conductor.latency_model import PrefillPipelineShape
 from lamina.scheduler.conductor.overload import SloLimits
 from lamina.scheduler.slo_admission import SloAdmission
+from lamina.scheduler.starts import DecodePlacement
 from lamina.tools.timeline.command import choices_text
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model"

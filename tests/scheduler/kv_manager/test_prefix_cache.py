@@ -10,13 +10,14 @@ from scheduled import FakePool, check_tokens, drive, make, take
 from lamina.config.partition import KvShards
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import FIRST_LOCATION
-from lamina.protocol.step_plan import Fork, Free, New, RowRange, StepPlan
+from lamina.protocol.step_plan import Fork, Free, New, RowRange, SequenceOp, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache, PrefixHit
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import SessionName
+from lamina.scheduler.starts import start_op
 
 SIZE = 4
 
@@ -38,6 +39,10 @@ class Desk:
     def match(self, sequence: Sequence) -> PrefixHit | None:
         return self.prefixes.longest_cached(self.prefixes.lookup(sequence))
 
+    def start_op(self, sequence: Sequence, hit: PrefixHit | None) -> SequenceOp:
+        self.prefixes.add_running(sequence, hit)
+        return start_op(sequence, hit)
+
     def is_coming(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
         return self.prefixes.pending_match(self.prefixes.lookup(sequence), hit) is not None
 
@@ -49,7 +54,7 @@ class Desk:
         sequence = self.waiting(prompt, number, salt)
         sequence.retention_s = retention_s
         hit = self.match(sequence)
-        op = self.prefixes.start_op(sequence, hit)
+        op = self.start_op(sequence, hit)
         sequence.tokens += more
         sequence.num_computed_tokens = len(sequence.tokens) - 1
         first = hit.length if hit else 0
@@ -97,7 +102,7 @@ def test_nobody_waits_for_another_salt() -> None:
     """Its time would tell of it."""
     desk = Desk()
     source = desk.waiting(tokens((1, 20)), 1, b"a")
-    desk.apply(desk.prefixes.start_op(source, None), rows=[RowRange(1, 0, 9)])
+    desk.apply(desk.start_op(source, None), rows=[RowRange(1, 0, 9)])
     assert desk.is_coming(desk.waiting(tokens((1, 13)), salt=b"a"), None)
     assert not desk.is_coming(desk.waiting(tokens((1, 13)), salt=b"b"), None)
 
@@ -226,7 +231,7 @@ def test_what_is_prolonged_goes_behind_others_until_its_time_has_passed() -> Non
 def test_a_running_one_is_found_as_far_as_it_was_scheduled() -> None:
     desk = Desk()
     source, other = desk.waiting(tokens((1, 20)), 1), desk.waiting(tokens((1, 13), (2, 5)))
-    desk.apply(desk.prefixes.start_op(source, None), rows=[RowRange(1, 0, 9)])
+    desk.apply(desk.start_op(source, None), rows=[RowRange(1, 0, 9)])
     assert desk.match(other) is None
     assert desk.is_coming(other, None)
     source.num_computed_tokens = 9
@@ -246,7 +251,7 @@ def test_a_running_one_is_found_as_far_as_it_was_scheduled() -> None:
 def test_nobody_waits_for_what_a_window_has_passed() -> None:
     desk = Desk(windows=(6,))
     source, other = desk.waiting(tokens((1, 30)), 1), desk.waiting(tokens((1, 13), (2, 5)))
-    desk.apply(desk.prefixes.start_op(source, None), rows=[RowRange(1, 0, 12)])
+    desk.apply(desk.start_op(source, None), rows=[RowRange(1, 0, 12)])
     for first, count in ((12, 8), (20, 8), (28, 1)):
         desk.apply(rows=[RowRange(1, first, count)])
     source.num_computed_tokens = 29
@@ -257,7 +262,7 @@ def test_nobody_waits_for_what_a_window_has_passed() -> None:
 def test_a_window_that_is_gone_is_no_prefix() -> None:
     desk = Desk(windows=(0, 6))
     sequence = desk.waiting(tokens((1, 33)), 1)
-    desk.apply(desk.prefixes.start_op(sequence, None), rows=[RowRange(1, 0, 16)])
+    desk.apply(desk.start_op(sequence, None), rows=[RowRange(1, 0, 16)])
     desk.apply(rows=[RowRange(1, 16, 16)])
     desk.apply(rows=[RowRange(1, 32, 1)])
     sequence.num_computed_tokens = 33

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduled import make
+from scheduled import make, with_prefill
 
 from lamina.config.sparsity import ErrorBudget, SparsityOptions
 from lamina.protocol.blocks.block_tables import BlockTables
@@ -28,7 +28,7 @@ SELECT = SparsityOptions(kv_sparsity="select", kv_budget=256)
 
 def scheduler_of(blocks: int, shadows: ReferenceDecoder, *, batches: int = 1, chunk: int = 8) -> Scheduler:
     ledger = BlockTables([0], [blocks], 4)
-    features = [PrefillDispatcher(0, chunk, batches), shadows, BlockSelection()]
+    features = [*with_prefill(PrefillDispatcher(0, chunk, batches)), shadows, BlockSelection()]
     return Scheduler(ledger, max_num_seqs=12, prefill_chunk=chunk, num_batches=batches, features=features)
 
 

@@ -19,7 +19,6 @@ from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.block_accounting import BlockAccounting
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
-from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
@@ -121,7 +120,7 @@ class FastForwardScheduler(Scheduler):
 
     def __init__(self, accounting: BlockAccounting, *, max_num_seqs: int, **options: Any) -> None:
         super().__init__(accounting, max_num_seqs=max_num_seqs, **options)
-        self._migration, self._prefix_cache = self.features[KvMigration], self.features[PrefixCache]
+        self._migration = self.features[KvMigration]
         self._leaps = Leaps(accounting, self._allocator, max_num_seqs)
 
     def rounds_alike(self, token: int) -> int:
@@ -155,7 +154,7 @@ class FastForwardScheduler(Scheduler):
             return None
         (flight,) = self._in_flight
         head = self.waiting[0] if self.waiting else None
-        if head and (self._prefix_cache.num_retained or self._prefix_cache.lookup(head)):
+        if head and self.features.may_start(head):
             return None
         steps = sorted(flight.unfinished_steps, key=lambda s: s.plan.batch)
         return Standing(self.batches, steps, head) if flight.is_decode_only else None
