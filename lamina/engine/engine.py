@@ -38,6 +38,7 @@ from lamina.scheduler.surviving_kv import SurvivingTokens, num_stored_tokens
 from .detokenizer import DecodeToken, IncrementalDetokenizer, build_text_streams
 from .request import Request
 from .scheduler_factory import (
+    build_prefix_cache,
     build_scheduler,
     build_slo_admission,
     build_step_timer,
@@ -63,16 +64,16 @@ class Engine:
         self._accounting = new_block_tables(self.worker_info)
         self._tuner: Tuner | None = None
         num_batches = 1 if config.topology.measures_pipeline else config.topology.max_batches
-        self.slo_admission = build_slo_admission(config, clock, trace)
         self.sessions = Sessions()
+        prefixes = build_prefix_cache(config, self._accounting, self.sessions, clock)
+        self.slo_admission = build_slo_admission(config, prefixes, clock, trace)
         self.scheduler = build_scheduler(
             config,
             self.worker_info,
             self._accounting,
             num_batches,
             self.slo_admission,
-            self.sessions,
-            clock,
+            prefixes,
             self.scheduler_class,
         )
         stripe = self.worker_info.stripe * self.worker_info.block_size * self._accounting.num_kv_shards

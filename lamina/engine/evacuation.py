@@ -23,8 +23,8 @@ class Evacuation:
 
     def begin(self) -> None:
         """Memory workers can copy to each other: no sequence begins there from now on, and those there leave."""
-        self._scheduler.cordoned |= self._groups
-        self._migration.closing_shards |= self._groups
+        self._scheduler.cordon(self._groups)
+        self._migration.close(self._groups)
 
     def is_done(self) -> bool:
         """Whether all have left who can; what is left there moves as the epoch changes."""
@@ -32,10 +32,10 @@ class Evacuation:
 
     def cancel(self) -> None:
         """They may stay, and others begin where they did."""
-        self._scheduler.cordoned -= self._closed
-        self._migration.closing_shards -= self._groups
+        self._scheduler.uncordon(self._closed)
+        self._migration.reopen(self._groups)
 
     def finish(self) -> None:
         """They have gone: whoever takes their places is open."""
-        self._scheduler.cordoned -= self._groups
-        self._migration.closing_shards -= self._groups
+        self._scheduler.uncordon(self._groups)
+        self._migration.reopen(self._groups)

@@ -87,8 +87,8 @@ def cordon(scheduler: Scheduler, info: ComputeReady, worker: int, *, on: bool) -
     closed = scheduler.cordoned | groups if on else scheduler.cordoned - groups
     if len(closed) == len(info.kv_shards):
         raise ValueError(f"memory worker {worker} is the last one on which sequences begin: let them begin on another")
-    scheduler.cordoned.clear()
-    scheduler.cordoned.update(closed)
+    scheduler.uncordon(groups)
+    scheduler.cordon(closed)
 
 
 def build_scheduler(
@@ -97,11 +97,10 @@ def build_scheduler(
     tables: BlockTables,
     num_batches: int,
     slo_admission: SloAdmission,
-    sessions: Sessions,
-    clock: Callable[[], float],
+    prefixes: PrefixCache,
     scheduler_class: type[Scheduler] = Scheduler,
 ) -> Scheduler:
-    """``num_batches``: that take turns at first. ``slo_admission``: to those that come. ``clock``: seconds."""
+    """A scheduler with its table of features. ``num_batches``: that take turns at first."""
     batching, topology = config.batching, config.topology
     allocator = KvAllocator(
         tables,
@@ -117,7 +116,7 @@ def build_scheduler(
         num_batches=num_batches,
         num_layers=info.num_layers,
         allocator=allocator,
-        features=_features(config, info, tables, allocator, slo_admission, sessions, clock),
+        features=_features(config, info, tables, allocator, slo_admission, prefixes),
     )
     scheduler.begin_epoch(info.epoch, topology.replicas)
     return scheduler
@@ -129,16 +128,11 @@ def _features(
     tables: BlockTables,
     allocator: KvAllocator,
     slo_admission: SloAdmission,
-    sessions: Sessions,
-    clock: Callable[[], float],
+    prefixes: PrefixCache,
 ) -> list[Feature]:
     """The table of features, in the order in which the scheduler asks them. A feature uses only those before it."""
-    prefixes, tier = _prefixes(config, tables, sessions, clock), _tier(config, tables, info)
+    tier = _tier(config, tables, info)
     budget = parse_error_budget(config.kv.kv_error_budget)
-    slo_admission.cached_tokens_of, slo_admission.shared_tokens_of = (
-        prefixes.num_cached_or_pending,
-        prefixes.num_shared_tokens,
-    )
     prefill = _prefill(config, info, slo_admission, prefixes)
     table = [
         prefill,
@@ -226,13 +220,23 @@ def refresh_prefill_stores(
     return info
 
 
-def build_slo_admission(config: EngineConfig, clock: Callable[[], float], trace: Recorder) -> SloAdmission:
-    """Nothing is promised at first. ``clock``: seconds, for what prompts take. ``trace``: of its reasons."""
+def build_slo_admission(
+    config: EngineConfig, prefix_cache: PrefixCache, clock: Callable[[], float], trace: Recorder
+) -> SloAdmission:
+    """Nothing is promised at first. ``prefix_cache``: has tokens that need not be computed. ``clock``: seconds, for
+    what prompts take. ``trace``: of its reasons.
+    """
     staged = PrefillPipelineShape(config.topology.prefill_pipeline, config.batching.prefill_chunk)
-    promises = SloAdmission(config.topology.prefill_groups, config.batching.max_num_seqs, clock, staged)
     stages = staged.stages if config.topology.prefill_workers else 0
-    promises.decision_log = DecisionLog(trace.note, stages) if trace.notes is not None else None
-    return promises
+    return SloAdmission(
+        config.topology.prefill_groups,
+        config.batching.max_num_seqs,
+        clock,
+        staged,
+        cached_tokens_of=prefix_cache.num_cached_or_pending,
+        shared_tokens_of=prefix_cache.num_shared_tokens,
+        decision_log=DecisionLog(trace.note, stages) if trace.notes is not None else None,
+    )
 
 
 def build_step_timer(scheduler: Scheduler, slo_admission: SloAdmission) -> StepTimer:
@@ -247,7 +251,9 @@ def drop_session(scheduler: Scheduler, name: SessionName) -> bool:
     return ops is not None
 
 
-def _prefixes(config: EngineConfig, tables: BlockTables, sessions: Sessions, clock: Callable[[], float]) -> PrefixCache:
+def build_prefix_cache(
+    config: EngineConfig, tables: BlockTables, sessions: Sessions, clock: Callable[[], float]
+) -> PrefixCache:
     """Where bits count, a prefix ends where a fresh prompt would have been cut."""
     batching, fixed = config.batching, config.model.deterministic
     page = math.lcm(tables.block_size, batching.prefill_chunk if fixed else 1)

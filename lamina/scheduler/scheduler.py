@@ -117,7 +117,15 @@ class Scheduler:
     @property
     def borrowed_blocks(self) -> list[int] | None:
         """KV blocks of running sequences by the layer group that lends them; None where none does."""
-        return self._allocator.spill.borrowed_blocks(self.running) if self._allocator.spill else None
+        return self._allocator.borrowed_blocks(self.running)
+
+    def cordon(self, groups: Iterable[int]) -> None:
+        """Have no new sequence begin in layer groups, besides those that are cordoned already."""
+        self._allocator.cordoned.update(groups)
+
+    def uncordon(self, groups: Iterable[int]) -> None:
+        """Have new sequences begin in layer groups again."""
+        self._allocator.cordoned.difference_update(groups)
 
     def max_sequences_of(self, length: int) -> float:
         """How many of ``length`` tokens have room for their KV at once."""
@@ -342,11 +350,7 @@ class Scheduler:
     def _pick_rows(self, batch: Batch) -> tuple[dict[Sequence, int], StepPlan]:
         """What it wants, as far as there are blocks, and the plan for it."""
         picked = self._chunk_policy.rows_of_batch(batch)
-        loans, free = (
-            self._allocator.spill,
-            lambda: self._allocator.available_blocks(self.running, self.features.eviction_order),
-        )
-        stuck = loans.spill_next_stripes(picked, free) if loans else []
+        stuck = self._allocator.spill_next_stripes(picked, lambda: (self.running, self.features.eviction_order))
         plan = self._build_plan(batch, picked)
         while stuck or (picked and not self._accounting.can_apply(plan)):
             if (victim := self._preemption.free_blocks(batch, picked, stuck)) is not None:

@@ -67,15 +67,18 @@ class SloAdmission:
         max_num_seqs: int = 1,
         clock: Callable[[], float] = float,
         staged: PrefillPipelineShape = SINGLE_STAGE,
+        *,
+        cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
+        shared_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
+        decision_log: DecisionLog | None = None,
     ) -> None:
-        """``num_workers``: of prefill workers, or groups that are ``staged``; 0 = the compute workers do it."""
-        # Its first tokens that need not be computed.
-        self.cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0
+        """``num_workers``: of prefill workers, or groups that are ``staged``; 0 = the compute workers do it.
+        ``cached_tokens_of``: the first tokens of a sequence that need not be computed. ``shared_tokens_of``: tokens
+        that the completions of its request compute once. ``decision_log``: of all choices; None: there is none.
+        """
+        self.cached_tokens_of, self.shared_tokens_of = cached_tokens_of, shared_tokens_of
         self.keys: PromptPageKeys | None = None  # of what prefill workers keep of prompts; None: nothing
-        # Tokens that the completions of a request compute once.
-        self.shared_tokens_of: Callable[[Sequence], int] = lambda sequence: 0
-        self.has_limits = False
-        self.decision_log: DecisionLog | None = None  # of all choices; None: nobody wants to know
+        self.has_limits, self.decision_log = False, decision_log
         directory = PrefixDirectory(max(1, num_workers), UNLIMITED_PAGES)
         self.conductor = _conductor(directory, ConductorConfig(policy="auto"), staged)
         self._clock, self._max_num_seqs, self._on_prefill_workers = clock, max_num_seqs, num_workers > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
@@ -143,6 +143,18 @@ class KvAllocator:
         own = (self._accounting.exclusive_blocks(number) for number in retained)
         left = self.free_after([s for s in running if not s.is_decoding], {})
         return [sum(n) for n in zip(left, *own, strict=True)]
+
+    def spill_next_stripes(
+        self, picked: Mapping[Sequence, int], held: Callable[[], tuple[Iterable[Sequence], Iterable[int]]]
+    ) -> list[Sequence]:
+        """Borrow for the next rows of ``picked``, so many each, where home has no room. ``held``: what runs, and what
+        is retained; most steps do not ask. Returns the sequences that have to begin anew elsewhere.
+        """
+        return self.spill.spill_next_stripes(picked, lambda: self.available_blocks(*held())) if self.spill else []
+
+    def borrowed_blocks(self, running: Iterable[Sequence]) -> list[int] | None:
+        """KV blocks of running sequences by the layer group that lends them; None where none does."""
+        return self.spill.borrowed_blocks(running) if self.spill else None
 
     def num_without_room(self, other: BlockAccounting, running: Iterable[Sequence]) -> int:
         """How many of the ``running`` sequences would have no room in the blocks of ``other``."""

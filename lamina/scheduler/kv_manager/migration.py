@@ -68,6 +68,14 @@ class KvMigration(Feature):
         """Whether a memory worker has yet to say that a copy is there, or is not."""
         return self._copy is not None and not self._failed and self._stored < self._ranks
 
+    def close(self, groups: Iterable[int]) -> None:
+        """Have whole sequences leave layer groups, whose memory workers are to go."""
+        self.closing_shards.update(groups)
+
+    def reopen(self, groups: Iterable[int]) -> None:
+        """Let sequences stay in layer groups."""
+        self.closing_shards.difference_update(groups)
+
     def is_drained(self, running: Iterable[Sequence]) -> bool:
         """Whether all have left who can, and all know where they lie."""
         there = [s for s in running if not s.finished]
