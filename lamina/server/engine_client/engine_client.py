@@ -361,7 +361,7 @@ class EngineClient:
             if not (restarts.is_planned or restarts.is_allowed):
                 return restarts.exit_message(reason)
             words = f"the engine ends, as planned ({reason})" if restarts.is_planned else reason
-            log.warning("%s; another one replaces it, and all requests continue", words)
+            log.warning("%s; another one replaces it, and all requests go on", words)
             free = list(map(min, self.ready.num_blocks))
             nothing = EngineState(running=0, waiting=0, free_blocks=free, preemptions=0, steps=0)
             self.state = msgspec.structs.replace(self.state or nothing, recovering=True)

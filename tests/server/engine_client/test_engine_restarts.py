@@ -289,7 +289,7 @@ def test_what_is_known_while_another_one_starts(before: EngineState | None, capl
 
     play(work)
     assert [r.getMessage() for r in caplog.records if r.name == "lamina.server.engine_client.engine_client"] == [
-        "the engine process (pid 1) was killed by SIGKILL; another one replaces it, and all requests continue"
+        "the engine process (pid 1) was killed by SIGKILL; another one replaces it, and all requests go on"
     ]
 
 
@@ -396,7 +396,7 @@ def test_one_that_has_failed_by_a_defect_of_its_own_is_followed_by_another(caplo
         assert client.failure == "engine: KeyError: 'y'; --max-recoveries 1 allows no other one in ten minutes"
 
     play(work, max_recoveries=1)
-    assert "engine: KeyError: 'x'; another one replaces it, and all requests continue" in caplog.text
+    assert "engine: KeyError: 'x'; another one replaces it, and all requests go on" in caplog.text
 
 
 Sizes = dict[str, Any]
