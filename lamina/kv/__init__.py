@@ -1,1 +1,3 @@
-"""Where the KV cache lives: the tensors of a memory worker's pool, and the forms that it stores K and V in."""
+"""The KV cache: tensors of a memory worker's pool, forms in which K and V are stored, and storage of offloaded
+pages.
+"""

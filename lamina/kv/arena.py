@@ -1,8 +1,8 @@
-"""Memory of this host for KV blocks, in huge pages, and what a store gives up of it for the next one.
+"""Memory of this host for KV blocks, in huge pages, which one store may pass on to the next.
 
-The kernel zeroes each page that a process writes first: of all that a store takes, this takes longest. So memory is
-taken ahead of its use, and the layers of one store take over that of another. What lies in it then are numbers of the
-same dtype: as in a block that another sequence has had.
+The kernel zeroes each page that a process writes first; of all that opening a store takes, this takes longest. So
+memory is allocated ahead of its use, and the layers of one store take over that of another. It then contains old
+numbers of the same dtype, like a block that another sequence has freed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since 5.14
-MAX_POPULATE_BYTES = 64 << 20  # bytes, before a look whether it is still wanted
-_libc = ctypes.CDLL(None)  # its calls leave other Python threads running
+MAX_POPULATE_BYTES = 64 << 20  # bytes, after which prefault checks if the memory is still wanted
+_libc = ctypes.CDLL(None)  # its calls release Python's lock
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class HugePageArena:
-    """Memory of the pool that no layer has now. Safe from any thread."""
+    """Memory of the pool that no layer uses now. Safe from any thread."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []  # as they were made or used last
+        self._free: list[Tensor] = []  # with the shapes that they had last
         self._most = 0  # the most tensors that are kept
         self._lock = threading.Lock()
 
     def prepare(self, shapes: Iterable[Shape], slack: int = 0) -> None:
-        """Take memory for tensors of these shapes, and touch it; of each there may be ``slack`` bytes more, whose pages
-        come when first written. Raises as ``huge_page_zeros``.
+        """Allocate and touch memory for tensors of these shapes. ``slack``: bytes more for each tensor, whose pages are
+        mapped when first written. Raises as ``huge_page_zeros``.
         """
         for shape, dtype in shapes:
             slab = huge_page_zeros(shape, dtype, slack)
@@ -44,7 +44,7 @@ class HugePageArena:
                 self._most += 1
 
     def can_allocate(self, shapes: Iterable[Shape]) -> bool:
-        """Whether all of these, taken one after the other, would lie in memory that is here."""
+        """Return whether all of these tensors, allocated one after another, would fit in the free memory."""
         with self._lock:
             free = list(self._free)
         for shape, dtype in shapes:
@@ -55,8 +55,8 @@ class HugePageArena:
         return True
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor with whatever lies there; where nothing that is free is large enough fresh zeros, whose pages come
-        when first written. Raises as ``huge_page_zeros``.
+        """Return a tensor with any contents in the smallest free memory that fits. If none fits, returns new zeros,
+        whose pages are mapped when first written. Raises as ``huge_page_zeros``.
         """
         nbytes = prod(shape) * dtype.itemsize
         with self._lock:
@@ -70,43 +70,43 @@ class HugePageArena:
         return taken
 
     def release(self, tensors: Sequence[Tensor]) -> None:
-        """For the next ones that are taken. Nobody else may use these. Of more than were prepared, and than these, the
-        smallest go back to the host.
+        """Keep the memory of tensors, which must not be used any more, for later ones. Keeps as many tensors as were
+        prepared, or as are given if these are more; the smallest ones go back to the host.
         """
         with self._lock:
             free = sorted([*self._free, *tensors], key=_capacity, reverse=True)
             self._free = free[: max(self._most, len(tensors))]
 
     def clear(self) -> None:
-        """Give all free memory back to the host."""
+        """Return all free memory to the host."""
         with self._lock:
             self._free, self._most = [], 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are free here."""
+        """The bytes that are free here."""
         with self._lock:
             return sum(x.nbytes for x in self._free)
 
 
 def huge_page_zeros(shape: Sequence[int], dtype: torch.dtype, slack: int = 0) -> Tensor:
-    """Zeros in huge pages where the kernel has them: with small ones a core reads half as fast (madvise(2)). ``slack``:
-    bytes of its storage that lie behind them. Raises OSError, OverflowError, RuntimeError where the host has no room.
+    """Return zeros in huge pages if the kernel has them: with small pages a core reads half as fast (madvise(2)).
+    ``slack``: bytes of storage after the tensor. Raises OSError, OverflowError, RuntimeError if the host lacks memory.
     """
     nbytes = prod(shape) * dtype.itemsize
     size = -(-(nbytes + slack) // HUGE_PAGE) * HUGE_PAGE
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
-    with suppress(OSError, ValueError, AttributeError):  # a kernel without: small pages
-        # Not the rest behind the last whole one, for which the kernel would take a huge page too.
+    with suppress(OSError, ValueError, AttributeError):  # a kernel without huge pages uses small ones
+        # The rest after the last whole huge page stays out: the kernel would take a huge page for it, too.
         memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
     return whole[:nbytes].view(dtype).view(*shape)
 
 
 def prefault(tensors: Iterable[Tensor], wanted: Callable[[], bool] = lambda: True) -> None:
-    """Have the host's memory for tensors of ``huge_page_zeros``, until nobody has ``wanted`` it any more: what is
-    missing shows now, not when a token is first written. Before Linux 5.14 nothing happens.
+    """Map the memory of tensors of ``huge_page_zeros`` as long as ``wanted`` returns True. So a lack of memory shows
+    now, not when a token is first written. Before Linux 5.14 nothing happens.
     """
     for each in tensors:
         start, stop = each.data_ptr(), each.data_ptr() + -(-each.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -126,7 +126,7 @@ def _capacity(slab: Tensor) -> int:
 
 
 def _let_go(whole: Tensor, low: int, high: int) -> None:
-    """Give the host back the whole huge pages from ``low`` to ``high``, up to which the tensor was used."""
+    """Return the whole huge pages from ``low`` to ``high``, the end of the tensor's used part, to the host."""
     low, high = (-(-n // HUGE_PAGE) * HUGE_PAGE for n in (low, high))
     if low < high:
         _madvise(whole.data_ptr() + low, high - low, mmap.MADV_DONTNEED)

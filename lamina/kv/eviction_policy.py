@@ -1,9 +1,8 @@
-"""Which page is given up first where a tier is full. Pure policy: no torch, no I/O, no clock.
+"""The order in which pages are evicted when storage is full. Pure policy: no torch, no I/O, no clock.
 
-lru        the page that was used the longest ago
-fifo       the one that came first
-lfu        the one that was used the fewest times, of those the least recently
-length     the one furthest from its sequence's beginning, of those the least recently: beginnings are shared
+lru        the page whose last use is oldest fifo       the page that was stored first lfu        the page that was used
+the fewest times; of equal ones, the least recently used length     the page furthest from its sequence's beginning, as
+beginnings are shared; of equal ones, as lfu
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from lamina.config.offload import POLICIES
 
 
 class PageUsage(NamedTuple):
-    """The use of a page so far. ``first_used`` and ``last_used`` are counts of a clock that each page's use moves
-    on."""
+    """The use of a page so far. ``first_used`` and ``last_used`` count the uses of all pages until then."""
 
     key: bytes
     number: int  # of the page in its sequence
@@ -29,7 +27,7 @@ class PageUsage(NamedTuple):
 
 
 EvictionRank = tuple[int, ...]
-_STALE = 4  # entries of a heap for each page, of which one counts
+_STALE = 4  # entries of a heap for each page, only one of which counts
 _RANKS: dict[str, Callable[[PageUsage], EvictionRank]] = {
     "lru": lambda use: (use.last_used,),
     "fifo": lambda use: (use.first_used,),
@@ -39,22 +37,20 @@ _RANKS: dict[str, Callable[[PageUsage], EvictionRank]] = {
 
 
 def eviction_rank(policy: str) -> Callable[[PageUsage], EvictionRank]:
-    """The page of the lowest rank goes first. Raises ValueError for a name that is none."""
+    """Return the rank function of a policy: the page of the lowest rank is evicted first. Raises ValueError."""
     if policy not in _RANKS:
         raise ValueError(f"--kv-offload eviction= must be one of {', '.join(POLICIES)}, not {policy!r}")
     return _RANKS[policy]
 
 
 class EvictionQueue:
-    """The pages of a tier, in the order in which they give way. A page's use moves the clock on by one.
-
-    The way to use a prefix: look it up, ``record_use`` its pages from the last one to the first, then ``evict``.
-    So of one prefix the last page is the first that the clock makes old, and a page never goes before those that need
-    it.
+    """The pages of a tier, in the order of eviction. Each use of a page advances the clock by one. To use a prefix,
+    look it up, call ``record_use`` for its pages from the last one to the first, then ``evict``. So the last page of a
+    prefix ages first, and no page is evicted before the later ones, which need it.
     """
 
     def __init__(self, policy: str, size: int, rank: Callable[[PageUsage], EvictionRank] | None = None) -> None:
-        """``size``: bytes. ``rank``: in place of the one of ``policy``. Raises ValueError."""
+        """``size``: bytes. ``rank``: replaces the rank function of ``policy``. Raises ValueError."""
         self._rank = rank or eviction_rank(policy)
         self.size = size
         self._uses: dict[bytes, PageUsage] = {}
@@ -69,11 +65,11 @@ class EvictionQueue:
         return len(self._uses)
 
     def num_cached(self, keys: Iterable[bytes]) -> int:
-        """How many of a prefix's pages are here, up to the first that is not."""
+        """Return how many of a prefix's pages are here, up to the first missing one."""
         return sum(1 for _ in takewhile(self._uses.__contains__, keys))
 
     def record_use(self, key: bytes, number: int, nbytes: int) -> None:
-        """Of page ``number`` of its sequence; it comes if it is not here, or gets another size."""
+        """Record a use of page ``number`` of its sequence. The page is added, or changes its size, if necessary."""
         self._clock += 1
         old = self._uses.get(key)
         came, uses = (old.first_used, old.num_uses + 1) if old is not None else (self._clock, 1)
@@ -81,18 +77,18 @@ class EvictionQueue:
         self._put(PageUsage(key, number, nbytes, came, self._clock, uses))
 
     def forget(self, key: bytes) -> None:
-        """Forget a page, if it is here."""
+        """Remove a page, if it is here."""
         use = self._uses.pop(key, None)
         self.nbytes -= use.nbytes if use is not None else 0
 
     def update_ranks(self, keys: Iterable[bytes]) -> None:
-        """Their ranks are others now."""
+        """Update pages whose ranks have changed."""
         for key in keys:
             if key in self._uses:
                 self._put(self._uses[key])
 
     def next_victim(self, *, room: int = 0) -> bytes | None:
-        """The page that goes next, where the rest and ``room`` bytes have more than its size; None: they have not."""
+        """Return the page to evict next if the pages and ``room`` bytes exceed the size; else None."""
         while self.nbytes + room > self.size and self._order:
             rank, key = self._order[0]
             if key in self._uses and self._rank(self._uses[key]) == rank:
@@ -101,7 +97,7 @@ class EvictionQueue:
         return None
 
     def evict(self, *, room: int = 0) -> list[bytes]:
-        """Forget pages, the worst first, until the rest and ``room`` bytes have its size. Returns their keys."""
+        """Remove pages, the lowest ranks first, until the rest and ``room`` bytes fit. Returns their keys."""
         given = []
         while (key := self.next_victim(room=room)) is not None:
             given.append(key)
@@ -111,6 +107,6 @@ class EvictionQueue:
     def _put(self, use: PageUsage) -> None:
         self._uses[use.key] = use
         heappush(self._order, (self._rank(use), use.key))
-        if len(self._order) > _STALE * len(self._uses) + _STALE:  # most of them do not count any more
+        if len(self._order) > _STALE * len(self._uses) + _STALE:  # most of them are stale
             self._order = [(self._rank(use), key) for key, use in self._uses.items()]
             heapify(self._order)

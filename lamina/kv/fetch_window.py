@@ -1,10 +1,11 @@
-"""Which KV is fetched ahead of its turn, and which gives way: by the queue of waiting turns, which tells who is needed
-next (CachedAttention section 3.3, arXiv 2403.19708). Pure policy: no torch, no I/O, no clock.
+"""The KV that is fetched ahead, and the order of eviction, by the queue of waiting requests.
 
-Memory is fast, the disk is large. The *fetch window* has the items at the head of the queue that memory can hold; those
-of them that lie on the disk are fetched. The *eviction window* has those that memory and disk can hold together; who is
-in it gives way where everybody is, its tail first. Who is in no window gives way first, the least recently used before
-others: with an empty queue this is LRU.
+See CachedAttention, section 3.3 (arXiv 2403.19708). Pure policy: no torch, no I/O, no clock.
+
+Memory is fast, the disk is large. The *fetch window* has the items at the head of the queue that fit in memory; those
+on the disk are fetched. The *eviction window* has the items that fit in memory and on the disk together. Items outside
+of it are evicted first, least recently used first: with an empty queue this is LRU. Then come items in the window, from
+its tail on.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ Item = TypeVar("Item")
 
 
 def fetch_window_size(room_bytes: float, item_bytes: float) -> int:
-    """Items from the head of the queue on that have room: L = C / S. ``item_bytes``: of an item on average."""
+    """Return how many items from the head of the queue on fit: L = C / S. ``item_bytes``: mean bytes of an item."""
     if item_bytes <= 0:
         raise ValueError(f"an item of {item_bytes} bytes: it must have some")
     return int(room_bytes // item_bytes)
 
 
 def items_to_fetch(queue: Sequence[Item], window: int, memory: Container[Item]) -> list[Item]:
-    """Items that memory is to have, those that are needed first before others."""
+    """Return the items that memory lacks, the ones needed first before others."""
     return [item for item in dict.fromkeys(queue[:window]) if item not in memory]
 
 
 def eviction_order(queue: Sequence[Item], window: int, oldest: Iterable[Item]) -> list[Item]:
-    """The items of a place in the order in which they give way. ``oldest``: the least recently used first."""
+    """Return items in the order of eviction. ``oldest``: the items, the least recently used first."""
     places = {item: number for number, item in reversed(list(enumerate(queue[:window])))}
     return sorted(oldest, key=lambda item: -places.get(item, len(queue)))
 
 
 class FetchWindow:
-    """The pages that waiting turns need; these are numbered in the order in which they come, and all of them are within
-    the eviction window.
+    """The pages that waiting requests need. Requests are numbered in order of arrival, and all are in the eviction
+    window.
     """
 
     def __init__(self) -> None:
         self._turns: dict[int, list[bytes]] = {}
-        self._needed: dict[bytes, list[int]] = {}  # page -> its turns, the next one first
-        self.copied_keys: set[bytes] = set()  # pages that lie elsewhere too
-        self.retained_until: Container[bytes] = ()  # pages that are not to go before others
+        self._needed: dict[bytes, list[int]] = {}  # page -> the requests that need it, the next one first
+        self.copied_keys: set[bytes] = set()  # pages that other storage has, too
+        self.retained_until: Container[bytes] = ()  # pages that are evicted after others
 
     def __len__(self) -> int:
-        """Turns."""
+        """Return the number of waiting requests."""
         return len(self._turns)
 
     def hint(self, turn: int, keys: Iterable[bytes]) -> set[bytes]:
-        """``turn`` needs ``keys`` too, from the beginning of its sequence on; without any, it needs nothing more.
-        Returns the keys of pages that are needed earlier or later than before.
+        """Note that request ``turn`` also needs ``keys``, from its sequence's beginning on; without keys, it needs none
+        any more. Returns the keys of pages whose first request has changed.
         """
         more = list(keys)
         gone = [] if more else self._turns.pop(turn, [])
@@ -68,12 +69,12 @@ class FetchWindow:
         return {key for key, was in before.items() if self.next_turn_of(key) != was}
 
     def next_turn_of(self, key: bytes) -> int | None:
-        """The first turn that needs a page; None: nobody does."""
+        """Return the first request that needs a page; None if no request does."""
         turns = self._needed.get(key)
         return turns[0] if turns else None
 
     def first_pages(self, count: int) -> list[bytes]:
-        """So many pages at the head of the queue, each once."""
+        """Return so many pages from the head of the queue on, each once."""
         pages = (key for turn in sorted(self._turns) for key in self._turns[turn])
         head = dict[bytes, None]()
         for key in pages:
@@ -83,8 +84,8 @@ class FetchWindow:
         return list(head)
 
     def rank(self, use: PageUsage, otherwise: Callable[[PageUsage], EvictionRank]) -> EvictionRank:
-        """The rank of a page in the order in which pages give way. Copied pages go first; then pages that no waiting
-        turn needs, ranked by ``otherwise``, prolonged ones last; then the rest, from the tail of the queue on.
+        """Return the rank of a page in the order of eviction. Copied pages go first. Then come pages that no waiting
+        request needs, by ``otherwise``, those with retention last. Then come the others, from the tail of the queue on.
         """
         if use.key in self.copied_keys:
             return (-1, *otherwise(use))

@@ -1,4 +1,4 @@
-"""The KV store of one memory worker: a K and a V tensor per layer, written by position, read through block tables."""
+"""The KV tensors of a memory worker: K and V of each layer, written by position and read through block tables."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LayerCache:
-    """k [N + 1, Hkv, block_size, D], v [N + 1, Hkv, block_size, Dv], contiguous, in the store's dtype; ``scales`` where
-    that is of 8 bits.
-
-    Blocks 0 .. N hold tokens. Block N is the null block: always zero, it stands in for tokens that nobody sees.
+    """The KV blocks of one layer: k [N + 1, Hkv, block_size, D], v [N + 1, Hkv, block_size, Dv], contiguous. They have
+    the store's dtype; with 8 bits they have ``scales``. Blocks 0 .. N - 1 hold tokens. Block N is the null block: it is
+    always zero, and stands in for tokens that no query sees.
     """
 
     k: Tensor
     v: Tensor
     scales: Scales | None = None
-    bounds: Tensor | None = None  # [2, N + 1, Hkv, D] least and largest K of whole blocks, where queries select
+    bounds: Tensor | None = None  # [2, N + 1, Hkv, D] least and largest K of whole blocks, if queries select blocks
 
     @property
     def tensors(self) -> list[Tensor]:
-        """K, V, and their scales where they have some."""
+        """The tensors K and V, and their scales if they have some."""
         return [self.k, self.v, *(self.scales or ())]
 
     @property
@@ -46,12 +45,12 @@ class LayerCache:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's K and V in all heads."""
+        """The bytes of a token's K and V in all heads."""
         return self.k.shape[1] * head_bytes(self.k.shape[3], self.v.shape[3], self.k.dtype)
 
     def copy_and_wipe(self, copies: Sequence[tuple[int, int]], freed: Sequence[int]) -> None:
-        """Copy blocks, with their bounds, and write zeros over the ``freed`` blocks. Sources are read before anything
-        is written, so a freed block may be a source or a target.
+        """Copy blocks with their bounds, and zero the ``freed`` blocks. Sources are read before anything is written, so
+        a freed block may be a source or a target.
         """
         sources, targets = [source for source, _ in copies], [target for _, target in copies]
         for tensor in self.tensors if self.bounds is None else [*self.tensors, self.bounds.transpose(0, 1)]:
@@ -61,15 +60,15 @@ class LayerCache:
             blocks[targets] = stored
 
     def write(self, slot_mapping: SlotMapping, rows: StoredRows) -> None:
-        """Put row r at its position; overwrites what is there. ``rows`` are in the store's dtype. A block is whole once
-        its last token is written, which is behind all others.
+        """Write row r at its position, over what is there. ``rows`` have the store's dtype. A block's bounds are
+        updated when its last token, which comes after all others, is written.
         """
         both = [(self.k, rows.k), (self.v, rows.v)]
         if self.scales is not None and rows.scales is not None:
             both += zip(self.scales, rows.scales, strict=True)
         for stored, new in both:
             if stored.device.type == "cpu":
-                # By numpy: torch shares even a few rows out to its threads, and waits for one that gets no core.
+                # numpy, since torch gives even a few rows to its threads, and waits for one that gets no core.
                 _bits(stored)[slot_mapping.blocks.numpy(), :, slot_mapping.offsets.numpy()] = _bits(new)
             else:
                 stored[slot_mapping.blocks, :, slot_mapping.offsets] = new
@@ -81,14 +80,16 @@ class LayerCache:
 
 
 def _bits(x: Tensor) -> NDArray[np.generic]:
-    """A tensor as numpy's integers."""
+    """Return a tensor as numpy's integers."""
     array: NDArray[np.generic] = x.view(INTEGERS[x.itemsize]).numpy()
     return array
 
 
 @dataclass(frozen=True)
 class SlotMapping:
-    """Where the rows of a step are stored, for one layer group: both [R] int64, on the store's device."""
+    """The positions at which the rows of a step are stored, for one layer group: both [R] int64, on the store's
+    device.
+    """
 
     blocks: Tensor
     offsets: Tensor
@@ -96,11 +97,11 @@ class SlotMapping:
 
 @dataclass(frozen=True)
 class RowTable:
-    """The rows of one step and their sequences' stored tokens, for one layer group: host arrays, built once per step.
+    """The rows of one step and their sequences' stored tokens, for one layer group: host arrays, built once a step.
 
     Sequence i of the step has rows ``row[i] .. row[i] + count[i]``, at positions from ``first[i]``. Column j of its
-    block table holds the tokens from ``origin[i] + j * block_size``; columns that no query sees hold the null block.
-    Of a sequence that has lost blocks (protocol.sparse_ops) nothing but what is kept is counted: positions close ranks.
+    block table holds the tokens from ``origin[i] + j * block_size``; columns that no query sees hold the null block. In
+    a sequence that has lost blocks (protocol.sparse_ops), only the kept tokens are counted, so positions have no gaps.
     """
 
     window: int
@@ -109,8 +110,8 @@ class RowTable:
     row: Ints  # [S]
     first: Ints  # [S]
     count: Ints  # [S]
-    seen: Ints  # [S] the first stored token that any of its rows sees; ``stop`` if none
-    stop: Ints  # [S] the end of the stored tokens that are meant, at most ``first``
+    seen: Ints  # [S] the first stored token that any row sees; ``stop`` if none
+    stop: Ints  # [S] the end of the stored tokens to attend, at most ``first``
     origin: Ints  # [S] ``seen`` rounded down to a multiple of ``align``
     table: Ints  # [S, W], W * block_size a multiple of ``align``
 
@@ -119,7 +120,7 @@ class RowTable:
         return int(self.count.sum())
 
     def select_sequences(self, which: NDArray[np.bool_]) -> RowTable:
-        """The table of some of the sequences [S], whose rows are numbered anew."""
+        """Return the table of some of the sequences [S], with rows numbered anew."""
         count = self.count[which]
         return replace(
             self,
@@ -141,9 +142,8 @@ def row_table(
     align: int,
     ranges: Sequence[tuple[int, int]] | None = None,
 ) -> RowTable:
-    """The row table of ``rows``, whose plan ``tables`` has applied. ``align``: tokens, a multiple of the block size.
-
-    ``ranges[i]``: the stored tokens that are meant of the sequence of ``rows[i]``; None = all before its first row.
+    """Return the row table of ``rows``, whose plan ``tables`` has applied. ``align``: tokens, a multiple of the block
+    size. ``ranges[i]``: the stored tokens to attend of the sequence of ``rows[i]``; None for all before its first row.
     """
     size, window, null = tables.block_size, tables.windows[group], tables.num_blocks[group]
     columns, table = list[tuple[int, ...]](), array("q")
@@ -166,7 +166,7 @@ def row_table(
 
 
 def slot_mapping(tables: BlockTables, group: int, rows: Sequence[RowRange], device: torch.device) -> SlotMapping:
-    """Where ``rows`` go, whose plan ``tables`` has applied."""
+    """Return the positions of ``rows``, whose plan ``tables`` has applied."""
     size, blocks, offsets = tables.block_size, array("q"), array("q")
     for r in rows:
         stop, at = r.first + r.count, r.first
@@ -181,7 +181,7 @@ def slot_mapping(tables: BlockTables, group: int, rows: Sequence[RowRange], devi
 def cache_shapes(
     num_blocks: int, kv_heads: int, block_size: int, qk_dim: int, v_dim: int, dtype: torch.dtype
 ) -> list[Shape]:
-    """Of the tensors of one layer's store, with its null block: K, V, and their scales where they have some."""
+    """Return the shapes of one layer's tensors, null block included: K, V, and their scales if they have some."""
     shape = (num_blocks + 1, kv_heads, block_size)
     scales: list[Shape] = [(shape, torch.float32)] * 2 if is_scaled(dtype) else []
     return [((*shape, qk_dim), dtype), ((*shape, v_dim), dtype), *scales]
@@ -198,8 +198,8 @@ def allocate_layer(
     slabs: HugePageArena | None = None,
     selects: bool = False,
 ) -> LayerCache:
-    """A store of one layer, with its null block; ``slabs``: in memory of these. Without them all is zero, and its
-    memory is taken now. ``selects``: with bounds. Raises MemoryError, naming the size.
+    """Allocate the tensors of one layer, with a null block. ``slabs``: memory to use, with any contents. Without it,
+    new memory is mapped now and all is zero. ``selects``: with bounds. Raises MemoryError, naming the size.
     """
     shapes = cache_shapes(num_blocks, kv_heads, block_size, qk_dim, v_dim, dtype)
     try:

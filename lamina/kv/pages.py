@@ -1,8 +1,8 @@
 """Pages and fragments: the units in which K and V leave a memory worker's pool and come back to it.
 
-A *page* is PAGE tokens of a sequence at absolute positions, from a multiple of PAGE on; the last one may be partial. An
-*fragment* is the K and V of one page, one layer and one KV head, as they are stored, in rows by token, whatever the
-block size of the pool, the partition or the number of memory workers:
+A *page* is PAGE tokens of a sequence at absolute positions, from a multiple of PAGE on; the last one may be partial. A
+*fragment* is the K and V of one page, one layer and one KV head in stored form, in rows by token. It does not depend on
+the block size of the pool, the partition or the number of memory workers:
 
     K         [tokens, D]     in the store's dtype
     V         [tokens, Dv]
@@ -21,14 +21,14 @@ PROMPT, DECODE = "prompt", "decode"
 
 
 class PageFragment(NamedTuple):
-    """Names one fragment of a page. ``head``: a KV head of the whole model's layer, not of a rank's part."""
+    """The name of one fragment of a page. ``head``: a KV head of the whole model's layer, not of a rank's part."""
 
     layer: int
     head: int
 
 
 class FragmentFormat(NamedTuple):
-    """Bytes of one token's part of the fragments of one layer. ``scale``: of its fp32 scale of K, and of V; 0 =
+    """The bytes of one token in the fragments of one layer: K, V, and one fp32 ``scale`` for each; 0 if they have
     none.
     """
 
@@ -37,21 +37,23 @@ class FragmentFormat(NamedTuple):
     scale: int = 0
 
     def nbytes(self, tokens: int) -> int:
-        """Of a fragment of ``tokens`` tokens."""
+        """Return the bytes of a fragment of ``tokens`` tokens."""
         return tokens * (self.k + self.v + 2 * self.scale)
 
 
 class Provenance(NamedTuple):
-    """How the K and V of a page were computed: KV of one recipe is equal bit for bit, of two perhaps not."""
+    """The way in which K and V of a page were computed. KV of equal provenance is equal bit for bit; else perhaps
+    not.
+    """
 
     source: str  # PROMPT or DECODE
-    chunk: int = 0  # tokens of the prompt's chunks
+    chunk: int = 0  # tokens of a prefill chunk
     build: str = ""  # of the kernels
-    ranks: int = 1  # of tensor parallelism
+    ranks: int = 1  # number of tensor-parallel ranks
 
 
 class Page(NamedTuple):
-    """Names a page, and says what it is."""
+    """The name and properties of a page."""
 
     key: bytes  # lamina.kv.page_keys
     number: int  # its first token's position is PAGE * number
@@ -60,5 +62,5 @@ class Page(NamedTuple):
     provenance: Provenance
 
     def is_same_page(self, other: Page) -> bool:
-        """Whether both are one page, be it that its K and V were computed in two ways."""
+        """Return whether both are the same page, even if K and V were computed in different ways."""
         return self._replace(provenance=other.provenance) == other

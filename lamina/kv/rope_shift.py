@@ -1,8 +1,8 @@
-"""Stored K at other positions: R(d) K(p) = K(p + d) where a rotary embedding gives K its position (arXiv 2104.09864).
+"""Moving stored K to other positions: R(d) K(p) = K(p + d) for a rotary embedding (arXiv 2104.09864).
 
-A rotation turns pairs of K's elements by angles that are proportional to the position, so it can be done again on what
-is stored. Up to rounding it is exact: angles and their cosines are taken in fp64, products in fp32; K is rounded once
-when it is stored anew, K of 8 bits with a new scale.
+It rotates pairs of K's elements by angles that are proportional to the position, so stored K can be rotated further. Up
+to rounding this is exact. Angles and their cosines are computed in fp64, products in fp32. K is rounded once when it is
+stored again; K of 8 bits gets a new scale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .stored_format import dequantise, is_scaled, quantise
 
 
 def rotate_keys(k: Tensor, rotary: Rotary, delta: int) -> Tensor:
-    """k [..., D] of any float dtype -> R(delta) k, fp32: what it would be ``delta`` positions further on."""
+    """Return R(delta) k, in fp32, for k [..., D] of any float dtype: K at a position that is ``delta`` higher."""
     out = k.to(torch.float32, copy=True)
     frequencies = np.frombuffer(rotary.frequencies, "<f8")
     if not len(frequencies):
@@ -36,7 +36,7 @@ def rotate_keys(k: Tensor, rotary: Rotary, delta: int) -> Tensor:
 
 @torch.inference_mode()  # called on any thread
 def rotate_blocks(kv: LayerCache, blocks: list[int], rotary: Rotary, delta: int) -> None:
-    """Store K of whole ``blocks`` anew, ``delta`` positions further on. V knows no position."""
+    """Rotate stored K of whole ``blocks`` to positions that are ``delta`` higher. V does not depend on positions."""
     if not blocks or not rotary.frequencies:
         return
     ids = torch.tensor(blocks, device=kv.k.device)

@@ -167,7 +167,7 @@ def test_a_dry_run_imports_torch_for_a_model_that_is_there_alone(command: list[s
     ("flags", "words"),
     [
         (["--kv-offload", "dir=no/such/kv"], "--kv-offload dir=no/such/kv: it cannot be made in "),
-        (["--kv-offload", f"dir={Path(__file__).parent}"], "and KV tells prompts: chmod 700 "),
+        (["--kv-offload", f"dir={Path(__file__).parent}"], "and KV reveals prompts: chmod 700 "),
         (["--kv-offload", "dir=kv,key=no/such"], "--kv-offload key=no/such: No such file or directory"),
         (
             ["--partition", "spill", "--kv-cache-memory-bytes", "2MiB"],

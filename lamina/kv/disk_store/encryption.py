@@ -1,10 +1,8 @@
-"""How fragments lie on disk: encrypted (AES-256-GCM), or plain with the tag that AES-GCM has for data in the clear
-(GMAC).
+"""Encryption of fragments on disk: AES-256-GCM, or plain bytes with the tag of AES-GCM for unencrypted data (GMAC).
 
-A record has a key of its own: HMAC of a random number and of all that the index says of the page, under the data key of
-the page's tenant. A fragment's layer and head are its nonce, which no other fragment of the record has. So bytes of
-another fragment, record, page or tenant do not pass for this one, and nor does a page whose entry in the index has
-changed.
+A record has a key of its own, an HMAC under the data key of the page's tenant. It covers a random number and all that
+the index says of the page. A fragment's layer and head are its nonce, which is unique in the record. So bytes of another
+fragment, record, page or tenant are not accepted, nor is a page whose index entry has changed.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ _ATOM_NONCE = struct.Struct("<IIxxxx")
 
 
 class IntegrityError(Exception):
-    """Bytes are not those that were sealed."""
+    """The bytes are not those that were written."""
 
 
 class FragmentCipher:
-    """The seal of the fragments of one record. Any thread may use it."""
+    """The cipher of the fragments of one record. Any thread may use it."""
 
     def __init__(self, data_key: bytes, salt: bytes, page: Page, *, encrypt: bool) -> None:
         """``salt``: SALT_BYTES that no other record of this tenant has."""
@@ -45,7 +43,7 @@ class FragmentCipher:
         self._encrypt = encrypt
 
     def encrypt(self, fragment: PageFragment, data: memoryview, out: memoryview) -> bytes:
-        """Fill ``out`` as far as ``data`` is long, and anyhow what is behind it, TAG_BYTES; returns the tag."""
+        """Encrypt ``data`` into ``out``, which has TAG_BYTES more, with any contents. Returns the tag."""
         nonce = _ATOM_NONCE.pack(*fragment)
         if self._encrypt:
             self._cipher.encrypt_into(nonce, data, None, out)
@@ -54,9 +52,8 @@ class FragmentCipher:
         return self._cipher.encrypt(nonce, b"", data)
 
     def decrypt(self, fragment: PageFragment, sealed: memoryview, tag: bytes, out: memoryview) -> None:
-        """Fill ``out``. ``sealed`` has TAG_BYTES behind what was sealed, which may be anything and stay so.
-
-        Raises IntegrityError; then ``out`` holds anything.
+        """Decrypt into ``out``. ``sealed``: the encrypted bytes, followed by TAG_BYTES that keep their contents. Raises
+        IntegrityError; then ``out`` holds anything.
         """
         nonce = _ATOM_NONCE.pack(*fragment)
         trailing = bytes(sealed[out.nbytes :])
@@ -66,7 +63,7 @@ class FragmentCipher:
                 self._cipher.decrypt_into(nonce, sealed, None, out)
             else:
                 out[:] = sealed[: out.nbytes]
-                self._cipher.decrypt(nonce, tag, out)  # checks what the caller gets
+                self._cipher.decrypt(nonce, tag, out)  # checks the caller's copy
         except InvalidTag:
             raise IntegrityError(f"layer {fragment.layer}, head {fragment.head}") from None
         finally:
@@ -74,8 +71,8 @@ class FragmentCipher:
 
 
 class DataKeys:
-    """One a tenant, each in a file of its own, encrypted by the store's secret: without the file, all that the tenant
-    has in the store is noise.
+    """The data keys, one for each tenant, each in a file of its own and encrypted by the store's secret. Without its
+    file, all data of the tenant in the store is unreadable.
     """
 
     def __init__(self, folder: StoreDirectory, secret: bytes) -> None:
@@ -84,7 +81,7 @@ class DataKeys:
         self._known: dict[bytes, bytes] = {}
 
     def get(self, tenant: bytes) -> bytes | None:
-        """The key of ``tenant``; None where it was destroyed, or is under another secret. Raises OSError."""
+        """Return the key of ``tenant``; None if it was destroyed, or belongs to another secret. Raises OSError."""
         if tenant not in self._known:
             wrapped = self._folder.read(KEY + tenant.hex())
             key = None if wrapped is None else self._unwrapped(tenant, wrapped)
@@ -94,7 +91,9 @@ class DataKeys:
         return self._known[tenant]
 
     def make(self, tenant: bytes) -> bytes:
-        """Made where it is not there. Raises OSError, also where what is there is damaged."""
+        """Return the key of ``tenant``, which is created if missing. Raises OSError, also if the stored key is
+        damaged.
+        """
         key = self.get(tenant)
         if key is not None:
             return key
@@ -114,7 +113,7 @@ class DataKeys:
 
 
 def destroy_data_key(folder: StoreDirectory, tenant: bytes) -> bool:
-    """Overwrite it and remove it; False where there is none. Raises OSError."""
+    """Overwrite and remove a data key; returns False if there is none. Raises OSError."""
     name = KEY + tenant.hex()
     try:
         fd = folder.open(name, os.O_WRONLY)

@@ -1,7 +1,7 @@
-"""What the index of a store has in its tables, and how pages and records lie in their rows.
+"""The tables of a store's index, and the rows of pages and records.
 
-A page's row names the set of fragments that its records have together (``held``). There are few such sets, as there are
-few partitions; so who needs certain fragments asks for the pages of some sets, and reads no record.
+A page's row names the set of fragments that its records have together (``held``). There are as few such sets as
+partitions. So a query for certain fragments selects the pages of some sets, and reads no record.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CREATE INDEX records_by_segment ON records (segment);
 CREATE TABLE clock (now INTEGER NOT NULL);
 INSERT INTO clock VALUES (0);
 """
-AGES = "CREATE TABLE IF NOT EXISTS ages (at INTEGER PRIMARY KEY, tick INTEGER NOT NULL)"  # of the clock, by second
-PROLONGED = (  # pages, as long as they are there
+AGES = "CREATE TABLE IF NOT EXISTS ages (at INTEGER PRIMARY KEY, tick INTEGER NOT NULL)"  # the clock's value, by second
+PROLONGED = (  # pages with retention
     "CREATE TABLE IF NOT EXISTS prolonged_pages (page INTEGER PRIMARY KEY REFERENCES pages (id) ON DELETE CASCADE,"
     " until INTEGER NOT NULL)"
 )
@@ -46,7 +46,7 @@ _NAME = struct.Struct("<II")  # layer, head
 
 
 class RecordExtent(NamedTuple):
-    """Bytes ``at .. at + size`` of a segment."""
+    """The bytes ``at .. at + size`` of a segment."""
 
     segment: int
     at: int
@@ -54,37 +54,37 @@ class RecordExtent(NamedTuple):
 
 
 class EncryptedFragment(NamedTuple):
-    """The facts of a fragment that lies in a record."""
+    """The size and the tag of a fragment in a record."""
 
     nbytes: int
     tag: bytes
 
 
 class Record(NamedTuple):
-    """Some fragments of a page, one behind the other in the order of ``fragments``."""
+    """Some fragments of a page, one after another in the order of ``fragments``."""
 
     extent: RecordExtent
     encrypted: bool
     salt: bytes
     fragments: dict[PageFragment, EncryptedFragment]
-    id: int = 0  # given by the index; of two records with one fragment, that of the greater one counts
+    id: int = 0  # given by the index; if two records have a fragment, the greater id counts
 
 
 class PageEntry(NamedTuple):
-    """A page of the index, its records in the order in which they came."""
+    """A page of the index, with its records in the order of their arrival."""
 
     page: Page
     records: list[Record]
 
 
 def page_from_row(row: tuple[object, ...]) -> Page:
-    """Of columns PAGE."""
+    """Return the page of a row with columns PAGE."""
     key, number, tokens, tenant, *recipe = row
     return Page(key, number, tokens, tenant, Provenance(*recipe))  # type: ignore[arg-type]
 
 
 def record_from_row(row: Iterable[object]) -> Record:
-    """Of columns RECORD."""
+    """Return the record of a row with columns RECORD."""
     number, segment, at, size, encrypted, salt, fragments = row
     table = _ATOM.iter_unpack(fragments)  # type: ignore[arg-type]
     known = {PageFragment(layer, head): EncryptedFragment(nbytes, tag) for layer, head, nbytes, tag in table}
@@ -92,15 +92,15 @@ def record_from_row(row: Iterable[object]) -> Record:
 
 
 def pack_fragments(fragments: dict[PageFragment, EncryptedFragment]) -> bytes:
-    """The bytes of sealed fragments, as ``record_from_row`` reads them."""
+    """Return encrypted fragments as the bytes that ``record_from_row`` reads."""
     return b"".join(_ATOM.pack(*fragment, *sealed) for fragment, sealed in fragments.items())
 
 
 def pack_fragment_set(fragments: Iterable[PageFragment]) -> bytes:
-    """The same for the same fragments in any order."""
+    """Return a set of fragments as bytes, equal for equal sets."""
     return b"".join(_NAME.pack(*fragment) for fragment in sorted(fragments))
 
 
 def unpack_fragment_set(fragments: bytes) -> frozenset[PageFragment]:
-    """The set of fragments that ``pack_fragment_set`` has packed."""
+    """Return the set of fragments that ``pack_fragment_set`` has packed."""
     return frozenset(map(PageFragment._make, _NAME.iter_unpack(fragments)))

@@ -1,4 +1,4 @@
-"""What people do to a store from outside: look at it, verify it, purge it."""
+"""Maintenance of a store from outside a server: show, verify or purge it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .store_directory import DRAFT, ERA, INDEX, KEY, SECRET, SEGMENT, StoreDirec
 
 
 class TenantPart(NamedTuple):
-    """What a store has of one tenant for one identity of a model."""
+    """The part of a store that belongs to one tenant and one identity of a model."""
 
     identity: bytes
     tenant: bytes
@@ -28,7 +28,7 @@ class TenantPart(NamedTuple):
 
 
 class StoreSummary(NamedTuple):
-    """``nbytes``: of all segments, records or not."""
+    """A summary of a store. ``nbytes``: of all segments, free space included."""
 
     parts: list[TenantPart]
     segments: int
@@ -36,7 +36,7 @@ class StoreSummary(NamedTuple):
 
 
 class DamagedPage(NamedTuple):
-    """Fragments of a page that cannot be read, and why."""
+    """Fragments of a page that cannot be read, and the reason."""
 
     page: Page
     fragments: list[PageFragment]
@@ -44,16 +44,15 @@ class DamagedPage(NamedTuple):
 
 
 def store_summary(folder: StoreDirectory) -> StoreSummary:
-    """Also of a store that a server has open. Raises ValueError where there is none."""
+    """Return a summary of a store, even if a server has it open. Raises ValueError if there is none."""
     with closing(_index(folder)) as index:
         sizes = index.segments()
         return StoreSummary([TenantPart(*row) for row in index.counts()], len(sizes), sum(sizes.values()))
 
 
 def verify(folder: StoreDirectory, secret: bytes) -> Iterator[DamagedPage | Page]:
-    """Read every fragment; yields each page, or the damage to it. Pages that go meanwhile are left out.
-
-    Raises ValueError where there is no store, or where its index is damaged; OSError.
+    """Read every fragment; yields each page, or its damage. Pages that are removed meanwhile are left out. Raises
+    ValueError if there is no store, or if its index is damaged; OSError.
     """
     with closing(_index(folder)) as index:
         if wrong := index.check():
@@ -81,7 +80,9 @@ def _damage(records: Records, entry: PageEntry) -> DamagedPage | None:
 
 
 def purge(folder: StoreDirectory) -> None:
-    """Destroy all keys, and remove all else. Raises ValueError: a server has it open, or there is no store; OSError."""
+    """Destroy all keys and remove all other files. Raises ValueError if a server has the store open or there is none;
+    OSError.
+    """
     _check_store(folder)
     folder.lock(_own_name())
     for name in folder.list_names():
@@ -94,10 +95,9 @@ def purge(folder: StoreDirectory) -> None:
 
 
 def purge_tenant(folder: StoreDirectory, secret: bytes, tenant: bytes) -> int:
-    """Destroy the data key of ``tenant``, as tenant_of gives it, overwrite what is not encrypted, and forget its pages;
-    returns how many.
-
-    Raises ValueError: a server has the store open, or there is no such tenant; OSError.
+    """Destroy the data key of ``tenant``, as tenant_of returns it, and remove the tenant's pages; returns their number.
+    Data that is not encrypted is overwritten. Raises ValueError if a server has the store open or there is no such
+    tenant; OSError.
     """
     _check_store(folder)
     folder.lock(_own_name())

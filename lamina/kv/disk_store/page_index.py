@@ -1,7 +1,7 @@
 """The index of a store: SQLite with a write-ahead log, which any number of workers use at once.
 
-A change is one transaction, so a worker that is killed leaves it done or not begun. After a loss of power the index may
-lack the last changes, or know records whose bytes have not come to the disk: their tags tell.
+Each change is one transaction, so it is complete or not begun if a worker is killed. After a loss of power the index
+may lack the last changes, or have records whose bytes never reached the disk, which their tags reveal.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MOST_TOUCHED = 256
 
 
 class PageIndex:
-    """One worker's connection. Any thread may use it. Raises sqlite3.Error; ``check`` tells more."""
+    """One worker's connection to the index. Any thread may use it. Raises sqlite3.Error; ``check`` tells more."""
 
     def __init__(self, folder: StoreDirectory) -> None:
-        """Made where it is not there. Raises ValueError where it cannot be read."""
-        os.close(folder.open(INDEX, os.O_RDWR | os.O_CREAT))  # it gives its log its own mode
+        """Open the index, which is created if missing. Raises ValueError if it cannot be read."""
+        os.close(folder.open(INDEX, os.O_RDWR | os.O_CREAT))  # its log gets the same mode
         self._name = folder.name
         self._lock = threading.Lock()
         self._touched: dict[tuple[bytes, bytes], int] = {}
@@ -72,7 +72,7 @@ class PageIndex:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """A transaction; nothing of it is done where it raises."""
+        """Run the block as a transaction, of which nothing is done if the block raises."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -89,7 +89,7 @@ class PageIndex:
             return self._db.execute(query, values).fetchall()
 
     def lookup(self, identity: bytes, key: bytes) -> PageEntry | None:
-        """A page; None where it is not there."""
+        """Return a page; None if it is missing."""
         with self._lock:
             row = self._db.execute(f"SELECT id, {PAGE} FROM pages WHERE identity = ? AND key = ?", (identity, key))
             entry = row.fetchone()
@@ -99,7 +99,7 @@ class PageIndex:
             return PageEntry(page_from_row(entry[1:]), [record_from_row(r) for r in self._db.execute(query, entry[:1])])
 
     def note_use(self, identity: bytes, key: bytes) -> None:
-        """Say that a page was used: it is written with the next change."""
+        """Note that a page was used; this is written with the next change."""
         with self._lock:
             self._touched[identity, key] = self._touched.pop((identity, key), 0) + 1
             many = len(self._touched) >= _MOST_TOUCHED
@@ -108,8 +108,8 @@ class PageIndex:
                 pass
 
     def add(self, identity: bytes, page: Page, record: Record) -> None:
-        """A record that is on the disk, whole or not at all; those that it replaces whole are gone. Raises ValueError
-        where the page is there and is another one.
+        """Add a record that is on the disk, and remove records whose fragments it replaces all. Raises ValueError if
+        the stored page is another one.
         """
         with self._change():
             now = self._next_use()
@@ -141,7 +141,7 @@ class PageIndex:
             )
 
     def _set(self, fragments: Iterable[PageFragment]) -> int:
-        """The number of a set of fragments, a new one where it has none."""
+        """Return the number of a set of fragments, which is added if missing."""
         name = (pack_fragment_set(fragments),)
         known = self._db.execute("SELECT id FROM sets WHERE atoms = ?", name).fetchone()
         if known is None:
@@ -149,12 +149,12 @@ class PageIndex:
         return int(known[0])
 
     def drop(self, identity: bytes, keys: Iterable[bytes]) -> None:
-        """Pages, all of them or none."""
+        """Remove pages, all of them or none."""
         with self._change():
             self._db.executemany("DELETE FROM pages WHERE identity = ? AND key = ?", [(identity, key) for key in keys])
 
     def set_retention(self, identity: bytes, keys: Iterable[bytes], now_s: int, until_s: int) -> None:
-        """Until then those of these pages that are here are ``retained_keys``. ``now_s``: as of ``expire``."""
+        """Retain those of these pages that are stored until then. ``now_s``: as in ``expire``."""
         with self._change():
             self._db.execute("DELETE FROM prolonged_pages WHERE until <= ?", (now_s,))
             self._db.executemany(
@@ -164,13 +164,14 @@ class PageIndex:
             )
 
     def retained_keys(self, now_s: int) -> set[bytes]:
-        """Keys of prolonged pages, of any identity: these give way behind all others."""
+        """Return the keys of pages with retention, of any identity, which are evicted after all others."""
         query = "SELECT key FROM pages JOIN prolonged_pages ON page = id WHERE until > ?"
         return {key for (key,) in self._rows(query, now_s)}  # type: ignore[misc]
 
     def expire(self, now_s: int, ttl_s: float) -> list[bytes]:
-        """Give up pages of all identities that nobody has used for ``ttl_s`` seconds, as far as earlier calls can tell,
-        but for prolonged ones; their keys. ``now_s``: since whenever, the same for all calls.
+        """Remove pages of all identities, except those with retention, that were not used for ``ttl_s`` seconds. The
+        last use is known as exactly as the times of earlier calls. Returns their keys. ``now_s``: seconds since any
+        fixed time, the same for all calls.
         """
         with self._change():
             self._db.execute("INSERT OR REPLACE INTO ages SELECT ?, now FROM clock", (now_s,))
@@ -184,15 +185,15 @@ class PageIndex:
             return [row[0] for row in gone]
 
     def drop_tenant(self, tenant: bytes) -> int:
-        """Give up a tenant's pages of all identities; returns how many."""
+        """Remove a tenant's pages of all identities, and return their number."""
         with self._change():
             return self._db.execute("DELETE FROM pages WHERE tenant = ?", (tenant,)).rowcount
 
     def evict(
         self, segments: Iterable[int], enough: Callable[[RecordExtent], bool], rank: Callable[[PageUsage], EvictionRank]
     ) -> list[bytes]:
-        """Give up pages that have a record in ``segments``, of any identity, the lowest rank first, and tell ``enough``
-        of every extent there that becomes free, until it says so. Returns their keys.
+        """Evict pages that have a record in ``segments``, of any identity, the lowest rank first, and return their
+        keys. Calls ``enough`` for every extent that is freed there, until it returns True.
         """
         given: list[tuple[bytes, int]] = []
         with self._change():
@@ -219,8 +220,8 @@ class PageIndex:
             yield page, *pages[page]
 
     def entries(self, identity: bytes | None = None, tenant: bytes | None = None) -> list[PageEntry]:
-        """Pages, all or those of one identity or tenant; the most recently used last."""
-        with self._change():  # what this worker used counts
+        """Return all pages, or those of one identity or tenant; the most recently used last."""
+        with self._change():  # writes this worker's uses first
             records: dict[int, list[Record]] = {}
             for page, *row in self._db.execute(f"SELECT page, {RECORD} FROM records ORDER BY id"):
                 records.setdefault(page, []).append(record_from_row(row))
@@ -229,9 +230,9 @@ class PageIndex:
             return [PageEntry(page_from_row(row[1:]), records[row[0]]) for row in rows if row[0] in records]
 
     def keys(self, identity: bytes, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
-        """Keys of pages that have all of ``fragments``: the ``most`` that were used last, in the order of their use."""
+        """Return keys of the ``most`` last used pages that have all of ``fragments``, in the order of their use."""
         if self._touched:
-            with self._change():  # what this worker used counts
+            with self._change():  # writes this worker's uses first
                 pass
         sets = [
             number
@@ -243,7 +244,7 @@ class PageIndex:
         return [key for (key,) in reversed(self._rows(query, identity, *sets, most))]  # type: ignore[misc]
 
     def counts(self) -> list[tuple[bytes, bytes, int, int]]:
-        """Identity, tenant, pages and bytes on disk."""
+        """Return rows of identity, tenant, pages and bytes on disk."""
         query = (
             "SELECT p.identity, p.tenant, count(DISTINCT p.id), sum(r.size)"
             " FROM pages p JOIN records r ON r.page = p.id GROUP BY p.identity, p.tenant ORDER BY p.identity, p.tenant"
@@ -251,18 +252,17 @@ class PageIndex:
         return self._rows(query)  # type: ignore[return-value]
 
     def segments(self) -> dict[int, int]:
-        """Sizes by number."""
+        """Return the sizes of segments by number."""
         return {int(number): int(size) for number, size in self._rows("SELECT id, size FROM segments")}  # type: ignore[call-overload]
 
     def extents(self, segment: int) -> list[RecordExtent]:
-        """The extents of ``segment`` that hold records, by place."""
+        """Return the extents of ``segment`` that hold records, in order."""
         rows = self._rows("SELECT segment, at, size FROM records WHERE segment = ? ORDER BY at", segment)
         return [RecordExtent(*row) for row in rows]  # type: ignore[arg-type]
 
     def add_segment(self, least: int, most: int, limit: int) -> tuple[int, int] | None:
-        """A number for a segment of ``least`` to ``most`` bytes, and its size; all of them have ``limit`` at most.
-
-        None: there is too little left of it.
+        """Add a segment of ``least`` to ``most`` bytes, and return its number and size. All segments together have at
+        most ``limit`` bytes; None if too few of them are left.
         """
         with self._change():
             (taken,) = self._db.execute("SELECT coalesce(sum(size), 0) FROM segments").fetchone()
@@ -273,7 +273,7 @@ class PageIndex:
             return (int(number), size) if number is not None else None
 
     def drop_segments(self, numbers: Iterable[int]) -> list[bytes]:
-        """And all pages that have a record there; returns their keys."""
+        """Remove segments and all pages that have a record there; returns the keys of these pages."""
         given: list[bytes] = []
         with self._change():
             for number in numbers:
@@ -284,7 +284,7 @@ class PageIndex:
         return given
 
     def segments_by_use(self) -> list[int]:
-        """The segments' numbers, that with the least recently used pages first."""
+        """Return the numbers of segments, the one with the least recently used pages first."""
         query = (
             "SELECT s.id FROM segments s LEFT JOIN records r ON r.segment = s.id LEFT JOIN pages p ON p.id = r.page"
             " GROUP BY s.id ORDER BY max(p.used)"
@@ -292,17 +292,17 @@ class PageIndex:
         return [int(row[0]) for row in self._rows(query)]  # type: ignore[call-overload]
 
     def check(self) -> str:
-        """The damage that SQLite sees in its file; "" = none."""
+        """Return the damage that SQLite finds in its file; "" for none."""
         problems = [str(row[0]) for row in self._rows("PRAGMA integrity_check(3)")]
         return "" if problems == ["ok"] else "; ".join(problems)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Write noted uses and close the index. Idempotent."""
         try:
             if self._touched:
                 with self._change():
                     pass
-        except sqlite3.Error:  # closed, or uses that are lost
+        except sqlite3.Error:  # it is closed already, or the uses are lost
             pass
         with self._lock:
             self._db.close()

@@ -1,4 +1,4 @@
-"""Records: some fragments of one page as they lie in a segment, one behind the other, sealed."""
+"""Records: some fragments of one page in a segment, one after another, encrypted or authenticated."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .encryption import SALT_BYTES, TAG_BYTES, DataKeys, FragmentCipher, Integri
 from .index_schema import EncryptedFragment, Record, RecordExtent
 from .segments import BLOCK, Buffers, Segments, padded
 
-_GAP = 64 << 10  # bytes between two fragments that are read rather than left out
+_GAP = 64 << 10  # the most bytes between two wanted fragments that one read brings together
 
 
 class _PlacedFragment(NamedTuple):
-    """A fragment at ``at`` of its record."""
+    """A fragment at byte ``at`` of its record."""
 
     at: int
     fragment: PageFragment
@@ -28,7 +28,7 @@ class _PlacedFragment(NamedTuple):
 
 
 class Records:
-    """Writes records into extents, and reads fragments of them. Any thread does."""
+    """Writes records into extents, and reads fragments of them. Any thread may call."""
 
     def __init__(self, segments: Segments, keys: DataKeys) -> None:
         self._segments = segments
@@ -38,11 +38,11 @@ class Records:
     def put(
         self, page: Page, extent: RecordExtent, fragments: Mapping[PageFragment, memoryview], *, encrypt: bool
     ) -> Record:
-        """Fill an extent, which is long enough. Raises OSError."""
+        """Write fragments into an extent, which is long enough, and return the record. Raises OSError."""
         salt, at, sealed = token_bytes(SALT_BYTES), 0, {}
         seal = FragmentCipher(self._keys.make(page.tenant), salt, page, encrypt=encrypt)
         with self._buffers.borrow(extent.size + TAG_BYTES) as memory:
-            # By head: whatever heads a worker reads lie side by side.
+            # By head, so that the heads that a worker reads are adjacent.
             for fragment in sorted(fragments, key=lambda fragment: (fragment.head, fragment.layer)):
                 data = fragments[fragment]
                 tag = seal.encrypt(fragment, data, memory[at : at + data.nbytes + TAG_BYTES])
@@ -69,14 +69,14 @@ class Records:
                     seal.decrypt(fragment, memory[at - start : stop], sealed.tag, into[fragment])
 
     def wipe(self, record: Record) -> None:
-        """Overwrite it with zeros. Raises OSError."""
+        """Overwrite a record with zeros. Raises OSError."""
         with self._buffers.borrow(record.extent.size) as memory:
             memory[: record.extent.size] = bytes(record.extent.size)
             self._segments.write(record.extent, memory)
 
 
 def _runs(record: Record, fragments: Mapping[PageFragment, memoryview]) -> Iterator[list[_PlacedFragment]]:
-    """The fragments that are wanted, by place; those that one read brings together."""
+    """Yield the wanted fragments in order, in groups that one read brings together."""
     run: list[_PlacedFragment] = []
     at = 0
     for fragment, sealed in record.fragments.items():

@@ -1,8 +1,8 @@
-"""Segments: files of a fixed size, taken from the disk when they are made, in which records lie.
+"""Segments: files of a fixed size, allocated on the disk when they are created, that hold records.
 
-A worker writes the segments that it has locked, and no other worker does; so only it takes their free space. What is
-free in them is all that the index does not know and nobody is about to write. Reads and writes are whole blocks, past
-the page cache where the file system can do so (O_DIRECT).
+A worker writes the segments that it has locked, and no other worker does, so only it uses their free space. Free space
+is all that neither the index nor a pending write occupies. Reads and writes are whole blocks and bypass the page cache
+if the file system can do so (O_DIRECT).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .page_index import PageIndex
 from .store_directory import DRAFT, SEGMENT, StoreDirectory
 
 BLOCK = 4096  # a multiple of the blocks of every disk
-SEGMENT_BYTES = 256 << 20  # of a segment at most, if no record is larger than a part of it
-_MOST_SEGMENTS = 32  # about: so small that workers, however many write next time, can share them out
+SEGMENT_BYTES = 256 << 20  # the size of a segment, at most, unless records are large
+_MOST_SEGMENTS = 32  # about: small enough to be shared out if the number of workers changes
 _RECORDS = 4  # of a segment, at least
 _SPARE_BUFFERS = 4
 
 
 def padded(nbytes: int) -> int:
-    """``nbytes``, rounded up to whole blocks."""
+    """Return ``nbytes`` rounded up to whole blocks."""
     return -(-nbytes // BLOCK) * BLOCK
 
 
 class Buffers:
-    """Memory from a block's beginning on, which O_DIRECT asks for; a few are kept for the next ones."""
+    """Buffers that begin at a block's boundary, as O_DIRECT requires; a few are kept for reuse."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,27 +55,31 @@ class Buffers:
 
 
 class Segments:
-    """The segments of a store, as one worker sees them. Any thread reads; one at a time takes, writes and frees."""
+    """The segments of a store, as seen by one worker. Any thread may read; one at a time allocates, writes and
+    frees.
+    """
 
     def __init__(self, folder: StoreDirectory, index: PageIndex, size: int, workers: int) -> None:
-        """``size``: bytes of all segments. A worker of ``workers`` takes its part of it."""
+        """``size``: bytes of all segments. Each of ``workers`` workers has an equal part."""
         self._folder = folder
         self._index = index
         self._size = size // BLOCK * BLOCK
         self.share = self._size // workers // BLOCK * BLOCK
         self._own: dict[int, int] = {}  # number -> size
-        self._files: dict[int, tuple[int, bool]] = {}  # number -> fd, whether it is O_DIRECT
+        self._files: dict[int, tuple[int, bool]] = {}  # number -> fd, if it is O_DIRECT
         self._lock = threading.Lock()
-        self._free: dict[int, list[tuple[int, int]]] = {}  # number -> (at, size), of own ones
-        self._pending: set[RecordExtent] = set()  # taken, and perhaps not in the index
+        self._free: dict[int, list[tuple[int, int]]] = {}  # number -> (at, size), of own segments
+        self._pending: set[RecordExtent] = set()  # allocated, and perhaps not in the index
 
     @property
     def own(self) -> list[int]:
-        """Numbers of those that this worker writes."""
+        """The numbers of segments that this worker writes."""
         return list(self._own)
 
     def recover(self) -> None:
-        """Make files and index one again, and keep to the size. Only while no other worker has the store open."""
+        """Make files and index consistent, and reduce them to the size. Only while no other worker has the store
+        open.
+        """
         known = self._index.segments()
         files = {name for name in self._folder.list_names() if name.startswith(SEGMENT)}
         lost = [number for number, size in known.items() if _name(number) not in files or size > self.share]
@@ -90,32 +94,31 @@ class Segments:
             self._folder.remove(name)
 
     def lock_unowned(self) -> None:
-        """Lock segments that nobody writes, as far as the share goes."""
+        """Lock segments that no worker writes, up to this worker's part."""
         for number, size in self._index.segments().items():
             if sum(self._own.values()) + size <= self.share and number not in self._own:
-                with suppress(FileNotFoundError):  # another worker has just given it up
+                with suppress(FileNotFoundError):  # another worker has just removed it
                     self._try_own(number, size)
 
     def make_room(self, nbytes: int) -> bool:
-        """Whether ``allocate`` finds space for so many bytes, in another segment if need be. Raises OSError where the
-        disk has none for that.
+        """Return whether ``allocate`` will find so many bytes, if necessary in a new segment. Raises OSError if the
+        disk lacks space for one.
         """
         if not self.has_room(nbytes):
             self.refresh()
         if not self.has_room(nbytes):
-            self.lock_unowned()  # segments that others have let go of since
+            self.lock_unowned()  # segments that other workers have unlocked since
         return self.has_room(nbytes) or self._grow(padded(nbytes))
 
     def allocate(self, nbytes: int) -> RecordExtent | None:
-        """Space for so many bytes, which is this worker's until ``commit``; None: there is none. Raises OSError."""
+        """Allocate so many bytes until ``commit``; None if there is no space. Raises OSError."""
         extent = self._fit(padded(nbytes)) if self.make_room(nbytes) else None
         if extent is not None:
             self._pending.add(extent)
         return extent
 
     def rebuild(self, nbytes: int) -> list[bytes]:
-        """Give up own segments, and the pages there, so that one for so many bytes can be made. Returns their keys.
-
+        """Remove own segments, with their pages, so that one for so many bytes can be created. Returns the pages' keys.
         Raises OSError.
         """
         left, gone = self.share - sum(self._own.values()), []
@@ -127,8 +130,9 @@ class Segments:
         return self._give_up(gone)
 
     def set_num_workers(self, workers: int) -> list[bytes]:
-        """Have the part of one of so many. Segments that have no room in it are for others to take; one that is larger
-        than any part goes, and so do the pages there. Returns their keys. Raises OSError.
+        """Use an equal part for each of so many workers, and return the keys of removed pages. Segments that exceed
+        this worker's part are unlocked for other workers. One that is larger than any part is removed with its pages.
+        Raises OSError.
         """
         self.share = self._size // workers // BLOCK * BLOCK
         gone = self._give_up([number for number in self._settled() if self._own[number] > self.share])
@@ -144,49 +148,47 @@ class Segments:
         return gone
 
     def _settled(self) -> list[int]:
-        """Own segments in which nothing is about to be written."""
+        """Return own segments without pending writes."""
         pending = {extent.segment for extent in self._pending}
         return [number for number in self._own if number not in pending]
 
     def _give_up(self, gone: list[int]) -> list[bytes]:
-        """Own segments, with the pages there. Returns their keys. Raises OSError."""
+        """Remove own segments with their pages. Returns the pages' keys. Raises OSError."""
         keys = self._index.drop_segments(gone)
         for number in gone:
-            os.ftruncate(self._file(number)[0], 0)  # others have it open
+            os.ftruncate(self._file(number)[0], 0)  # other workers have it open
             self._folder.remove(_name(number))
             del self._own[number], self._free[number]
         return keys
 
     def commit(self, extent: RecordExtent) -> None:
-        """An extent is in the index now, or is free again."""
+        """Note that an extent is in the index now, or free again."""
         self._pending.discard(extent)
 
     def refresh(self) -> None:
-        """Learn what other workers gave up."""
+        """Recompute the free space, as other workers may have evicted pages."""
         for number, size in self._own.items():
             pending = [e for e in self._pending if e.segment == number]
             self._free[number] = _gaps(size, [*self._index.extents(number), *pending])
 
     def mark_free(self, extent: RecordExtent) -> None:
-        """An extent whose record is leaving the index."""
+        """Mark an extent as free whose record is leaving the index."""
         if extent.segment in self._own:
             taken = [RecordExtent(extent.segment, at, size) for at, size in self._free[extent.segment]]
             self._free[extent.segment] = _merged([*taken, extent])
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether ``allocate`` finds it in what is known to be free."""
+        """Return whether ``allocate`` finds space in what is known to be free."""
         size = padded(nbytes)
         return any(free >= size for gaps in self._free.values() for _, free in gaps)
 
     def write(self, extent: RecordExtent, data: memoryview) -> None:
-        """Write all of an extent; ``data`` begins at a block. Raises OSError."""
+        """Write all of an extent; ``data`` begins at a block's boundary. Raises OSError."""
         self._transfer(os.pwritev, extent, data)
 
     def read(self, extent: RecordExtent, into: memoryview) -> bool:
-        """Read all of an extent, of whole blocks; ``into`` begins at a block. False: the file is too short for the
-        extent.
-
-        Raises OSError.
+        """Read all of an extent of whole blocks; ``into`` begins at a block's boundary. Returns False if the file is
+        too short. Raises OSError.
         """
         return self._transfer(os.preadv, extent, into)
 
@@ -201,7 +203,8 @@ class Segments:
             except OSError as e:
                 if not direct or e.errno != errno.EINVAL:
                     raise
-                fd, direct = self._file(extent.segment, plain=True)  # its file system opens with O_DIRECT, no more
+                # Its file system opens with O_DIRECT, but does not support it.
+                fd, direct = self._file(extent.segment, plain=True)
                 continue
             if count == 0:
                 return False
@@ -211,7 +214,7 @@ class Segments:
         return True
 
     def _file(self, number: int, *, plain: bool = False) -> tuple[int, bool]:
-        """Open it, if it is not; ``plain``: from now on through the page cache. Raises OSError."""
+        """Return a segment's open file. ``plain``: from now on through the page cache. Raises OSError."""
         with self._lock:
             known = self._files.get(number)
             if known is not None and plain and known[1]:
@@ -237,7 +240,7 @@ class Segments:
         return None
 
     def _grow(self, size: int) -> bool:
-        """Make a segment with room for ``size`` bytes, where there is space for one. Raises OSError."""
+        """Create a segment with space for ``size`` bytes, if possible. Raises OSError."""
         left = self.share - sum(self._own.values())
         if left < size:
             return False
@@ -246,7 +249,7 @@ class Segments:
         if added is None:
             return False
         number, taken = added
-        try:  # the index knows it first: so there is no file that it does not know
+        try:  # first added to the index, so every file is in the index
             fd = self._folder.open(_name(number), os.O_RDWR | os.O_CREAT)
             try:
                 os.posix_fallocate(fd, 0, taken)
@@ -256,7 +259,7 @@ class Segments:
             self._folder.remove(_name(number))
             self._index.drop_segments([number])
             if e.errno == errno.ENOSPC and self._own:
-                return False  # it works with the segments that it has
+                return False  # continues with the segments that it has
             raise
         self._try_own(number, taken)
         return True
@@ -267,13 +270,13 @@ class Segments:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        if os.fstat(fd).st_size < size:  # the file was cut off: its contents are lost, its space is not
+        if os.fstat(fd).st_size < size:  # the file was truncated: its contents are lost, its space is not
             os.posix_fallocate(fd, 0, size)
         self._own[number] = size
         self._free[number] = _gaps(size, self._index.extents(number))
 
     def close(self) -> None:
-        """Let other workers have the segments. Idempotent."""
+        """Close the files, which unlocks the segments. Idempotent."""
         with self._lock:
             for fd, _ in self._files.values():
                 os.close(fd)
@@ -287,7 +290,7 @@ def _name(number: int) -> str:
 
 
 def _gaps(size: int, taken: Iterable[RecordExtent]) -> list[tuple[int, int]]:
-    """The free stretches between extents, by place."""
+    """Return the gaps between extents, in order."""
     gaps, at = [], 0
     for extent in sorted(taken):
         if extent.at > at:
@@ -297,7 +300,7 @@ def _gaps(size: int, taken: Iterable[RecordExtent]) -> list[tuple[int, int]]:
 
 
 def _merged(free: list[RecordExtent]) -> list[tuple[int, int]]:
-    """Free extents of one segment, neighbours as one."""
+    """Return free extents of one segment, with neighbours joined."""
     merged: list[tuple[int, int]] = []
     for extent in sorted(free):
         if merged and sum(merged[-1]) >= extent.at:

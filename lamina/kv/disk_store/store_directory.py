@@ -1,4 +1,4 @@
-"""The directory of a store: nobody else reads it, and the workers of one server at a time have it open."""
+"""The directory of a store: only its owner can read it, and only one server's workers have it open at a time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from lamina.config.flag_groups import with_value
 from lamina.kv.page_keys import ERA_BYTES, SECRET_BYTES
 
 LOCK, SECRET, ERA, INDEX, KEY, SEGMENT, DRAFT = "lock", "secret", "era", "index.db", "key-", "segment-", "new-"
-_LOCK_S = 10.0  # for the first worker of a server to look after what an earlier one left
+_LOCK_S = 10.0  # seconds for the first worker of a server to clean up after an earlier one
 _POLL_S = 0.02
 
 
 class StoreDirectory:
-    """An open directory. Files in it are named by their names alone, and no link is followed."""
+    """An open directory. Files in it are opened by name alone, and no link is followed."""
 
     def __init__(self, path: str, flag: str = "--kv-offload dir=", *, make: bool = True) -> None:
-        """``flag``: what errors call it. Raises ValueError: it is not there, another's, or readable by others."""
+        """``flag``: names the directory in errors. Raises ValueError if it is missing, another user's, or readable by
+        others.
+        """
         self.path = Path(path).expanduser().absolute()
         self.name = with_value(flag, path)
         try:
@@ -40,7 +42,9 @@ class StoreDirectory:
             raise
 
     def open(self, name: str, flags: int) -> int:
-        """A file of the store, 0600 where it is made. Raises OSError; ValueError where it is not a store's."""
+        """Open a file of the store, with mode 0600 if it is created. Raises OSError; ValueError if it is not a store's
+        file.
+        """
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         try:
             status = os.fstat(fd)
@@ -53,7 +57,7 @@ class StoreDirectory:
         return fd
 
     def read(self, name: str) -> bytes | None:
-        """A small file; None where it is not there. Raises as ``open``."""
+        """Return the contents of a small file; None if it is missing. Raises as ``open``."""
         try:
             fd = self.open(name, os.O_RDONLY)
         except FileNotFoundError:
@@ -62,7 +66,9 @@ class StoreDirectory:
             return file.read(4096)
 
     def create(self, name: str, data: bytes) -> bytes:
-        """A small file, whole or not at all; returns its contents, which are another's who was there first."""
+        """Create a small file, whole or not at all, and return its contents: those of another process that created it
+        first.
+        """
         draft = self._draft(data)
         try:
             with suppress(FileExistsError):
@@ -76,12 +82,12 @@ class StoreDirectory:
         return kept
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small file, which may exist: behind a crash it has the old contents or the new. Raises OSError."""
+        """Write a small file, which may exist: after a crash it has the old or the new contents. Raises OSError."""
         os.rename(self._draft(data), name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         self.sync()
 
     def _draft(self, data: bytes) -> str:
-        """A new file that has ``data``, on the disk; its name."""
+        """Write a new file with ``data`` to the disk, and return its name."""
         draft = f"{DRAFT}{secrets.token_hex(8)}"
         with os.fdopen(self.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(data)
@@ -90,22 +96,23 @@ class StoreDirectory:
         return draft
 
     def remove(self, name: str) -> None:
-        """A file; it may be gone already. Raises OSError."""
+        """Remove a file, if it exists. Raises OSError."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
     def list_names(self) -> list[str]:
-        """Of all files."""
+        """Return the names of all files."""
         return sorted(os.listdir(self.fd))
 
     def sync(self) -> None:
-        """Behind it, which files there are outlives the host. Raises OSError."""
+        """Write the directory to the disk, so that created and removed files survive a crash of the host. Raises
+        OSError.
+        """
         os.fsync(self.fd)
 
     def lock(self, server: str) -> bool:
-        """Join the workers of ``server``. True: nobody else has the store open, nor gets it before ``allow_others``.
-
-        Raises ValueError: another server has it open.
+        """Join the workers of ``server``. Returns True if no other worker can open the store before ``allow_others``.
+        Raises ValueError if another server has it open.
         """
         self._lock = self.open(LOCK, os.O_RDWR | os.O_CREAT)
         end = time.monotonic() + _LOCK_S
@@ -118,16 +125,16 @@ class StoreDirectory:
                 self._check_server(server)
                 return False
             if time.monotonic() > end:
-                raise ValueError(f"{self.name}: somebody looks after it for more than {_LOCK_S:.0f} s: try again")
-            time.sleep(_POLL_S)  # flock knows no deadline
+                raise ValueError(f"{self.name}: another process has it locked for more than {_LOCK_S:.0f} s: try again")
+            time.sleep(_POLL_S)  # flock has no timeout
 
     def allow_others(self, server: str) -> None:
-        """Let the other workers of ``server`` in. Raises ValueError: another server was faster."""
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # gives the lock up for a moment
+        """Admit the other workers of ``server``. Raises ValueError if another server was faster."""
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # unlocks for a moment
         self._check_server(server)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the directory and its lock. Idempotent."""
         for fd in (self._lock, self.fd):
             if fd >= 0:
                 os.close(fd)
@@ -149,26 +156,26 @@ class StoreDirectory:
             raise ValueError(f"{self.name}: {path} is another user's: name a directory of your own")
         if status.st_mode & 0o077:
             text = f"others may read {path} (mode {stat.S_IMODE(status.st_mode):o})"
-            raise ValueError(f"{self.name}: {text}, and KV tells prompts: chmod {mode:o} {path}")
+            raise ValueError(f"{self.name}: {text}, and KV reveals prompts: chmod {mode:o} {path}")
 
 
 def store_secret(
     folder: StoreDirectory, key_file: str = "", *, make: bool = True, flag: str = "--kv-offload key="
 ) -> bytes:
-    """The secret, SECRET_BYTES long, from which keys of pages and of data follow. It is read from ``key_file``, or from
-    the directory, where ``make`` makes a missing one. Raises ValueError, which names ``flag``.
+    """Return the secret, SECRET_BYTES long, from which page keys and data keys follow. It is read from ``key_file``, or
+    from the directory, where ``make`` creates a missing one. Raises ValueError, which names ``flag``.
     """
     if not key_file:
         text = folder.read(SECRET)
         if text is None and not make:
-            raise ValueError(f"{folder.name}: its secret is not there: name its file by {flag}")
+            raise ValueError(f"{folder.name}: its secret is missing: name its file by {flag}")
         text = text or folder.create(SECRET, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
         return _decoded(text, f"{folder.name}: {folder.path / SECRET}")
     return read_secret(key_file, flag)
 
 
 def read_secret(key_file: str, flag: str) -> bytes:
-    """SECRET_BYTES of a file of one's own. Raises ValueError, which names ``flag``."""
+    """Return the secret in a user's own file, SECRET_BYTES long. Raises ValueError, which names ``flag``."""
     path = Path(key_file).expanduser()
     name = with_value(flag, key_file)
     try:
@@ -187,7 +194,7 @@ def read_secret(key_file: str, flag: str) -> bytes:
 
 
 def store_era(folder: StoreDirectory) -> bytes:
-    """Of the pages that are found; empty before the first reset. Raises ValueError for a file that has none."""
+    """Return the era of pages that can be found; empty before the first reset. Raises ValueError for a damaged file."""
     text = folder.read(ERA)
     with suppress(ValueError):
         era = bytes.fromhex((text or b"").decode("ascii").strip())
@@ -199,7 +206,7 @@ def store_era(folder: StoreDirectory) -> bytes:
 
 
 def begin_era(folder: StoreDirectory) -> bytes:
-    """Another one: no page that there is will be found. Raises OSError."""
+    """Begin a new era, in which no present page will be found. Raises OSError."""
     era = secrets.token_bytes(ERA_BYTES)
     folder.replace(ERA, era.hex().encode() + b"\n")
     return era

@@ -1,4 +1,4 @@
-"""Pages in files of a directory, which all workers of one server on this host share (lamina.kv.disk_store)."""
+"""File storage: pages in files of a directory, which all workers of one server on this host share (kv.disk_store)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from lamina.kv.pages import Page, PageFragment
 from . import Bytes, FragmentLostError, StorageConfig, StorageError, StorageFullError, StoredPage
 
 _TRIES = 3  # of a read whose records were replaced meanwhile
-_SPARE_PART = 64  # of a worker's share that becomes free at once, at least: each time all of its pages are ranked
+# At least one part in so many of a worker's share is freed at once, as each eviction ranks all of its pages.
+_SPARE_PART = 64
 _CLOSE_S = 60.0
-_EXPIRES_PART = 1 / 64  # of the time for which pages are kept, between two looks for those that are older
+_EXPIRES_PART = 1 / 64  # of ``ttl_s``, between two checks for expired pages
 
 
 class FileStorage:
-    """One worker's end of the store."""
+    """One worker's access to the store."""
 
     def __init__(self, config: StorageConfig, clock: Callable[[], float] = time.time) -> None:
-        """``clock``: seconds, which go on while nobody has the store open."""
+        """``clock``: seconds that continue while no process has the store open."""
         self._identity = config.identity
         self._encrypt = config.encrypt
         self._policy, self._expected = eviction_rank(config.policy), FetchWindow()
         self._ttl_s, self._clock, self._expires_s = config.ttl_s, clock, 0.0
-        self._writing = threading.Lock()  # free space has one keeper
+        self._writing = threading.Lock()  # one thread at a time manages free space
         self._quiet = threading.Condition()
         self._num_calls = 0
         self._closed = False
@@ -58,7 +59,7 @@ class FileStorage:
             self._undo = undo.pop_all()
 
     def reserve(self, nbytes: int) -> list[bytes]:
-        """Make room for ``nbytes`` of fragments: old pages' files go. Raises StorageFullError, StorageError."""
+        """Free ``nbytes`` bytes for fragments by evicting old pages. Raises StorageFullError, StorageError."""
         with self._call(), self._writing:
             given = self._expire()
             if nbytes > self._segments.share:
@@ -76,7 +77,7 @@ class FileStorage:
             return given
 
     def _expire(self) -> list[bytes]:
-        """Now and then: what was not used for long. Their keys."""
+        """Delete pages that were not used for long, now and then. Returns their keys."""
         now = self._clock()
         if not self._ttl_s or now < self._expires_s:
             return []
@@ -84,8 +85,8 @@ class FileStorage:
         return self._index.expire(int(now), self._ttl_s)
 
     def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
-        """Seal the fragments and add them to the page's files. Raises StorageFullError, StorageError; ValueError for a
-        page that is there otherwise.
+        """Encrypt the fragments and add them to the page. Raises StorageFullError, StorageError; ValueError for a
+        different page.
         """
         if not fragments:
             raise ValueError("a write has at least one fragment")
@@ -103,8 +104,9 @@ class FileStorage:
                     self._segments.commit(extent)
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
-        """Open the page's fragments into the buffers. Raises FragmentLostError, StorageError; ValueError for a wrong
-        length."""
+        """Decrypt the page's fragments into the buffers. Raises FragmentLostError, StorageError; ValueError for a wrong
+        length.
+        """
         views = {fragment: memoryview(buffer).cast("B") for fragment, buffer in into.items()}
         with self._call():
             self._read(key, lambda entry: views)
@@ -113,7 +115,9 @@ class FileStorage:
     def read_page(
         self, key: bytes, fragments: frozenset[PageFragment] | None = None
     ) -> tuple[Page, dict[PageFragment, bytes]]:
-        """A page and its bytes: of ``fragments``, or all. It is no use of the page. Raises FragmentLostError."""
+        """Return a page and its bytes: of ``fragments``, or all. This is not counted as a use. Raises
+        FragmentLostError.
+        """
 
         def room(entry: PageEntry | None) -> dict[PageFragment, memoryview]:
             sizes = (
@@ -130,27 +134,27 @@ class FileStorage:
         return entry.page, {fragment: bytes(view) for fragment, view in views.items()}
 
     def lookup(self, key: bytes) -> StoredPage | None:
-        """A page with its fragments that are here; None where there are none."""
+        """Return a page with its stored fragments; None if there are none."""
         with self._call():
             entry = self._index.lookup(self._identity, key)
         return None if entry is None else _held(entry)
 
     def hint(self, turn: int, keys: Sequence[bytes]) -> None:
-        """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
+        """Note that waiting request ``turn`` also needs these pages; without keys, it needs none any more."""
         self._expected.hint(turn, keys)
 
     def mark_copied(self, key: bytes, *, yes: bool) -> None:
-        """Whether another place has all that is here of a page, which goes first then."""
+        """Note if other storage has all that is stored of a page, which is then evicted first."""
         (self._expected.copied_keys.add if yes else self._expected.copied_keys.discard)(key)
 
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
-        """Have these pages give way behind others for so many seconds; the next server knows it too."""
+        """Evict these pages after others for so many seconds, even by the next server."""
         with self._call():
             now = self._clock()
             self._index.set_retention(self._identity, keys, int(now), int(now + seconds))
 
     def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
-        """None: there is one place, so no page is brought nearer."""
+        """Return None: there is one place, so no page is moved."""
         return None
 
     def _rank(self, use: PageUsage) -> EvictionRank:
@@ -159,7 +163,7 @@ class FileStorage:
     def _read(
         self, key: bytes, room: Callable[[PageEntry | None], dict[PageFragment, memoryview]]
     ) -> tuple[PageEntry, dict[PageFragment, memoryview]]:
-        """Fill buffers that ``room`` has for a page."""
+        """Fill the buffers that ``room`` returns for a page."""
         entry = self._index.lookup(self._identity, key)
         for _ in range(_TRIES):
             views = room(entry)
@@ -172,7 +176,7 @@ class FileStorage:
         raise FragmentLostError("the page is replaced again and again")
 
     def _fill(self, entry: PageEntry | None, views: Mapping[PageFragment, memoryview]) -> PageEntry:
-        """Raises IntegrityError, FragmentLostError, OSError."""
+        """Fill the buffers. Raises IntegrityError, FragmentLostError, OSError."""
         newest = {fragment: record for record in (entry.records if entry else []) for fragment in record.fragments}
         if entry is None or not views.keys() <= newest.keys():
             raise FragmentLostError("no such fragment is here")
@@ -184,37 +188,37 @@ class FileStorage:
         return entry
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Remove the files of these pages, of all workers. Raises StorageError."""
+        """Delete these pages, of all workers. Raises StorageError."""
         with self._call():
             self._index.drop(self._identity, keys)
 
     def set_num_workers(self, workers: int) -> list[bytes]:
-        """Have the part of one of so many: other segments are for others to take. Returns as reserve; raises
-        StorageError.
+        """Use an equal part for each of so many workers; other workers may take segments beyond it. Returns the keys of
+        evicted pages. Raises StorageError.
         """
         with self._call(), self._writing:
             return self._segments.set_num_workers(workers)
 
     def pages(self) -> list[StoredPage]:
-        """The pages of this identity on disk; the most recently used last. Raises StorageError."""
+        """Return the pages of this identity, the most recently used last. Raises StorageError."""
         with self._call():
             return [_held(entry) for entry in self._index.entries(self._identity)]
 
     def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
-        """Keys of the last used pages that have all of ``fragments``, out of the index. Raises StorageError."""
+        """Return keys of the last used pages that have all of ``fragments``, from the index. Raises StorageError."""
         with self._call():
             return self._index.keys(self._identity, fragments, most)
 
     def close(self) -> None:
-        """Close the index; files stay for the next one. Waits for calls of other threads."""
+        """Close the index; files stay for the next server. Waits for calls of other threads."""
         with self._quiet:
             self._closed = True
             if not self._quiet.wait_for(lambda: not self._num_calls, _CLOSE_S):
-                return  # a disk that does not answer: the files stay open until the process ends
+                return  # a disk that does not respond: the files stay open until the process ends
         self._undo.close()
 
     def _enough(self, nbytes: int) -> Callable[[RecordExtent], bool]:
-        """Whether the extents that it was told of are enough."""
+        """Return a function that counts freed extents, and returns True when they are enough."""
         freed = 0
 
         def enough(extent: RecordExtent) -> bool:
@@ -229,7 +233,7 @@ class FileStorage:
     def _call(self) -> Iterator[None]:
         with self._quiet:
             if self._closed:
-                raise StorageError("the medium is closed")
+                raise StorageError("the storage is closed")
             self._num_calls += 1
         try:
             yield
@@ -250,5 +254,5 @@ def _held(entry: PageEntry) -> StoredPage:
 
 
 def open_storage(config: StorageConfig) -> FileStorage:
-    """Open the store, made where there is none. Raises ValueError."""
+    """Open the store, which is created if missing. Raises ValueError."""
     return FileStorage(config)

@@ -1,4 +1,4 @@
-"""Pages in the host's memory, of one process. A checksum of each fragment is kept beside it."""
+"""Host storage: pages in the memory of one process, with a checksum of each fragment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class _HostPage(NamedTuple):
 
 
 class HostStorage:
-    """A worker's part of the size is all that it takes, without what Python adds."""
+    """Pages in this process's memory. A worker's part of the size counts their bytes, without the overhead of
+    Python.
+    """
 
     def __init__(self, config: StorageConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock``: seconds."""
@@ -44,12 +46,13 @@ class HostStorage:
         self._pages: dict[bytes, _HostPage] | None = {}  # the most recently used last
         self._expected, rank = FetchWindow(), eviction_rank(config.policy)
         self._tier = EvictionQueue(config.policy, self.size, lambda use: self._expected.rank(use, rank))
-        self._until: dict[bytes, float] = {}  # of prolonged pages
-        self._ends: list[tuple[float, bytes]] = []  # a heap: when to look at a page, at its end or before
+        self._until: dict[bytes, float] = {}  # ends of retention
+        # A heap: when to check a page, at the end of its retention or earlier.
+        self._ends: list[tuple[float, bytes]] = []
         self._expected.retained_until = self._until
 
     def reserve(self, nbytes: int) -> list[bytes]:
-        """Make room for ``nbytes`` in the shared buffer: the least recently used pages go. Raises StorageFullError."""
+        """Evict pages until ``nbytes`` bytes are free. Raises StorageFullError."""
         with self._lock:
             lying = self._open()
             if nbytes > self.size:
@@ -62,7 +65,9 @@ class HostStorage:
             return given
 
     def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
-        """Copy the fragments into the page. Raises StorageFullError; ValueError for a page that is there otherwise."""
+        """Copy the fragments into the page. Raises StorageFullError, and ValueError for a different page of this
+        key.
+        """
         if not fragments:
             raise ValueError("a write has at least one fragment")
         new = {fragment: _StoredFragment(bytes(data), checksum(data)) for fragment, data in fragments.items()}
@@ -77,7 +82,7 @@ class HostStorage:
             self._use(lying)
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
-        """Copy the page's fragments into the buffers. Raises FragmentLostError; ValueError for a buffer's length."""
+        """Copy the page's fragments into the buffers. Raises FragmentLostError, and ValueError for a wrong length."""
         views = {fragment: memoryview(buffer).cast("B") for fragment, buffer in into.items()}
         with self._lock:
             lying = self._open().get(key)
@@ -97,7 +102,9 @@ class HostStorage:
     def read_page(
         self, key: bytes, fragments: frozenset[PageFragment] | None = None
     ) -> tuple[Page, dict[PageFragment, bytes]]:
-        """A page and its bytes: of ``fragments``, or all. It is no use of the page. Raises FragmentLostError."""
+        """Return a page and its bytes: of ``fragments``, or all. This is not counted as a use. Raises
+        FragmentLostError.
+        """
         with self._lock:
             lying = self._open().get(key)
         there = (
@@ -110,29 +117,29 @@ class HostStorage:
         return lying.page, {fragment: copy.data for fragment, copy in there.items()}
 
     def lookup(self, key: bytes) -> StoredPage | None:
-        """What is here of one page; None where it is not."""
+        """Return a page with its stored fragments; None if it is missing."""
         with self._lock:
             lying = self._open().get(key)
             return None if lying is None else StoredPage(lying.page, frozenset(lying.fragments), lying.nbytes)
 
     def hint(self, turn: int, keys: Sequence[bytes]) -> None:
-        """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
+        """Note that waiting request ``turn`` also needs these pages; without keys, it needs none any more."""
         with self._lock:
             self._tier.update_ranks(self._expected.hint(turn, keys))
 
     def mark_copied(self, key: bytes, *, yes: bool) -> None:
-        """Whether another place has all that is here of a page, which goes first then."""
+        """Note if other storage has all that is stored of a page, which is then evicted first."""
         with self._lock:
             (self._expected.copied_keys.add if yes else self._expected.copied_keys.discard)(key)
             self._tier.update_ranks([key])
 
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
-        """Have these pages give way behind others for so many seconds."""
+        """Evict these pages after others for so many seconds."""
         with self._lock:
             lying, end = self._open(), self._clock() + seconds
             for key in keys:
                 if key in lying and self._until.get(key, 0.0) < end:
-                    if key not in self._until:  # else its entry is put back where it comes too early
+                    if key not in self._until:  # else its present entry is put back when it comes up too early
                         heappush(self._ends, (end, key))
                     self._until[key] = end
                     self._tier.update_ranks([key])
@@ -140,12 +147,12 @@ class HostStorage:
                 self._ends = sorted((end, key) for key, end in self._until.items())
 
     def retention_left_s(self, key: bytes) -> float:
-        """For how many seconds a page is still prolonged."""
+        """Return the seconds of retention that a page has left."""
         with self._lock:
             return max(0.0, self._until.get(key, 0.0) - self._clock())
 
     def _expire_retention(self) -> None:
-        """Pages whose time has passed go as others do."""
+        """Rank pages whose retention has ended like others."""
         while self._ends and self._ends[0][0] <= self._clock():
             _, key = heappop(self._ends)
             end = self._until.get(key, 0.0)
@@ -155,11 +162,11 @@ class HostStorage:
                 self._tier.update_ranks([key])
 
     def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
-        """None: there is one place, so no page is brought nearer."""
+        """Return None: there is one place, so no page is moved."""
         return None
 
     def set_num_workers(self, workers: int) -> list[bytes]:
-        """Have the part of one of so many; pages that have no room in it go with the next ``reserve``."""
+        """Use an equal part for each of so many workers; the next ``reserve`` evicts pages that no longer fit."""
         with self._lock:
             self.size = self._tier.size = self._whole // workers
         return []
@@ -169,14 +176,14 @@ class HostStorage:
             return key in self._open()
 
     def next_victim(self, room: int) -> bytes | None:
-        """The page that goes next where ``room`` bytes are wanted; None: there is as much."""
+        """Return the page to evict next for ``room`` bytes; None if they are free."""
         with self._lock:
             self._open()
             self._expire_retention()
             return self._tier.next_victim(room=room)
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Give up these pages, all fragments of all workers."""
+        """Delete these pages, with all fragments of all workers."""
         with self._lock:
             lying = self._open()
             for key in keys:
@@ -185,24 +192,24 @@ class HostStorage:
                 self._tier.forget(key)
 
     def pages(self) -> list[StoredPage]:
-        """The pages held; the most recently used last."""
+        """Return the stored pages, the most recently used last."""
         with self._lock:
             return [StoredPage(each.page, frozenset(each.fragments), each.nbytes) for each in self._open().values()]
 
     def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
-        """Keys of the last used pages that have all of ``fragments``; the most recently used last."""
+        """Return keys of the last used pages that have all of ``fragments``, the most recently used last."""
         with self._lock:
             there = [key for key, each in self._open().items() if fragments <= each.fragments.keys()]
         return there[-most:]
 
     def close(self) -> None:
-        """Give up all pages; later calls raise StorageError."""
+        """Discard all pages; later calls raise StorageError."""
         with self._lock:
             self._pages = None
 
     def _open(self) -> dict[bytes, _HostPage]:
         if self._pages is None:
-            raise StorageError("the medium is closed")
+            raise StorageError("the storage is closed")
         return self._pages
 
     def _use(self, lying: _HostPage) -> None:
@@ -213,5 +220,5 @@ class HostStorage:
 
 
 def open_storage(config: StorageConfig) -> HostStorage:
-    """An empty one. Raises ValueError."""
+    """Open empty storage. Raises ValueError."""
     return HostStorage(config)

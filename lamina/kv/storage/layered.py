@@ -1,8 +1,8 @@
-"""Host memory before a directory: pages are written to memory, go on to the disk where memory has no more room for
-them, and come back before they are needed (CachedAttention section 3.3, arXiv 2403.19708).
+"""Layered storage: host memory in front of a directory (CachedAttention section 3.3, arXiv 2403.19708).
 
-A page that was fetched keeps its place on the disk until others need that. Where nobody waits, a page that was read
-from the disk goes to memory as well, so that what is used stays there.
+Pages are written to memory, move to the disk when memory is full, and return before they are needed. A page that was
+fetched keeps its copy on the disk until that space is needed. If no request waits, a page that was read from the disk
+moves to memory as well, so that pages in use stay there.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from lamina.kv.pages import Page, PageFragment
 from . import Bytes, FragmentLostError, StorageBackend, StorageConfig, StorageError, StorageFullError, StoredPage, file
 from .host import HostStorage
 
-_SPARE_PART = 16  # of memory, one in so many bytes stays free where nothing is written, so that nobody waits for a disk
-_CLOSE_S = 2.0  # for pages to go to the disk at the end, the most recently used first
-_MOST_READ = 256  # pages that were read from the disk and go to memory
+_SPARE_PART = 16  # one part in so many of memory stays free between writes, so that no write waits for a disk
+_CLOSE_S = 2.0  # seconds at the end for pages to move to the disk, the most recently used first
+_MOST_READ = 256  # pages that were read from the disk and will move to memory
 
 
 class TieredStorage:
-    """Reads of one page and moves of another do not wait for each other."""
+    """Memory and disk as one storage. Reads of one page and moves of another do not wait for each other."""
 
     def __init__(self, memory: HostStorage, disk: StorageBackend, spare: int | None = None) -> None:
-        """``spare``: bytes of memory that stay free; None = a part of it."""
+        """``spare``: bytes of memory to keep free; None for a fixed part of it."""
         self._memory, self._disk, self._spare = memory, disk, spare
-        self._moves = threading.Lock()  # of pages between both
-        self._reserved = 0  # bytes of memory for a write that is to come
-        self._page_bytes = 0  # of the largest that there was
-        self._change_lock = threading.Lock()  # for the pages that are expected
+        self._moves = threading.Lock()  # of pages between memory and disk
+        self._reserved = 0  # bytes of memory for the next write
+        self._page_bytes = 0  # of the largest page so far
+        self._change_lock = threading.Lock()  # protects the expected pages
         self._expected = FetchWindow()
-        self._dirty: set[bytes] = set()  # pages of memory that the disk has not, or not as they are now
-        self._split: set[bytes] = set()  # pages of memory of which the disk has fragments that memory has not
-        self._lost: set[bytes] = set()  # keys of expected pages that are not there
+        self._dirty: set[bytes] = set()  # pages of memory that the disk lacks, or has in an older form
+        self._split: set[bytes] = set()  # pages of memory of which only the disk has some fragments
+        self._lost: set[bytes] = set()  # keys of expected pages that are missing
         self._read: deque[bytes] = deque(maxlen=_MOST_READ)
 
     def reserve(self, nbytes: int) -> list[bytes]:
-        """Make room in memory for ``nbytes``: what gives way goes to the disk. Keys of what is nowhere any more."""
+        """Free ``nbytes`` bytes of memory by moving pages to the disk. Returns the keys of pages that are now gone."""
         with self._moves:
             if nbytes > self._memory.size:
                 return self._lost_of(self._disk.reserve(nbytes))
@@ -50,9 +50,7 @@ class TieredStorage:
             return given
 
     def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
-        """Add the fragments to the page, in memory; what has no room there goes to the disk at once. Raises as both
-        do.
-        """
+        """Add the fragments to the page in memory, or on the disk if memory has no space. Raises as both do."""
         with self._moves:
             self._reserved = 0
             old = self._disk.lookup(page.key)
@@ -79,8 +77,9 @@ class TieredStorage:
         self._evict_from_memory(page.key)
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
-        """Fill the buffers from memory, and from the disk with what is not there. Raises FragmentLostError,
-        ValueError."""
+        """Fill the buffers from memory, and from the disk if memory lacks fragments. Raises FragmentLostError,
+        ValueError.
+        """
         held = self._memory.lookup(key)
         here = {
             fragment: buffer for fragment, buffer in into.items() if held is not None and fragment in held.fragments
@@ -97,9 +96,9 @@ class TieredStorage:
     def read_page(
         self, key: bytes, fragments: frozenset[PageFragment] | None = None
     ) -> tuple[Page, dict[PageFragment, bytes]]:
-        """A page and its bytes, the newer ones where both places have some. Raises FragmentLostError."""
+        """Return a page and its bytes, the newer ones if both places have some. Raises FragmentLostError."""
         copy: tuple[Page, dict[PageFragment, bytes]] | None = None
-        for place in (self._disk, self._memory):  # what is in memory is newer
+        for place in (self._disk, self._memory):  # memory has the newer bytes
             with suppress(FragmentLostError):
                 page, there = place.read_page(key, fragments)
                 copy = page, (copy[1] if copy is not None else {}) | there
@@ -108,11 +107,11 @@ class TieredStorage:
         return copy
 
     def lookup(self, key: bytes) -> StoredPage | None:
-        """A page with the fragments that either place has; None where neither has any."""
+        """Return a page with the fragments that either place has; None if neither has any."""
         return _both(self._disk.lookup(key), self._memory.lookup(key))
 
     def hint(self, turn: int, keys: Sequence[bytes]) -> None:
-        """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
+        """Note that waiting request ``turn`` also needs these pages; without keys, it needs none any more."""
         self._memory.hint(turn, keys)
         self._disk.hint(turn, keys)
         with self._change_lock:
@@ -120,17 +119,19 @@ class TieredStorage:
             self._lost.difference_update(keys)
 
     def mark_copied(self, key: bytes, *, yes: bool) -> None:
-        """Whether another place has all that is here of a page, which goes first then."""
+        """Note if other storage has all that is stored of a page, which is then evicted first."""
         self._memory.mark_copied(key, yes=yes)
 
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
-        """Have these pages give way behind others for so many seconds, in both places."""
+        """Evict these pages after others for so many seconds, in both places."""
         pages = list(keys)
         self._memory.set_retention(pages, seconds)
         self._disk.set_retention(pages, seconds)
 
     def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
-        """Bring the next page of the fetch window from the disk to memory; None: there is none."""
+        """Copy the next page of the fetch window from the disk to memory, and return evicted keys; None if there is
+        none.
+        """
         with self._moves:
             while (key := self._next()) is not None:
                 try:
@@ -143,7 +144,7 @@ class TieredStorage:
                 given = self._make_room(nbytes + self._kept_free)
                 try:
                     self._memory.write(page, there)
-                except StorageFullError:  # of memory that is smaller than a page
+                except StorageFullError:  # memory is smaller than a page
                     self._lost.add(key)
                 else:
                     held = self._disk.lookup(key)
@@ -153,12 +154,12 @@ class TieredStorage:
 
     @property
     def _kept_free(self) -> int:
-        """Bytes of memory: no page of the fetch window has to go for them."""
+        """The bytes of memory to keep free, for which no page of the fetch window is evicted."""
         spare = self._memory.size // _SPARE_PART if self._spare is None else self._spare
         return max(spare, self._reserved, self._page_bytes)
 
     def _next(self) -> bytes | None:
-        """The page that is to come to memory next."""
+        """Return the page to copy to memory next."""
         room = self._memory.size - self._kept_free
         window = fetch_window_size(max(0, room), self._page_bytes) if self._page_bytes else 1
         with self._change_lock:
@@ -172,22 +173,22 @@ class TieredStorage:
         return None
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Give up these pages in both places."""
+        """Delete these pages in both places."""
         gone = list(keys)
         with self._moves:
             self._evict_from_memory(*gone)
             self._disk.delete(gone)
 
     def set_num_workers(self, workers: int) -> list[bytes]:
-        """Have the part of one of so many in both places. What memory has no room for any more goes to the disk with
-        the next ``reserve``.
+        """Use an equal part for each of so many workers in both places. The next ``reserve`` moves pages that memory
+        cannot hold any more to the disk.
         """
         with self._moves:
             self._memory.set_num_workers(workers)
             return self._lost_of(self._disk.set_num_workers(workers))
 
     def pages(self) -> list[StoredPage]:
-        """The pages of both places, each once; those of memory last."""
+        """Return the pages of both places, each once; those of memory last."""
         pages = {each.page.key: each for each in self._disk.pages()}
         for each in self._memory.pages():
             both = _both(pages.pop(each.page.key, None), each)
@@ -195,7 +196,9 @@ class TieredStorage:
         return list(pages.values())
 
     def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
-        """Keys of the last used pages that have all of ``fragments`` in both places together, those of memory last."""
+        """Return keys of the last used pages that have all of ``fragments`` in both places together, those of memory
+        last.
+        """
         keys = dict.fromkeys(self._disk.keys(fragments, most))
         for each in self._memory.pages():
             both = each if fragments <= each.fragments else self.lookup(each.page.key)
@@ -205,7 +208,7 @@ class TieredStorage:
         return list(keys)[-most:]
 
     def close(self) -> None:
-        """Write what is in memory alone to the disk, as far as there are room and time, and close both."""
+        """Write pages that only memory has to the disk, as far as space and time allow, and close both."""
         with self._moves, suppress(StorageError):
             limit = time.monotonic() + _CLOSE_S
             for each in reversed(self._memory.pages()):
@@ -221,14 +224,15 @@ class TieredStorage:
         return given
 
     def _demote(self, key: bytes) -> list[bytes]:
-        """Move a page from memory to the disk. Keys of pages that are nowhere any more."""
+        """Move a page from memory to the disk. Returns the keys of pages that are now gone."""
         given, left_s = list[bytes](), self._memory.retention_left_s(key)
         try:
             page, fragments = self._memory.read_page(key)
             held = None if key in self._dirty else self._disk.lookup(key)
             if held is None or held.page != page or not fragments.keys() <= held.fragments:
                 given += self._disk.reserve(sum(map(len, fragments.values())))
-                if key not in given or key not in self._split:  # else its other part has given way: it is not whole
+                # Else its other fragments were evicted, and it is not complete.
+                if key not in given or key not in self._split:
                     self._disk.write(page, fragments)
                     if left_s:
                         self._disk.set_retention([key], left_s)
@@ -241,7 +245,7 @@ class TieredStorage:
         return self._lost_of(given)
 
     def _evict_from_memory(self, *keys: bytes) -> None:
-        """Note that pages are in memory no more."""
+        """Remove pages from memory."""
         self._memory.delete(keys)
         self._dirty.difference_update(keys)
         self._split.difference_update(keys)
@@ -249,7 +253,7 @@ class TieredStorage:
             self._disk.mark_copied(key, yes=False)
 
     def _lost_of(self, given: Sequence[bytes]) -> list[bytes]:
-        """Of pages that the disk has given up: those of which not all is in memory, and from now on nothing."""
+        """Return the pages, of those that the disk has evicted, that memory does not have completely; removes these."""
         self._evict_from_memory(*self._split.intersection(given))
         return [key for key in given if key not in self._memory]
 
@@ -261,6 +265,6 @@ def _both(disk: StoredPage | None, memory: StoredPage | None) -> StoredPage | No
 
 
 def open_storage(config: StorageConfig) -> TieredStorage:
-    """Open the directory, made where there is none. Raises ValueError."""
+    """Open the directory, which is created if missing. Raises ValueError."""
     memory = HostStorage(config._replace(total_bytes=config.memory_bytes))
     return TieredStorage(memory, file.open_storage(config))

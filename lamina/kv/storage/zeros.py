@@ -1,4 +1,4 @@
-"""Pages of zeros: every page is there, and its K and V are 0. For decoding behind prompts that nobody computes."""
+"""Zeros as storage: every page exists, and its K and V are 0. Used to decode after prompts that are not computed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from . import Bytes, FragmentLostError, StorageConfig, StoredPage
 
 
 class DummyStorage:
-    """Takes no room. Writes are forgotten; reads give zeros for every key."""
+    """Occupies no space. Discards writes; reads return zeros for every key."""
 
     def reserve(self, nbytes: int) -> list[bytes]:
-        """Nobody gives way."""
+        """Return no keys: nothing is evicted."""
         return []
 
     def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
         """Fill the buffers with zeros."""
@@ -28,45 +28,45 @@ class DummyStorage:
     def read_page(
         self, key: bytes, fragments: frozenset[PageFragment] | None = None
     ) -> tuple[Page, dict[PageFragment, bytes]]:
-        """Raises FragmentLostError: no page has a name here."""
+        """Raise FragmentLostError: no page is known by name here."""
         raise FragmentLostError("zeros have no pages to take")
 
     def lookup(self, key: bytes) -> StoredPage | None:
-        """None."""
+        """Return None."""
         return None
 
     def hint(self, turn: int, keys: Sequence[bytes]) -> None:
-        """Nothing is nearer than it is."""
+        """Do nothing."""
 
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
-        """Nothing gives way."""
+        """Do nothing: no page is evicted."""
 
     def mark_copied(self, key: bytes, *, yes: bool) -> None:
-        """Nobody gives way."""
+        """Do nothing: no page is evicted."""
 
     def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
-        """None: nothing is to be done."""
+        """Return None: no page is moved."""
         return None
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def set_num_workers(self, workers: int) -> list[bytes]:
-        """Nothing has a size."""
+        """Return no keys: storage has no size."""
         return []
 
     def pages(self) -> list[StoredPage]:
-        """None, by name."""
+        """Return no pages, as none has a name."""
         return []
 
     def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
-        """None, by name."""
+        """Return no keys, as no page has a name."""
         return []
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def open_storage(config: StorageConfig) -> DummyStorage:
-    """Of no size."""
+    """Open the storage, which ignores its options."""
     return DummyStorage()

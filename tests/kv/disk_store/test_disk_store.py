@@ -341,7 +341,7 @@ def test_equal_atoms_and_records_lie_there_as_different_bytes(opener: Opener, pa
 def test_directories_that_are_refused(opener: Opener, path: Path, tmp_path: Path) -> None:
     path.mkdir(0o750)
     path.chmod(0o750)
-    with pytest.raises(ValueError, match=r"others may read .* \(mode 750\), and KV tells prompts: chmod 700"):
+    with pytest.raises(ValueError, match=r"others may read .* \(mode 750\), and KV reveals prompts: chmod 700"):
         opener()
     path.chmod(0o700)
     (tmp_path / "link").symlink_to(path)
