@@ -1,8 +1,9 @@
 """The order in which pages are evicted when storage is full. Pure policy: no torch, no I/O, no clock.
 
-lru        the page whose last use is oldest fifo       the page that was stored first lfu        the page that was used
-the fewest times; of equal ones, the least recently used length     the page furthest from its sequence's beginning, as
-beginnings are shared; of equal ones, as lfu
+- lru: the page whose last use is oldest.
+- fifo: the page that was stored first.
+- lfu: the page that was used the fewest times, and of these the least recently used one.
+- length: the page furthest from its sequence's beginning, as beginnings are shared, and of these as in lru.
 """
 
 from __future__ import annotations
