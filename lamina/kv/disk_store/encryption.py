@@ -1,8 +1,8 @@
 """Encryption of fragments on disk: AES-256-GCM, or plain bytes with the tag of AES-GCM for unencrypted data (GMAC).
 
 A record has a key of its own, an HMAC under the data key of the page's tenant. It covers a random number and all that
-the index says of the page. A fragment's layer and head are its nonce, which is unique in the record. So bytes of another
-fragment, record, page or tenant are not accepted, nor is a page whose index entry has changed.
+the index says of the page. A fragment's layer and head are its nonce, which is unique in the record. So bytes of
+another fragment, record, page or tenant are not accepted, nor is a page whose index entry has changed.
 """
 
 from __future__ import annotations
