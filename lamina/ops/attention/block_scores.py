@@ -1,7 +1,7 @@
-"""How much rows attend each block of their sequence: a second look at softmax, of any store on any device.
+"""Scores of how much rows attend each block of their sequence, for any store on any device.
 
-What comes back is a sum of integers, each of one row and query head, so that sums are alike however heads and layers
-are dealt out. The scores of one KV head are products of one shape, however many heads the worker has.
+A score is a sum of integers, one for each row and query head, so that sums do not depend on how heads and layers are
+distributed. The scores of one KV head are products of one shape, however many heads the worker has.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 def block_scores(op: Operator, store: LayerCache, blocks: Tensor, q: Tensor, seen: Tensor) -> Tensor:
-    """What the softmax of each row gives the tokens of each block, summed over rows and query heads.
+    """Return the softmax weight that each row gives the tokens of each block, summed over rows and query heads.
 
-    q [R, Hq, D] in the wire's dtype; ``blocks`` [B] int64: of the rows' sequence, in order, those of the rows
-    themselves included; ``seen`` [R] int64: tokens of these blocks that a row sees, itself the last. [B] int64 with
-    SCORE_BITS bits, of which what one row and head gives is cut off behind the last. Neither windows nor ALiBi.
+    q [R, Hq, D] in the dtype of messages. ``blocks`` [B] int64: of the rows' sequence, in order, those of the rows
+    included. ``seen`` [R] int64: how many tokens of these blocks a row sees, itself the last. Returns [B] int64 with
+    SCORE_BITS bits; each row's and head's share is cut off after the last bit. Windows and ALiBi are not supported.
     """
     rows, size, each = q.shape[0], store.k.shape[2], op.q_heads // op.kv_heads
     width = CHUNK_TOKENS // size
@@ -55,7 +55,7 @@ def block_scores(op: Operator, store: LayerCache, blocks: Tensor, q: Tensor, see
 
 
 def _shares(score: Tensor, sink: Tensor | None, size: int) -> Tensor:
-    """score [R, G, P, C] (overwritten), sink [R, G] -> the part of each block, [R, G, P, C / size] int64."""
+    """Return each block's share, [R, G, P, C / size] int64, of score [R, G, P, C] (overwritten) and sink [R, G]."""
     high = score.amax((2, 3))
     high = (high if sink is None else torch.maximum(high, sink)).clamp_min_(_LOWEST)
     weight = score.sub_(high[:, :, None, None]).exp_().mul_(float(1 << WEIGHT_BITS)).to(torch.int64)

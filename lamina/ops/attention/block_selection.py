@@ -1,8 +1,8 @@
-"""Which blocks of its sequence a query attends: blocks that may hold the keys with the highest scores.
+"""Selection of the blocks that a query attends: those that may hold the keys with the highest scores.
 
-A block's bounds are the least and the largest K of its tokens, by number; no token of it scores higher than the sum of
-the larger of both products (arXiv 2406.10774 section 3.2). Query heads that read one KV head attend the same blocks:
-each counts bounds from its own best block on, and a block counts as much as the head says to which it is nearest.
+A block's bounds are the least and the largest K of its tokens, element by element. No token of it scores higher than
+the sum of the larger of both products (arXiv 2406.10774 section 3.2). Query heads that read one KV head attend the same
+blocks. Each head measures blocks by the distance to its own best one; for a block the nearest head counts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ INFINITE = float("inf")
 
 
 class BlockChoices(NamedTuple):
-    """Rows that attend some blocks. By row, [., 6]: its number in q; of its sequence's blocks those ``low .. high``
-    are free; how many blocks it has; how many of the free ones stay; and where its blocks begin in ``blocks``.
+    """Rows that attend some blocks. By row, [., 6] numbers: the row in q, the range ``low .. high`` of its sequence's
+    blocks that need not stay, and the number of its blocks. Then how many of that range stay, and where the row's
+    blocks begin in ``blocks``.
     """
 
     numbers: Ints
@@ -30,8 +31,8 @@ class BlockChoices(NamedTuple):
 
 
 def select_blocks(op: Operator, store: LayerCache, choices: BlockChoices, q: Tensor, table: Tensor) -> None:
-    """Write the chosen blocks into ``table`` [choices, Hkv, W] int64, as ids in a store whose blocks have one head
-    each; entries behind them are left as they are. q [R, Hq, D].
+    """Write the selected blocks into ``table`` [choices, Hkv, W] int64, as ids in a store whose blocks have one head
+    each. Later entries of a row are left as they are. q [R, Hq, D].
     """
     heads = torch.arange(op.kv_heads)[:, None]
     assert store.bounds is not None
@@ -44,15 +45,14 @@ def select_blocks(op: Operator, store: LayerCache, choices: BlockChoices, q: Ten
 
 
 def best_blocks(op: Operator, bounds: Tensor, blocks: Tensor, q: Tensor, count: int) -> Tensor:
-    """``count`` of ``blocks`` [B] int64 for one row, by KV head: numbers into ``blocks``, ascending, [Hkv, count].
-
-    ``bounds`` [2, N + 1, Hkv, D] of a store, q [Hq, D]. Sums are of fp64; of blocks alike the later ones. What a head
-    gets depends on its own queries and bounds alone.
+    """Return the best ``count`` of ``blocks`` [B] int64 for one row, by KV head: indices into ``blocks``, ascending.
+    ``bounds`` [2, N + 1, Hkv, D] of a store, q [Hq, D] -> [Hkv, count]. Sums are fp64; of equal blocks the later ones
+    are taken. A head's result depends on its own queries and bounds alone.
     """
     least, most = bounds[:, blocks].to(torch.float64).transpose(1, 2).unsqueeze(2)  # [Hkv, 1, B, D]
     queries = q.to(torch.float64).view(op.kv_heads, -1, 1, op.qk_dim)
     high = torch.maximum(queries * least, queries * most).sum(-1) * op.spec.scale  # [Hkv, G, B]
-    high = torch.where(high.isnan(), INFINITE, high)  # a query with a NaN is to see it
+    high = torch.where(high.isnan(), INFINITE, high)  # a query with a NaN must see it
     near = high - high.amax(-1, keepdim=True)
     near = torch.where(near.isnan(), INFINITE, near).amax(1)
     order = near.flip(-1).sort(descending=True, stable=True).indices[:, :count]

@@ -1,8 +1,8 @@
-"""The cuda backend: kernels of csrc/attention/cuda, for decode and prompts alike, on NVIDIA GPUs from sm_80 on.
+"""The cuda backend: kernels of csrc/attention/cuda, for decode and prompts, on NVIDIA GPUs from sm_80 on.
 
-HARDWARE-UNVERIFIED: its kernels have been compiled for sm_80, sm_90 and sm_100 and run, warp by warp, on a CPU.
+HARDWARE-UNVERIFIED: its kernels were compiled for sm_80, sm_90 and sm_100, and run warp by warp on a CPU.
 
-Everything is launched on torch's current stream; nothing waits for the GPU. Lengths and block tables are in a
+Everything is launched on torch's current stream, and nothing waits for the GPU. Lengths and block tables are in a
 ``DeviceTable`` on the device, so a captured CUDA graph can be replayed over growing lengths:
 
     step = backend.step(sequences=64, rows=64, tokens=32768, block_size=16)
@@ -31,7 +31,7 @@ from .merge import CHUNK_TOKENS, Partial
 log = logging.getLogger(__name__)
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 STORED: dict[torch.dtype | None, str] = {torch.int8: "Int8", torch.float8_e4m3fn: "Fp8"}
-HEADER = 8  # int32 in front of a step's sequences
+HEADER = 8  # int32 before a step's sequences
 SEQUENCE = ("row", "first", "count", "seen", "stop", "origin")  # struct Sequence of csrc/attention/cuda/step.cuh
 SEQUENCE_INTS = 8
 SEQUENCES_PER_WARP = 32
@@ -39,7 +39,7 @@ ALIGNMENT = 16
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> CudaAttention:
-    """The backend for queries of ``dtype`` on a CUDA device."""
+    """Open the backend for queries of ``dtype`` on a CUDA device."""
     if device.type != "cuda":
         raise ValueError(f"attention backend 'cuda' computes on CUDA devices, not on {device}")
     try:
@@ -49,7 +49,7 @@ def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dt
 
 
 class PlanKey(NamedTuple):
-    """What a plan depends on, besides the step."""
+    """The properties, in addition to the step, that a plan depends on."""
 
     variant: Variant
     group: int
@@ -58,7 +58,7 @@ class PlanKey(NamedTuple):
 
 
 class DeviceTable:
-    """A row table on the device, and its plans. Its addresses do not change when it is filled again."""
+    """A row table on the device, and its plans. Its addresses stay the same when it is filled again."""
 
     def __init__(self, device: torch.device, sequences: int, rows: int, width: int, block_size: int) -> None:
         self.sequences, self.rows, self.width, self.block_size = sequences, rows, width, block_size
@@ -67,7 +67,7 @@ class DeviceTable:
         self.plans: dict[PlanKey, Tensor] = {}
 
     def pack(self, table: RowTable) -> Tensor:
-        """The table as it lies on the device, in host memory. Raises ValueError if it does not fit."""
+        """Return the table in its device layout, in host memory. Raises ValueError if it does not fit."""
         count, width = table.table.shape
         if count > self.sequences or table.num_rows > self.rows or width > self.width:
             raise ValueError(
@@ -88,7 +88,7 @@ class DeviceTable:
         return host
 
     def arguments(self) -> tuple[Argument, ...]:
-        """counts and sequences of the kernels."""
+        """Return counts and sequences, as arguments of the kernels."""
         base = self.data.data_ptr()
         return np.uint64(base), np.uint64(base + HEADER * 4)
 
@@ -98,7 +98,7 @@ class DeviceTable:
 
 
 class CudaAttention(AttentionBackend):
-    """The ``AttentionBackend`` of our CUDA kernels. One stream at a time uses it: scratch is shared."""
+    """The ``AttentionBackend`` of our CUDA kernels. One stream at a time may use it, as scratch memory is shared."""
 
     def __init__(
         self, kernels: Kernels, device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype | None = None
@@ -107,23 +107,24 @@ class CudaAttention(AttentionBackend):
         self._device = device
         self._element = ELEMENTS[dtype]
         self._stored = STORED.get(store_dtype, "")
-        self._common = Variant(element=self._element, stored=self._stored)  # for kernels that are alike in all variants
+        # For kernels that are the same in all variants.
+        self._common = Variant(element=self._element, stored=self._stored)
         self._scratch: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # captured graphs may still use it
-        self._plain = set[tuple[int, int]]()  # head sizes of which it was said that they go without tensor cores
+        self._plain = set[tuple[int, int]]()  # head sizes for which it was logged that they do not use tensor cores
 
     def new_step(self, *, sequences: int, rows: int, tokens: int, block_size: int) -> DeviceTable:
-        """Room for steps of at most that many sequences, rows and, of each sequence, tokens that are seen.
-
-        Raises ValueError for more tokens than the kernels number.
+        """Allocate a table for steps of up to so many sequences, rows and, in each sequence, visible tokens. Raises
+        ValueError for more tokens than the kernels can count.
         """
         if tokens > MOST_TOKENS:
             raise ValueError(f"attention backend 'cuda' takes {MOST_TOKENS} tokens of a sequence, not {tokens}")
-        width = (-(-tokens // CHUNK_TOKENS) + 1) * (CHUNK_TOKENS // block_size)  # what is seen may begin within a chunk
+        # The visible tokens may begin within a chunk.
+        width = (-(-tokens // CHUNK_TOKENS) + 1) * (CHUNK_TOKENS // block_size)
         return DeviceTable(self._device, sequences, rows, width, block_size)
 
     def refill(self, step: DeviceTable, table: RowTable) -> None:
-        """Put another row table into ``step``, and make its plans anew."""
+        """Copy another row table into ``step``, and compute its plans again."""
         step.data.copy_(step.pack(table), non_blocking=True)
         for key in step.plans:
             self._plan(step, key)
@@ -132,7 +133,7 @@ class CudaAttention(AttentionBackend):
         count, width = rows.table.shape
         if width * rows.block_size > MOST_TOKENS + CHUNK_TOKENS:
             raise ValueError(f"attention backend 'cuda' takes {MOST_TOKENS} tokens of a sequence")
-        width = 1 << max(0, width - 1).bit_length()  # the same for many steps, so that they can be renewed
+        width = 1 << max(0, width - 1).bit_length()  # the same for many steps, so that they can be refilled
         step = DeviceTable(self._device, count, rows.num_rows, width, rows.block_size)
         step.most_rows = int(rows.count.max(initial=0))
         self.refill(step, rows)
@@ -142,7 +143,7 @@ class CudaAttention(AttentionBackend):
         return prepared.sequences, prepared.rows, prepared.width, prepared.block_size, prepared.most_rows
 
     def update_prepared(self, prepared: DeviceTable, other: DeviceTable) -> None:
-        """Its plans are made anew by the graph, which has launched that too."""
+        """Copy the table; the graph also launches the computation of its plans."""
         prepared.data.copy_(other.data)
 
     def attend_stored(self, op: Operator, prepared: DeviceTable, store: LayerCache, q: Tensor) -> Partial:
@@ -176,7 +177,7 @@ class CudaAttention(AttentionBackend):
         self._launch(self._common, "lamina_close", new.lse.numel(), *map(_address, tensors), *shape, _address(out))
 
     def write_rows(self, store: LayerCache, slot_mapping: SlotMapping, rows: StoredRows) -> None:
-        """As ``LayerCache.write``, in one launch."""
+        """Write rows as ``LayerCache.write`` does, in one launch."""
         _, heads, size, v_dim = store.v.shape
         shape = (np.int32(heads), np.int32(size), np.int32(rows.k.shape[-1]), np.int32(v_dim))
         none = (None, None)
@@ -235,20 +236,20 @@ class CudaAttention(AttentionBackend):
         )
 
     def _warn(self, qk_dim: int, v_dim: int) -> None:
-        """Once for each kind of head, of the plain core."""
+        """Log once for each kind of head that it does not use tensor cores."""
         if (qk_dim, v_dim) in self._plain:
             return
         self._plain.add((qk_dim, v_dim))
         log.warning(
-            "attention over %s heads of %d and %d goes without tensor cores, each query by itself: far slower, K and V "
-            "are read once for each query; use bfloat16 or float16 and heads of %d to %d, a multiple of %d",
+            "attention over %s heads of %d and %d uses no tensor cores, and reads K and V once for each query. This is "
+            "far slower; use bfloat16 or float16 and heads of %d to %d, a multiple of %d",
             self._element, qk_dim, v_dim, HEAD_DIMS[0], HEAD_DIMS[-1], HEAD_DIMS.step,
         )  # fmt: skip
 
     def _plan(self, step: DeviceTable, key: PlanKey) -> None:
         geometry = self._geometry(step, key)
         shape = (geometry.capacity, key.variant.tile, key.group, key.kv_heads, geometry.blocks, key.stored)
-        blocks = max(1, -(-step.sequences // SEQUENCES_PER_WARP))  # that there are none must be said too
+        blocks = max(1, -(-step.sequences // SEQUENCES_PER_WARP))  # an empty plan must be written, too
         arguments = (*step.arguments(), _address(step.plans[key]), *map(np.int32, shape))
         self._launch(self._common, "lamina_plan", blocks, *arguments)
 
@@ -261,7 +262,7 @@ class CudaAttention(AttentionBackend):
             self._kernels.launch(variant, name, blocks, arguments)
 
     def _reserve(self, name: str, numbers: int, dtype: torch.dtype) -> Tensor:
-        """Scratch that is kept; zeros when new."""
+        """Return scratch memory that is kept for later calls; zeros if it is new."""
         scratch = self._scratch.get(name)
         if scratch is None or scratch.numel() < numbers:
             if scratch is not None:
@@ -275,12 +276,14 @@ class CudaAttention(AttentionBackend):
 
 
 def _address(tensor: Tensor | None) -> np.uint64:
-    """Where it begins. Kernels go by sizes, so that one number follows the other."""
+    """Return the address of a tensor, which must be contiguous: kernels compute places from sizes alone."""
     assert tensor is None or tensor.is_contiguous()
     return np.uint64(0 if tensor is None else tensor.data_ptr())
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Kernels move K and V by ALIGNMENT bytes, q by 4. Rows of a message begin wherever the ones before them end."""
+    """Return rows aligned to ALIGNMENT bytes, by which kernels load K and V; for q, 4 would suffice. Rows of a message
+    begin wherever the ones before them end.
+    """
     dense = rows.contiguous()
     return dense if dense.data_ptr() % ALIGNMENT == 0 else dense.clone()

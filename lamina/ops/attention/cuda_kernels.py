@@ -1,4 +1,4 @@
-"""The kernels of csrc/attention/cuda, compiled when first used (NVRTC, through CuPy, which keeps them on disk)."""
+"""The kernels of csrc/attention/cuda, compiled when first used (NVRTC, by CuPy, which caches them on disk)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .cuda_geometry import LANES, GpuLimits, Variant
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCES = CSRC / "attention" / "cuda"
-# Of every compilation, in tests too. CuPy adds the second one by itself: subnormal floats are zero in all it compiles.
+# Options of every compilation, in tests too. CuPy itself adds the second one: subnormal floats are zero in all it
+# compiles.
 FLAGS = ("-std=c++17", "-ftz=true")
 
 Argument = np.int32 | np.float32 | np.uint64  # int, float and pointer of a kernel
@@ -26,7 +27,7 @@ class Kernels(Protocol):
     device: GpuLimits
 
     def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
-        """``blocks`` warps of the kernel ``name``."""
+        """Launch ``blocks`` warps of the kernel ``name``."""
         ...
 
 
@@ -34,7 +35,7 @@ class CupyKernels:
     """Kernels on a CUDA device, on torch's current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises ImportError, in one line, for whatever is missing; ValueError for a GPU that is too old."""
+        """Raises ImportError, in one line, if something is missing; ValueError for a GPU that is too old."""
         if not torch.cuda.is_available():
             raise ImportError(f"it needs an NVIDIA GPU, and torch {torch.__version__} sees none here")
         try:
@@ -44,7 +45,7 @@ class CupyKernels:
                 f"it needs CuPy, which did not load ({error}); pip install cupy-cuda13x (or cupy-cuda12x)"
             ) from error
         if not (SOURCES / "kernels.cu").is_file():
-            raise ImportError(f"it needs its kernels' sources, and {SOURCES} is not there: install Lamina again")
+            raise ImportError(f"it needs its kernels' sources, and {SOURCES} is missing: install Lamina again")
         index = torch.cuda.current_device() if device.index is None else device.index
         gpu = torch.cuda.get_device_properties(index)
         if gpu.major < 8:
@@ -61,7 +62,7 @@ class CupyKernels:
         self._kernels: dict[tuple[Variant, str], Any] = {}
 
     def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
-        """Launch ``blocks`` warps of the kernel ``name``. The first launch of a variant compiles it: this takes
+        """Launch ``blocks`` warps of the kernel ``name``. The first launch of a variant compiles it, which takes
         seconds, and must not happen while a graph is captured.
         """
         stream = torch.cuda.current_stream(self._index).cuda_stream
@@ -75,19 +76,21 @@ class CupyKernels:
         kernel = self._modules[variant].get_function(name)
         if name == "lamina_attend" and variant.shared_bytes:
             kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
-            kernel.preferred_shared_memory_carveout = 100  # percent: else L1 may take what further warps need
+            kernel.preferred_shared_memory_carveout = 100  # percent; else L1 may take memory that further warps need
         self._kernels[variant, name] = kernel
         return kernel
 
 
 def options(variant: Variant) -> tuple[str, ...]:
-    """The compiler's options for a variant, without the architecture."""
+    """Return the compiler's options for a variant, without the architecture."""
     return (*FLAGS, f"-I{CSRC}", *variant.defines())
 
 
 @cache
 def source() -> str:
-    """The text to compile. It names what it includes, since CuPy finds a kernel on disk by this text alone."""
+    """Return the text to compile. It includes a digest of its headers, since CuPy finds a cached kernel by this text
+    alone.
+    """
     digest = hashlib.sha256()
     for path in sorted(SOURCES.glob("*.cuh")):
         digest.update(path.read_bytes())

@@ -16,7 +16,9 @@ from .merge import Partial
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> EmulatedAttention:
-    """Takes the times of the environment; without them it adds none. Raises ValueError for times that cannot be."""
+    """Open the backend with the times of the environment, or without added time. Raises ValueError for invalid
+    times.
+    """
     return EmulatedAttention(get("auto", device, dtype, store_dtype), DeviceTimes.from_environment() or DeviceTimes())
 
 
@@ -26,8 +28,8 @@ class _EmulatedRows(NamedTuple):
 
 
 class EmulatedAttention(AttentionBackend):
-    """An ``AttentionBackend`` that takes another device's time. The time of a layer's attention is that of
-    ``attend_stored``.
+    """An ``AttentionBackend`` that takes another device's time. ``attend_stored`` takes the time of a layer's
+    attention.
     """
 
     def __init__(self, inner: AttentionBackend, times: DeviceTimes) -> None:
@@ -54,7 +56,7 @@ class EmulatedAttention(AttentionBackend):
         self._inner.finish(op, prepared.inner, stored, q, kv, out)
 
     def block_scores(self, op: Operator, store: LayerCache, blocks: Tensor, q: Tensor, seen: Tensor) -> Tensor:
-        """K is read once more, half of what a token has."""
+        """Return the block scores, in the time of reading K once more: half of a token's bytes."""
         times, tokens = self._times, len(blocks) * store.k.shape[2]
         self._device.begin(times.attention_s + tokens * store.token_bytes / 2 * times.attention_byte_s)
         scores = self._inner.block_scores(op, store, blocks, q, seen)

@@ -1,11 +1,10 @@
-"""The flashinfer backend: FlashInfer's kernels for decode over stored tokens, the cuda backend for everything
-else.
+"""The flashinfer backend: FlashInfer's kernels for decode over stored tokens, the cuda backend for everything else.
 
 HARDWARE-UNVERIFIED: tested with a stand-in for FlashInfer on a CPU.
 
-FlashInfer folds a sequence's tokens in an order of its own. So it is given every chunk of 128 tokens as a
-request by itself, and the results, with their log-sum-exp, go up the merge tree. That keeps the contract's bits; it
-costs a partial result for each chunk, rounded to the store's dtype, which is what FlashInfer returns.
+FlashInfer folds a sequence's tokens in an order of its own. So it is given every chunk of 128 tokens as a request by
+itself, and the results, with their log-sum-exp, are merged in the tree. That keeps the contract's bits. It costs a
+partial result for each chunk, rounded to the store's dtype, which is what FlashInfer returns.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from .reference_tiles import _levels
 
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 128 << 20
-NEEDED = "disable_split_kv"  # argument of its plan, without which a chunk's bits would depend on other chunks
+NEEDED = "disable_split_kv"  # an argument of its plan, without which a chunk's bits would depend on other chunks
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> FlashInferAttention:
-    """The backend for stores of ``dtype`` (bfloat16, float16) on a CUDA device."""
+    """Open the backend for stores of ``dtype`` (bfloat16, float16) on a CUDA device."""
     if device.type != "cuda":
         raise ValueError(f"attention backend 'flashinfer' computes on CUDA devices, not on {device}")
     if dtype == torch.float32:
@@ -60,7 +59,7 @@ def _wrapper_class() -> Any:
 
 
 class FlashInferChunks:
-    """A decode step's stored chunks as FlashInfer's requests, and how their results are merged."""
+    """A decode step's stored chunks as FlashInfer's requests, and the merges of their results."""
 
     def __init__(self, table: RowTable, device: torch.device) -> None:
         base, size = table.origin // CHUNK_TOKENS, table.block_size
@@ -79,12 +78,12 @@ class FlashInferChunks:
         self.row = torch.from_numpy(table.row[sequence]).to(device)
         self.levels = [tuple(torch.from_numpy(x).to(device) for x in pair) for pair in _levels(sequence, chunk)]
         self.roots = torch.from_numpy(first).to(device)
-        self.planned: dict[tuple[object, ...], Any] = {}  # FlashInfer's wrapper by shape
+        self.planned: dict[tuple[object, ...], Any] = {}  # shape -> FlashInfer's wrapper
 
 
 class _FlashInferRows(NamedTuple):
     step: DeviceTable
-    chunks: FlashInferChunks | None  # None: the cuda backend takes it
+    chunks: FlashInferChunks | None  # None: the cuda backend attends
 
 
 class FlashInferAttention(AttentionBackend):
@@ -106,7 +105,7 @@ class FlashInferAttention(AttentionBackend):
             return self._cuda.attend_stored(op, prepared.step, store, q)
         wrapper = self._planned(op, chunks)
         o, lse = wrapper.run(q[chunks.row], (store.k, store.v), return_lse=True)
-        parts = Partial(o.to(torch.float32), lse * log(2))  # it counts in powers of 2
+        parts = Partial(o.to(torch.float32), lse * log(2))  # its log-sum-exp has base 2
         for left, right in chunks.levels:
             self._cuda.merge(parts, left, right)
         out = Partial(

@@ -1,4 +1,4 @@
-"""The native backend: kernels of csrc/attention, for decode and prompts alike, on CPUs."""
+"""The native backend: kernels of csrc/attention, for decode and prompts, on CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ try:
     from ._attention import VARIANTS, Kernels, Step
 except ImportError as error:
     raise ImportError(
-        f"it needs the native module lamina.ops.attention._attention, which did not load ({error}); install a C++17 "
+        f"it needs the native module lamina.ops.attention._attention, which did not load ({error}). Install a C++17 "
         "compiler, "
         "then run `python setup.py build_ext --inplace` or install again; or use another backend"
     ) from error
@@ -26,17 +26,17 @@ STORED: dict[torch.dtype | None, str] = {dtype: name for name, dtype in DTYPES.i
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> NativeAttention:
-    """The backend for queries of ``dtype``, with the best instructions of this CPU."""
+    """Open the backend for queries of ``dtype``, with the best instructions of this CPU."""
     if device.type != "cpu":
         raise ValueError(f"attention backend 'native' computes on CPUs, not on {device}")
     return NativeAttention(dtype, store_dtype=store_dtype)
 
 
 class NativeAttention(AttentionBackend):
-    """The ``AttentionBackend`` of ``csrc/attention``. It computes on torch's number of threads, which are its own."""
+    """The ``AttentionBackend`` of ``csrc/attention``. It has its own threads, as many as torch's setting."""
 
     def __init__(self, dtype: torch.dtype, variant: str = VARIANTS[0], store_dtype: torch.dtype | None = None) -> None:
-        """``variant``: one of VARIANTS. Raises ValueError for one that this CPU does not run."""
+        """``variant``: one of VARIANTS. Raises ValueError for one that this CPU cannot run."""
         self.kernels = Kernels(variant, NAMES[dtype], STORED.get(store_dtype, ""))
 
     @property

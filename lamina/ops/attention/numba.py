@@ -1,6 +1,6 @@
-"""The numba backend: a compiled kernel for decode on CPUs, the reference backend for sequences with more rows.
+"""The numba backend: a compiled kernel for decode on CPUs, and the reference backend for sequences with more rows.
 
-Why numba: it is the portable backend, which compiles its kernel for any CPU at run time and needs no native module.
+It is the portable backend: numba compiles its kernel for any CPU at run time, without a native module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from . import AttentionBackend, Operator
 from .merge import Partial
 from .reference import ReferenceAttention
 
-OPTIONS = ".numba_config.yaml"  # numba takes its options from this file of the current directory, folders of code too
+OPTIONS = ".numba_config.yaml"  # numba reads options from this file in the current directory, even code folders
 if os.path.exists(OPTIONS):
     raise ImportError(f"numba would take options from {os.path.abspath(OPTIONS)}: start Lamina in another directory")
 
@@ -39,22 +39,22 @@ BITS = {
     torch.int8: torch.int8,
     torch.float8_e4m3fn: torch.uint8,
 }
-COMPILE_S = 60.0  # for other processes to compile
+COMPILE_S = 60.0  # seconds for other processes to compile
 LOOK_S = 0.02
-THREAD_TOKENS = 4096  # (token, KV head) pairs for which it pays to wake another thread
+THREAD_TOKENS = 4096  # (token, KV head) pairs from which on another thread pays off
 
 Array = NDArray[Any]
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> NumbaAttention:
-    """The backend for queries of ``dtype``. Its first use on a machine takes some seconds, for compiling."""
+    """Open the backend for queries of ``dtype``. Its first use on a machine takes some seconds, to compile."""
     if device.type != "cpu":
         raise ValueError(f"attention backend 'numba' computes on CPUs, not on {device}")
     return NumbaAttention(store_dtype)
 
 
 class _NumbaRows:
-    """The sequences with one row, as the kernel takes them; the others, as the reference backend takes them."""
+    """The sequences with one row as the kernel takes them, and the others as the reference backend takes them."""
 
     def __init__(self, table: RowTable, reference: ReferenceAttention) -> None:
         single = table.count == 1
@@ -65,7 +65,7 @@ class _NumbaRows:
         self.others = reference.prepare(table.select_sequences(~single)) if len(self.other_rows) else None
 
     def bounds(self, kv_heads: int, threads: int) -> list[int]:
-        """Cuts the kernel's work items into runs of about equal cost, at most one for each thread."""
+        """Cut the kernel's work items into runs of about equal cost, at most one for each thread."""
         cost = np.repeat(self.tokens + 1, kv_heads).cumsum()
         runs = max(1, min(threads, int(cost[-1]) // THREAD_TOKENS))
         return [0, *np.searchsorted(cost, cost[-1] * np.arange(1, runs) / runs).tolist(), len(cost)]
@@ -76,7 +76,7 @@ class NumbaAttention(AttentionBackend):
 
     def __init__(self, store_dtype: torch.dtype) -> None:
         self._reference = ReferenceAttention(torch.device("cpu"), _merge)
-        self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")  # starts a thread when it needs one
+        self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")  # starts threads on demand
         with _in_turn():
             self._compile(store_dtype)
 
@@ -115,7 +115,9 @@ class NumbaAttention(AttentionBackend):
     def _run(
         self, inputs: tuple[Array, ...], softcap: np.float32, bounds: list[int], outputs: tuple[Array, ...]
     ) -> None:
-        """The kernel over work items ``bounds[i] .. bounds[i + 1]``, the first run on this thread. It holds no lock."""
+        """Run the kernel over work items ``bounds[i] .. bounds[i + 1]``, the first run on this thread. Python's lock is
+        released.
+        """
         first, *others = pairwise(bounds)
         helped = [self._helpers.submit(numba_kernels.attend_stored, *inputs, softcap, *run, *outputs) for run in others]
         numba_kernels.attend_stored(*inputs, softcap, *first, *outputs)
@@ -135,7 +137,7 @@ class NumbaAttention(AttentionBackend):
 
 @contextmanager
 def _in_turn() -> Iterator[None]:
-    """Of processes that start together the first one compiles, and keeps it beside the source; the others read that."""
+    """Let one process at a time compile: the first one saves the result next to the source, and the others read it."""
     limit = time.monotonic() + COMPILE_S
     with open(numba_kernels.__file__) as file:
         while time.monotonic() < limit:
@@ -150,7 +152,7 @@ def _in_turn() -> Iterator[None]:
 
 
 def _merge(left: Partial, right: Partial) -> Partial:
-    """``merge.merge`` with the kernel's arithmetic."""
+    """Merge like ``merge.merge``, with the kernel's arithmetic."""
     o = torch.stack([left.o, right.o]).view(2, -1, left.o.shape[-1])
     lse = torch.stack([left.lse, right.lse]).view(2, -1)
     empty = lse.amax(0) == float("-inf")
@@ -165,7 +167,7 @@ def _array(x: Tensor) -> Array:
 
 
 def _scales(scales: Scales | None, dims: int) -> tuple[Array, Array]:
-    """Empty ones where there are none."""
+    """Return scales as arrays; empty ones if there are none."""
     none: Array = np.empty((0,) * dims, np.float32)
     return (scales.k.numpy(), scales.v.numpy()) if scales else (none, none)
 

@@ -1,8 +1,8 @@
-"""Decode attention compiled by numba: one pass over the stored K and V, converted in registers, nothing gathered.
+"""Decode attention compiled by numba: one pass over the stored K and V, converted in registers, without copies.
 
-A work item is one sequence's KV head. Loops run over tokens or dimensions of one item only, so what an item gets does
-not depend on any other. Stores hold float32, or other numbers behind integers: bfloat16 as uint16, float16 as int16,
-fp8 as uint8; int8 is itself. Those of 8 bits have scales, which the others replace by an empty array.
+A work item is one sequence's KV head. Loops run over tokens or dimensions of one item only, so an item's result does
+not depend on any other. Stores hold float32, or other numbers as integers: bfloat16 as uint16, float16 as int16, fp8 as
+uint8; int8 stays int8. Those of 8 bits have scales; the others pass an empty array.
 
 ``reassoc`` lets sums be vectorised; NaN and infinities keep their meaning.
 """
@@ -32,7 +32,7 @@ def _compiled(fastmath: set[str]) -> Callable[[Callable[..., Any]], Callable[...
 
 @_intrinsic
 def _widen(_context: Any, x: Any) -> Any:
-    """A stored number as float32."""
+    """Return a stored number as float32."""
 
     def generate(_context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (value,) = args
@@ -42,7 +42,7 @@ def _widen(_context: Any, x: Any) -> Any:
             return builder.fpext(builder.bitcast(value, ir.HalfType()), _FLOAT)
         if signature.args[0] == types.int8:
             return builder.sitofp(value, _FLOAT)
-        if signature.args[0] == types.uint8:  # the bits of E4M3 are those of a float, too small by 2 ** 120
+        if signature.args[0] == types.uint8:  # the bits of E4M3 are those of a float that is 2 ** 120 times smaller
             wide = builder.shl(builder.sext(value, _INT), ir.Constant(_INT, 20))
             small = builder.bitcast(builder.and_(wide, ir.Constant(_INT, 0x87F00000)), _FLOAT)
             return builder.fmul(small, ir.Constant(_FLOAT, 2.0**120))
@@ -53,7 +53,7 @@ def _widen(_context: Any, x: Any) -> Any:
 
 @_intrinsic
 def _round(_context: Any, x: Any) -> Any:
-    """The nearest whole number, as float32."""
+    """Return the nearest whole number, as float32."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.call(builder.module.declare_intrinsic("llvm.rint", [_FLOAT]), args)
@@ -63,7 +63,7 @@ def _round(_context: Any, x: Any) -> Any:
 
 @_intrinsic
 def _power_of_two(_context: Any, x: Any) -> Any:
-    """2 ** x for a whole x in -126 .. 127."""
+    """Return 2 ** x for a whole x in -126 .. 127."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         exponent = builder.add(builder.fptosi(args[0], _INT), ir.Constant(_INT, 127))
@@ -74,9 +74,8 @@ def _power_of_two(_context: Any, x: Any) -> Any:
 
 @_compiled({"contract"})
 def _exp(x: Any) -> Any:
-    """exp(x) for x <= 0, to 2 ulp; exp(-87) below that. It vectorises, math.exp does not.
-
-    Range reduction and minimax polynomial of Cephes' expf (Moshier, Methods and Programs for Mathematical Functions).
+    """Return exp(x) for x <= 0, to 2 ulp; exp(-87) below that. It vectorises, which math.exp does not. Range reduction
+    and minimax polynomial of Cephes' expf (Moshier, Methods and Programs for Mathematical Functions).
     """
     x = _f32(-87.0) if x < _f32(-87.0) else x  # noqa: FURB136 - NaN stays
     k = _round(x * _f32(1.4426950408889634))
@@ -92,7 +91,7 @@ def _exp(x: Any) -> Any:
 
 @_compiled({"contract", "reassoc"})
 def _scores(q: Any, k: Any, block: int, head: int, start: int, stop: int, at: int, score: Any) -> None:
-    """score [G, at ..] = q [G, D] . k [block, head, start .. stop]."""
+    """Compute score [G, at ..] = q [G, D] . k [block, head, start .. stop]."""
     groups, dim = q.shape
     for token in range(stop - start):
         t = start + token
@@ -115,7 +114,7 @@ def _scores(q: Any, k: Any, block: int, head: int, start: int, stop: int, at: in
 
 @_compiled({"contract", "reassoc"})
 def _accumulate(score: Any, at: int, v: Any, block: int, head: int, start: int, stop: int, o: Any) -> None:
-    """o [G, Dv] += score [G, at ..] . v [block, head, start .. stop], two heads by four tokens at a time."""
+    """Compute o [G, Dv] += score [G, at ..] . v [block, head, start .. stop], two heads by four tokens at a time."""
     groups, dim = o.shape
     quads = (stop - start) // 4
     for quad in range(quads):
@@ -143,7 +142,7 @@ def _accumulate(score: Any, at: int, v: Any, block: int, head: int, start: int, 
 
 @_compiled({"contract", "reassoc"})
 def _softmax(score: Any) -> Any:
-    """score [n] to weights that add up to 1; the log-sum-exp."""
+    """Replace score [n] by weights that add up to 1, and return the log-sum-exp."""
     high = _f32(-np.inf)
     for i in range(len(score)):
         high = score[i] if score[i] > high else high  # noqa: FURB136 - vectorises
@@ -159,7 +158,7 @@ def _softmax(score: Any) -> Any:
 
 @_compiled({"contract"})
 def _multiply(score: Any, at: int, scale: Any, block: int, head: int, start: int, stop: int) -> None:
-    """score [G, at ..] *= scale [block, head, start .. stop]; an empty scale is 1."""
+    """Multiply score [G, at ..] by scale [block, head, start .. stop]; an empty scale is 1."""
     if len(scale):
         for g in range(score.shape[0]):
             for token in range(stop - start):
@@ -168,7 +167,9 @@ def _multiply(score: Any, at: int, scale: Any, block: int, head: int, start: int
 
 @_compiled({"contract"})
 def merge(o: Any, lse: Any, left: int, right: int) -> None:
-    """``merge.merge`` of the parts ``left`` and ``right``, of o [parts, G, Dv] and lse [parts, G], into ``left``."""
+    """Merge the parts ``left`` and ``right`` of o [parts, G, Dv] and lse [parts, G] into ``left``, as ``merge.merge``
+    does.
+    """
     for g in range(o.shape[1]):
         a, b = lse[left, g], lse[right, g]
         high = a if a > b else b  # noqa: FURB136
@@ -182,7 +183,7 @@ def merge(o: Any, lse: Any, left: int, right: int) -> None:
 
 @_compiled({"contract"})
 def _root(o: Any, lse: Any, chunks: Any, places: Any) -> None:
-    """The aligned tree over parts that stand for the chunks ``chunks`` (ascending, overwritten), into part 0."""
+    """Merge the aligned tree over parts, of the chunks ``chunks`` (ascending, overwritten), into part 0."""
     n = len(chunks)
     for i in range(n):
         places[i] = i
@@ -204,11 +205,9 @@ def attend_stored(
     q: Any, k: Any, v: Any, k_scale: Any, v_scale: Any, row: Any, seen: Any, stop_at: Any, first: Any, origin: Any,
     table: Any, slopes: Any, softcap: Any, begin: int, end: int, out: Any, lse_out: Any,
 ) -> None:  # fmt: skip
-    """Work items ``begin .. end``, numbered (sequence, KV head): row ``row[s]`` over ``seen[s] .. stop_at[s]``,
-    seen from position ``first[s]``.
-
-    q [R, Hq, D] scaled, k [N, H, size, D], v [N, H, size, Dv], their scales [N, H, size] or [0, 0, 0], slopes
-    [Hq] or [0], out [R, Hq, Dv], lse_out [R, Hq].
+    """Attend work items ``begin .. end``, numbered (sequence, KV head): row ``row[s]`` over ``seen[s] .. stop_at[s]``.
+    The row is at position ``first[s]``. q [R, Hq, D] scaled, k [N, H, size, D], v [N, H, size, Dv]. Scales [N, H, size]
+    or [0, 0, 0], slopes [Hq] or [0], out [R, Hq, Dv], lse_out [R, Hq].
     """
     heads, size = k.shape[1], k.shape[2]
     groups, most = q.shape[1] // heads, table.shape[1] * size // CHUNK_TOKENS
@@ -250,7 +249,7 @@ def attend_stored(
             parts += 1
         if parts:
             _root(o[:parts], lse[:parts], chunks[:parts], places)
-        for g in range(groups):  # with slices on the left it takes twice as long to compile
+        for g in range(groups):  # slices on the left take twice as long to compile
             lse_out[row[s], head * groups + g] = lse[0, g] if parts else -np.inf
             for i in range(o.shape[2]):
                 out[row[s], head * groups + g, i] = o[0, g, i] if parts else 0.0
@@ -260,10 +259,8 @@ def attend_stored(
 def attend_self(
     q: Any, k: Any, v: Any, k_scale: Any, v_scale: Any, rows: Any, scale: Any, softcap: Any, out: Any, lse_out: Any
 ) -> None:
-    """The rows ``rows``, each over itself alone: o is v, lse is the score.
-
-    q [R, Hq, D] in float32, k [R, H, D], v [R, H, Dv] as stored, their scales [R, H] or [0, 0], out [R, Hq, Dv],
-    lse_out [R, Hq].
+    """Attend the rows ``rows``, each over itself alone: o is v, lse is the score. q [R, Hq, D] in float32, k [R, H, D],
+    v [R, H, Dv] as stored, their scales [R, H] or [0, 0], out [R, Hq, Dv], lse_out [R, Hq].
     """
     groups = q.shape[1] // k.shape[1]
     for r in rows:

@@ -1,7 +1,7 @@
 """The opaque operator at which the converter cuts a model: ``torch.ops.lamina.attention``.
 
-It is captured, never executed: a slice ends at its inputs, the next slice begins at its output, and the work
-between the two is done by memory workers.
+It is captured, never executed: a slice ends at its inputs, the next slice begins at its output, and memory workers do
+the work between the two.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from torch import Tensor
 def attention(
     q: Tensor, k: Tensor, v: Tensor, layer: int, spec: str, sinks: Tensor | None, slopes: Tensor | None
 ) -> Tensor:
-    """Causal self-attention of one layer over a sequence's stored and new tokens.
-
-    Shapes, with R rows (one token each): q [R, Hq, 1, D], k [R, Hkv, 1, D], v [R, Hkv, 1, Dv] -> [R, 1, Hq, Dv], in
-    q's dtype. Query head h reads KV head h // (Hq / Hkv). ``spec`` is ``AttentionSpec.encode()``; ``sinks`` and
-    ``slopes`` are [Hq].
+    """Compute causal self-attention of one layer over a sequence's stored and new tokens; never executed. Shapes, with
+    R rows (one token each): q [R, Hq, 1, D], k [R, Hkv, 1, D], v [R, Hkv, 1, Dv] -> [R, 1, Hq, Dv], in q's dtype. Query
+    head h reads KV head h // (Hq / Hkv). ``spec`` is ``AttentionSpec.encode()``; ``sinks`` and ``slopes`` are [Hq].
     """
     raise RuntimeError("lamina::attention is a place to cut, it is never executed: run the model through its slices")
 

@@ -1,9 +1,10 @@
 """The reference backend: batched matrix products in torch, on any device.
 
-S sequences with c rows each, P (sequence, chunk) pairs, H KV heads, G query heads per KV head, C = CHUNK_TOKENS. Every
-(pair, KV head) is one item of a batched product of a fixed shape, [c G, D] x [D, C], because what a product rounds to
-may depend on its shape. On CPUs it depends neither on the number of items, as long as that is not one, nor on the
-item, as long as all begin at a multiple of 64 bytes: so D and Dv are padded with zeros to a multiple of LANES.
+Sizes: S sequences with c rows each, P (sequence, chunk) pairs, H KV heads, G query heads per KV head, C = CHUNK_TOKENS.
+
+Every (pair, KV head) is one item of a batched product of a fixed shape, [c G, D] x [D, C]. The rounding of a
+product may depend on its shape. On CPUs it does not depend on the number of items, if there are several. Nor does it
+depend on the item, if all begin at a multiple of 64 bytes: so D and Dv are padded with zeros to a multiple of LANES.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from .merge import CHUNK_TOKENS, Fold, Merge, Partial, merge, root
 from .reference_tiles import PreparedStep, Tile
 
 LANES = 16  # fp32 numbers in 64 bytes
-NEW_ROWS = 256  # rows of a prompt whose causal attention is computed at once; results do depend on it
+NEW_ROWS = 256  # rows of a prompt whose causal attention is computed at once; results depend on it
 
 _LOWEST = torch.finfo(torch.float32).min
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> ReferenceAttention:
-    """The backend on ``device``, for stores of any dtype."""
+    """Open the backend on ``device``, for stores of any dtype."""
     return ReferenceAttention(device)
 
 
 class ReferenceAttention(AttentionBackend):
-    """The ``AttentionBackend`` in plain torch, which others are compared with."""
+    """The ``AttentionBackend`` in plain torch, with which others are compared."""
 
     def __init__(self, device: torch.device, merge: Merge = merge) -> None:
-        """``merge``: the arithmetic of another backend that computes the rest."""
+        """``merge``: the arithmetic of another backend, which computes other rows."""
         self._device = device
         self._merge = merge
         self._buffers: dict[torch.dtype, Tensor] = {}
@@ -80,7 +81,9 @@ class ReferenceAttention(AttentionBackend):
         return out
 
     def _attend_tile(self, op: Operator, tile: Tile, store: LayerCache, q: Tensor, count: int) -> Partial:
-        """The roots of the tile's sequences, or its node: o [S, H, c, G, Dv], lse [S, H, c, G]. q [S, H, c G, D]."""
+        """Return the roots of the tile's sequences, or its node: o [S, H, c, G, Dv], lse [S, H, c, G]. q [S, H, c G,
+        D].
+        """
         q = q if tile.select is None else q.index_select(0, tile.select)
         scales = store.scales or (None, None)
         k = self._gather(store.k, scales[0], tile)
@@ -89,7 +92,7 @@ class ReferenceAttention(AttentionBackend):
         _modify(op, by_pair, tile.distance if op.slopes is not None else None)
         by_pair[tile.masked_from :].masked_fill_(tile.mask, float("-inf"))
         v = self._gather(store.v, scales[1], tile)  # overwrites k
-        v.flatten(0, 1).index_fill_(0, tile.stale, 0.0)  # a weight of 0 does not help against NaN
+        v.flatten(0, 1).index_fill_(0, tile.stale, 0.0)  # a weight of 0 does not remove a NaN
         flat = _softmax(score, v)
         o, lse = flat.o.view(*by_pair.shape[:-1], -1)[..., : op.v_dim], flat.lse.view(by_pair.shape[:-1])
         for left, right in tile.merges:
@@ -97,7 +100,7 @@ class ReferenceAttention(AttentionBackend):
         return Partial(o.index_select(0, tile.roots), lse.index_select(0, tile.roots))
 
     def _gather(self, stored: Tensor, scale: Tensor | None, tile: Tile) -> Tensor:
-        """The tile's chunks, [P H, C, D padded] fp32. Overwrites what the call before returned."""
+        """Return the tile's chunks, [P H, C, D padded] fp32. Overwrites the result of the last call."""
         blocks = stored.view(-1, stored.shape[2] * stored.shape[3])
         shape = (len(tile.blocks), blocks.shape[1])
         chunks = torch.index_select(blocks, 0, tile.blocks, out=self._buffer(shape, stored.dtype))
@@ -110,7 +113,7 @@ class ReferenceAttention(AttentionBackend):
         return _pad(chunks)
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Scratch, one for each dtype, that is kept: fresh pages cost more than what is done with them."""
+        """Return scratch memory, kept for each dtype: new pages cost more than the work on them."""
         numel, buffer = prod(shape), self._buffers.get(dtype)
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
@@ -122,7 +125,7 @@ class ReferenceAttention(AttentionBackend):
 
 
 def attend_self(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    """Every row over itself alone, k and v in fp32: o is v, lse is the score."""
+    """Attend every row over itself alone, k and v in fp32: o is v, lse is the score."""
     rows, group = q.shape[0], op.q_heads // op.kv_heads
     q = q.reshape(rows, op.kv_heads, group, -1).to(torch.float32) * op.spec.scale
     score = (q * k.unsqueeze(2)).sum(-1)
@@ -132,7 +135,7 @@ def attend_self(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
 
 
 def _attend_causal(op: Operator, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
-    """One sequence's rows over each other, k and v in fp32, into ``out``; some rows at a time, over what they see."""
+    """Attend one sequence's rows over each other, k and v in fp32, into ``out``, some rows at a time."""
     window, heads = op.spec.window, op.kv_heads
     k_heads, v_heads = (_pad(F.pad(x.transpose(0, 1), (0, 0, 0, LANES)).contiguous()) for x in (k, v))
     for start in range(0, q.shape[0], NEW_ROWS):
@@ -151,7 +154,9 @@ def _attend_causal(op: Operator, q: Tensor, k: Tensor, v: Tensor, out: Partial) 
 
 
 def _modify(op: Operator, score: Tensor, distance: Tensor | None) -> None:
-    """Softcap and ALiBi on score [., H, ., G, C], in place. No distance: it is 0 everywhere, and the shape is free."""
+    """Apply softcap and ALiBi to score [., H, ., G, C], in place. ``distance``: None if it is 0 everywhere; the shape
+    is free.
+    """
     if op.spec.softcap:
         score.div_(op.spec.softcap).tanh_().mul_(op.spec.softcap)
     if op.slopes is not None and distance is not None:
@@ -159,34 +164,34 @@ def _modify(op: Operator, score: Tensor, distance: Tensor | None) -> None:
 
 
 def _softmax(score: Tensor, v: Tensor) -> Partial:
-    """score [B, X, C] (overwritten), v [B, C, Dv] -> o [B, X, Dv], lse [B, X]; a row of -inf is empty."""
+    """Return o [B, X, Dv], lse [B, X] of score [B, X, C] (overwritten) and v [B, C, Dv]; a row of -inf is empty."""
     high = score.amax(-1)
     score.sub_(high.clamp_min(_LOWEST).unsqueeze(-1)).exp_()
-    total = score.sum(-1).clamp_min_(1.0)  # the highest one counts 1, so this touches nothing but empty rows
+    total = score.sum(-1).clamp_min_(1.0)  # the highest one counts 1, so this changes only empty rows
     o = _bmm(score, v).div_(total.unsqueeze(-1))
     return Partial(o, total.log_().add_(high))
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product whose items do not depend on their number: a single one would take another path."""
+    """Multiply batches so that no item depends on their number: torch would compute a single item differently."""
     if a.shape[0] > 1:
         return torch.bmm(a, b)
     return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
 
 
 def _pad(x: Tensor) -> Tensor:
-    """The last dimension filled with zeros to a multiple of LANES."""
+    """Pad the last dimension with zeros to a multiple of LANES."""
     return F.pad(x, (0, -x.shape[-1] % LANES)) if x.shape[-1] % LANES else x
 
 
 def _by_kv_head(q: Tensor, count: int, op: Operator) -> Tensor:
-    """[S c, Hq, D] -> [S, H, c G, D padded] fp32, scaled."""
+    """Return [S c, Hq, D] as [S, H, c G, D padded] fp32, scaled."""
     split = q.reshape(-1, count, op.kv_heads, op.q_heads // op.kv_heads, op.qk_dim)
     return _pad((split.to(torch.float32) * op.spec.scale).transpose(1, 2).flatten(2, 3))
 
 
 def _by_row(part: Partial) -> Partial:
-    """[S, H, c, G, ...] -> [S c, Hq, ...]."""
+    """Return [S, H, c, G, ...] as [S c, Hq, ...]."""
     o, lse = part.o.transpose(1, 2), part.lse.transpose(1, 2)
     return Partial(o.flatten(2, 3).flatten(0, 1), lse.flatten(2, 3).flatten(0, 1))
 

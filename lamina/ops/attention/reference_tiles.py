@@ -1,6 +1,7 @@
-"""How the reference backend cuts a step's stored tokens into batched products. Index tensors only, built once per step.
+"""The cut of a step's stored tokens into the reference backend's batched products. Only index tensors, built once a
+step.
 
-S sequences of one tile, c rows of each, P (sequence, chunk) pairs, C = CHUNK_TOKENS.
+Sizes: S sequences of one tile, c rows of each, P (sequence, chunk) pairs, C = CHUNK_TOKENS.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lamina.kv.paged_cache import Ints, RowTable
 from . import Operator
 from .merge import CHUNK_TOKENS, MergeNode
 
-TILE_BYTES = 16 << 20  # scratch of one tile, about; results do not depend on it
+TILE_BYTES = 16 << 20  # approximate scratch memory of one tile; results do not depend on it
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class EqualRowCount:
 
     count: int
     members: Ints  # [S] their numbers in the row table
-    rows: Tensor | None  # [S c] int64; None = all rows of the step, in order
+    rows: Tensor | None  # [S c] int64; None: all rows of the step, in order
 
 
 class PreparedStep:
@@ -46,19 +47,21 @@ class PreparedStep:
             self.equal.append(EqualRowCount(int(count), members, rows))
 
     def rows_of(self, numbers: Ints, count: int) -> Tensor:
-        """[S c]: the rows of sequences that have ``count`` rows each."""
+        """Return [S c]: the rows of sequences that have ``count`` rows each."""
         rows = self.table.row[numbers, None] + np.arange(count)
         return torch.from_numpy(rows.reshape(-1)).to(self.device)
 
     def tiles(self, op: Operator) -> list[list[Tile]]:
-        """The tiles of every entry of ``equal``, for the shape of ``op``."""
+        """Return the tiles of every entry of ``equal``, for the shape of ``op``."""
         shape = (op.q_heads, op.kv_heads, op.qk_dim, op.v_dim)
         if shape not in self._tiles:
             self._tiles[shape] = [list(self._cut(equal, op)) for equal in self.equal]
         return self._tiles[shape]
 
     def _cut(self, equal: EqualRowCount, op: Operator) -> Iterator[Tile]:
-        """Whole sequences while they fit; a longer one in aligned runs of chunks, one run a tile."""
+        """Yield tiles of whole sequences as far as they fit, and of a longer one in aligned runs of chunks, one run a
+        tile.
+        """
         table = self.table
         per_token = op.kv_heads * max(op.qk_dim, op.v_dim) + 2 * equal.count * op.q_heads
         most = max(1, TILE_BYTES // (4 * CHUNK_TOKENS * per_token))
@@ -83,7 +86,6 @@ class PreparedStep:
 
 class Tile:
     """Pairs that are computed together: all chunks of some sequences (``node`` None), or those under a node of one.
-
     Pairs in which every row sees every token come first; ``mask`` is for the others.
     """
 
@@ -93,7 +95,8 @@ class Tile:
         table, self._device = step.table, step.device
         self.node = node
         self.member = members[0]
-        self.select = None if len(members) == len(equal.members) else self._to(np.array(members))  # of equal.members
+        # Indices into equal.members.
+        self.select = None if len(members) == len(equal.members) else self._to(np.array(members))
         self.numbers = equal.members[members]  # [S] in the row table
         pair, chunk = _pairs(table, self.numbers, node)
         seen = _visible(table, self.numbers[pair], chunk, equal.count)
@@ -113,14 +116,15 @@ class Tile:
         blocks = table.table[self.numbers[pair, None], column[:, None] + np.arange(width)]  # [P, C / size]
         heads = np.arange(op.kv_heads)[:, None]
         self.blocks = self._to((blocks[:, None] * op.kv_heads + heads).reshape(-1))  # [P H C / size] -> (block, head)
-        stale = ~seen.any(1) & np.repeat(blocks != table.null_block, size, 1)  # [P, C] what nobody sees, but is read
+        # [P, C] tokens that no row sees, but that are read.
+        stale = ~seen.any(1) & np.repeat(blocks != table.null_block, size, 1)
         at, token = np.nonzero(stale)
         self.stale = self._to(((at * op.kv_heads + heads) * CHUNK_TOKENS + token).reshape(-1))  # -> [P H C]
         self._chunk, self._query = chunk, table.first[self.numbers[pair], None] + np.arange(equal.count)
 
     @cached_property
     def distance(self) -> Tensor:
-        """Key position less query position, [P, 1, c, 1, C] fp32."""
+        """The key position minus the query position, [P, 1, c, 1, C] fp32."""
         position = self._chunk[:, None] * CHUNK_TOKENS + np.arange(CHUNK_TOKENS)
         distance = position[:, None] - self._query[:, :, None]
         return self._to(distance[:, None, :, None].astype(np.float32))
@@ -130,7 +134,9 @@ class Tile:
 
 
 def _pairs(table: RowTable, numbers: Ints, node: MergeNode | None) -> tuple[Ints, Ints]:
-    """(sequence, chunk) of all pairs of sequences ``numbers``, in order; those under ``node`` if there is one."""
+    """Return (sequence, chunk) of all pairs of sequences ``numbers``, in order; only those under ``node`` if it is
+    given.
+    """
     base = table.origin[numbers] // CHUNK_TOKENS
     count = -(-table.stop[numbers] // CHUNK_TOKENS) - base
     pair = np.repeat(np.arange(len(numbers)), count)
@@ -140,7 +146,7 @@ def _pairs(table: RowTable, numbers: Ints, node: MergeNode | None) -> tuple[Ints
 
 
 def _visible(table: RowTable, numbers: Ints, chunk: Ints, count: int) -> NDArray[np.bool_]:
-    """[P, c, C]: whether a row of sequence ``numbers[p]`` sees a stored token of chunk ``chunk[p]``."""
+    """Return [P, c, C]: if a row of sequence ``numbers[p]`` sees a stored token of chunk ``chunk[p]``."""
     position = (chunk[:, None] * CHUNK_TOKENS + np.arange(CHUNK_TOKENS))[:, None]
     first, stop = table.first[numbers, None, None], table.stop[numbers, None, None]
     seen = np.broadcast_to(position < stop, (len(chunk), count, CHUNK_TOKENS))
@@ -150,9 +156,8 @@ def _visible(table: RowTable, numbers: Ints, chunk: Ints, count: int) -> NDArray
 
 
 def _levels(pair: Ints, chunk: Ints) -> list[tuple[Ints, Ints]]:
-    """The merges of the aligned tree, level by level, as (left, right) entries; the result stands in for the left one.
-
-    Entries are sorted by (pair, chunk). When all is done the first entry of every sequence holds its root.
+    """Return the merges of the aligned tree, level by level, as (left, right) entries; the left one gets the result.
+    Entries are sorted by (pair, chunk). In the end the first entry of every sequence holds its root.
     """
     levels, entry, roots = [], np.arange(len(pair)), len(np.unique(pair))
     while len(entry) > roots:

@@ -1,4 +1,4 @@
-"""What an attention operator computes, as data: no torch here, so that planners and tools can read it."""
+"""The meaning of an attention operator as data. It imports no torch, so planners and tools can read it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"attention window and softcap must not be negative: {self.window}, {self.softcap}")
 
     def encode(self) -> str:
-        """Canonical text: equal specs give equal text. It travels as an argument of the captured operator."""
+        """Return the spec as canonical text: equal specs have equal text. It is an argument of the captured
+        operator.
+        """
         return msgspec.json.encode(self).decode()
 
     @staticmethod
     def decode(text: str) -> AttentionSpec:
-        """Inverse of ``encode``. Raises msgspec.ValidationError on anything that is not a spec."""
+        """Return the spec of a text by ``encode``. Raises msgspec.ValidationError for anything else."""
         return msgspec.json.decode(text, type=AttentionSpec)

@@ -1,16 +1,16 @@
-"""Calls that ranks make together: each has a part of the weights, and all run the same slices in the same order.
+"""Collectives: calls that ranks make together. Each rank has a part of the weights; all run the same slices in order.
 
 Contract, the same for every entry of the table (tests/contract/test_collectives.py):
 
-- All ranks make the same calls in the same order, with tensors of the same shape and dtype; a rank that is out of step
-  is found out and raises PeerFault. Not so with nccl: nobody compares what GPUs send, and ranks whose sizes differ wait
-  for each other until the deadline.
-- ``all_reduce`` sums in the order of ranks, in fp32 for narrower dtypes and with one rounding at the end. So every rank
-  has the same bits, and no row's sum depends on where it stands among others; and every entry gives the same ones.
-- Every wait has a deadline: ChannelTimeout. A rank that has died is noticed as a peer of any channel is: PeerFault.
+- All ranks make the same calls in the same order, with tensors of the same shape and dtype. A rank that is out of step
+  is noticed and raises PeerFault. With nccl it is not: tensors of GPUs are not compared, and ranks whose sizes differ
+  wait for each other until the deadline.
+- ``all_reduce`` sums in the order of ranks, in fp32 for narrower dtypes, with one rounding at the end. So every rank
+  has the same bits, no row's sum depends on its place among others, and every entry gives the same bits.
+- Every wait has a deadline: ChannelTimeout. A rank that has died is noticed like a peer of any channel: PeerFault.
 
-Every entry stands on a mesh of authenticated channels: it carries small tensors of the host for each entry, and the
-addresses by which another library finds the ranks.
+Every entry uses a mesh of authenticated channels. The mesh carries small tensors of the host, and the addresses by
+which another library finds the ranks.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 # name -> module of this package with ``why_unavailable(device)``, ``why_unusable_together(ranks)`` and
-# ``open_collective(mesh, at)``, for the functions of these names below; imported when first used. For --collective the
-# names stand in config, too.
+# ``open_collective(mesh, at)``, which the functions of these names below call; imported when first used. The config
+# lists the names for --collective, too.
 COLLECTIVES: dict[str, str] = {"mesh": "mesh", "nccl": "nccl"}
 
 
 class RankCollectives(Protocol):
-    """What slices call. Tensors may be strided; what is returned is contiguous and the caller's own."""
+    """The collectives that slices call. Tensors may be strided; a result is contiguous and belongs to the caller."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' ``x``."""
+        """Return the sum of all ranks' ``x``."""
         ...
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """All ranks' ``x`` [..., n] side by side in the order of ranks, [..., size * n]; ``size`` ranks there are."""
+        """Return the ``x`` [..., n] of all ``size`` ranks, concatenated in the order of ranks, [..., size * n]."""
         ...
 
 
@@ -55,49 +55,51 @@ class Collective(RankCollectives, Protocol):
 
     @property
     def recordable(self) -> bool:
-        """Whether ranks' devices do it by themselves, in the order of their streams: then the tensors of slices lie
-        there, and calls may be part of a graph. Else tensors are the host's.
+        """True if the ranks' devices make the calls by themselves, in the order of their streams. Then tensors of
+        slices lie on the devices, and calls may be part of a graph. Otherwise tensors are the host's.
         """
         ...
 
     @property
     def wait_s(self) -> float:
-        """Seconds spent waiting for other ranks, as far as the host does."""
+        """The seconds that the host has spent waiting for other ranks."""
         ...
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's ``x``, of the host; that of others is of the same shape and dtype, its contents do not matter."""
+        """Return rank 0's ``x``, a tensor of the host. Other ranks pass one of the same shape and dtype, with any
+        contents.
+        """
         ...
 
     def on_graph_launched(self) -> None:
-        """A graph that calls are part of was given to the device: it is to end in time, too. Raises ChannelError."""
+        """Watch a graph with calls that was launched on the device, and must end in time. Raises ChannelError."""
         ...
 
     def close(self) -> None:
-        """Give back what it has beside the channels of its fabric. Idempotent."""
+        """Release all resources except the channels of its fabric. Idempotent."""
         ...
 
 
 class RankFacts(NamedTuple):
-    """What a rank says of where it is."""
+    """The facts of a rank's place that the choice of a collective depends on."""
 
-    host: bytes  # the same for ranks of one host, and of one network there
-    gpu: bytes  # the same for ranks on one GPU; empty: it computes on none
-    usable: bool  # whether its torch can join GPUs
+    host: bytes  # equal for ranks of one host and network
+    gpu: bytes  # equal for ranks on one GPU; empty if it has none
+    usable: bool  # if its torch can connect GPUs
 
 
 class RankLocation(NamedTuple):
-    """Where a rank is, for itself."""
+    """The device, the timeouts and the neighbourhood of a rank."""
 
     device: torch.device
     start_timeout_s: float
     step_timeout_s: float
-    same_process: bool = True  # whether all ranks are on one host
+    same_process: bool = True  # if all ranks are on one host
 
 
 def why_unavailable(name: str, device: torch.device) -> str:
-    """Why ranks on ``device`` cannot use ``name``, and what to do about it; "": they can, as far as one of them knows.
-    Raises ValueError for an unknown name.
+    """Return the reason why ranks on ``device`` cannot use ``name``, and the fix; "" if one rank knows of none. Raises
+    ValueError for an unknown name.
     """
     if name == AUTO:
         return ""
@@ -106,20 +108,20 @@ def why_unavailable(name: str, device: torch.device) -> str:
 
 
 def why_unusable_together(name: str, ranks: Sequence[RankFacts]) -> str:
-    """Why ``ranks``, all there are and in their order, cannot use ``name`` together; "": they can."""
+    """Return the reason why all ``ranks``, given in order, cannot use ``name`` together; "" if they can."""
     reason: str = _module(name).why_unusable_together(ranks)
     return reason
 
 
 def open_collective(name: str, mesh: MeshCollective, at: RankLocation) -> Collective:
-    """Entry ``name`` over the ranks of ``mesh``, all of which call this. Raises ValueError, ChannelError."""
+    """Open entry ``name`` over the ranks of ``mesh``, all of which call this. Raises ValueError, ChannelError."""
     opened: Collective = _module(name).open_collective(mesh, at)
     return opened
 
 
 def bind(program: SlicedProgram, collective: RankCollectives) -> SlicedProgram:
-    """The program with its ``lamina::all_reduce`` and ``lamina::all_gather`` on ``collective``. The one given is used
-    up.
+    """Return the program with its ``lamina::all_reduce`` and ``lamina::all_gather`` on ``collective``. ``program`` must
+    not be used again.
     """
     from lamina.converter import redirect
 

@@ -1,4 +1,4 @@
-"""Which collective the ranks of a replica take, from what all of them say of where they are."""
+"""The choice of the collective of a replica's ranks, by the facts that all of them report."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .expected_collective import APART, AS_ASKED, BETWEEN_GPUS, OPEN, OVER_HOSTS
 from .mesh import MeshCollective
 
 log = logging.getLogger(__name__)
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a host
-NETWORK = Path("/proc/self/ns/net")  # processes in one namespace have their interfaces in common
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers of a host
+NETWORK = Path("/proc/self/ns/net")  # processes in one namespace share network interfaces
 DIGEST = 16  # bytes
 _NO_GPU = bytes(DIGEST)
 
 
 class CollectiveChoice(NamedTuple):
-    """``why``: for people."""
+    """A chosen collective. ``why``: the reason, for people."""
 
     name: str
     why: str
-    together: bool  # whether all ranks are on one host
+    together: bool  # if all ranks are on one host
 
 
 def choose_and_open(asked: str, mesh: MeshCollective, at: RankLocation) -> tuple[Collective, CollectiveChoice]:
-    """The collective for --collective ``asked``; all ranks of ``mesh`` call this with the same. Raises ValueError,
-    naming the flag, ChannelError.
+    """Open the collective for --collective ``asked``, which all ranks of ``mesh`` call alike. Raises ValueError, naming
+    the flag, and ChannelError.
     """
     choice = choose_collective(asked, gather(mesh, rank_facts(at.device)))
     if choice.name != OVER_HOSTS and not choice.together:
@@ -45,7 +45,7 @@ def choose_and_open(asked: str, mesh: MeshCollective, at: RankLocation) -> tuple
 
 
 def choose_collective(asked: str, ranks: Sequence[RankFacts]) -> CollectiveChoice:
-    """``ranks``: in their order. Raises ValueError."""
+    """Choose the collective. ``ranks``: in order. Raises ValueError."""
     together = len({r.host for r in ranks}) == 1
     against = why_unusable_together(BETWEEN_GPUS if asked == AUTO else asked, ranks)
     if asked != AUTO:
@@ -63,8 +63,8 @@ def choose_collective(asked: str, ranks: Sequence[RankFacts]) -> CollectiveChoic
 
 
 def rank_facts(device: torch.device) -> RankFacts:
-    """Of this rank. Where the host does not tell, no other rank is taken to be on it; nor is one in a container with a
-    network of its own, whose loopback interface is another one.
+    """Return the facts of this rank. A host that cannot be identified counts as another one for each rank. So does a
+    container with its own network, whose loopback interface is another one.
     """
     boot = network = secrets.token_bytes(DIGEST)
     with suppress(OSError):
@@ -77,7 +77,7 @@ def rank_facts(device: torch.device) -> RankFacts:
 
 
 def gather(mesh: MeshCollective, own: RankFacts) -> list[RankFacts]:
-    """The facts of all ranks, in their order. Raises ChannelError."""
+    """Return the facts of all ranks, in order. Raises ChannelError."""
     facts = torch.frombuffer(bytearray(own.host + (own.gpu or _NO_GPU) + bytes([own.usable])), dtype=torch.uint8)
     rows = [bytes(row.tolist()) for row in mesh.all_gather(facts, mesh.size).view(mesh.size, -1)]
     return [

@@ -1,5 +1,6 @@
-"""Which collective --collective will give the ranks of a replica, as far as that is known before they are there: in
-words, without torch and without a look at any device.
+"""The collective that --collective will give the ranks of a replica, as far as it is known before they start.
+
+In words, without torch and without a look at any device.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ OPEN = "what it sends between hosts is neither authenticated nor encrypted"
 
 
 def expected_collective(asked: str, device: str, *, together: bool) -> str:
-    """The name and why, as ranks say it once they have met. ``device``: as in --compute-device, ``together``: whether
-    one host has all ranks of the replica. Raises ValueError, naming the flag, for what they would refuse.
+    """Return the name and the reason, as ranks report them later. Raises ValueError, naming the flag, if they would
+    refuse. ``device``: as in --compute-device. ``together``: if one host has all ranks of the replica.
     """
     if asked == BETWEEN_GPUS and device == "cpu":
         raise ValueError(f"--collective {asked}{for_gpus(device)}")
@@ -33,5 +34,5 @@ def expected_collective(asked: str, device: str, *, together: bool) -> str:
 
 
 def for_gpus(device: str) -> str:
-    """Why ranks on ``device`` cannot use NCCL, behind the flag that asks for it."""
+    """Return the reason why ranks on ``device`` cannot use NCCL, which follows the name of the flag."""
     return f" is for GPUs, and ranks compute on {device}: use --compute-device cuda, or --collective auto"

@@ -1,7 +1,7 @@
 """A collective over netstack: every rank has a channel to every other one, and sends its own part to all.
 
-One message each way is the least that can be, which is what small tensors want; t - 1 times the bytes of one rank go
-out, which is no more than a ring's for two ranks and twice as much for many.
+One message each way is the minimum, which suits small tensors. A rank sends t - 1 times its bytes: no more than in a
+ring for two ranks, and twice as much for many.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from lamina.utils.tensor_buffers import bytes_of, tensor_over
 from . import RankFacts, RankLocation
 from .reduce import concatenate_last_dim, ordered_sum
 
-# A rank may be ahead of another by what it has been told but need not answer (two broadcasts) and one piece.
+# A rank may be ahead of another one by two broadcasts, which need no reply, and by one piece.
 SLOTS = 4
 SLOT_BYTES = 1 << 20
-INBOX = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)  # from each rank, of each rank
+INBOX = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)  # of each rank, from each other rank
 _TAG = struct.Struct("<QQ")  # number of the message, its bytes
-_LETTER = 1 << 63  # in the place of the number of a message that is none of a tensor
-_LOOK_S = 0.001  # at each rank in turn, for letters of any
+_LETTER = 1 << 63  # instead of a number, for a message that is no part of a tensor
+_LOOK_S = 0.001  # seconds at each rank in rotation, while waiting for a letter
 
 
 class MeshCollective:
-    """One rank's end of a group that meets over channels. Tensors longer than a slot go in pieces."""
+    """One rank's end of a group that communicates over channels. Tensors longer than a slot are sent in pieces."""
 
-    recordable = False  # what is sent leaves from host memory
+    recordable = False  # messages are sent from host memory
 
     def __init__(self, rank: int, channels: Sequence[Channel | None], timeout_s: float) -> None:
-        """``channels``: to each rank, None in one's own place. ``timeout_s``: of each wait."""
+        """``channels``: to each rank, None in this rank's place. ``timeout_s``: seconds of each wait."""
         self.rank, self.size = rank, len(channels)
         self.wait_s = 0.0
         self._channels = channels
@@ -47,7 +47,7 @@ class MeshCollective:
         self._number = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' ``x``, in the order of ranks. Raises ChannelError."""
+        """Return the sum of all ranks' ``x``, in the order of ranks. Raises ChannelError."""
         x = x.contiguous()
         out = torch.empty_like(x)
         pieces, results = x.view(-1), out.view(-1)
@@ -58,7 +58,7 @@ class MeshCollective:
         return out
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """All ranks' ``x`` side by side, in the order of ranks. Raises ChannelError."""
+        """Return all ranks' ``x``, concatenated in the order of ranks. Raises ChannelError."""
         x = x.contiguous()
         rows = x.new_empty(self.size, x.numel())
         for low, high in self._spans(x):
@@ -69,7 +69,7 @@ class MeshCollective:
         return concatenate_last_dim(rows, x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's ``x``, a tensor of the host. Raises ChannelError."""
+        """Return rank 0's ``x``, a tensor of the host. Raises ChannelError."""
         x = x.contiguous()
         if self.rank == 0:
             for low, high in self._spans(x):
@@ -86,8 +86,8 @@ class MeshCollective:
         return out
 
     def check(self, within_s: float = 0.0) -> None:
-        """Raises PeerFault where a rank has gone, or is found to have ``within_s``, ChannelAborted where this one's
-        fabric was closed. What comes meanwhile is kept.
+        """Look ``within_s`` seconds for a rank that has ended. Messages that arrive meanwhile are kept. Raises
+        PeerFault if there is one, ChannelAborted if this rank's fabric was closed.
         """
         deadline = time.monotonic() + within_s
         while True:
@@ -98,11 +98,11 @@ class MeshCollective:
                 return
 
     def send_letter(self, letter: bytes) -> None:
-        """All other ranks, who are to ``receive_letter``. Raises ChannelError."""
+        """Send a letter to all other ranks, which must call ``receive_letter``. Raises ChannelError."""
         self._put(memoryview(letter), _LETTER, len(letter))
 
     def receive_letter(self, ranks: Collection[int], timeout_s: float) -> tuple[int, bytes]:
-        """The next letter of any of ``ranks``, and whose. Raises ChannelError."""
+        """Return the next letter from any of ``ranks``, after its rank. Raises ChannelError."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for rank in ranks:
@@ -112,23 +112,23 @@ class MeshCollective:
                     arrival = self._next(channel, _LOOK_S)
                     letter = bytes(arrival.data)
                     if _TAG.unpack_from(arrival.tag) != (_LETTER, len(letter)):
-                        raise PeerFault(f"{channel.peer} is out of step: it sends a tensor, and is to tell where it is")
+                        raise PeerFault(f"{channel.peer} is out of step: it sends a tensor in place of a letter")
                     channel.release(arrival)
                     return rank, letter
-        raise ChannelTimeout(f"rank {self.rank}: nothing of ranks {sorted(ranks)} within {timeout_s:g} s")
+        raise ChannelTimeout(f"rank {self.rank}: no letter of ranks {sorted(ranks)} within {timeout_s:g} s")
 
     def on_graph_launched(self) -> None:
-        """Does nothing: no graph of a device holds calls of a mesh."""
+        """Do nothing: no graph of a device holds calls of a mesh."""
 
     def close(self) -> None:
-        """Does nothing: the channels belong to their fabric."""
+        """Do nothing: the channels belong to their fabric."""
 
     def _spans(self, x: Tensor) -> Iterator[tuple[int, int]]:
         most = SLOT_BYTES // x.element_size()
         return ((low, min(low + most, x.numel())) for low in range(0, x.numel(), most))
 
     def _exchange(self, piece: Tensor) -> tuple[list[Tensor], Callable[[], None]]:
-        """All ranks' pieces, in their order; and what to call when they have been read."""
+        """Return all ranks' pieces in order, and a function to call after they were read."""
         self._send(bytes_of(piece))
         parts, arrivals = list[Tensor](), list[tuple[Channel, Arrival]]()
         for channel in self._channels:
@@ -155,7 +155,7 @@ class MeshCollective:
             channel.put_signal(slot, _TAG.pack(number, nbytes))
 
     def _receive(self, channel: Channel, nbytes: int) -> Arrival:
-        """The next message, which has ``nbytes``."""
+        """Return the next message, which must have ``nbytes`` bytes."""
         start = time.perf_counter()
         arrival = self._next(channel, self._timeout_s)
         self.wait_s += time.perf_counter() - start
@@ -174,30 +174,32 @@ def _nbytes(piece: Tensor) -> int:
 
 
 def why_unavailable(device: torch.device) -> str:
-    """Nothing: a mesh carries tensors of every device."""
+    """Return "": a mesh carries tensors of every device."""
     return ""
 
 
 def why_unusable_together(ranks: Sequence[RankFacts]) -> str:
-    """Nothing: any ranks can use a mesh."""
+    """Return "": any ranks can use a mesh."""
     return ""
 
 
 def open_collective(mesh: MeshCollective, at: RankLocation) -> MeshCollective:
-    """The mesh itself."""
+    """Return the mesh itself."""
     return mesh
 
 
 class RankConnector(Protocol):
-    """The part of a Fabric that ranks need to go to each other."""
+    """The part of a Fabric by which ranks connect to each other."""
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
-        """As Fabric.connect."""
+        """Connect as Fabric.connect does."""
         ...
 
 
 def listener_terms(name: str, ranks: int) -> ListenTerms:
-    """Of rank ``name``, whose listener stays open while ranks meet again: those of two views may be there."""
+    """Return the terms of the listener of rank ``name``, which stays open in all epochs: ranks of two may be
+    connected.
+    """
     return ListenTerms(name=name, inbox_bytes=2 * SLOTS * SLOT_BYTES, channels=2 * (ranks - 1))
 
 
@@ -211,11 +213,9 @@ def connect_mesh(
     start_timeout_s: float,
     step_timeout_s: float,
 ) -> MeshCollective:
-    """The mesh of all ranks, once they have met. Rank r listens at ``urls[r]`` under the name ``names[r]``; no two
-    names are alike. Closes ``listener``, this rank's.
-
-    Each rank waits for the ranks below it, then connects to the ranks above: rank 0 waits for none. Raises
-    ChannelError.
+    """Connect all ranks and return the mesh. Rank r listens at ``urls[r]`` under the name ``names[r]``; names differ.
+    Closes ``listener``, this rank's. Each rank waits for the ranks below it, then connects to the ranks above; rank 0
+    waits for none. Raises ChannelError.
     """
     if len(set(names)) < len(urls):
         raise ValueError(f"{len(urls)} ranks need as many names, each its own, not {', '.join(map(repr, names))}")

@@ -1,14 +1,14 @@
 """Ranks over NCCL: GPUs gather each other's parts by themselves, also as a part of CUDA graphs.
 
-NCCL's own all-reduce sums in an order of its own, which depends on the size. So all parts come to all ranks, as bytes,
-and each rank adds them up in the order of ranks. Few bytes take one message, as on the mesh. Of many, each rank sums
-its share of the elements, and the sums are gathered: elements do not meet, so the bits are the same.
+NCCL's own all-reduce sums in an order that depends on the size. So all ranks receive all parts, as bytes, and add them
+up in the order of ranks. Few bytes take one message, as on the mesh. Of many bytes, each rank sums its share of the
+elements, and the sums are gathered. Elements are independent, so the bits are the same.
 
-The host only enqueues. So that no GPU waits without end, a guard looks at the mesh and at the clock, and ends NCCL's
-waits; ranks that are out of step are found by that clock alone. HARDWARE-UNVERIFIED: this module has been run over gloo
-on CPUs, with its guard; NCCL's own calls have not.
+The host only enqueues. So that no GPU waits without end, a watchdog checks the mesh and the clock, and ends NCCL's
+waits. Ranks that are out of step are noticed by that clock alone. HARDWARE-UNVERIFIED: this module was run over gloo on
+CPUs, with its watchdog; NCCL's own calls were not.
 
-No group of torch's own is made (``init_process_group``): ranks may be threads of one process.
+No process group of torch is opened (``init_process_group``): ranks may be threads of one process.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ from .mesh import MeshCollective
 from .reduce import concatenate_last_dim, ordered_sum
 from .watchdog import DeviceWatchdog
 
-# Bytes of a rank; above, all parts at all ranks would be more to send and to hold than what sums of shares take. For
-# two ranks both send the same.
+# Bytes of a rank. Above, sending and holding all parts on all ranks costs more than summing shares. For two ranks both
+# send the same.
 ONE_SHOT_BYTES = 256 << 10
-LAST_RESORT_S = 30.0  # after the guard's deadline, torch ends the process
-INTERFACE = "NCCL_SOCKET_IFNAME"  # NCCL's own variable
+LAST_RESORT_S = 30.0  # seconds after the watchdog's deadline, when torch ends the process
+INTERFACE = "NCCL_SOCKET_IFNAME"  # a variable of NCCL
 
-# Asks for the work that the device was given until now: true once it is done. None while a graph is recorded.
+# Marks the work given to the device so far, and returns a function that is true once it is done. None while a graph is
+# recorded.
 Mark = Callable[[], Callable[[], bool] | None]
 
 
 class Opened(NamedTuple):
-    """A torch.distributed Backend of these ranks, and the store that its threads may read as long as it lives."""
+    """A torch.distributed Backend of these ranks, and the store that its threads may read as long as it exists."""
 
     group: Any
     store: Any
 
 
 class NcclCollective:
-    """One rank's end of a group that NCCL carries. Tensors of another device go over the mesh."""
+    """One rank's end of a group over NCCL. Tensors of another device go over the mesh."""
 
     recordable = True
 
     def __init__(
         self, mesh: MeshCollective, opened: Opened, device: torch.device, timeout_s: float, mark: Mark
     ) -> None:
-        """``timeout_s``: until the device has done what it was given."""
+        """``timeout_s``: seconds for the device to finish its work."""
         self.rank, self.size = mesh.rank, mesh.size
         self._mesh = mesh
         self._group, self._store = opened
@@ -69,7 +70,7 @@ class NcclCollective:
         return self._mesh.wait_s
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' ``x``, in the order of ranks. Raises ChannelError."""
+        """Return the sum of all ranks' ``x``, in the order of ranks. Raises ChannelError."""
         if x.device.type != self._device.type:
             with self._guard.mesh() as mesh:
                 return mesh.all_reduce(x)
@@ -82,7 +83,7 @@ class NcclCollective:
         return ordered_sum(self._gather(flat).unbind()).to(x.dtype).view(x.shape)
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """All ranks' ``x`` side by side, in the order of ranks. Raises ChannelError."""
+        """Return all ranks' ``x``, concatenated in the order of ranks. Raises ChannelError."""
         if x.device.type != self._device.type:
             with self._guard.mesh() as mesh:
                 return mesh.all_gather(x, size)
@@ -92,29 +93,29 @@ class NcclCollective:
         return concatenate_last_dim(self._gather(x.view(-1)), x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's ``x``, a tensor of the host. Raises ChannelError."""
+        """Return rank 0's ``x``, a tensor of the host. Raises ChannelError."""
         with self._guard.mesh() as mesh:
             return mesh.broadcast(x)
 
     def on_graph_launched(self) -> None:
-        """The device was given a graph that holds calls of this rank: it has a deadline, too. Raises ChannelError."""
+        """Watch a graph with calls of this rank that was launched: it has a deadline, too. Raises ChannelError."""
         self._guard.check()
         self._watch()
 
     def close(self) -> None:
-        """Ends the watch over the device, then the group. Idempotent."""
+        """End the watchdog, then the group. Idempotent."""
         self._guard.close()
         self._abort()
 
     def _gather(self, flat: Tensor) -> Tensor:
-        """[n] of each rank -> [ranks, n]."""
+        """Gather [n] of each rank into [ranks, n]."""
         gathered = torch.empty(self.size * flat.nbytes, dtype=torch.uint8, device=flat.device)
         sent = flat.view(torch.uint8)
         self._enqueue(lambda group: group._allgather_base(gathered, sent, _all_gather_options()))
         return gathered.view(flat.dtype).view(self.size, -1)
 
     def _two_shots(self, flat: Tensor) -> Tensor:
-        """The sum of all ranks' ``flat`` [n]: each rank sums a share, padded to the same size."""
+        """Return the sum of all ranks' ``flat`` [n]: each rank sums a share, padded to the same size."""
         share = -(-flat.numel() // self.size)
         padded = flat.new_zeros(self.size * share)
         padded[: flat.numel()] = flat
@@ -125,9 +126,9 @@ class NcclCollective:
         return self._gather(total).view(-1)[: flat.numel()]
 
     def _enqueue(self, start: Callable[[Any], Any]) -> None:
-        """``start`` an operation of the group; work that is enqueued later waits for it. Raises ChannelError."""
+        """Call ``start`` for an operation of the group; later work of the stream waits for it. Raises ChannelError."""
         group = self._group
-        self._guard.check()  # after the line above: the guard says why before it takes the group away
+        self._guard.check()  # after the line above: the watchdog sets its error before it removes the group
         try:
             if (work := start(group)) is not None:
                 work.wait()  # later work of the stream waits, not the host
@@ -143,12 +144,12 @@ class NcclCollective:
     def _abort(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            with suppress(RuntimeError):  # its communicator may be over
+            with suppress(RuntimeError):  # its communicator may have ended
                 group.abort()
 
 
 def why_unavailable(device: torch.device) -> str:
-    """Why ranks on ``device`` cannot use NCCL; "": they can, as far as one of them knows."""
+    """Return the reason why ranks on ``device`` cannot use NCCL; "" if one rank knows of none."""
     if device.type != "cuda":
         return for_gpus(str(device))
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
@@ -157,7 +158,7 @@ def why_unavailable(device: torch.device) -> str:
 
 
 def why_unusable_together(ranks: Sequence[RankFacts]) -> str:
-    """Why these ranks cannot use NCCL together; "": they can."""
+    """Return the reason why these ranks cannot use NCCL together; "" if they can."""
     sharing = [[r for r, other in enumerate(ranks) if other.gpu == own.gpu] for own in ranks]
     if not all(own.gpu for own in ranks):
         return NO_GPU
@@ -167,7 +168,7 @@ def why_unusable_together(ranks: Sequence[RankFacts]) -> str:
 
 
 def open_collective(mesh: MeshCollective, at: RankLocation) -> NcclCollective:
-    """One rank's end. Ranks of one host find each other over its loopback interface."""
+    """Open one rank's end. Ranks of one host find each other over its loopback interface."""
     if at.same_process:
         os.environ.setdefault(INTERFACE, "lo")
 
@@ -183,10 +184,10 @@ def open_collective(mesh: MeshCollective, at: RankLocation) -> NcclCollective:
 
 
 def open_group(mesh: MeshCollective, at: RankLocation, make: Callable[[Any], Any]) -> Opened:
-    """The group that ``make`` opens over a torch.distributed.Store of ``mesh``, once all ranks have opened theirs.
-    Raises ChannelError.
+    """Return the group that ``make`` opens over a MeshStore of ``mesh``, after all ranks have opened theirs. Raises
+    ChannelError.
     """
-    from .rendezvous_store import MeshStore  # where torch has process groups
+    from .rendezvous_store import MeshStore  # only imported where torch has process groups
 
     store = MeshStore(mesh, at.start_timeout_s)
     try:
@@ -194,13 +195,13 @@ def open_group(mesh: MeshCollective, at: RankLocation, make: Callable[[Any], Any
         store.close()
     except ChannelError:
         raise
-    except RuntimeError as error:  # of the library
+    except RuntimeError as error:  # raised by the library
         raise failed(mesh, error) from error
     return Opened(group, store)
 
 
 def failed(mesh: MeshCollective, error: RuntimeError) -> ChannelError:
-    """The cause of a library's ``error``: the rank that has gone, which the mesh may learn of a little later."""
+    """Return the cause of a library's ``error``: the rank that has ended, which the mesh may notice a little later."""
     try:
         mesh.check(within_s=DEATH_NOTICED_S)
     except ChannelError as known:
@@ -227,6 +228,6 @@ def _all_to_all_options() -> Any:
 
 
 def _in_order(options: Any) -> Any:
-    """On a GPU: on the stream that computes, and no other one."""
+    """Set the options so that work runs on the stream that computes, and on no other one."""
     options.asyncOp = False
     return options

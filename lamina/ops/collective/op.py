@@ -1,7 +1,7 @@
-"""The operators that ranks of one model meet at: ``torch.ops.lamina.all_reduce`` and ``all_gather``.
+"""The operators in which ranks of one model meet: ``torch.ops.lamina.all_reduce`` and ``all_gather``.
 
 They are captured with the model and stay in its slices, where ``lamina.ops.collective.bind`` gives them a collective.
-Until then they compute as if every rank had this one's data, so that one rank alone can try out a slice.
+Until then they compute as if every rank had this one's data, so that one rank alone can try a slice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @torch.library.custom_op("lamina::all_reduce", mutates_args=())
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum of all ranks' ``x``, on every rank."""
+    """Return the sum of all ranks' ``x``, on every rank."""
     return x.clone()
 
 
@@ -23,7 +23,7 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("lamina::all_gather", mutates_args=())
 def all_gather(x: Tensor, size: int) -> Tensor:
-    """The ``x`` [..., n] of all ``size`` ranks side by side, [..., size * n], on every rank."""
+    """Return the ``x`` [..., n] of all ``size`` ranks concatenated, [..., size * n], on every rank."""
     return torch.cat([x] * size, dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""What every collective makes of the parts of all ranks: the same bits."""
+"""The combination of all ranks' parts, with the same bits in every collective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of parts of one shape and dtype, one after the other; in fp32 for those of 16 bits, and not rounded."""
+    """Return the sum of parts of one shape and dtype, in order; for 16 bits in fp32, and not rounded."""
     total = parts[0].to(torch.float32 if parts[0].dtype in _NARROW else parts[0].dtype, copy=True)
     for part in parts[1:]:
         total += part
@@ -19,5 +19,5 @@ def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def concatenate_last_dim(parts: Tensor, shape: Sequence[int]) -> Tensor:
-    """What ranks have of ``shape`` [..., n], flat in the rows of ``parts`` -> [..., ranks * n]."""
+    """Concatenate ranks' tensors of ``shape`` [..., n], flat in the rows of ``parts``, to [..., ranks * n]."""
     return parts.view(len(parts), *shape).movedim(0, -2).flatten(-2).contiguous()

@@ -1,7 +1,7 @@
-"""Where a process group of torch finds the other ranks: a store whose keys travel over the ranks' own mesh.
+"""A store by which a process group of torch finds the other ranks; its keys travel over the ranks' own mesh.
 
-torch's stores listen where anybody may come. Here what a rank sets is told to the others over channels that have proven
-the cluster's key, and nothing listens. It is of use while the group opens; then it is closed, and the mesh is for
+torch's stores accept connections of any process. This one sends what a rank sets over channels that have proven the
+cluster's key, and does not listen. It serves while the group opens; then it is closed, and the mesh only carries
 tensors again.
 """
 
@@ -18,16 +18,16 @@ from lamina.netstack import ChannelTimeout, PeerFault
 
 from .mesh import SLOT_BYTES, MeshCollective
 
-_KEY = struct.Struct("<I")  # bytes of the key that follows; behind it the value
+_KEY = struct.Struct("<I")  # bytes of the key, which follows; after it the value
 _END = b""
 MAX_KEYS = 1024
 
 
 class MeshStore(Store):
-    """One rank's end. What it waits for are the calls of one thread; any thread may look at what is there."""
+    """One rank's end of the store. One thread sets and waits; any thread may read what is there."""
 
     def __init__(self, mesh: MeshCollective, timeout_s: float) -> None:
-        """``timeout_s``: until all is over."""
+        """``timeout_s``: seconds for all calls together."""
         super().__init__()
         self._mesh, self._deadline = mesh, time.monotonic() + timeout_s
         self._known: dict[str, bytes] = {}
@@ -35,30 +35,30 @@ class MeshStore(Store):
         self._closed = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Tells all other ranks the value of a key. Raises ChannelError."""
+        """Set the value of a key, and send it to all other ranks. Raises ChannelError."""
         self._known[key] = data = value.encode() if isinstance(value, str) else bytes(value)
         if not self._closed:
             name = key.encode()
             self._mesh.send_letter(_KEY.pack(len(name)) + name + data)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once a rank has told it. Raises ChannelError."""
+        """Return the value of a key, after a rank has set it. Raises ChannelError."""
         self.wait([key])
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` are told; all waits end at one deadline, not at ``timeout``. Raises ChannelError."""
+        """Wait until all ``keys`` are set; all waits end at one deadline, not at ``timeout``. Raises ChannelError."""
         while missing := [key for key in keys if key not in self._known]:
             if self._closed or not self._open:
-                raise PeerFault(f"rank {self._mesh.rank}: no rank tells {missing[0]!r}, which a process group needs")
+                raise PeerFault(f"rank {self._mesh.rank}: no rank sets {missing[0]!r}, which a process group needs")
             self._hear()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` are told. Waits for nobody."""
+        """Return whether all ``keys`` are set, without waiting."""
         return all(key in self._known for key in keys)
 
     def close(self) -> None:
-        """Wait until all ranks have all they need. Raises ChannelError."""
+        """Wait until all ranks have all keys that they need. Raises ChannelError."""
         self._mesh.send_letter(_END)
         while self._open:
             self._hear()
@@ -74,6 +74,6 @@ class MeshStore(Store):
             return
         (length,) = _KEY.unpack_from(letter) if len(letter) >= _KEY.size else (SLOT_BYTES,)
         if _KEY.size + length > len(letter) or len(self._known) >= MAX_KEYS:
-            raise PeerFault(f"rank {rank} tells {len(letter)} B that are no key and value")
+            raise PeerFault(f"rank {rank} sends {len(letter)} B that are no key and value")
         key = letter[_KEY.size :][:length].decode(errors="replace")
         self._known[key] = letter[_KEY.size + length :]

@@ -1,4 +1,4 @@
-"""Looks after what devices do with other ranks while hosts go on: nobody there would notice that a rank has gone."""
+"""A watchdog over devices that wait for other ranks: their hosts continue, and would not notice a rank's end."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from .mesh import MeshCollective
 
 log = logging.getLogger(__name__)
 EVERY_S = 0.02
-END_S = 5.0  # for the thread, which may be ending what devices wait for
+END_S = 5.0  # seconds for the thread to end, which may be aborting
 
 
 class DeviceWatchdog:
-    """A thread that ends a device's waits, by ``abort``, once a rank or this one's fabric has gone, or after a time.
-    What it has found is raised from the next call here.
+    """A thread that ends a device's waits by ``abort``: when a rank or this rank's fabric ends, or after a timeout. The
+    next call of a method raises what it has found.
     """
 
     def __init__(self, mesh: MeshCollective, abort: Callable[[], None], timeout_s: float) -> None:
-        """``abort``: called once at most, by this thread. ``timeout_s``: for what is to be watched, each."""
+        """``abort``: called by the thread, at most once. ``timeout_s``: seconds for each piece of work that is
+        watched.
+        """
         self._mesh, self._abort, self._timeout_s = mesh, abort, timeout_s
-        self._using = threading.Lock()  # the mesh, which has one reader at a time
+        self._using = threading.Lock()  # protects the mesh, which has one reader at a time
         self._pending: deque[tuple[Callable[[], bool], float]] = deque()
         self._error: ChannelError | None = None
         self._over = threading.Event()
@@ -34,7 +36,7 @@ class DeviceWatchdog:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises what has been found: PeerFault, ChannelTimeout, ChannelAborted."""
+        """Raise what was found: PeerFault, ChannelTimeout, ChannelAborted."""
         if self._error is not None:
             raise self._error
 
@@ -46,11 +48,11 @@ class DeviceWatchdog:
             yield self._mesh
 
     def watch(self, done: Callable[[], bool]) -> None:
-        """``done`` is to be true in time; asked from another thread."""
+        """Watch a piece of work: ``done`` must return True in time, and is called by another thread."""
         self._pending.append((done, time.monotonic() + self._timeout_s))
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the thread. Idempotent."""
         self._over.set()
         self._thread.join(END_S)
 
@@ -66,7 +68,7 @@ class DeviceWatchdog:
                 return
 
     def _look(self) -> None:
-        if self._using.acquire(blocking=False):  # else somebody waits there, and notices
+        if self._using.acquire(blocking=False):  # else a caller waits there, and notices
             try:
                 self._mesh.check()
             finally:
@@ -76,5 +78,5 @@ class DeviceWatchdog:
         if self._pending and time.monotonic() > self._pending[0][1]:
             raise ChannelTimeout(
                 f"rank {self._mesh.rank}: the device has waited {self._timeout_s:g} s for other ranks: one is out of "
-                f"step, or stands still"
+                f"step, or is stopped"
             )

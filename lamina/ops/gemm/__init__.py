@@ -1,5 +1,4 @@
-"""Linear layers of the compute workers. Each entry of the table is a module of this package with ``open_backend``; see
-``get``."""
+"""Linear layers of the compute workers. Each entry of the table is a module of this package with ``open_backend``."""
 
 from __future__ import annotations
 
@@ -19,50 +18,49 @@ BACKENDS: dict[str, str] = {"native": "native", "torch": "torch"}
 
 
 class LinearBackend(Protocol):
-    """What slices call in place of ``torch.nn.functional.linear``.
+    """Replaces ``torch.nn.functional.linear`` in slices.
 
-    Contract, the same for every entry (tests/contract/test_gemm.py): sums in fp32 (torch: as torch does), one rounding
-    to the dtype of x; any number of rows; any strides; operands that an entry has no code for go to torch. Nothing of
-    x, w, b is kept. Numbers below 2^-126 in magnitude count for their value; but those of bf16 all count for zero, in
-    x, w and results alike, where the CPU multiplies bf16 itself (AVX512-BF16, AMX). torch does either.
+    Contract, the same for every entry (tests/contract/test_gemm.py): sums in fp32 (torch: as torch does) and one
+    rounding to the dtype of x. Any number of rows and any strides are allowed; operands without code of an entry go to
+    torch. Nothing of x, w, b is kept. Numbers below 2^-126 in magnitude keep their value. But if the CPU multiplies
+    bf16 itself (AVX512-BF16, AMX), those of bf16 all count as zero, in x, w and results. torch does one or the other.
     """
 
     @property
     def has_own_threads(self) -> bool:
-        """Whether a few rows are computed without torch's threads."""
+        """True if a few rows are computed without torch's threads."""
         ...
 
-    packs_weights: bool  # whether weights for ``engine`` are copied into an order by which it is faster; False at first
-    packed_memory: PackedMemory  # where to
+    packs_weights: bool  # if weights for ``engine`` are copied into a faster order; False at first
+    packed_memory: PackedMemory  # memory for these copies
 
     @property
     def engine(self) -> object | None:
-        """For other native modules, which use its linear layers and its threads; None where there is none."""
+        """The object by which other native modules use its linear layers and threads; None if there is none."""
         ...
 
     def max_engine_rows(self, dtype: torch.dtype) -> int:
-        """The most rows that ``engine`` is to be given at once; with more, torch is faster."""
+        """Return the most rows for one call of ``engine``; with more, torch is faster."""
         ...
 
     def packed_bytes(self, dtype: torch.dtype, cols: int, k_size: int) -> int:
-        """Of w [cols, k_size] in that order; 0 where there is none."""
+        """Return the bytes of w [cols, k_size] in the faster order; 0 if there is none."""
         ...
 
     def pack(self, w: Tensor) -> Tensor:
-        """Such a copy of w [N, K], whose rows have no gaps inside: bytes, which ``engine`` takes in place of w. Results
-        have the same bits. Raises ValueError where there is no such order.
+        """Return a copy of w [N, K], whose rows have no gaps, in the faster order: bytes that ``engine`` takes in place
+        of w. Results have the same bits. Raises ValueError if there is no such order.
         """
         ...
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        """x [..., K], w [N, K], b [N] -> [..., N], all of one dtype."""
+        """Return x [..., K] times w [N, K] plus b [N], [..., N], all of one dtype."""
         ...
 
 
 def get(name: str, threads: int) -> LinearBackend:
-    """Open the backend ``name``; "auto" is the first entry of the table that this machine can run.
-
-    Raises ValueError for an unknown name or a CPU that lacks what it needs, ImportError where it was not built.
+    """Open the backend ``name``; "auto" is the first entry of the table that this machine can run. Raises ValueError
+    for an unknown name or a CPU that lacks what it needs, ImportError if it was not built.
     """
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"--gemm {name}: unknown; choose one of auto, {', '.join(BACKENDS)}")
@@ -86,8 +84,8 @@ def _open(name: str, threads: int) -> LinearBackend:
 
 
 def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
-    """The program with its linear layers on ``backend`` and everything else with torch. The one given is used up: it
-    may have been called before, and holds on to what it called.
+    """Return the program with its linear layers on ``backend`` and everything else on torch. ``program`` must not be
+    used again: if it was called before, it holds on to what it called.
     """
     import torch
 

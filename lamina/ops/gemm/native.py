@@ -1,10 +1,10 @@
-"""Linear layers by csrc/gemm: weights are read where they lie or were packed, by the compute worker's threads.
+"""Linear layers by csrc/gemm, on the compute worker's own threads; weights are read in place or packed.
 
-Decoding has few rows, so a layer takes the time in which its weights are read. torch takes several times that for fp32,
-and for bf16 on a CPU without bf16 instructions; with them (AVX512-BF16, AMX) twice that, unless it may keep a copy of
-the weights in an order of its own. So may native (``packs_weights``): for AVX512-BF16, where a step of 1 or 8 rows
-takes 5 to 8 % less time then, and for bf16 by AVX2, where a layer of 8 rows takes half the time. What native computes
-of a row depends on that row alone, bit for bit, packed or not.
+Decoding has few rows, so a layer takes the time of reading its weights. torch takes several times as long for fp32, and
+for bf16 on a CPU without bf16 instructions. With these (AVX512-BF16, AMX) it takes twice as long, unless it may keep a
+copy of the weights in its own order. So may native (``packs_weights``). By AVX512-BF16, a step of 1 or 8 rows then
+takes 5 to 8 % less time; for bf16 by AVX2, a layer of 8 rows takes half the time. What native computes of a row depends
+on that row alone, bit for bit, packed or not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .packed_memory import PackedMemory, PrivateMemory
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_LIMIT = (1 << 63) - 1
-# Rows of bf16 up to which native is about as fast as torch, by variant, where torch has a product of its own for it
+# The rows of bf16 up to which native is about as fast as torch, by variant, if torch has its own bf16 product
 # (perf/DIARY.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
 MOST_ROWS = {"amx": 128, "avx512_bf16": 128, "avx512": 32, "avx2": 32}
 
@@ -29,28 +29,25 @@ class NativeLinear:
     has_own_threads = True
 
     def __init__(self, threads: int, variant: str = "") -> None:
-        """Raises ValueError where the CPU lacks ``variant``, or AVX2."""
+        """Raises ValueError if the CPU lacks ``variant``, or AVX2."""
         self.engine = Engine(threads, variant)
         self.packs_weights = False
         self.packed_memory: PackedMemory = PrivateMemory()
         self._run = self.engine.linear
-        self.most_rows: dict[torch.dtype, int] = {}  # by dtype, where there is a limit
+        self.most_rows: dict[torch.dtype, int] = {}  # by dtype, if there is a limit
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self.most_rows[torch.bfloat16] = MOST_ROWS[variant or usable()[0]]
 
     def max_engine_rows(self, dtype: torch.dtype) -> int:
-        """The most rows that ``engine`` is to be given at once; with more, torch is faster."""
+        """Return the most rows for one call of ``engine``; with more, torch is faster."""
         return self.most_rows.get(dtype, NO_LIMIT)
 
     def packed_bytes(self, dtype: torch.dtype, cols: int, k_size: int) -> int:
-        """Of w [cols, k_size] in the variant's own order; 0 where it has none."""
+        """Return the bytes of w [cols, k_size] in the variant's own order; 0 if it has none."""
         return self.engine.packed_bytes(TYPES[dtype], cols, k_size) if dtype in TYPES else 0
 
     def pack(self, w: Tensor) -> Tensor:
-        """A copy of w [N, K] in that order, in ``packed_memory``.
-
-        Raises ValueError where the variant has none.
-        """
+        """Return a copy of w [N, K] in that order, in ``packed_memory``. Raises ValueError if the variant has none."""
         kind, (cols, k_size) = TYPES[w.dtype], w.shape
         to, is_there = self.packed_memory.allocate(w, self.packed_bytes(w.dtype, cols, k_size))
         if not is_there:
@@ -58,7 +55,9 @@ class NativeLinear:
         return to
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        """x [..., K], w [N, K], b [N] -> [..., N], all of one dtype; torch computes what has no native code."""
+        """Return x [..., K] times w [N, K] plus b [N], [..., N], all of one dtype; without native code, torch computes
+        it.
+        """
         cols, k_size = w.shape
         rows = x.numel() // max(k_size, 1)
         kind = TYPES.get(x.dtype)
@@ -67,7 +66,7 @@ class NativeLinear:
         if w.stride(1) != 1 or not w.stride(0) or (b is not None and (b.dtype != x.dtype or not b.is_contiguous())):
             return F.linear(x, w, b)
         if x.shape[-1] != k_size or not w.numel() or (b is not None and b.shape != (cols,)):
-            return F.linear(x, w, b)  # which says what is wrong, if anything is
+            return F.linear(x, w, b)  # raises the error, if there is one
         x = x.contiguous()
         y = torch.empty(*x.shape[:-1], cols, dtype=x.dtype)
         bias = 0 if b is None else b.data_ptr()
@@ -76,5 +75,5 @@ class NativeLinear:
 
 
 def open_backend(threads: int) -> NativeLinear:
-    """On ``threads`` threads, at least one."""
+    """Open the backend on ``threads`` threads, at least one."""
     return NativeLinear(max(1, threads))

@@ -1,6 +1,6 @@
-"""Memory for packed weights: a worker's own, or a file of pages that the workers of a host share.
+"""Memory for packed weights: a worker's own, or a memory file that the workers of a host share.
 
-Huge pages count: from small ones a step of 8 rows takes a quarter longer (perf/DIARY.md).
+Huge pages matter: with small ones a step of 8 rows takes a quarter longer (perf/DIARY.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LINE, SLAB, HUGE = 64, 64 << 20, 2 << 20  # bytes
 POLL_S, SEAL_S = 0.02, 10.0
 _COLLAPSE = 25  # MADV_COLLAPSE of madvise(2), from Linux 6.1 on
 _FIXED = 0x10  # MAP_FIXED of mmap(2)
-_LENGTH = 8  # bytes, at the end of a file: how long the index before them is
+_LENGTH = 8  # bytes at the end of a file that hold the length of the index before them
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,19 +32,21 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 
 
 class PackedMemory(Protocol):
-    """Where the packed weights of a worker lie."""
+    """The memory for a worker's packed weights."""
 
     def allocate(self, w: Tensor, size: int) -> tuple[Tensor, bool]:
-        """``size`` bytes at a multiple of 64 for the packed form of w, and whether it is in them already."""
+        """Return ``size`` bytes at a multiple of 64 for the packed form of w, and if they contain it already."""
         ...
 
     def seal(self) -> None:
-        """Every weight has its place now, and is packed there."""
+        """Note that every weight has memory now, and is packed there."""
         ...
 
 
 class PrivateMemory:
-    """A worker's own, huge where the system has some: many tensors share slabs, as small ones would have none."""
+    """A worker's own memory, in huge pages if the system has them. Many tensors share slabs, since small ones alone
+    would get none.
+    """
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
@@ -54,7 +56,7 @@ class PrivateMemory:
         if room > len(self._left):
             whole = max(SLAB, room)
             memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError, AttributeError):  # a kernel without: small pages
+            with suppress(OSError, AttributeError):  # a kernel without huge pages uses small ones
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._left = torch.frombuffer(memory, dtype=torch.uint8)
         taken, self._left = self._left[:size], self._left[room:]
@@ -64,19 +66,20 @@ class PrivateMemory:
 
 
 class SharedMemory:
-    """Pages of a memory file, which is empty at first. The first worker fills and seals it; the others wait for that,
-    and find their weights in it. A weight is known by where it lies in its own file: one that was copied as it was
-    read, or that the first worker did not have, gets pages of the worker's own. A worker that dies while it fills the
-    file leaves its turn to the next one.
+    """A memory file, which is empty at first. The first worker fills and seals it; the others wait, and find their
+    weights.
+
+    A weight is identified by its place in its own file. One that was copied when it was read, or that the first worker
+    did not have, gets the worker's own memory. If a worker dies while it fills the file, the next one fills it.
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
-        """``path``: of the memory file. Returns when it is sealed, or it is this worker's turn, until ``seal``.
-
-        Raises OSError where there is no such file, or another worker has had its turn for so long.
+        """``path``: of the memory file. Waits until it is sealed, or until this worker may fill it; it then must call
+        ``seal``. Raises OSError if there is no such file, or if another worker fills it for longer than ``timeout_s``
+        seconds.
         """
         self._own = PrivateMemory()
-        self._places: dict[str, int] = {}  # of weights, by their names
+        self._places: dict[str, int] = {}  # name of a weight -> its place
         self._end = 0
         self._window: _MappedWindow | None = None
         self._mapped = _MappedFiles()
@@ -94,7 +97,7 @@ class SharedMemory:
     def _take_turn(self, deadline: float) -> None:
         while not _is_sealed(self._fd):
             with suppress(BlockingIOError):
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with this worker
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this worker ends
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError("another worker has packed weights for too long")
@@ -108,7 +111,9 @@ class SharedMemory:
         self._show_sealed(self._window)
 
     def _show_sealed(self, window: _MappedWindow) -> None:
-        """By a descriptor that cannot write: others may not map a file that is sealed so, before Linux 6.7."""
+        """Map the file by a read-only descriptor: before Linux 6.7, others may not map a file that is sealed like
+        this.
+        """
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             window.show(fd, mmap.PROT_READ)
@@ -116,14 +121,14 @@ class SharedMemory:
             os.close(fd)
 
     def name_of(self, w: Tensor) -> str:
-        """By which it is known: where it lies in its file, and how; empty where it lies in none."""
+        """Return the name of a weight, by its place and layout in its file; "" if it lies in none."""
         return self._mapped.name_of(w)
 
     def reserve(self, size: int) -> None:
-        """Room for ``size`` bytes in the file, unless it is filled."""
+        """Reserve ``size`` bytes in the file, unless it is filled."""
         if size and not self.is_filled:
             self._window = _MappedWindow(-(-size // HUGE) * HUGE)
-            os.ftruncate(self._fd, 0)  # a worker died as it filled the file
+            os.ftruncate(self._fd, 0)  # another worker may have died while it filled the file
             os.ftruncate(self._fd, self._window.size)
             self._window.show(self._fd, mmap.PROT_READ | mmap.PROT_WRITE)
 
@@ -142,7 +147,7 @@ class SharedMemory:
             return
         if self._window and not self.is_filled:
             self._window.collapse()
-            self._window.hide()  # nobody may be able to write when it is sealed
+            self._window.hide()  # no process may have it mapped for writing when it is sealed
             index = json.dumps((self._places, self._window.size)).encode()
             os.pwrite(self._fd, index + len(index).to_bytes(_LENGTH, "little"), self._window.size)
             self._seal(time.monotonic() + SEAL_S)
@@ -152,7 +157,7 @@ class SharedMemory:
         self._fd = -1
 
     def _seal(self, deadline: float) -> None:
-        """Again where the kernel still has pages of it in use, as while it moves them. Raises OSError."""
+        """Seal the file; tries again while the kernel uses its pages, for example to move them. Raises OSError."""
         while True:
             try:
                 fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -164,7 +169,7 @@ class SharedMemory:
 
 
 class _MappedWindow:
-    """Bytes at a multiple of 2 MiB, in which a file is seen: only so are its huge pages huge here."""
+    """Address space at a multiple of 2 MiB in which a file is mapped: only there are its huge pages mapped as such."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -173,18 +178,18 @@ class _MappedWindow:
         self._bytes = torch.frombuffer(self._space, dtype=torch.uint8)[self._skipped :][:size]
 
     def part(self, at: int, size: int) -> Tensor:
-        """It keeps the window."""
+        """Return a part of the window, which keeps the window alive."""
         return self._bytes[at : at + size]
 
     def show(self, fd: int, protection: int) -> None:
-        """Raises OSError."""
+        """Map a file in the window. Raises OSError."""
         self._map(protection, mmap.MAP_SHARED, fd)
 
     def hide(self) -> None:
         self._map(mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
 
     def collapse(self) -> None:
-        """Have the file in huge pages, where the system can."""
+        """Collapse the file into huge pages, if the system can."""
         _libc.madvise(ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(self.size), _COLLAPSE)
 
     def _map(self, protection: int, flags: int, fd: int) -> None:
@@ -194,7 +199,7 @@ class _MappedWindow:
 
 
 class _MappedFiles:
-    """The files that this process has mapped, and where."""
+    """The files that this process has mapped, with their addresses."""
 
     def __init__(self) -> None:
         ranges = list[tuple[int, int, str, int]]()

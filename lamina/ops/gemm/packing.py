@@ -1,4 +1,4 @@
-"""Weights of linear layers a second time, in an order by which they are faster: where the host has room for them."""
+"""Second copies of linear layers' weights, in a faster order, if the host has memory for them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def packed_weights(program: SlicedProgram, backend: LinearBackend) -> list[tuple[Tensor, int]]:
-    """The weights of the program's linear layers, and the bytes of each in the order of ``backend``: of each slice,
-    which has its own, also where they are tied or the slice was derived from an equal one.
+    """Return the weights of the program's linear layers, and the bytes of each in the order of ``backend``. Each slice
+    has its own copy, even of tied weights, and if it was derived from an equal slice.
     """
     weights: dict[tuple[int, int], tuple[Tensor, int]] = {}
     for number, part in enumerate(program.slices):
@@ -38,18 +38,16 @@ def packed_weights(program: SlicedProgram, backend: LinearBackend) -> list[tuple
 
 
 def has_room(needed: int, shared: int, free: int, topology: TopologyOptions, devices: DeviceOptions) -> bool:
-    """Whether workers are to have ``needed`` bytes of packed weights each, and each group of stages so many, of which
-    those of a host have ``shared`` together. ``free``: bytes of the host.
-
-    All workers of a host together take at most half of them, so that KV whose size is chosen at the start has as much,
-    and leave what --kv-cache-memory-bytes asks for.
+    """Return whether the workers of a host may have packed weights: ``needed`` bytes for each one, or group of stages.
+    The workers share ``shared`` of these bytes. ``free``: bytes of the host. All packed weights of a host take at most
+    half of these, so that KV whose size is chosen at the start gets as much. They also leave --kv-cache-memory-bytes.
     """
     taken = shared + (needed - shared) * (topology.num_compute + topology.prefill_groups)
     return taken <= free / 2 and taken + devices.kv_bytes() * topology.num_workers["memory"] <= free
 
 
 def can_share(topology: TopologyOptions) -> bool:
-    """Whether workers have packed weights together: there are several, and each has all weights."""
+    """Return whether workers share packed weights: there are several, and each has all weights."""
     whole = topology.tensor_parallel_size == topology.prefill_pipeline == 1
     return whole and topology.num_compute + topology.prefill_workers > 1
 
@@ -62,10 +60,9 @@ def choose_packing(
     devices: DeviceOptions,
     timeout_s: float,
 ) -> None:
-    """Have ``backend`` pack the weights of ``program``, where the host has room: in a file that the launcher has given
-    to the workers of this host, or in pages of the worker's own. Whoever binds the program says when it is done.
-
-    Waits up to ``timeout_s`` for another worker that packs the same.
+    """Have ``backend`` pack the weights of ``program``, if the host has memory for that. They go to a file that the
+    launcher has given to the workers of this host, or to the worker's own memory. The caller that binds the program
+    calls ``seal`` afterwards. Waits up to ``timeout_s`` seconds for another worker that packs the same weights.
     """
     weights = packed_weights(program, backend)
     needed = sum(size for _, size in weights)

@@ -1,4 +1,4 @@
-"""Linear layers by torch: whatever its build and the device offer."""
+"""Linear layers by torch, with whatever its build and the device offer."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from .packed_memory import PackedMemory, PrivateMemory
 
 
 class TorchLinear:
-    """torch.nn.functional.linear under the name of the seam."""
+    """Calls torch.nn.functional.linear."""
 
     has_own_threads = False
     packs_weights = False
-    packed_memory: PackedMemory = PrivateMemory()  # which stay empty
+    packed_memory: PackedMemory = PrivateMemory()  # stays empty
     engine = None
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        """x [..., K], w [N, K], b [N] -> [..., N], as torch computes it."""
+        """Return x [..., K] times w [N, K] plus b [N], [..., N], as torch computes it."""
         return F.linear(x, w, b)
 
     def packed_bytes(self, dtype: torch.dtype, cols: int, k_size: int) -> int:
-        """0: weights stay as they are."""
+        """Return 0: weights stay as they are."""
         return 0
 
     def pack(self, w: Tensor) -> Tensor:
-        """Raises ValueError."""
+        """Raise ValueError: torch packs no weights."""
         raise ValueError("torch packs no weights")
 
     def max_engine_rows(self, dtype: torch.dtype) -> int:
-        """0: there is no engine to be given rows."""
+        """Return 0: there is no engine."""
         return 0
 
 
 def open_backend(threads: int) -> TorchLinear:
-    """``threads`` is torch's own setting."""
+    """Open the backend; ``threads`` is torch's own setting."""
     return TorchLinear()

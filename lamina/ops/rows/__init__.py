@@ -1,8 +1,7 @@
-"""Slices without a Python call for each operator: what lies between messages is a table of instructions on rows, which
-csrc/rows runs on the threads of the linear layers.
+"""Slices without a Python call for each operator: between two messages, csrc/rows runs a table of instructions on rows.
 
-Every operator is rounded as torch rounds it, and a row's result depends on that row alone. Operators that no
-instruction does stay torch's.
+It runs on the threads of the linear layers. Every operator is rounded like torch's, and a row's result depends on that
+row alone. Operators without an instruction are left to torch.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ log = logging.getLogger(__name__)
 
 
 def bind_rows(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
-    """The program with its rows on ``backend``, which has an engine; the one given is used up.
-
-    Raises ImportError where the native module was not built.
+    """Return the program with its rows on ``backend``, which has an engine. ``program`` must not be used again. Raises
+    ImportError if the native module was not built.
     """
     from lamina.converter.fuse import Bind, fuse
 
@@ -38,14 +36,14 @@ def bind_rows(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
         try:
             return RowUnit(unit, weights, backend, arena).bind
         except UnsupportedError as e:
-            log.debug("a unit stays torch's: %s", e)
+            log.debug("a unit is left to torch: %s", e)
             return None
 
     return fuse(program, SupportedOperators().takes, build)
 
 
 def chain_slices(program: SlicedProgram) -> ChainedProgram:
-    """The program, whose rows are bound, with every slice that is nothing but units and sends as one call."""
+    """Return the program, whose rows are bound, with each slice that only has units and sends as one call."""
     from .native_slices import ChainedProgram
 
     return ChainedProgram(program)

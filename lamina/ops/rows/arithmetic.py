@@ -1,4 +1,4 @@
-"""Operators that compute: what each gives is rounded to its dtype, as torch rounds it."""
+"""Operators that compute; each result is rounded to its dtype, as torch rounds it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _binary(name: str) -> Callable[..., View]:
 
 
 def _refuse_mixtures(node: fx.Node, *operands: Any) -> None:
-    """Raises UnsupportedError for those that torch rounds to the dtype of the result first."""
+    """Raise UnsupportedError for operands that torch first rounds to the dtype of the result."""
     given = [n.meta["val"] for n in operands if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), Tensor)]
     narrow = node.meta["val"].dtype in ROUND
     if narrow and any(t.dtype == torch.int64 or (t.dim() == 0 and t.dtype == torch.float32) for t in given):
@@ -70,7 +70,7 @@ def _pow(self: Lowering, node: fx.Node, x: Any, exponent: Any) -> View:
     if exponent not in POWERS:
         raise UnsupportedError(f"a power of {exponent}")
     load = self.load(x, self.shape_of(node))
-    if exponent == 3 and node.meta["val"].dtype == torch.bfloat16:  # which torch rounds twice
+    if exponent == 3 and node.meta["val"].dtype == torch.bfloat16:  # torch rounds it twice
         return self.compute(node, [load, Operation("square", 0), Operation("round_bf16", 1), Operation("mul", 2, 0)])
     return self.compute(node, [load, Operation(POWERS[exponent], 0)])
 
@@ -123,7 +123,7 @@ def _linear(self: Lowering, node: fx.Node, x: Any, w: Any, b: Any = None) -> Vie
 
 
 def _matmul(self: Lowering, node: fx.Node, x: Any, w: Any) -> View:
-    """By a weight that is written the other way round."""
+    """Multiply by a weight that is stored transposed."""
     weight = self.weight(w)
     if len(weight.shape) != 2:
         raise UnsupportedError("a product of rows")

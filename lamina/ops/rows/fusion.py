@@ -1,4 +1,4 @@
-"""Fewer passes over memory: neighbouring instructions become one, and what nobody reads is not written."""
+"""Fewer passes over memory: neighbouring instructions are joined, and values that are never read are not written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from .instructions import ROUND, Instruction, Operation, UnsupportedError, View,
 
 
 def merged(instructions: Sequence[Instruction], results: Collection[int]) -> list[Instruction]:
-    """Instructions with the same effect on the slots ``results``. Every slot is written before it is read, by
-    instructions of which none writes what another one has written.
+    """Return instructions with the same effect on the slots ``results``. Every slot is written before it is read. No
+    instruction writes a slot that another one has written.
     """
     kept = _sunk(_live(instructions, results))
     done: list[Instruction] = []
@@ -35,7 +35,7 @@ def _live(instructions: Sequence[Instruction], results: Collection[int]) -> list
 
 
 def _sunk(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Each "elements" just before the first that reads what it writes, if that is another one."""
+    """Move each "elements" to just before its first reader, if that is another "elements"."""
     moved = list(instructions)
     for i in reversed(range(len(moved))):
         each = moved[i]
@@ -49,7 +49,7 @@ def _sunk(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _joined(a: Instruction, b: Instruction) -> Instruction | None:
-    """One for both, where they walk over the same elements and b reads of a nothing but what it has just made."""
+    """Join two instructions over the same elements, if b reads of a only what it has just computed; else None."""
     if a.kind != "elements" or b.kind != "elements" or a.shape != b.shape:
         return None
     steps, known = list(a.steps), dict[View, int]()
@@ -77,7 +77,7 @@ def _joined(a: Instruction, b: Instruction) -> Instruction | None:
 
 
 def _summed(a: Instruction, b: Instruction) -> Instruction | None:
-    """A mean with the steps that make its elements."""
+    """Join a mean with the steps that compute its elements."""
     if a.kind != "elements" or b.kind != "mean" or b.steps or a.shape != b.shape:
         return None
     made = next((s.a for s in a.steps if s.op == "store" and s.view == b.views[0]), None)
@@ -91,7 +91,7 @@ def _summed(a: Instruction, b: Instruction) -> Instruction | None:
 
 
 def _trim(each: Instruction, needed: Collection[int]) -> None:
-    """Without stores that nobody reads and what only they need."""
+    """Remove stores that are never read, and the steps that only they need."""
     if not each.steps:
         return
     steps = [_unrounded(s, each.steps) for s in each.steps]
@@ -108,7 +108,7 @@ def _trim(each: Instruction, needed: Collection[int]) -> None:
 
 
 def _unrounded(step: Operation, steps: Sequence[Operation]) -> Operation:
-    """A store rounds by itself."""
+    """Remove a rounding before a store, which rounds by itself."""
     if step.op == "store" and step.view is not None and steps[step.a].op == ROUND.get(step.view.dtype):
         return step._replace(a=steps[step.a].a)
     return step

@@ -19,7 +19,7 @@ OPS = {name: i for i, name in enumerate((
     "round_half", "max_to", "min_to", "reciprocal",
 ))}  # fmt: skip
 ROUND = {torch.bfloat16: "round_bf16", torch.float16: "round_half"}
-DIMS, REGISTERS = 4, 16  # of an instruction: most dimensions of its tensors, most chunks that it holds
+DIMS, REGISTERS = 4, 16  # of an instruction: the most dimensions of its tensors, the most chunks that it holds
 
 
 class UnsupportedError(Exception):
@@ -28,8 +28,8 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True)
 class View:
-    """Elements of a slot: ``shape`` and ``strides`` of one row, ``offset``, all counted in elements of ``dtype``, which
-    is that of the slot.
+    """Elements of a slot: ``shape`` and ``strides`` of one row, and ``offset``, all counted in elements of the slot's
+    dtype.
     """
 
     slot: int
@@ -40,18 +40,18 @@ class View:
 
     @property
     def numel(self) -> int:
-        """Elements of a row."""
+        """The elements of a row."""
         return math.prod(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether a row has no gaps and no other order."""
+        """True if a row has no gaps and its elements are in order."""
         return all(
             n == 1 or step == want for n, step, want in zip(self.shape, self.strides, packed(self.shape), strict=True)
         )
 
     def broadcast(self, shape: Sequence[int]) -> View:
-        """Raises UnsupportedError where its shape is not one that can be."""
+        """Return the view broadcast to ``shape``. Raises UnsupportedError if that is impossible."""
         missing = len(shape) - len(self.shape)
         if missing < 0 or any(n not in (1, want) for n, want in zip(self.shape, shape[missing:], strict=True)):
             raise UnsupportedError("shapes that do not broadcast")
@@ -60,7 +60,7 @@ class View:
 
 
 def packed(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of elements without gaps."""
+    """Return the strides of elements without gaps."""
     steps, step = [], 1
     for n in reversed(shape):
         steps.append(step)
@@ -69,7 +69,7 @@ def packed(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Operation(NamedTuple):
-    """One operation on numbered chunks: ``a`` and ``b`` are steps of the same instruction, by their place in it."""
+    """One operation on numbered chunks. ``a`` and ``b``: steps of the same instruction, by their index in it."""
 
     op: str
     a: int = 0
@@ -80,9 +80,9 @@ class Operation(NamedTuple):
 
 @dataclass
 class Instruction:
-    """``views``: in the order of program.h; of an "elements", only its steps have some. A "mean" takes the mean of what
-    its step ``n`` makes, or of view 0 where it has none. ``shape``: the elements that it walks over. ``leading``: of a
-    weight, from row to row; 0 of a "linear": it is packed.
+    """An instruction on rows. ``views``: in the order of program.h; in an "elements", only its steps have views. A
+    "mean" averages the results of its step ``n``, or view 0 if it has no steps. ``shape``: the elements that it walks
+    over. ``leading``: from row to row of a weight; 0 in a "linear" if the weight is packed.
     """
 
     kind: str
@@ -95,20 +95,19 @@ class Instruction:
 
     @property
     def reads(self) -> set[int]:
-        """Slots."""
+        """The slots that it reads."""
         loads = {s.view.slot for s in self.steps if s.op == "load" and s.view}
         return loads | {v.slot for i, v in enumerate(self.views) if i != 1 and not self.steps}
 
     @property
     def writes(self) -> set[int]:
-        """Slots."""
+        """The slots that it writes."""
         return {s.view.slot for s in self.steps if s.op == "store" and s.view} | {v.slot for v in self.views[1:2]}
 
 
 def encode(given: int, row_bytes: Sequence[int], places: Sequence[int], instructions: Sequence[Instruction]) -> bytes:
-    """The table. ``row_bytes``: of each slot, ``given`` ones first; ``places``: of the others, per row of the arena.
-
-    Raises UnsupportedError where something has too many dimensions or needs too many chunks at once.
+    """Encode the table. ``row_bytes``: of each slot, the ``given`` ones first. ``places``: of the others, in an arena's
+    row. Raises UnsupportedError for too many dimensions, or too many chunks at once.
     """
     numbers = [given, len(row_bytes) - given, *row_bytes, *places, len(instructions)]
     for each in instructions:
@@ -136,8 +135,8 @@ def _encode(each: Instruction) -> list[int]:
 
 
 def _collapsed(each: Instruction, views: Sequence[View]) -> tuple[list[int], list[list[int]]]:
-    """The fewest dimensions that all views can be walked over in, and their strides."""
-    if each.kind == "linear":  # of which each row is without gaps
+    """Return the fewest dimensions in which all views can be walked over, and their strides."""
+    if each.kind == "linear":  # each of its rows has no gaps
         return [each.views[0].numel // each.shape[-1], each.shape[-1]], [[0, 0] for _ in views]
     walked = each.shape if each.kind in ("elements", "add_int") else each.shape[:-1]
     strides = [_walked(each, i, view) for i, view in enumerate(views)]
@@ -157,7 +156,7 @@ def _collapsed(each: Instruction, views: Sequence[View]) -> tuple[list[int], lis
     if each.kind not in ("elements", "add_int"):
         sizes.append(each.shape[-1])
         for i, (s, view) in enumerate(zip(steps, views, strict=True)):
-            # There, a row of elements has one: an id, a mean.
+            # One operand has a single element there: an id, a mean.
             one = (each.kind, i) in (("look_up", 0), ("mean", 1)) or (each.kind == "mean" and each.steps and i == 0)
             s.append(0 if one else view.strides[-1])
     if not sizes:
@@ -168,10 +167,10 @@ def _collapsed(each: Instruction, views: Sequence[View]) -> tuple[list[int], lis
 
 
 def _walked(each: Instruction, i: int, view: View) -> Sequence[int]:
-    """Strides over the dimensions that are walked over."""
+    """Return the strides over the dimensions that are walked over."""
     if each.kind in ("elements", "add_int"):
         return view.strides
-    if i >= 2 and each.kind != "mean":  # a weight: the same for all
+    if i >= 2 and each.kind != "mean":  # a weight: the same for all rows
         return [0] * len(each.shape)
     if each.kind == "look_up" and i == 0:
         return view.strides
@@ -179,9 +178,8 @@ def _walked(each: Instruction, i: int, view: View) -> Sequence[int]:
 
 
 def registers_of(steps: Sequence[Operation], result: int | None = None) -> list[int]:
-    """Of each step, the register that it writes (a store: that which it reads); that of ``result`` stays as it is.
-
-    Raises UnsupportedError where they are too few.
+    """Return the register that each step writes (a store: reads); that of ``result`` is not reused. Raises
+    UnsupportedError if there are too few registers.
     """
     last = list(range(len(steps)))
     for i, step in enumerate(steps):
@@ -206,7 +204,7 @@ def registers_of(steps: Sequence[Operation], result: int | None = None) -> list[
 
 
 def operands(step: Operation) -> tuple[int, ...]:
-    """The steps that it uses."""
+    """Return the steps whose results a step uses."""
     if step.op == "load":
         return ()
     return (step.a, step.b) if step.op in ("add", "sub", "mul", "div", "max", "min") else (step.a,)

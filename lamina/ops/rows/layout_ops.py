@@ -1,4 +1,4 @@
-"""Operators that only order and convert: most of them cost nothing."""
+"""Operators that only reorder and convert elements; most of them cost nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .lowering import Lowering, Rule, check_no_options, name_of
 
 
 def _convert(self: Lowering, node: fx.Node, x: Any, *_: Any) -> View:
-    """Wider floats are exact, so they are read as they lie; others are rounded."""
+    """Convert to another dtype. Wider floats are exact, so they are read in place; others are rounded."""
     check_no_options(node, "dtype", "device", "layout", "pin_memory", "non_blocking", "memory_format", "copy")
     view, dtype = self.view(x), node.meta["val"].dtype
     if node.meta["val"].device.type != "cpu":
@@ -40,7 +40,7 @@ def _reshape(self: Lowering, node: fx.Node, x: Any, *_: Any) -> View:
 
 
 def _moved(names: Callable[..., tuple[int, ...]]) -> Callable[..., View]:
-    """Of an operator that only orders dimensions. ``names``: the old dimension of each new one."""
+    """Return the rule of an operator that only reorders dimensions. ``names``: the old dimension of each new one."""
 
     def rule(self: Lowering, node: fx.Node, x: Any, *args: Any) -> View:
         view, static = self.view(x), self.is_static(x)
@@ -62,7 +62,7 @@ def _transposed(dims: int, a: int = 0, b: int = 1) -> tuple[int, ...]:
 
 
 def _dim(self: Lowering, x: Any, dim: int, more: int = 0) -> int:
-    """A dimension of a row. Raises UnsupportedError for that of rows."""
+    """Return a dimension of a row. Raises UnsupportedError for the dimension of rows."""
     dims: int = x.meta["val"].dim()
     axis = dim % (dims + more) - (not self.is_static(x))
     if axis < 0:
@@ -120,7 +120,7 @@ def _expand(self: Lowering, node: fx.Node, x: Any, *_: Any) -> View:
 
 
 def _copy(self: Lowering, node: fx.Node, x: Any, *_: Any) -> View:
-    return self.view(x)  # nothing here writes to what is there
+    return self.view(x)  # nothing here writes to existing memory
 
 
 def _cat(self: Lowering, node: fx.Node, parts: Any, dim: int = 0) -> View:
@@ -128,7 +128,7 @@ def _cat(self: Lowering, node: fx.Node, parts: Any, dim: int = 0) -> View:
     stack = name_of(node) == "stack"
     at = _dim(self, parts[0], dim, int(stack))
     if any(self.is_static(p) for p in parts):
-        raise UnsupportedError("weights beside rows")
+        raise UnsupportedError("weights next to rows")
     dtype = node.meta["val"].dtype
     if dtype == torch.int64 or any(p.meta["val"].dtype != dtype for p in parts):
         raise UnsupportedError(f"{node.target} of several dtypes")

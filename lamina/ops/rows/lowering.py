@@ -1,4 +1,4 @@
-"""A unit of ATen operators as instructions on rows."""
+"""The lowering of a unit of ATen operators to instructions on rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .instructions import ROUND, TYPES, Instruction, Operation, UnsupportedError
 OVERLOADS = (
     "default", "Tensor", "Tensor_Scalar", "Scalar", "int", "using_ints", "dim", "self_int", "dtype", "device", "sizes",
 )  # fmt: skip
-Rule = Callable[..., Any]  # of a Lowering, a node and its arguments: the view, or views, that the node gives
+Rule = Callable[..., Any]  # takes a Lowering, a node and its arguments; returns the view, or views, of the node
 
 
 class SlotShape(NamedTuple):
-    """``numel``: elements of a row; of a weight, which has no rows, of all of it."""
+    """A slot. ``numel``: elements of a row; of all of a weight, which has no rows."""
 
     dtype: torch.dtype
     numel: int
@@ -33,9 +33,8 @@ class Lowering:
     """Turns the graph of one unit into instructions. ``slots``: those of placeholders come first."""
 
     def __init__(self, unit: fx.Graph, weights: int, rules: Mapping[str, Rule]) -> None:
-        """``weights``: how many of the placeholders, the first, lie as they do; ``rules``: by operator.
-
-        Raises UnsupportedError.
+        """``weights``: how many placeholders, the first ones, are weights, with their own strides. ``rules``: by
+        operator. Raises UnsupportedError.
         """
         self._rules = rules
         self.placeholders = [n for n in unit.nodes if n.op == "placeholder"]
@@ -54,7 +53,7 @@ class Lowering:
             self.results.append(self._result(result))
 
     def lower(self, node: fx.Node) -> None:
-        """Raises UnsupportedError."""
+        """Lower one operator. Raises UnsupportedError."""
         if node.target is operator.getitem:
             source, item = node.args
             self.values[node] = self.values[source][item]  # type: ignore[index]
@@ -78,33 +77,33 @@ class Lowering:
                 raise UnsupportedError(f"{node.target} with dimensions of rows that move")
 
     def shape_of(self, node: fx.Node) -> tuple[int, ...]:
-        """The shape of one row of a node's tensor. Raises UnsupportedError where rows are no dimension 0."""
+        """Return the shape of one row of a node's tensor. Raises UnsupportedError if rows are not dimension 0."""
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             raise UnsupportedError(f"{node.target} gives no tensor")
         return row_shape(value, self._rows)
 
     def is_static(self, node: fx.Node) -> bool:
-        """Whether a node's tensor has no rows: a weight, or a view of one."""
+        """Return whether a node's tensor has no rows: a weight, or a view of one."""
         value = node.meta.get("val")
         return isinstance(value, Tensor) and not any(isinstance(n, torch.SymInt) for n in value.shape)
 
     def weight(self, node: Any) -> View:
-        """The view of a weight. Raises UnsupportedError for an operand that is computed."""
+        """Return the view of a weight. Raises UnsupportedError for an operand that is computed."""
         view = self.view(node)
         if self.slots[view.slot].with_rows:
             raise UnsupportedError("a weight that is computed")
         return view
 
     def view(self, node: Any) -> View:
-        """The view that an operand is. Raises UnsupportedError where it is no tensor."""
+        """Return the view of an operand. Raises UnsupportedError if it is no tensor."""
         value = self.values.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(value, View):
             raise UnsupportedError("an operand that is no tensor")
         return value
 
     def new(self, dtype: torch.dtype, shape: Sequence[int]) -> View:
-        """A slot of its own."""
+        """Return a view of a new slot."""
         if dtype not in TYPES:
             raise UnsupportedError(str(dtype))
         view = View(len(self.slots), dtype, 0, tuple(shape), packed(shape))
@@ -112,14 +111,14 @@ class Lowering:
         return view
 
     def compute(self, node: fx.Node, steps: Sequence[Operation]) -> View:
-        """``steps`` over the elements of ``node``; the last one is its value. What comes of weights alone is
-        computed for each row.
+        """Run ``steps`` over the elements of ``node``; the last one is its value. Values of weights alone are computed
+        for each row.
         """
         dtype = node.meta["val"].dtype
         return self.elementwise(steps, dtype, self.new(dtype, self.shape_of(node)))
 
     def elementwise(self, steps: Sequence[Operation], dtype: torch.dtype, to: View) -> View:
-        """``steps`` over all of ``to``, rounded to ``dtype``."""
+        """Run ``steps`` over all of ``to``, rounded to ``dtype``."""
         if torch.int64 in (dtype, to.dtype):
             raise UnsupportedError("integers that move")
         if not to.numel:
@@ -132,14 +131,14 @@ class Lowering:
         return to
 
     def load(self, node: Any, shape: Sequence[int]) -> Operation:
-        """A load of the operand ``node``, spread over the elements of ``shape``."""
+        """Return a load of the operand ``node``, broadcast to ``shape``."""
         view = self.view(node)
         if not self.is_static(node) and len(view.shape) != len(shape):
             raise UnsupportedError("rows that do not line up")
         return Operation("load", view=view.broadcast(shape))
 
     def packed(self, view: View, dtype: torch.dtype) -> View:
-        """The same elements as ``dtype`` without gaps, with nothing else in their slot."""
+        """Return the same elements as ``dtype`` without gaps, alone in their slot."""
         slot = self.slots[view.slot]
         if view.is_contiguous and slot.dtype == dtype and slot.numel == view.numel:
             return view
@@ -156,7 +155,7 @@ class Lowering:
         return view
 
     def _result(self, node: fx.Node) -> View:
-        """In a slot that is no placeholder's and no other result's."""
+        """Return a result in a slot that belongs to no placeholder and no other result."""
         if self.is_static(node):
             raise UnsupportedError("a result without rows")
         view, dtype = self.view(node), node.meta["val"].dtype
@@ -171,22 +170,21 @@ _signature = cache(signature)  # of a rule
 
 
 def _is_value(node: fx.Node) -> bool:
-    """Whether a node gives one tensor or several, and not a number that is known only when slices run."""
+    """Return whether a node gives tensors, and not a number that is only known when slices run."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) or (isinstance(value, list | tuple) and all(isinstance(v, Tensor) for v in value))
 
 
 def rows_of(placeholders: Sequence[fx.Node]) -> Any:
-    """The number of rows, as a symbol; None where all are weights."""
+    """Return the number of rows, as a symbol; None if all are weights."""
     shapes = [n.meta["val"].shape for n in placeholders if isinstance(n.meta["val"], Tensor)]
     symbols = (size_expression(shape[0]) for shape in shapes if shape)
     return next((s for s in symbols if s is not None), None)
 
 
 def row_shape(value: Tensor, rows: Any) -> tuple[int, ...]:
-    """The shape of one row; of a tensor without rows, all of it.
-
-    Raises UnsupportedError where rows are not dimension 0.
+    """Return the shape of one row; for a tensor without rows, all of it. Raises UnsupportedError if rows are not
+    dimension 0.
     """
     shape = list(value.shape)
     first = size_expression(shape[0]) if shape else None
@@ -199,13 +197,15 @@ def row_shape(value: Tensor, rows: Any) -> tuple[int, ...]:
 
 
 def name_of(node: fx.Node) -> str:
-    """``linear`` for aten.linear.default, ``add`` for aten.add.Tensor; all of it where no rule has such arguments."""
+    """Return ``linear`` for aten.linear.default, ``add`` for aten.add.Tensor; the whole name if no rule has such
+    arguments.
+    """
     packet = getattr(node.target, "overloadpacket", None)
     ours = getattr(node.target, "namespace", "") == "aten" and node.target._overloadname in OVERLOADS  # type: ignore[union-attr]
     return str(packet.__name__) if packet is not None and ours else str(node.target)
 
 
 def check_no_options(node: fx.Node, *allowed: str) -> None:
-    """Raises UnsupportedError for others that are given."""
+    """Raise UnsupportedError if other keyword arguments are given."""
     if any(name not in allowed and value is not None for name, value in node.kwargs.items()):
         raise UnsupportedError(f"{node.target} with {dict(node.kwargs)}")

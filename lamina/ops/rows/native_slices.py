@@ -1,4 +1,4 @@
-"""A slice that is nothing but units and sends, as one native call (csrc/rows/chain.cpp)."""
+"""A slice that only has units and sends, as one native call (csrc/rows/chain.cpp)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SENDS = {"q": Q, "kv": KV}
 
 
 class _ChainLink(NamedTuple):
-    """A unit on values, or a send of some. ``number``: the unit's, or the layer."""
+    """A unit on values, or a send of some. ``number``: of the unit, or of the layer."""
 
     kind: int
     number: int
@@ -30,9 +30,9 @@ class _ChainLink(NamedTuple):
 
 
 class ChainedSlice:
-    """Called as the slice that it stands for, ``inner``, which does what a chain does not take: other rows or tensors,
-    and sends that are Python's. A native send has ``native_send``, a capsule of csrc/rows/send.h, and ``dtype``, of all
-    that it sends. Threads take turns, also while a send waits.
+    """A slice with the arguments and results of ``inner``, which is called for what a chain cannot do. These are other
+    rows or tensors, and sends by Python. A native send has ``native_send``, a capsule of csrc/rows/send.h, and
+    ``dtype``, of all that it sends. One thread at a time runs it, also while a send waits.
     """
 
     def __init__(self, inner: Callable[..., tuple[Tensor, ...]], links: _ChainLinks, arena: Arena) -> None:
@@ -49,9 +49,7 @@ class ChainedSlice:
         self._chain = Chain(programs, table)
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
-        """The slice's results for these tensors: by one native call, or by torch where they are not as the call needs
-        them.
-        """
+        """Return the slice's results: by one native call, or by torch if the tensors do not fit it."""
         given, send = args[: len(self._given)], None
         if self._sent is not None:
             send = getattr(args[-1], "native_send", None)
@@ -75,7 +73,7 @@ def _fits(x: Tensor, tensor: UnitTensor | None, rows: int) -> bool:
 
 
 class ChainedProgram:
-    """A program whose slices are one call each, where they can be."""
+    """A program whose slices are one call each, if possible."""
 
     def __init__(self, program: SlicedProgram) -> None:
         arena = Arena()
@@ -105,7 +103,7 @@ class _ChainLinks:
         self.results: list[int] = []
         self._module = module
         self._values: dict[fx.Node, int] = {}
-        self._made: dict[fx.Node, range] = {}  # by a call of a unit
+        self._made: dict[fx.Node, range] = {}  # a call of a unit -> its results
         self._send: fx.Node | None = None
         for node in module.graph.nodes:
             self._read(node)
@@ -115,7 +113,7 @@ class _ChainLinks:
         self.sent = next(iter(sent), None)  # the dtype of all that is sent
 
     def tensor(self, value: int) -> UnitTensor:
-        """The tensor of a value that a unit takes or makes. Raises _OtherError for other values."""
+        """Return the tensor of a value that a unit takes or makes. Raises _OtherError for other values."""
         tensor = self.tensors[value]
         if tensor is None:
             raise _OtherError
@@ -130,7 +128,7 @@ class _ChainLinks:
                 self.given += 1
                 self.tensors.append(None)
             case "get_attr":
-                pass  # a unit, where it is used
+                pass  # a unit, read where it is used
             case "call_method" if node.target == "run":
                 self._run(node)
             case "call_method" if node.args[0] is self._send and node.target in SENDS:
@@ -140,7 +138,7 @@ class _ChainLinks:
                 source, item = cast("tuple[fx.Node, int]", node.args)
                 self._values[node] = self._made[source][item]
             case "call_function" if node.target is torch.ops.aten.sym_size.int and not node.users:
-                pass  # the number of rows, which nothing asks for
+                pass  # the number of rows, which is not used
             case "output":
                 self.results = list(self._numbers(cast("Sequence[Any]", node.args[0])))
             case _:
@@ -171,8 +169,8 @@ class _ChainLinks:
 
 
 def _table(links: _ChainLinks, outside: Sequence[int], programs: Sequence[Program]) -> tuple[bytes, int]:
-    """The table that csrc/rows/chain.cpp reads, where values are numbered anew, the ``outside`` ones first; and the
-    bytes of the arena for a row.
+    """Return the table that csrc/rows/chain.cpp reads, and the bytes of the arena for a row. Values are numbered anew
+    in it, the ``outside`` ones first.
     """
     order = [*outside, *(v for v in range(len(links.tensors)) if v not in outside)]
     at, places = 0, list[int]()

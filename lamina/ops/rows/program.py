@@ -1,4 +1,4 @@
-"""A unit of a slice as one native call (csrc/rows): no Python and no torch between its operators."""
+"""A unit of a slice as one native call (csrc/rows), without Python or torch between its operators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RULES = {**arithmetic.RULES, **layout_ops.RULES}
 
 
 class _Product(NamedTuple):
-    """The linear layer that is instruction ``at``; x and y are slots with ``rows`` rows for each row."""
+    """The linear layer that is instruction ``at``. x and y are slots with ``rows`` rows for each row."""
 
     at: int
     x: int
@@ -39,7 +39,7 @@ class _Product(NamedTuple):
 
 
 class UnitTensor(NamedTuple):
-    """A tensor that a unit is given, or gives: of each row, or (``with_rows`` False) as a whole."""
+    """A tensor that a unit takes or returns: for each row, or (``with_rows`` False) as a whole."""
 
     with_rows: bool
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class UnitTensor(NamedTuple):
 
 
 class Arena:
-    """Memory for what lies between the instructions of a unit, under ``lock``: threads take turns."""
+    """Memory for values between the instructions of a unit, used by one thread at a time under ``lock``."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -60,7 +60,7 @@ class Arena:
         self.lock = threading.Lock()
 
     def reserve(self, size: int) -> None:
-        """Have at least ``size`` bytes from a multiple of 64."""
+        """Reserve at least ``size`` bytes, from a multiple of 64 on."""
         if size > self._size:
             room = size + min(size // 2, MOST_SPARE)
             memory = torch.empty(room + LINE, dtype=torch.uint8)
@@ -68,19 +68,18 @@ class Arena:
             self.address, self._size = self._memory.data_ptr(), room
 
     def part(self, at: int, size: int) -> Tensor:
-        """Bytes ``at`` .. ``at + size`` of those reserved."""
+        """Return bytes ``at`` .. ``at + size`` of the reserved ones."""
         return self._memory[at : at + size]
 
 
 class RowUnit:
-    """Instructions that do what a unit does. ``given``: of each tensor that is no weight; ``leads``: the first of them
-    with rows.
+    """The instructions of a unit. ``given``: its tensors that are no weights. ``leads``: the first of these with
+    rows.
     """
 
     def __init__(self, unit: fx.Graph, weights: int, backend: LinearBackend, arena: Arena) -> None:
-        """``weights``: how many of the placeholders, the first, are some.
-
-        Raises UnsupportedError where no instructions do what the unit does.
+        """``weights``: how many placeholders, the first ones, are weights. Raises UnsupportedError if no instructions
+        do what the unit does.
         """
         lowered = Lowering(unit, weights, RULES)
         instructions = merged(lowered.instructions, {v.slot for v in lowered.results})
@@ -106,19 +105,19 @@ class RowUnit:
         self.arena = arena
 
     def bind(self, weights: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        """Of tensors of rows: the unit with these weights, which stay where they are."""
+        """Return a function of tensors of rows: the unit with these weights, which stay in place."""
         return BoundUnit(self, weights).call
 
     def packed_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The weights as the program takes them: those of products packed, where the backend packs."""
+        """Return the weights as the program takes them: those of products packed, if the backend packs."""
         laid = list(weights)
         for slot, view in self._packed.items():
             laid[slot] = self._backend.pack(laid[slot].as_strided(view.shape, view.strides))
         return laid
 
     def run(self, rows: int, given: Sequence[Tensor], addresses: Sequence[int]) -> None:
-        """``given``: weights, tensors of rows without gaps, results. Raises IndexError where a row looks up what a
-        table has not.
+        """Run the unit. ``given``: weights, tensors of rows without gaps, results. Raises IndexError if a row looks up
+        an index outside of a table.
         """
         self.arena.reserve(rows * self.row_arena)
         head = self.arena.address
@@ -135,7 +134,7 @@ class RowUnit:
             self.program.run(rows, first, self._instructions, head, *addresses)
 
     def _multiply(self, product: _Product, rows: int, given: Sequence[Tensor]) -> None:
-        """By torch, which has products for many rows."""
+        """Multiply by torch, which has products for many rows."""
         w = given[product.w.slot].as_strided(product.w.shape, product.w.strides)  # [outputs, inputs]
         y, x = (self._tensor(s, rows, given).view(-1, n) for s, n in zip((product.y, product.x), w.shape, strict=True))
         if product.b is None:
@@ -163,7 +162,7 @@ class BoundUnit:
         self.most_rows, self.row_arena = unit.most_rows, unit.row_arena
 
     def call(self, *x: Tensor) -> tuple[Tensor, ...]:
-        """Raises IndexError where a row looks up what a table has not."""
+        """Run the unit on tensors of rows. Raises IndexError if a row looks up an index outside of a table."""
         unit = self._unit
         rows = x[unit.leads].shape[0]
         given = [t if t.is_contiguous() else t.contiguous() for t in x]
@@ -179,13 +178,13 @@ class BoundUnit:
 
 
 class SupportedOperators:
-    """The operators of one program's slices that some instruction may do; equal ones are looked at once."""
+    """The operators of one program's slices that instructions may support; equal ones are checked once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, bool] = {}
 
     def takes(self, node: fx.Node) -> bool:
-        """Whether some instruction may do what this operator does."""
+        """Return whether some instruction may do what this operator does."""
         if node.target is operator.getitem:
             source, splits = node.args[0], ("split", "split_with_sizes", "chunk")
             return isinstance(source, fx.Node) and name_of(source) in splits and self.takes(source)
@@ -202,8 +201,8 @@ class SupportedOperators:
 
 
 def _key(node: fx.Node) -> Any:
-    """All that lowering an operator by itself depends on: the operator, constants, what its operands and results are,
-    and which operands are the same.
+    """Return all that the lowering of a single operator depends on. That is the operator, constants, its operands and
+    results, and which operands are the same.
     """
     operands = {n: i for i, n in enumerate(node.all_input_nodes)}
     wiring = fx.map_arg((node.args, node.kwargs), lambda n: f"%{operands[n]}")
@@ -218,7 +217,7 @@ def _described(value: Any) -> Any:
 
 
 def _alone(node: fx.Node) -> None:
-    """Raises UnsupportedError where an operator by itself is not to be lowered."""
+    """Raise UnsupportedError if a single operator cannot be lowered."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for source in node.all_input_nodes:
@@ -243,8 +242,8 @@ def _renumber(instructions: Iterable[Instruction], number: Mapping[int, int]) ->
 
 
 def _placed(instructions: Sequence[Instruction], given: int, row_bytes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each slot that is not given lies in a row of the arena, and the bytes of such a row. Slots that are not
-    needed at the same time share their place. Between linear layers one row may be far behind another.
+    """Return the place of each slot that is not given, in a row of the arena, and the bytes of such a row. Slots that
+    are not needed at the same time share their place. Between linear layers, rows may progress at different speeds.
     """
     first, last, stage = dict[int, int](), dict[int, int](), 0
     for i, each in enumerate(instructions):
@@ -270,7 +269,7 @@ def _placed(instructions: Sequence[Instruction], given: int, row_bytes: Sequence
 
 
 def _packed(instructions: Sequence[Instruction], weights: int, backend: LinearBackend) -> dict[int, View]:
-    """The slot of each weight that products alone read, and all in one way. They learn that it is packed."""
+    """Return the slots of weights that only products read, all in one way, and mark these products as packed."""
     products = [each for each in instructions if each.kind == "linear" and each.views[2].slot < weights]
     read = [p.views[2] for p in products]
     slots = {w.slot: w for w in read if backend.packed_bytes(w.dtype, *w.shape)}

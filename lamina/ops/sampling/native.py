@@ -1,4 +1,4 @@
-"""The arithmetic of lamina.ops.sampling by csrc/sampling: in the instruction set that the CPU has, on some threads."""
+"""The arithmetic of lamina.ops.sampling by csrc/sampling, with the best instructions of the CPU, on several threads."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class NativeSampling:
     """The sampling Backend of ``csrc/sampling``. Tensors are on the CPU, of fp32, bf16 or fp16."""
 
     def __init__(self, threads: int, variant: str = "") -> None:
-        """Raises ValueError where the CPU lacks ``variant``."""
+        """Raises ValueError if the CPU lacks ``variant``."""
         self._engine = Engine(threads, variant)
 
     def sample(self, logits: Tensor, asks: list[SampleSpec]) -> list[int]:
-        """A token for each of ``asks`` out of logits [rows, V]; -1 where a row's largest logit is NaN or infinite.
-        Raises ValueError for a row that is not there.
+        """Draw a token for each of ``asks`` from logits [rows, V]; -1 if a row's largest logit is NaN or infinite.
+        Raises ValueError for a row that does not exist.
         """
         logits = _in_rows(logits)
         packed = b"".join(map(_packed, asks))
@@ -32,7 +32,9 @@ class NativeSampling:
         return self._engine.draw(logits.data_ptr(), TYPES[logits.dtype], rows, size, logits.stride(0), packed)
 
     def top_tokens(self, logits: Tensor, count: int) -> Tensor:
-        """logits [rows, V] -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
+        """Return, for logits [rows, V], the tokens of the first ``count`` ranks, int64 [rows, count]; NaN ranks
+        first.
+        """
         logits = _in_rows(logits)
         rows, size = logits.shape
         ids = torch.empty(rows, count, dtype=torch.int64)

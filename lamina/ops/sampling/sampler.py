@@ -1,4 +1,4 @@
-"""The draws of a step: penalties and bans, the tokens, and the log-probabilities that are wanted of them."""
+"""The sampling of a step: penalties and bans, the tokens, and the log-probabilities that are requested of them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Sampler:
-    """One for each worker that draws."""
+    """Draws tokens; each worker that draws has one."""
 
     def __init__(self, threads: int | None = None) -> None:
-        """``threads``: on a CPU; None = as many as torch has there."""
+        """``threads``: on a CPU; None for as many as torch has."""
         self._plain = TorchSampling()
         self._native = _open_native(threads or torch.get_num_threads())
 
@@ -37,12 +37,14 @@ class Sampler:
         seen: Mapping[int, LogitChanges] = _NOTHING,
         lse: Tensor | None = None,
     ) -> list[SampledToken]:
-        """One token for each row, or its logits where a draw wants them whole; NO_TOKEN where the largest logit is NaN
-        or infinite, ALL_TOKENS_BANNED where it is finite and bans leave none that is. logits [len(draws), V], any float
-        dtype; ``seen``: what the draws with an Adjust count, by sequence. ``lse``: of each row, the logarithm of the
-        sum of all, where ``logits`` do not show all.
+        """Draw one token for each row, or return its logits if a request wants them all. logits [len(draws), V], any
+        float dtype.
 
-        Bias, penalties and bans first, in fp32; then see lamina.ops.sampling. Greedy takes the first rank. Raises
+        NO_TOKEN if the largest logit is NaN or infinite; ALL_TOKENS_BANNED if it is finite and bans leave no finite
+        one. ``seen``: what requests with a ``logits_update`` count, by sequence. ``lse``: of each row, the log-sum-exp
+        of all logits, if ``logits`` lack some.
+
+        Bias, penalties and bans come first, in fp32; then see lamina.ops.sampling. Greedy takes the first rank. Raises
         ValueError for parameters out of range.
         """
         tokens = [0 if d.return_logits or d.reference_request >= 0 else d.prompt_logprob_token for d in draws]
@@ -78,7 +80,7 @@ class Sampler:
         return SampledToken(draw.sequence, token, scores)
 
     def _scores(self, logits: Tensor, count: int, token: int, lse: Tensor | None) -> list[Score]:
-        """Of ``token``, then of the ``count`` best; before anything was changed."""
+        """Return the scores of ``token``, then of the ``count`` best ones, before any change of logits."""
         if count < 0 or token < 0:
             return []
         scores = logits.float()
@@ -95,7 +97,9 @@ class Sampler:
         return [(token, float(values[token]), rank), *ranked]
 
     def top_tokens(self, logits: Tensor, count: int) -> Tensor:
-        """logits [rows, V] -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
+        """Return, for logits [rows, V], the tokens of the first ``count`` ranks, int64 [rows, count]; NaN ranks
+        first.
+        """
         return self._of(logits).top_tokens(logits, count)
 
     def _of(self, logits: Tensor) -> Backend:
@@ -104,8 +108,8 @@ class Sampler:
 
 
 def _place(scores: Tensor, token: int) -> int:
-    """A token's place among all by its score, from 1, as ``num_ranked_before`` counts; without ids, which take as long
-    as all else.
+    """Return a token's place among all by its score, from 1, as ``num_ranked_before`` counts. It makes no ids, which
+    would take as long as all else.
     """
     value = scores[token]
     above, equal = torch.count_nonzero(scores > value), torch.count_nonzero(scores[:token] == value)
@@ -113,7 +117,7 @@ def _place(scores: Tensor, token: int) -> int:
 
 
 def num_ranked_before(scores: Tensor, token: Tensor | int, value: Tensor) -> Tensor:
-    """How many of ``scores`` [..., V], fp32, rank before ``token``, which has ``value``: int64 [...]."""
+    """Return how many of ``scores`` [..., V], fp32, rank before ``token``, which has ``value``: int64 [...]."""
     ids = torch.arange(scores.shape[-1], device=scores.device)
     return ((scores > value) | ((scores == value) & (ids < token))).sum(-1)
 
@@ -132,7 +136,7 @@ def _whole(draw: SamplingRequest, logits: Tensor) -> SampledToken:
 
 
 def _apart(own: Tensor, other: Tensor) -> tuple[bool, float]:
-    """Of the logits of a draw, and of the one beside which it is: see SampledToken."""
+    """Compare the logits of a request with those of its reference; see SampledToken."""
     log_p, log_q = own.float().log_softmax(-1), other.float().log_softmax(-1)
     p = log_p.exp()
     return bool(own.argmax() != other.argmax()), float(torch.where(p > 0, p * (log_p - log_q), 0.0).sum())
@@ -163,7 +167,7 @@ def _change(row: Tensor, draw: SamplingRequest, seen: Mapping[int, LogitChanges]
 
 
 def _why(changed: Tensor, raw: Tensor) -> int:
-    """Nothing could be drawn: because of the bans, or of the logits themselves?"""
+    """Return the reason why no token could be drawn: the bans, or the logits themselves."""
     banned = bool(changed.amax().isneginf()) and bool(raw.amax().isfinite())
     return ALL_TOKENS_BANNED if banned else NO_TOKEN
 
@@ -184,5 +188,5 @@ def _penalise(row: Tensor, seen: LogitChanges) -> None:
 
 
 def _add(row: Tensor, tokens: list[int], values: Tensor) -> None:
-    """``tokens`` are distinct, so that no order of additions shows."""
+    """Add values to the logits of ``tokens``, which are distinct, so that the order does not matter."""
     row.scatter_add_(0, torch.tensor(tokens, device=row.device), values)

@@ -1,4 +1,4 @@
-"""The parameters of a draw as numbers that every implementation takes alike. No torch here."""
+"""The parameters of sampling as numbers that every implementation uses in the same way. No torch here."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 from lamina.request import FILTERS
 
-LEVEL_BITS = 24  # levels to a doubling of probability
+LEVEL_BITS = 24  # levels in a doubling of probability
 LOWEST = -42 << LEVEL_BITS  # the lowest level
 MASS_BITS = 40  # the best token has the mass 2^40
 SHARE_BITS = 53  # of top_p, and of random numbers
-ALL = 1 << 62  # top_k that keeps all
-# Factors between which a level is a number; temperatures beyond act as the nearest one that has such a factor.
+ALL = 1 << 62  # top_k that keeps all tokens
+# Factors between which a level is a number. Temperatures beyond them act like the nearest one that has such a factor.
 LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**127
 
 
 class SamplerSettings(NamedTuple):
-    """One row's temperature and filters, in the integers that ``lamina.ops.sampling`` computes with."""
+    """One row's temperature and filters, as the integers with which ``lamina.ops.sampling`` computes."""
 
     greedy: bool
-    factor: float  # levels to 1 of logits; exact in fp32
+    factor: float  # levels for 1 of logits; exact in fp32
     top_k: int  # at least 1
     share: int  # top_p * 2^53
     cut: int  # the lowest level that min_p keeps
@@ -37,9 +37,8 @@ GREEDY = SamplerSettings(True, 1.0, ALL, 1 << SHARE_BITS, LOWEST, True, True)
 def sampler_settings(
     temperature: float, top_k: int, top_p: float, min_p: float, order: Sequence[str]
 ) -> SamplerSettings:
-    """``temperature`` 0: greedy, and nothing else counts. ``top_k`` 0: all. ``order``: of the filters' names.
-
-    Raises ValueError for numbers out of range.
+    """Return the settings. ``temperature`` 0: greedy, and nothing else counts. ``top_k`` 0: all. ``order``: filter
+    names. Raises ValueError for numbers out of range.
     """
     return GREEDY if temperature == 0.0 else _settings(temperature, top_k, top_p, min_p, tuple(order))
 

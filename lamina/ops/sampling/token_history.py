@@ -1,8 +1,8 @@
-"""What a compute worker knows of the tokens that penalties and bad words count, sequence by sequence.
+"""The tokens that penalties and bad words count, as a compute worker knows them, by sequence.
 
-Every worker that draws is told of them by every draw of a sequence, also of those that another replica makes: the first
-one tells all, each later one the tokens since. The driver keeps the truth. It tells all again where it may have told
-nothing: under a new id, as behind a preemption, and to prefill workers.
+Every sampling request of a sequence brings them to every worker that draws, even if another replica draws. The first
+request has all tokens, each later one the tokens since. The driver has the complete history. It sends all again to
+workers that may know nothing: under a new id, as after a preemption, and to prefill workers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class LogitChanges(NamedTuple):
 
     penalties: Penalties
     counts: dict[int, int]  # token -> how often the completion has it
-    tokens: Tensor  # int64, distinct, of prompt and completion; none where no penalty looks at both
-    max_token_id: int  # the largest id of a token, also of those with a bias
-    banned_token_ids: Sequence[int] = ()  # they would complete a bad word
-    allowed_token_ids: Tensor | None = None  # int64; no others may be chosen. None: all
+    tokens: Tensor  # int64, distinct, of prompt and completion; none if no penalty counts both
+    max_token_id: int  # the largest token id, also of those with a bias
+    banned_token_ids: Sequence[int] = ()  # tokens that would complete a bad word
+    allowed_token_ids: Tensor | None = None  # int64; only these may be drawn. None: all
 
 
 class BadWords:
@@ -50,7 +50,9 @@ class BadWords:
 
     @cached_property
     def _behind(self) -> dict[int, list[list[int]]]:
-        """Words by their last token but one. Made by who draws: all others are told of them, too."""
+        """The words by their last token but one. Only computed by a worker that draws, as all others have the words,
+        too.
+        """
         by_last_token = defaultdict[int, list[list[int]]](list)
         for word in self._words:
             if len(word) > 1:
@@ -58,20 +60,22 @@ class BadWords:
         return by_last_token
 
     def completed(self, end: list[int]) -> list[int]:
-        """The tokens that would complete one behind a completion's last tokens ``end``, of which ``longest`` do."""
+        """Return the tokens that would complete a word after a completion's last tokens ``end``; ``longest`` of them
+        suffice.
+        """
         by_last_token = self._behind.get(end[-1], ()) if end else ()
         return [*self._always, *(word[-1] for word in by_last_token if end[1 - len(word) :] == word[:-1])]
 
 
 class TokenHistory:
-    """The tokens of one sequence that penalties and bans look at."""
+    """The tokens of one sequence that penalties and bans count."""
 
     def __init__(self, penalties: Penalties) -> None:
-        """Raises ValueError for ids that are none."""
-        self.num_tokens: list[int] = []  # the completion
+        """Raises ValueError for invalid token ids."""
+        self.num_tokens: list[int] = []  # of the completion
         self._penalties = penalties
         self._counts: Counter[int] = Counter()
-        self._counted = 0  # of ``num_tokens``
+        self._counted = 0  # how many of ``num_tokens``
         self._prompt = frozenset(penalties.prompt_token_ids)
         self._repeats = penalties.repetition != 1.0
         self._words = BadWords(penalties.bad_words_token_ids)
@@ -89,13 +93,13 @@ class TokenHistory:
         self._most = _largest(named)
 
     def append(self, tokens: list[int]) -> None:
-        """More of the completion. Raises ValueError for ids that are none."""
+        """Append tokens of the completion. Raises ValueError for invalid ids."""
         self._most = max(self._most, _largest(tokens))
         self.num_tokens += tokens
 
     def logit_changes(self, count: int, pending: int | None) -> LogitChanges:
-        """The changes of logits behind the first ``count`` tokens of the completion and ``pending``, the token drawn
-        behind them, if there is one.
+        """Return the changes of logits after the first ``count`` tokens of the completion. ``pending``: the token drawn
+        after these, if there is one.
         """
         if count < self._counted:
             self._counts, self._counted = Counter(), 0
@@ -116,14 +120,14 @@ class TokenHistory:
 
 
 class PendingHistory(NamedTuple):
-    """The history of a draw to come, and how much of it counts."""
+    """The history for a coming draw, and how much of it counts."""
 
     history: TokenHistory
     num_tokens: int  # tokens of the completion
 
 
 class TokenHistories:
-    """The histories of all sequences that have one. Every step has to be told, in order, whoever draws."""
+    """The histories of all sequences that have one. It must see every step, in order, even if another worker draws."""
 
     def __init__(self) -> None:
         self._of: dict[int, TokenHistory] = {}
@@ -132,13 +136,11 @@ class TokenHistories:
         return len(self._of)
 
     def update(self, ops: Iterable[SequenceOp], draws: Iterable[SamplingRequest]) -> dict[int, PendingHistory]:
-        """Note the tokens that ``draws`` tell. Returns, by sequence, the counts for each draw with an Adjust. Freed
-        sequences are forgotten.
-
-        Raises ValueError for a draw that builds on tokens that were not told here.
+        """Note the tokens that requests bring, and forget freed sequences. Returns the histories to count, by sequence.
+        Raises ValueError for a request that builds on tokens that this worker does not have.
         """
         for op in ops:
-            if isinstance(op, Free | Truncate):  # truncated: it draws no more
+            if isinstance(op, Free | Truncate):  # a truncated sequence draws no more
                 self._of.pop(op.sequence, None)
         return {d.sequence: self._due(d) for d in draws if d.logits_update is not None}
 
@@ -154,19 +156,21 @@ class TokenHistories:
             raise ValueError(
                 f"penalties of sequence {draw.sequence}: a draw builds on {adjust.num_known_tokens} counted tokens, "
                 f"this worker "
-                f"was told {here}"
+                f"has {here}"
             )
         history.append(adjust.tokens)
         return PendingHistory(history, len(history.num_tokens))
 
 
 def logit_changes_of(due: Mapping[int, PendingHistory], pending: Mapping[int, int]) -> dict[int, LogitChanges]:
-    """By sequence; ``pending``: tokens that the step before drew, of the sequences whose draws count them too."""
+    """Return the changes of logits by sequence. ``pending``: tokens of the last step, of sequences that count them
+    too.
+    """
     return {sequence: d.history.logit_changes(d.num_tokens, pending.get(sequence)) for sequence, d in due.items()}
 
 
 def _largest(ids: Iterable[int]) -> int:
     ids = list(ids)
     if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID:
-        raise ValueError(f"penalties name the token {min(ids) if min(ids) < 0 else max(ids)}, which is none")
+        raise ValueError(f"penalties name the token {min(ids) if min(ids) < 0 else max(ids)}, which is not valid")
     return max(ids, default=-1)

@@ -1,4 +1,4 @@
-"""The arithmetic of lamina.ops.sampling in torch: on any device, and where the native module was not built."""
+"""The arithmetic of lamina.ops.sampling in torch: on any device, and if the native module was not built."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TorchSampling:
     """The sampling Backend in plain torch, on any device."""
 
     def sample(self, logits: Tensor, asks: list[SampleSpec]) -> list[int]:
-        """A token for each of ``asks`` out of logits [rows, V]; -1 where a row's largest logit is NaN or infinite. Rows
+        """Draw a token for each of ``asks`` from logits [rows, V]; -1 if a row's largest logit is NaN or infinite. Rows
         of equal settings are drawn together.
         """
         groups: dict[SamplerSettings, list[int]] = {}
@@ -37,13 +37,17 @@ class TorchSampling:
         return tokens
 
     def top_tokens(self, logits: Tensor, count: int) -> Tensor:
-        """logits [rows, V] -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
+        """Return, for logits [rows, V], the tokens of the first ``count`` ranks, int64 [rows, count]; NaN ranks
+        first.
+        """
         return top_tokens(logits.float(), count)
 
 
 def top_tokens(scores: Tensor, count: int) -> Tensor:
-    """scores [rows, V] fp32 -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
-    bits = (scores + 0.0).view(torch.int32)  # -0 as 0
+    """Return, for scores [rows, V] fp32, the tokens of the first ``count`` ranks, int64 [rows, count]; NaN ranks
+    first.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
     keys = torch.where(scores.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # in the order of the floats
     if count == scores.shape[-1]:
         return keys.sort(dim=-1, descending=True, stable=True).indices
@@ -52,13 +56,13 @@ def top_tokens(scores: Tensor, count: int) -> Tensor:
 
 
 def levels(scores: Tensor, factor: float) -> Tensor:
-    """scores [rows, V] fp32, of a finite maximum -> int32 of the same shape."""
+    """Return levels, int32, of scores [rows, V] fp32 with a finite maximum."""
     steps = (scores - scores.amax(-1, keepdim=True)) * factor
     return steps.clamp_min(float(LOWEST)).round().to(torch.int32)
 
 
 def masses(level: Tensor) -> Tensor:
-    """Levels -> masses, int64."""
+    """Return the masses of levels, int64."""
     whole = (level + (1 << (LEVEL_BITS - 1))) >> LEVEL_BITS
     r = (level - (whole << LEVEL_BITS)).float() * 2.0**-LEVEL_BITS
     power = torch.full_like(r, POWER[0])
@@ -70,7 +74,7 @@ def masses(level: Tensor) -> Tensor:
 
 
 def random_bits(seed: int, index: int) -> int:
-    """53 bits that depend on (seed, index) alone: the first that numpy's Philox 4x64 gives."""
+    """Return 53 bits that depend on (seed, index) alone: the first that numpy's Philox 4x64 gives."""
     return int(np.random.Philox(key=seed, counter=index).random_raw()) >> (64 - SHARE_BITS)
 
 
@@ -93,7 +97,9 @@ def _draw(scores: Tensor, settings: SamplerSettings, asks: list[SampleSpec]) -> 
 
 
 def _ranks(scores: Tensor, mass: Tensor, above: Tensor, settings: SamplerSettings) -> Tensor | None:
-    """Which tokens top_k and top_p keep, bool [rows, V]; None: all. ``above``: masses of what min_p keeps."""
+    """Return the tokens that top_k and top_p keep, bool [rows, V]; None for all. ``above``: masses of what min_p
+    keeps.
+    """
     count = min(settings.top_k, scores.shape[-1])
     if count == scores.shape[-1] and settings.share == WHOLE:
         return None

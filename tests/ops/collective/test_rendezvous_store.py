@@ -50,7 +50,7 @@ def test_a_key_that_nobody_tells_is_not_waited_for_for_ever() -> None:
     def through(mesh: MeshCollective) -> None:
         store = MeshStore(mesh, WAIT_S)
         store.close()
-        with pytest.raises(PeerFault, match="no rank tells 'nothing'"):
+        with pytest.raises(PeerFault, match="no rank sets 'nothing'"):
             store.wait(["nothing"])
 
     on_all(2, silent)

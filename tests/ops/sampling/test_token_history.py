@@ -93,12 +93,12 @@ START = Penalties(presence=1.0, frequency=0.0, repetition=1.0, logit_bias={}, pr
 def test_what_was_not_told_is_named() -> None:
     histories = TokenHistories()
     with pytest.raises(
-        ValueError, match="^penalties of sequence 4: a draw builds on 2 counted tokens, .* told nothing$"
+        ValueError, match="^penalties of sequence 4: a draw builds on 2 counted tokens, .* has nothing$"
     ):
         histories.update([], [adjusted(2, [5])])
     histories.update([], [adjusted(0, [5], START)])
     for since in (0, 2):
-        with pytest.raises(ValueError, match=f"builds on {since} counted tokens, this worker was told 1 tokens"):
+        with pytest.raises(ValueError, match=f"builds on {since} counted tokens, this worker has 1 tokens"):
             histories.update([], [adjusted(since, [5])])
 
 
@@ -106,7 +106,7 @@ def test_what_was_not_told_is_named() -> None:
 def test_tokens_that_are_none_are_refused(token: int) -> None:
     histories = TokenHistories()
     for bad in (adjusted(0, [token], START), adjusted(0, [], msgspec.structs.replace(START, logit_bias={token: 1.0}))):
-        with pytest.raises(ValueError, match=f"the token {token}, which is none"):
+        with pytest.raises(ValueError, match=f"the token {token}, which is not valid"):
             histories.update([], [bad])
 
 
@@ -133,7 +133,7 @@ def test_the_largest_id_and_the_one_that_is_none() -> None:
     ):
         with pytest.raises(ValueError) as refused:
             plain(*ids)
-        assert str(refused.value) == f"penalties name the token {named}, which is none"
+        assert str(refused.value) == f"penalties name the token {named}, which is not valid"
 
 
 def test_nothing_counted_is_no_token_of_whole_numbers() -> None:
