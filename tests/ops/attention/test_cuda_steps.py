@@ -155,7 +155,7 @@ def test_what_goes_without_tensor_cores_is_said_once(tables: BlockTables, caplog
         for _ in range(2):
             backend.attend_stored(contract.operator(4, 2, 64), prepared, store, q)
     (said,) = caplog.messages
-    assert said.startswith("attention over float heads of 64 and 64 goes without tensor cores")
+    assert said.startswith("attention over float heads of 64 and 64 uses no tensor cores")
     assert said.endswith("heads of 64 to 256, a multiple of 8")
 
 

@@ -64,7 +64,7 @@ def test_what_is_no_key_and_value_is_refused(letter: bytes) -> None:
             mesh.send_letter(letter)
             mesh.receive_letter({1}, WAIT_S)  # until the other one is through
         else:
-            with pytest.raises(PeerFault, match="rank 0 tells . B that are no key"):
+            with pytest.raises(PeerFault, match="rank 0 sends . B that are no key"):
                 MeshStore(mesh, WAIT_S).get("key")
             mesh.send_letter(b"")
 
