@@ -1,1 +1,1 @@
-"""Hugging Face models: loading, routing of attention, wrapping."""
+"""Hugging Face models: loading, routing of attention, and what is special in some families."""

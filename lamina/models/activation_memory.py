@@ -1,4 +1,4 @@
-"""What slices have in memory while they run, found by running them without data."""
+"""The memory of slices while they run, found by running them without data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from lamina.converter import SlicedProgram
 
 
 def peak_activation_bytes(program: SlicedProgram, *, rows: int, sampled: int) -> int:
-    """The most bytes of tensors that live at once in a step of ``rows`` rows, ``sampled`` of which run the last slice,
-    besides weights: the arguments of a slice, and the results that it still needs. ``program`` is on the meta device.
+    """Return the most bytes of tensors that exist at once, besides weights, in a step of ``rows`` rows. ``sampled`` of
+    these rows run the last slice. Counted are the arguments of a slice, and results that it still needs. ``program`` is
+    on the meta device.
     """
     most, known = 0, set[str]()
     for piece in program.slices:
@@ -46,7 +47,7 @@ def _run(module: fx.GraphModule, given: list[Tensor], send: list[Any]) -> int:
 
 
 class _LiveValues(fx.Interpreter):
-    """Runs a slice operator by operator, and drops values as its Python code does: behind their last use."""
+    """Runs a slice operator by operator, and drops values after their last use, like its Python code."""
 
     def __init__(self, module: fx.GraphModule, given: list[Tensor]) -> None:
         super().__init__(module)
@@ -62,16 +63,16 @@ class _LiveValues(fx.Interpreter):
 
 
 def _storages(values: Any) -> dict[int, int]:
-    """Address of each storage under the tensors in ``values`` -> its bytes."""
+    """Return, for each storage under the tensors in ``values``, its address and bytes."""
     storages = [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, Tensor)]
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 class _NoReceiver:
-    """Takes what a slice sends, and does nothing with it."""
+    """Discards all that a slice sends."""
 
     def q(self, call: int, q: Tensor) -> None:
-        """Drops q [R, Hq, 1, D]."""
+        """Discard q [R, Hq, 1, D]."""
 
     def kv(self, call: int, k: Tensor, v: Tensor) -> None:
-        """Drops k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]."""
+        """Discard k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]."""

@@ -1,5 +1,7 @@
-"""What a model's attention masks mean: models build them from rules (which key does a query see), and a rule is read
-here on integer indices, with no tensors, so that it can be read while a model is being traced.
+"""The meaning of a model's attention masks.
+
+Models build masks from rules that say which keys a query sees. A rule is evaluated here on integer indices, without
+tensors, so it can be read while a model is being traced.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ import numpy as np
 
 MaskRule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query position, key position) -> visible
 
-_QUERIES = 24  # query positions looked at, besides the last
+_QUERIES = 24  # query positions to evaluate, in addition to the last one
 
 
 class _Indices(np.ndarray):
     """Positions as the rules of transformers expect them: an array with the few tensor methods that they call."""
 
-    __array_priority__ = 2000.0  # above a tensor's: arrays take tensors in, not the other way round
+    __array_priority__ = 2000.0  # above a tensor's, so that operations with tensors return arrays
     device = "cpu"
 
     def to(self, *args: Any, **kwargs: Any) -> _Indices:
@@ -31,9 +33,8 @@ class _Indices(np.ndarray):
 
 
 def sliding_window_of(rule: MaskRule, length: int) -> int | None:
-    """The window of a causal rule over ``length`` positions: tokens that a query sees, itself included; 0 = all.
-
-    None if the rule is anything but causal with one window, or depends on data.
+    """Return the window of a causal rule over ``length`` positions: tokens that a query sees, itself included; 0 for
+    all. None if the rule is not causal with one window, or depends on data.
     """
     keys = np.arange(length, dtype=np.int32).view(_Indices)
     queries = np.unique(np.linspace(0, length - 1, min(length, _QUERIES)).astype(np.int32)).view(_Indices)

@@ -1,4 +1,4 @@
-"""Routes every attention of a Hugging Face causal LM through the operator at which the converter cuts."""
+"""The routing of all attentions of a Hugging Face causal LM through the operator at which the converter cuts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .errors import UnsupportedModelError
 from .rotary_embedding import freeze_frequencies
 from .shims import shim_for
 
-# Keywords of transformers' attention interface that say nothing about what is computed here. Any other keyword that is
-# not None must be one that AttentionSpec expresses.
+# Keywords of transformers' attention interface that do not change the computation here. Any other keyword that is not
+# None must be one that AttentionSpec expresses.
 _HARMLESS = frozenset(
     {
         "position_ids",  # K arrives rotated
@@ -38,19 +38,21 @@ _HARMLESS = frozenset(
         "target_dtype",
     }
 )
-# Layouts of packed batches: rows here are always of one token.
+# Layouts of packed batches; here a row always has one token.
 _PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 
 
 class WeightShard(NamedTuple):
-    """Which part of a model's weights this is. ``heads``: query and KV heads of each of its attentions, all ranks'."""
+    """A part of a model's weights. ``heads``: query and KV heads of each attention, of all ranks together."""
 
     rank: int = 0
     size: int = 1
     heads: tuple[tuple[int, int], ...] = ()
 
     def own_heads(self, x: Tensor, whole: int, dim: int) -> Tensor:
-        """This part's heads of ``x``, which has them along ``dim``: the ``whole`` model's, or these already."""
+        """Return this part's heads of ``x`` along ``dim``. ``x`` has the heads of the ``whole`` model, or only
+        these.
+        """
         each = whole // self.size
         return x.narrow(dim, self.rank * each, each) if self.size > 1 and x.shape[dim] == whole else x
 
@@ -60,20 +62,18 @@ WHOLE_MODEL = WeightShard()
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """One attention that a forward pass went through."""
+    """An attention that a forward pass went through."""
 
     name: str  # dotted name of the attention module
     module: nn.Module
     spec: AttentionSpec
-    heads: tuple[int, int]  # of Q, and of K and V
+    heads: tuple[int, int]  # of Q; of K and V
 
 
 class AttentionRouter:
-    """Receives the attention of every layer, in order, and says what it means as an AttentionSpec.
-
-    ``layers`` holds what the latest forward pass went through. While ``local`` is true, something that depends on
-    nothing but the token itself stands in for attention, so that a pass can run; otherwise it is the operator, which
-    can only be traced.
+    """Receives the attention of every layer, in order, and describes it as an AttentionSpec. ``layers`` has the layers
+    of the last forward pass. While ``local`` is true, a function of each token alone replaces attention, so that a pass
+    can run. Otherwise the operator is called, which can only be traced.
     """
 
     def __init__(self, model: nn.Module, max_model_len: int, part: WeightShard = WHOLE_MODEL) -> None:
@@ -82,10 +82,10 @@ class AttentionRouter:
         self._part = part
         self._max_model_len = max_model_len
         self._names: dict[int, str] = {id(m): name for name, m in model.named_modules()}
-        self._masks: list[tuple[Tensor, int | None]] = []  # a mask of this pass and the window that it means
+        self._masks: list[tuple[Tensor, int | None]] = []  # a mask of this pass, and its window
 
     def begin(self, *_: Any) -> None:
-        """A forward pass starts."""
+        """Start a forward pass."""
         self.layers, self._masks = [], []
 
     def mask(
@@ -100,10 +100,10 @@ class AttentionRouter:
         allow_is_causal_skip: bool = True,
         **_: Any,
     ) -> Tensor:
-        """transformers' mask interface: notes what the mask means and returns one that carries no information."""
+        """Record the meaning of a mask, as transformers' mask interface, and return one without information."""
         window = sliding_window_of(mask_function, self._max_model_len)
         if window is None and allow_is_causal_skip and (local_size or 0) >= self._max_model_len:
-            window = 0  # a rule over padding that cannot be read while tracing, but is plainly causal up to local_size
+            window = 0  # a rule over padding that cannot be read while tracing, but is causal up to local_size
         mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool, device=device)
         self._masks.append((mask, window))
         return mask
@@ -124,7 +124,7 @@ class AttentionRouter:
         is_causal: bool | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """transformers' attention interface: q [R, Hq, T, D], k, v [R, Hkv, T, ..] -> [R, T, Hq, Dv]."""
+        """Serve transformers' attention interface: q [R, Hq, T, D], k, v [R, Hkv, T, ..] -> [R, T, Hq, Dv]."""
         unknown = [k for k, v in others.items() if v is not None and k not in _HARMLESS and k not in _PACKING]
         if unknown:
             raise self._refused(module, f"passes {', '.join(unknown)} to its attention, which cannot be expressed")
@@ -163,16 +163,15 @@ class AttentionRouter:
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        """One attention: [R, Hq, T, D], [R, Hkv, T, D], [R, Hkv, T, Dv] -> [R, T, Hq, Dv].
-
-        ``window`` is what the layer says beside its mask, for kernels that take no mask: it must agree with the mask.
-        ``own_window`` is a window that the layer applies itself, on top of its mask. Raises UnsupportedModelError.
+        """Route one attention: [R, Hq, T, D], [R, Hkv, T, D], [R, Hkv, T, Dv] -> [R, T, Hq, Dv]. ``window``: stated by
+        the layer in addition to its mask, for kernels without masks; it must agree with the mask. ``own_window``:
+        applied by the layer itself, in addition to its mask. Raises UnsupportedModelError.
         """
         if not isinstance(scale, int | float):
             raise self._refused(module, "scales its scores by a tensor, which cannot be expressed")
         if key.shape[2] != query.shape[2]:
             raise self._refused(module, f"attends to {key.shape[2]} keys for {query.shape[2]} tokens without a cache")
-        query, key = query.to(value.dtype), key.to(value.dtype)  # some rotate in fp32; messages have one dtype
+        query, key = query.to(value.dtype), key.to(value.dtype)  # some models rotate in fp32; messages have one dtype
         spec = AttentionSpec(
             scale=float(scale),
             window=self._window(module, mask, window, own_window),
@@ -195,10 +194,10 @@ class AttentionRouter:
         return o
 
     def _window(self, module: nn.Module, mask: Tensor | None, stated: int | None, own: int | None) -> int:
-        """The window that counts: the mask's, since that is what transformers' default attention obeys."""
+        """Return the window that counts: the mask's, which transformers' default attention applies."""
         known = {w for m, w in self._masks if mask is None or m is mask}
         if mask is not None and not known:
-            raise self._refused(module, "alters its mask, by what cannot be expressed")
+            raise self._refused(module, "alters its mask in a way that cannot be expressed")
         if None in known:
             raise self._refused(
                 module, f"has a mask that is not causal with one window within {self._max_model_len} tokens"
@@ -225,12 +224,12 @@ class AttentionRouter:
 def routed_attention(
     model: nn.Module, *, max_model_len: int, experts: str = "grouped_mm", part: WeightShard = WHOLE_MODEL
 ) -> Iterator[AttentionRouter]:
-    """While open, every attention of ``model`` goes through a Router, and a forward pass can be traced.
+    """Route every attention of ``model`` through an AttentionRouter while the block runs, so that it can be traced.
 
-    ``max_model_len`` is in tokens: what only matters to longer texts is left out. ``experts``: transformers' name of
-    how experts are computed; its default loops over them, depending on data. ``part``: of the heads, that the model's
-    attention is to have. On exit, and on any exception, the
-    model, its configuration and transformers' registries are as they were found. Raises UnsupportedModelError.
+    ``max_model_len``: tokens; what only matters to longer texts is left out. ``experts``: transformers' name of the way
+    to compute experts; its default loops over them, depending on data. ``part``: the heads that the model's attention
+    will have. Afterwards, even after an exception, the model, its configuration and transformers' registries are as
+    before. Raises UnsupportedModelError.
     """
     router = AttentionRouter(model, max_model_len, part)
     name = f"lamina_{id(router):x}"
@@ -247,9 +246,8 @@ def routed_attention(
 
 
 class DecodeStep(nn.Module):
-    """``(input_ids [R, 1], position_ids [R, 1]) -> logits [R, 1, V]``: R tokens of R texts, or of one, with no cache.
-
-    The arguments that the model's own forward takes decide what it is given.
+    """``(input_ids [R, 1], position_ids [R, 1]) -> logits [R, 1, V]``: R tokens of R texts, or of one, without a cache.
+    It passes the arguments that the model's own forward accepts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -260,8 +258,10 @@ class DecodeStep(nn.Module):
             raise UnsupportedModelError(f"{type(model).__name__}.forward takes no input_ids: not a causal LM")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        """Both int64. Rows do not see each other but through attention. No positions: the model numbers its tokens."""
-        # Without a mask of ones, transformers looks for texts packed into one row and makes masks of data.
+        """Run a step. Both arguments are int64; rows see each other only through attention. ``position_ids``: None if
+        the model numbers its tokens itself.
+        """
+        # Without a mask of ones, transformers looks for texts packed into one row, and makes masks from data.
         arguments: dict[str, Any] = {
             "position_ids": position_ids,
             "attention_mask": torch.ones_like(input_ids),
@@ -276,7 +276,7 @@ class DecodeStep(nn.Module):
 
 
 def _local(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """In place of attention: a function of each token's own q, k and v, which also feels how q and k are rotated."""
+    """Replace attention by a function of each token's own q, k and v, which also depends on the rotation of q and k."""
     group = query.shape[1] // value.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     gate = 1.0 + torch.tanh(query.mean(-1, keepdim=True)) + torch.tanh(key.mean(-1, keepdim=True))
@@ -292,7 +292,7 @@ class _Hook:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every configuration object in the model, each once."""
+    """Return all configuration objects in the model, each once."""
     configs: dict[int, Any] = {}
     todo = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
     while todo:
@@ -308,7 +308,7 @@ def _registered(name: str, router: AttentionRouter) -> Iterator[None]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTIONS
 
-    # Models may keep interfaces of their own, which share these class-wide mappings.
+    # Models may have their own interfaces, which share these class-wide mappings.
     MASKS.register(name, router.mask)
     ATTENTIONS.register(name, router.interface)
     try:
@@ -320,7 +320,7 @@ def _registered(name: str, router: AttentionRouter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back every attribute of the model's modules and configurations: which object it was, not its contents."""
+    """Restore all attributes of the model's modules and configurations: the same objects, not their contents."""
     tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
     owners: list[Any] = [*model.modules(), *_configs(model)]
     saved = [(o, dict(vars(o)), {t: vars(o)[t].copy() for t in tables if t in vars(o)}) for o in owners]

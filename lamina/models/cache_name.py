@@ -1,4 +1,4 @@
-"""The name by which the installed transformers passes a KV cache around."""
+"""The name by which the installed transformers passes a KV cache."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import typing
 
 @functools.cache
 def cache_name() -> str:
-    """The argument of a model's ``forward``, and the field of its output, that is the KV cache.
-
-    Releases spell it differently (``past_key_values`` up to 5.23, ``cache`` from 5.24), so it is found by its type.
+    """Return the name of the KV cache among the arguments of a model's ``forward``, and the fields of its output.
+    Releases use different names (``past_key_values`` up to 5.23, ``cache`` from 5.24), so it is found by its type.
     Raises ImportError, with the version, for a release whose outputs have no such field.
     """
     import transformers

@@ -1,8 +1,8 @@
-"""Captures that are kept from one start to the next: tracing a model is most of the time until an engine can serve.
-So are proofs: that the model was run and its rows found apart, with the weights of certain files.
+"""A cache of captures and proofs, since tracing a model takes most of the time of an engine's start.
 
-A capture follows from code, configuration, and the shapes of weights; never from their values. All of it is in the
-name of its file, in the folder of LAMINA_CACHE. Whatever cannot be read is captured again.
+A proof says that the model with the weights of certain files was run, and its rows found independent. A capture depends
+on code, configuration, and the shapes of weights, never on their values. All of these are part of the name of its file,
+in the folder of LAMINA_CACHE. A file that cannot be read is replaced by a new capture.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from lamina.netstack.cached_file import VARIABLE, CachedFile, cache_directory
 from .checkpoint import FileStamp
 
 PACKAGES = {"torch", "transformers", "lamina"}
-MAX_FILES = 256  # of the folder; those that have not been used for the longest time go
+MAX_FILES = 256  # of the folder; the least recently used ones are removed
 MAX_FILE_BYTES = 64 << 20  # bytes of a file
-LOCK_TIMEOUT_S = 120.0  # for another process to capture
+LOCK_TIMEOUT_S = 120.0  # seconds for another process to capture
 LOOK_S = 0.02
-_IMPORTED_S = time.time()  # of code that is as old as this module, or older
+_IMPORTED_S = time.time()  # files up to this time are the code that this process runs
 
 
 class CaptureCache:
-    """One capture's place. Neither reading nor writing fails: what is not there is made again."""
+    """The file of one capture. Reads and writes do not fail: a missing capture is made again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def proof_file(self, stamps: Sequence[FileStamp]) -> CaptureCache:
-        """The place of what was shown of the model with the weights of just these files."""
+        """Return the file of a proof for the model with the weights of exactly these files."""
         name = hashlib.sha256(json.dumps([self._path.stem, stamps]).encode()).hexdigest()
         return CaptureCache(self._path.with_name(f"{name}.json"))
 
     def read(self) -> str | None:
-        """The kept text; None where there is none, or where another user may have written it."""
+        """Return the stored text; None if there is none, or if another user may have written it."""
         data = self._file().read()
         with contextlib.suppress(ValueError):
             return None if data is None else data.decode()
         return None
 
     def write(self, text: str) -> None:
-        """Whole or not at all, also where several processes do so at once."""
+        """Write the text, whole or not at all, even if several processes do so at once."""
         self._file().write(text.encode())
 
     @contextlib.contextmanager
     def lock_for_capture(self) -> Iterator[None]:
-        """Of processes that lack this at once the first one goes on, to make it. The others go on when that one has
-        left, has ended, or has taken LOCK_TIMEOUT_S: replicas of a model would trace it side by side.
+        """Hold the lock to make a missing capture; the first process gets it, and others wait. They continue when the
+        first one has left or ended, or after LOCK_TIMEOUT_S seconds. Otherwise replicas of a model would all trace it.
         """
         with contextlib.ExitStack() as after:
-            with contextlib.suppress(OSError):  # no folder, or no locks: nobody waits
+            with contextlib.suppress(OSError):  # no folder, or no locks: no process waits
                 self._wait_or_hold(after)
             yield
 
@@ -77,7 +77,7 @@ class CaptureCache:
             return
         limit = time.monotonic() + LOCK_TIMEOUT_S
         while not _locked(file, fcntl.LOCK_SH) and time.monotonic() < limit:
-            time.sleep(LOOK_S)  # flock knows no deadline
+            time.sleep(LOOK_S)  # flock has no timeout
         fcntl.flock(file, fcntl.LOCK_UN)
 
     def _file(self) -> CachedFile:
@@ -85,8 +85,8 @@ class CaptureCache:
 
 
 def capture_file(model: nn.Module, **facts: object) -> CaptureCache | None:
-    """The place of the capture of ``model``, which code of PACKAGES has made by its configuration; None where none are
-    kept. ``facts``: whatever else tracing depends on.
+    """Return the file of the capture of ``model``; None if there is no cache. None also if code outside of PACKAGES has
+    made the model. ``facts``: other facts that tracing depends on.
     """
     if (folder := capture_directory()) is None:
         return None
@@ -102,15 +102,15 @@ def capture_file(model: nn.Module, **facts: object) -> CaptureCache | None:
             "tensors": _tensors(model),
             "facts": {name: str(value) for name, value in facts.items()},
         }
-    except OSError:  # code that cannot be read, or is not what runs here
+    except OSError:  # code that cannot be read, or differs from the running code
         return None
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return CaptureCache(folder / f"{name}.json")
 
 
 def can_cache(*, in_process: bool) -> bool:
-    """Whether what is captured here follows from files. A caller's own process may have changed code in memory: there
-    LAMINA_CACHE has to be set.
+    """Return whether captures depend on files alone. A caller's own process may have changed code in memory, so there
+    LAMINA_CACHE must be set.
     """
     return not in_process or VARIABLE in os.environ
 
@@ -128,7 +128,7 @@ def _remove(path: Path) -> None:
 
 
 def capture_directory() -> Path | None:
-    """What LAMINA_CACHE says, where it is set; empty = none."""
+    """Return the folder of captures, which LAMINA_CACHE may set; None if that is empty."""
     return cache_directory("captures")
 
 
@@ -139,7 +139,7 @@ def _configuration(model: Any) -> dict[str, Any]:
 
 
 def _tensors(model: nn.Module) -> list[list[str]]:
-    """Names, and which of them are one tensor; shapes, strides, dtypes, devices."""
+    """Describe all tensors: names, which of them are the same tensor, shapes, strides, dtypes, devices."""
     first: dict[int, str] = {}
     named = [
         *model.named_parameters(remove_duplicate=False),
@@ -152,7 +152,9 @@ def _tensors(model: nn.Module) -> list[list[str]]:
 
 
 def _code_of(model: nn.Module) -> list[str]:
-    """The names of the classes of a model's modules, and digests of their files; of torch the version says enough."""
+    """Return the names of the classes of a model's modules, and digests of their files; for torch the version
+    suffices.
+    """
     classes = {type(m) for m in model.modules()}
     files = {sys.modules[c.__module__].__file__ for c in classes if not c.__module__.startswith("torch.")}
     names = sorted(f"{c.__module__}.{c.__qualname__}" for c in classes)
@@ -161,7 +163,7 @@ def _code_of(model: nn.Module) -> list[str]:
 
 @cache
 def _own_code() -> str:
-    """A digest of Lamina's own files that route, capture and write. Raises OSError."""
+    """Return a digest of Lamina's own files that route, capture and write. Raises OSError."""
     lamina = Path(__file__).resolve().parents[1]
     files = [
         path
@@ -172,7 +174,7 @@ def _own_code() -> str:
 
 
 def _digest(path: Path) -> str:
-    """Raises OSError for code that has changed since this process read it."""
+    """Return a file's digest. Raises OSError for code that has changed since this process read it."""
     if path.stat().st_ctime > _IMPORTED_S:
         raise OSError(f"{path} is newer than this process")
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,4 +1,6 @@
-"""A model's directory: found or fetched, its configuration read, its weights checked before anything is built."""
+"""A model's directory: finds or downloads it, reads its configuration, and checks its weights before a model is
+built.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float
 
 
 class FileStamp(NamedTuple):
-    """Which file it is, and when it was changed last, in ns."""
+    """The identity of a file, and the time of its last change in ns."""
 
     path: str
     device: int
@@ -32,7 +34,7 @@ class FileStamp(NamedTuple):
 
 
 class StoredWeight(NamedTuple):
-    """What the header of a safetensors file says of a tensor. ``dtype``: by the format's name, such as BF16."""
+    """A tensor by the header of a safetensors file. ``dtype``: by the format's name, such as BF16."""
 
     name: str
     dtype: str
@@ -40,8 +42,7 @@ class StoredWeight(NamedTuple):
 
 
 def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True) -> Path:
-    """The directory of a model: ``source`` itself, or where the hub's cache has it, fetched first.
-
+    """Return the directory of a model: ``source`` itself, or the place in the hub's cache, after a download if needed.
     Raises ModelError.
     """
     name = os.fspath(source)
@@ -59,9 +60,8 @@ def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool =
 
 
 def peek_config(source: str | os.PathLike[str], *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """What config.json of a model directory says; empty for a hub id, whose is not here yet.
-
-    For what is wrong with a directory to be said before anything is imported or started. Raises ModelError.
+    """Return the content of a model directory's config.json; empty for a hub id, whose file may not be here yet. It
+    reports faults of a directory before any import or start. Raises ModelError.
     """
     if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(os.fspath(source)):
         return {}
@@ -69,14 +69,14 @@ def peek_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
 
 
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
-    """The configuration in a model directory, of a causal LM that transformers knows. Raises ModelError."""
+    """Return the configuration in a model directory, of a causal LM that transformers supports. Raises ModelError."""
     raw = _raw_config(directory, trust_remote_code)
     from transformers import AutoConfig
 
     _check_architecture(directory, raw)
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # of whatever class the architecture's own checks are
+    except Exception as error:  # of any class, as architectures have their own checks
         raise ModelError(f"{directory}/config.json is not a valid configuration: {one_line(error)}") from error
 
 
@@ -96,7 +96,7 @@ def _raw_config(directory: Path, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def check_weights(directory: Path) -> None:
-    """Raises ModelError unless the directory has whole safetensors files."""
+    """Raise ModelError unless the directory has complete safetensors files."""
     from safetensors import SafetensorError, safe_open
 
     files = weight_files(directory)
@@ -120,7 +120,7 @@ def check_weights(directory: Path) -> None:
 
 
 def stored_weights(directory: Path) -> Iterator[StoredWeight]:
-    """All tensors of files that ``check_weights`` has found whole; reads their headers alone."""
+    """Yield all tensors of files that ``check_weights`` accepted; reads only their headers."""
     for path in weight_files(directory):
         with open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -130,17 +130,17 @@ def stored_weights(directory: Path) -> Iterator[StoredWeight]:
 
 
 def check_one_dtype(directory: Path) -> None:
-    """Raises ModelError where matrices are stored in several dtypes, so that "as stored" means nothing. Vectors may
-    differ: many models keep norms and biases in fp32.
+    """Raise ModelError if matrices are stored in several dtypes, so that "as stored" is ambiguous. Vectors may differ:
+    many models have norms and biases in fp32.
     """
     named = {_FLOATS[w.dtype]: w.name for w in stored_weights(directory) if len(w.shape) > 1 and w.dtype in _FLOATS}
     if len(named) > 1:
         kinds = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(named.items()))
-        raise ModelError(f"{directory} mixes weights of {kinds}: say which one they are to have, with --dtype")
+        raise ModelError(f"{directory} mixes weights of {kinds}: choose one with --dtype")
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """The dtype of the first weight in the files."""
+    """Return the dtype of the first weight in the files."""
     from safetensors import safe_open
 
     with safe_open(weight_files(directory)[0], framework="pt") as file:
@@ -149,7 +149,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 def check_room(directory: Path, copies: int, free: int) -> None:
-    """Raises ModelError unless ``free`` bytes hold the weights so many times."""
+    """Raise ModelError unless ``free`` bytes hold so many copies of the weights."""
     weights = sum(file.stat().st_size for file in weight_files(directory))
     if weights * copies > free:
         raise ModelError(
@@ -159,7 +159,7 @@ def check_room(directory: Path, copies: int, free: int) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception of another library says, for the end of a one-line message."""
+    """Return the text of another library's exception, for the end of a one-line message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]}..."
 
@@ -180,7 +180,7 @@ def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, whether they are there or not. Raises ModelError."""
+    """Return the safetensors files of a checkpoint, even if they are missing. Raises ModelError."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         shards = read_json(index, "").get("weight_map", {})
@@ -191,13 +191,13 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def file_stamps(directory: Path) -> tuple[FileStamp, ...]:
-    """Of the files of weights, as they are now; whoever writes to one changes its stamp. Raises OSError."""
+    """Return stamps of the files of weights as they are now; each write to a file changes its stamp. Raises OSError."""
     stats = [(file, file.stat()) for file in weight_files(directory)]
     return tuple(FileStamp(str(file.resolve()), s.st_dev, s.st_ino, s.st_size, s.st_ctime_ns) for file, s in stats)
 
 
 def read_json(file: Path, absent: str) -> dict[str, Any]:
-    """The object in a file. Raises ModelError: ``absent`` where there is none."""
+    """Return the object in a JSON file. Raises ModelError, with the text ``absent`` if there is no file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

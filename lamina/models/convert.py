@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM to slices and the attention layers between them."""
+"""The conversion of a Hugging Face causal LM to slices, with the attention layers between them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def convert_model(
     keep: bool = False,
     stamps: Sequence[FileStamp] = (),
 ) -> SlicedProgram:
-    """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was found.
+    """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was.
 
-    ``max_model_len``: tokens of a text at most; a model whose attention or rotary embedding changes with longer texts
-    is served up to there. ``hoist``, ``check_rows``: see lamina.converter.convert. ``deterministic``: experts take
-    each row by itself, so that it does not matter which rows run beside it; slower. ``part``: which one the model's
-    weights are. ``keep``: read the capture of an earlier start, else leave one for later starts; for a model that
-    packages and a configuration have made, and nobody has changed since. ``stamps``: of the files of its weights; what
-    an earlier start has shown by running the model with these is not shown again. On the meta device the result is a
-    plan.
+    ``max_model_len``: the most tokens of a text; a model whose attention or rotary embedding changes with longer texts
+    is served up to there. ``hoist``, ``check_rows``: see lamina.converter.convert. ``deterministic``: experts compute
+    each row by itself, so that a row does not depend on others; slower. ``part``: of the model's weights.
+
+    ``keep``: use the capture of an earlier start, or make one for later starts. It is for a model that packages made
+    from a configuration, and that was not changed since. ``stamps``: of the files of its weights; what an earlier start
+    has proved by running the model with them is not proved again. On the meta device the result is a plan.
 
     Raises UnsupportedModelError, naming the layer and the reason, for a model that would not give the same tokens.
     """
@@ -75,9 +75,7 @@ def convert_model(
 
 @contextmanager
 def _turn(cache: CaptureCache | None, proof: CaptureCache | None) -> Iterator[bool]:
-    """Whether it was shown before what ``proof`` is for. Where that or the capture is not there, another process
-    that makes them is waited for.
-    """
+    """Yield whether ``proof`` exists. If it or the capture is missing, wait for another process that makes them."""
     with ExitStack() as after:
         if cache and (cache.read() is None or (proof and proof.read() != MAX_SHOWN)):
             after.enter_context(cache.lock_for_capture())
@@ -85,7 +83,7 @@ def _turn(cache: CaptureCache | None, proof: CaptureCache | None) -> Iterator[bo
 
 
 def layer_shapes(program: SlicedProgram) -> list[LayerShape]:
-    """The shapes of all attention layers, in order: all that a memory worker must know of the model."""
+    """Return the shapes of all attention layers, in order: all that a memory worker must know of the model."""
     return [_layer_shape(call) for call in program.calls]
 
 
@@ -106,7 +104,7 @@ def _layer_shape(call: CutCall) -> LayerShape:
 
 
 def _as_bytes(operand: Tensor | None) -> bytes:
-    """Little-endian fp32. Without weights (meta) there are no values: empty."""
+    """Return little-endian fp32; empty for meta tensors, which have no values."""
     if operand is None or operand.is_meta:
         return b""
     return operand.detach().to("cpu", torch.float32).numpy().astype("<f4").tobytes()

@@ -1,4 +1,4 @@
-"""What a model's own generation_config.json says of sampling, for requests that do not say."""
+"""Sampling parameters of a model's own generation_config.json, for requests that do not set them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import ModelError
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"
-# Names in generation_config.json -> fields of SamplingParams, as in vLLM, where do_sample does not count either.
+# Names in generation_config.json -> fields of SamplingParams, as in vLLM, where do_sample is ignored, too.
 _NAMES = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
@@ -20,10 +20,9 @@ _NAMES = {
 
 
 def default_sampling_params(model: Any, source: str = AUTO, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Fields of SamplingParams by their names. ``model``: a directory, a hub id, or a module, which has a configuration
-    of its own. ``source``: "auto" = the model's own, where it has one; "none"; or a directory that has the file.
-
-    Raises ValueError for a directory without the file, and for values that SamplingParams does not take.
+    """Return fields of SamplingParams by name. ``model``: a directory, a hub id, or a module, which has its own
+    configuration. ``source``: "auto" for the model's own file if it has one, "none", or a directory with the file.
+    Raises ValueError for a directory without the file, and for values that SamplingParams refuses.
     """
     if source == NONE:
         return {}

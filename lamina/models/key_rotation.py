@@ -1,9 +1,9 @@
-"""How a model's keys turn with their position, from its own rotary modules, and the proof that they do.
+"""The rotation of a model's keys with their position, read from its own rotary modules, and proved.
 
-Nothing here knows a family. A row that attends to itself alone has, whatever its position, the same O in every layer:
-its own V. So one row of the same token at several positions gives all layers equal inputs, and K of a layer must be
-R(d) K(p), V must be the same. What the frequencies are, the model's rotary modules say; which elements they turn, and
-in which pairs, is tried. A layer in which nothing holds is named, with the reason.
+Nothing here depends on a family. A row that attends to itself alone has the same O in every layer at any position: its
+own V. So rows of the same token at several positions give all layers equal inputs. Then K of a layer must be R(d) K(p),
+and V must be the same. The model's rotary modules give the frequencies. The rotated elements, and their pairs, are
+found by trying. An error names a layer in which nothing fits, with the reason.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lamina.protocol.step_plan import LayerShape, Rotary
 
 from .errors import UnsupportedModelError
 
-TOKENS = (1, 7)  # any will do
-SLACK = 16.0  # times the error of rounding
-ANGLE_ERROR = 2.0**-22  # of a position, in radians: models take angles in fp32
+TOKENS = (1, 7)  # any tokens will do
+SLACK = 16.0  # times the rounding error
+ANGLE_ERROR = 2.0**-22  # radians a position, since models compute angles in fp32
 
 
 class _LayerKV(NamedTuple):
@@ -34,8 +34,8 @@ class _LayerKV(NamedTuple):
 def find_rotary(
     program: Any, model: nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype, max_len: int, device: torch.device
 ) -> list[LayerShape]:
-    """``layers`` with how their keys turn. ``program``: slices that run, without other ranks. Raises
-    UnsupportedModelError where stored keys cannot be turned.
+    """Return ``layers`` with the rotation of their keys. ``program``: slices that can run, without other ranks. Raises
+    UnsupportedModelError if stored keys cannot be rotated.
     """
     import msgspec
 
@@ -70,23 +70,23 @@ def _run(
 
 
 class _CapturedKv:
-    """Takes what slices send."""
+    """Records what slices send."""
 
     def __init__(self) -> None:
         self.seen: list[_LayerKV] = []
         self.v = torch.empty(0)
 
     def q(self, layer: int, q: Tensor) -> None:
-        """Q is sent too, and not looked at: it has no part in how keys turn."""
+        """Ignore Q, which does not matter for the rotation of keys."""
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
+        """Record k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]."""
         self.v = v.clone()
         self.seen.append(_LayerKV(*(x[:, :, 0].to("cpu", torch.float32, copy=True) for x in (k, v))))
 
 
 def _frequencies(model: nn.Module) -> Iterator[bytes]:
-    """The frequencies of all rotary modules, equal ones once, as bytes: fp64, little-endian."""
+    """Yield the frequencies of all rotary modules, equal ones once, as bytes: fp64, little-endian."""
     buffers = dict[bytes, None]()
     for name, buffer in model.named_buffers():
         if name.rpartition(".")[2].endswith("inv_freq") and "original" not in name and not buffer.is_meta:
@@ -120,7 +120,7 @@ def _candidates(width: int, known: Sequence[bytes]) -> Iterator[Rotary]:
 
 
 def _holds(k: Tensor, rotary: Rotary, positions: Sequence[int], eps: float) -> bool:
-    """Whether R(q - p) K(p) is K(q), for all pairs of neighbours and the two ends."""
+    """Return whether R(q - p) K(p) is K(q), for all neighbouring positions and for the two ends."""
     pairs = [*zip(range(len(positions) - 1), range(1, len(positions)), strict=True), (len(positions) - 1, 0)]
     return not any(
         _differs(rotate_keys(k[a], rotary, positions[b] - positions[a]), k[b], eps, max(positions[a], positions[b]))
@@ -129,7 +129,7 @@ def _holds(k: Tensor, rotary: Rotary, positions: Sequence[int], eps: float) -> b
 
 
 def _differs(a: Tensor, b: Tensor, eps: float, position: float) -> bool:
-    """Whether rows [..., D] are further apart than rounding of elements and angles explains."""
+    """Return whether rows [..., D] differ more than the rounding of elements and angles explains."""
     size = torch.maximum(a.abs().amax(-1), b.abs().amax(-1))
     limit = (SLACK * eps + SLACK * ANGLE_ERROR * position) * size
     return bool(((a - b).abs().amax(-1) > limit).any())

@@ -1,4 +1,4 @@
-"""Loads Hugging Face causal LMs from safetensors, and says in one line what is wrong with one that cannot be."""
+"""Loads Hugging Face causal LMs from safetensors; errors say in one line what is wrong."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .read_shard import read_shard
 from .tensor_parallel_shard import plan_shard
 from .weight_pages import prefault_weights
 
-# Loading, routing and torch.export change what the whole process sees, and workers may share a process.
+# Loading, routing and torch.export change state of the whole process, which several workers may share.
 LOAD_LOCK = threading.Lock()
 
 OnProgress = Callable[[str, int, int], None]  # (stage, done, total)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NO_LIMIT = 1 << 20  # tokens; for models that state none
+NO_LIMIT = 1 << 20  # tokens; for models that state no limit
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LoadedModel:
     dtype: torch.dtype
     path: Path | None  # of the checkpoint; None for a module
     part: WeightShard = WHOLE_MODEL  # of the weights
-    stamps: tuple[FileStamp, ...] = ()  # of the files of the weights, from before they were read
+    stamps: tuple[FileStamp, ...] = ()  # of the files of weights, from before they were read
 
 
 def load(
@@ -62,11 +62,11 @@ def load(
     rank: int = 0,
     size: int = 1,
 ) -> LoadedModel:
-    """A model directory, a hub id, or a module, which is taken as it is.
+    """Load a model directory or a hub id; a module is used as it is.
 
-    Weights are mapped from their files, and their pages read: where ``dtype`` ("auto" = the checkpoint's) is that of
-    the file, nothing is copied, and processes of one host share the pages. Of several ranks, ``size``, each reads its
-    own part alone. The model is in evaluation mode and records no gradients. Raises ModelError.
+    Weights are mapped from their files, and their pages read. If ``dtype`` ("auto": the checkpoint's) is that of the
+    file, nothing is copied, and processes of one host share the pages. Each of ``size`` ranks reads its own part alone.
+    The model is in evaluation mode and records no gradients. Raises ModelError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
@@ -90,10 +90,10 @@ def load(
 
 
 def prepare_transformers() -> None:
-    """Have transformers make what it makes once in a process: how old names of weights, of all families, become new
-    ones. That is half of the CPU time of loading a small model, nothing but Python, and the same for all workers.
+    """Make transformers compute, once in a process, the map from old to new names of weights of all families. That
+    takes half of the CPU time of loading a small model, only runs Python, and is the same for all workers.
     """
-    with contextlib.suppress(ImportError, AttributeError):  # another version does it elsewhere, when it loads
+    with contextlib.suppress(ImportError, AttributeError):  # other versions compute it elsewhere, when they load
         from transformers import conversion_mapping
 
         conversion_mapping.get_checkpoint_conversion_mapping("")
@@ -102,9 +102,8 @@ def prepare_transformers() -> None:
 def from_config(
     source: str | os.PathLike[str] | Any, *, dtype: str = "auto", device: str = "meta", trust_remote_code: bool = False
 ) -> nn.Module:
-    """A causal LM of this architecture: a configuration, a directory with a config.json, or a hub id.
-
-    On the meta device it has no weights, takes no memory, and can be planned but not run. Raises ModelError.
+    """Return a causal LM of an architecture: a configuration, a directory with a config.json, or a hub id. On the meta
+    device it has no weights, takes no memory, and can be planned but not run. Raises ModelError.
     """
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -119,15 +118,14 @@ def from_config(
 
 
 def weights_dtype(directory: Path, config: Any, dtype: str) -> torch.dtype:
-    """The dtype of weights that are loaded from ``directory`` with --dtype ``dtype``."""
+    """Return the dtype of weights that are loaded from ``directory`` with --dtype ``dtype``."""
     chosen: torch.dtype = DTYPES.get(dtype) or getattr(config, "dtype", None) or stored_dtype(directory)
     return chosen
 
 
 def max_model_len(config: Any) -> int:
-    """Tokens of the longest text that a model of this configuration serves exactly.
-
-    That is its number of positions, or less where rotary frequencies, masks or scales change for longer texts.
+    """Return the tokens of the longest text that a model of this configuration serves exactly. That is its number of
+    positions, or less if rotary frequencies, masks or scales change for longer texts.
     """
     text = config.get_text_config(decoder=True)
     limits = [getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len", "attention_chunk_size")]
@@ -151,7 +149,7 @@ def _describe(model: nn.Module, path: Path | None) -> LoadedModel:
         model=model,
         config=config,
         generation_config=generation,
-        eos_token_ids=tuple(int(i) for i in ids if 0 <= i < vocab),  # no other can be drawn
+        eos_token_ids=tuple(int(i) for i in ids if 0 <= i < vocab),  # no other token can be drawn
         max_model_len=max_model_len(config),
         dtype=_dtype_of(model),
         path=path,
@@ -236,7 +234,7 @@ def _read_ahead(model: nn.Module, directory: Path, progress: OnProgress | None) 
 
 
 class _ProgressAdapter:
-    """Stands in for a tqdm bar and passes its count on."""
+    """Replaces a tqdm bar, and passes its count on."""
 
     def __init__(self, report: OnProgress, iterable: Any, total: int) -> None:
         self._report, self._iterable, self._total = report, iterable, total
@@ -250,7 +248,7 @@ class _ProgressAdapter:
 
 @contextlib.contextmanager
 def _quiet(progress: OnProgress | None = None) -> Iterator[None]:
-    """transformers without its own bars and notes; ``progress`` gets the count of loaded weights."""
+    """Silence transformers' own bars and notes; ``progress`` receives the count of loaded weights."""
     from transformers.utils import logging
 
     report = progress or (lambda stage, done, total: None)

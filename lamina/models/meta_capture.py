@@ -1,4 +1,4 @@
-"""A model without its weights, cut: the work of a step as it is served, for sums that need no device."""
+"""A cut model without its weights: the work of a step as it is served, for calculations that need no device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .unsupported_models import num_layers
 
 
 class CutPlan(NamedTuple):
-    """A model without weights, cut. ``shard``: of the rank that it is a part for, if there are several."""
+    """A model without weights, cut. ``shard``: of the rank whose part it is, if there are several."""
 
     model: nn.Module
     program: SlicedProgram
@@ -38,8 +38,9 @@ class CutPlan(NamedTuple):
 def plan_cuts(
     model: str, *, dtype: str = "auto", trust_remote_code: bool = False, hoist: bool = False, ranks: int = 1
 ) -> CutPlan:
-    """``model``: a directory, a hub id or a configuration file. With ``ranks``, the part of the first one. A few layers
-    are captured and the rest stamped if that is provably the same, else all are captured.
+    """Cut a model without weights. ``model``: a directory, a hub id or a configuration file. ``ranks``: with several,
+    the result is the part of the first one. If provably the same, a few layers are captured and the others derived from
+    them; else all are captured.
     """
     config = configuration(model, trust_remote_code=trust_remote_code)
     limit, keep = max_model_len(config), not trust_remote_code
@@ -58,7 +59,7 @@ def plan_cuts(
         return program, layer_stack(small, few)[1], _layer_entries(less, few)
 
     total, stamped = num_layers(module), None
-    with suppress(ConversionError):  # where layers are in no list, all of them are captured
+    with suppress(ConversionError):  # not in a list of layers: all of them are captured
         name, layers = layer_stack(module, total)
         stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
     whole = stamped or convert_model(module, max_model_len=limit, hoist=hoist, keep=keep)
@@ -66,7 +67,7 @@ def plan_cuts(
 
 
 def configuration(model: str, *, trust_remote_code: bool = False) -> Any:
-    """The configuration of a directory, a hub id or a configuration file."""
+    """Return the configuration of a directory, a hub id or a configuration file."""
     path = Path(model).expanduser()
     if not path.is_file():
         directory = find_checkpoint(model, trust_remote_code=trust_remote_code, weights=False)
@@ -77,7 +78,7 @@ def configuration(model: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def gemm_work(program: SlicedProgram) -> list[GemmWork]:
-    """Products with weights, of all slices."""
+    """Return the products with weights, of all slices."""
     return [
         GemmWork(weight_bytes=g.weight_bytes, itemsize=g.itemsize, flops_per_token=g.flops_per_token)
         for f in facts_of(program)
@@ -86,7 +87,9 @@ def gemm_work(program: SlicedProgram) -> list[GemmWork]:
 
 
 def attention_work(program: SlicedProgram, kv_cache_dtype: str = "auto") -> list[AttentionWork]:
-    """The attention work of all layers. Messages carry K and V in the model's dtype, whatever they are stored as."""
+    """Return the attention work of all layers. Messages carry K and V in the model's dtype, whatever they are stored
+    as.
+    """
     return [
         AttentionWork(
             kv_bytes=call.k.shape[0]
@@ -100,7 +103,7 @@ def attention_work(program: SlicedProgram, kv_cache_dtype: str = "auto") -> list
 
 
 def attention_calls(program: SlicedProgram) -> list[tuple[int, ...]]:
-    """Of each layer what model_facts.Attentions has, its count left out."""
+    """Return, for each layer, the fields of model_facts.Attentions except its count."""
     return [
         (
             call.q.shape[0],
@@ -117,7 +120,7 @@ def attention_calls(program: SlicedProgram) -> list[tuple[int, ...]]:
 
 
 def _layer_lists(config: Any, num_layers: int) -> dict[str, list[Any]]:
-    """The configuration's entries that have one value for each layer."""
+    """Return the configuration's entries that have one value for each layer."""
     text = config.get_text_config(decoder=True)
     return {k: v for k, v in vars(text).items() if isinstance(v, list) and len(v) == num_layers}
 
@@ -128,7 +131,7 @@ def _layer_entries(config: Any, num_layers: int) -> list[Hashable]:
 
 
 def _with_layers(config: Any, num_layers: int, few: int) -> Any:
-    """The configuration with its first ``few`` layers."""
+    """Return the configuration with its first ``few`` layers."""
     less = copy.deepcopy(config)
     text = less.get_text_config(decoder=True)
     text.num_hidden_layers = few

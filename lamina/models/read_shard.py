@@ -1,4 +1,4 @@
-"""Reads a rank's part of a checkpoint: of each weight only the bytes that it keeps."""
+"""Reads a rank's part of a checkpoint: of each weight only the bytes that the rank keeps."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from .errors import ModelError, UnsupportedModelError
 from .tensor_parallel_shard import ShardedDim, ShardPlan
 from .weight_pages import unmap_pages
 
-_SPREADS = {"MergeModulelist", "Concatenate"}  # what may become of weights as they are read: each is cut by itself
+# Conversions of weights during reading after which each weight can be cut by itself.
+_SPREADS = {"MergeModulelist", "Concatenate"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of a rank's weights: of those in the pages of their files, which all readers share, and of those copied."""
+    """The bytes of a rank's weights: mapped ones, in the pages of their files that all readers share, and copied
+    ones.
+    """
 
     mapped: int
     copied: int
 
 
 class WeightRead(NamedTuple):
-    """How a stored weight is read: it becomes ``target`` or a part of that; ``sharded_dim`` None = all of it."""
+    """The way to read a stored weight: it becomes ``target`` or a part of it. ``sharded_dim``: None for all of it."""
 
     target: str
     sharded_dim: ShardedDim | None
@@ -35,9 +38,7 @@ class WeightRead(NamedTuple):
 
 
 class LazySlice:
-    """A part of a weight in a file. Read when it is asked for, as ``[...]``: mapped where it lies in one piece, else
-    copied.
-    """
+    """A part of a weight in a file, read by ``[...]``: mapped if it is contiguous, else copied."""
 
     def __init__(self, stored: Any, cut: ShardedDim, part: WeightShard) -> None:
         """``stored``: safetensors' slice of the whole weight."""
@@ -63,11 +64,11 @@ def read_shard(model: nn.Module, directory: Path, shard: ShardPlan, dtype: torch
 
     mapping = get_model_conversion_mapping(model)
     weights: dict[str, Any] = {}
-    # As from_pretrained does, which has no way in for weights of other shapes than the configuration's.
+    # This repeats from_pretrained, which accepts no weights of other shapes than the configuration's.
     loading: Any = model
     with contextlib.ExitStack() as files:
         for file in weight_files(directory):
-            # Mapped tensors stay mapped; copied ones come through a mapping of their own, whose pages go at the end.
+            # Mapped tensors stay mapped. Copied ones use a second mapping, whose pages are unmapped at the end.
             mapped, passing = (files.enter_context(safe_open(file, framework="pt")) for _ in range(2))
             for name in mapped.keys():  # noqa: SIM118 - it is no mapping
                 weights[name] = mapped.get_slice(name), passing.get_slice(name)
@@ -79,7 +80,7 @@ def read_shard(model: nn.Module, directory: Path, shard: ShardPlan, dtype: torch
         info, _ = loading._load_pretrained_model(model, sliced, None, config)
         if wrong := sorted(info.mismatched_keys):
             name, got, expected = wrong[0]
-            raise ModelError(f"{directory}: {name} is {list(got)} in place of {list(expected)} on each rank")
+            raise ModelError(f"{directory}: {name} is {list(got)} instead of {list(expected)} on each rank")
         info = loading._finalize_model_loading(model, config, info)
     if missing := sorted(info.missing_keys):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -87,7 +88,7 @@ def read_shard(model: nn.Module, directory: Path, shard: ShardPlan, dtype: torch
 
 
 class _ShardReader:
-    """Takes from each stored weight what ``shard`` has of the weight that it becomes."""
+    """Reads of each stored weight what ``shard`` has of the weight that it becomes."""
 
     def __init__(self, model: nn.Module, shard: ShardPlan, mapping: list[Any]) -> None:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -98,13 +99,13 @@ class _ShardReader:
         self._names = model.state_dict()
 
     def __call__(self, name: str, mapped: Any, passing: Any) -> Any:
-        """What to read of a weight; the same in two mappings of its file."""
+        """Return the part of a weight to read. ``mapped``, ``passing``: the weight in two mappings of its file."""
         read = self.read(name, mapped.get_dtype(), len(mapped.get_shape()))
         source = passing if read.copied else mapped
         return source if read.sharded_dim is None else LazySlice(source, read.sharded_dim, self._shard.weight_shard)
 
     def read(self, name: str, dtype: str, ndim: int) -> WeightRead:
-        """``dtype``, by safetensors' name, and ``ndim`` are those of the stored weight ``name``."""
+        """Return the way to read the stored weight ``name``. ``dtype``: by safetensors' name."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self._model.base_model_prefix
@@ -117,23 +118,23 @@ class _ShardReader:
             converter = next(c for c in self._converters if pattern in c.source_patterns)
             if strange := {type(op).__name__ for op in converter.operations} - _SPREADS:
                 raise UnsupportedModelError(
-                    f"--tensor-parallel-size: {name} goes through {strange.pop()} as it is read and cannot be cut"
+                    f"--tensor-parallel-size: {name} is converted by {strange.pop()} when it is read, and cannot be cut"
                 )
             if len(converter.source_patterns) == cut.pieces:
-                cut = ShardedDim(cut.dim)  # the pieces are weights of their own
+                cut = ShardedDim(cut.dim)  # the pieces are separate weights
         return WeightRead(target, cut, copied or cut.pieces > 1 or cut.dim + ndim > 0)
 
 
 def weight_bytes(model: nn.Module, directory: Path, shard: ShardPlan | None = None) -> WeightBytes:
-    """What a model takes whose weights are read from ``directory``. It is on the meta device, and ``shard`` has shrunk
-    it, if there is one. Reads headers alone.
+    """Return the bytes of a model whose weights are read from ``directory``. Reads headers alone. The model is on the
+    meta device; ``shard`` has shrunk it, if given.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     cutter = _ShardReader(model, shard or ShardPlan(WHOLE_MODEL, {}, {}), get_model_conversion_mapping(model))
     reads = [cutter.read(w.name, w.dtype, len(w.shape)) for w in stored_weights(directory)]
     copied_names = {read.target for read in reads if read.copied}
-    names: dict[int, set[str]] = {}  # of weights that are tied, all
+    names: dict[int, set[str]] = {}  # all names of weights that are tied
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), set()).add(name)
     mapped, copied = 0, sum(b.nbytes for b in model.buffers())

@@ -1,7 +1,7 @@
 """Rotary embeddings whose frequencies depend on the length of the text.
 
-Such a module looks at the largest position of the batch, so the rows of a batch would not be independent, and stored
-K would have been rotated with other frequencies than new K. Both vanish where no text is long enough to switch.
+Such a module looks at the largest position of the batch. So the rows of a batch would not be independent, and stored K
+would have been rotated with other frequencies than new K. Neither happens if no text is long enough to switch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ _SWITCHING = ("longrope", "dynamic")
 
 
 def freeze_frequencies(model: nn.Module, max_model_len: int) -> None:
-    """Fix every rotary module of ``model`` to the frequencies of texts of up to ``max_model_len`` tokens.
-
-    Raises UnsupportedModelError where the frequencies of such texts depend on their length.
+    """Fix every rotary module of ``model`` to the frequencies of texts of up to ``max_model_len`` tokens. Raises
+    UnsupportedModelError if the frequencies of such texts depend on their length.
     """
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
@@ -42,8 +41,8 @@ def _hold(name: str, module: Any, prefix: str, parameters: dict[str, Any], max_m
     limit = int(parameters["original_max_position_embeddings"] if longrope else module.original_max_seq_len)
     if max_model_len > limit:
         raise UnsupportedModelError(
-            f"{name}: the frequencies of its {kind} rotary embedding change for texts of more than {limit} tokens, "
-            f"so the rows of a batch are not independent: set --max-model-len to {limit} or less"
+            f"{name}: its {kind} rotary embedding changes its frequencies for texts above {limit} tokens, "
+            f"so rows of a batch depend on each other: set --max-model-len to {limit} or less"
         )
     # A longer text that this model saw before may have left its frequencies in the buffer.
     module._buffers[f"{prefix}inv_freq"] = getattr(module, f"{prefix}original_inv_freq")

@@ -1,7 +1,7 @@
-"""Families whose attention modules do not go through transformers' attention interface: one small function each.
+"""Families whose attention modules bypass transformers' attention interface: one small function for each.
 
-A shim replaces one method of the attention module while the model is captured. It makes q, k, v just as the original
-does and hands them to ``attend`` (see route.Router.attend). Adding a family: one function and one line in SHIMS.
+A shim replaces one method of the attention module while the model is captured. It computes q, k, v like the original,
+and passes them to ``attend`` (see AttentionRouter.attend). To add a family, add a function and a line in SHIMS.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Attend = Callable[..., Tensor]  # route.Router.attend: [R, Hq, T, D] x 3 -> [R, T, Hq, Dv]
+Attend = Callable[..., Tensor]  # AttentionRouter.attend: [R, Hq, T, D] x 3 -> [R, T, Hq, Dv]
 
 
 class Shim(NamedTuple):
-    """``function(attend, module, *args, **kwargs)`` stands in for the module's method ``method``."""
+    """A replacement: ``function(attend, module, *args, **kwargs)`` for the module's method ``method``."""
 
     method: str
     function: Callable[..., Any]
@@ -68,7 +68,7 @@ def _falcon(
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     qkv = module.query_key_value(hidden)
-    if module.new_decoder_architecture:  # K, V as the KV heads they are, not broadcast to all query heads
+    if module.new_decoder_architecture:  # K and V with their own KV heads, not broadcast to all query heads
         group = module.num_heads // module.num_kv_heads
         qkv = qkv.unflatten(2, (module.num_kv_heads, group + 2, module.head_dim))
         query, key, value = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
@@ -86,9 +86,8 @@ def _falcon(
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """[num_heads] fp32, the geometric series of ALiBi (arXiv 2108.12409 section 3).
-
-    Where the number of heads is no power of two, the rest are every other slope of the series twice as long.
+    """Return [num_heads] fp32, the geometric series of ALiBi (arXiv 2108.12409 section 3). If the number of heads is no
+    power of two, the rest are every other slope of the series twice as long.
     """
     whole = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * i / whole) for i in range(1, whole + 1)]
@@ -97,9 +96,8 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def mpt_slopes(num_heads: int, bias_max: float = 8.0) -> Tensor:
-    """[num_heads] fp32. MPT takes the next power of two and, of that series, the odd entries first.
-
-    transformers builds them with the default ``alibi_bias_max`` of 8 whatever the configuration says.
+    """Return [num_heads] fp32. MPT takes the next power of two and, of that series, the odd entries first. transformers
+    builds them with the default ``alibi_bias_max`` of 8 whatever the configuration says.
     """
     whole = 2 ** math.ceil(math.log2(num_heads))
     slopes = [2.0 ** (-bias_max * i / whole) for i in range(1, whole + 1)]
@@ -120,5 +118,5 @@ SHIMS = {
 
 
 def shim_for(module: object) -> Shim | None:
-    """The shim for a module's class or one of its bases."""
+    """Return the shim for a module's class or one of its bases; None if there is none."""
     return next((SHIMS[c.__name__] for c in type(module).__mro__ if c.__name__ in SHIMS), None)

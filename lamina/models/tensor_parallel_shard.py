@@ -1,8 +1,8 @@
-"""A rank's part of a model: which pieces of which weights, and how what it computes becomes whole again.
+"""A rank's part of a model: its pieces of the weights, and the collectives that make results whole again.
 
 All of it follows from the model's own plan (transformers' ``base_model_tp_plan`` and ``_tp_plan``), which names a style
-for each module or weight. Weights that no plan names are whole on every rank. In two things a rank goes its own way:
-its part of the logits stays with it, and where a plan makes Q, K and V whole, it goes on with its own heads.
+for each module or weight. Weights that no plan names are whole on every rank. There are two exceptions to a plan. A
+rank keeps its part of the logits; if a plan makes Q, K and V whole, the rank continues with its own heads.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from lamina.ops.collective.op import ALL_GATHER_OP, ALL_REDUCE_OP
 from .attention_routing import DecodeStep, WeightShard, routed_attention
 from .errors import UnsupportedModelError
 
-MAX_REPLICATED_SHARE = 1.1  # of the weights that a rank may have
-_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # plans have an asterisk there
+MAX_REPLICATED_SHARE = 1.1  # of the weights, relative to an equal share
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # plans have an asterisk here
 
 Forward = Callable[..., Any]
 
 
 class ShardedDim(NamedTuple):
-    """Dimension ``dim`` (from the end) of a weight is dealt to the ranks; where ``pieces`` lie side by side in it, each
-    one of them.
+    """Dimension ``dim`` (from the end) of a weight, which is divided among the ranks. ``pieces``: how many adjacent
+    pieces it has, each of which is divided.
     """
 
     dim: int
     pieces: int = 1
 
     def spans(self, part: WeightShard, width: int) -> list[slice]:
-        """The parts of a dimension of ``width`` that belong to ``part``."""
+        """Return the parts of a dimension of ``width`` that belong to ``part``."""
         piece, each = width // self.pieces, width // self.pieces // part.size
         return [slice(i * piece + part.rank * each, i * piece + (part.rank + 1) * each) for i in range(self.pieces)]
 
     def local_shape(self, part: WeightShard, shape: torch.Size) -> list[int]:
-        """The shape of the part of a weight of ``shape`` that belongs to ``part``."""
+        """Return the shape of the part of a weight of ``shape`` that belongs to ``part``."""
         sizes = list(shape)
         sizes[self.dim] //= part.size
         return sizes
@@ -50,7 +50,7 @@ class ShardedDim(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How a model is cut for ``weight_shard``: weight name -> its cut, and module name -> its style."""
+    """The cut of a model for ``weight_shard``: weight name -> its cut, and module name -> its style."""
 
     weight_shard: WeightShard
     sharded_dims: dict[str, ShardedDim]
@@ -67,8 +67,9 @@ class ShardPlan:
                 module._parameters[key] = nn.Parameter(whole.new_empty(shape), requires_grad=False)
 
     def attach_collectives(self, model: nn.Module) -> None:
-        """Make the modules of a model with the weights of ``weight_shard`` meet those of the other ranks where they
-        must."""
+        """Insert the collectives by which modules with the weights of ``weight_shard`` combine results with other
+        ranks.
+        """
         for name, style in self.styles.items():
             module = model.get_submodule(name)
             if (forward := STYLES[style].forward) is not None:
@@ -76,9 +77,8 @@ class ShardPlan:
 
 
 def plan_shard(model: nn.Module, rank: int, size: int, max_model_len: int) -> ShardPlan:
-    """How a whole model, on the meta device, is cut for a rank.
-
-    Raises UnsupportedModelError, with what would work, where ``size`` ranks cannot share it.
+    """Return the cut of a whole model, on the meta device, for a rank. Raises UnsupportedModelError, with the sizes
+    that would work, if ``size`` ranks cannot share it.
     """
     styles = _styles(model)
     weights = dict(model.named_parameters(remove_duplicate=False))
@@ -94,14 +94,14 @@ def plan_shard(model: nn.Module, rank: int, size: int, max_model_len: int) -> Sh
 
 
 def _styles(model: nn.Module) -> dict[str, str]:
-    """Module or weight -> its style. Raises UnsupportedModelError."""
+    """Return module or weight -> its style. Raises UnsupportedModelError."""
     hf: Any = model
     kind, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
     names = [n for n, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False)) if n]
     planned = {n: plan[w] for n in names if (w := _LAYER_NUMBER.sub(".*", n)) in plan}
     if strange := next((n for n, style in planned.items() if style not in STYLES), None):
         raise UnsupportedModelError(
-            f"--tensor-parallel-size: {kind} is to have {strange} cut as {planned[strange]!r}, which is not known here"
+            f"--tensor-parallel-size: {kind} has the plan {planned[strange]!r} for {strange}, which is not supported"
         )
     if len(set(planned.values()) - {"colwise_gather_output", "embedding_rowwise"}) == 0:
         raise UnsupportedModelError(
@@ -118,9 +118,9 @@ def _cut_of(name: str, ndim: int, styles: dict[str, str]) -> ShardedDim | None:
 
 
 def _heads(model: nn.Module, max_model_len: int) -> list[tuple[int, int]]:
-    """Query and KV heads of every attention."""
+    """Return query and KV heads of every attention."""
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    # The other way of experts asks for bfloat16 where there is no data.
+    # The other way to compute experts requires bfloat16 without data.
     with routed_attention(model, max_model_len=max_model_len, experts="batched_mm") as router, torch.no_grad():
         router.local = True
         DecodeStep(model)(ids, ids)
@@ -189,7 +189,7 @@ def _reduced_linear(module: Any, part: WeightShard) -> Forward:
 
 def _reduced_lookup(module: Any, part: WeightShard) -> Forward:
     inner, count = module.forward, module.weight.shape[0]
-    module.padding_idx = None  # matters to gradients alone, and may lie outside of this part
+    module.padding_idx = None  # only matters to gradients, and may lie outside of this part
 
     def forward(ids: Tensor) -> Tensor:
         own = ids - part.rank * count
@@ -201,14 +201,15 @@ def _reduced_lookup(module: Any, part: WeightShard) -> Forward:
 
 
 class Style(NamedTuple):
-    """``shard_dim``: a weight's number of dimensions -> its cut. ``forward``: of a module -> what replaces its
-    forward."""
+    """A style of a plan. ``shard_dim``: a weight's number of dimensions -> its cut. ``forward``: replaces a module's
+    forward.
+    """
 
     shard_dim: Callable[[int], ShardedDim | None]
     forward: Callable[[Any, WeightShard], Forward] | None = None
 
 
-# The names are transformers'. Styles that differ in gradients alone are the same here.
+# The names are transformers'. Styles that only differ in gradients are equal here.
 STYLES = {
     "colwise": Style(_columns),
     "colwise_gather_output": Style(_columns, _gathered),

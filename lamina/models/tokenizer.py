@@ -1,4 +1,4 @@
-"""Tokenizers: text of tokens as they come, stop strings, chat templates."""
+"""Tokenizers: text from tokens as they arrive, stop strings, chat templates."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from lamina.utils.background_thread import LowPriorityCall
 from .checkpoint import find_checkpoint, one_line
 from .errors import ModelError
 
-_CONTEXT = 8  # tokens kept for the text of the next one, at most
-MAX_PENDING_BYTES = 3  # of a UTF-8 character whose last byte is missing, at most; a token has at least one byte
+_CONTEXT = 8  # most tokens kept as the context of the next one
+MAX_PENDING_BYTES = 3  # most bytes of an incomplete UTF-8 character; a token has at least one byte
 _REPLACEMENT = "\ufffd"
 
 
 def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
-    """The Hugging Face tokenizer of a model directory or hub id; a tokenizer is returned as it is.
-
-    None for a module, and where the model brings none. Raises ModelError.
+    """Return the Hugging Face tokenizer of a model directory or hub id; a tokenizer is returned as it is. None for a
+    module, and if the model has none. Raises ModelError.
     """
-    # transformers replaces its own module as it is imported. An import statement that waits for another thread's import
-    # goes on with the replaced module, which lacks names; import_module takes the new one.
+    # transformers replaces its own module during its import. An import statement that waits for another thread's import
+    # continues with the replaced module, which lacks names; import_module returns the new one.
     import_module("transformers")
     from transformers import PreTrainedTokenizerBase
 
     if source is None or isinstance(source, PreTrainedTokenizerBase):
         return source
     if not isinstance(source, str | os.PathLike):
-        from torch import nn  # not above: processes that only make tokens start without torch
+        from torch import nn  # not above: processes that only tokenize start without torch
 
         if isinstance(source, nn.Module):
             return None
@@ -51,24 +50,26 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
         )
-    except Exception as error:  # of any class: it reads config.json too, which the architecture checks by its own code
+    except Exception as error:  # of any class: it reads config.json too, which architectures check by their own code
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
 
 
 def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Of ``text``; ``options`` are the tokenizer's own. Raises ValueError where that has what no UTF-8 says."""
+    """Return the token ids of ``text``. ``options``: the tokenizer's own. Raises ValueError if the text is not valid
+    UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {text[:80]!r} is not UTF-8 at character {error.start}") from None
-    # Not verbose: the engine tells whether it is too long, as it knows the limit with which the model is served.
+    # Not verbose: the engine reports texts that are too long, as it knows the limit with which the model is served.
     return list(tokenizer(text, verbose=False, **options)["input_ids"])
 
 
 def load_in_background(source: Any, *, trust_remote_code: bool, here: bool, limit_s: float) -> LowPriorityCall[Any]:
-    """``load_tokenizer`` while workers start, for whose end callers wait no longer than ``limit_s``. ``here``: they are
-    threads of this process, which begin once it is done, as transformers is not to be imported by two threads at once.
-    Raises TimeoutError where they are.
+    """Start ``load_tokenizer`` while workers start. Callers wait no longer than ``limit_s`` seconds for its end.
+    ``here``: workers are threads of this process, so it waits until loading is done: two threads must not import
+    transformers at once. Then raises TimeoutError after ``limit_s``.
     """
     work = partial(load_tokenizer, source, trust_remote_code=trust_remote_code)
     loading = LowPriorityCall(work, "loading the tokenizer (--start-timeout-s)")
@@ -78,8 +79,8 @@ def load_in_background(source: Any, *, trust_remote_code: bool, here: bool, limi
 
 
 def _needs_no_class(directory: Path) -> bool:
-    """Whether tokenizer.json says it all. AutoTokenizer would come to the same end, but for a class's sake it imports
-    torch and the model's configuration: 4 s of a core.
+    """Return whether tokenizer.json suffices. AutoTokenizer would return the same, but imports torch and the model's
+    configuration for a class: 4 s of a core.
     """
     path = directory / "tokenizer_config.json"
     if not path.exists() or not (directory / "tokenizer.json").exists():
@@ -89,11 +90,11 @@ def _needs_no_class(directory: Path) -> bool:
 
 
 class Detokenizer:
-    """The text of one completion, piece by piece.
+    """Returns the text of one completion, piece by piece.
 
-    ``push`` returns text that later tokens cannot change: tokens are decoded together with the ones before them, as
-    tokenizers space and merge by context, and an incomplete character at the end is held back. The pieces and
-    ``finish`` together are the decoded text of prompt and completion, without the decoded text of the prompt.
+    ``push`` returns text that later tokens cannot change. Tokens are decoded together with the ones before them, as
+    tokenizers space and merge by context. An incomplete character at the end is held back. The pieces and ``finish``
+    together are the decoded text of prompt and completion, without the decoded text of the prompt.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
@@ -101,46 +102,47 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         open_tail = self._open_tail(list(prompt[-_CONTEXT:]))
-        self._context = self._last_characters(list(prompt[: len(prompt) - open_tail]))  # the last tokens that are out
+        # The last tokens whose text was returned.
+        self._context = self._last_characters(list(prompt[: len(prompt) - open_tail]))
         self._pending = list(prompt[len(prompt) - open_tail :])
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The new text that is certain; empty while a character is incomplete."""
+        """Add tokens, and return the new text that is certain; empty while a character is incomplete."""
         self._pending.extend(token_ids)
         for count in range(len(self._pending), 0, -1):
             text = self._text(count)
-            # A character that looks broken may lack its last bytes, which are still to come.
+            # A character that looks broken may lack its last bytes, which may still come.
             if not text.endswith(_REPLACEMENT) or len(self._pending) - count >= MAX_PENDING_BYTES:
                 return self._take(count, text)
         return ""
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD for a character that was never completed."""
+        """Return the text that was held back, with U+FFFD for a character that was never completed."""
         return self._take(len(self._pending), self._text(len(self._pending)))
 
     def _text(self, count: int) -> str:
-        """What the first ``count`` pending tokens add to the text of the context."""
+        """Return the text that the first ``count`` pending tokens add to the text of the context."""
         pending = self._pending[:count]
         before, both = self._decode(self._context), self._decode(self._context + pending)
         if both.startswith(before):
             return both[len(before) :]
-        return self._decode(pending)  # some decoders turn all of a run of bytes into U+FFFD while its end is open
+        return self._decode(pending)  # some decoders turn a whole run of bytes into U+FFFD while its end is open
 
     def _take(self, count: int, text: str) -> str:
         taken, self._pending = self._pending[:count], self._pending[count:]
-        # A context must begin where a character does; tokens without text (special ones) are no context by themselves.
+        # A context must begin at a character; tokens without text (special ones) are no context by themselves.
         self._context = taken if text else (self._context + taken)[-_CONTEXT:]
         return text
 
     def _open_tail(self, prompt: list[int]) -> int:
-        """How many tokens at the end of a prompt begin a character that the completion has to finish."""
+        """Return how many tokens at the end of a prompt begin a character that the completion must finish."""
         for size in range(min(MAX_PENDING_BYTES, len(prompt)) + 1):
             if not self._decode(prompt[: len(prompt) - size]).endswith(_REPLACEMENT):
                 return size
         return 0
 
     def _last_characters(self, prompt: list[int]) -> list[int]:
-        """The end of the prompt, from where a character begins."""
+        """Return the end of the prompt, from the beginning of a character on."""
         for count in range(_CONTEXT, _CONTEXT + MAX_PENDING_BYTES):
             if not self._decode(prompt[-count:]).startswith(_REPLACEMENT):
                 return prompt[-count:]
@@ -153,14 +155,16 @@ class Detokenizer:
 
 
 class TokenSpeller:
-    """The texts of single tokens, remembered."""
+    """The texts of single tokens, cached."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._alone: dict[int, str] = {}
 
     def __call__(self, token: int, before: Sequence[int]) -> str:
-        """``before``: the tokens that it follows. Empty for a part of a character that is not its end."""
+        """Return the text of a token. ``before``: the tokens before it. Empty for a part of a character that is not its
+        end.
+        """
         if token not in self._alone:
             self._alone[token] = self._decode([token])
         if not self._alone[token].endswith(_REPLACEMENT):
@@ -177,15 +181,14 @@ class TokenSpeller:
 
 
 def bad_words_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
-    """The tokens of each word at the beginning of a text and, where they differ in their first alone, behind a space.
-
-    Raises ValueError for a word that has none.
+    """Return the tokens of each word at the beginning of a text and, if only their first token differs, after a space.
+    Raises ValueError for a word that has no tokens.
     """
     spellings: list[list[int]] = []
     for word in words:
         plain, spaced = (token_ids(tokenizer, space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
         if not plain:
-            raise ValueError(f"bad_words has {word!r}, which the tokenizer makes no token of: leave it out")
+            raise ValueError(f"bad_words has {word!r}, which has no tokens: leave it out")
         spellings.append(plain)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             spellings.append(spaced)
@@ -193,7 +196,9 @@ def bad_words_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
 
 def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:
-    """The first stop string in ``text`` from ``start`` on: where it begins, and which; the longest of several there."""
+    """Return the first stop string in ``text`` from ``start`` on: its position and itself; the longest of several
+    there.
+    """
     hits = [(at, -len(s), s) for s in stops if s and (at := text.find(s, start)) >= 0]
     if not hits:
         return None
@@ -202,7 +207,7 @@ def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str
 
 
 def num_held_back(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of ``text`` that could be the beginning of a stop string, so must not be shown yet."""
+    """Return how many characters at the end of ``text`` may begin a stop string, so must not be shown yet."""
     longest = max((len(s) for s in stops), default=0) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(s.startswith(text[-size:]) for s in stops if len(s) > size):
@@ -211,10 +216,9 @@ def num_held_back(text: str, stops: Sequence[str]) -> int:
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-    """Token ids of a conversation, up to where the assistant speaks next. ``messages``: {"role", "content"} each.
-    ``options``: of the tokenizer's method of that name, such as add_generation_prompt=False.
-
-    Raises ModelError where the model has no chat template, ValueError where the template refuses the messages.
+    """Return the token ids of a conversation, up to the assistant's next message. ``messages``: {"role", "content"}
+    each. ``options``: of the tokenizer's method of that name, such as add_generation_prompt=False. Raises ModelError if
+    the model has no chat template, ValueError if the template refuses the messages.
     """
     import jinja2
 

@@ -1,4 +1,4 @@
-"""Refuses models whose tokens see each other in any way but through the attention that memory workers compute."""
+"""Refuses models whose tokens affect each other by other means than the attention that memory workers compute."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .errors import UnsupportedModelError
 _PROBE_TOKENS = 8
 _PROBE_SEED = 20240501
 _ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_COUPLED = 1e-2  # differences of logits, relative to their spread, from which on a model is refused
+_COUPLED = 1e-2  # differences of logits, relative to their spread, above which a model is refused
 _COUNTED = 1e-5
 
 
 def check_config(model: nn.Module) -> None:
-    """Raises UnsupportedModelError for what the model's class and configuration already rule out."""
+    """Raise UnsupportedModelError for models that their class or configuration already rules out."""
     name = type(model).__name__
     config = getattr(model, "config", None)
     if config is None:
@@ -37,10 +37,10 @@ def check_config(model: nn.Module) -> None:
 
 
 def num_layers(model: nn.Module) -> int:
-    """Decoder layers, one attention each, as the configuration says. Raises UnsupportedModelError."""
+    """Return the number of decoder layers, one attention each, by the configuration. Raises UnsupportedModelError."""
     config: Any = model.config
     text = config.get_text_config(decoder=True)
-    # The decoder of what was an encoder-decoder counts its own layers apart.
+    # A decoder taken from an encoder-decoder counts its own layers separately.
     layers = getattr(text, "decoder_layers", None) or getattr(text, "num_hidden_layers", None)
     if not isinstance(layers, int):
         raise UnsupportedModelError(f"the configuration of {type(model).__name__} has no num_hidden_layers")
@@ -50,9 +50,9 @@ def num_layers(model: nn.Module) -> int:
 def check_layers(model: nn.Module, router: AttentionRouter, max_model_len: int) -> list[RoutedLayer]:
     """Run the routed model on a few tokens and return its attention layers.
 
-    Raises UnsupportedModelError if a layer has no attention, or if a token's result depends on anything but the token
-    and its position even though attention was confined to each token itself: convolutions, recurrences, positions
-    counted inside. Models without weights (meta device) are only counted.
+    During the run, the attention of each token is limited to itself. Raises UnsupportedModelError if a layer has no
+    attention, or if a token's result depends on more than the token and its position. Such cases are convolutions,
+    recurrences, and positions counted inside. Models without weights (meta device) are only counted.
     """
     router.local = True
     try:
@@ -60,7 +60,7 @@ def check_layers(model: nn.Module, router: AttentionRouter, max_model_len: int) 
             coupling, counting, numbering = _dependence(DecodeStep(model), max_model_len)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # whatever a model's own code raises when it is run without a cache
+    except Exception as error:  # any error of a model's own code when it runs without a cache
         where = f"{type(model).__name__}{_other_layers(model)}"
         raise UnsupportedModelError(f"{where} cannot run a step without a cache: {one_line(error)}") from error
     finally:
@@ -79,18 +79,18 @@ def check_layers(model: nn.Module, router: AttentionRouter, max_model_len: int) 
         )
     if numbering > _COUNTED:
         raise UnsupportedModelError(
-            f"{type(model).__name__} numbers the tokens of a text otherwise than 0, 1, 2, ... (relative difference "
+            f"{type(model).__name__} does not number the tokens of a text 0, 1, 2, ... (relative difference "
             f"{numbering:.1e}): the positions that memory workers count by would not be its own"
         )
     return layers
 
 
 def _dependence(step: DecodeStep, max_model_len: int) -> tuple[float, float, float]:
-    """How much logits change, relative to their spread, in three ways that should make no difference. Meta: 0.
+    """Return how much logits change, relative to their spread, in three ways that should make no difference. Meta: 0.
 
-    First: a text runs as one row instead of token by token; the median over tokens, as a tie in an expert's routing may
-    upset one of them. Second: a step is told that it is far along in its text; the largest over tokens. Third: the
-    model numbers the tokens of the text itself; the largest over tokens.
+    First: a text runs as one row instead of token by token. This is the median over tokens, as a tie in an expert's
+    routing may change one of them. Second: a step is moved far along in its text; the largest change over tokens.
+    Third: the model numbers the tokens of the text itself; the largest change over tokens.
     """
     config: Any = step.model.config
     device = next(step.parameters()).device
@@ -109,7 +109,9 @@ def _dependence(step: DecodeStep, max_model_len: int) -> tuple[float, float, flo
 
 
 def _other_layers(model: nn.Module) -> str:
-    """Names the first layer that its configuration does not call an attention layer, if there is one."""
+    """Return text that names the first layer that the configuration does not call an attention layer, if there is
+    one.
+    """
     config: Any = model.config
     types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
     unknown = next(((i, t) for i, t in enumerate(types) if t not in _ATTENTION_TYPES), None)
@@ -151,7 +153,7 @@ def _check_count(model: nn.Module, layers: list[RoutedLayer]) -> None:
 
 
 def _decoder_layers(model: nn.Module, count: int) -> list[tuple[str, nn.Module]]:
-    """The decoder layers by name: the first list of ``count`` modules."""
+    """Return the decoder layers by name: the first list of ``count`` modules."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return [(f"{name}.{i}", m) for i, m in enumerate(module)]

@@ -1,4 +1,4 @@
-"""Weights that are mapped from files: their pages, read before the first step needs them."""
+"""Pages of weights that are mapped from files, read before the first step needs them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _MB = 1_000_000
 
 def prefault_weights(tensors: Iterable[Tensor], report: Callable[[int, int], None]) -> None:
     """Map all pages of ``tensors`` on the CPU; those of files come from the page cache, or by several reads at once.
-
-    ``report``: (done, total) in MB. Raises OSError where a file cannot be read: later that would end the process. A
-    kernel that cannot do it leaves pages to be read when they are needed.
+    ``report``: (done, total) in MB. Raises OSError if a file cannot be read, which would end the process later. If the
+    kernel does not support this, pages are read when they are needed.
     """
     pieces = list(_pieces(tensors))
     total, done = sum(length for _, length in pieces), 0
@@ -35,7 +34,7 @@ def prefault_weights(tensors: Iterable[Tensor], report: Callable[[int, int], Non
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-    """Address and length of whole pages, each tensor's once."""
+    """Yield address and length of runs of whole pages, each tensor's once."""
     page = mmap.PAGESIZE
     extents = {(x.data_ptr(), x.nbytes) for x in tensors if x.nbytes and x.device.type == "cpu"}
     for start, nbytes in sorted(extents):
@@ -53,8 +52,8 @@ def _read(piece: tuple[int, int]) -> int:
 
 
 def unmap_pages(x: Tensor) -> None:
-    """Unmap the whole pages between the first and the last element of ``x``, which lies in a file that is mapped and
-    has not been written to: if they are needed again, they are read again.
+    """Unmap the whole pages between the first and the last element of ``x``, which lies in a mapped file that was not
+    written to. They are read again if they are needed.
     """
     page, start = mmap.PAGESIZE, x.data_ptr()
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
@@ -64,7 +63,7 @@ def unmap_pages(x: Tensor) -> None:
 
 
 def _advise(address: int, length: int, advice: int) -> int:
-    """madvise(2); the error, 0 = none."""
+    """Call madvise(2) and return the error, 0 for none."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     return ctypes.get_errno() if madvise(address, length, advice) else 0

@@ -50,7 +50,7 @@ class Words:
 
 def test_bad_words_are_tokens_with_and_without_a_space_before_them() -> None:
     assert bad_words_ids(Words(), ["a", " ab", "abc", "x"]) == [[2], [3], [4, 5], [6, 5], [7, 8], [2, 2]]
-    with pytest.raises(ValueError, match="bad_words has 'zz', which the tokenizer makes no token of: leave it out"):
+    with pytest.raises(ValueError, match="bad_words has 'zz', which has no tokens: leave it out"):
         bad_words_ids(Words(), ["a", "zz"])
 
 

@@ -329,7 +329,7 @@ def test_blocks_that_are_free_are_zeros_and_pages_are_saved_before(llama_path: P
 def test_a_size_without_room_for_a_sequence_is_refused_in_one_line(llama_path: Path, tmp_path: Path) -> None:
     """512 tokens of 3 layers, 4 KV heads, 2 x 8 numbers of 4 bytes; two workers that have half of its pages each."""
     whole = 512 * 3 * 4 * 2 * 8 * 4
-    why = rf"no room for one sequence of 512 tokens, which takes {{}} on each of .*: give {whole} at least, or lower"
+    why = rf"no space for one sequence of 512 tokens, which takes {{}} on each of .*: give {whole} at least, or lower"
     with pytest.raises(ValueError, match=f"^--kv-offloading-size: {whole - 1} bytes have {why.format(whole)}.*$"):
         LLM(str(llama_path), kv_offloading_size=str(whole - 1), memory_workers=1, **TINY)
     halves = {"kv_store_dir": str(tmp_path / "kv"), "memory_workers": 2, "partition": "token"}
