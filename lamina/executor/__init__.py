@@ -1,1 +1,1 @@
-"""Who starts the workers of an engine, meets them and watches them."""
+"""The executor: it starts the workers of an engine, connects them and watches them."""

@@ -1,4 +1,4 @@
-"""How the driver comes by the control links to its workers, and waits for news of them. A simulation has its own."""
+"""Control links to workers, as the driver opens them and waits for messages. A simulation replaces them."""
 
 from __future__ import annotations
 
@@ -40,46 +40,47 @@ class Link(Protocol):
     """The driver's end of the control link to one worker; see ControlLink."""
 
     def limit_sends(self, seconds: float) -> None:
-        """Let a send wait so many seconds at most while the worker takes nothing of it."""
+        """Limit, in seconds, how long a send waits while the worker receives nothing."""
         ...
 
     def send(self, message: Any) -> None:
-        """Raises LinkClosedError, LinkStalledError."""
+        """Send one message. Raises LinkClosedError, LinkStalledError."""
         ...
 
     def recv(self, timeout_s: float | None = None) -> Any:
-        """The next message. Raises TimeoutError, LinkClosedError."""
+        """Return the next message. Raises TimeoutError, LinkClosedError."""
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the link. Idempotent."""
         ...
 
 
 class Links(Protocol):
-    """Opens links, and waits for them."""
+    """Opens links, and waits for messages on them."""
 
     def open(self, handle: WorkerHandle) -> Link:
-        """The link to a worker that was started."""
+        """Return the link to a started worker."""
         ...
 
     def wait(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """The links that have sent something, or have ended; none once the time has passed. Without links: just wait.
+        """Return the links on which messages, or the end, have arrived; none once the time has passed. Without links:
+        just wait.
 
-        Raises ValueError where one was closed here.
+        Raises ValueError if a link was closed here.
         """
         ...
 
 
 class ControlLinks:
-    """Links over the sockets of handles."""
+    """Links over the sockets of worker handles."""
 
     def open(self, handle: WorkerHandle) -> ControlLink:
-        """The control link of a worker that was started."""
+        """Return the control link of a started worker."""
         return ControlLink(handle.sock, FROM_WORKERS)
 
     def wait(self, links: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The links that have sent something, or have ended; none once the time has passed."""
+        """Return the links on which messages, or the end, have arrived; none once the time has passed."""
         poller = select.poll()
         for link in links:
             poller.register(link, select.POLLIN)

@@ -1,4 +1,4 @@
-"""The counters of all workers, asked for and collected without waiting for anybody."""
+"""The collection of all workers' counters, without waiting for any worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAIT_COUNTERS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow whi
 
 
 class CounterCollector:
-    """One round of questions at a time. One thread uses it."""
+    """Requests all counters, one round at a time. One thread uses it."""
 
     def __init__(self, registry: WorkerRegistry, clock: Clock = time.monotonic) -> None:
         self._registry, self._clock = registry, clock
@@ -22,21 +22,21 @@ class CounterCollector:
 
     @property
     def pending_workers(self) -> list[RegisteredWorker]:
-        """The workers that have yet to answer."""
+        """The workers that have yet to reply."""
         return [] if self._asked_at is None else [m for m in self._registry if m.label not in self._answers]
 
     def request(self) -> None:
-        """Ask every worker, unless some have yet to answer. Raises WorkersLostError."""
+        """Request the counters of every worker, unless some have yet to reply. Raises WorkersLostError."""
         if self._asked_at is None:
             self._asked_at, self._answers = self._clock(), {}
             for member in self._registry:
                 self._registry.send(member, StatsRequest())
 
     def collect(self, limit_s: float, words: str) -> dict[str, dict[str, float]] | None:
-        """The counters, once all workers have answered; None before that, and where nobody has asked.
+        """Return the counters, once all workers have replied; None before that, and if they were not requested.
 
-        Raises WorkersLostError where a worker is lost, or has not answered for ``limit_s``; ``words``: the purpose, for
-        the error. A stopped worker raises nothing: the supervisor replaces it, or it answers once it goes on.
+        Raises WorkersLostError if a worker is lost, or has not replied for ``limit_s``. ``words``: the purpose, for the
+        error. A stopped worker raises nothing: the supervisor replaces it, or it replies once it continues.
         """
         self._answers |= {m.label: s.values for m, s in self._registry.take_arrived(Stats)}
         if self._asked_at is None:
@@ -50,7 +50,7 @@ class CounterCollector:
 
 
 def has_progress(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]]) -> bool:
-    """Whether some worker has done something between two readings of all counters. To wait is not to do something."""
+    """Return whether some worker has done something between two readings of all counters. Waiting does not count."""
     return any(
         before.get(worker, {}).get(name) != value
         for worker, values in now.items()

@@ -16,7 +16,7 @@ from .launchers import HostLostError
 from .worker_registry import RegisteredWorker, WorkerRegistry, WorkersLostError
 
 log = logging.getLogger(__name__)
-END_S = 2.0  # for all of them to end with their links
+END_S = 2.0  # for all these workers to end with their links
 
 
 class DegradedReplicas:
@@ -29,12 +29,13 @@ class DegradedReplicas:
         start: Callable[[str, int], RegisteredWorker],
         clock: Clock,
     ) -> None:
-        """``start``: a worker of a role for the place with that number, which loads."""
+        """``start``: starts a worker of a role for the place with that number, and has it load."""
         self._members, self._start, self._clock = registry, start, clock
         self._limit_s = config.deadlines.start_timeout_s
-        topology, on_cpu = config.topology, config.devices.compute_device == "cpu"  # graphs name who is met
+        topology, on_cpu = config.topology, config.devices.compute_device == "cpu"  # graphs of GPUs name their peers
         self._possible = topology.tensor_parallel_size == 1 and not topology.measures_pipeline and on_cpu
-        self._loading: dict[int, tuple[RegisteredWorker, float]] = {}  # by place: who loads, and until when
+        # By place: the worker that loads, and its deadline.
+        self._loading: dict[int, tuple[RegisteredWorker, float]] = {}
         self._loaded: dict[RegisteredWorker, Loaded] = {}
         self._dropped: set[RegisteredWorker] = set()  # absent members whose links have ended
 
@@ -42,8 +43,8 @@ class DegradedReplicas:
         return (member for member, _ in self._loading.values())
 
     def drop_replica(self, lost: RegisteredWorker) -> bool:
-        """Go on without one that is lost, where another replica lives: it is no member any more, and another one is
-        started in its place, if there is room. Whether that is so. Raises OSError, ValueError.
+        """Continue without a lost replica, if another one lives, and start a worker in its place, if there is space.
+        Returns whether the lost one was dropped from the members. Raises OSError, ValueError.
         """
         others = [m for m in self._members.compute if m not in self._members.lost_workers]
         if lost.handle.role != "compute" or not self._possible or not others:
@@ -55,7 +56,7 @@ class DegradedReplicas:
         return True
 
     def is_any_loaded(self) -> bool:
-        """Whether some have loaded, and may come in. Raises WorkersLostError where one has ended, or takes too long."""
+        """Return whether some have loaded, and may join. Raises WorkersLostError if one has ended, or is too slow."""
         for member, deadline in self._loading.values():
             try:
                 while member not in self._loaded and (message := self._members.receive_from(member)) is not None:
@@ -64,7 +65,7 @@ class DegradedReplicas:
                     elif isinstance(message, Failed):
                         raise self._lost(member, message.text)
             except (LinkClosedError, TimeoutError) as error:
-                self._dropped.add(member)  # its fate may be known later
+                self._dropped.add(member)  # its exit status may be known later
                 late = "stands still in the midst of a message" if isinstance(error, TimeoutError) else ""
                 fate = late or member.handle.exit_reason() or "closed its control link"
                 raise self._lost(member, fate, ended=True) from None
@@ -73,8 +74,8 @@ class DegradedReplicas:
         return bool(self._loaded)
 
     def rejoin(self) -> dict[RegisteredWorker, Loaded]:
-        """Give workers that have loaded their places; returns their answers. Starts other ones for those that have
-        ended. Raises OSError, ValueError.
+        """Give loaded workers their places, and return their replies. Starts new workers for those that have ended.
+        Raises OSError, ValueError.
         """
         loaded, self._loaded = self._loaded, {}
         gone, self._dropped = self._dropped, set()
@@ -89,7 +90,7 @@ class DegradedReplicas:
         return loaded
 
     def close(self) -> None:
-        """End them. Idempotent."""
+        """End the workers that are starting. Idempotent."""
         there, self._loading = list(self), {}
         for member in there:
             member.link.close()
@@ -108,7 +109,7 @@ class DegradedReplicas:
             self._loading[place] = member, self._clock() + self._limit_s
 
     def _lost(self, worker: RegisteredWorker, how: str, *, ended: bool = False) -> WorkersLostError:
-        """One that has not ended has failed for a reason, which another one would have, too."""
+        """Return the error of a failed worker. One that has not ended counts as lost: its failure would repeat."""
         loss = WorkersLostError(f"{worker.name}: {how}", [worker], ended=ended)
         if not ended:
             self._members.mark_lost(worker, loss)

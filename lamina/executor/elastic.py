@@ -1,10 +1,11 @@
-"""Memory workers come or go while all others run on: one change of the epoch, in which KV moves and nothing is loaded.
+"""Changes of the set of memory workers while all others continue: one change of the epoch, in which KV moves and no
+model loads.
 
-Before any worker rests, the new workers are started, have imported all modules and taken their memory, and the staying
-ones have taken memory for one layer more, since KV passes to its new layout layer by layer. Then all workers come to
-rest, the engine lays its sequences out over the next members, these take their parts of the KV from the workers that
-have it, and all meet anew. A leaving worker ends once its KV is confirmed elsewhere. Where a worker dies meanwhile, its
-KV, and perhaps KV of others, is computed again: the change stands.
+First the new workers are started, import all modules and take their memory. Staying workers take memory for one more
+layer, since KV passes to its new layout layer by layer. Then all workers quiesce, and the engine lays its sequences out
+over the next members. These fetch their parts of the KV from the workers that have it, and all connect anew. A leaving
+worker ends once its KV is confirmed elsewhere. If a worker dies meanwhile, its KV, and perhaps KV of others, is
+computed again: the change stands.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from .worker_group import WorkerGroup
 from .worker_registry import JOIN_S, RegisteredWorker, WorkerRegistry, WorkersLostError
 
 log = logging.getLogger(__name__)
-LISTEN_S = 0.05  # to workers that move KV, before a look at workers that leave
+LISTEN_S = 0.05  # wait for workers that move KV, between looks at leaving workers
 
 
 class ResizePlan(NamedTuple):
-    """What there is to be. ``binds``: rank -> of its memory workers."""
+    """A planned change. ``binds``: rank -> the BindRequests of its memory workers."""
 
     topology: TopologyOptions
     binds: list[list[BindRequest]]
@@ -54,7 +55,7 @@ class ResizePlan(NamedTuple):
 
 
 class ResizeResult(NamedTuple):
-    """What became of a change. ``error``: there was none, and why; ``pause_s``: in which no step was done."""
+    """The result of a change. ``error``: why there was none; ``pause_s``: seconds in which no step was done."""
 
     error: str = ""
     pause_s: float = 0.0
@@ -63,7 +64,7 @@ class ResizeResult(NamedTuple):
 
 
 class MemoryResizer:
-    """At most one change at a time. One thread uses it."""
+    """Changes the set of memory workers, at most one change at a time. One thread uses it."""
 
     def __init__(
         self,
@@ -73,41 +74,39 @@ class MemoryResizer:
         clock: Clock = time.monotonic,
         free: Callable[[], int] = free_bytes,
     ) -> None:
-        """``free``: bytes that this host could give to processes."""
+        """``free``: returns the bytes that this host could give to processes."""
         self._config, self._registry, self._workers = config, registry, worker_group
         self._clock, self._free = clock, free
         self._extra_bytes = config.topology.extra_kv_bytes(config.devices.kv_bytes())
         self.moved_bytes = Counter[str]()  # bytes of KV, by the reason of changes
-        self._reason = ""  # of the change that was begun last
-        self._change: ResizePlan | None = None  # asked for, and not under way yet
-        self._number = 0  # of the last one
-        self._leaving_members: list[int] = []  # memory workers, by that change
+        self._reason = ""  # of the latest change
+        self._change: ResizePlan | None = None  # requested, and not yet committed
+        self._number = 0  # of the latest change
+        self._leaving_members: list[int] = []  # numbers of memory workers, of that change
         self._exits: Evacuation | None = None  # of that change
-        self._to_connect = False  # before them: memory workers are to be able to copy
-        self.new_shards: dict[int, int] = {}  # lanes of the last change, before and behind it; see EpochChanged
-        self._leaving: list[RegisteredWorker] = []  # the same of the change that is under way
+        self._to_connect = False  # before the evacuation all connect anew, so that workers can copy
+        self.new_shards: dict[int, int] = {}  # KV shard before -> after the last change; see EpochChanged
+        self._leaving: list[RegisteredWorker] = []  # leaving workers of the committed change
         self._coming: dict[RegisteredWorker, str] = {}  # workers that were started -> their URL; empty: unknown yet
-        self._preparing: dict[
-            RegisteredWorker, PrepareStore
-        ] = {}  # workers without their memory yet, and the order for it
+        # Workers whose memory is not ready yet, and the message that requests it.
+        self._preparing: dict[RegisteredWorker, PrepareStore] = {}
         self._deadline = self._paused_at = 0.0
-        self._moves: list[
-            tuple[RegisteredWorker, Reshard]
-        ] = []  # of the change that is under way, without what is kept
+        # Messages of the committed change, without the surviving KV.
+        self._moves: list[tuple[RegisteredWorker, Reshard]] = []
         self._moved_bytes = 0
         self._outcome: ResizeResult | None = None
-        self._on_result = True  # whether somebody wants it
-        self._dismissed: dict[RegisteredWorker, float] = {}  # who was dismissed, and when it is to have ended
+        self._on_result = True  # whether the caller wants the result
+        self._dismissed: dict[RegisteredWorker, float] = {}  # dismissed workers, and when they must have ended
         self._stall_detector = StallDetector[RegisteredWorker](clock)
 
     def plan(self, count: int, replaced: Sequence[int] = (), weights: Sequence[float] = ()) -> ResizePlan:
-        """A change to ``count`` memory workers. For the same count, ``replaced``: workers that others replace;
-        ``weights``: new parts of the work. Raises ValueError where that cannot be, ResizeNeedsRestartError.
+        """Plan a change to ``count`` memory workers. For the same count, ``replaced``: workers that new ones replace;
+        ``weights``: new weights. Raises ValueError if it is impossible, ResizeNeedsRestartError.
         """
         topology, binds = self._workers.topology, self._workers.memory_binds
         if topology.may_borrow:
             raise ValueError(
-                f"{topology.loan_flag}: memory workers come and go by what is lent, and nobody scales them beside that"
+                f"{topology.loan_flag}: loans add and remove memory workers, so they cannot be scaled by other means"
             )
         check_resizable(self._config, same=bool(weights))
         size = topology.tensor_parallel_size
@@ -121,15 +120,16 @@ class MemoryResizer:
         more = sum(bind.kv_bytes for rank in by_rank for bind in rank) - sum(map(sum, had))
         # Staying workers hold a layer twice while it moves.
         more += sum(b.kv_bytes // len(b.layers) for rank in by_rank for b in rank[: len(had[0])])
-        more += sum(by_rank[w % len(by_rank)][w // len(by_rank)].kv_bytes for w in replaced)  # it has its own till then
+        # The old worker keeps its memory till then.
+        more += sum(by_rank[w % len(by_rank)][w // len(by_rank)].kv_bytes for w in replaced)
         if not self._config.launch.may_span_hosts and more > (free := self._free()):
             raise ValueError(not_enough_memory_message(more, free))
         ranks = [combined_capacity(check_capacity(rank), lambda w, r=r: w * size + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
         return ResizePlan(wanted, by_rank, capacity_of_all_ranks(ranks))
 
     def plan_borrowed(self, coming: Sequence[int], leaving: Collection[int]) -> ResizePlan:
-        """A change to the present memory workers without ``leaving``, and with one on loan for each number of bytes in
-        ``coming``. Raises ValueError, ResizeNeedsRestartError.
+        """Plan a change to the present memory workers without ``leaving``, and with one on loan for each number of
+        bytes in ``coming``. Raises ValueError, ResizeNeedsRestartError.
         """
         check_resizable(self._config)
         cohort, (bind,) = self._workers, self._workers.memory_binds
@@ -149,12 +149,12 @@ class MemoryResizer:
         reason: str = "scale",
         leaves_by_itself: Evacuation | None = None,
     ) -> None:
-        """Start the workers that come, without a wait.
+        """Start the new workers, without waiting for them.
 
-        ``leaving``: memory workers that leave; empty: the last ones; where the number stays, others replace them.
-        ``coming``: workers that were started already. ``on_result``: whether ``take_outcome`` gives the outcome.
-        ``leaves_by_itself``: moves of sequences before the change.
-        Raises ValueError, ResizeNeedsRestartError, OSError.
+        ``leaving``: numbers of leaving memory workers; empty: the last ones. If the count stays, new workers replace
+        them. ``coming``: workers that were started already. ``on_result``: whether ``take_outcome`` returns the result.
+        ``leaves_by_itself``: an evacuation that precedes the change. Raises ValueError, ResizeNeedsRestartError,
+        OSError.
         """
         there, count = self._registry.memory, change.topology.memory_workers
         gone, size = list(leaving) or list(range(count, len(there))), change.topology.tensor_parallel_size
@@ -164,7 +164,7 @@ class MemoryResizer:
             raise ValueError(f"memory workers {gone} are to go, of {len(there)}, and {count} are to stay")
         fresh = gone if count == len(there) else range(len(order_after_removal(there, gone, size)), count)
         most = len(there) + len(fresh) if count == len(there) else max(count, len(there))
-        if not self._workers.plan_resize(most):  # who is to go may die, and be replaced, before
+        if not self._workers.plan_resize(most):  # a leaving worker may die, and be replaced, before
             raise ResizeNeedsRestartError("its launcher starts no more workers while others run")
         self._change, self._number, self._leaving_members, self._on_result, self._reason = (
             change,
@@ -179,7 +179,7 @@ class MemoryResizer:
             for index in list(fresh)[len(coming) :]:
                 self._coming[self._workers.start_extra("memory", index)] = ""
         except (OSError, ValueError) as error:
-            self._fail(str(error), notify=False)  # or an answer to the next one that asks
+            self._fail(str(error), notify=False)  # else the next caller would get this result
             raise
         after = reorder_workers(there, gone, list(self._coming), size)
         places = [self._workers.storage.config_for(i, count, self._workers.identity) for i in range(count)]
@@ -192,21 +192,21 @@ class MemoryResizer:
 
     @property
     def weights(self) -> list[float]:
-        """Each memory worker's part of the work, in any unit."""
+        """Each memory worker's weight, in any unit."""
         return self._workers.topology.normalized_weights
 
     @property
     def in_progress(self) -> bool:
-        """Whether a change was asked for that is not over."""
+        """Return whether a change was requested and is not over."""
         return bool(self._change or self._moves or self._paused_at)
 
     @property
     def is_preparing(self) -> bool:
-        """Whether a change is to come for which not all are there yet."""
+        """Return whether a requested change still waits for workers."""
         return self._change is not None and not self.is_ready()
 
     def is_ready(self) -> bool:
-        """Whether all who are to come are there, and may take part; who cannot ends the change."""
+        """Return whether all coming workers are ready. The change fails if one cannot take part."""
         if self._change is None:
             return False
         for member in list(self._preparing):
@@ -227,7 +227,9 @@ class MemoryResizer:
         return False
 
     def commit(self, paused_at: float) -> Capacity | None:
-        """All workers are at rest: the change that is due holds from now on. None: no change is due."""
+        """Apply the change that is due, since all workers have quiesced. Returns the new capacity; None:
+        none is due.
+        """
         self.new_shards = {}
         if self._change is None or self._to_connect or not self.is_ready():
             return None
@@ -260,15 +262,14 @@ class MemoryResizer:
         return change.capacity
 
     def move_kv(self, keep: Sequence[SurvivingKv]) -> bool:
-        """Have KV moved to where it is to be, where a change is under way. Whether it is there; else all who lack it
-        have none. Raises WorkersLostError.
+        """Have KV moved to its new places, if a change is in progress. Returns whether it is there; if not, the workers
+        that lack it have none. Raises WorkersLostError.
         """
         moves, self._moves = self._moves, []
         leaving, self._leaving = (self._leaving, []) if moves else ([], self._leaving)
         try:
-            self._send_reshard(
-                moves, leaving, list(keep)
-            )  # of nothing, too: the memory that was made ready becomes the store
+            # Also without KV: the prepared memory becomes the store.
+            self._send_reshard(moves, leaving, list(keep))
             answers = self._answers([m for m, _ in moves if m not in leaving], leaving)
         finally:
             self._dismiss(leaving)
@@ -283,7 +284,7 @@ class MemoryResizer:
         leaving: Sequence[RegisteredWorker],
         keep: list[SurvivingKv],
     ) -> None:
-        """Tell all, also where one is lost: nobody may go on with KV that lies as before. Raises WorkersLostError."""
+        """Send Reshard to all, even if one is lost: the old layout must not be used. Raises WorkersLostError."""
         lost: WorkersLostError | None = None
         for member, order in moves:
             send = self._send if member in leaving else self._registry.send
@@ -295,8 +296,11 @@ class MemoryResizer:
             raise lost
 
     def _answers(self, owing: Sequence[RegisteredWorker], leaving: Sequence[RegisteredWorker]) -> list[ReshardDone]:
-        """Of all, or of those so far and an error where one that goes gives no more, or one hangs: behind the first
-        answer it takes a step's time, and as long again. Who it is shows as all come to rest. Raises WorkersLostError.
+        """Return the replies of ``owing``, or those so far and an error if a leaving worker sends no more KV or a
+        worker hangs.
+
+        After the first reply the others get as long again, or the time limit of a step. The hung worker is found when
+        all quiesce. Raises WorkersLostError.
         """
         limits, answers, begun = self._config.deadlines, dict[RegisteredWorker, ReshardDone](), self._clock()
         deadline = begun + limits.start_timeout_s
@@ -315,7 +319,7 @@ class MemoryResizer:
         return list(answers.values())
 
     def _exit_reason(self, leaving: RegisteredWorker) -> str | None:
-        """Why one that goes gives no more KV; None: it does, or has given all."""
+        """Return why a leaving worker sends no more KV; None: it does, or has sent all."""
         with suppress(LinkClosedError, TimeoutError):  # its process has ended, or will have
             answer = self._registry.receive_from(leaving)
             if isinstance(answer, ReshardDone) and answer.error:
@@ -323,7 +327,7 @@ class MemoryResizer:
         return leaving.handle.exit_reason()
 
     def finish(self) -> None:
-        """All have met anew."""
+        """Complete the change after all have connected anew, or begin its evacuation."""
         if self._to_connect and self._exits is not None:
             self._to_connect = False
             self._exits.begin()
@@ -334,20 +338,20 @@ class MemoryResizer:
             self._outcome, self._paused_at = changed if self._on_result else None, 0.0
 
     def take_outcome(self) -> ResizeResult | None:
-        """Of the last change, once it is over, and once only."""
+        """Return the result of the last change, once it is over, and only once."""
         self.reap()
         outcome, self._outcome = self._outcome, None
         return outcome
 
     def reap(self) -> None:
-        """Wait for the processes of those that have gone; who takes long ends by force."""
+        """Reap the processes of dismissed workers; those that take too long are killed."""
         now = self._clock()
         for member in [m for m, due in self._dismissed.items() if now > due or m.handle.exit_reason() is not None]:
             member.handle.join(0.0)
             del self._dismissed[member]
 
     def close(self) -> None:
-        """End all who are not members. Idempotent."""
+        """End all workers that are no members. Idempotent."""
         self._dismiss([*self._coming, *self._leaving])
         for member, due in self._dismissed.items():
             member.handle.join(max(0.0, due - self._clock()))
@@ -356,9 +360,11 @@ class MemoryResizer:
     def _orders(
         self, before: list[RegisteredWorker], after: list[RegisteredWorker], partition: Any, binds: list[BindRequest]
     ) -> list[tuple[RegisteredWorker, Reshard]]:
-        """Of one rank: who is told what, but for the KV that is kept."""
+        """Return the messages to one rank's workers, without the surviving KV."""
         peers = before + [m for m in after if m not in before]
-        peers.sort(key=lambda m: not self._workers.address_of(m).key)  # the later one connects: guests need no key
+        peers.sort(
+            key=lambda m: not self._workers.address_of(m).key
+        )  # the later one connects, so guests need no other key
         addresses = [self._workers.address_of(m) for m in peers]
         return [
             (
@@ -380,7 +386,9 @@ class MemoryResizer:
         ]
 
     def _answer_of(self, worker: RegisteredWorker) -> str:
-        """What one that prepares has said; why it cannot, or nothing. Raises LinkClosedError."""
+        """Read the messages of a preparing worker. Returns why it cannot take part, or nothing. Raises
+        LinkClosedError.
+        """
         if worker not in self._coming:
             prepared = [x for x in worker.inbox if isinstance(x, StorePrepared)]
             for message in prepared:
@@ -396,13 +404,13 @@ class MemoryResizer:
         elif isinstance(message, StorePrepared):
             del self._preparing[worker]
             return message.error
-        elif isinstance(message, TerminationNotice):  # heeded once it has a place
+        elif isinstance(message, TerminationNotice):  # handled once it has a place
             worker.inbox.append(message)
         return message.text if isinstance(message, Failed) else ""
 
     @staticmethod
     def _send(worker: RegisteredWorker, message: Any) -> None:
-        with suppress(LinkClosedError):  # its end is told to the listener of its link
+        with suppress(LinkClosedError):  # the reader of its link notices its end
             worker.link.send(message)
 
     def _fail(self, why: str, *, notify: bool = True) -> None:
@@ -418,7 +426,7 @@ class MemoryResizer:
         self._outcome = ResizeResult(why, reason=self._reason) if notify and self._on_result else None
 
     def _dismiss(self, workers: Iterable[RegisteredWorker]) -> None:
-        """Have them end; nobody waits until their memory is the host's again."""
+        """Have workers end, without waiting until the host has their memory back."""
         for member in workers:
             self._send(member, Stop())
             member.link.close()

@@ -1,4 +1,6 @@
-"""What a lost memory worker had comes back from the others, where one more keeps the parity of all (--kv-parity)."""
+"""The recovery of a lost memory worker's KV from the others, with one more worker that keeps their parity
+(--kv-parity).
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,22 @@ TokensBySequence = dict[int, int]  # sequence -> tokens
 
 
 class KvParity:
-    """Of one engine; without --kv-parity it does nothing. The parity worker is the last one."""
+    """The parity of one engine; without --kv-parity it does nothing. The parity worker is the last one."""
 
     def __init__(self, config: EngineConfig, registry: WorkerRegistry, worker_group: WorkerGroup, clock: Clock) -> None:
         self._wanted, self._limit = bool(config.topology.kv_parity), config.deadlines.start_timeout_s
-        self._silent_s = config.deadlines.step_timeout_s  # of a peer that others give up
+        self._silent_s = config.deadlines.step_timeout_s  # after which workers give up a silent peer
         self._registry, self._workers, self._clock = registry, worker_group, clock
-        self._lost: int | None = None  # whose KV is to come back
+        self._lost: int | None = None  # number of the worker whose KV is to be rebuilt
 
     @property
     def needs_rebuild(self) -> bool:
-        """Whether KV of one is to come back."""
+        """Return whether a worker's KV is to be rebuilt."""
         return self._lost is not None
 
     def surviving_after_rebuild(self, kept: list[TokensBySequence]) -> list[TokensBySequence]:
-        """For each memory worker that attends, its KV once a single lost worker's KV is back; behind the loss of
-        several, theirs is gone. ``kept``: what all have, the parity worker last.
+        """Return, for each memory worker that attends, the KV that it will have once a single lost worker's KV is
+        rebuilt. If several are lost, theirs is gone. ``kept``: the KV of all, the parity worker last.
         """
         if not self._wanted:
             return kept
@@ -50,8 +52,8 @@ class KvParity:
         return [_least([report, parity]) for report in others]
 
     def rebuild(self, keep: Sequence[SurvivingKv]) -> bool:
-        """Have all other memory workers send their share of the KV of ``surviving`` to the worker in the lost one's
-        place. Returns whether that KV is there; else it is to be computed again. Raises WorkersLostError.
+        """Have all other memory workers send their share of the KV of ``keep`` to the worker in the lost one's place.
+        Returns whether that KV is there; if not, it is to be computed again. Raises WorkersLostError.
         """
         place, self._lost = self._lost, None
         if place is None or not keep:
@@ -75,8 +77,9 @@ class KvParity:
         answers, limit_s = list[ReshardDone](), self._limit
         for _ in memory:
             answers.append(self._registry.wait_for(memory, ReshardDone, limit_s, purpose))
-            limit_s = min(self._limit, max(self._clock() - begun, self._silent_s))  # as long again; else one hangs
-            if error := answers[-1].error:  # whoever is left may hang, and says nothing
+            # As long again; after that one hangs.
+            limit_s = min(self._limit, max(self._clock() - begun, self._silent_s))
+            if error := answers[-1].error:  # the others may hang, and never reply
                 log.warning("KV could not be rebuilt, and is computed again: %s", error)
                 return False
         nbytes, seconds = sum(answer.nbytes for answer in answers), self._clock() - begun
@@ -84,7 +87,7 @@ class KvParity:
         return True
 
     def _bind_of(self, place: int) -> BindRequest:
-        """Of the store that the one in that place had."""
+        """Return the BindRequest of the store that the lost worker at ``place`` had."""
         (first,), (kv_bytes,), backend = self._workers.memory_binds, self._workers.kv_bytes, self._workers.backend
         if place == len(kv_bytes):
             return parity_bind(first, backend, kv_bytes[0])
@@ -93,5 +96,5 @@ class KvParity:
 
 
 def _least(reports: Sequence[Mapping[int, int]]) -> TokensBySequence:
-    """Of each sequence what all have."""
+    """Return, by sequence, the tokens that all reports have."""
     return {sequence: min(report.get(sequence, 0) for report in reports) for sequence in reports[0]}

@@ -1,4 +1,4 @@
-"""Where memory workers keep pages beside their pools, as the driver tells them; and transfers that are under way."""
+"""The driver's settings for offload: the storage of each memory worker, the secret and the era of page keys."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ log = logging.getLogger(__name__)
 
 
 class KvStorage:
-    """The tier of one engine. ``server``: its name, which no other engine has. Raises ValueError for a directory that
-    cannot be used.
-    """
+    """The storage of one engine. ``server``: its unique name. Raises ValueError for an unusable directory."""
 
     def __init__(self, config: EngineConfig, server: str) -> None:
         self._options, self._server, self._chunk = config.offload, server, config.batching.prefill_chunk
         self._ranks = config.topology.tensor_parallel_size
         self._secret, self._era = _keys_of(config.offload)
-        self.is_per_host = bool(config.offload.kv_store_dir and config.launch.may_span_hosts)  # each has a directory
+        # Each host has a directory.
+        self.is_per_host = bool(config.offload.kv_store_dir and config.launch.may_span_hosts)
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is one."""
+        """Return whether offload is on."""
         return bool(self._options.backend)
 
     def config_for(self, index: int, workers: int, identity: bytes) -> OffloadConfig | None:
-        """Of memory worker ``index`` of so many; None where nothing is kept."""
+        """Return the storage of memory worker ``index`` of ``workers``; None without offload."""
         if not self.is_enabled:
             return None
         return OffloadConfig(
@@ -62,9 +61,7 @@ class KvStorage:
         )
 
     def begin_era(self) -> bytes:
-        """Have no engine find the present pages any more, this one or a later one. Returns the era, which is a part of
-        later keys.
-        """
+        """Make all present pages unreachable for this engine and later ones. Returns the era, a part of later keys."""
         self._era = secrets.token_bytes(ERA_BYTES)
         if self._options.kv_store_dir:
             try:
@@ -75,7 +72,7 @@ class KvStorage:
         return self._era
 
     def complete_facts(self, ready: ComputeReady, identity: bytes, replies: Sequence[StoredPages]) -> ComputeReady:
-        """With what memory workers have ``replies``, in their order."""
+        """Return ``ready`` with the facts of offload. ``replies``: of the memory workers, in their order."""
         if not self.is_enabled:
             return ready
         tier = OffloadFacts(
@@ -87,14 +84,14 @@ class KvStorage:
 
 
 def _left(replies: Sequence[StoredPages]) -> list[list[bytes]]:
-    """What each has told of, but for what another one has given up since."""
+    """Return each worker's listed pages, without those that another worker has evicted since."""
     gone = {key for each in replies for key in each.evicted}
     return [[key for key in each.keys if key not in gone] for each in replies]
 
 
 def _keys_of(options: OffloadOptions) -> tuple[bytes, bytes]:
-    """Secret and era of the store, so that a later start finds its pages; nobody finds those of the host's memory
-    again.
+    """Return the secret and the era of the store. A later start reads the same ones from a directory; without a
+    directory they are new, so pages in host memory are never found again.
     """
     if not options.kv_store_dir:
         return secrets.token_bytes(SECRET_BYTES), b""
@@ -103,7 +100,7 @@ def _keys_of(options: OffloadOptions) -> tuple[bytes, bytes]:
 
 
 def check_store(options: OffloadOptions) -> None:
-    """Raises ValueError where a start would refuse the directory of the store, or its secret; makes neither."""
+    """Raise ValueError if a start would refuse the store's directory or its secret. Creates neither."""
     if not options.kv_store_dir:
         return
     path = Path(options.kv_store_dir).expanduser().absolute()
@@ -122,7 +119,7 @@ def check_store(options: OffloadOptions) -> None:
 
 
 def num_reports(new: RunRound) -> int:
-    """Of each memory worker, on what a round begins: transfers, scores, and copies of stripes."""
+    """Return the number of reports that each memory worker sends for a round: transfers, scores, copied stripes."""
     return sum(
         isinstance(op, SaveKv | LoadKv | ScoreBlocks | CopyStripes) for step in new.steps for op in step.plan.ops
     )

@@ -1,10 +1,10 @@
-"""Memory workers' parts of the work, by what they have measured: at the start, and as they run. Policy: no I/O.
+"""The weights of memory workers, measured at the start and rebalanced while they run. Policy: no I/O.
 
-At the start each reads memory as fast as it can. Later its attention tells: the bytes of K and V that it has read, by
-the seconds that this took. A stretch of some seconds says little, so parts become others only where several in a row
-say that one worker is ``IMBALANCE_THRESHOLD`` times as fast for its part as another one: noise of 10 % makes no two of
-them so, and hides none that is throttled to a half. Who is as fast for its part as most are keeps it. Turns that read
-little measure calls and not memory: they say nothing, and all parts stay.
+At the start each worker reads memory as fast as it can. Later its attention is the measure: bytes of K and V read,
+divided by the seconds. One interval proves little, so weights change only after several intervals in a row. In each of
+them one worker must be ``IMBALANCE_THRESHOLD`` times as fast for its weight as another one. Noise of 10 % never reaches
+that, and a worker throttled to a half always does. A worker that is as fast for its weight as most keeps its weight.
+Intervals in which little is read measure calls and not memory, so they change nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from typing import NamedTuple
 from lamina.protocol.executor import Clock
 
 log = logging.getLogger(__name__)
-MIN_WEIGHT = 0.1  # of the fastest one's part
+MIN_WEIGHT = 0.1  # relative to the fastest worker
 INTERVAL_S = 5.0
-NUM_INTERVALS = 5  # in a row that say the same; at its ends one of them may be half so
-COOLDOWN_S = 60.0  # behind a change, or one that could not be: streams pause for each
+NUM_INTERVALS = 5  # in a row that must agree; the first or last may cover the change
+COOLDOWN_S = 60.0  # after a change or a failed one, since each pauses streams
 IMBALANCE_THRESHOLD = 1.55
-BALANCED_THRESHOLD = 1.25  # within which two are the same, but for noise
-BYTES_PER_LAYER_CALL = 1 << 20  # of K and V, which a core reads in about 0.1 ms: a call takes some hundredths of that
-MIN_BUSY_SHARE = 0.05  # of a stretch that the slowest one attends, below which nobody would notice
+BALANCED_THRESHOLD = 1.25  # two workers within this factor count as equal, except for noise
+# K and V that a core reads in about 0.1 ms; a call itself takes a few hundredths of that.
+BYTES_PER_LAYER_CALL = 1 << 20
+MIN_BUSY_SHARE = 0.05  # of an interval in attention, for the slowest worker; below that a change has no effect
 
 
 def weights_across_ranks(rates: Sequence[float], ranks: int) -> list[float]:
-    """Of memory workers that read so many bytes a second, dealt to the ranks in turn: the same for every rank."""
+    """Return the weights of memory workers from their rates in bytes a second, the same for every rank. Workers belong
+    to the ranks in turn.
+    """
     slowest = slowest_of(rates, ranks)
     weights = weights_of(slowest)
     texts = [f"{w:g} ({r / 1e9:.1f} GB/s)" for w, r in zip(weights, slowest, strict=True)]
@@ -38,23 +41,22 @@ def weights_across_ranks(rates: Sequence[float], ranks: int) -> list[float]:
 
 
 def slowest_of(rates: Sequence[float], ranks: int) -> list[float]:
-    """By memory worker, the rate of the slowest of those that have the same tokens, one of each rank."""
+    """Return, by memory worker, the rate of the slowest worker with the same tokens; there is one of each rank."""
     return [min(rates[w - w % ranks :][:ranks]) for w in range(len(rates))]
 
 
 def weights_of(rates: Sequence[float]) -> list[float]:
-    """Parts of the work for memory workers that read so many bytes a second: of the fastest one's, in tenths, small
-    ones in hundredths.
+    """Return weights from rates in bytes a second, relative to the fastest worker, in tenths, small ones in hundredths.
 
-    Workers that differ by less than that are alike: rates that are measured never agree exactly, and equal parts are
-    the better ones where heads are shared.
+    Workers that differ by less count as equal: measured rates never agree exactly, and equal weights are better where
+    heads are shared.
     """
     parts = [rate / max(rates) for rate in rates]
     return [max(MIN_WEIGHT, round(part, 1 if part > 0.35 else 2)) for part in parts]
 
 
 class ReadCounters(NamedTuple):
-    """What attention of one memory worker has done by now, or in a stretch."""
+    """The work that attention of one memory worker has done since its start, or in an interval."""
 
     nbytes: float
     seconds: float
@@ -62,24 +64,24 @@ class ReadCounters(NamedTuple):
 
 
 class LoadBalancer:
-    """Whether parts should be others. One thread uses it, about once a second."""
+    """Decides whether weights should change. One thread calls it, about once a second."""
 
     def __init__(self, ranks: int, clock: Clock) -> None:
         self._ranks, self._clock = ranks, clock
-        self._begun: list[ReadCounters] = []  # the readings at the beginning of the stretch
+        self._begun: list[ReadCounters] = []  # the readings at the beginning of the interval
         self._begun_at = self._rests_until = clock()
-        self._stretches = deque[list[float]](maxlen=NUM_INTERVALS)  # rates, by worker; of the fastest one's
+        self._stretches = deque[list[float]](maxlen=NUM_INTERVALS)  # by worker, rates relative to the fastest
 
     def rebalance(self, weights: Sequence[float], counters: Sequence[Mapping[str, float]]) -> list[float] | None:
-        """The parts that memory workers should have in place of ``weights``; None: these. ``counters``: of each, since
-        its start. Whoever is told others counts as having taken them, or having been unable to.
+        """Return new weights that should replace ``weights``; None: no change. ``counters``: of each worker, since its
+        start. After new weights are returned, none follow for COOLDOWN_S, whether or not they were applied.
         """
         now = self._clock()
         read = [ReadCounters(c.get("stored_bytes", 0.0), c.get("attend_s", 0.0), c.get("turns", 0.0)) for c in counters]
         if len(read) != len(self._begun) or any(
             r.layer_calls < b.layer_calls for r, b in zip(read, self._begun, strict=True)
         ):
-            self._begin(read, now)  # some are new
+            self._begin(read, now)  # some workers are new
         if now - self._begun_at < INTERVAL_S:
             return None
         pairs = zip(read, self._begun, strict=True)
@@ -107,7 +109,7 @@ class LoadBalancer:
 
 
 def _tells(stretch: Sequence[ReadCounters], took_s: float) -> bool:
-    """Whether its rates say something, of all workers."""
+    """Return whether the rates of an interval are meaningful, for all workers."""
     if not all(r.layer_calls and r.seconds for r in stretch):
         return False
     return (
@@ -117,7 +119,7 @@ def _tells(stretch: Sequence[ReadCounters], took_s: float) -> bool:
 
 
 def imbalance(rates: Sequence[float], weights: Sequence[float]) -> float:
-    """How many times as fast, for its part, the fastest is as the slowest. A part of LEAST is as small as can be."""
+    """Return how many times as fast, for its weight, the fastest worker is as the slowest. MIN_WEIGHT bounds rates."""
     each = _for_parts(rates, weights)
     return max(each) / min(each)
 
@@ -128,8 +130,8 @@ def _for_parts(rates: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 
 def rebalanced_weights(rates: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Parts by rate in place of ``weights``, for those that are faster or slower for theirs than most are; all that are
-    alike have the same then.
+    """Return weights by rate for workers that are faster or slower for their weight than most; equal workers get equal
+    weights. The others keep theirs.
     """
     each = _for_parts(rates, weights)
     most = median_high(each)

@@ -1,4 +1,4 @@
-"""Who sits where among memory workers once some have gone and others have come, and whether their memory suffices."""
+"""The order of memory workers after some have left and others have come, and the check that their memory suffices."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lamina.protocol.step_plan import BindReply, BindRequest
 
 from .worker_registry import RegisteredWorker
 
-MAX_MIGRATION_WORKERS = 16  # memory workers of which each may have a channel to each other one
+MAX_MIGRATION_WORKERS = 16  # most memory workers of a rank that all connect to each other
 
 
 class ResizeNeedsRestartError(ValueError):
-    """Workers can come or go so only where all of them are started anew, and why."""
+    """A change of workers is possible only if all of them are started anew; the text says why."""
 
 
 def check_resizable(config: EngineConfig, *, same: bool = False) -> None:
-    """Raises ResizeNeedsRestartError where memory workers can come or go only with a new start of all; with ``same``,
-    where the present ones cannot get other parts of the work.
+    """Raise ResizeNeedsRestartError if memory workers can come or go only with a new start of all. With ``same``: if
+    the present ones cannot get other weights.
     """
     if made_at_start(config.launch.scheme):
         raise ResizeNeedsRestartError(f"--transport {config.launch.transport} makes all channels at the start")
@@ -48,8 +48,8 @@ def check_resizable(config: EngineConfig, *, same: bool = False) -> None:
 def reorder_workers(
     there: Sequence[RegisteredWorker], gone: Collection[int], coming: Sequence[RegisteredWorker], size: int
 ) -> list[RegisteredWorker]:
-    """The memory workers behind a change, in order. As many ``coming`` workers as go take the places of ``gone``; else
-    they follow those that stay (``order_after_removal``).
+    """Return the memory workers after a change, in order. If as many come as leave, ``coming`` workers take the places
+    of ``gone``; else they follow those that stay (``order_after_removal``).
     """
     if len(coming) == len(gone):
         new = iter(coming)
@@ -58,8 +58,8 @@ def reorder_workers(
 
 
 def order_after_removal(there: Sequence[RegisteredWorker], gone: Collection[int], size: int) -> list[RegisteredWorker]:
-    """The memory workers ``there`` without those numbered ``gone``, in an order by which each of ``size`` ranks keeps
-    its own. Raises ValueError where ranks would keep unequal numbers.
+    """Return the memory workers ``there`` without those numbered ``gone``, in an order by which each of ``size`` ranks
+    keeps its own. Raises ValueError if ranks would keep unequal numbers.
     """
     ranks = [[m for i, m in enumerate(there) if i % size == rank and i not in gone] for rank in range(size)]
     if len({len(rank) for rank in ranks}) > 1:
@@ -71,14 +71,15 @@ def order_after_removal(there: Sequence[RegisteredWorker], gone: Collection[int]
 
 
 def visible_addresses(own: Address, addresses: Sequence[Address]) -> list[Address]:
-    """``addresses``, as the one at ``own`` may know them: who has a key of its own hears of no other's."""
+    """Return ``addresses`` as the worker at ``own`` may know them: with a key of its own, it gets no other keys."""
     return [structs.replace(each, key=b"") for each in addresses] if own.key else list(addresses)
 
 
 def migration_peers(workers: Sequence[Address], own: Address) -> list[MigrationPeer]:
-    """The memory workers of a rank, by number, as the worker at ``own`` is told of them, for stripes that move between
-    them. It connects to workers with a key of their own, and to those before it; the others come to it. More than
-    MAX_MIGRATION_WORKERS workers do not meet: no copy between them succeeds.
+    """Return the memory workers of a rank, by number, as described to the worker at ``own`` for migrations.
+
+    It connects to workers with keys of their own, and to those before it; the others connect to it. With more than
+    MAX_MIGRATION_WORKERS workers none connect, and no migration succeeds.
     """
     order = {each: (not each.key, number) for number, each in enumerate(workers)}
     peers, is_small = list[MigrationPeer](), len(workers) <= MAX_MIGRATION_WORKERS
@@ -92,8 +93,10 @@ def migration_peers(workers: Sequence[Address], own: Address) -> list[MigrationP
 def binds_of(
     wanted: TopologyOptions, rank: int, first: BindRequest, backend: str, asked: int = 0, had: int = 0
 ) -> list[BindRequest]:
-    """Of the memory workers that a rank is to have, by that of its ``first`` one and the ``backend`` of the others.
-    ``asked``: bytes of each by --kv-cache-memory-bytes; without it they share the bytes that there were.
+    """Return the BindRequests of a rank's future memory workers, given its ``first`` one's and the ``backend`` of the
+    others.
+
+    ``asked``: bytes of each by --kv-cache-memory-bytes; 0: they share the ``had`` bytes of the present ones.
     """
     weights = wanted.of_rank(wanted.normalized_weights, rank)
     partition = partition_of(wanted.partition, first.layers, weights, first.max_model_len)
@@ -111,10 +114,10 @@ def binds_of(
 
 
 def check_capacity(binds: Sequence[BindRequest], more: int = 0) -> list[BindReply]:
-    """What memory workers of a rank will say. Raises ValueError where they cannot hold a sequence together, with
-    ``more`` bytes that they may borrow.
+    """Return what a rank's memory workers will report. Raises ValueError if they cannot hold one sequence together,
+    with ``more`` bytes that they may borrow.
     """
-    # They need torch, which whoever only starts workers does without.
+    # These need torch, which a process that only starts workers does not load.
     from lamina.workers.compute.kv_capacity import check_longest_sequence
     from lamina.workers.memory.kv_store import store_shape
 

@@ -1,4 +1,4 @@
-"""All workers that have the model must have the same one: the driver goes by what the first of them says."""
+"""The check that all workers have the same model, and their merged facts: the driver uses those of the first worker."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from lamina.protocol.step_plan import BindReply, ProtocolError
 
 log = logging.getLogger(__name__)
 
-# What is the same for every rank, replica and prefill worker; memory workers compare the layers that each one sends.
+# Facts that are equal for every rank, replica and prefill worker; memory workers compare the layers that each one
+# sends.
 OF_THE_MODEL = ("vocab_size", "num_layers", "max_model_len", "dtype", "eos_token_ids")
 
 
 def check_same_model(readies: Mapping[str, ComputeReady]) -> None:
-    """``readies``: by the workers' labels. Raises ValueError, naming two that differ and in what."""
+    """Raise ValueError if two workers differ, naming both and the difference. ``readies``: by the workers' labels."""
     (first, wanted), *others = readies.items()
     for label, ready in others:
         backend, known = (r.summary.get("attention") for r in (ready, wanted))
@@ -38,8 +39,8 @@ def check_same_model(readies: Mapping[str, ComputeReady]) -> None:
 
 
 def merged_ready(readies: Sequence[ComputeReady], topology: TopologyOptions) -> ComputeReady:
-    """The facts of all ranks of a replica, which come first in ``readies``, with the stores of prefill workers, which
-    come last. Raises ProtocolError where a prefill worker has not exactly one store.
+    """Return the facts of all ranks of a replica, with the stores of prefill workers. In ``readies`` the ranks come
+    first, prefill workers last. Raises ProtocolError if a prefill worker does not have exactly one store.
     """
     ranks = readies[: topology.tensor_parallel_size]
     for rank, ready in enumerate(ranks if len(ranks) > 1 else []):
@@ -64,7 +65,7 @@ def merged_ready(readies: Sequence[ComputeReady], topology: TopologyOptions) -> 
 
 
 def _as_one_store(stages: Sequence[BindReply]) -> BindReply:
-    """Those of a group, whose workers hold layers of the same prompts: all of their groups of layers."""
+    """Return a group's stores as one with all layer groups: its workers hold different layers of the same prompts."""
     return msgspec.structs.replace(
         stages[0],
         windows=[window for bound in stages for window in bound.windows],

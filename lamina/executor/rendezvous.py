@@ -1,4 +1,4 @@
-"""Whom workers that have the model are told to meet under an epoch. Policy: no I/O."""
+"""The peers to which loaded workers connect in an epoch. Policy: no I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 
 
 class RendezvousState(NamedTuple):
-    """Compute workers that are there: of one replica behind the other its ranks. ``names``: which they prove."""
+    """The compute workers of this epoch: the ranks of one replica after the other. ``names``: that they prove."""
 
     topology: TopologyOptions
     names: Sequence[str]
@@ -19,12 +19,12 @@ class RendezvousState(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """As many as are there, which may be fewer than there are to be."""
+        """The number of present replicas, which may be smaller than configured."""
         return len(self.names) // self.topology.tensor_parallel_size
 
     def connect_message(self, epoch: int, place: int, memory: list[Address], kv_bytes: list[int]) -> Connect:
-        """Of the compute worker in a place: its replica's ranks, and the replicas before and behind it.
-        ``memory_addresses``: the memory workers of its rank.
+        """Return the Connect for the compute worker at ``place``: its replica's ranks, and the replicas before and
+        after it. ``memory``: the memory workers of its rank.
         """
         size, workers = self.topology.tensor_parallel_size, len(self.names)
         first = place - place % size
@@ -49,8 +49,8 @@ class RendezvousState(NamedTuple):
 def prefill_connections(
     topology: TopologyOptions, names: Sequence[str], loaded: Sequence[Loaded], *, fetches: bool
 ) -> Iterator[tuple[int, ConnectPrefillPeers]]:
-    """The place of each prefill worker that meets others, and the workers that it meets: workers of its stage in all
-    groups, where they fetch from each other, and the stages before and behind it in its own group.
+    """Yield each prefill worker's place and its connections to others. These are workers of its stage in all groups, if
+    they fetch prefixes from each other, and the stages before and after it in its own group.
     """
     stages = topology.prefill_pipeline
     for place in range(len(names) if stages > 1 or fetches else 0):
@@ -67,6 +67,6 @@ def prefill_connections(
 
 
 def num_weight_copies(roles: Sequence[str], topology: TopologyOptions) -> int:
-    """Of the weights, that compute and prefill workers of such roles have together."""
+    """Return how many copies of the weights the compute and prefill workers with these ``roles`` have together."""
     parts = {"compute": topology.tensor_parallel_size, "prefill": topology.prefill_pipeline}
     return sum(-(-roles.count(role) // workers) for role, workers in parts.items())

@@ -1,8 +1,8 @@
-"""How many recoveries there may be, and what counts as one. Policy: no I/O.
+"""The limit on the number of recoveries. Policy: no I/O.
 
-From a loss until all have met anew is one recovery, however many are lost meanwhile: so two that die at once count as
-one, whenever the second is noticed. A worker that came in that time and is lost, too, counts as one more: else one that
-dies whenever it starts would be replaced for ever.
+One recovery lasts from a loss until all have connected anew, however many workers are lost meanwhile. So two workers
+that die at once count as one, whenever the second loss is noticed. A replacement that is itself lost in that time
+counts as one more. Otherwise a worker that dies at every start would be replaced for ever.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ WINDOW_S = 600.0  # in which --max-recoveries counts
 
 
 class RestartBudget:
-    """The recoveries of the last ``WINDOW_S``, and the one that is under way."""
+    """The recoveries of the last ``WINDOW_S``, and the one in progress."""
 
     def __init__(self, most: int, clock: Clock) -> None:
         self.max_recoveries = most
         self._clock = clock
-        self._begun: deque[float] = deque()  # when
-        self._first: frozenset[Hashable] = frozenset()  # the members as the present recovery began
-        self._counted: set[Hashable] = set()  # newcomers that were lost in it
+        self._begun: deque[float] = deque()  # times
+        self._first: frozenset[Hashable] = frozenset()  # the members when the present recovery began
+        self._counted: set[Hashable] = set()  # replacements that were lost in it
 
     @property
     def in_progress(self) -> bool:
-        """Whether there is one now."""
+        """Return whether there is a recovery now."""
         return bool(self._first)
 
     def is_lost_again(self, lost: Hashable) -> bool:
-        """Whether one that is lost has come in the recovery under way, and its loss is not counted yet."""
+        """Return whether a lost worker was started in this recovery, and its loss is not counted yet."""
         return self.in_progress and lost not in self._first | self._counted
 
     def allows(self, lost: Collection[Hashable]) -> bool:
-        """Whether there may be as many as ``lost`` takes; ``lost``: all that are lost now."""
+        """Return whether as many recoveries are allowed as ``lost`` requires, all workers that are lost now."""
         while self._begun and self._begun[0] < self._clock() - WINDOW_S:
             self._begun.popleft()
         return len(self._begun) + self._taken(lost) <= self.max_recoveries
 
     def begin(self, everybody: Iterable[Hashable], lost: Collection[Hashable], *, free: bool = False) -> None:
-        """Note that ``lost`` of ``everybody`` are being replaced. This begins a recovery, or belongs to the one under
-        way. ``free``: it does not count against ``max_recoveries``.
+        """Record that ``lost`` of ``everybody`` are being replaced. This begins a recovery, or belongs to the one in
+        progress. ``free``: it does not count against ``max_recoveries``.
         """
         self._begun += [] if free else [self._clock()] * self._taken(lost)
         if self._first:
@@ -51,12 +51,12 @@ class RestartBudget:
             self._first = frozenset(everybody)
 
     def forgive(self) -> None:
-        """The last recovery does not count against ``max_recoveries`` any more."""
+        """Remove the last recovery from the count."""
         if self._begun:
             self._begun.pop()
 
     def end(self) -> None:
-        """All have met anew."""
+        """End the recovery: all have connected anew."""
         self._first = frozenset()
         self._counted = set()
 

@@ -1,4 +1,4 @@
-"""Workers that are started and loaded, and have met nobody: one of them takes the place of a worker that is lost."""
+"""Spare workers: started and loaded, but not connected. One takes the place of a lost worker."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ if TYPE_CHECKING:
     from .worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
-END_S = 2.0  # for all of them to end with their links
+END_S = 2.0  # for all spare workers to end with their links
 
 
 class SpareWorkers:
-    """Spare workers, so many of each role, for the ranks of a replica in turn. Nobody listens to a spare until it is
-    taken. One of memory workers takes the memory of a pool ahead, the largest that its rank has: another place that
-    needs no more has it from there, and what is too much goes back.
+    """The spare workers, a number of each role, for the ranks of a replica in turn. A spare's link is not read until it
+    is taken.
+
+    A spare memory worker takes memory for a pool ahead, the largest that its rank has. Whatever place it then takes
+    uses this memory, and what is too much is freed.
     """
 
     def __init__(self, worker_group: WorkerGroup, registry: WorkerRegistry, counts: dict[str, int]) -> None:
-        """``worker_group``: whose places they may take."""
+        """``worker_group``: the workers whose places the spares may take."""
         self._workers, self._registry, self._counts = worker_group, registry, counts
         self._ready: dict[tuple[str, int], RegisteredWorker] = {}  # role and number among the spares
-        self._starting: set[tuple[str, int]] = set()  # wanted spares that may still come up
-        self._pools: list[BindRequest] = []  # by rank, what a memory worker is to have memory for
+        self._starting: set[tuple[str, int]] = set()  # wanted spares that may still start
+        self._pools: list[BindRequest] = []  # by rank, the store for which a spare memory worker takes memory
         self._warned: dict[RegisteredWorker, BindRequest] = {}
 
     def __iter__(self) -> Iterator[RegisteredWorker]:
@@ -41,7 +43,7 @@ class SpareWorkers:
 
     def start_missing(self, wait_s: float = 0.0) -> None:
         """Start the missing spares; they load while other workers compute. A spare that takes longer than ``wait_s`` to
-        come up is left to ``finish_starting``. Raises OSError, ValueError.
+        start is left to ``finish_starting``. Raises OSError, ValueError.
         """
         self._pools = [
             structs.replace(bind, worker=own.index(max(own)), kv_bytes=max(own))
@@ -54,7 +56,7 @@ class SpareWorkers:
         self.finish_starting(wait_s)
 
     def finish_starting(self, wait_s: float = 0.0) -> None:
-        """Go on with those that were still to come up. Raises as ``start_missing``: then one of them does not come."""
+        """Continue with spares that have not started yet. Raises as ``start_missing`` if one of them cannot start."""
         for key in sorted(self._starting):
             self._bring(*key, wait_s)
 
@@ -65,14 +67,14 @@ class SpareWorkers:
             self._starting.add((role, number))
             return
         with self._registry.ending_lock:
-            if self._registry.closed:  # by another thread, which does not know of it
+            if self._registry.closed:  # by another thread, which does not know this spare
                 self._registry.fence(spare)
                 return
             self._ready[role, number] = spare
         self._make_ready(role, number, spare)
 
     def _start(self, role: str, number: int, wait_s: float) -> RegisteredWorker | None:
-        """As if for one of the places that there are: which one it takes is told as it meets the others."""
+        """Start a spare as if for an existing place. The place that it takes is sent to it when it connects."""
         cohort, launcher = self._workers, self._workers.launcher
         assert launcher is not None
         index = number % cohort.topology.num_workers[role]
@@ -83,15 +85,15 @@ class SpareWorkers:
         return cohort.prepare_extra(handle)
 
     def _make_ready(self, role: str, number: int, spare: RegisteredWorker) -> None:
-        """Have a memory worker take its memory, unless it has it."""
+        """Have a spare memory worker take its memory, unless it has it."""
         pool = self._pools[number % len(self._pools)] if self._pools and role == "memory" else None
         if pool is not None and self._warned.get(spare) != pool.unconnected:
             self._warned[spare] = pool.unconnected
-            with suppress(LinkClosedError):  # its end is noticed as it is to take a place
+            with suppress(LinkClosedError):  # its end is noticed when it is to take a place
                 spare.link.send(PrepareStore(pool))
 
     def exited(self) -> list[RegisteredWorker]:
-        """The spares that have ended, and take no place any more."""
+        """Return the spares that have ended since the last call, and forget them."""
         gone = {key: member for key, member in self._ready.items() if member.handle.exit_reason() is not None}
         for key, member in gone.items():
             log.warning("the spare %s %s", member.name, member.handle.exit_reason())
@@ -100,15 +102,17 @@ class SpareWorkers:
         return list(gone.values())
 
     def take_for(self, lost: RegisteredWorker, ranks: int, left_s: float = 0.0) -> RegisteredWorker | None:
-        """One for the place of ``lost``, which it has from now on; None where there is none that lives, and whose host
-        others reach. ``ranks``: of a compute worker's replica; it has the weights of its own rank alone. ``left_s``: of
-        which one that still comes up is waited for half, as it is there sooner than one that is yet to be started.
+        """Return a living spare for the place of ``lost``, which it then has; None if there is none on a host that
+        others reach.
+
+        ``ranks``: of a replica; a spare compute worker has the weights of one rank. ``left_s``: seconds that the caller
+        has. Half of them are spent on a spare that is still starting, since that is faster than a new start.
         """
         coming = [key for key in sorted(self._starting) if _may_take(key, lost, ranks) and not lost.unreachable_peer]
         spare = self._pick(lost, ranks)
         while spare is None and coming and left_s > 0.0:
             role, number = key = coming.pop(0)
-            log.info("a spare %s worker that comes up is waited for, %.1f s at most", role, left_s / 2)
+            log.info("a spare %s worker is starting and is waited for, %.1f s at most", role, left_s / 2)
             spare = self._awaited(role, number, lost, ranks, left_s / 2)
             left_s = 0.0 if key in self._starting else left_s
         return spare
@@ -123,7 +127,7 @@ class SpareWorkers:
         return self._pick(lost, ranks)
 
     def _pick(self, lost: RegisteredWorker, ranks: int) -> RegisteredWorker | None:
-        """Of those that are there."""
+        """Return a spare for the place of ``lost`` out of those that have started; None if there is none."""
         role, index, place = lost.handle.role, lost.handle.index, lost.handle.host
         for (kind, number), member in list(self._ready.items()):
             if lost.unreachable_peer and place and member.handle.host == place:
@@ -144,7 +148,7 @@ class SpareWorkers:
         self._warned.pop(self._ready.pop(key), None)
 
     def _defect(self, worker: RegisteredWorker) -> str:
-        """Why it takes no place; or nothing. What it has said is kept for who listens to it from now on."""
+        """Return why a spare cannot take a place, or nothing. Its messages stay in its inbox for later readers."""
         try:
             while (message := self._registry.receive_from(worker)) is not None:
                 if isinstance(message, Failed):
@@ -155,7 +159,7 @@ class SpareWorkers:
         return worker.handle.exit_reason() or ("stopped" if worker.handle.is_stopped else "")
 
     def close(self) -> None:
-        """End them. Idempotent."""
+        """End all spares. Idempotent."""
         there, self._ready, self._warned, self._starting = list(self._ready.values()), {}, {}, set()
         for member in there:
             member.link.close()
@@ -164,6 +168,6 @@ class SpareWorkers:
 
 
 def _may_take(key: tuple[str, int], lost: RegisteredWorker, ranks: int) -> bool:
-    """Whether the spare of that role and number is for the place of ``lost``."""
+    """Return whether the spare with that role and number suits the place of ``lost``."""
     (kind, number), role = key, lost.handle.role
     return kind == role and (role != "compute" or number % ranks == lost.handle.index % ranks)

@@ -1,4 +1,4 @@
-"""Who has stood still for long enough to be given up. Policy: no I/O."""
+"""Detectors of stopped processes and of hung threads. Policy: no I/O."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Generic, TypeVar
 
 from lamina.protocol.executor import Clock
 
-STALE_S = 1.0  # behind which a look says nothing of the one before
-STOPPED_S = 1.75  # that a process may stand still by a signal while it is waited for: 2.5 s with the looks around it
+STALE_S = 1.0  # the longest time between two calls that belong together
+STOPPED_S = 1.75  # the longest stop by a signal while a process is waited for; 2.5 s with the looks around it
 
 Who = TypeVar("Who")
 
 
 class StallDetector(Generic[Who]):
-    """Looks a few times a second at who is stopped."""
+    """Finds processes that stay stopped. It is called a few times a second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since: dict[Who, float] = {}
-        self._free: dict[Who, float] = {}  # the look before that
+        self._free: dict[Who, float] = {}  # the last look at which it was not stopped
         self._looked = 0.0
 
     def update(self, stopped: Collection[Who]) -> list[Who]:
-        """``stopped``: who stands still now, and is waited for. Those that have for STOPPED_S."""
+        """Return the processes stopped for STOPPED_S. ``stopped``: those that are stopped now, and waited for."""
         now, before, last = self._clock(), self._since, self._looked
-        if now - last > STALE_S:  # who stands still now may have run meanwhile
+        if now - last > STALE_S:  # a process stopped now may have run meanwhile
             before = {}
         self._looked = now
         self._free = {who: self._free[who] if who in before else last for who in stopped}
@@ -33,12 +33,12 @@ class StallDetector(Generic[Who]):
         return [who for who, since in self._since.items() if now - since >= STOPPED_S]
 
     def longest_stall_s(self, who: Who) -> float:
-        """For how long, at most, one of the last look has stood still and been waited for."""
+        """Return for how many seconds, at most, a process of the last look has been stopped and waited for."""
         return self._looked - self._free[who]
 
 
 class HangDetector:
-    """Looks a few times a second at a thread that wakes up once a second at least, unless it hangs."""
+    """Finds a hung thread, which should wake up at least once a second. It is called a few times a second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,7 +1,8 @@
-"""What ``--transport auto``, or none, means on this machine: one process, where all workers compute on one GPU.
+"""The transport that ``--transport auto``, or none, means on this machine: one process, if all workers compute on one
+GPU.
 
-Processes have a GPU by turns, of milliseconds, and what one sends waits for the other's turn; streams of one process
-have it at once.
+Processes use a GPU in turns of milliseconds, so a message waits for the other process's turn. Streams of one process
+use it at once.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def choose_transport(config: EngineConfig) -> tuple[EngineConfig, str]:
-    """``config``, with another transport where a nearer one will do, and why; empty: it is as it was.
+    """Return ``config``, with a faster transport if one suffices, and the reason; empty: ``config`` is unchanged.
 
-    Workers that have places of their own, hosts, addresses or cores, stay processes.
+    Workers with hosts, addresses or cores of their own stay processes.
     """
     scheme = netstack.within_process(config.launch.transport)
     launching, devices = config.launch, config.devices
@@ -35,7 +36,7 @@ def choose_transport(config: EngineConfig) -> tuple[EngineConfig, str]:
 
 
 def _gpus(config: EngineConfig) -> set[int | None]:
-    """The numbers of all workers' GPUs; None for a CPU."""
+    """Return the numbers of all workers' GPUs; None for a CPU."""
     from lamina.workers.device_selection import gpu_index
 
     devices = config.devices
