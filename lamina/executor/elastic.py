@@ -227,9 +227,7 @@ class MemoryResizer:
         return False
 
     def commit(self, paused_at: float) -> Capacity | None:
-        """Apply the change that is due, since all workers have quiesced. Returns the new capacity; None:
-        none is due.
-        """
+        """Apply the change that is due, after all workers have quiesced. Returns the new capacity, or None."""
         self.new_shards = {}
         if self._change is None or self._to_connect or not self.is_ready():
             return None
@@ -386,9 +384,7 @@ class MemoryResizer:
         ]
 
     def _answer_of(self, worker: RegisteredWorker) -> str:
-        """Read the messages of a preparing worker. Returns why it cannot take part, or nothing. Raises
-        LinkClosedError.
-        """
+        """Read messages of a preparing worker. Returns why it cannot take part, or nothing. Raises LinkClosedError."""
         if worker not in self._coming:
             prepared = [x for x in worker.inbox if isinstance(x, StorePrepared)]
             for message in prepared:

@@ -216,7 +216,7 @@ def test_the_wait_is_no_longer_than_it_may_be(launch: Open) -> None:
         ({"role": "engine"}, "the driver has 0 engine workers"),
         ({"index": -7}, "the driver has 2 memory workers, numbered from 0"),
         ({"host": "nowhere"}, "'nowhere' does not appear to be an IPv4 or IPv6 address"),
-        ({"cores": 0}, "it says that it has 0 cores"),
+        ({"cores": 0}, "it reports 0 cores"),
     ],
 )
 def test_who_is_of_no_use_is_told_why(said: dict[str, Any], words: str, launch: Open) -> None:
@@ -462,7 +462,7 @@ def test_a_command_ends_with_a_driver_that_is_lost(driver: Driver) -> None:
 @pytest.mark.parametrize(
     ("order", "words"),
     [
-        (WorkerRefused("enough"), "memory-3 is not taken by the driver at 127.0.0.1:\\d+: enough"),
+        (WorkerRefused("enough"), "memory-3 is refused by the driver at 127.0.0.1:\\d+: enough"),
         (StartWorker(role="engine", index=0, threads=1, name="x"), "the driver asks memory-3 for engine-0, threads 1"),
         (StartWorker(role="memory", index=3, threads=0, name="x"), "for memory-3, threads 0"),
         (StartWorker(role="memory", index=3, threads=10**9, name="x"), "threads 1000000000"),

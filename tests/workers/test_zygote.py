@@ -252,7 +252,7 @@ def test_a_warm_process_with_a_thread_forks_nothing_and_that_is_said_once(
             assert isinstance(probe.process, local.SpawnedProcess)
             assert probe.end() == 0
     assert [r.getMessage() for r in caplog.records if "2 threads" in r.getMessage()] == [
-        "workers start as fresh processes, which takes longer: the warm process forks none: it has 2 threads"
+        "workers start as fresh processes, which takes longer: the zygote refuses to fork: it has 2 threads"
     ]
     made.close()
     (pid,) = pids
@@ -275,7 +275,7 @@ def test_a_warm_process_that_stands_still_is_waited_for_once(
         monkeypatch.setattr(zygote_client, "FORK_S", 1e4)
         assert Probe().end() == 0
     made.close()
-    assert "the warm process has not answered for 0.2 s" in caplog.text
+    assert "the zygote has not replied for 0.2 s" in caplog.text
 
 
 def test_a_warm_process_that_cannot_import_leaves_that_to_the_worker(

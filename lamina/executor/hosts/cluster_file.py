@@ -1,4 +1,4 @@
-"""A cluster's YAML: its hosts, what each has, and how to get there. Documented by examples/h100_h20.yaml."""
+"""A cluster's YAML file: its hosts, their resources, and how to reach them. Documented by examples/h100_h20.yaml."""
 
 from __future__ import annotations
 
@@ -17,55 +17,56 @@ PORT = 6379  # Ray's
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _SUFFIXES = (".yaml", ".yml")
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
-_NAME = re.compile(rf"(?=.{{1,253}}$)({_LABEL}\.)*(?!\d+$){_LABEL}")  # RFC 1123; what ends in digits is an address
+# RFC 1123; a name that ends in digits is an address.
+_NAME = re.compile(rf"(?=.{{1,253}}$)({_LABEL}\.)*(?!\d+$){_LABEL}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostEntry:
-    """One host of the file: ``compute`` and ``memory`` are how many workers of each kind it takes."""
+    """One host of the file; ``compute``, ``memory``: the number of workers of each kind that it takes."""
 
-    address: str  # IP or name, as the file has it
-    ip: str = ""  # of a name, once it is looked up
+    address: str  # IP or name, as in the file
+    ip: str = ""  # of a name, once it has been looked up
     compute: int = 0
     memory: int = 0
-    device: str = ""  # of each worker, by its name in facts.hardware; "" = the host's own memory and cores
+    device: str = ""  # of each worker, a name in facts.hardware; "" = the host's own memory and cores
     rack: str = ""
-    cores: int = 0  # 0 = unknown here, all there
+    cores: int = 0  # 0 = all, their number is unknown here
 
     @property
     def ip_or_name(self) -> str:
-        """The host's IP; its name where that was not looked up."""
+        """The host's IP, or its name if that was not looked up."""
         return self.ip or self.address
 
     def resources(self) -> dict[str, float]:
-        """The resources of the host that Ray is told."""
+        """Return the resources with which Ray is started on the host."""
         named = {"lamina_compute": self.compute, "lamina_memory": self.memory}
         return {name: float(count) for name, count in named.items() if count}
 
     def labels(self) -> dict[str, str]:
-        """The same, of its labels."""
+        """Return the labels with which Ray is started on the host."""
         named = {RACK: self.rack, "lamina_device": self.device}
         return {name: value for name, value in named.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """``hosts[0]`` is the head, where Ray's own state is."""
+    """A cluster; ``hosts[0]`` is the head, which has Ray's own state."""
 
     hosts: tuple[HostEntry, ...]
     port: int = PORT
-    ssh: tuple[str, ...] = field(default=SSH)  # a command that takes a host and a command line; for other hosts
+    ssh: tuple[str, ...] = field(default=SSH)  # a command that takes a host and a command line, for all but this host
     python: str = ""  # with Lamina and Ray, on every host; "" = the one that runs this
     path: str = ""  # of the file
 
     @property
     def head(self) -> str:
-        """The address of the head as ``--cluster`` takes it."""
+        """The address of the head, as ``--cluster`` takes it."""
         host = self.hosts[0].ip_or_name
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def planned(self) -> list[Host]:
-        """The hosts as Ray will know them: where workers have devices, it finds a GPU for each."""
+        """Return the hosts as Ray will know them. If workers have devices, there is a GPU for each."""
         gpus = [{"GPU": float(h.compute + h.memory)} if h.device else {} for h in self.hosts]
         return [
             Host(
@@ -76,9 +77,7 @@ class Cluster:
         ]  # fmt: skip
 
     def looked_up(self) -> Cluster:
-        """The same cluster with the IPs of all hosts. Raises ValueError for a name that leads to none that other hosts
-        reach.
-        """
+        """Return the cluster with all hosts' IPs. Raises ValueError for a name without an IP that other hosts reach."""
         hosts = tuple(
             replace(h, ip=look_up(h.address, f"{self.path}: host {number}", alone=len(self.hosts) == 1))
             for number, h in enumerate(self.hosts)
@@ -92,12 +91,12 @@ class Cluster:
 
 
 def is_file(address: str) -> bool:
-    """Whether a ``ray_address`` names a cluster's YAML."""
+    """Return whether a ``ray_address`` names a cluster's YAML file."""
     return address.endswith(_SUFFIXES)
 
 
 def head_address(address: str) -> str:
-    """``auto``, or HOST:PORT, of a ``ray_address`` in any of its forms. Raises ValueError."""
+    """Return ``auto`` or HOST:PORT for a ``ray_address`` in any of its forms. Raises ValueError."""
     if is_file(address):
         return read_cluster(address).looked_up().head
     if address == "auto":
@@ -111,7 +110,7 @@ def head_address(address: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether an IP address is one of this host, or a name is this host's own; no name is looked up."""
+    """Return whether an IP address is one of this host's, or a name its own; no name is looked up."""
     try:
         version = ipaddress.ip_address(address).version
     except ValueError:
@@ -125,7 +124,7 @@ def is_local(address: str) -> bool:
 
 
 def read_cluster(path: str) -> Cluster:
-    """Raises ValueError that names the file and the entry, ImportError without PyYAML."""
+    """Read a cluster's file. Raises ValueError that names the file and the entry, ImportError without PyYAML."""
     table = yaml_table(read_yaml(path), path, ("hosts", "port", "ssh", "python", "placement", "address"))
     if "address" in table:
         raise ValueError(f"{path}: address names a cluster that others have started: this needs hosts")
@@ -158,7 +157,7 @@ def _host(entry: Any, where: str) -> HostEntry:
 
 
 def _address(address: Any, where: str) -> str:
-    """An IP address in its shortest form, or a host's name in lower case."""
+    """Return an IP address in its shortest form, or a host's name in lower case."""
     text = str(address)
     try:
         ip = ipaddress.ip_address(text)
@@ -172,7 +171,7 @@ def _address(address: Any, where: str) -> str:
 
 
 def look_up(address: str, where: str, *, alone: bool) -> str:
-    """The IP of a host, of its name as this host knows it: IPv4 before IPv6. ``alone``: nobody else has to reach it."""
+    """Return the IP of a host name as this host knows it, IPv4 before IPv6. ``alone``: no other host must reach it."""
     try:
         return str(ipaddress.ip_address(address))
     except ValueError:

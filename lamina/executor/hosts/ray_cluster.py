@@ -1,4 +1,4 @@
-"""Ray as this process has it: loaded with its token, joined to a cluster, asked for the hosts there."""
+"""Ray in this process: loading it with its token, joining a cluster, listing the cluster's hosts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .worker_placement import Host
 
 MIN_RAY_VERSION = (2, 52)  # the first with tokens
 REACH_S = 10.0
-ANSWER_S = 2.0  # for a host that lives, however busy: Linux answers
+ANSWER_S = 2.0  # suffices for a live host, however busy, since its kernel accepts
 UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # whether Ray copies the current directory of `uv run` to all hosts
 
 
 @contextmanager
 def joined(address: str) -> Iterator[Any]:
-    """In the Ray cluster of a ``ray_address``; out of it again at the end, unless this process was in one before."""
+    """Join the Ray cluster of a ``ray_address``, and leave it at the end unless this process had joined before."""
     ray = load()
     owned = not ray.is_initialized()
     if owned:
@@ -36,14 +36,14 @@ def joined(address: str) -> Iterator[Any]:
 
 
 def load() -> Any:
-    """Ray, loaded so that it shows its token. Raises ImportError, ValueError."""
+    """Load Ray so that it uses its token. Raises ImportError, ValueError."""
     if find_spec("ray") is None:
         raise ImportError("--cluster needs Ray 2.52 or newer: pip install 'lamina[ray]'")
     offer_token()
-    os.environ.setdefault(UV_RUN, "0")  # hosts have Lamina; Ray looks when it is loaded
+    os.environ.setdefault(UV_RUN, "0")  # hosts have Lamina; Ray reads this when it is loaded
     ray = import_module("ray")
     if not ray.is_initialized():
-        import_module("ray._raylet").Config.initialize("")  # it may have been loaded, and have looked, before
+        import_module("ray._raylet").Config.initialize("")  # it may have been loaded, and have read it, before
     import_module("ray.exceptions")
     if tuple(int(n) for n in ray.__version__.split(".")[:2]) < MIN_RAY_VERSION:
         raise ImportError(f"--cluster needs Ray 2.52 or newer, not {ray.__version__}: pip install -U 'ray>=2.52'")
@@ -51,7 +51,7 @@ def load() -> Any:
 
 
 def join(ray: Any, asked: str) -> None:
-    """The Ray cluster of a ``ray_address``. Raises ValueError."""
+    """Join the Ray cluster of a ``ray_address``. Raises ValueError."""
     address = head_address(asked)
     host, _, port = address.rpartition(":")
     try:
@@ -66,9 +66,7 @@ def join(ray: Any, asked: str) -> None:
 
 
 def hosts_of(ray: Any, *, whole: bool = False) -> list[Host]:
-    """The living hosts of the cluster that this process is in, with what is free there; ``whole``: with what they
-    have in all.
-    """
+    """Return the living hosts of this process's cluster, with their free resources; ``whole``: with all of them."""
     free = import_module("ray._private.state").available_resources_per_node()  # Ray has no public call for it
     return [
         Host(
@@ -85,7 +83,7 @@ def hosts_of(ray: Any, *, whole: bool = False) -> list[Host]:
 
 
 def is_reachable(host: Host) -> bool:
-    """Whether a host's Ray takes connections."""
+    """Return whether a host's Ray accepts connections."""
     try:
         socket.create_connection((host.address, host.port), ANSWER_S).close()
     except OSError:
@@ -94,8 +92,10 @@ def is_reachable(host: Host) -> bool:
 
 
 def _job() -> Any:
-    """This process as a job of Ray's, whose workers import what their hosts have. Ray by itself has them import from
-    the directories of this process and of its script before all others. The field is part of Ray's protocol.
+    """Return the configuration of a Ray job whose workers import what their hosts have installed.
+
+    By default Ray has them import from the directories of this process and of its script first. The field is part of
+    Ray's protocol.
     """
 
     class OwnPathJob(import_module("ray.job_config").JobConfig):  # type: ignore[misc]
@@ -109,14 +109,15 @@ def _job() -> Any:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; what it is for is the program's to say."""
+    """Keep the program's SIGTERM handler, which Ray replaces."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        with suppress(ValueError):  # not the main thread: Ray took nothing
+        with suppress(ValueError):  # not the main thread: Ray replaced nothing
             signal.signal(signal.SIGTERM, before)
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

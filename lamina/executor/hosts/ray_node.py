@@ -1,5 +1,5 @@
-"""Ray on this host, for `lamina-launch cluster`: ``python -m lamina.executor.hosts.ray_node``, one order of JSON on
-stdin, one answer on stdout. Only what an earlier order started here is ever ended.
+"""Ray on this host, for `lamina-launch cluster`: ``python -m lamina.executor.hosts.ray_node`` reads one JSON order from
+stdin and writes one reply to stdout. It ends only what an earlier order started here.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from lamina.utils.proc import start_time_of
 from .ray_token import MODE, TOKEN, TOKEN_PATH, state_folder
 
 NICENESS = "RAY_worker_niceness"
-STARTED = "Ray runtime started"  # Ray's own word for it
+STARTED = "Ray runtime started"  # Ray's own message
 END_S = 20.0
-DOWN_S = 150.0  # for a start that is under way to give way
-STOP = "stop"  # a file beside the lock
+DOWN_S = 150.0  # for a start in progress to stop
+STOP = "stop"  # a file next to the lock
 POLL_S = 0.1
 MAX_SHOWN_LINES = 300  # characters of Ray's log, in errors
 
 
 class NodeError(Exception):
-    """An error of a host's order, in one line for people."""
+    """An error of an order, in one line for people."""
 
 
 def up(order: dict[str, Any]) -> dict[str, Any]:
-    """{address, arguments, token, timeout_s, call}: ``ray start`` with these arguments, unless it runs. Answers {pid,
-    fresh, arguments}: whether ``call`` has started it, and with what it was started.
+    """Run ``ray start`` unless it runs. ``order``: {address, arguments, token, timeout_s, call}.
+
+    Returns {pid, fresh, arguments}: whether this ``call`` has started it, and the arguments with which it was started.
     """
     folder = _folder(order["address"])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,8 +49,8 @@ def up(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def down(order: dict[str, Any]) -> dict[str, Any]:
-    """{address, call}; with a ``call``, what another one has started stays. Answers {ended}: whether there was
-    anything to end.
+    """End Ray. ``order``: {address, call}; with a ``call``, Ray stays if another call started it. Returns {ended}:
+    whether there was anything to end.
     """
     folder, call = _folder(order["address"]), order.get("call")
 
@@ -59,7 +60,7 @@ def down(order: dict[str, Any]) -> dict[str, Any]:
     if not folder.is_dir() or not own():
         return {"ended": False}
     ran = _running(folder) is not None
-    (folder / STOP).touch()  # so that a start which is under way is no longer waited for
+    (folder / STOP).touch()  # ends the wait of a start in progress
     with _alone(folder, DOWN_S):
         (folder / STOP).unlink(missing_ok=True)
         if own():
@@ -68,7 +69,7 @@ def down(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def status(order: dict[str, Any]) -> dict[str, Any]:
-    """{address, token, head}. Answers {pid}, 0 = not up; of the head too {hosts}: what Ray says is free by address."""
+    """Return {pid}, 0: not up; for the head {hosts}: free resources by address. ``order``: {address, token, head}."""
     pid = _running(_folder(order["address"])) or 0
     if not pid or not order["head"]:
         return {"pid": pid}
@@ -84,7 +85,7 @@ COMMANDS = {"up": up, "down": down, "status": status}
 
 @contextmanager
 def _alone(folder: Path, limit_s: float) -> Iterator[None]:
-    """While no other order starts or ends something here."""
+    """Exclude all other orders that start or end something here."""
     deadline = time.monotonic() + limit_s
     with (folder / "lock").open("w") as file:
         while True:
@@ -99,8 +100,8 @@ def _alone(folder: Path, limit_s: float) -> Iterator[None]:
 
 
 def _start(folder: Path, order: dict[str, Any]) -> int:
-    """The process that keeps Ray here."""
-    # Ray lowers the priority of its processes by 15, unless told not to: workers are to run as on one host.
+    """Start Ray, and return the process that keeps it running."""
+    # By default Ray lowers the priority of its processes by 15; workers are to run as without it.
     own = {MODE: "token", TOKEN: order["token"], "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
     given = {name: value for name, value in os.environ.items() if name != TOKEN_PATH}
     command, environment = own_python(
@@ -135,7 +136,7 @@ def _start(folder: Path, order: dict[str, Any]) -> int:
 
 
 def _end(folder: Path) -> bool:
-    """Whether there was anything to end."""
+    """End Ray. Returns whether there was anything to end."""
     pid = _running(folder)
     if pid is not None:
         with suppress(ProcessLookupError):
@@ -151,7 +152,7 @@ def _end(folder: Path) -> bool:
 
 
 def _started_by(folder: Path) -> dict[str, Any]:
-    """The order that started what runs here: {call, arguments}; empty where nobody wrote it down."""
+    """Return the order that started what runs here: {call, arguments}; empty if it was not recorded."""
     try:
         order: dict[str, Any] = json.loads((folder / "order").read_text())
     except (OSError, ValueError):
@@ -164,7 +165,7 @@ def _folder(address: str) -> Path:
 
 
 def _running(folder: Path) -> int | None:
-    """The process that an earlier order started, if it still runs: a number alone may be another's by now."""
+    """Return the process that an earlier order started, if it still runs; a pid alone may be reused."""
     try:
         pid, birth = (folder / "pid").read_text().split()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Places for workers on the hosts of a Ray cluster, as far as they are free and answer."""
+"""Places for workers on hosts of a Ray cluster that have free resources and respond."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lamina.config.engine_config import EngineConfig
 from .ray_cluster import hosts_of, is_reachable
 from .worker_placement import HostAssignment, assign_hosts, on_gpu, worker_requirements
 
-FREED_S = 5.0  # for Ray to tell that workers which have ended hold nothing any more
+FREED_S = 5.0  # for Ray to report the resources of ended workers as free
 
 
 def find_places(
@@ -22,9 +22,10 @@ def find_places(
     without: Container[str] = (),
     freed_s: float | None = None,
 ) -> dict[str, list[HostAssignment]]:
-    """The places of the workers, on hosts of other names than ``without``. The resources of a service that has just
-    ended are free a moment later: where the cluster has room at all, they are waited for, by default FREED_S. Raises
-    ValueError.
+    """Return the workers' places, on hosts whose names are not in ``without``. Raises ValueError.
+
+    The resources of a service that has just ended become free a moment later. If the cluster has space at all, they are
+    waited for, ``freed_s`` or by default FREED_S.
     """
     asked = worker_requirements(config, wanted), config.launch.placement, on_gpu(config)
     deadline, silent = time.monotonic() + (FREED_S if freed_s is None else freed_s), set[str]()
@@ -39,7 +40,7 @@ def find_places(
         except ValueError:
             if time.monotonic() > deadline or not _has_room(ray, without, *asked):
                 raise
-        threading.Event().wait(0.1)  # Ray tells nobody of it: asked again
+        threading.Event().wait(0.1)  # Ray sends no notice, so look again
 
 
 def _has_room(ray: Any, without: Container[str], *asked: Any) -> bool:

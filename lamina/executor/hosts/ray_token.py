@@ -1,4 +1,4 @@
-"""The token that keeps strangers out of Ray: made once for this user, handed to Ray by its own variables."""
+"""The token that authenticates peers of Ray: made once for this user, passed to Ray by Ray's own variables."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PAT
 
 
 def state_folder(environ: MutableMapping[str, str] = os.environ) -> Path:
-    """Where Lamina keeps what outlives a command; nobody else's."""
+    """Return the folder of this user in which Lamina keeps what outlives a command."""
     base = environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "lamina"
 
 
 def make_token(environ: MutableMapping[str, str] = os.environ) -> str:
-    """The token of the environment, else Lamina's own, made if it is not there yet."""
+    """Return the token of the environment, else Lamina's own, which is made if it does not exist yet."""
     if given := read_token(environ):
         return given
     folder = state_folder(environ)
@@ -28,14 +28,15 @@ def make_token(environ: MutableMapping[str, str] = os.environ) -> str:
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     with suppress(FileExistsError):  # another call was first
-        os.link(draft, folder / "ray_token")  # whole, or not there
+        os.link(draft, folder / "ray_token")  # complete, or not there
     draft.unlink()
     return read_token(environ) or ""
 
 
 def read_token(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """From RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or Lamina's own. Raises ValueError for a file that cannot
-    be read, or that others than its owner may touch.
+    """Return the token of RAY_AUTH_TOKEN, of the file RAY_AUTH_TOKEN_PATH, or Lamina's own; None if there is none.
+
+    Raises ValueError if a file cannot be read, or other users may access it.
     """
     if token := environ.get(TOKEN):
         return token
@@ -51,14 +52,14 @@ def read_token(environ: MutableMapping[str, str] = os.environ) -> str | None:
 
 
 def offer_token(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set Ray's variables, before Ray is loaded, so that it shows the token and asks for it. Raises ValueError."""
+    """Set Ray's variables before Ray is loaded, so that it sends and requires the token. Raises ValueError."""
     if environ.get(MODE, "token") != "token":
         raise ValueError(f"{MODE}={environ[MODE]}: Lamina joins Ray with a token only: unset it")
     environ[MODE] = "token"
     if read_token(environ) is not None:
         if TOKEN not in environ:
             environ.setdefault(TOKEN_PATH, str(state_folder(environ) / "ray_token"))
-    elif not Path("~/.ray/auth_token").expanduser().exists():  # Ray's own place
+    elif not Path("~/.ray/auth_token").expanduser().exists():  # Ray's default path
         raise ValueError(
             f"no token for Ray: set {TOKEN_PATH} to the file that the cluster was started with, or start one by "
             f"`lamina-launch cluster up`"

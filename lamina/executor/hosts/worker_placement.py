@@ -1,4 +1,4 @@
-"""Which host gets which worker. Policy: hosts in, hosts out, nothing is asked or started here."""
+"""The choice of a host for each worker. Policy: it requests and starts nothing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lamina.config.flag_groups import flag_name
 
 RACK = "lamina_rack"  # hosts with the same value of this label are near each other
 _TYPE = "accelerator_type:"  # how Ray names the resource of a type of GPU
-_TRACE = 0.001  # of a resource that is there to be asked for, not to be used up
+_TRACE = 0.001  # amount of a resource that only marks a host, and is not used up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host of the cluster; ``resources`` are those that nobody has taken."""
+    """A host of the cluster; ``resources``: those that are free."""
 
     name: str  # unique
     address: str  # IP
     resources: dict[str, float]
     labels: dict[str, str] = field(default_factory=dict)
     cores: int = 1
-    port: int = 0  # of its Ray; 0: it has none, as far as anybody knows
+    port: int = 0  # of its Ray; 0: none is known
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class HostAssignment:
 
 
 def worker_requirements(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, tuple[int, str, str]]:
-    """For ``assign_hosts``, compute workers first: they need each other most."""
+    """Return the ``wanted`` argument of ``assign_hosts``, compute workers first, as they communicate most."""
     traits = {"compute": "compute_on", "prefill": "compute_on", "memory": "memory_on"}
     return {
         role: (wanted[role], getattr(config.launch, name), flag_name(name))
@@ -44,7 +44,7 @@ def worker_requirements(config: EngineConfig, wanted: Mapping[str, int]) -> dict
 
 
 def on_gpu(config: EngineConfig) -> set[str]:
-    """Roles whose workers take a GPU each."""
+    """Return the roles whose workers take a GPU each."""
     compute, memory = config.devices.compute_device, config.devices.memory_device
     devices = {"compute": compute, "prefill": compute, "memory": memory}
     return {role for role, device in devices.items() if device.startswith("cuda")}
@@ -53,12 +53,12 @@ def on_gpu(config: EngineConfig) -> set[str]:
 def assign_hosts(
     hosts: Sequence[Host], wanted: dict[str, tuple[int, str, str]], placement: str, on_gpu: Container[str] = ()
 ) -> dict[str, list[HostAssignment]]:
-    """Role -> a place for each of its workers. ``wanted``: role -> (workers, what a host must have, the flag that said
-    so), in the order of their choice: the first role packs where most of them fit, the others near it. ``on_gpu``:
-    roles whose workers take a GPU each, whatever else a host must have.
+    """Return role -> a place for each of its workers.
 
-    pack fills a host before the next one, nearest first; spread gives every host one before any gets another.
-    Raises ValueError where they do not fit, with what there is.
+    ``wanted``: role -> (workers, what a host must have, the flag that requires it), in the order of choice. The first
+    role packs where most of its workers fit, the others near it. ``on_gpu``: roles whose workers take a GPU each, in
+    addition to what a host must have. The placement pack fills a host before the next one, nearest first; spread gives
+    every host one worker before any gets another. Raises ValueError, with what there is, if they do not fit.
     """
     chosen: dict[str, list[HostAssignment]] = {}
     taken: dict[str, dict[str, float]] = {host.name: {} for host in hosts}
@@ -78,7 +78,7 @@ def assign_hosts(
 
 
 def resource_request(trait: str, *, gpu: bool, typed: bool) -> HostAssignment:
-    """A worker's place on a host that is not there yet: what it will take, and by the host's labels which host will do.
+    """Return a worker's place on a host that does not exist yet: what it will take, and the labels that the host needs.
     ``typed``: the trait names a type of GPU.
     """
     label, sign, value = trait.partition("=")
@@ -90,13 +90,13 @@ def resource_request(trait: str, *, gpu: bool, typed: bool) -> HostAssignment:
 
 
 def is_gpu_type(trait: str, types: Container[str]) -> bool:
-    """Whether a host has ``trait`` by its type of GPU; ``types``: those that are known by their names alone."""
+    """Return whether ``trait`` names a type of GPU; ``types``: types that are known by their names alone."""
     return trait.startswith(_TYPE) or trait in types
 
 
 def check_kv_memory(assignments: dict[str, list[HostAssignment]], kv_bytes: int) -> None:
-    """Raises ValueError where the room for KV is to be chosen (0 bytes) for a host that nobody measures: a compute
-    worker does, for its own.
+    """Raise ValueError if KV memory is to be chosen automatically (0 bytes) on a host without a compute worker. Only
+    compute workers measure memory, each for its own host.
     """
     measured = [p.host.address for p in assignments.get("compute", [])][:1]
     elsewhere = [p.host.address for p in assignments.get("memory", []) if measured and p.host.address not in measured]
@@ -117,9 +117,7 @@ def _next(
 
 
 def _nearest(hosts: Sequence[Host], near: Sequence[Host], room: dict[str, int]) -> list[Host]:
-    """By distance to those chosen already: the same host, the same rack, elsewhere; then the rack and host with most
-    room.
-    """
+    """Sort hosts by distance to the chosen ones (same host, same rack, elsewhere), then by space in rack and host."""
     names, racks = {h.name for h in near}, {h.labels.get(RACK) for h in near} - {None}
     in_rack: dict[str, int] = {}
     for host in hosts:
@@ -136,8 +134,8 @@ def _nearest(hosts: Sequence[Host], near: Sequence[Host], room: dict[str, int]) 
 
 
 def _takes(host: Host, trait: str, gpu: bool) -> dict[str, float]:
-    """What a worker reserves: the resource, with ``gpu`` a GPU too; for a type of GPU or a label a GPU, or a CPU where
-    the host has none and none is needed.
+    """Return what a worker reserves: the resource, and with ``gpu`` also a GPU. For a type of GPU or a label it is a
+    GPU, or a CPU if the host has no GPU and none is required.
     """
     kind = _TYPE + trait.removeprefix(_TYPE)
     if "=" not in trait and kind not in host.resources:
@@ -147,7 +145,7 @@ def _takes(host: Host, trait: str, gpu: bool) -> dict[str, float]:
 
 
 def _room(host: Host, trait: str, taken: dict[str, float], gpu: bool) -> int:
-    """How many more workers fit."""
+    """Return how many more workers fit."""
     label, sign, value = trait.partition("=")
     if sign and host.labels.get(label) != value:
         return 0
@@ -160,14 +158,12 @@ def _too_few(hosts: Sequence[Host], role: str, count: int, trait: str, requireme
     if gpu and room < sum(_room(h, trait, {}, False) for h in hosts):
         return (
             f"{count} {role} workers with a GPU each do not fit: the cluster has room for {room} on hosts with {trait} "
-            f"({requirement}): use --{'memory' if role == 'memory' else 'compute'}-device cpu, add GPUs, or name them "
-            f"in the "
-            f"YAML (device)"
+            f"({requirement}). Use --{'memory' if role == 'memory' else 'compute'}-device cpu, add GPUs, or name them "
+            f"in the YAML (device)"
         )
     if room == 0:
         return (
-            f"no host of the cluster has {trait} free, which {requirement} asks for {role} workers: start Ray there "
-            f"with "
-            f"--resources '{{\"{trait}\": 1}}', or name a resource, a type of GPU or LABEL=VALUE that hosts have"
+            f"no host of the cluster has {trait} free, which {requirement} asks for {role} workers. Start Ray there "
+            f"with --resources '{{\"{trait}\": 1}}', or name a resource, a type of GPU or LABEL=VALUE that hosts have"
         )
     return f"{count} {role} workers do not fit: the cluster has room for {room} on hosts with {trait} ({requirement})"

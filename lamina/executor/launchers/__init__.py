@@ -79,9 +79,7 @@ class Launcher(Protocol):
         ...
 
     def promote_spare(self, role: str, number: int, index: int) -> None:
-        """Give that spare the place ``index``, whose worker is lost. The next spare of that number gets its
-        resources.
-        """
+        """Give that spare the place ``index`` of a lost worker, whose resources the next spare of that number gets."""
         ...
 
     def avoid_host(self, role: str, index: int) -> None:

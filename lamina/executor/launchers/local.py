@@ -1,4 +1,4 @@
-"""The launcher ``local``: workers on this machine, as processes or, for a transport that stays in one, as threads."""
+"""The launcher ``local``: workers on this machine, as processes or, for a transport within one process, as threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .zygote_client import START, NoForkError, ZygoteExitedError
 
 log = logging.getLogger(__name__)
 
-# With these OpenMP lays its threads on cores as it is loaded, which the warm process has done with its own cores.
+# By these OpenMP binds its threads to cores when it is loaded; the zygote has already done so with its own cores.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # role -> (module, its function that serves one control socket)
 ROLES = {
@@ -43,24 +43,24 @@ STARTERS = {"engine"}  # roles that start workers of their own
 
 
 class Process(Protocol):
-    """A worker's process, whoever is its parent."""
+    """The process of a worker, whichever process is its parent."""
 
     pid: int
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Whether it has ended, within so many seconds."""
+        """Return whether it has ended, after waiting ``timeout_s`` at most."""
         ...
 
     @property
     def exit_status(self) -> int | None:
-        """Exit status, or minus its signal, once it has ended; None = nobody knows."""
+        """The exit status, or minus the signal, once it has ended; None: unknown."""
         ...
 
     def kill(self) -> None: ...
 
 
 class SpawnedProcess:
-    """A process that imports its modules by itself, as opposed to a forked one."""
+    """A process that imports its modules by itself, in contrast to a forked one."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.pid = process.pid
@@ -78,32 +78,32 @@ class SpawnedProcess:
 
 
 class ProcessWorker:
-    """A worker that is its own process: forked from the warm process, or ``python -m lamina.workers``."""
+    """A worker in a process of its own: forked from the zygote, or ``python -m lamina.workers``."""
 
     host = ""
 
     def __init__(self, role: str, index: int, threads: int = 0, on: cpu_cores.Cores = (), **env: str) -> None:
-        """``threads`` of OpenMP; 0 = what the environment says, else all cores. ``on``: its cores; empty = any.
-        ``env``: what its environment has besides.
+        """``threads``: of OpenMP; 0: as the environment says, else all cores. ``on``: its cores; empty: any. ``env``:
+        additional environment variables.
         """
         self.role, self.index = role, index
         self.sock, theirs = socket.socketpair()
         with theirs:
             self._process = start(role, theirs, threads, on, **env)
         self.pid = self._process.pid
-        self._spent: int | None = None  # CPU time, if it stood still at the last look
+        self._spent: int | None = None  # CPU time, if it was stopped at the last look
 
     def exit_reason(self) -> str | None:
         return exit_status_text(self._process.exit_status) if self._process.has_ended() else None
 
     @property
     def status(self) -> int | None:
-        """Exit status, or minus the signal that ended it; None while it runs, and where nobody knows."""
+        """The exit status, or minus the signal that ended it; None while it runs, or if unknown."""
         return self._process.exit_status if self._process.has_ended() else None
 
     @property
     def is_stopped(self) -> bool:
-        """Not of one that has run since it stood still at the last look, as one does that is slowed down by signals."""
+        """Return whether it is stopped, unless it has run since the last look, as a process slowed by signals has."""
         before, self._spent = self._spent, cpu_ns_if_stopped(self.pid)
         return self._spent is not None and before in (None, self._spent)
 
@@ -114,7 +114,7 @@ class ProcessWorker:
 
 
 class ThreadWorker:
-    """A worker on a thread of the driver's process; ``extra`` goes to its serve function behind the socket."""
+    """A worker on a thread of the driver's process; ``extra`` goes to its serve function, after the socket."""
 
     host = ""
 
@@ -126,7 +126,7 @@ class ThreadWorker:
         self._thread = threading.Thread(target=serve, args=(theirs, *extra), name=f"lamina-{role}-{index}", daemon=True)
         self._thread.start()
 
-    is_stopped = False  # or nobody here could look
+    is_stopped = False  # if this process were stopped, no code here would run
 
     def exit_reason(self) -> str | None:
         return None if self._thread.is_alive() else "ended"
@@ -136,11 +136,11 @@ class ThreadWorker:
 
 
 class LocalLauncher:
-    """All workers on this machine; they end by their control links alone."""
+    """The launcher of workers on this machine; they end by their control links alone."""
 
     def __init__(self, key: bytes, wanted: Mapping[str, int], on: Mapping[str, Sequence[cpu_cores.Cores]]) -> None:
-        """``on``: the cores of each worker of a role; empty = any. LAMINA_PACKED_WEIGHTS of the workers is a file in
-        memory, this launcher's own and empty: its first user fills it.
+        """``on``: the cores of each worker of a role; empty: any. LAMINA_PACKED_WEIGHTS of the workers is a file in
+        memory, owned by this launcher and empty: its first user fills it.
         """
         self.key = key
         self._wanted, self._on = dict(wanted), {role: list(each) for role, each in on.items()}
@@ -157,13 +157,13 @@ class LocalLauncher:
         return self.start(role, number, threads)
 
     def promote_spare(self, role: str, number: int, index: int) -> None:
-        """All are on this host, and with --cores there are no spares."""
+        """Do nothing: all workers are on this host, and with --cores there are no spares."""
 
     def avoid_host(self, role: str, index: int) -> None:
-        """There is no other host."""
+        """Do nothing: there is no other host."""
 
     def _cores(self, role: str, index: int) -> cpu_cores.Cores:
-        """Of one in the place of a worker that somebody else had lent, those of the last one here."""
+        """Return the cores of a worker. One that replaces a worker on loan has those of the last local worker."""
         return self._on[role][min(index, len(self._on[role]) - 1)]
 
     def can_replace(self, lost: WorkerHandle) -> bool:
@@ -187,7 +187,7 @@ class LocalLauncher:
 def open_launcher(
     config: EngineConfig, key: bytes, wanted: Mapping[str, int], without: Collection[str] = ()
 ) -> LocalLauncher:
-    if config.devices.memory_device == "cpu":  # of a GPU's memory its worker knows
+    if config.devices.memory_device == "cpu":  # a worker on a GPU checks its memory by itself
         check_kv_memory_fits(config, free_bytes())
     on = {role: [cpu_cores.Cores()] * count for role, count in wanted.items()}
     if config.devices.cores:
@@ -197,7 +197,7 @@ def open_launcher(
 
 
 def cores_by_role(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[cpu_cores.Cores]]:
-    """The cores of each worker, by role, as ``--cores`` says. Raises ValueError where that does not fit."""
+    """Return the cores of each worker, by role, as ``--cores`` says. Raises ValueError if that does not fit."""
     roles = "compute", "memory", "prefill"
     counts = [wanted.get(role, 0) for role in roles]
     if not all(counts[:2]):
@@ -214,7 +214,7 @@ def _lines(on: Mapping[str, Sequence[cpu_cores.Cores]]) -> Iterator[str]:
 
 
 def core_topology() -> list[int]:
-    """Cores that this process may use; those of a node of memory, and the threads of a core, beside each other."""
+    """Return the cores that this process may use. Cores of one NUMA node, and threads of one core, are neighbours."""
 
     def place_of(core: int) -> tuple[int, ...]:
         here = Path(f"/sys/devices/system/cpu/cpu{core}")
@@ -228,14 +228,14 @@ def core_topology() -> list[int]:
 
 
 def start(role: str, control: socket.socket, threads: int, on: cpu_cores.Cores, **env: str) -> Process:
-    """The process of a worker, with ``env`` in its environment besides. Forked from the warm process: what that has
-    imported need not be imported again.
+    """Start the process of a worker, with ``env`` as additional environment. It is forked from the zygote, if possible:
+    modules are imported already.
     """
     arguments = ["--cores", ",".join(map(str, on))] if on else []
     serve, own = ":".join(ROLES[role]), {**worker_environment(threads), **env}
     if any(own.get(name) for name in BINDING):
         return SpawnedProcess(spawn(role, control, threads, arguments, (), **env))
-    for _ in range(2):  # a warm process that has died is replaced
+    for _ in range(2):  # a dead zygote is replaced
         if (warm := START.get(own)) is None:
             break
         try:
@@ -254,7 +254,7 @@ def start(role: str, control: socket.socket, threads: int, on: cpu_cores.Cores, 
 def spawn(
     role: str, control: socket.socket, threads: int = 0, more: Sequence[str] = (), fds: Sequence[int] = (), **env: str
 ) -> subprocess.Popen[bytes]:
-    """A fresh process of a worker, with its end of the control link, ``more`` arguments and inherited descriptors."""
+    """Start a worker's fresh process with its end of the control link, ``more`` arguments and inherited descriptors."""
     module, function = ROLES[role]
     words = ["lamina.workers", f"{module}:{function}", "--control-fd", str(control.fileno()), *more]
     command, environ = own_python("-m", *words, environ={**worker_environment(threads), **env})
@@ -270,8 +270,8 @@ def spawn(
 def spawn_supervised(
     role: str, sock: socket.socket, keys: bytes, threads: int, fds: Sequence[int] = (), **env: str
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """A worker's process with its control link to a driver elsewhere, and its life line: that ends with this process,
-    however that ends. Raises OSError where this host starts no more processes.
+    """Start a worker's process with a control link to a driver elsewhere. Returns it and its life line, which ends with
+    this process, however that ends. Raises OSError if this host starts no more processes.
     """
     theirs, life_line = os.pipe()
     with suppress(BrokenPipeError):
@@ -286,9 +286,9 @@ def spawn_supervised(
 
 
 def exit_status_text(status: int | None) -> str:
-    """How a process with this exit status ended; None = nobody knows it."""
+    """Return how a process with this exit status ended, in words; None: unknown."""
     if status is None:
-        return "ended, after the warm process that could have told how"
+        return "ended, in an unknown way, since its zygote had ended before"
     return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
@@ -300,11 +300,11 @@ def _signal_name(number: int) -> str:
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """The environment of a worker's process; ``threads`` of OpenMP, 0 = as here."""
-    # Both pools may share these cores: OpenMP threads that spin at the end of a loop take them from the other pool, and
-    # on a busy machine from the very thread that they wait for (measured: 10 times slower steps).
+    """Return the environment of a worker's process; ``threads``: of OpenMP, 0: as here."""
+    # Both pools may share these cores. OpenMP threads that spin at the end of a loop take them from the other pool. On
+    # a busy machine they take them from the very thread that they wait for (measured: 10 times slower steps).
     defaults = {"OMP_WAIT_POLICY": "passive"}
-    # Told at start, OpenMP makes no more threads than asked for; told later, it wakes them for the smallest loop.
+    # Set at start, it limits the threads that OpenMP makes; set later, OpenMP wakes all of them for the smallest loop.
     wanted = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     # No worker computes with numpy: its OpenBLAS need not start a thread for each core, and no process with more than
     # one thread forks.

@@ -1,12 +1,12 @@
-"""The launcher ``ray``: wardens on the hosts of a Ray cluster, each with one worker. Ray watches them.
+"""The launcher ``ray``: node agents on the hosts of a Ray cluster, each with one worker. Ray watches them.
 
-All workers of an engine are one placement group: Ray gives it whole or not at all, so that engines which start at the
-same time share no slot, and an autoscaler sees what one waits for. Which hosts it is to be on is ours to choose
-(``hosts/placement.py``), as long as the cluster has room.
+All workers of an engine are one placement group, which Ray grants whole or not at all. So engines that start at the
+same time share no slot, and an autoscaler sees what an engine waits for. Lamina chooses the hosts
+(``hosts/worker_placement.py``), as long as the cluster has space.
 
-Ray carries strings of JSON, nothing else. Each worker has a control link of its own to this process; layer messages go
-over netstack, between the workers. The cluster's key goes to the wardens in a call of Ray's, which only the holders of
-its token can make; who can read the network reads it, unless Ray's TLS is on.
+Ray carries only strings of JSON. Each worker has its own control link to this process, and layer messages go over
+netstack, between the workers. A call of Ray's carries the cluster's key to the node agents; only holders of Ray's token
+can make it. A reader of the network can read the key, unless Ray's TLS is on.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from .ray_agent import NodeAgent
 from .remote_links import any_port, connect
 
 log = logging.getLogger(__name__)
-CALL_S = 60.0  # for a warden to come up and answer
+CALL_S = 60.0  # for a node agent to start and reply
 REACH_S = 10.0
 END_S = 1.0
-LOOK_S = 1.0  # of a wait for a spare, between looks whether its host is there
+LOOK_S = 1.0  # during a wait for a spare, between looks whether its host responds
 NODE_ID = "ray.io/node-id"  # a label that Ray gives each host
 
 
 class RayWorker:
-    """A worker on another host, and its warden."""
+    """A worker on another host, and its node agent."""
 
     def __init__(
         self, ray: Any, warden: Any, role: str, index: int, assignment: HostAssignment, pid: int, sock: EncryptedSocket
@@ -59,22 +59,22 @@ class RayWorker:
         self.sock = sock
         self.host = any_port(assignment.host.address)
         self._ray, self._agent, self._where = ray, warden, assignment.host.address
-        self._end = warden.exit_reason.remote()  # answered at its end
+        self._end = warden.exit_reason.remote()  # replies at its end
         self._is_stopped, self._other = (
             False,
             warden.wait_stopped_change.remote(False),
-        )  # the latter once it is otherwise
+        )  # the latter replies once the state changes
 
     @property
     def is_stopped(self) -> bool:
-        """As its warden has said."""
+        """Return whether it is stopped, as its node agent has reported."""
         if self.sock.timed_out or not self._ray.is_initialized():
             return False
         done, _ = self._ray.wait([self._other], timeout=0)
         if done:
             try:
                 self._is_stopped = json.loads(self._ray.get(done[0]))
-            except self._ray.exceptions.RayError:  # the warden is gone, and its worker with it
+            except self._ray.exceptions.RayError:  # the node agent is gone, and its worker with it
                 return False
             self._other = self._agent.wait_stopped_change.remote(self._is_stopped)
         return self._is_stopped
@@ -86,7 +86,7 @@ class RayWorker:
 
     def join(self, timeout_s: float) -> None:
         if not self._ray.is_initialized():
-            return  # the interpreter ends: Ray has ended the wardens, and they the workers
+            return  # the interpreter ends: Ray has ended the node agents, and they the workers
         if not self.sock.timed_out and self._fate(timeout_s) is None:
             self._agent.kill.remote()
             self._fate(END_S)
@@ -106,26 +106,28 @@ class RayWorker:
 
 @dataclass(eq=False)
 class BundleSlot:
-    """Room for one worker in the cluster: of a place, or of a spare."""
+    """The resources for one worker in the cluster, a member or a spare."""
 
     assignment: HostAssignment
     group: Any
     bundle: int  # its number in the group
     agent: Any = None
-    used: bool = False  # whether that warden has had a worker
-    avoided: bool = False  # whether nobody is to be started on that host any more
-    pending_call: Any = None  # its answer to ``listen``, once it is there
+    used: bool = False  # whether that node agent has had a worker
+    avoided: bool = False  # whether no worker may be started on that host any more
+    pending_call: Any = None  # its reply to ``listen``, once it has come
     called_at: float = 0.0
     names: tuple[str, str] = "", ""  # of the two ends of the control link
 
 
 class RayLauncher:
-    """Wardens come up all at once, when it is made; ``start`` waits for one. A worker in the place of a lost one gets a
-    warden of its own, in the same bundle, and so on the same host; where that is lost, in a bundle on another one.
-    Spares have bundles of their own, behind those of the places: they are placed by the same rules.
+    """Starts a node agent for each worker, all at once when it is made; ``start`` waits for one.
+
+    A worker in the place of a lost one gets a node agent of its own in the same bundle, and so on the same host. If
+    that host is lost, it gets a bundle on another one. Spares have bundles of their own, after those of the places, by
+    the same rules.
     """
 
-    key = b""  # workers have it from their wardens
+    key = b""  # workers get it from their node agents
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class RayLauncher:
         self._ray, self._owned, self._config, self._key = ray, owned, config, key
         self._limit_s = min(CALL_S, config.deadlines.start_timeout_s)
         self._incarnation = secrets.token_hex(8)  # part of the names on control links
-        self._slots: dict[str, list[BundleSlot]] = {}  # of places, by role
+        self._slots: dict[str, list[BundleSlot]] = {}  # by role
         self._spares: dict[str, list[BundleSlot]] = {}
         self._groups: list[Any] = []
         self._lost = set(without)  # hosts, by name
@@ -160,7 +162,7 @@ class RayLauncher:
 
     @property
     def assignments(self) -> dict[str, list[HostAssignment]]:
-        """Of all workers that have one, by role."""
+        """The hosts of all workers that have a place, by role."""
         return {role: [seat.assignment for seat in seats] for role, seats in self._slots.items()}
 
     def thread_count(self, role: str, index: int) -> int:
@@ -189,7 +191,7 @@ class RayLauncher:
         return None
 
     def _is_up(self, seat: BundleSlot, wait_s: float) -> bool:
-        """Whether its warden answers in so long; nobody waits for one whose host is lost."""
+        """Return whether its node agent replies within ``wait_s``. Stops waiting if its host is lost."""
         until = min(time.monotonic() + wait_s, seat.called_at + self._limit_s)
         while True:
             left = max(0.0, until - time.monotonic())
@@ -205,7 +207,7 @@ class RayLauncher:
         self._slots[role][index].avoided = True
 
     def _call(self, seat: BundleSlot, role: str, what: str, threads: int, *, patient: bool) -> None:
-        """Have its warden listen. ``patient``: whether to wait for room on another host, where its own is lost."""
+        """Have its node agent listen. ``patient``: whether to wait for space on another host, if its own is lost."""
         if seat.used:
             if seat.avoided or self._is_lost(seat):
                 self._move(seat, role, what, patient=patient)
@@ -220,15 +222,15 @@ class RayLauncher:
         seat.pending_call = seat.agent.listen.remote(json.dumps(order))
 
     def _is_lost(self, seat: BundleSlot) -> bool:
-        """Whether its host does not answer, which tells of a lost one long before Ray does."""
+        """Return whether its host does not respond; this notices a lost host long before Ray does."""
         there = {host.name: host for host in hosts_of(self._ray, whole=True)}.get(seat.assignment.host.name)
         return there is None or not is_reachable(there)
 
     def _finish(self, seat: BundleSlot, role: str, index: int, what: str) -> RayWorker:
-        """The worker of a warden that was called, once it has come up. Raises OSError, ValueError."""
+        """Return the worker of a called node agent, once it has started. Raises OSError, ValueError."""
         asked, seat.pending_call = seat.pending_call, None
         host, (name, driver) = seat.assignment.host.address, seat.names
-        who, warden = f"the warden of {what} on {host}", seat.agent
+        who, warden = f"the node agent of {what} on {host}", seat.agent
         answer = self._ask(who, asked)
         if answer["version"] != __version__:
             raise ValueError(f"{host} has Lamina {answer['version']}, this host has {__version__}: install the same")
@@ -244,16 +246,16 @@ class RayLauncher:
         return RayWorker(self._ray, warden, role, index, seat.assignment, started["pid"], sock)
 
     def set_capacity(self, role: str, count: int) -> bool:
-        """Fewer alone: its places are taken from the cluster at the start."""
+        """Allow only fewer workers: places are reserved at the start."""
         return count <= len(self._slots[role])
 
     def keep_workers(self, role: str, numbers: Sequence[int]) -> None:
-        """The cluster has the places of the others back with the end of all."""
+        """Keep these workers. The cluster gets the places of the others back when all end."""
         self._slots[role] = [self._slots[role][n] for n in numbers]
 
     def can_replace(self, lost: WorkerHandle) -> bool:
-        """Any, on the lost one's host or on another one. A host that has fallen silent keeps its worker, which nobody
-        talks to any more.
+        """Return whether it is a worker of this launcher: any can be replaced, on its host or another one. A silent
+        host keeps its old worker, whose link is closed.
         """
         return isinstance(lost, RayWorker)
 
@@ -273,7 +275,7 @@ class RayLauncher:
         return [seat for kind in (self._slots, self._spares) for seats in kind.values() for seat in seats]
 
     def _move(self, seat: BundleSlot, role: str, what: str, *, patient: bool) -> None:
-        """To another host, as its own is lost. Raises OSError, HostLostError."""
+        """Move a slot to another host, as its own is lost. Raises OSError, HostLostError."""
         lost, how = seat.assignment.host, "is out of the others' reach" if seat.avoided else "is lost"
         self._lost.add(lost.name)
         freed_s = FREED_S if patient else 0.0
@@ -288,11 +290,11 @@ class RayLauncher:
         log.warning("%s %s: %s goes to %s", lost.address, how, what, seat.assignment.host.address)
 
     def _start_agent(self, seat: BundleSlot) -> None:
-        """In its bundle, in the stead of the one that was there."""
+        """Start a node agent in the slot's bundle, in place of the one that was there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if seat.agent is not None:
-            self._ray.kill(seat.agent)  # Ray gives its bundle to nobody else before
+            self._ray.kill(seat.agent)  # Ray does not reuse its bundle before
         takes = dict(seat.assignment.resources)
         seat.agent = (
             self._ray.remote(NodeAgent)
@@ -303,7 +305,7 @@ class RayLauncher:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     seat.group, placement_group_bundle_index=seat.bundle
                 ),
-                max_concurrency=4,  # started, wait_stopped_change and fate wait, end comes meanwhile
+                max_concurrency=4,  # wait_started, wait_stopped_change and exit_reason wait; kill comes meanwhile
                 max_restarts=0,
             )
             .remote()
@@ -324,7 +326,7 @@ class RayLauncher:
 def open_launcher(
     config: EngineConfig, key: bytes, wanted: Mapping[str, int], without: Collection[str] = ()
 ) -> RayLauncher:
-    """Joins the Ray cluster of ``config`` unless this process is in one already."""
+    """Join the Ray cluster of ``config``, unless this process is in one already."""
     ray = load()
     owned = not ray.is_initialized()
     if owned:
@@ -340,9 +342,10 @@ def reserve_placement_group(
     without: Container[str] = (),
     freed_s: float = FREED_S,
 ) -> tuple[Any, dict[str, list[HostAssignment]]]:
-    """A placement group for all workers, and their places as Ray says them. Where a look at what is free has shown
-    more than there is, since another engine starts, there is another look. ``without``: names of hosts where none is
-    to be; ``freed_s``: see find_places. Raises ValueError, OSError.
+    """Reserve a placement group for all workers. Returns it and their places, as Ray has assigned them.
+
+    If less is free than it seemed, since another engine starts, it looks again. ``without``: names of hosts to leave
+    out; ``freed_s``: see find_places. Raises ValueError, OSError.
     """
     deadline, patience = time.monotonic() + limit_s, 1
     while True:
@@ -370,8 +373,8 @@ def reserve_placement_group(
 
 
 def _group(assignments: dict[str, list[HostAssignment]], placement: str, *, pinned: bool) -> Any:
-    """A bundle for each worker, in the order of ``_each``. ``pinned``: to the very host of its place, else to any that
-    has its labels.
+    """Return a placement group with a bundle for each worker, in the order of ``_each``. ``pinned``: to the exact host
+    of its place, else to any host with its labels.
     """
     each = [at for _, _, at in _each(assignments)]
     labels = [{NODE_ID: at.host.name} if pinned else at.host.labels for at in each]
@@ -382,8 +385,7 @@ def _group(assignments: dict[str, list[HostAssignment]], placement: str, *, pinn
 
 
 def _read_back(ray: Any, group: Any, assignments: dict[str, list[HostAssignment]]) -> dict[str, list[HostAssignment]]:
-    """``assignments`` with the hosts that Ray has given their bundles. Raises OSError where a host was lost
-    meanwhile."""
+    """Return ``assignments`` with the hosts that Ray gave to the bundles. Raises OSError if a host was lost since."""
     nodes = import_module("ray.util").placement_group_table(group)["bundles_to_node_id"]
     hosts = {host.name: host for host in hosts_of(ray, whole=True)}
     by_role: dict[str, list[HostAssignment]] = {role: [] for role in assignments}
@@ -399,7 +401,7 @@ def _give_back(group: Any) -> None:
 
 
 def _hoped_for(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[HostAssignment]]:
-    """Places on hosts that the cluster has not yet."""
+    """Return places on hosts that the cluster does not have yet."""
     types = vars(import_module("ray.util.accelerators.accelerators")).values()
     gpus = on_gpu(config)
     return {

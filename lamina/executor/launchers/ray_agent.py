@@ -1,4 +1,6 @@
-"""A warden looks after one worker on its host, for a driver that is elsewhere. Strings of JSON go in and out."""
+"""The node agent of the launcher ``ray``: it watches one worker on its host, for a driver elsewhere. Its methods take
+and return strings of JSON.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from lamina.utils.proc import cpu_ns_if_stopped
 from .local import exit_status_text, spawn_supervised
 from .remote_links import ControlListener
 
-ARRIVAL_S = 60.0  # a driver that has asked for a worker and does not come is given up
-LOOK_S = 0.1  # whether the worker stands still
+ARRIVAL_S = 60.0  # for the driver to connect, after which the agent stops waiting
+LOOK_S = 0.1  # between looks whether the worker is stopped
 
 
 class NodeAgent:
-    """Starts the worker once its driver has connected; both its own end and the driver's end the worker.
+    """Starts the worker once its driver has connected. The worker ends with this agent and with the driver.
 
-    ``listen`` and ``kill`` return at once, all others wait: each is called from a thread of its own.
+    ``listen`` and ``kill`` return at once; all other methods wait, each on a thread of its own.
     """
 
     def __init__(self) -> None:
@@ -32,13 +34,13 @@ class NodeAgent:
         self._life_line = -1
         self._started, self._ended = threading.Event(), threading.Event()
         self._fate = ""
-        self._spent: int | None = None  # CPU time, if the worker stood still at the last look
+        self._spent: int | None = None  # CPU time, if the worker was stopped at the last look
 
     def listen(self, order: str) -> str:
-        """``order``: {role, threads, key, host, name, driver}; the key in hexadecimal, host: the interface that the
-        driver reaches, name and driver: of the two ends of the control link.
+        """Listen for the driver. Returns {port, version, auth}; ``auth``: how Ray authenticates its own peers here.
 
-        Answers {port, version, auth}; ``auth`` is how Ray's own doors are kept here.
+        ``order``: {role, threads, key, host, name, driver}. The key is hexadecimal, host is the interface that the
+        driver reaches, and name and driver name the two ends of the control link.
         """
         self._order = json.loads(order)
         at, key = self._order, bytes.fromhex(self._order["key"])
@@ -47,15 +49,15 @@ class NodeAgent:
         return json.dumps({"port": listener.port, "version": __version__, "auth": os.environ.get("RAY_AUTH_MODE", "")})
 
     def wait_started(self) -> str:
-        """Waits until the worker runs. Answers {pid}, or {error} where the driver did not come."""
+        """Wait until the worker runs. Returns {pid}, or {error} if the driver did not connect."""
         self._started.wait(ARRIVAL_S)
         if self._process is None:
             return json.dumps({"error": self._fate or "the driver did not come"})
         return json.dumps({"pid": self._process.pid})
 
     def wait_stopped_change(self, known: bool) -> str:
-        """Waits until it is no longer ``known`` whether the worker stands still by a signal, or until its end. Answers
-        whether it does; see ProcessWorker.is_stopped.
+        """Wait until the worker's state differs from ``known``, or it ends. Returns whether it is now stopped by a
+        signal; see ProcessWorker.is_stopped.
         """
         still = known
         while still == known and not self._ended.wait(LOOK_S):
@@ -64,12 +66,12 @@ class NodeAgent:
         return json.dumps(still and not self._ended.is_set())
 
     def exit_reason(self) -> str:
-        """Waits for the worker's end. Answers how it ended, in words."""
+        """Wait for the worker's end. Returns how it ended, in words."""
         self._ended.wait()
         return self._fate
 
     def kill(self) -> None:
-        """By force."""
+        """Kill the worker."""
         if self._process is not None:
             self._process.kill()
 
@@ -88,7 +90,7 @@ class NodeAgent:
     def _spawn(self, listener: ControlListener) -> None:
         sock, keys = listener.accept(ARRIVAL_S)
         order = self._order
-        # One and the same key for the data, whatever this host's own environment says.
+        # The driver's key is also used for layer messages, whatever this host's environment says.
         with sock:
             self._process, self._life_line = spawn_supervised(
                 order["role"], sock, keys, order["threads"], **{KEY: order["key"], KEY_FILE: ""}

@@ -18,16 +18,16 @@ _NO_SLOTS = Geometry(slots=1, slot_bytes=64)  # the handshake covers an inbox of
 
 
 class ControlListener:
-    """Where the other end of control links comes, on one interface of this host. Owned by who made it; close it."""
+    """Accepts control links on one interface of this host. Its creator owns it and closes it."""
 
     def __init__(self, host: str, key: bytes, name: str, driver: str, *, port: int = 0, links: int = 1) -> None:
-        """``name``: of this end, which the other one wants; ``driver``: of the only one that ``accept`` takes; port 0 =
-        any free one. ``links``: that may be there at once. Raises OSError, with the reason.
+        """``name``: of this end, which the other end expects. ``driver``: the only peer that ``accept`` admits.
+        ``port``: 0: any free one. ``links``: the most at one time. Raises OSError, with the reason.
         """
         self._driver = driver
         sock = socket.socket(_family(host))
         try:
-            if port:  # somebody's choice, which a service that has just ended may have had
+            if port:  # a chosen port, which a service that has just ended may have used
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((host, port))
             sock.listen()
@@ -41,8 +41,8 @@ class ControlListener:
         )  # fmt: skip
 
     def accept(self, timeout_s: float) -> tuple[socket.socket, bytes]:
-        """The connection of the driver, who has proven the key, and its keys. Raises ChannelTimeout, ChannelAborted,
-        and HandshakeError where another one comes who holds the key.
+        """Return the connection of the driver, which has proven the key, and its keys. Raises ChannelTimeout,
+        ChannelAborted, and HandshakeError if another holder of the key connects.
         """
         name, sock, keys = self.accept_any(timeout_s)
         if name != self._driver:
@@ -51,18 +51,18 @@ class ControlListener:
         return sock, keys
 
     def accept_any(self, timeout_s: float) -> tuple[str, socket.socket, bytes]:
-        """The name, connection and keys of the next one who has proven the key. Raises as ``accept``, but for names."""
+        """Return the next peer's name, connection and keys, once it has proven the key. Raises as ``accept``."""
         peer: Any = self._listener.accept(timeout_s=timeout_s)
         return peer.session.name, peer.sock, b"".join(peer.session.keys(listening=True))
 
     def close(self) -> None:
-        """Ends an accept in progress too."""
+        """Close the listener, which also ends an accept in progress."""
         self._listener.close()
 
 
 def connect(host: str, port: int, key: bytes, timeout_s: float, *, name: str, peer: str) -> EncryptedSocket:
-    """This end of a control link to a ControlListener; ``name`` and ``peer``: of both ends. Raises ChannelTimeout,
-    HandshakeError, OSError.
+    """Connect to a ControlListener and return the socket; ``name``, ``peer``: the names of both ends. Raises
+    ChannelTimeout, HandshakeError, OSError.
     """
     sock, keys = connect_inheritable(host, port, key, timeout_s, name=name, peer=peer)
     return EncryptedSocket(sock.detach(), keys)
@@ -84,12 +84,12 @@ def connect_inheritable(
 
 
 def any_port(host: str) -> str:
-    """``host``:0, as transports take it."""
+    """Return ``host``:0, as transports expect it."""
     return host_port(host, 0)
 
 
 def host_port(host: str, port: int) -> str:
-    """``host``:``port``."""
+    """Return ``host``:``port``, with brackets for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -1,7 +1,7 @@
-"""The launcher ``static``: somebody starts the workers by hand, with commands that are printed.
+"""The launcher ``static``: people start the workers by hand, with commands that are printed.
 
-Each command is a warden (``static_agent.py``) that comes to this process, by the cluster's key. It looks after one
-worker, whose control link comes here too: of this host one port is reached from elsewhere.
+Each command is a node agent (``static_agent.py``) that connects to this process, by the cluster's key. It watches one
+worker, whose control link comes here too. So only one port of this host is reached from elsewhere.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .static_agent import ANY, AgentHello, KillWorker, StartWorker, WorkerExited
 from .static_commands import WorkerId, commands, instructions, planned_places
 
 log = logging.getLogger(__name__)
-TURN_S = 1.0  # of the thread that listens, between looks
-GREETING_S = 10.0  # for a warden to say what it came for
+TURN_S = 1.0  # of the listening thread, between looks
+GREETING_S = 10.0  # for a node agent to send AgentHello
 CALL_S = 60.0  # for a worker's process to start
 END_S = 2.0
 
 
 class StaticWorker:
-    """A worker that somebody has started, and its warden."""
+    """A worker that was started by hand, and its node agent."""
 
     def __init__(self, warden: AgentConnection, role: str, index: int, sock: EncryptedSocket) -> None:
         self.role, self.index, self.pid = role, index, warden.pid
@@ -43,7 +43,7 @@ class StaticWorker:
         self.sock = sock
         self._agent = warden
 
-    is_stopped = False  # nobody looks
+    is_stopped = False  # unknown
 
     def exit_reason(self) -> str | None:
         where = f"on {self._agent.hello.host}"
@@ -61,7 +61,7 @@ class StaticWorker:
 
 
 class AgentConnection:
-    """A warden that has come, as this process sees it."""
+    """A connected node agent, as this process sees it."""
 
     def __init__(self, sock: EncryptedSocket, link: ControlLink, came: AgentHello) -> None:
         self.sock, self.link, self.hello = sock, link, came
@@ -69,14 +69,14 @@ class AgentConnection:
         self.has_started, self.has_ended = threading.Event(), threading.Event()
 
     def kill(self) -> None:
-        """The worker, by force; the warden itself where it has none."""
+        """Kill the worker; the node agent itself ends if it has none."""
         try:
             self.link.send(KillWorker())
         except LinkClosedError:
             self.has_ended.set()
 
     def listen(self) -> None:
-        """Take the warden's messages until its link ends."""
+        """Receive the node agent's messages until its link ends."""
         try:
             while not self.exit_reason:
                 message = self.link.recv()
@@ -92,25 +92,24 @@ class AgentConnection:
 
 
 class StaticLauncher:
-    """Listens and says what to run, when it is made; ``thread_count`` and ``start`` wait until all workers have
-    come."""
+    """Listens and prints the commands to run. ``thread_count`` and ``start`` wait until all workers have connected."""
 
-    key = b""  # workers have it from their own environment
+    key = b""  # workers get it from their own environment
 
     def __init__(self, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:
-        """Raises ValueError, OSError."""
+        """Listen and print the commands. Raises ValueError, OSError."""
         self._config, self._key = config, key
         self._wanted = {role: count for role, count in wanted.items() if count}
         self._planned = planned_places(config, self._wanted)
         host, _, port = config.launch.driver_address.rpartition(":")
         at = _own_ip(host.removeprefix("[").removesuffix("]"))
         self.name = config.launch.driver_name or f"driver-{secrets.token_hex(8)}"
-        links = 2 * sum(self._wanted.values()) + 16  # and some that will be turned away
+        links = 2 * sum(self._wanted.values()) + 16  # and some that will be refused
         self._listener = ControlListener(at, key, self.name, "", port=int(port), links=links)
         self.address = host_port(at, self._listener.port)
         self.commands = commands(config, self._planned, self._wanted, self.address, self.name)
         self._agents: dict[WorkerId, AgentConnection] = {}
-        self._control: dict[str, EncryptedSocket | None] = {}  # by the name that was given out
+        self._control: dict[str, EncryptedSocket | None] = {}  # by the name that the worker was given
         self._changed = threading.Condition()
         self._closed = False
         self._refusal = ""
@@ -148,13 +147,13 @@ class StaticLauncher:
         raise OSError("people start the workers of --launcher static: there are no spares")
 
     def promote_spare(self, role: str, number: int, index: int) -> None:
-        """There are no spares."""
+        """Do nothing: there are no spares."""
 
     def avoid_host(self, role: str, index: int) -> None:
-        """Nobody is started again."""
+        """Do nothing: no worker is started again."""
 
     def set_capacity(self, role: str, count: int) -> bool:
-        """Fewer alone: people start its workers."""
+        """Allow only fewer workers, since people start them."""
         return count <= self._wanted.get(role, 0)
 
     def keep_workers(self, role: str, numbers: Sequence[int]) -> None:
@@ -164,7 +163,7 @@ class StaticLauncher:
             self._wanted[role] = len(numbers)
 
     def can_replace(self, lost: WorkerHandle) -> bool:
-        """Never: people start its workers."""
+        """Return False, since people start the workers."""
         return False
 
     def close(self) -> None:
@@ -180,7 +179,7 @@ class StaticLauncher:
             visitor.link.close()
 
     def _all_connected(self) -> None:
-        """Raises OSError where not all workers have come by the deadline, ValueError where they cannot work so."""
+        """Wait for all workers. Raises OSError after the deadline, ValueError if they cannot work together."""
         total = sum(self._wanted.values())
         with self._changed:
             left = self._deadline - time.monotonic()
@@ -206,7 +205,7 @@ class StaticLauncher:
         )
 
     def _receive(self) -> None:
-        """Whoever comes, until ``close``: wardens, and the control links of their workers."""
+        """Accept connections until ``close``: node agents, and the control links of their workers."""
         while True:
             try:
                 name, sock, keys = self._listener.accept_any(TURN_S)
@@ -216,7 +215,7 @@ class StaticLauncher:
                 continue
             except ChannelAborted:
                 return
-            except ChannelError as error:  # no descriptors, say
+            except ChannelError as error:  # such as too few descriptors
                 self._refusal = str(error)
                 threading.Event().wait(TURN_S)
                 continue
@@ -243,7 +242,7 @@ class StaticLauncher:
             visitor.listen()
             with self._changed:
                 if not visitor.pid and self._agents.get(who) is visitor:
-                    del self._agents[who]  # it left before it was needed: another one may come
+                    del self._agents[who]  # it left before it was needed: another one may connect
                 self._changed.notify_all()
         except (TimeoutError, LinkClosedError):
             return
@@ -251,12 +250,12 @@ class StaticLauncher:
             link.close()
 
     def _admit(self, sock: EncryptedSocket, link: ControlLink, came: AgentHello) -> tuple[AgentConnection, WorkerId]:
-        """Raises ValueError, with the reason, for one that is of no use."""
+        """Take an agent's worker into the group. Raises ValueError, with the reason, if there is no use for it."""
         if came.version != __version__:
             raise ValueError(f"it has Lamina {came.version}, the driver has {__version__}: install the same")
         host = str(ipaddress.ip_address(came.host))
         if came.cores < 1:
-            raise ValueError(f"it says that it has {came.cores} cores")
+            raise ValueError(f"it reports {came.cores} cores")
         with self._changed:
             count = self._wanted.get(came.role, 0)
             free = [i for i in range(count) if (came.role, i) not in self._agents]
@@ -292,7 +291,7 @@ def open_launcher(
 
 
 def _own_ip(host: str) -> str:
-    """Of --driver, for commands that are run elsewhere."""
+    """Return the IP of --driver, for commands that are run elsewhere."""
     try:
         ip = look_up(host, "--driver", alone=host == "localhost")
     except UnicodeError as error:

@@ -1,7 +1,7 @@
-"""The warden of the launcher ``static``: somebody starts it by hand, on the host of one worker.
+"""The node agent of the launcher ``static``: a user starts it by hand, on the host of one worker.
 
-It comes to the driver, says which worker it is for, and waits for its order. The messages of the two are below, in
-their order; their link is a control link of its own, beside that of the worker.
+It connects to the driver, names its worker, and waits for its order. The messages of the two are below, in their order.
+Their link is a control link of its own, in addition to the worker's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lamina.workers.worker_process import ORPHAN_EXIT_S
 from .local import exit_status_text, spawn_supervised
 from .remote_links import connect_inheritable, host_port
 
-AGENT_NAME = "warden"  # the name of its end of the link; the driver has one of its own, which the command line says
+AGENT_NAME = "warden"  # the name of its end of the link; the command line names the driver's end
 ANY = -1
 ROLES = ("compute", "memory", "prefill")
 REACH_S = 10.0
@@ -34,7 +34,7 @@ AGAIN_S = 0.2  # between tries to reach a driver that is not up yet
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="came"):
-    """Warden -> driver, first. Answered by Begin once all have come, by WorkerRefused or by End."""
+    """Node agent -> driver, first. Once all have connected, the reply is StartWorker, WorkerRefused or KillWorker."""
 
     role: str
     index: int = ANY
@@ -44,7 +44,7 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="came"):
 
 
 class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """Driver -> warden: start the worker, with a control link whose end has this name. Answered by Began."""
+    """Driver -> node agent: start the worker; ``name``: of its end of the control link. The reply is WorkerStarted."""
 
     role: str
     index: int
@@ -53,23 +53,25 @@ class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
 
 
 class WorkerRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Driver -> warden: it is of no use, and why."""
+    """Driver -> node agent: there is no use for it; ``text``: why."""
 
     text: str
 
 
 class WorkerStarted(msgspec.Struct, frozen=True, tag="began"):
+    """Node agent -> driver: the worker runs."""
+
     pid: int
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag="ended"):
-    """Warden -> driver, last."""
+    """Node agent -> driver, last message: how the worker ended."""
 
     exit_reason: str
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag="end"):
-    """Driver -> warden: end the worker by force, if there is one."""
+    """Driver -> node agent: kill the worker, if there is one."""
 
 
 class StaticWorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,8 +80,8 @@ class StaticWorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     index: int = ANY  # the driver chooses
     driver: tuple[str, int]
-    driver_name: str  # which another driver of the same key has not
-    host: str = ""  # IP of this host; "" = that by which the driver is reached
+    driver_name: str  # unique among drivers with the same key
+    host: str = ""  # IP of this host; "" = the one from which the driver is reached
 
     @property
     def label(self) -> str:
@@ -87,8 +89,8 @@ class StaticWorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_agent(worker: StaticWorkerSpec, key: bytes, wait_s: float) -> int:
-    """Look after one worker until its end. Exit status: 0 = it ended in order, or none was needed; 1 = it or the driver
-    was lost. Raises ValueError where the driver refuses it, OSError where none is reached within ``wait_s``.
+    """Watch one worker until its end. Exit status: 0: it ended in order, or none was needed; 1: it or the driver was
+    lost. Raises ValueError if the driver refuses it, OSError if no driver is reached within ``wait_s``.
     """
     sock, keys = _reach(worker, key, wait_s)
     host = worker.host or sock.getsockname()[0]
@@ -107,7 +109,7 @@ def run_agent(worker: StaticWorkerSpec, key: bytes, wait_s: float) -> int:
     finally:
         link.close()
     if isinstance(order, WorkerRefused):
-        raise ValueError(f"{worker.label} is not taken by the driver at {at}: {order.text}")
+        raise ValueError(f"{worker.label} is refused by the driver at {at}: {order.text}")
     _say(f"the driver at {at} has ended")
     return 0
 
@@ -133,7 +135,7 @@ def _serve(link: ControlLink, order: StartWorker, worker: StaticWorkerSpec, key:
 
 
 def _obey(link: ControlLink, process: Popen[bytes]) -> None:
-    """End the worker when the driver says so, or is gone and the worker does not notice."""
+    """End the worker when the driver orders it, or when the driver is gone and the worker does not notice."""
     try:
         link.recv()
     except LinkClosedError:
@@ -143,7 +145,7 @@ def _obey(link: ControlLink, process: Popen[bytes]) -> None:
 
 
 def _reach(worker: StaticWorkerSpec, key: bytes, wait_s: float) -> tuple[socket.socket, bytes]:
-    """The driver, who may come up later than this."""
+    """Connect to the driver, which may start later than this process."""
     deadline = time.monotonic() + wait_s
     while True:
         try:

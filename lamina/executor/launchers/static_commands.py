@@ -1,4 +1,4 @@
-"""The commands by which somebody starts the workers of the launcher ``static``: a shell takes them as they are."""
+"""The shell commands by which people start the workers of the launcher ``static``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WorkerId = tuple[str, int]  # role and index
 
 
 class Command(NamedTuple):
-    """A command that somebody is to run on a host, "" = any."""
+    """A command to be run by hand on a host; "": any host."""
 
     host: str
     text: str
 
 
 def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[HostAssignment]]:
-    """By the file of --cluster; empty without it. Raises ValueError."""
+    """Return the places by the hosts of --cluster; empty without them. Raises ValueError."""
     launching = config.launch
     if not launching.hosts:
         return {}
@@ -43,7 +43,7 @@ def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str,
 def commands(
     config: EngineConfig, planned: Mapping[str, list[HostAssignment]], wanted: Mapping[str, int], driver: str, name: str
 ) -> dict[WorkerId, Command]:
-    """The command of each worker; commands for one host follow each other. ``driver``, ``name``: its place and name."""
+    """Return the command of each worker, grouped by host. ``driver``, ``name``: the driver's address and name."""
     launching = config.launch
     python = read_cluster(launching.hosts).python if launching.hosts else ""
     program = other_python(python, "-m", "lamina.cli.launch") if python else ["lamina-launch"]
@@ -56,7 +56,7 @@ def commands(
             if planned:
                 host = planned[role][index].host.address
                 words += ["--host", host]
-                if role in on_gpu(config):  # each has one to itself, by its number there
+                if role in on_gpu(config):  # each worker has one GPU, by its number on the host
                     variables.append(f"CUDA_VISIBLE_DEVICES={gpus.setdefault(host, 0)}")
                     gpus[host] += 1
             made[role, index] = Command(host, shlex.join(["env", *variables, *words] if variables else words))
@@ -64,7 +64,7 @@ def commands(
 
 
 def instructions(commands: Mapping[WorkerId, Command], limit_s: float) -> str:
-    """The commands as text for people: a shell takes it as it is."""
+    """Return the commands as text for people, which a shell accepts unchanged."""
     file = os.environ.get(KEY_FILE)
     key = f"the file {file}" if file else f"{KEY} in their environment"
     lines = [f"# start {len(commands)} workers by hand within {limit_s:g} s (--start-timeout-s); they need {key}"]

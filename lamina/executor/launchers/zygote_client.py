@@ -1,9 +1,9 @@
-"""Workers forked from the warm process of this driver (``lamina.workers.zygote``); where that cannot be, from none.
+"""Forks workers from the zygote of this driver (``lamina.workers.zygote``).
 
-A driver has one warm process, started with its first worker and kept for its life: two engines share it, and a worker
-that starts workers, such as a server's engine, uses the one that it was forked from. Workers go on when it dies. What
-imports may have read of the environment is the same for a warm process and its workers: where it has changed, the next
-worker has a new one, and the one before ends with the last of its workers.
+A driver has one zygote, started with its first worker and kept for its life. Two engines share it. A worker that starts
+workers, such as a server's engine, uses the zygote that it was forked from. Workers continue when it dies. A zygote and
+its workers have the same values of all environment variables that imports may read. If these change, the next worker
+gets a new zygote, and the old one ends with the last of its workers.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ MODULES = (
     "lamina.ops.gemm.native?", "lamina.ops.rows.program?", "lamina.ops.rows.native_slices?",
     "lamina.ops.sampling.native?",
 )  # fmt: skip
-# Variables that nothing reads while it is imported: a worker may have others than its warm process.
+# Variables that no module reads at import: a worker's may differ from its zygote's.
 LATE = ("LAMINA_", "PYTEST_", "OMP_NUM_THREADS", "PWD", "OLDPWD", "CUDA_VISIBLE_DEVICES")
 FORK_S = 60.0  # for a worker to be forked, the imports of a busy machine included
-STATUS_S = 1.0  # for the warm process to tell how a worker has ended
+STATUS_S = 1.0  # for the zygote to report how a worker has ended
 
 
 class NoForkError(OSError):
-    """No worker can be forked here, and why."""
+    """No worker can be forked here; the text says why."""
 
 
 class ZygoteExitedError(NoForkError):
-    """The warm process has ended: another one may fork."""
+    """The zygote has ended; another one may fork."""
 
 
 class ForkedProcess:
-    """A worker's process, which is the warm process's child. Safe from any thread."""
+    """The process of a worker, which is a child of the zygote. Safe from any thread."""
 
     def __init__(self, pid: int, pidfd: int, line: socket.socket) -> None:
-        """``pidfd`` and ``line`` are this object's from now on."""
+        """Take ownership of ``pidfd`` and ``line``, the socket to the zygote."""
         self.pid = pid
         self._pidfd, self._line = pidfd, line
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class ForkedProcess:
         self._line.close()
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Whether it has ended, within so many seconds."""
+        """Return whether it has ended, after waiting ``timeout_s`` at most."""
         with self._lock:
             if not self._ended and _readable(self._pidfd, timeout_s):
                 reply = _receive(self._line, STATUS_S)[0]
@@ -85,17 +85,17 @@ class ForkedProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """Exit status, or minus its signal, once it has ended; None where the warm process ended before it."""
+        """The exit status, or minus the signal, once it has ended; None if the zygote ended before it."""
         return self._status
 
     def kill(self) -> None:
-        """By force. It may have ended."""
+        """Kill the process, which may have ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 class ZygoteClient:
-    """The driver's end of a warm process, its own or one that it was forked from."""
+    """The driver's end of a zygote, its own or the one that it was forked from."""
 
     def __init__(self, environment: Mapping[str, str], listener: socket.socket) -> None:
         self.environment = import_time_environment(environment)
@@ -111,7 +111,7 @@ class ZygoteClient:
         cores: Sequence[int] = (),
         starts: bool = False,
     ) -> ForkedProcess:
-        """A worker that serves ``control``. ``cores``: empty = those of the calling thread; ``starts``: whether it
+        """Fork a worker that serves ``control``. ``cores``: empty: those of the calling thread; ``starts``: whether it
         starts workers of its own. Raises NoForkError, ZygoteExitedError.
         """
         reply = {
@@ -125,7 +125,8 @@ class ZygoteClient:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ExitStack() as after:
             after.callback(theirs.close)
-            file = after.enter_context(open(os.memfd_create("lamina-order"), "wb"))  # of no name: it bears keys
+            # Without a name, as it contains keys.
+            file = after.enter_context(open(os.memfd_create("lamina-order"), "wb"))
             file.write(json.dumps(reply).encode())
             file.flush()
             directory = os.open(".", os.O_PATH | os.O_DIRECTORY)
@@ -137,30 +138,30 @@ class ZygoteClient:
                 socket.send_fds(self._order_socket, [b"0"], fds, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
             except OSError as error:
                 ours.close()
-                raise ZygoteExitedError(f"the warm process takes no order ({error.strerror})") from error
+                raise ZygoteExitedError(f"the zygote accepts no order ({error.strerror})") from error
         deadline = time.monotonic() + FORK_S
         while not (answered := _readable(ours.fileno(), min(1.0, FORK_S))) and time.monotonic() < deadline:
-            pass  # who did not wake up would count as hung
+            pass  # a thread that does not wake up would count as hung
         if not answered:
             ours.close()
-            raise NoForkError(f"the warm process has not answered for {FORK_S:g} s")
+            raise NoForkError(f"the zygote has not replied for {FORK_S:g} s")
         answer, passed = _receive(ours, 0.0)
         if "pid" in answer and passed:
             return ForkedProcess(answer["pid"], passed[0], ours)
         ours.close()
         if "refused" in answer:
-            raise NoForkError(f"the warm process forks none: {answer['refused']}")
-        raise ZygoteExitedError("the warm process has ended")
+            raise NoForkError(f"the zygote refuses to fork: {answer['refused']}")
+        raise ZygoteExitedError("the zygote has ended")
 
     def close(self) -> None:
         self._order_socket.close()
 
 
 class OwnedZygote(ZygoteClient):
-    """Started by this process, and ended by its end, however that comes."""
+    """A zygote that this process has started; it ends with this process, however that ends."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Returns before it has imported anything."""
+        """Start the zygote. Returns before it has imported anything."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(environment, ours)
         held, self._life_line = os.pipe()
@@ -198,34 +199,33 @@ class OwnedZygote(ZygoteClient):
         super().close()
 
     def close(self) -> None:
-        """End the process by force: it has nothing to lose. Its workers go on."""
+        """Kill the process, which holds no state. Its workers continue."""
         super().close()
         os.close(self._life_line)
         self._process.kill()
         self._process.wait()
 
     def close_in_child(self) -> None:
-        """In a child of this process, which would keep it alive."""
+        """Close the descriptors in a child of this process, which would otherwise keep the zygote alive."""
         super().close()
         os.close(self._life_line)
 
 
 class ZygoteManager:
-    """This process's way to its warm process. Safe from any thread."""
+    """Finds or starts the zygote for workers of this process. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._own: OwnedZygote | None = None
         self._retired: list[OwnedZygote] = []
         self._parent: ZygoteClient | None = None
-        self._failed_environments: list[
-            Mapping[str, str]
-        ] = []  # environments whose workers are fresh processes from now on
+        # Environments whose workers are fresh processes from now on.
+        self._failed_environments: list[Mapping[str, str]] = []
         self._closed = False
 
     def get(self, environment: Mapping[str, str]) -> ZygoteClient | None:
-        """The warm process for workers with this environment; where it is a new one, it still imports. None where one
-        has failed with this environment, and once this process ends.
+        """Return the zygote for workers with this environment; a new one may still be importing. None if one has failed
+        with this environment, or this process ends.
         """
         wanted = import_time_environment(environment)
         with self._lock:
@@ -245,20 +245,20 @@ class ZygoteManager:
             return self._own
 
     def _retire(self) -> None:
-        """The one before is to end by itself."""
+        """Let the present zygote end by itself."""
         if self._own is not None:
             self._own.retire()
             self._retired.append(self._own)
             self._own = None
 
     def _reap(self) -> None:
-        """Close the retired processes that have ended by themselves."""
+        """Close the retired zygotes that have ended by themselves."""
         for ended in [warm for warm in self._retired if not warm.is_alive]:
             self._retired.remove(ended)
             ended.close()
 
     def forget(self, warm: ZygoteClient) -> None:
-        """Forget a warm process that has ended: the next one is new, and this process's own."""
+        """Forget a zygote that has ended: the next one is new, and this process's own."""
         with self._lock:
             if warm is self._parent:
                 self._parent = None
@@ -270,7 +270,7 @@ class ZygoteManager:
         warm.close()
 
     def give_up(self, warm: ZygoteClient, why: object) -> None:
-        """Workers of its environment are fresh processes from now on: no other one waits for it in vain."""
+        """Start workers of its environment as fresh processes from now on, as none should wait for it in vain."""
         with self._lock:
             reply = bool(self._failed_environments)
             self._failed_environments.append(warm.environment)
@@ -283,7 +283,7 @@ class ZygoteManager:
             log.warning("workers start as fresh processes, which takes longer: %s", why)
 
     def close(self) -> None:
-        """For good, at the end of this process."""
+        """End all zygotes for good, at the end of this process."""
         with self._lock:
             self._closed = True
             left, self._own, self._retired = [*self._retired, *([self._own] if self._own else [])], None, []
@@ -291,7 +291,7 @@ class ZygoteManager:
             warm.close()
 
     def reset_in_child(self) -> None:
-        """In a child of this process: what it has here is its parent's."""
+        """Forget all zygotes in a child of this process: they are its parent's."""
         left = [*self._retired, *([self._own] if self._own else [])]
         self._own, self._retired, self._lock = None, [], threading.Lock()
         for warm in left:
@@ -299,17 +299,17 @@ class ZygoteManager:
 
     @property
     def pid(self) -> int | None:
-        """Of this process's own warm process."""
+        """The process id of this process's own zygote."""
         return self._own.pid if self._own is not None else None
 
 
 def import_time_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that imports may have read."""
+    """Return the variables that imports may have read."""
     return {name: value for name, value in environment.items() if not name.startswith(LATE)}
 
 
 def duplicate_standard_stream(fd: int, after: ExitStack) -> int:
-    """Descriptor 1 or 2 of this process; where it is closed, one of /dev/null, which ``after`` closes."""
+    """Return descriptor 1 or 2 of this process; if it is closed, one of /dev/null, which ``after`` closes."""
     try:
         os.fstat(fd)
     except OSError:
@@ -325,7 +325,7 @@ def _readable(fd: int, timeout_s: float) -> bool:
 
 
 def _receive(line: socket.socket, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-    """The next answer and its descriptors; empty where there is none."""
+    """Return the next reply and its descriptors; both are empty if there is none."""
     if not _readable(line.fileno(), timeout_s):
         return {}, []
     try:
@@ -337,7 +337,7 @@ def _receive(line: socket.socket, timeout_s: float) -> tuple[dict[str, Any], lis
 
 
 def _umask() -> int:
-    """os.umask would change it for a moment, in all threads."""
+    """Return this process's umask. os.umask would change it for a moment, in all threads."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
 

@@ -1,1 +1,1 @@
-"""Loans between deployments as processes: the ledger's service, a creditor's, and how an engine borrows."""
+"""Processes of lending between deployments: the ledger's service, a creditor's, and how an engine borrows."""

@@ -1,6 +1,7 @@
-"""Borrowing by an engine, first of what it lends itself (``lend`` of --lending): it asks for the memory that its
-scheduler lacks. A loan joins as one more memory worker, on which no sequence begins, and leaves again when it is not
-needed, is wanted back, or is lost.
+"""Borrowing by an engine of the memory that its scheduler lacks, first of what it lends itself (``lend`` of --lending).
+
+A loan joins as one more memory worker, on which no sequence begins. It leaves when it is not needed, is recalled, or is
+lost.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LOOK_S = 0.1
 MOMENT_S = 0.01
-SPARE = 1.1  # times what is lacking is asked for, as layers with windows need some of it
-UNUSED_S = 3.0  # that loans stay, once they are not needed
-STRANDED_S = 1.0  # without a question, the line is another one
+SPARE = 1.1  # times the lacking memory is requested, as layers with windows need some of it
+UNUSED_S = 3.0  # for which loans stay after they are not needed
+STRANDED_S = 1.0  # between calls of ``probe_capacity``, after which the wait begins anew
 
 
 class Borrower:
-    """``update`` is for the engine's thread, between steps."""
+    """Borrows memory for one engine. ``update`` is for the engine's thread, between steps."""
 
     def __init__(
         self,
@@ -53,11 +54,11 @@ class Borrower:
         """``own``: what this engine lends itself, of which it borrows first."""
         self._own = own
         self._registry, self._workers, self._resizer, self._links = registry, worker_group, elastic, links
-        self._most = config.topology.borrow_bytes // BLOCK_BYTES  # of others
+        self._most = config.topology.borrow_bytes // BLOCK_BYTES  # blocks of other deployments
         self._homes, self._wait_s = config.topology.memory_workers, config.launch.borrow_wait_s
         self._engine: Engine | None = None
         self._looked = self._asked = self._stranded = 0.0
-        self._unused: float | None = None  # since when
+        self._unused: float | None = None  # the time since which loans are unused
         self._pause: Callable[[], object] = lambda: time.sleep(MOMENT_S)
 
     def set_engine(self, engine: Engine) -> None:
@@ -66,7 +67,7 @@ class Borrower:
 
     @property
     def by_creditor(self) -> dict[str, int]:
-        """Bytes."""
+        """The borrowed bytes by creditor."""
         return {name: blocks * BLOCK_BYTES for name, blocks in self._links.by_creditor.items()}
 
     @property
@@ -75,13 +76,11 @@ class Borrower:
 
     @property
     def debt_cycles(self) -> int | None:
-        """Among all deployments, as the ledger said last; None: it has said nothing."""
+        """The number of debt cycles among all deployments, as the ledger last reported; None: no report yet."""
         return self._links.debt_cycles
 
     def probe_capacity(self) -> str | None:
-        """Asked where waiting requests have no room and nothing else runs: "" while memory may still come, else the
-        reason why none will.
-        """
+        """Return "" while memory may still come, else why none will. For requests that do not fit while none run."""
         if self._engine is None or not self._engine.scheduler.waiting:
             return None
         now = time.monotonic()
@@ -94,10 +93,13 @@ class Borrower:
             return ""
         self._stranded = now
         limit = f"{flag_name('borrow_wait_s')} {self._wait_s:g}"
-        return f"it does not fit into the memory here, and nobody has lent {self._lacking()} MiB more in time ({limit})"
+        return (
+            f"it does not fit into the memory here, and no deployment has lent {self._lacking()} MiB more in time "
+            f"({limit})"
+        )
 
     def update(self) -> None:
-        """Have guests come or go, where that is due."""
+        """Add or release guests, if that is due."""
         now = time.monotonic()
         if self._engine is None or now - self._looked < LOOK_S:
             return
@@ -114,7 +116,7 @@ class Borrower:
 
     @property
     def lent_blocks(self) -> dict[str, int] | None:
-        """Blocks of this deployment by who has them, itself too; None where it lends none."""
+        """The blocks of this deployment by the deployment that has them, itself too; None if it lends none."""
         return self._own.lent_blocks if self._own is not None else None
 
     def close(self) -> None:
@@ -136,24 +138,24 @@ class Borrower:
             for index, guest in enumerate(guests, len(self._registry.memory)):
                 guest.index = index
                 members.append(self._registry.prepare(guest, on_loan=True))
-                with suppress(LinkClosedError):  # its end is noticed as it is to take its place
+                with suppress(LinkClosedError):  # its end is noticed when it is to take its place
                     members[-1].link.send(self._workers.start_borrowed(guest, guest.key))
             self._resizer.begin(change, coming=members, reason="borrow")
         except (ValueError, OSError) as error:
-            log.warning("what others lend is of no use: %s", error)
+            log.warning("borrowed memory cannot be used: %s", error)
             for guest in guests:
                 guest.join(0.0)
 
     def _is_of_use(self, guest: GuestWorker) -> bool:
-        """Else it has gone back."""
+        """Return whether a guest can be used; else give it back."""
         if why := self._refusal(guest.nbytes):
-            log.warning("what %s lends is of no use: %s", guest.loan.creditor, why)
-            guest.sock.close()  # it ends by itself, as nobody has told it anything
+            log.warning("memory of %s cannot be used: %s", guest.loan.creditor, why)
+            guest.sock.close()  # it ends by itself, as it has received no message
             guest.join(0.0)
         return not why
 
     def _refusal(self, nbytes: int) -> str:
-        """Why one more memory worker of so many bytes is of no use: it is too small for a stripe, say; "" = it is."""
+        """Return why one more memory worker of ``nbytes`` is useless, such as too small for a stripe; "" if not so."""
         try:
             self._resizer.plan_borrowed([nbytes], [])
         except ValueError as error:
@@ -167,12 +169,12 @@ class Borrower:
             log.warning("memory worker %d stays: %s", index, error)
 
     def _ask(self, now: float) -> None:
-        """For what the first one in line lacks, of others once it has all of its own that is of use; what was borrowed
-        and is not needed goes back after a while.
+        """Request what the first waiting sequence lacks, of other deployments only after all usable memory of its own.
+        Loans that are not needed go back after a while.
         """
         assert self._engine is not None
         lacking, guests = self._lacking(), len(self._registry.memory) - self._homes
-        if self._own is not None:  # whoever borrows lends nothing: so no debts go round in a circle
+        if self._own is not None:  # a borrower lends nothing, so debts form no cycles
             borrows = "it borrows itself" if lacking or self._links.is_seeking else ""
             self._own.local_need = borrows or overload_reason(self._engine.slo_admission.counts())
         coming = self._links.borrowed_blocks - sum(self._workers.kv_bytes[0][self._homes :]) // BLOCK_BYTES
@@ -193,7 +195,7 @@ class Borrower:
                 self._release(last, "return")
 
     def _first_to_go(self) -> int:
-        """Of the guests: those of others before its own, the last one that came."""
+        """Return the guest to release first: those of others before its own, the latest first."""
         handles = [member.handle for member in self._registry.memory[self._homes :]]
         others = [
             i for i, h in enumerate(handles) if isinstance(h, GuestWorker) and h.loan.creditor != self._links.name
@@ -210,8 +212,8 @@ class Borrower:
         return True
 
     def _lacking(self) -> int:
-        """Blocks to be lent, for whole stripes of the sequence that is to run next, beside those that are free here.
-        0: it waits for something else.
+        """Return the blocks to borrow for the next sequence, in whole stripes, beyond those that are free here; 0: it
+        waits for something else.
         """
         assert self._engine is not None
         engine = self._engine
@@ -231,7 +233,7 @@ class Borrower:
 def open_borrower(
     config: EngineConfig, registry: WorkerRegistry, worker_group: WorkerGroup, elastic: MemoryResizer
 ) -> Borrower:
-    """Raises ValueError, OSError where there is no ledger, or it refuses this process."""
+    """Connect to the ledger, and lend if configured. Raises ValueError, and OSError if it is absent or refuses."""
     key, host = key_of(config.topology.loan_flag), socket.gethostname()
     ledger = parse_address(config.launch.ledger, flag_name("ledger"))
     name = f"engine-{host[:16]}-{secrets.token_hex(4)}"

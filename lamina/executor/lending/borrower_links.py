@@ -1,7 +1,7 @@
-"""A debtor's links: one to the ledger, one to each creditor, on a thread of its own that asks, renews and gives back.
+"""A debtor's links: one to the ledger and one to each creditor, on a thread that requests, renews and gives back.
 
-lamina.lending.debtor decides what a debtor borrows; this module sends its messages, and gives each lease the control
-link of its memory worker. The end of that link tells that the worker is lost.
+lamina.lending.debtor decides what a debtor borrows. This module sends its messages, and gives each lease the control
+link of its memory worker. The end of that link shows that the worker is lost.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .lending_listener import LEDGER_NAME, Place, open_link, parse_address
 
 log = logging.getLogger(__name__)
 TICK_S = 0.05
-DEBTS_S = 5.0  # between two questions for debts
-RETRY_S = 1.0  # between tries to reach a ledger that has gone
+DEBTS_S = 5.0  # between two requests for debts
+RETRY_S = 1.0  # between attempts to reach a lost ledger
 REACH_S = 2.0
 LEASE_KEY_BYTES = 32
 
@@ -53,33 +53,33 @@ class GuestWorker:
 
     @property
     def is_recalled(self) -> bool:
-        """Whether its creditor wants it back."""
+        """Return whether its creditor wants it back."""
         return self.loan.recalled > 0
 
     def exit_reason(self) -> str | None:
         return (self.lost_reason and f"on loan from {self.loan.creditor} {self.lost_reason}") or None
 
     def join(self, timeout_s: float) -> None:
-        """Its memory goes back; nobody waits for it."""
+        """Give its memory back, without waiting."""
         self._links.give_back(self)
 
 
 class InProcessLink:
-    """To the creditor of this very process, by calls. ``answer(link, message)`` takes what it says."""
+    """A link by calls to the creditor of this very process. ``answer(link, message)``: receives its messages."""
 
     def __init__(self, own: LenderService, answer: Callable[[InProcessLink, msgspec.Struct], None]) -> None:
         self.send = own.serve_in_process(lambda message: answer(self, message))
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class BorrowerLinks:
-    """``arrived``: guests that nobody has taken yet. All methods are safe from any thread, and wait for nobody."""
+    """All links of one debtor. ``arrived``: guests not yet used. Methods are safe from any thread, and never wait."""
 
     def __init__(self, ledger: Place, key: bytes, name: str, place: str = "", own: LenderService | None = None) -> None:
-        """``own``: the creditor of this very deployment, of the same name. Raises OSError where there is no ledger,
-        ValueError where that refuses.
+        """``own``: the creditor of this very deployment, of the same name. Raises OSError if there is no ledger,
+        ValueError if it refuses this process.
         """
         self.name, self._ledger_at, self._key, self._own = name, ledger, key, own
         self.arrived: deque[GuestWorker] = deque()
@@ -89,7 +89,7 @@ class BorrowerLinks:
         self._inbox: queue.SimpleQueue[tuple[str, ControlLink | InProcessLink, Any]] = queue.SimpleQueue()
         self._links: dict[str, ControlLink | InProcessLink] = {}
         self._ledger_tried = self._debts_asked = 0.0
-        self.debt_cycles: int | None = None  # as the ledger said last
+        self.debt_cycles: int | None = None  # as the ledger last reported
         self._over = threading.Event()
         self._links[LEDGER] = self._open(LEDGER)
         if own is not None:
@@ -98,18 +98,18 @@ class BorrowerLinks:
         self._thread.start()
 
     def request_blocks(self, blocks: int) -> None:
-        """So many more than there are, or are on their way."""
+        """Borrow ``blocks`` more than there are, or are on their way."""
         with self._lock:
             self._debtor.num_wanted = blocks
 
     @property
     def own_unrequested(self) -> int:
-        """Blocks of this deployment's own, lent or free, that it has not asked for."""
+        """The blocks of this deployment's own, lent or free, that it has not requested."""
         with self._lock:
             return 0 if self._own is None else self._own.creditor.size - self._debtor.blocks_of(self.name)
 
     def reclaim(self, blocks: int) -> None:
-        """Have so many of its own, at once where they are free, else once they are back. Asked again and again."""
+        """Request its own ``blocks``, at once if they are free, else when they are back. Call it until they come."""
         if self._own is None or not self._own.reclaim(blocks):
             return
         with self._lock:
@@ -118,19 +118,19 @@ class BorrowerLinks:
 
     @property
     def borrowed_blocks(self) -> int:
-        """Blocks."""
+        """The number of borrowed blocks."""
         with self._lock:
             return self._debtor.num_borrowed
 
     @property
     def borrowed_from_others(self) -> int:
-        """Blocks that other deployments have lent."""
+        """The number of blocks that other deployments have lent."""
         with self._lock:
             return self._debtor.num_borrowed - self._debtor.blocks_of(self.name)
 
     @property
     def is_seeking(self) -> bool:
-        """Whether it has something of others, or may get something."""
+        """Return whether it has something of other deployments, or may get something."""
         with self._lock:
             return self._debtor.is_seeking or self.borrowed_from_others > 0
 
@@ -140,7 +140,7 @@ class BorrowerLinks:
 
     @property
     def by_creditor(self) -> dict[str, int]:
-        """Blocks."""
+        """The borrowed blocks by creditor."""
         with self._lock:
             counts: dict[str, int] = {}
             for loan in self._debtor.loans.values():
@@ -148,7 +148,7 @@ class BorrowerLinks:
             return counts
 
     def give_back(self, guest: GuestWorker) -> None:
-        """End its lease. Idempotent."""
+        """End the lease of ``guest``. Idempotent."""
         key = guest.loan.creditor, guest.loan.lease
         with self._lock:
             self._guests.pop(key, None)
@@ -199,9 +199,9 @@ class BorrowerLinks:
             return []
         return self._debtor.on_message(message, now)
 
-    # Guests:
+    # Guests
     def _connect_guests(self) -> None:
-        """The control links of memory workers of new leases."""
+        """Open the control links to memory workers of new leases."""
         with self._lock:
             new = [(key, loan) for key, loan in self._debtor.loans.items() if key not in self._guests]
         for key, loan in new:
@@ -222,7 +222,7 @@ class BorrowerLinks:
             self.arrived.append(guest)
 
     def _close_finished(self) -> None:
-        """From guests whose leases have ended: their users see it by the end of the link."""
+        """Close the links to guests whose leases have ended, which notifies their users."""
         with self._lock:
             over = [key for key in self._guests if key not in self._debtor.loans]
             guests = [self._guests.pop(key) for key in over]
@@ -231,7 +231,7 @@ class BorrowerLinks:
             with suppress(OSError):
                 guest.sock.shutdown(socket.SHUT_RDWR)
 
-    # Links:
+    # Links
     def _send(self, out: list[Outgoing]) -> None:
         for to, message in out:
             with suppress(OSError, ValueError, LinkClosedError):  # a lost message is sent again, or to another creditor

@@ -1,8 +1,7 @@
 """An engine that serves and lends its own memory (``lend`` of --lending): a creditor on threads of its process.
 
-The memory to lend lies outside of the engine's pool from the start. The engine borrows of this creditor as other
-engines do, and before them: memory that it lacks is recalled from its debtors, and comes back as one more memory worker
-of the engine.
+The memory to lend is outside of the engine's pool from the start. The engine borrows it as other engines do, but before
+them. Memory that it lacks is recalled from its debtors, and comes back as one more memory worker of the engine.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ END_S = 1.0  # for its thread
 
 
 class ColocatedLender:
-    """``local_need``: why the engine would have nothing more lent now, "" = it may be."""
+    """The engine's own creditor. ``local_need``: why the engine does not lend more now, "" = it may."""
 
     def __init__(self, config: EngineConfig, ledger: Place, key: bytes, name: str) -> None:
-        """Lend from now on. Raises ValueError, OSError where it cannot listen or there is no ledger."""
+        """Lend from now on. Raises ValueError, and OSError if it cannot listen or there is no ledger."""
         asked, launching = config.devices.kv_bytes(), config.launch
         blocks = config.topology.lent_bytes(asked) // BLOCK_BYTES
         if not blocks:
@@ -52,7 +51,7 @@ class ColocatedLender:
 
     @property
     def lent_blocks(self) -> dict[str, int]:
-        """Blocks by the deployment that has them."""
+        """The lent blocks by the deployment that has them."""
         return self.service.lent_blocks
 
     def close(self) -> None:
@@ -63,6 +62,6 @@ class ColocatedLender:
 
 
 def overload_reason(promised: SloCounts | None) -> str:
-    """Whether an engine has more to do than what it promises leaves room for: in words, "" = it has not."""
+    """Return why an engine's load leaves nothing to lend, by its SLO admission, in words; "" = it does not."""
     load = max(promised.prefill_load, promised.decode_load) if promised is not None else 0.0
     return f"its own load is {load:.2f} of what its promises allow" if load > 1.0 else ""

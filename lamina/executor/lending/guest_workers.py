@@ -1,4 +1,4 @@
-"""The processes of guests, and what they take of a host beside its memory: a guest's compute is a budget, too."""
+"""The processes of guests, and the compute budget of a host for them, in addition to its memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ UNKEYED = {KEY: "", KEY_FILE: ""}
 
 
 class GuestProcess(NamedTuple):
-    """A lease's memory worker. ``life_line``: a descriptor that ends with this process; ``meter``: of a file in memory
-    (LAMINA_LEASE_METER), in which it says how many bytes of K and V its attention has read.
+    """A lease's memory worker. ``life_line``: a descriptor that ends with this process. ``meter``: a file in memory
+    (LAMINA_LEASE_METER), in which the worker records how many bytes of K and V its attention has read.
     """
 
     process: subprocess.Popen[bytes]
@@ -27,18 +27,18 @@ class GuestProcess(NamedTuple):
 
     @property
     def read_bytes(self) -> float:
-        """Since its start; of one that has said nothing yet none."""
+        """The bytes read since its start; 0 if it has recorded none yet."""
         data = os.pread(self.meter, READ_COUNTER.size, 0)
         return float(READ_COUNTER.unpack(data)[0]) if len(data) == READ_COUNTER.size else 0.0
 
     def close(self) -> None:
-        """Once the process has ended."""
+        """Close the descriptors, once the process has ended."""
         os.close(self.life_line)
         os.close(self.meter)
 
 
 def start_guest(sock: Any, keys: bytes, threads: int, nbytes: int) -> GuestProcess:
-    """With its control link from a debtor, and ``nbytes`` of KV memory at most. Raises OSError."""
+    """Start a guest with its control link to a debtor, and ``nbytes`` of KV memory at most. Raises OSError."""
     meter = os.memfd_create("lamina-lease")
     try:
         env = {**UNKEYED, LEASE_BYTES: str(nbytes), LEASE_METER: str(meter)}
@@ -49,19 +49,19 @@ def start_guest(sock: Any, keys: bytes, threads: int, nbytes: int) -> GuestProce
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, since it began; of one that has ended none."""
+    """Return the CPU seconds of all threads of a process since its start; 0 if it has ended."""
     return sum(map(int, stat_fields(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 class _Taken(NamedTuple):
-    """Of one guest, since its start: CPU seconds, and bytes of K and V."""
+    """The use by one guest since its start: CPU seconds, and bytes of K and V."""
 
     used_s: float = 0.0
     read: float = 0.0
 
 
 class GuestBudget:
-    """What all guests together may take before no new loan is made: cores, and gigabits of K and V read in a second."""
+    """The limits on all guests together for new loans: cores, and gigabits of K and V read in a second."""
 
     def __init__(self, most_cores: float, most_gbps: float, now: float) -> None:
         self._most_cores, self._most_gbps = most_cores, most_gbps
@@ -69,7 +69,7 @@ class GuestBudget:
         self._measured_at, self._taken = now, dict[int, _Taken]()  # by process
 
     def measure(self, guests: Sequence[GuestProcess], now: float) -> None:
-        """What they have taken since the last time; one that has ended meanwhile hides nothing of the others."""
+        """Measure the use since the last call. A guest that has ended meanwhile does not reduce the others' use."""
         taken = {g.process.pid: _Taken(cpu_seconds(g.process.pid), g.read_bytes) for g in guests}
         before, seconds = {pid: self._taken.get(pid, _Taken()) for pid in taken}, max(1e-3, now - self._measured_at)
         self._cores = sum(max(0.0, x.used_s - before[pid].used_s) for pid, x in taken.items()) / seconds
@@ -77,7 +77,7 @@ class GuestBudget:
         self._taken, self._measured_at = taken, now
 
     def exceeded(self) -> str:
-        """What of it is above its limit, in words; "" = nothing."""
+        """Return the limit that is exceeded, in words; "" = none."""
         if self._cores > self._most_cores:
             return f"guests use {self._cores:.1f} of {self._most_cores:g} cores"
         if self._gbps > self._most_gbps:

@@ -1,4 +1,4 @@
-"""The ledger as a process: heartbeats come in, proposals go out. Nothing that is lent depends on it."""
+"""The debt ledger as a process: it receives heartbeats and sends proposals. Existing loans do not depend on it."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ SETTLE_S = 5.0  # between looks for cycles
 
 
 class LedgerService:
-    """``silent_s``: after which an instance is not proposed any more."""
+    """Serves the ledger. ``silent_s``: seconds without a heartbeat after which an instance is not proposed any more."""
 
     def __init__(self, place: Place, key: bytes, silent_s: float = 5.0) -> None:
-        """Raises OSError where it cannot listen."""
+        """Listen. Raises OSError if that is impossible."""
         self._ledger = DebtLedger(silent_s)
         self._settler = Settler(self._ledger, random.Random())
         self._lock = threading.Lock()
-        self._links: dict[str, ControlLink] = {}  # of instances that have asked something
+        self._links: dict[str, ControlLink] = {}  # of instances that have sent requests
         self._listener = LendingListener(place, key, LEDGER_NAME, ToLedger, self._serve_link)
         self.address = self._listener.address
 
     def serve(self, over: threading.Event) -> None:
-        """Until ``over``: looks for cycles of debts now and then."""
+        """Look for cycles of debts now and then, until ``over``."""
         while not over.wait(SETTLE_S):
             with self._lock:
                 self._ledger.forget(time.monotonic())
@@ -61,9 +61,9 @@ class LedgerService:
                 del self._links[name]
 
     def _on_message(self, name: str, link: ControlLink, message: msgspec.Struct) -> None:
-        """What one says of another does not count."""
+        """Handle a message. What an instance reports about another one is ignored."""
         now, out = time.monotonic(), list[Outgoing]()
-        if not isinstance(message, Heartbeat):  # orders go to who borrows: a creditor of the same name has its own link
+        if not isinstance(message, Heartbeat):  # orders go to debtors: a creditor of the same name has its own link
             self._links[name] = link
         with self._lock:
             if isinstance(message, Heartbeat) and message.name == name:

@@ -1,13 +1,12 @@
-"""A creditor: it lends memory of its host, and runs a memory worker for each lease.
+"""A creditor: it lends memory of its host, and runs a memory worker, the guest, for each lease.
 
-A host that lends all day runs one as a process (`lamina-launch lend`). An engine that serves has a creditor on threads
-of its own (`lend` of --lending). It borrows of it as other debtors do; but its questions come first, and the others
-give back memory that it lacks.
+A host that only lends runs it as a process (`lamina-launch lend`). A serving engine has a creditor on threads of its
+own (`lend` of --lending). The engine borrows from it as other debtors do. But its requests come first: other debtors
+give memory back that it lacks.
 
-A guest has its control link from the debtor, who gives it a key for that lease alone; of the cluster's key it knows
-nothing, and it takes no more than was lent (LAMINA_LEASE_BYTES). Its memory is its process's: when a lease ends, the
-process does, and the kernel gives its pages to nobody before they are wiped. A debtor that is gone is known by its
-link's end.
+The debtor opens the guest's control link, and gives the guest a key for that lease alone. The guest does not know the
+cluster's key, and uses no more memory than was lent (LAMINA_LEASE_BYTES). When a lease ends, its process ends, and the
+kernel wipes the memory before reuse. The end of a debtor's link shows that the debtor is gone.
 """
 
 from __future__ import annotations
@@ -43,22 +42,24 @@ from .guest_workers import GuestBudget, GuestProcess, start_guest
 from .lending_listener import LEDGER_NAME, LendingListener, Place, open_link
 
 log = logging.getLogger(__name__)
-BLOCK_BYTES = 1 << 20  # of a block that is lent
+BLOCK_BYTES = 1 << 20  # of a lent block
 TICK_S = 0.1
 HEARTBEAT_S = 1.0
-CLAIM_S = 10.0  # for a debtor to come for its guest
-END_S = 1.0  # for a guest to end by itself, once its debtor has told it to
+CLAIM_S = 10.0  # for a debtor to connect to its guest
+END_S = 1.0  # for a guest to end by itself, after its debtor's order
 
 
 def guest_name(lease: int, debtor: str) -> str:
-    """Of the connection by which a debtor comes for the guest of a lease."""
+    """Return the name of the connection by which a debtor reaches the guest of a lease."""
     return f"g{lease}:{debtor}"
 
 
 class LenderService:
-    """``threads``: of each guest, 0 = as many as there are cores; ``most_cores``, ``most_gbps``: cores that all guests
-    may use, and gigabits of K and V that they may read in a second, before no new loan is made; ``needs``: why else
-    there is to be none now, "" = nothing. ``needs`` is asked on threads of this service.
+    """Serves one creditor. ``needs``: a function that returns why no loan may be made now, "" = no reason; this
+    service's threads call it.
+
+    ``threads``: of each guest, 0: as many as there are cores. ``most_cores``, ``most_gbps``: cores that all guests may
+    use, and gigabits of K and V that they may read in a second, before new loans are refused.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class LenderService:
         most_gbps: float = math.inf,
         needs: Callable[[], str] = lambda: "",
     ) -> None:
-        """Raises OSError where it cannot listen or there is no ledger, ValueError where that refuses."""
+        """Start to listen. Raises OSError if it cannot, or there is no ledger, ValueError if the ledger refuses."""
         self.name, self._ledger_at, self._key, self._threads = name, ledger, key, threads
         self._ledger: ControlLink | None = self._reach_ledger()
         self._lock = threading.RLock()
         self._guests: dict[int, GuestProcess] = {}
-        self._awaited: dict[str, tuple[int, float]] = {}  # by the name of its connection: lease, and until when
-        self._debtors: dict[str, Callable[[msgspec.Struct], None]] = {}  # how each is told something
+        self._awaited: dict[str, tuple[int, float]] = {}  # name of a connection -> lease and deadline
+        self._debtors: dict[str, Callable[[msgspec.Struct], None]] = {}  # debtor -> function that sends it a message
         self._beat_at = 0.0
         self._local_need, self._budget = needs, GuestBudget(most_cores, most_gbps, time.monotonic())
         self.creditor = Creditor(name, blocks, terms, self._busy)
@@ -90,7 +91,7 @@ class LenderService:
         self.creditor.terms = replace(terms, address=self.address)
 
     def serve(self, over: threading.Event) -> None:
-        """Until ``over``: ends leases by their time, and sends heartbeats."""
+        """End expired leases and send heartbeats, until ``over``."""
         while not over.wait(TICK_S):
             now = time.monotonic()
             self._end_overdue(now)
@@ -101,7 +102,7 @@ class LenderService:
                 self._send_heartbeat(now)
 
     def recall(self, blocks: int) -> None:
-        """Ask debtors for so many blocks: their leases are not renewed."""
+        """Request ``blocks`` blocks back from debtors: their leases are not renewed."""
         with self._lock:
             orders = [(self.creditor.leases[o.lease].debtor, o) for o in self.creditor.recall(blocks)]
         for debtor, order in orders:
@@ -109,7 +110,7 @@ class LenderService:
 
     @property
     def lent_blocks(self) -> dict[str, int]:
-        """Blocks by debtor."""
+        """The lent blocks by debtor."""
         with self._lock:
             return {x.debtor: self.creditor.lent_to(x.debtor) for x in self.creditor.leases.values()}
 
@@ -122,7 +123,7 @@ class LenderService:
             self._ledger.close()
 
     def reclaim(self, blocks: int) -> bool:
-        """Whether so many are free for this process itself to ask for; else debtors are asked to give them back."""
+        """Return whether ``blocks`` blocks are free for this process itself. If not, debtors must give some back."""
         with self._lock:
             lacking = blocks - self.creditor.free_blocks
         if lacking > 0:
@@ -130,8 +131,8 @@ class LenderService:
         return lacking <= 0
 
     def serve_in_process(self, tell: Callable[[msgspec.Struct], None]) -> Callable[[msgspec.Struct], None]:
-        """Be the creditor of this process itself, too, which is answered by ``tell``; returns what hears it. What it
-        borrows has no end but its own.
+        """Lend to this process itself, too. ``tell``: receives the creditor's messages; returns a function that sends
+        it messages. These leases do not expire.
         """
         with self._lock:
             assert self.name not in self._debtors
@@ -141,11 +142,12 @@ class LenderService:
     def _busy(self) -> str:
         return self._local_need() or self._budget.exceeded()
 
-    # Debtors:
+    # Debtors
     def _serve_link(self, name: str, link: ControlLink) -> None:
-        """One debtor, until its link ends, and all its leases with it."""
+        """Serve one debtor until its link ends, which ends all its leases."""
         with self._lock:
-            if name == self.name or name in self._debtors:  # its own asks have no limit, and no end
+            # This process's own requests have no limit, and their leases no end.
+            if name == self.name or name in self._debtors:
                 return
             self._debtors[name] = link.send
         try:
@@ -161,7 +163,7 @@ class LenderService:
     def _on_message(self, name: str, tell: Callable[[msgspec.Struct], None], message: Any) -> None:
         now = time.monotonic()
         if getattr(message, "debtor", name) != name:
-            raise LinkClosedError(f"{name} speaks for {message.debtor}")
+            raise LinkClosedError(f"{name} uses the name of {message.debtor}")
         if isinstance(message, LoanRequest):
             with self._lock:
                 answer = self.creditor.answer_request(message, now)
@@ -171,9 +173,7 @@ class LenderService:
             if answer is not None:
                 tell(answer)
         elif isinstance(message, Renew):
-            whole = tuple(
-                LeaseRemainder(x.lease, MAX_BLOCKS) for x in message.leases
-            )  # a guest gives nothing back in part
+            whole = tuple(LeaseRemainder(x.lease, MAX_BLOCKS) for x in message.leases)  # guests do not give parts back
             with self._lock:
                 renewed = self.creditor.renew(msgspec.structs.replace(message, leases=whole), now)
             tell(renewed)
@@ -188,7 +188,9 @@ class LenderService:
 
     # Guests:
     def _start_guest(self, name: str, sock: Any, keys: bytes) -> bool:
-        """A debtor comes for the guest of its lease: that process has this connection from now on. Raises OSError."""
+        """Start the guest for a debtor's connection, which the guest's process gets. Returns False if no lease awaits
+        it. Raises OSError.
+        """
         with self._lock:
             awaited = self._awaited.pop(name, None)
             if awaited is None or awaited[0] not in self.creditor.leases:
@@ -220,7 +222,7 @@ class LenderService:
             self._tell(debtor, GuestEnded(lease=lease, fate=fate))
 
     def _end(self, lease: int, debtor: str = "") -> None:
-        """Its blocks are free once its process is gone."""
+        """End a lease. Its blocks are free once its process is gone."""
         with self._lock:
             held = self.creditor.leases.get(lease)
             if held is None or (debtor and held.debtor != debtor):
@@ -230,7 +232,7 @@ class LenderService:
                 self.creditor.end_lease(lease)
                 return
         try:
-            guest.process.wait(END_S if debtor not in ("", self.name) else 0.0)  # an engine waits for none of its own
+            guest.process.wait(END_S if debtor not in ("", self.name) else 0.0)  # an engine does not wait for its own
         except subprocess.TimeoutExpired:
             guest.process.kill()
 
@@ -249,7 +251,7 @@ class LenderService:
             with self._lock:
                 message = self.creditor.heartbeat(now)
             self._ledger.send(message)
-        except (OSError, ValueError, LinkClosedError):  # it comes back, or another one does
+        except (OSError, ValueError, LinkClosedError):  # this ledger or another one will come
             if self._ledger is not None:
                 self._ledger.close()
             self._ledger = None

@@ -1,7 +1,8 @@
-"""Links of the ledger and of creditors: encrypted streams between peers that have proven the cluster's key and a name.
+"""Links of the debt ledger and of creditors: encrypted streams between peers that have proven the cluster's key and a
+name.
 
-Whoever comes says which version of the protocol it speaks. A name that a message bears is the one that its sender has
-proven; frames are small.
+Each client sends the version of its protocol first. A message's sender name must be the one that its link has proven.
+Frames are small.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Place = tuple[str, int]
 
 
 def key_of(what: str) -> bytes:
-    """The cluster's key, which all who lend and borrow share. Raises ValueError where it is not given."""
+    """Return the cluster's key, which all who lend and borrow share. Raises ValueError if there is none."""
     key = cluster_key()
     if key is None:
         raise ValueError(f"{what} needs the cluster's key: openssl rand -hex 32, chmod 600, and name it by {KEY_FILE}")
@@ -39,7 +40,7 @@ def key_of(what: str) -> bytes:
 
 
 def parse_address(text: str, name: str) -> Place:
-    """HOST:PORT, looked up. Raises ValueError."""
+    """Return HOST:PORT with the host looked up. Raises ValueError."""
     host, _, port = text.rpartition(":")
     if not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise ValueError(f"{name} must be HOST:PORT, such as 10.0.0.1:7100, not {text!r}")
@@ -47,8 +48,8 @@ def parse_address(text: str, name: str) -> Place:
 
 
 def open_link(place: Place, key: bytes, messages: Any, *, name: str, peer: str, what: str) -> ControlLink:
-    """To the ledger or a creditor, behind its welcome. ``what``: who it is, in words. Raises OSError where nobody is
-    there, ValueError where it refuses us for good.
+    """Connect to the ledger or a creditor, and receive its welcome. ``what``: the peer, in words. Raises OSError if it
+    cannot be reached, ValueError if it refuses this process for good.
     """
     at = host_port(*place)
     try:
@@ -64,17 +65,17 @@ def open_link(place: Place, key: bytes, messages: Any, *, name: str, peer: str, 
         welcome = link.recv(GREETING_S)
     except (TimeoutError, LinkClosedError) as error:
         link.close()
-        raise OSError(f"{what} at {at} says nothing: {error}") from None
+        raise OSError(f"{what} at {at} does not reply: {error}") from None
     if not isinstance(welcome, LendingWelcome) or welcome.error:
         link.close()
-        why = welcome.error if isinstance(welcome, LendingWelcome) else "it does not speak as a ledger or creditor does"
+        why = welcome.error if isinstance(welcome, LendingWelcome) else "it is no ledger or creditor"
         raise ValueError(f"{what} at {at}: {why}")
     return link
 
 
 class LendingListener:
-    """Where others come, each served by a thread until its link ends. ``attend(name, link)``: one that is welcome;
-    ``claim(name, sock, keys)``: whether a raw connection is somebody's already.
+    """Accepts links, each served by a thread until it ends. ``attend(name, link)``: serves an accepted link.
+    ``claim(name, sock, keys)``: returns whether it has taken the raw connection for another purpose.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class LendingListener:
         attend: Callable[[str, ControlLink], None],
         claim: Callable[[str, Any, bytes], bool] = lambda name, sock, keys: False,
     ) -> None:
-        """Raises OSError."""
+        """Listen. Raises OSError."""
         self._messages, self._attend, self._claim = messages, attend, claim
         self._listener = ControlListener(place[0], key, name, "", port=place[1], links=MOST_LINKS)
         self.address = host_port(place[0], self._listener.port)
@@ -96,7 +97,7 @@ class LendingListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all links, too. Idempotent."""
+        """Close the listener and all links. Idempotent."""
         self._over.set()
         self._listener.close()
         for link in list(self._links):
@@ -113,18 +114,18 @@ class LendingListener:
                 continue
             except ChannelAborted:
                 return
-            except ChannelError as error:  # no descriptors, say
+            except ChannelError as error:  # such as too few descriptors
                 log.warning("%s", error)
                 self._over.wait(TURN_S)
                 continue
             try:
                 self._admit(name, sock, keys)
-            except (OSError, RuntimeError) as error:  # no more processes or threads: others may find some again
-                log.warning("%s is turned away: %s", name, error)
+            except (OSError, RuntimeError) as error:  # no more processes or threads; later ones may succeed
+                log.warning("%s is refused: %s", name, error)
                 sock.close()
 
     def _admit(self, name: str, sock: Any, keys: bytes) -> None:
-        """Raises OSError, RuntimeError."""
+        """Serve a new connection. Raises OSError, RuntimeError."""
         if self._claim(name, sock, keys):
             return
         link = ControlLink(EncryptedSocket(sock.detach(), keys), self._messages, MOST_BYTES)
@@ -142,7 +143,7 @@ class LendingListener:
             if not isinstance(hello, LendingHello):
                 return
             if hello.version != VERSION:
-                error = f"it speaks version {VERSION} of the lending protocol, {name} version {hello.version}"
+                error = f"it uses version {VERSION} of the lending protocol, {name} version {hello.version}"
                 link.send(LendingWelcome(error=f"{error}: install the same Lamina"))
                 return
             link.send(LendingWelcome())

@@ -188,7 +188,7 @@ def test_without_a_creditor_a_request_ends_in_time(lent: Lent) -> None:
     lent.llm.pools.borrower._wait_s = 1.0
     (ended,) = lent.llm.generate([LONG], PARAMS)
     assert ended.outputs[0].finish_reason == "error"
-    assert "nobody has lent" in str(ended.outputs[0].stop_reason)
+    assert "no deployment has lent" in str(ended.outputs[0].stop_reason)
     assert told(lent.llm, [SHORT]) == lent.large[1:]
 
 

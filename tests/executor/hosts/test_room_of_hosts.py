@@ -64,8 +64,8 @@ def test_the_scarcest_resource_decides() -> None:
     both = [host("h1", m=5.0, GPU=2.0), host("h2", m=1.0, GPU=4.0)]
     assert [p.host.name for p in hosts_of(both, 3, "m", "pack", ("memory",))] == ["h1", "h1", "h2"]
     assert refusal(both, 4, "m", "pack", ("memory",)) == (
-        f"4 memory workers with a GPU each do not fit: the cluster has room for 3 on hosts with m ({MEMORY_ON}): "
-        "use --memory-device cpu, add GPUs, or name them in the YAML (device)"
+        f"4 memory workers with a GPU each do not fit: the cluster has room for 3 on hosts with m ({MEMORY_ON}). "
+        "Use --memory-device cpu, add GPUs, or name them in the YAML (device)"
     )
     assert refusal([host("h1", m=2.0, GPU=2.0)], 3, "m", "pack", ("memory",)) == (
         f"3 memory workers do not fit: the cluster has room for 2 on hosts with m ({MEMORY_ON})"
@@ -74,7 +74,7 @@ def test_the_scarcest_resource_decides() -> None:
 
 def test_what_nobody_has_is_told_with_the_way_to_have_it() -> None:
     assert refusal([host("h1", CPU=2.0)], 1, "m") == (
-        f"no host of the cluster has m free, which {MEMORY_ON} asks for memory workers: start Ray there with "
+        f"no host of the cluster has m free, which {MEMORY_ON} asks for memory workers. Start Ray there with "
         "--resources '{\"m\": 1}', or name a resource, a type of GPU or LABEL=VALUE that hosts have"
     )
 
