@@ -312,7 +312,7 @@ STAYS_AWAY: dict[str, tuple[tuple[dict[str, Any], ...], tuple[str, ...], str, di
     "prefill": (  # both replicas are where there is room for both
         ({}, {"resources": {"lamina_compute": 2, "lamina_memory": 1}}, {"resources": {"lamina_compute": 1}}),
         ("--memory-workers", "1", "--prefill-workers", "1", "--pipeline", "3"), "--prefill-workers 0",
-        {b"lamina.workers.compute.main": 2, b"lamina.workers.prefill.prefill_worker": 0},
+        {b"lamina.workers.compute.main": 2, b"lamina.workers.prefill": 0},
     ),
 }  # fmt: skip
 
@@ -347,7 +347,7 @@ def test_a_server_goes_on_with_fewer_workers_where_a_node_stays_away(role: str, 
             assert told(hit=True) == wanted
             assert http.get("/health").status_code == 200
             assert told(hit=False) == wanted
-        assert f"the server goes on with {words}" in server.log.read_text()
+        assert f"the server continues with {words}" in server.log.read_text()
         commands = [Path(f"/proc/{p}/cmdline").read_bytes() for p in workers_of(server)]
         assert {module: sum(module in command for command in commands) for module in left} == left
     finally:
