@@ -1,1 +1,1 @@
-"""What a deployment would do, computed instead of measured. No torch here; every number says that it is modelled."""
+"""Models of deployments, computed instead of measured. No torch here; every number is labelled as modelled."""

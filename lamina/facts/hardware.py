@@ -1,4 +1,4 @@
-"""Devices that a plan can name, with where their numbers come from: ``data/devices.toml``, and files like it."""
+"""The devices that a plan can name, with the sources of their numbers: ``data/devices.toml``, and files like it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _CARDS = ("network", "interconnect")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator: peak rates of its data sheet, which no program reaches.
+    """One accelerator: the peak rates of its data sheet, which no program reaches.
 
-    tflops: dense bf16, in 10^12 FLOP/s. memory_gb, bandwidth_gbs, network_gbs: 10^9 bytes (per second); ``network_gbs``
-    is one direction of its own network card, ``interconnect_gbs`` one direction to other devices of its host, None
-    where none was stated. ``memory``: as the source writes it.
+    tflops: dense bf16, in 10^12 FLOP/s. memory_gb, bandwidth_gbs, network_gbs: 10^9 bytes (per second). ``network_gbs``
+    is one direction of its own network card; ``interconnect_gbs`` is one direction to other devices of its host. None:
+    not stated. ``memory``: as the source writes it.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Device:
 
 
 def read_devices(path: Path) -> dict[str, Device]:
-    """By name. Raises ValueError, in one line that names the file and the entry, for what is no table of devices."""
+    """Return the devices of a file, by name. Raises ValueError, one line with file and entry, for an invalid table."""
     return {name.lower(): _device(name.lower(), entry, path) for name, entry in entries(path)}
 
 
 def entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tables of a TOML file, by name. Raises ValueError that names the file."""
+    """Yield the tables of a TOML file, with their names. Raises ValueError that names the file."""
     try:
         described = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -54,8 +54,8 @@ def entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_fields(entry: Mapping[str, Any], known: Mapping[str, type], optional: Mapping[str, type], where: str) -> None:
-    """Raises ValueError, behind ``where``, unless ``entry`` has the fields ``known`` and no others than these and the
-    ``optional`` ones. Numbers are positive, and no field is empty.
+    """Raise ValueError, prefixed by ``where``, unless ``entry`` has all fields of ``known`` and no others than these
+    and ``optional`` ones. Numbers must be positive, and no field empty.
     """
     for field in known.keys() - entry.keys():
         raise ValueError(f"{where}: {field} is missing")
@@ -96,7 +96,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(read_devices(Path(__file__).par
 
 
 def device(name: str, flag: str, known: Mapping[str, Device] = DEVICES) -> Device:
-    """The device of that name, in any case. Raises ValueError that names ``flag`` and what there is."""
+    """Return the device of that name, in any case. Raises ValueError that names ``flag`` and the known devices."""
     named = known.get(name.lower())
     if named is None:
         raise ValueError(f"{flag} {name} is not one of {', '.join(known)}")

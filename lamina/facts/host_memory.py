@@ -1,4 +1,6 @@
-"""Whether this host has memory for the KV blocks that are asked for. Without torch: whoever starts workers asks too."""
+"""The check that this host has memory for the requested KV blocks. No torch, since processes that only start workers
+use it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def free_bytes() -> int:
-    """Memory that this host could give to processes now."""
+    """Return the memory that this host could give to processes now."""
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":") for line in f)
     return int(fields["MemAvailable"].split()[0]) << 10
 
 
 def memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory of this host, or the part of it that this process's control group may have."""
+    """Return the memory of this host, or the part of it that this process's control group may have."""
     with open(proc / "meminfo") as f:
         fields = dict(line.split(":") for line in f)
     total = int(fields["MemTotal"].split()[0]) << 10
@@ -28,7 +30,7 @@ def memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 
 
 def _group_limits(proc: Path, cgroups: Path) -> Iterator[int]:
-    """The limits of this process's control groups and of those above them, in both versions of the file system."""
+    """Yield the limits of this process's control groups and of their parents, in both versions of the file system."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -47,9 +49,7 @@ def _group_limits(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def check_kv_memory_fits(config: EngineConfig, free: int) -> None:
-    """Raises ValueError where ``free`` bytes of this host are less than --kv-cache-memory-bytes on all memory workers,
-    and on their spares.
-    """
+    """Raise ValueError if --kv-cache-memory-bytes on all memory workers, spares included, exceeds ``free`` bytes."""
     spares = config.launch.spare_memory
     workers = config.topology.num_workers["memory"] + spares
     if (asked := config.devices.kv_bytes() * workers) > free:
@@ -61,7 +61,7 @@ def check_kv_memory_fits(config: EngineConfig, free: int) -> None:
 
 
 def not_enough_memory_message(asked: int, free: int, workers: int = 1, where: str = "here") -> str:
-    """What to say of KV blocks of ``asked`` bytes on so many workers together, where that is too much."""
+    """Return the error text for KV blocks of ``asked`` bytes on ``workers`` workers together."""
     from .report import size_text
 
     below = size_flag(free // workers)

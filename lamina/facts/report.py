@@ -13,7 +13,7 @@ _BLOCKS = ("before_q", "between", "after_kv")
 
 
 def size_text(num_bytes: float) -> str:
-    """1.5 GB, decimal units."""
+    """Return a size such as 1.5 GB, in decimal units."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
@@ -21,19 +21,21 @@ def size_text(num_bytes: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """1.2 s, 12.3 ms or 45.6 us."""
+    """Return a duration such as 1.2 s, 12.3 ms or 45.6 us."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
 def count_text(number: int, one: str, many: str = "") -> str:
-    """A number of things, as in "1 batch", "2 batches"; ``many`` where that is not ``one`` and an s."""
+    """Return a number of things, as in "1 batch", "2 batches"; ``many``: the plural, by default ``one`` and an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def explain_text(facts: dict[str, Any]) -> str:
-    """``facts`` is what lamina.converter.explain.to_json gives, plus "model", "architecture" and "dtype"."""
+    """Return the text for ``facts``: those of lamina.converter.explain.to_json, with "model",
+    "architecture", "dtype".
+    """
     layers = len(facts["messages"]["layers"])
     kinds, stamped = facts["num_distinct_slices"], facts["stamped_layers"]
     how = f"{layers - stamped} layers captured, {stamped} stamped from equal slices" if stamped else "all captured"
@@ -51,7 +53,7 @@ def explain_text(facts: dict[str, Any]) -> str:
 
 
 def _ranges(items: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[str, Any, int]]:
-    """Runs of equal items as (their numbers, the first of them, how many)."""
+    """Return the runs of equal items as (their numbers, the first of them, how many)."""
     runs, at = [], 0
     for _, run in groupby(items, key):
         members = list(run)
@@ -62,7 +64,7 @@ def _ranges(items: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[str, 
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Columns padded to their widest cell; columns ``left`` aligned left, the others right, the last one free."""
+    """Return lines of padded columns. Columns ``left`` are aligned left, the others right; the last one is free."""
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
@@ -107,8 +109,8 @@ def _crossings(facts: dict[str, Any]) -> list[str]:
 
 
 def estimate_text(estimate: Estimate, compute: Device, memory: Device, kv_cache_dtype: str = "auto") -> str:
-    """The modelled part: times of one step, the bandwidth it needs, what fits where, and the devices' sources.
-    ``kv_cache_dtype``: that it is for, by its name in --kv-cache-dtype.
+    """Return the modelled part: times of one step, the bandwidth it needs, what fits where, and the devices' sources.
+    ``kv_cache_dtype``: a name of --kv-cache-dtype.
     """
     network = "no network card is stated for these devices"
     if estimate.network_s is not None:

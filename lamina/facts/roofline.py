@@ -1,4 +1,4 @@
-"""Roofline of one decode step on two kinds of devices, and the network that it asks for (arXiv 2405.01814, section 3).
+"""The roofline of one decode step on two kinds of devices, and the network that it needs (arXiv 2405.01814, section 3).
 
 Everything here is modelled: peak rates of the devices, no launch cost, perfect overlap within an operator.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .hardware import Device
 
-ALPHA = 0.2  # of the step, the time that the paper grants to the network
+ALPHA = 0.2  # part of the step's time that the paper allows for the network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class GemmWork:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWork:
-    """Attention of one layer: what it reads for each stored token, as it is stored, scales included; FLOPs for each,
-    tokens seen (0 = all), message.
+    """Attention of one layer. ``kv_bytes``: read for each stored token in its stored form, with scales. ``flops``: for
+    each token. ``window``: tokens seen, 0: all. ``message_bytes``: for each token.
     """
 
     kv_bytes: int
@@ -39,8 +39,8 @@ class AttentionWork:
 class Estimate:
     """One step of ``batch`` sequences of ``length`` stored tokens on ``num_compute`` and ``num_memory`` devices.
 
-    Times are seconds, sizes bytes, rates bytes per second. ``min_bandwidth`` is what lets all messages of the step pass
-    in ALPHA times the rest of it; ``network_s`` is their time over the network cards, None where a device states none.
+    Times are seconds, sizes bytes, rates bytes per second. With ``min_bandwidth`` all messages of the step take ALPHA
+    times the rest of it. ``network_s`` is their time over the network cards, None if a device states none.
     ``compute_bound`` is the share of the model's time spent in GEMMs limited by FLOP/s rather than by memory.
     """
 
@@ -62,26 +62,27 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        """Model, attention and network one after the other: one batch, nothing overlapped."""
+        """The time of model, attention and network one after the other: one batch, nothing overlapped."""
         return self.model_s + self.attention_s + (self.network_s or 0.0)
 
 
 def min_bandwidth(message_bytes: float, model_s: float, attention_s: float) -> float:
-    """Bytes per second: (2 + 2/G) e d B L / (ALPHA (MTIME + ATIME)), where the numerator is ``message_bytes``."""
+    """Return (2 + 2/G) e d B L / (ALPHA (MTIME + ATIME)) in bytes per second; ``message_bytes`` is the numerator."""
     return message_bytes / (ALPHA * (model_s + attention_s))
 
 
 def bytes_and_flops(weight_bytes: int, itemsize: int, flops_per_row: int, rows: float) -> tuple[float, float]:
-    """Of one product: the bytes of the weights that some row needs, all of which are read, and the FLOPs. With experts
-    a row needs a share of the weights, and few rows less than all: each expert as likely as another, those of no row
-    are (1 - share) ** rows of them.
+    """Return, for one product, the bytes of the weights that some row needs, all of which are read, and the FLOPs.
+
+    With experts a row needs a share of the weights, and few rows need less than all. If each expert is equally likely,
+    a part (1 - share) ** rows of the weights is needed by no row.
     """
     flops, share = flops_per_row * rows, flops_per_row / 2 * itemsize / weight_bytes
     return weight_bytes * (1 - (1 - share) ** rows if share < 1 else min(1.0, rows * share)), flops
 
 
 def gemm_seconds(work: GemmWork, batch: int, device: Device, count: int) -> tuple[float, bool]:
-    """Time of one GEMM spread over ``count`` devices, and whether FLOP/s limit it."""
+    """Return the time of one GEMM spread over ``count`` devices, and whether FLOP/s limit it."""
     touched, flops = bytes_and_flops(work.weight_bytes, work.itemsize, work.flops_per_token, batch)
     reading = touched / (device.bandwidth_gbs * 1e9 * count)
     computing = flops / (device.tflops * 1e12 * count)
@@ -91,7 +92,7 @@ def gemm_seconds(work: GemmWork, batch: int, device: Device, count: int) -> tupl
 def attention_seconds(
     layers: Sequence[AttentionWork], batch: int, length: int, device: Device, count: int
 ) -> tuple[float, str]:
-    """Time of attention over all layers, and which of "memory" and "compute" limits it."""
+    """Return the time of attention over all layers, and which of "memory" and "compute" limits it."""
     tokens = [batch * (min(length, w.window) if w.window else length) for w in layers]
     reading = sum(t * w.kv_bytes for t, w in zip(tokens, layers, strict=True)) / (device.bandwidth_gbs * 1e9 * count)
     computing = sum(t * w.flops for t, w in zip(tokens, layers, strict=True)) / (device.tflops * 1e12 * count)

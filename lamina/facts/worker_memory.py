@@ -1,4 +1,4 @@
-"""What workers have in memory: sums, whether they fit a host, and a table for people."""
+"""The memory of workers: sums, the check that they fit a host, and a table for people."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FIXES = {
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMemory:
-    """Bytes of one worker at most, once all of it is in use. Sums are what its process has resident.
+    """The most bytes that one worker uses, once all of it is in use. Sums are the resident memory of its process.
 
     mapped: weights in the pages of their files, which workers of one host share; copied: weights of its own.
-    ``memory_share``: which weights; workers with the same have the same pages. kv: KV blocks. slots: of its channels,
-    both directions. workspace: tensors that live during a step. private, libraries: what its programs take, and the
-    pages of their files. ``device``: where weights, KV blocks and workspace are. ``tokens``: of one sequence that its
-    KV blocks hold in whole stripes, where memory workers lend them.
+    ``memory_share``: identifies the mapped weights; workers with an equal value share pages. kv: KV blocks. slots: of
+    its channels, both directions. workspace: tensors that live during a step. private, libraries: its programs, and the
+    pages of their files. ``device``: of weights, KV blocks and workspace. ``tokens``: of one sequence that its KV
+    blocks hold in whole stripes, if memory workers lend them.
     """
 
     name: str
@@ -42,7 +42,7 @@ class WorkerMemory:
 
     @property
     def columns(self) -> dict[str, int]:
-        """By what they are for."""
+        """The bytes by purpose."""
         return {
             "weights": self.mapped + self.copied,
             "KV blocks": self.kv,
@@ -53,19 +53,19 @@ class WorkerMemory:
 
     @property
     def resident_bytes(self) -> int:
-        """Resident bytes of the process, shared pages included."""
+        """The resident bytes of the process, shared pages included."""
         return sum(self.columns.values())
 
     @property
     def private_bytes(self) -> int:
-        """The process's bytes on the host that no other process has."""
+        """The process's bytes on the host that no other process shares."""
         on_device = self.copied + self.kv + self.workspace if self.device == HOST else 0
         return on_device + self.slots + self.private
 
 
 def host_bytes(workers: Sequence[WorkerMemory]) -> int:
-    """Memory of the host that the workers take together: files that several have mapped count once. Slots count at both
-    ends, as over TCP.
+    """Return the memory of the host that all workers take together. Files that several have mapped count once. Slots
+    count at both ends, as over TCP.
     """
     parts: dict[int, int] = {}
     for w in workers:
@@ -75,7 +75,7 @@ def host_bytes(workers: Sequence[WorkerMemory]) -> int:
 
 
 def check_fits(workers: Sequence[WorkerMemory], free: int) -> None:
-    """Raises ValueError, with the largest part and what makes it smaller, where the host has less than they take."""
+    """Raise ValueError if the host has less than the workers take, with the largest part and how to reduce it."""
     needed = host_bytes(workers)
     if needed <= free:
         return
@@ -89,7 +89,7 @@ def check_fits(workers: Sequence[WorkerMemory], free: int) -> None:
 
 
 def memory_text(workers: Sequence[WorkerMemory], free: int) -> str:
-    """A line for each worker, and what they take of the host."""
+    """Return a line for each worker, and the memory that they take of the host."""
     names = list(WorkerMemory(name="").columns)
     head = ["memory", "device", *names, "total"]
     rows = [[w.name, w.device, *(_cell(n) for n in w.columns.values()), size_text(w.resident_bytes)] for w in workers]

@@ -1,1 +1,1 @@
-"""Memory that one deployment lends to another: leases, a ledger of debts, and their settlement. Pure policy."""
+"""Lending of memory between deployments: leases, a ledger of debts, and their settlement. Pure policy."""

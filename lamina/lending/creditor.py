@@ -1,7 +1,6 @@
-"""The blocks of one instance: who has each, the instance itself or a debtor, by one call (rManager, arXiv 2401.02669
-section 4.2).
+"""The blocks of one instance and their users, the instance itself or debtors (rManager, arXiv 2401.02669 section 4.2).
 
-First come, first served; a debtor gets all that it asked for, or nothing; a refusal is final, and is not passed on to
+First come, first served: a debtor gets all that it requests, or nothing. A refusal is final, and is not forwarded to
 another creditor.
 """
 
@@ -27,8 +26,9 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class LendingTerms:
-    """``max_lent``: blocks lent at most, ``max_lent_per_debtor``: to one debtor; ``threshold``: a debt worth a
-    settlement."""
+    """The terms of a creditor. ``max_lent``: the most blocks lent. ``max_lent_per_debtor``: the same for one debtor.
+    ``threshold``: the smallest debt worth a settlement.
+    """
 
     max_lent: int
     max_lent_per_debtor: int
@@ -50,19 +50,22 @@ class Lease:
 
 
 class Creditor:
-    """``busy``: why no new loan may be made now though there is room, "" = it may; for guests cost compute, too."""
+    """The state of one creditor. ``busy``: returns why no new loan may be made despite free blocks, such as guests'
+    compute; "" = it may.
+    """
 
     def __init__(self, name: str, blocks: int, terms: LendingTerms, busy: Callable[[], str] = lambda: "") -> None:
         self.name, self.terms, self.size = name, terms, blocks
         self.leases: dict[int, Lease] = {}
         self.refusals = 0
-        self.own_blocks: set[int] = set()  # leases whose blocks a guest has: they end with the guest, and not by time
+        self.own_blocks: set[int] = set()  # leases whose blocks a guest has: they end with the guest, not by time
         self._free = list(range(blocks - 1, -1, -1))
         self._busy = busy
         self._next = 0
         self._heartbeat_number = 0
         self._frozen_until = 0.0
-        self._answered: dict[str, tuple[int, LoanGranted | LoanRefused]] = {}  # debtor -> its last ask
+        # Debtor -> its last request and the reply.
+        self._answered: dict[str, tuple[int, LoanGranted | LoanRefused]] = {}
 
     @property
     def free_blocks(self) -> int:
@@ -70,14 +73,14 @@ class Creditor:
 
     @property
     def lent_blocks(self) -> int:
-        """Blocks that others have."""
+        """The number of blocks that other instances have."""
         return sum(len(x.blocks) for x in self.leases.values() if x.debtor != self.name)
 
     def lent_to(self, debtor: str) -> int:
         return sum(len(x.blocks) for x in self.leases.values() if x.debtor == debtor)
 
     def answer_request(self, ask: LoanRequest, now: float) -> LoanGranted | LoanRefused | None:
-        """Answer an ask, the local one of this instance too. None: an old ask that has come late."""
+        """Grant or refuse a request, also of this instance itself. None: an old request that has come late."""
         self.expire(now)
         last, answer = self._answered.get(ask.debtor, (-1, None))
         if ask.number <= last:
@@ -100,7 +103,7 @@ class Creditor:
         return granted
 
     def renew(self, message: Renew, now: float) -> Renewed:
-        """Debtors say what they have left, and have it for longer."""
+        """Extend a debtor's leases, and free what it has given back of them."""
         self.expire(now)
         kept = []
         for held in message.leases:
@@ -114,14 +117,12 @@ class Creditor:
         return Renewed(number=message.number, creditor=self.name, leases=tuple(kept), lease_s=self.terms.lease_s)
 
     def give_back(self, message: GiveBack) -> int:
-        """How many blocks are free again by it."""
+        """Free the blocks that a debtor gives back. Returns their number."""
         lease = self._lease_of(message.debtor, message.left.lease)
         return 0 if lease is None else self._shrink(lease, message.left.blocks)
 
     def recall(self, blocks: int) -> list[Recall]:
-        """Messages to debtors that bring ``blocks`` blocks back, the newest loans first. Leases that were recalled
-        before count, too.
-        """
+        """Return messages to debtors that bring ``blocks`` back, the newest loans first; earlier recalls count, too."""
         orders = []
         for lease in sorted(self.leases.values(), key=lambda x: (not x.is_recalled, -x.number)):
             if blocks <= 0:
@@ -134,23 +135,23 @@ class Creditor:
         return orders
 
     def expire(self, now: float) -> list[Lease]:
-        """The leases that nobody has renewed in time; their blocks are free."""
+        """End and return the leases that were not renewed in time; their blocks become free."""
         over = [x for x in self.leases.values() if x.until <= now and x.number not in self.own_blocks]
         for lease in over:
             self.end_lease(lease.number)
         return over
 
     def end_lease(self, number: int) -> None:
-        """A lease whose debtor is known to be gone."""
+        """End a lease whose debtor is gone."""
         self._free += self.leases.pop(number).blocks
         self.own_blocks.discard(number)
 
     def freeze(self, until: float) -> None:
-        """No new loans until then: what debtors give back is for this instance alone."""
+        """Make no new loans until then: what debtors give back is for this instance alone."""
         self._frozen_until = until
 
     def heartbeat(self, now: float) -> Heartbeat:
-        """The next one."""
+        """Return the next heartbeat."""
         self.expire(now)
         self._heartbeat_number += 1
         debtors = sorted({x.debtor for x in self.leases.values()} - {self.name})

@@ -1,7 +1,7 @@
-"""Debts among instances as a directed graph, and what of them cancels out (DGFM, arXiv 2401.02669 section 4.4).
+"""Debts among instances as a directed graph, and their settlement by cycles (DGFM, arXiv 2401.02669 section 4.4).
 
-Where A owes B, B owes C, and C owes A, each can give back as much as the least of these debts: everybody's blocks go
-home into the space that comes back, and nobody has more or less than before.
+If A owes B, B owes C, and C owes A, each can give back as much as the smallest of these debts. All blocks return to
+their owners, into the space that comes back, and no instance has more or less than before.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ DebtGraph = Mapping[tuple[str, str], int]  # (debtor, creditor) -> blocks
 
 
 class Settlement(NamedTuple):
-    """Each of ``members`` gives so many blocks back to the next one, the last one to the first."""
+    """A cycle in which each of ``members`` gives ``blocks`` blocks back to the next one, the last one to the first."""
 
     members: tuple[str, ...]
     blocks: int
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Debtor and creditor."""
+        """The pairs of debtor and creditor."""
         return list(zip(self.members, self.members[1:] + self.members[:1], strict=True))
 
 
 def settlements(debts: DebtGraph, thresholds: Mapping[str, int], rng: random.Random) -> list[Settlement]:
-    """Cycles one after the other, each met on a walk from a node by chance, until there is none of which each node
-    thinks the blocks worth it. ``thresholds``: the least that a node gives back at a time; 1 where it is not named.
+    """Return cycles that can be settled one after the other, each found by a random walk, until no cycle is worth it
+    for all its nodes. ``thresholds``: the fewest blocks that a node gives back at a time; 1 if it is not listed.
     """
     left, agreed = dict(debts), list[Settlement]()
     for level in sorted({1, *thresholds.values()}):
@@ -40,7 +40,7 @@ def settlements(debts: DebtGraph, thresholds: Mapping[str, int], rng: random.Ran
 
 
 def settled_debts(debts: DebtGraph, settlement: Settlement) -> dict[tuple[str, str], int]:
-    """What is left behind it; a debt of 0 stays named."""
+    """Return the debts after the settlement; debts of 0 stay listed."""
     left = dict(debts)
     for pair in settlement.pairs:
         left[pair] -= settlement.blocks
@@ -48,8 +48,9 @@ def settled_debts(debts: DebtGraph, settlement: Settlement) -> dict[tuple[str, s
 
 
 def _worth(debts: DebtGraph, thresholds: Mapping[str, int], level: int) -> dict[str, list[str]]:
-    """Debtor -> creditors, by debts of at least ``level``, among nodes that ask for no more than that: a cycle in it is
-    one that all its nodes want, and one that all want is a cycle of some level's.
+    """Return debtor -> creditors, for debts of at least ``level`` among nodes whose thresholds are not above it.
+
+    All nodes of a cycle in it want that cycle. And each cycle that all its nodes want is found at some level.
     """
     graph: dict[str, list[str]] = {}
     for (debtor, creditor), blocks in sorted(debts.items()):
@@ -59,7 +60,7 @@ def _worth(debts: DebtGraph, thresholds: Mapping[str, int], level: int) -> dict[
 
 
 def _cycle(graph: Mapping[str, list[str]], rng: random.Random) -> tuple[str, ...]:
-    """Some directed cycle, by a walk in depth from nodes in an order by chance; empty where there is none."""
+    """Return some directed cycle, by depth-first walks from nodes in random order; empty if there is none."""
     starts = sorted(graph)
     rng.shuffle(starts)
     done: set[str] = set()
@@ -70,7 +71,7 @@ def _cycle(graph: Mapping[str, list[str]], rng: random.Random) -> tuple[str, ...
 
 
 def _walk(graph: Mapping[str, list[str]], start: str, done: set[str], rng: random.Random) -> tuple[str, ...]:
-    """``done``: nodes from which no cycle is reached; grows."""
+    """Walk from ``start``. ``done``: nodes from which no cycle is reached; grows."""
     path, ways = [start], [_ways(graph, start, rng)]
     while path:
         nxt = next(ways[-1], None)

@@ -1,5 +1,5 @@
-"""Who has how much, as far as heartbeats have told: it proposes creditors, and lends nothing itself (gManager, arXiv
-2401.02669 section 4.3). When it is gone, new loans wait, and nothing else does.
+"""The debt ledger: what each instance has lent and has free, by its heartbeats. It proposes creditors, and lends
+nothing itself (gManager, arXiv 2401.02669 section 4.3). If it is down, only new loans wait.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .lending_messages import (
 
 @dataclass
 class LedgerEntry:
-    """An instance by its last heartbeat. ``promised``: blocks for which it was named first since; ``refused``: the
-    heartbeat after which it has refused somebody.
+    """An instance by its last heartbeat. ``promised``: blocks for which it was the first proposal since; ``refused``:
+    number of the heartbeat after which it has refused a debtor.
     """
 
     heartbeat: Heartbeat
@@ -31,25 +31,27 @@ class LedgerEntry:
     refused: int = -1
 
     def free_blocks_for(self, debtor: str) -> int:
-        """Blocks that ``debtor`` may expect."""
+        """Return the blocks that ``debtor`` may expect."""
         had = sum(d.blocks for d in self.heartbeat.lent if d.debtor == debtor)
         return max(0, min(self.heartbeat.free - self.promised, self.heartbeat.debtor_cap - had))
 
 
 MAX_LATE_REFUSALS = 16  # heartbeats
-FORGET_FACTOR = 10  # times as long as an instance may be silent: until then an old heartbeat is known as such
+FORGET_FACTOR = 10  # times ``silent_s``; until then late heartbeats are recognized as old
 
 
 class DebtLedger:
-    """``silent_s``: without a heartbeat for so long an instance is thought dead. Clocks of others play no part."""
+    """The ledger's state. ``silent_s``: without a heartbeat for so long an instance counts as dead, by the
+    local clock.
+    """
 
     def __init__(self, silent_s: float = 10.0) -> None:
         self.entries: dict[str, LedgerEntry] = {}
-        self._early: dict[str, int] = {}  # refusals of creditors before their first heartbeat: name -> the heartbeat
+        self._early: dict[str, int] = {}  # refusals of creditors that sent no heartbeat yet: name -> heartbeat number
         self._silent_s = silent_s
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> bool:
-        """Whether it is news: heartbeats may come in any order, and twice."""
+        """Record a heartbeat. Returns whether it is new: heartbeats may come in any order, and twice."""
         entry = self.entries.get(beat.name)
         if entry is None:
             refused = min(self._early.pop(beat.name, -1), beat.number + MAX_LATE_REFUSALS)
@@ -61,9 +63,10 @@ class DebtLedger:
         return True
 
     def on_refusal(self, message: CreditorRefused) -> None:
-        """Its creditor is not proposed before a heartbeat that it sends after that. No more than ``MAX_LATE_REFUSALS``
-        of them can be on their way: a debtor that names one of the far future silences nobody for good. A ledger that
-        has begun anew may hear of a refusal before it hears an older heartbeat.
+        """Exclude a creditor from proposals until it sends a later heartbeat than the one of its refusal.
+
+        At most ``MAX_LATE_REFUSALS`` heartbeats can be on their way, so a debtor that names a far later one excludes no
+        creditor for good. A restarted ledger may receive a refusal before an older heartbeat.
         """
         if (entry := self.entries.get(message.creditor)) is None:
             self._early[message.creditor] = max(message.beat, self._early.pop(message.creditor, -1))
@@ -73,8 +76,10 @@ class DebtLedger:
             entry.refused = max(entry.refused, min(message.beat, entry.heartbeat.number + MAX_LATE_REFUSALS))
 
     def answer(self, query: CandidatesRequest, now: float) -> Candidates:
-        """At most three that may lend, the nearest first, and of those as near the one with most space. Who is named
-        first has that much less space for the next query, until its next heartbeat: so queries spread.
+        """Return at most three instances that may lend, the nearest first, and of equally near ones the one with most
+        space.
+
+        The first one counts as having that much less space until its next heartbeat, so that requests spread.
         """
         able = [
             (e, e.free_blocks_for(query.debtor)) for e in self.live_instances(now) if self._may_lend(e, query.debtor)
@@ -86,16 +91,16 @@ class DebtLedger:
         return Candidates(number=query.number, creditors=named)
 
     def live_instances(self, now: float) -> list[LedgerEntry]:
-        """Of those that are not silent."""
+        """Return the entries of instances that are not silent."""
         return [e for e in self.entries.values() if now - e.received_at <= self._silent_s]
 
     def forget(self, now: float) -> None:
-        """Let go of those that have been silent for very long."""
+        """Drop instances that have been silent for very long."""
         for name in [n for n, e in self.entries.items() if now - e.received_at > FORGET_FACTOR * self._silent_s]:
             del self.entries[name]
 
     def debts(self, now: float) -> dict[tuple[str, str], int]:
-        """(debtor, creditor) -> blocks."""
+        """Return (debtor, creditor) -> blocks."""
         return {
             (d.debtor, e.heartbeat.name): d.blocks
             for e in self.live_instances(now)
@@ -104,7 +109,7 @@ class DebtLedger:
         }
 
     def thresholds(self, now: float) -> dict[str, int]:
-        """Of each instance the least that it gives back at a time."""
+        """Return, by instance, the fewest blocks that it gives back at a time."""
         return {e.heartbeat.name: e.heartbeat.threshold for e in self.live_instances(now)}
 
     def _may_lend(self, entry: LedgerEntry, debtor: str) -> bool:
@@ -116,13 +121,13 @@ def _order(entry: LedgerEntry, room: int, query: CandidatesRequest) -> tuple[int
 
 
 def distance(place: str, other: str) -> int:
-    """Of two places: parts of their names that they do not share, from the narrowest up to where they agree."""
+    """Return the distance of two places: the number of parts of their names below those that they share."""
     ours, theirs = place.split("/"), other.split("/")
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     return max(len(ours), len(theirs)) - same
 
 
 def totals(entries: Iterable[LedgerEntry]) -> tuple[int, int]:
-    """Blocks that are lent, and that are free to be."""
+    """Return the number of lent blocks, and of blocks that are free to lend."""
     beats = [e.heartbeat for e in entries]
     return sum(d.blocks for b in beats for d in b.lent), sum(b.free for b in beats)

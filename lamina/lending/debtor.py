@@ -1,8 +1,8 @@
-"""The loans of one instance, and its way to more: it asks the ledger for creditors, and then these in turn.
+"""The loans of one instance, and the search for more: it requests candidates of the ledger, and then loans of them in
+turn.
 
-A debtor counts a lease from the moment that it asked, a creditor from when it answered, and a debtor ends it a part
-earlier by its own clock: so a creditor never has a block back that its debtor still counts on, whichever messages are
-lost or late.
+A debtor counts a lease from its request, a creditor from its grant, and a debtor ends it earlier by a part, by its own
+clock. So a creditor never gets a block back that its debtor still uses, whichever messages are lost or late.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .lending_messages import (
 )
 
 LEDGER = ""  # the ledger's name as an address; instances have names of their own
-SAFETY_FACTOR = 0.9  # of a lease, by the debtor's clock, which may be slower than the creditor's
-RENEWALS = 3  # within a lease
-MAX_OPEN_RENEWALS = 64  # renewals without an answer that are remembered
+SAFETY_FACTOR = 0.9  # part of a lease that the debtor uses, as its clock may be slower than the creditor's
+RENEWALS = 3  # in the time of a lease
+MAX_OPEN_RENEWALS = 64  # remembered renewals without a reply
 Outgoing = tuple[str, msgspec.Struct]
 
 
 class BorrowingTerms(NamedTuple):
-    """``answer_s``: until somebody is thought not to answer; ``retry_s``: between two queries."""
+    """The terms of a debtor. ``answer_s``: after which a peer counts as silent; ``retry_s``: between two searches."""
 
     location: str = ""
     answer_s: float = 1.0
@@ -62,18 +62,18 @@ class Borrowed:
 
 @dataclass
 class _Search:
-    """For ``blocks``: who may still be asked, and who has been, by which ask."""
+    """A search for ``blocks``: the candidates left, and the one that has the last request."""
 
     query: int
     blocks: int
     since: float
-    left: deque[Candidate] | None = None  # None: the ledger has not answered
+    left: deque[Candidate] | None = None  # None: the ledger has not replied
     asked: Candidate | None = None
     ask: int = -1
 
 
 class _Open(NamedTuple):
-    """A renewal without an answer."""
+    """A renewal without a reply."""
 
     creditor: str
     sent_at: float
@@ -87,14 +87,16 @@ class _Settling(NamedTuple):
 
 @dataclass
 class Debtor:
-    """``may_stage``: whether so many blocks could lie here for a while, in free space or swap."""
+    """The state of one debtor. ``may_stage``: whether so many blocks could lie here for a while, in free
+    space or swap.
+    """
 
     name: str
     terms: BorrowingTerms
     may_stage: Callable[[int], bool] = lambda blocks: True
-    num_wanted: int = 0  # blocks, more than it has
+    num_wanted: int = 0  # blocks, in addition to what it has
     loans: dict[tuple[str, int], Borrowed] = field(default_factory=dict)  # by creditor and lease
-    addresses: dict[str, str] = field(default_factory=dict)  # of creditors, as the ledger has said
+    addresses: dict[str, str] = field(default_factory=dict)  # creditor -> address, from the ledger
     refusals: int = 0
     _search: _Search | None = None
     _search_at: float = 0.0
@@ -105,28 +107,28 @@ class Debtor:
 
     @property
     def num_borrowed(self) -> int:
-        """Borrowed, all together."""
+        """The number of borrowed blocks."""
         return sum(b.blocks for b in self.loans.values())
 
     @property
     def is_seeking(self) -> bool:
-        """Whether it may get more than it has."""
+        """Return whether it may get more than it has."""
         return self.num_wanted > 0 or self._search is not None
 
     def blocks_of(self, creditor: str) -> int:
-        """Borrowed of this one."""
+        """Return the blocks borrowed from ``creditor``."""
         return sum(b.blocks for b in self.loans.values() if b.creditor == creditor)
 
     def owed_to(self, creditor: str) -> int:
-        """Blocks of its leases that go on."""
+        """Return the blocks of leases of ``creditor`` that are not recalled."""
         return sum(b.blocks for b in self.loans.values() if b.creditor == creditor and not b.recalled)
 
     def frozen_until(self, now: float) -> float:
-        """Until when it neither borrows nor lends; 0.0: it does."""
+        """Return the time until which it neither borrows nor lends; 0.0: it is not frozen."""
         return self._settling.until if self._settling is not None and now < self._settling.until else 0.0
 
     def tick(self, now: float) -> list[Outgoing]:
-        """What is due: leases that end, renewals, answers that have not come, a query where blocks are wanted."""
+        """End expired leases, and return messages that are due: renewals, the next loan request, a new query."""
         self.expire(now)
         out: list[Outgoing] = []
         if now >= self._renew_at:
@@ -137,7 +139,7 @@ class Debtor:
         return out + self._begin_search(now)
 
     def on_message(self, message: msgspec.Struct, now: float) -> list[Outgoing]:
-        """A message of the ledger or of a creditor."""
+        """Handle a message of the ledger or of a creditor. Returns the messages to send."""
         self.expire(now)
         match message:
             case Candidates():
@@ -161,7 +163,7 @@ class Debtor:
         return []
 
     def ask(self, creditor: str, address: str, blocks: int, now: float) -> list[Outgoing]:
-        """One creditor that it knows, and nobody else: its own. Nothing while it searches for others, or is frozen."""
+        """Request blocks of one known creditor only, its own. Does nothing during another search or a freeze."""
         if self._search is not None or self.frozen_until(now):
             return []
         self.addresses[creditor] = address
@@ -179,20 +181,20 @@ class Debtor:
         return [(creditor, GiveBack(debtor=self.name, left=LeaseRemainder(lease, left)))]
 
     def expire(self, now: float) -> list[Borrowed]:
-        """Leases that could not be renewed in time: what lay there is lost."""
+        """End and return the leases that could not be renewed in time; their contents are lost."""
         over = [b for b in self.loans.values() if b.until <= now]
         for loan in over:
             del self.loans[loan.creditor, loan.lease]
         return over
 
     def on_creditor_lost(self, creditor: str) -> list[Borrowed]:
-        """All that a creditor had lent, which is known to be gone."""
+        """End and return all leases of a creditor that is gone."""
         over = [b for b in self.loans.values() if b.creditor == creditor]
         for loan in over:
             del self.loans[loan.creditor, loan.lease]
         return over
 
-    # How it comes by more:
+    # Search for more blocks
     def _begin_search(self, now: float) -> list[Outgoing]:
         if self.num_wanted < 1 or self._search is not None or now < self._search_at or self.frozen_until(now):
             return []
@@ -224,10 +226,10 @@ class Debtor:
     def _granted(self, message: LoanGranted, now: float) -> list[Outgoing]:
         key, search = (message.creditor, message.lease), self._search
         if key in self.loans:
-            return []  # it has come twice
+            return []  # a duplicate
         back: list[Outgoing] = [(message.creditor, GiveBack(debtor=self.name, left=LeaseRemainder(message.lease, 0)))]
         if search is None or search.asked is None or (search.ask, search.asked.name) != (message.number, key[0]):
-            return back  # nobody waits for it any more
+            return back  # the search is over
         self._search, self._search_at = None, now
         until = search.since + SAFETY_FACTOR * message.lease_s
         if until <= now:
@@ -245,7 +247,7 @@ class Debtor:
         self.refusals += 1
         return outgoing + self._next_ask(search, now)
 
-    # How it keeps it:
+    # Renewal of leases
     def _renew(self, now: float) -> list[Outgoing]:
         out: list[Outgoing] = []
         self._renew_at = min((now + b.lease_s / RENEWALS for b in self.loans.values()), default=float("inf"))
@@ -259,7 +261,7 @@ class Debtor:
         return out
 
     def _renewed(self, message: Renewed) -> None:
-        """A lease that its creditor does not renew is wanted back, whole."""
+        """Extend renewed leases. A lease that its creditor does not renew is recalled as a whole."""
         asked = self._open.pop(message.number, None)
         if asked is None or asked.creditor != message.creditor:
             return
@@ -271,7 +273,7 @@ class Debtor:
             else:
                 loan.recalled = loan.blocks
 
-    # How debts are settled:
+    # Settlement of debts
     def _freeze(self, order: Freeze, now: float) -> list[Outgoing]:
         current = self._settling if self.frozen_until(now) else None
         ready = (current is None or current.order.settlement == order.settlement) and (

@@ -1,6 +1,6 @@
-"""What debtors, creditors and the ledger tell each other. Counts of blocks and names alone: no content, no key.
+"""The messages of debtors, creditors and the ledger. They have only counts of blocks and names: no content, no key.
 
-A name belongs to one life of a process: a process that starts again has another name. Any message may be late, lost, or
+A name belongs to one life of a process: after a restart the process has another name. Any message may be late, lost, or
 come twice, without harm.
 """
 
@@ -22,13 +22,13 @@ Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)]
 
 
 class LendingHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """Whoever comes -> the ledger or a creditor, first. Answered by LendingWelcome."""
+    """Client -> the ledger or a creditor, first message. The reply is LendingWelcome."""
 
     version: int = VERSION
 
 
 class LendingWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """``error``: why the one who came is of no use; the link ends behind it."""
+    """Ledger or creditor -> client. ``error``: why it is refused; the link then ends."""
 
     version: int = VERSION
     error: Text = ""
@@ -42,18 +42,18 @@ class GuestEnded(msgspec.Struct, frozen=True, kw_only=True, tag="guest-ended"):
 
 
 class DebtsRequest(msgspec.Struct, frozen=True, tag="ask-debts"):
-    """Anybody -> ledger. Answered by DebtsReply."""
+    """Client -> ledger. The reply is DebtsReply."""
 
 
 class Debt(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks that ``debtor`` has of the creditor that sends this."""
+    """The blocks that ``debtor`` has from the creditor that sends this."""
 
     debtor: Name
     blocks: Count
 
 
 class LeaseRemainder(msgspec.Struct, frozen=True, array_like=True):
-    """A lease of which its debtor still has so many blocks: never more than before."""
+    """A lease of which its debtor still has ``blocks`` blocks: never more than before."""
 
     lease: Number
     blocks: Count
@@ -64,8 +64,8 @@ Leases = Annotated[tuple[LeaseRemainder, ...], msgspec.Meta(max_length=MAX_NAMES
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
-    """Instance -> ledger, each period. ``free``: blocks that it would lend now; ``cap``: that it lends at most, to all
-    and to one debtor.
+    """Instance -> ledger, periodically. ``free``: blocks that it would lend now. ``cap``, ``debtor_cap``: the most that
+    it lends in total, and to one debtor.
     """
 
     name: Name
@@ -76,11 +76,11 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     threshold: Count = 1  # debts smaller than this are not worth a settlement
     lent: Debts = ()
     place: Text = ""  # parts by "/", the widest first: zone/rack/host
-    address: Text = ""  # where debtors come, HOST:PORT
+    address: Text = ""  # where debtors connect, HOST:PORT
 
 
 class CandidatesRequest(msgspec.Struct, frozen=True, kw_only=True, tag="query"):
-    """Debtor -> ledger: who may lend so many blocks? Answered by Candidates."""
+    """Debtor -> ledger: a request for creditors that may lend ``blocks`` blocks. The reply is Candidates."""
 
     debtor: Name
     number: Number
@@ -89,28 +89,30 @@ class CandidatesRequest(msgspec.Struct, frozen=True, kw_only=True, tag="query"):
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True):
+    """A possible creditor."""
+
     name: Name
     address: Text
-    free: Count  # for this debtor, by its last heartbeat, less what was proposed since
+    free: Count  # for this debtor, by its last heartbeat, minus proposals since
 
 
 class Candidates(msgspec.Struct, frozen=True, kw_only=True, tag="candidates"):
-    """Ledger -> debtor: a proposal, nothing more."""
+    """Ledger -> debtor: a proposal, which binds no creditor."""
 
     number: Number
     creditors: Annotated[tuple[Candidate, ...], msgspec.Meta(max_length=MAX_CANDIDATES)]
 
 
 class LoanRequest(msgspec.Struct, frozen=True, kw_only=True, tag="loan-ask"):
-    """Debtor -> creditor, and an instance to itself. Answered by LoanGranted or LoanRefused; never passed on."""
+    """Debtor -> creditor, also to the own instance. The reply is LoanGranted or LoanRefused; it is never forwarded."""
 
     debtor: Name
-    number: Number  # higher than of any ask of this debtor before
+    number: Number  # higher than in all earlier requests of this debtor
     blocks: Count
 
 
 class LoanGranted(msgspec.Struct, frozen=True, kw_only=True, tag="loan-granted"):
-    """All that was asked for, for ``lease_s`` from the ask on, unless it is renewed."""
+    """Creditor -> debtor: all requested blocks, for ``lease_s`` seconds after the request was sent, unless renewed."""
 
     number: Number
     creditor: Name
@@ -120,7 +122,7 @@ class LoanGranted(msgspec.Struct, frozen=True, kw_only=True, tag="loan-granted")
 
 
 class LoanRefused(msgspec.Struct, frozen=True, kw_only=True, tag="loan-refused"):
-    """``beat``: the creditor's last heartbeat before."""
+    """Creditor -> debtor: no blocks. ``beat``: the number of the creditor's last heartbeat."""
 
     number: Number
     creditor: Name
@@ -129,14 +131,14 @@ class LoanRefused(msgspec.Struct, frozen=True, kw_only=True, tag="loan-refused")
 
 
 class CreditorRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refusing"):
-    """Debtor -> ledger: this creditor has refused, when it had last sent heartbeat ``beat``."""
+    """Debtor -> ledger: this creditor has refused, when its last heartbeat was ``beat``."""
 
     creditor: Name
     beat: Number
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
-    """Debtor -> creditor, a few times within each lease: all that it has of that creditor. Answered by Renewed."""
+    """Debtor -> creditor, a few times within each lease: all that it has of that creditor. The reply is Renewed."""
 
     debtor: Name
     number: Number
@@ -144,7 +146,7 @@ class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
 
 
 class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag="renewed"):
-    """The leases that go on, for ``lease_s`` from that Renew on. Others of it end, or have ended."""
+    """Creditor -> debtor: the leases that continue, for ``lease_s`` after that Renew. Its other leases end."""
 
     number: Number
     creditor: Name
@@ -153,14 +155,14 @@ class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag="renewed"):
 
 
 class GiveBack(msgspec.Struct, frozen=True, kw_only=True, tag="give-back"):
-    """Debtor -> creditor: what is left of a lease; 0 ends it. A lost one is made good by the next Renew."""
+    """Debtor -> creditor: the remainder of a lease; 0 ends it. If this message is lost, the next Renew replaces it."""
 
     debtor: Name
     left: LeaseRemainder
 
 
 class Recall(msgspec.Struct, frozen=True, kw_only=True, tag="recall"):
-    """Creditor -> debtor: give back so many blocks of a lease, which is not renewed any more."""
+    """Creditor -> debtor: give back ``blocks`` blocks of a lease, which is not renewed any more."""
 
     creditor: Name
     lease: Number
@@ -168,8 +170,8 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True, tag="recall"):
 
 
 class Freeze(msgspec.Struct, frozen=True, kw_only=True, tag="freeze"):
-    """Ledger -> each of a cycle: could you give ``blocks`` back to ``creditor``? Lend and borrow nothing until then.
-    Answered by Frozen.
+    """Ledger -> each member of a cycle: report whether you could give ``blocks`` back to ``creditor``; lend and borrow
+    nothing until Settle, Thaw or ``freeze_s`` seconds. The reply is Frozen.
     """
 
     settlement: Number
@@ -179,19 +181,23 @@ class Freeze(msgspec.Struct, frozen=True, kw_only=True, tag="freeze"):
 
 
 class Frozen(msgspec.Struct, frozen=True, kw_only=True, tag="frozen"):
+    """Member of a cycle -> ledger: the reply to Freeze."""
+
     settlement: Number
     name: Name
-    ready: bool  # else it is not frozen either
+    ready: bool  # False: it is not frozen either
 
 
 class Settle(msgspec.Struct, frozen=True, kw_only=True, tag="settle"):
-    """Ledger -> each of a cycle, all of whom are ready: give back what Freeze said, to free space or swap."""
+    """Ledger -> each member of a cycle, if all are ready: give back what Freeze named; its data goes to free space or
+    swap.
+    """
 
     settlement: Number
 
 
 class Thaw(msgspec.Struct, frozen=True, kw_only=True, tag="thaw"):
-    """Ledger -> each of a cycle of which somebody is not ready: go on as before."""
+    """Ledger -> each member of a cycle, if one is not ready: continue as before."""
 
     settlement: Number
 
@@ -210,19 +216,19 @@ class LenderRow(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_lent(self) -> int:
-        """Blocks, to all debtors together."""
+        """The blocks lent to all debtors together."""
         return sum(debt.blocks for debt in self.lent)
 
 
 class DebtCycle(msgspec.Struct, frozen=True, array_like=True):
-    """Instances each of which could give so many blocks back to the next one."""
+    """A cycle of instances, each of which could give ``blocks`` blocks back to the next one."""
 
     members: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NAMES)]
     blocks: Count
 
 
 class DebtsReply(msgspec.Struct, frozen=True, kw_only=True, tag="debts-are"):
-    """Ledger -> who asked."""
+    """Ledger -> client: all instances, and the cycles of their debts."""
 
     lenders: Annotated[tuple[LenderRow, ...], msgspec.Meta(max_length=MAX_NAMES)]
     cycles: Annotated[tuple[DebtCycle, ...], msgspec.Meta(max_length=MAX_NAMES)]

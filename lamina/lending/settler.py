@@ -1,7 +1,7 @@
-"""How the ledger has debts of a cycle settled: freeze all, and only if each is ready have all give back.
+"""The settlement of debts in a cycle by the ledger: it freezes all members, and only if each is ready, all give back.
 
-Each part is safe by itself: whoever gives back has put its blocks into free space or swap before. So a member that
-dies, or an order that is lost, leaves debts that are smaller or as they were, and a freeze that ends by its time.
+Each part is safe by itself: a member moves its own data to free space or swap before it gives blocks back. So a dead
+member or a lost order leaves debts smaller or unchanged, and a freeze ends by its time.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class _OpenSettlement:
 
 
 class Settler:
-    """``freeze_s``: for which members of a cycle lend and borrow nothing, at most."""
+    """Settles cycles of debts. ``freeze_s``: the longest time for which members of a cycle lend and borrow nothing."""
 
     def __init__(self, ledger: DebtLedger, rng: random.Random, freeze_s: float = 5.0) -> None:
-        self.settled = 0  # cycles of which all were told to give back
+        self.settled = 0  # cycles whose members were all ordered to give back
         self._ledger, self._rng, self._freeze_s = ledger, rng, freeze_s
         self._underway: dict[int, _OpenSettlement] = {}
-        self._next = rng.getrandbits(48)  # numbers of a ledger that begins anew are others
+        self._next = rng.getrandbits(48)  # a restarted ledger uses other numbers
 
     def plan(self, now: float) -> list[Settlement]:
-        """The cycles that there are, by the ledger."""
+        """Return the present cycles, as far as the ledger knows."""
         return settlements(self._ledger.debts(now), self._ledger.thresholds(now), self._rng)
 
     def begin(self, now: float) -> list[Outgoing]:
-        """Freeze the members of cycles that share none with another one, nor with one under way."""
+        """Freeze the members of cycles that share none with each other, or with one in progress. Returns messages."""
         self._underway = {n: u for n, u in self._underway.items() if now < u.until}
         taken = {name for u in self._underway.values() for name in u.plan.members}
         out: list[Outgoing] = []
@@ -54,7 +54,7 @@ class Settler:
         return out
 
     def on_message(self, message: Frozen, now: float) -> list[Outgoing]:
-        """The last one that is ready has all give back; one that is not has all go on."""
+        """Handle a reply. The last ready member has all give back; one that is not ready has all continue."""
         underway = self._underway.get(message.settlement)
         if underway is None or message.name not in underway.plan.members or now >= underway.until:
             return []

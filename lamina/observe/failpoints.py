@@ -1,5 +1,6 @@
-"""A worker that ends by force at an event of its own, which somebody else has named: so a drill, or a check, kills it
-between one message and the next. Only where LAMINA_TRIPWIRE names a file.
+"""Failpoints: a drill or a check names an event at which a worker kills itself, so that it dies between two messages.
+
+Active only if LAMINA_TRIPWIRE names a file.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from pathlib import Path
 from .trace import CAPACITY, NULL_RECORDER, Event, Recorder, StepRef
 
 FAILPOINT = "LAMINA_TRIPWIRE"
-UNCOLLECTED_CAPACITY = 1 << 8  # records that nobody takes
-_WORDS = struct.Struct("=qqq")  # of a process its pid; an event; how often it is still to come
+UNCOLLECTED_CAPACITY = 1 << 8  # records, which are never collected
+_WORDS = struct.Struct("=qqq")  # pid of a process, an event, how often it is still to come
 _WORD = struct.Struct("=q")
-_LEFT = 16  # where the last one is
+_LEFT = 16  # offset of the last one
 NO_PROCESS = 0
 
 
 class Failpoint:
-    """A file that workers map; the native modules have the same in csrc/spans.h. One process sets it."""
+    """A file that workers map; native modules use the same one in csrc/spans.h. One process arms it."""
 
     def __init__(self, path: Path) -> None:
-        """Made where it is not there. Raises ValueError for a file that is none, is a link or another user's."""
+        """Open the file, or create it. Raises ValueError for a file of another kind, a link, or another user's file."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as e:
@@ -40,34 +41,34 @@ class Failpoint:
             os.close(fd)
 
     def arm(self, pid: int, event: int, times: int) -> None:
-        """Process ``pid`` is to end as ``event`` comes for the so-manyth time."""
+        """Have process ``pid`` end when ``event`` comes for the ``times``-th time."""
         self.disarm()
         _WORDS.pack_into(self.memory, 0, pid, event, 0)
         _WORD.pack_into(self.memory, _LEFT, times)
 
     def disarm(self) -> bool:
-        """Nobody is to end by it. Whether somebody has."""
+        """Clear the failpoint. Returns whether it had fired."""
         tripped = self.has_fired
         _WORDS.pack_into(self.memory, 0, NO_PROCESS, 0, 0)
         return tripped
 
     @property
     def has_fired(self) -> bool:
-        """Whether what was set has come."""
+        """Return whether the armed event has come."""
         pid, _, left = _WORDS.unpack_from(self.memory)
         return pid != NO_PROCESS and not left
 
     def num_until(self, event: int) -> int:
-        """How often ``event`` is still to come here."""
+        """Return how often ``event`` is still to come in this process."""
         pid, named, left = _WORDS.unpack_from(self.memory)
         return left if event == named and pid == os.getpid() else 0
 
     def on_fired(self) -> None:
-        """What was set has come, and this process goes on."""
+        """Record that the armed event has come, and that this process continues."""
         _WORD.pack_into(self.memory, _LEFT, 0)
 
     def hit(self, event: Event) -> None:
-        """Something has happened here."""
+        """Count an event of this process, and kill the process if it is the armed one."""
         if (left := self.num_until(event)) > 0:
             _WORD.pack_into(self.memory, _LEFT, left - 1)
             if left == 1:
@@ -75,7 +76,9 @@ class Failpoint:
 
 
 class FailpointRecorder(Recorder):
-    """Each event that is added touches a tripwire; those that are put were native modules', which did so themselves."""
+    """A recorder that counts added events at a failpoint. Native modules count theirs, which come by ``put``,
+    themselves.
+    """
 
     def __init__(self, tripwire: Failpoint, capacity: int) -> None:
         super().__init__(capacity)
@@ -98,7 +101,7 @@ class FailpointRecorder(Recorder):
 
 
 def recorder(on: bool) -> Recorder:
-    """A Recorder, or OFF; one that touches a tripwire where the environment names that."""
+    """Return a Recorder, or NULL_RECORDER; one with a failpoint if the environment names its file."""
     if path := os.environ.get(FAILPOINT):
         return FailpointRecorder(Failpoint(Path(path)), CAPACITY if on else UNCOLLECTED_CAPACITY)
     return Recorder() if on else NULL_RECORDER

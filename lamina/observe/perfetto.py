@@ -1,7 +1,7 @@
 """Traces as files in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 
-One process of the file is one device, with a lane for its work, one for its messages and one for its waiting. Arrows
-lead from send Q over the attention and send O to receive O of the same (batch, step, layer, memory worker).
+One process of the file is one device, with a track each for its work, its messages and its waiting. Arrows lead from
+send Q over the attention and send O to receive O of the same (batch, step, layer, memory worker).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from .trace import ENGINE, ClockOffset, Event, Note, Recording, Span
 
 FORMAT = 1
-NOTE = "NOTE"  # the category of one
+NOTE = "NOTE"  # the category of a note
 TRACKS = ("work", "messages", "waiting", "pages", "saves")
 MESSAGES = {Event.SEND_PLAN, Event.SEND_Q, Event.SEND_KV, Event.RECEIVE_O, Event.SEND_O}
 WAITING = {
@@ -55,26 +55,26 @@ _FLOW = {Event.SEND_Q: "s", Event.STORED: "t", Event.SEND_O: "t", Event.RECEIVE_
 
 
 def track(event: Event) -> int:
-    """Index into LANES."""
+    """Return an event's index into TRACKS."""
     if event == Event.SAVE:
         return 4
     return 3 if event in (Event.LOAD, Event.LEND) else 1 if event in MESSAGES else 2 if event in WAITING else 0
 
 
 def span_name(span: Span) -> str:
-    """What a viewer shows, such as "slice 3"."""
+    """Return the text that a viewer shows, such as "slice 3"."""
     return NAMES[span.event] + (f" {span.layer}" if span.layer >= 0 else "")
 
 
 def device_order(device: str) -> tuple[int, str, int]:
-    """Sorts devices: the engine, compute, memory and prefill workers, the rest; by number within."""
+    """Return a sorting key of devices: the engine, compute, memory and prefill workers, the rest; then by number."""
     role, _, number = device.partition("-")
     known = (ENGINE, "compute", "memory", "prefill")
     return known.index(role) if role in known else len(known), role, int(number) if number.isdigit() else 0
 
 
 def write(path: str, recording: Recording) -> None:
-    """Raises OSError."""
+    """Write a recording to a file. Raises OSError."""
     base = recording.spans[0].start if recording.spans else 0.0
     head = {
         "lamina_trace": FORMAT,
@@ -94,7 +94,7 @@ def write(path: str, recording: Recording) -> None:
 
 
 def read(path: str) -> Recording:
-    """The inverse of ``write``. Raises OSError; ValueError for a file that is not such a trace."""
+    """Read a file that ``write`` wrote. Raises OSError; ValueError for a file that is not such a trace."""
     try:
         data = json.loads(Path(path).read_bytes())
         head = data["otherData"]
@@ -136,9 +136,9 @@ def _trace_events(recording: Recording, base: float) -> Iterator[dict[str, Any]]
 
 
 def _arrow(span: Span, place: dict[str, int], start: float, sent: set[str]) -> Iterator[dict[str, Any]]:
-    """The span's part in the arrow from Q to O, if it has one; an arrow whose start is not known is left out.
+    """Yield the span's part in the arrow from Q to O, if it has one. Arrows without a known start are left out.
 
-    It touches every span at its start: a message may well arrive before its sender's span ends.
+    The arrow touches every span at its start: a message may well arrive before its sender's span ends.
     """
     phase = _FLOW.get(span.event)
     if phase is None:

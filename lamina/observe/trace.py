@@ -1,13 +1,13 @@
-"""Recording of spans, cheap enough for the hot path: one fixed-size record each, in memory taken at the start.
+"""Recording of spans, cheap enough for the hot path: one fixed-size record each, in memory allocated at the start.
 
-A worker holds a Recorder, or OFF where nobody asked for a trace; both are called the same way:
+A worker holds a Recorder, or NULL_RECORDER if no trace is wanted. Both are called the same way:
 
     start = trace.now()
     ...
     trace.add(Event.WRITE, start, plan, layer)
 
-Times are seconds of CLOCK_MONOTONIC (what ``time.perf_counter`` and ``time.monotonic`` read on Linux), one clock for
-all processes of a host. Clocks of other hosts are set right when the spans are merged; see
+Times are seconds of CLOCK_MONOTONIC (read by ``time.perf_counter`` and ``time.monotonic`` on Linux), one clock for all
+processes of a host. Clocks of other hosts are corrected when the spans are merged; see
 ``lamina.observe.trace_collection``.
 """
 
@@ -23,22 +23,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 ENGINE = "engine"  # the driver's device name; workers are "compute-0", "memory-1"
-NOTES = 1 << 14  # a process keeps so many, the newest ones
-CAPACITY = 1 << 18  # records of a process: 12 MiB, of which only the pages in use are ever touched
-FLIP_BIT = 255  # no Event, as it is never recorded: a drill wants a memory worker to damage its KV
+NOTES = 1 << 14  # newest notes that a process keeps
+CAPACITY = 1 << 18  # records of a process: 12 MiB, of which only used pages are touched
+FLIP_BIT = 255  # never recorded, so no Event: a drill has a memory worker damage its KV
 _NATIVE = struct.Struct("=qqqqqq")
 _RECORD = struct.Struct("<BxxxiIiQQdd")  # event, layer, batch, peer, step, value, start, end
 
 
 class Event(enum.IntEnum):
-    """What happened. ``layer`` counts attention calls, for SLICE it is the slice. ``peer``: the worker at the other
-    end of a message. ``value``: rows of a SLICE, bytes of a message, pairs of a row and a token
-    that it sees in SCHEDULE.
+    """The kind of a span. ``layer`` counts attention calls; for SLICE it is the slice. ``peer``: the worker at the
+    other end of a message. ``value``: rows of a SLICE, bytes of a message; for SCHEDULE, pairs of a row and a token
+    that it sees.
     """
 
     SCHEDULE = 1  # engine: choose the rows of a step
     WAIT_DONE = 2  # engine: until the compute worker has drawn
-    POSTPROCESS = 3  # engine: take the tokens in
+    POSTPROCESS = 3  # engine: process the tokens
     WAIT_STEP = 10  # compute: until the engine names a step
     WAIT_STORED = 18  # prefill: until all memory workers have the K and V, with nothing else to do
     SLICE = 11  # compute: a slice, the messages that it sends included
@@ -57,16 +57,16 @@ class Event(enum.IntEnum):
     NEW = 26  # memory: attention over the step's own tokens, and the merge
     SEND_O = 27
     GRANT = 28  # memory: K and V of a prefill worker, to their blocks
-    LOAD = 29  # memory: pages' K and V of some layers, the first of which is ``layer``, from beside the pool to blocks
-    SAVE = 34  # memory: a page's K and V, from blocks to beside the pool
+    LOAD = 29  # memory: offloaded pages' K and V of some layers, of which ``layer`` is the first, to blocks
+    SAVE = 34  # memory: a page's K and V, from blocks to storage
     WAIT_LAYER = 31  # memory: until stored K and V of a layer are loaded
     FETCH = 32  # prefill: until a layer of a prompt's beginning has come from another worker, and is stored
-    LEND = 33  # prefill: a part of such a layer, to another worker, beside all else
+    LEND = 33  # prefill: send a part of such a layer to another worker, in the background
     RESERVE = 30  # any sender: until a slot of the peer's inbox is free
 
 
 class StepRef(Protocol):
-    """Says which step something belongs to: a StepPlan, a Key, a StepDone."""
+    """An object that names its step: a StepPlan, a MessageKey, a StepDone."""
 
     @property
     def batch(self) -> int: ...
@@ -75,13 +75,13 @@ class StepRef(Protocol):
 
 
 class Span(NamedTuple):
-    """One thing that one device did, ``start`` to ``end`` in seconds."""
+    """One activity of one device, from ``start`` to ``end`` in seconds."""
 
     device: str  # such as "memory-0"; "engine"
     event: Event
     batch: int
     step: int
-    layer: int  # -1: not of a layer
+    layer: int  # -1: none
     peer: int  # -1: none
     value: int
     start: float
@@ -89,26 +89,26 @@ class Span(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Something that the engine has decided, and when; in names, with numbers, text and lists as JSON has them."""
+    """A decision of the engine and its time. ``fields``: numbers, texts and lists, as in JSON."""
 
     at: float
     name: str
     fields: dict[str, Any]
 
 
-ROUNDING_S = 1e-9  # of differences of times
+ROUNDING_S = 1e-9  # error of differences of times
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far a worker's clock is ahead of the engine's, in seconds, give or take ``uncertainty_s``."""
+    """The seconds by which a worker's clock is ahead of the engine's, give or take ``uncertainty_s``."""
 
     offset_s: float
     uncertainty_s: float
 
     @property
     def correction_s(self) -> float:
-        """What to subtract from the worker's times: nothing where the offset may as well be zero, as on one host."""
+        """The seconds to subtract from the worker's times: 0 if the offset may be zero, as on one host."""
         return self.offset_s if abs(self.offset_s) > self.uncertainty_s + ROUNDING_S else 0.0
 
 
@@ -116,8 +116,8 @@ class ClockOffset:
 class Recording:
     """The spans of all devices on the engine's clock, by their start.
 
-    ``dropped``: device -> spans that a full recorder has lost, the oldest ones. ``span_cost_s``: seconds that recording
-    one span took. ``notes``: of the engine.
+    ``dropped``: device -> oldest spans that a full recorder has lost. ``span_cost_s``: seconds that recording one span
+    took. ``notes``: of the engine.
     """
 
     spans: list[Span]
@@ -128,7 +128,7 @@ class Recording:
 
 
 class Recorder:
-    """Keeps the newest ``capacity`` spans of one worker. Any thread adds, and may ``take`` what is there."""
+    """Keeps the newest ``capacity`` spans of one worker. Any thread may add spans, and ``take`` them."""
 
     now = staticmethod(time.perf_counter)
 
@@ -139,7 +139,7 @@ class Recorder:
         self.notes: deque[Note] | None = deque(maxlen=NOTES)
 
     def add(self, event: Event, start: float, at: StepRef, layer: int = -1, peer: int = -1, value: int = 0) -> float:
-        """Record what ran from ``start`` until now; returns now."""
+        """Record a span from ``start`` until now. Returns now."""
         end = time.perf_counter()
         self.put(event, start, end, at, layer, peer, value)
         return end
@@ -147,31 +147,31 @@ class Recorder:
     def put(
         self, event: Event, start: float, end: float, at: StepRef, layer: int = -1, peer: int = -1, value: int = 0
     ) -> None:
-        """Record what ran from ``start`` to ``end``."""
+        """Record a span from ``start`` to ``end``."""
         with self._adding:
             offset = self._count % self._capacity * _RECORD.size
             _RECORD.pack_into(self._data, offset, event, layer, at.batch, peer, at.step, value, start, end)
             self._count += 1
 
     def note(self, name: str, fields: dict[str, Any]) -> None:
-        """Keep some words of now. Not for what comes with every step."""
+        """Keep a note of this moment. Not for events of every step."""
         if self.notes is not None:
             self.notes.append(Note(time.perf_counter(), name, fields))
 
     def is_due(self, event: int) -> bool:
-        """Whether somebody wants something done here that nothing brings by itself."""
+        """Return whether a failpoint wants an action at this event that does not happen by itself."""
         return False
 
     def on_failpoint_passed(self, event: int) -> None:
-        """It is done."""
+        """Record that the action is done."""
 
     @property
     def native_buffer(self) -> object:
-        """What native modules are told: None = record no spans; else a buffer, empty or a Tripwire's."""
+        """The buffer for native modules: None: record no spans; else empty, or a Failpoint's memory."""
         return b""
 
     def take(self) -> tuple[bytes, int]:
-        """The records, oldest first, and the number of older ones that they have replaced."""
+        """Return the records, oldest first, and the number of older ones that were overwritten."""
         count, size = self._count, _RECORD.size
         if count <= self._capacity:
             return bytes(self._data[: count * size]), 0
@@ -180,7 +180,7 @@ class Recorder:
 
 
 class NullRecorder(Recorder):
-    """Records nothing."""
+    """A recorder that records nothing."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -205,15 +205,15 @@ NULL_RECORDER = NullRecorder()
 
 
 def native_spans(data: bytes) -> Iterator[tuple[int, int, int, float, float, int]]:
-    """Decode the spans of a native module (csrc/spans.h): the number of its event, layer, another number, start and end
-    in seconds, value.
+    """Decode a native module's spans (csrc/spans.h): number of the event, layer, another number, start, end in seconds,
+    value.
     """
     for event, layer, number, start, end, value in _NATIVE.iter_unpack(data):
         yield event, layer, number, start / 1e9, end / 1e9, value
 
 
 def spans(device: str, records: bytes, offset_s: float = 0.0) -> Iterable[Span]:
-    """Decode what ``Recorder.take`` gave. ``offset_s`` is how far the device's clock is ahead.
+    """Decode the records of ``Recorder.take``. ``offset_s``: seconds by which the device's clock is ahead.
 
     Raises ValueError on anything that is not a whole number of known records.
     """

@@ -1,4 +1,6 @@
-"""The driver's side of a trace: sets the workers' clocks beside its own, gathers their spans, writes one file."""
+"""The driver's side of a trace: it compares the workers' clocks with its own, gathers their spans, and
+writes one file.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,26 @@ ROUND_TRIPS = 16
 
 
 class TraceLink(Protocol):
-    """The part of a control link that is needed here."""
+    """The part of a control link that a Tracer uses."""
 
     def send(self, message: Any) -> None:
         """Send a message to the worker. Raises LinkClosedError."""
         ...
 
     def recv(self, timeout_s: float | None = None) -> Any:
-        """The worker's next message. Raises LinkClosedError, TimeoutError."""
+        """Return the worker's next message. Raises LinkClosedError, TimeoutError."""
         ...
 
 
 class Tracer:
-    """Where ``path`` is not empty, ``recorder`` records the engine's spans, and ``collect`` then ``save`` make the
+    """Records the engine's spans in ``recorder``, unless ``path`` is empty; ``collect`` and then ``save`` write the
     file.
 
     The file is written once, at the end.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises ValueError where the file could not be written later."""
+        """Check the path. Raises ValueError if the file could not be written later."""
         self.path = path
         self.recorder = Recorder() if path else NULL_RECORDER
         self._clocks: dict[str, ClockOffset] = {}
@@ -47,15 +49,15 @@ class Tracer:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether a trace was asked for."""
+        """Return whether a trace was requested."""
         return bool(self.path)
 
     def set_clock(self, name: str, trips: Sequence[tuple[float, float, float]]) -> None:
-        """Take in round trips (asked, the worker's clock, answered) to worker ``name``."""
+        """Set the clock of worker ``name`` from round trips: times of the request, the worker's clock, the reply."""
         self._clocks[name] = clock_offset(trips)
 
     def collect(self, links: Mapping[str, TraceLink], timeout_s: float) -> None:
-        """Ask the workers for their spans, within ``timeout_s`` for all; those that are gone have none."""
+        """Request the workers' spans, with ``timeout_s`` for all; workers that are gone have none."""
         if not self.is_enabled or self._dropped:
             return
         deadline = time.monotonic() + timeout_s
@@ -82,7 +84,7 @@ class Tracer:
 
 
 def check_trace_path(path: str) -> None:
-    """Raises ValueError where a trace could not be written later. Empty = none is wanted."""
+    """Raise ValueError if a trace could not be written later. An empty path means no trace."""
     if not path:
         return
     existed = os.path.lexists(path)
@@ -95,16 +97,17 @@ def check_trace_path(path: str) -> None:
 
 
 def clock_offset(trips: Sequence[tuple[float, float, float]]) -> ClockOffset:
-    """From round trips (asked, the other clock, answered): the shortest one says most.
+    """Return the offset by round trips (time of the request, the other clock, time of the reply); the shortest one is
+    the most exact.
 
-    The other clock was read somewhere between the two, so the middle is wrong by half a round trip at most.
+    The other clock was read between the two times, so the middle is wrong by half a round trip at most.
     """
     asked, theirs, answered = min(trips, key=lambda t: t[2] - t[0])
     return ClockOffset(theirs - (asked + answered) / 2, (answered - asked) / 2)
 
 
 def span_cost_s(count: int = 200, runs: int = 5) -> float:
-    """Seconds that recording one span takes on this machine: the best mean of a few short runs."""
+    """Return the seconds that recording one span takes on this machine: the best mean of a few short runs."""
     trial, at, best = Recorder(64), Span("", Event.PLAN, 0, 0, -1, -1, 0, 0.0, 0.0), float("inf")
     for _ in range(runs):
         start = time.perf_counter()
@@ -115,7 +118,7 @@ def span_cost_s(count: int = 200, runs: int = 5) -> float:
 
 
 def _trace_of(link: TraceLink, deadline: float) -> Trace:
-    """Whatever else still comes is of no use any more."""
+    """Return the Trace that comes over ``link``, and drop all other messages."""
     while True:
         message = link.recv(max(0.0, deadline - time.monotonic()))
         if isinstance(message, Trace):

@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of engines: processes, cores, threads, tensors over bytes."""
+"""Small helpers that do not depend on engines: processes, cores, threads, tensors over bytes."""

@@ -1,4 +1,4 @@
-"""Work that is to be done soon, but must not delay what everybody waits for."""
+"""Background work that must not delay other threads and processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from time import monotonic
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-NICENESS = 5  # beyond what it was: a third of the weight (sched(7))
+NICENESS = 5  # added to the thread's niceness: a third of the weight (sched(7))
 
 
 class LowPriorityCall(Generic[T]):
-    """``work()`` on a thread of low priority; Linux keeps a niceness for each thread.
+    """Runs ``work()`` on a thread of low priority; Linux has a niceness for each thread.
 
     While workers start, five processes import libraries. With fewer cores than that, all others wait for the process
     that loads and cuts the model.
@@ -29,8 +29,8 @@ class LowPriorityCall(Generic[T]):
         self._thread.start()
 
     def result(self, limit_s: float | None = None) -> T:
-        """What ``work`` returned. Raises what it raised, TimeoutError ``limit_s`` seconds after it began: what was done
-        beside it counts, too.
+        """Wait for ``work`` and return its result. Raises its exception, or TimeoutError ``limit_s`` seconds after the
+        start of ``work``, not of this call.
         """
         self._thread.join(None if limit_s is None else max(0.0, self._began + limit_s - monotonic()))
         if self._error is not None:
@@ -44,5 +44,5 @@ class LowPriorityCall(Generic[T]):
             os.nice(NICENESS)  # of this thread alone
         try:
             self._found.append(self._work())
-        except BaseException as e:  # noqa: BLE001 - for whoever asks for the result
+        except BaseException as e:  # noqa: BLE001 - for the caller of ``result``
             self._error = e

@@ -1,5 +1,5 @@
-"""What computes here: Lamina's own code, native and not, and the instructions of this CPU. Two hosts that have the same
-round alike.
+"""The identity of the code and CPU that compute: Lamina's files, native ones too, and the CPU's instructions. Two hosts
+with equal ones round alike.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _KINDS = "avx", "amx", "fma", "f16c", "sse", "asimd", "sve"  # of instructions t
 
 @cache
 def build_id() -> str:
-    """16 hex digits: others where a byte of the code differs, or an instruction that the CPU has. Raises OSError."""
+    """Return 16 hex digits that differ if a byte of the code or an instruction of the CPU does. Raises OSError."""
     return digest_of(Path(__file__).parents[1], instructions())
 
 
 def digest_of(package: Path, also: str) -> str:
-    """Of the code below ``package``, through links, by its names there, and of a text."""
+    """Return the digest of the code below ``package``, links followed, with its relative names, and of a text."""
     digest = hashlib.sha256(also.encode())
     files = (Path(at) / name for at, _, names in os.walk(package, followlinks=True) for name in names)
     for path in sorted(path for path in files if path.suffix in _CODE):
@@ -31,7 +31,7 @@ def digest_of(package: Path, also: str) -> str:
 
 
 def instructions() -> str:
-    """Of this CPU, by Linux's names for them; elsewhere its architecture alone."""
+    """Return this CPU's computing instructions, by Linux's names for them; elsewhere only its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().lower().splitlines()
     except OSError:

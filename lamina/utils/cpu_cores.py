@@ -1,4 +1,4 @@
-"""Which cores the workers of one machine run on (``--cores``). Policy: no I/O."""
+"""The cores on which the workers of one machine run (``--cores``). Policy: no I/O."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 AUTO = "auto"
 
-Cores = tuple[int, ...]  # empty = where the system places it
+Cores = tuple[int, ...]  # empty = any, as the system chooses
 
 
 def parse_cores(text: str) -> list[Cores]:
-    """``0-3,8/4-7`` -> the cores of each worker. Raises ValueError, naming the flag, on anything else."""
+    """Parse ``0-3,8/4-7`` to the cores of each worker. Raises ValueError, naming the flag, on anything else."""
     return [_parse(part) for part in text.split("/")]
 
 
@@ -29,13 +29,12 @@ def _parse(text: str) -> Cores:
 def assign_cores(
     asked: Sequence[Cores] | str, wanted: Sequence[int], available: Sequence[int], *, at_once: bool
 ) -> list[list[Cores]]:
-    """The cores of every worker, pool by pool: compute, memory, prefill workers, ``wanted`` of each.
+    """Return the cores of every worker, pool by pool: compute, memory, prefill workers, ``wanted`` of each.
 
     ``asked``: the cores of each worker, or ``auto``, or nothing: then the system places them. ``available``: cores that
-    this process may use, neighbours beside each other. ``at_once``: whether pools work at the same time.
-    ``auto`` then gives every worker cores of its own; where pools take turns, each pool divides all cores among its
-    workers; where there are fewer cores than workers they are left to the system. Raises ValueError for lists that do
-    not fit.
+    this process may use, with neighbours adjacent. ``at_once``: whether pools work at the same time. ``auto`` then
+    gives every worker cores of its own. If pools take turns, each pool divides all cores among its workers. With fewer
+    cores than workers the system places them. Raises ValueError for lists that do not fit.
     """
     if not asked:
         each = [Cores()] * sum(wanted)
@@ -55,7 +54,7 @@ def assign_cores(
 
 
 def core_list_text(cores: Sequence[int]) -> str:
-    """``0-3,8``."""
+    """Return cores as text, such as ``0-3,8``."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

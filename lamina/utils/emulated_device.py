@@ -1,6 +1,6 @@
-"""Devices that are not here: how long one would take, and a worker that is as slow as that.
+"""Emulation of devices that are not present: their computing times, and a worker that is as slow as they are.
 
-Results are computed as ever, on whatever there is; only the time is that of the other device, as long as that is the
+Results are computed as usual, on whatever is present. Only the time is the other device's, as long as that is the
 slower one. So the two pools can be measured, with all their messages and processes, on any machine.
 """
 
@@ -16,8 +16,8 @@ VARIABLE = "LAMINA_EMULATE"
 
 
 class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds that a compute device and a memory device take. A call is one slice, or one piece of a layer's attention
-    on one memory worker.
+    """The seconds that a compute device and a memory device take. A call is one slice, or one piece of a layer's
+    attention on one memory worker.
     """
 
     slice_s: tuple[float, ...] = (0.0,)  # of a call, by slice; one value holds for all
@@ -35,10 +35,7 @@ class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> DeviceTimes | None:
-        """The times that the variable LAMINA_EMULATE gives, JSON by the names of the fields; None where it is not set.
-
-        Raises ValueError.
-        """
+        """Return the times in LAMINA_EMULATE, JSON with the fields' names; None if it is not set. Raises ValueError."""
         text = environ.get(VARIABLE, "")
         if not text:
             return None
@@ -49,17 +46,17 @@ class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class EmulatedDevice:
-    """Does one thing after the other, each in its time. One thread uses it."""
+    """Executes one task after the other, each in its time. One thread uses it."""
 
     def __init__(self) -> None:
         self._free = 0.0
 
     def begin(self, seconds: float) -> None:
-        """Queue something that takes so long."""
+        """Queue a task of ``seconds``."""
         self._free = max(self._free, time.perf_counter()) + seconds
 
     def finish(self) -> None:
-        """Sleep until everything is done."""
+        """Sleep until all tasks are done."""
         left = self._free - time.perf_counter()
         if left > 0.0:
             time.sleep(left)

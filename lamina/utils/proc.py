@@ -1,4 +1,4 @@
-"""What the kernel says of other processes of this host (proc(5))."""
+"""Facts from the kernel about other processes of this host (proc(5))."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def stat_fields(pid: int) -> list[str]:
-    """The fields of a process's ``stat`` behind its name, the state first; none where there is no such process."""
+    """Return the fields of a process's ``stat`` after its name, the state first; none if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -16,13 +16,15 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs or stands still; False for one that has ended and waits for its parent."""
+    """Return whether a process runs or is stopped; False if it has ended and waits for its parent."""
     return stat_fields(pid)[:1] not in ([], ["Z"])
 
 
 def cpu_ns_if_stopped(pid: int) -> int | None:
-    """Nanoseconds that all threads have run so far, of a process that stands still by a signal, or by a debugger; None:
-    it does not. Who goes on for a moment runs for some microseconds at least. 0 where the kernel does not count.
+    """Return the nanoseconds that all threads of a stopped process have run so far; None if it is not stopped.
+
+    A signal or a debugger stops a process. One that continues for a moment runs for some microseconds at least. 0 if
+    the kernel does not count.
     """
     if stat_fields(pid)[:1] not in (["T"], ["t"]):
         return None
@@ -34,8 +36,8 @@ def cpu_ns_if_stopped(pid: int) -> int | None:
 
 
 def voluntary_switches_of(pid: int) -> int | None:
-    """How often the first thread of a process has given up its core so far, where it sleeps now; None: it does not. So
-    one that sleeps at two looks, with the same number, has not run meanwhile.
+    """Return how often the first thread of a sleeping process has given up its core so far; None if it does not sleep.
+    With equal numbers at two looks it has not run meanwhile.
     """
     try:
         status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
@@ -48,14 +50,14 @@ def voluntary_switches_of(pid: int) -> int | None:
 
 
 def start_time_of(pid: int) -> str:
-    """When it started, in clock ticks since boot; "" where it does not live."""
+    """Return when a process started, in clock ticks since boot; "" if it is not alive."""
     fields = stat_fields(pid)
     return "" if fields[:1] in ([], ["Z"]) else fields[19]
 
 
 def descendants_of(pid: int) -> list[int]:
-    """All descendants of a process, whichever thread started them. While processes end, a look may leave out living
-    ones (proc(5)): so it looks until it sees no new one.
+    """Return all descendants of a process, whichever thread started them. While processes end, one look may miss living
+    ones (proc(5)), so it looks until no new one appears.
     """
     before, seen = None, _seen_now(pid)
     while seen != before:

@@ -12,7 +12,7 @@ OnProgress = Callable[[str, int, int], None]
 
 @contextlib.contextmanager
 def progress_bar(enabled: bool) -> Iterator[OnProgress]:
-    """One bar per stage; a callback that does nothing where ``enabled`` is false."""
+    """Yield a callback that shows one bar per stage; it does nothing if ``enabled`` is False."""
     if not enabled:
         yield lambda stage, done, total: None
         return
@@ -21,7 +21,7 @@ def progress_bar(enabled: bool) -> Iterator[OnProgress]:
     bars: dict[str, Any] = {}
 
     def end_last() -> None:
-        """A stage has ended when the next one begins, or all have."""
+        """Complete the last stage's bar: it has ended when the next one begins, or all have."""
         for bar in list(bars.values())[-1:]:
             bar.update(bar.total - bar.n)
             bar.close()
@@ -43,8 +43,8 @@ def progress_bar(enabled: bool) -> Iterator[OnProgress]:
 
 @contextlib.contextmanager
 def counting_bar(wanted: bool | Callable[..., Any], total: int, text: str) -> Iterator[Callable[[], object]]:
-    """A bar of ``total`` things; gives what counts one. ``wanted``: True = on a terminal; or what makes the bar, called
-    as tqdm is.
+    """Show a bar of ``total`` things, and yield a function that counts one. ``wanted``: True: on a terminal; or a
+    function that makes the bar, called as tqdm is.
     """
     if not wanted or (wanted is True and not sys.stderr.isatty()):
         yield lambda: None

@@ -1,4 +1,4 @@
-"""Files of YAML that people write, and the tables in them."""
+"""YAML files that people write, and the tables in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_yaml(path: str, where: str = "") -> Any:
-    """The contents of a file. ``where``: what errors call it. Raises ValueError, ImportError without PyYAML."""
+    """Return the contents of a file. ``where``: its name in errors. Raises ValueError, ImportError without PyYAML."""
     where = where or path
     try:
         import yaml
@@ -21,7 +21,7 @@ def read_yaml(path: str, where: str = "") -> Any:
 
 
 def yaml_table(table: Any, where: str, known: Collection[str]) -> dict[str, Any]:
-    """``table``, whose entries are all among ``known``. Raises ValueError that names ``where``."""
+    """Return ``table``, whose entries must all be in ``known``. Raises ValueError that names ``where``."""
     if not isinstance(table, dict):
         raise ValueError(f"{where}: must be a table with {', '.join(sorted(known))}")
     if unknown := sorted(str(k) for k in set(table) - set(known)):
