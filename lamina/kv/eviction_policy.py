@@ -20,7 +20,7 @@ class PageUsage(NamedTuple):
     """The use of a page so far. ``first_used`` and ``last_used`` count the uses of all pages until then."""
 
     key: bytes
-    number: int  # of the page in its sequence
+    number: int  # the page's number in its sequence
     nbytes: int
     first_used: int
     last_used: int

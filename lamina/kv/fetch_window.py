@@ -74,7 +74,7 @@ class FetchWindow:
         return turns[0] if turns else None
 
     def first_pages(self, count: int) -> list[bytes]:
-        """Return so many pages from the head of the queue on, each once."""
+        """Return ``count`` pages from the head of the queue on, each once."""
         pages = (key for turn in sorted(self._turns) for key in self._turns[turn])
         head = dict[bytes, None]()
         for key in pages:

@@ -48,7 +48,7 @@ class Provenance(NamedTuple):
 
     source: str  # PROMPT or DECODE
     chunk: int = 0  # tokens of a prefill chunk
-    build: str = ""  # of the kernels
+    build: str = ""  # identifies the build of the kernels
     ranks: int = 1  # number of tensor-parallel ranks
 
 

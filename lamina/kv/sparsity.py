@@ -45,7 +45,7 @@ class BlockScores:
     """
 
     num_due: int  # the length at which blocks are dropped next
-    observation_window: int  # how many rows before that are scored
+    observation_window: int  # rows before that which are scored
     num_missing_reports: int = 0  # reports that are still to come
     num_rows: int = 0  # rows that were scored since blocks were last dropped
     new_scores: list[int] = field(default_factory=list)  # sums over these rows, by block

@@ -33,7 +33,7 @@ _HARMLESS = frozenset(
         "return_dict",
         "num_items_in_batch",
         "training",
-        "deterministic",  # of flash attention
+        "deterministic",  # an option of flash attention
         "use_top_left_mask",
         "target_dtype",
     }
@@ -67,7 +67,7 @@ class RoutedLayer:
     name: str  # dotted name of the attention module
     module: nn.Module
     spec: AttentionSpec
-    heads: tuple[int, int]  # of Q; of K and V
+    heads: tuple[int, int]  # heads of Q; heads of K and V
 
 
 class AttentionRouter:

@@ -76,7 +76,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
     _check_architecture(directory, raw)
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # of any class, as architectures have their own checks
+    except Exception as error:  # any class, as architectures have their own checks
         raise ModelError(f"{directory}/config.json is not a valid configuration: {one_line(error)}") from error
 
 
@@ -84,7 +84,7 @@ def _raw_config(directory: Path, trust_remote_code: bool) -> dict[str, Any]:
     raw = read_json(directory / "config.json", f"{directory} is no model directory: it has no config.json")
     if "auto_map" in raw and not trust_remote_code:
         raise ModelError(
-            f"{directory} brings its own code (auto_map in config.json), which is not run unless you ask: pass "
+            f"{directory} brings its own code (auto_map in config.json), which is not run by default: pass "
             f"--trust-remote-code, or remove auto_map to use the {raw.get('model_type')} of transformers if it has one"
         )
     if quantization := raw.get("quantization_config"):
@@ -149,7 +149,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 def check_room(directory: Path, copies: int, free: int) -> None:
-    """Raise ModelError unless ``free`` bytes hold so many copies of the weights."""
+    """Raise ModelError unless ``free`` bytes hold ``copies`` copies of the weights."""
     weights = sum(file.stat().st_size for file in weight_files(directory))
     if weights * copies > free:
         raise ModelError(

@@ -28,7 +28,7 @@ ANGLE_ERROR = 2.0**-22  # radians a position, since models compute angles in fp3
 
 class _LayerKV(NamedTuple):
     k: Tensor  # [positions, Hkv, D] fp32
-    v: Tensor  # the same of V
+    v: Tensor  # V in the same layout
 
 
 def find_rotary(

@@ -48,9 +48,9 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     dtype: torch.dtype
-    path: Path | None  # of the checkpoint; None for a module
-    part: WeightShard = WHOLE_MODEL  # of the weights
-    stamps: tuple[FileStamp, ...] = ()  # of the files of weights, from before they were read
+    path: Path | None  # the checkpoint's directory; None for a module
+    part: WeightShard = WHOLE_MODEL  # the loaded part of the weights
+    stamps: tuple[FileStamp, ...] = ()  # the weight files' stamps from before they were read
 
 
 def load(

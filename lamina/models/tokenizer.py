@@ -50,7 +50,7 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
         )
-    except Exception as error:  # of any class: it reads config.json too, which architectures check by their own code
+    except Exception as error:  # any class: it reads config.json too, which architectures check by their own code
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""The control link in every worker process: answers the driver during a step, and ends the worker with the driver."""
+"""The control link of a worker process: replies to the driver during a step, and ends the worker with the driver."""
 
 from __future__ import annotations
 

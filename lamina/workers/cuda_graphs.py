@@ -22,7 +22,7 @@ from lamina.ops import collective
 from lamina.ops.collective import Collective, RankCollectives
 
 log = logging.getLogger(__name__)
-MAX_GRAPH_ROWS = 256  # of a graph; with more rows, launches cost little of a slice
+MAX_GRAPH_ROWS = 256  # with more rows, launches cost little of a slice
 
 
 def padded_rows(rows: int) -> int:
@@ -81,9 +81,7 @@ class CudaCapture:
 
 
 class GraphableCollective:
-    """A collective for slices whose graphs cannot hold it: while a slice is tried or recorded, it does not meet the
-    ranks.
-    """
+    """A collective for slices whose graphs cannot hold it: while a slice is tried or recorded, no rank is called."""
 
     def __init__(self, group: Collective) -> None:
         self.group = group
@@ -111,7 +109,7 @@ class GraphedProgram:
     """A program whose slices run as graphs. One thread calls it, one slice at a time."""
 
     def __init__(self, program: Any, capture: GraphCapture, group: Collective | None = None) -> None:
-        """``group``: the ranks that the slices meet. ``program`` must not be used again."""
+        """``group``: connects the ranks, if there are several. ``program`` must not be used again."""
         meetings = GraphableCollective(group) if group and not group.recordable else None
         bound = collective.bind(program, meetings or group) if group else program
         joined = group if group and group.recordable else None
@@ -133,7 +131,7 @@ class GraphedSlice:
         meetings: GraphableCollective | None = None,
         joined: Collective | None = None,
     ) -> None:
-        """``meetings``: what ``inner`` calls if the host meets the ranks. ``joined``: the ranks, if collectives are
+        """``meetings``: what ``inner`` calls for collectives of the host. ``joined``: the ranks, if collectives are
         recorded.
         """
         self._inner, self._capture, self._meetings, self._captures_messages = inner, capture, meetings, joined
@@ -185,7 +183,7 @@ class _GraphCollectiveCall(NamedTuple):
     result: Tensor
 
     def meet(self, group: Collective, bucket: int, rows: int) -> None:
-        """Meet the ranks with the first ``rows`` of ``bucket`` rows: the rest is padding, which ranks without graphs
+        """Run the collective for the first ``rows`` of ``bucket`` rows: the rest is padding, which ranks without graphs
         lack.
         """
         rows = rows if self.x.shape[0] == bucket else self.x.shape[0]

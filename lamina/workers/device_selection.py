@@ -15,7 +15,7 @@ with suppress(ImportError):  # an older torch lacks it
     from torch.cuda import green_contexts
 
 CPU = torch.device("cpu")
-FREE_MEMORY_SHARE = 0.9  # of a device's free memory, at most for KV blocks: backends need some for themselves
+FREE_MEMORY_SHARE = 0.9  # largest share of a device's free memory for KV blocks: backends need some for themselves
 
 
 def pick_device(flag: str, asked: str, number: int = 0, ranks: int = 1) -> torch.device:

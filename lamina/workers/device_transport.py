@@ -30,7 +30,7 @@ from lamina.utils.tensor_buffers import bytes_of
 
 from .staging import DeviceStaging, Queue, Staging
 
-_LINE = struct.Struct(f"<2Q{TAG_BYTES}s")  # of a message: one or two lengths in bytes, tag
+_LINE = struct.Struct(f"<2Q{TAG_BYTES}s")  # a message's one or two lengths in bytes, and its tag
 TAG_AT = 16
 DESCRIPTOR_WORDS = _LINE.size // 8
 # Length and tag of the message that arrived, then of the expected one.

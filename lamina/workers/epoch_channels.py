@@ -25,7 +25,7 @@ class EpochListener:
     def __init__(self, listener: Listener) -> None:
         self.url = listener.url
         self._listener = listener
-        self._early_arrivals: list[Channel] = []  # of epochs that this worker has not entered yet
+        self._early_arrivals: list[Channel] = []  # channels of epochs that this worker has not entered yet
 
     def accept(self, epoch: int, *, timeout_s: float) -> Channel | None:
         """Accept the next peer of ``epoch``; None if a peer of another epoch connected. Raises ChannelTimeout,

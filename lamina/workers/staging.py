@@ -120,7 +120,7 @@ class DeviceStaging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.num_waits = 0  # how often the host waited for the device
+        self.num_waits = 0  # waits of the host for the device
 
     def to_device(self, x: Tensor) -> Tensor:
         """Return a copy of ``x`` on the device; ``x`` may be overwritten at once."""

@@ -16,7 +16,7 @@ ORPHAN_EXIT_S = 2.0  # seconds for an orderly end
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and the signal that ends a service
 
 door_fd: int | None = (
-    None  # of the warm process that this worker was forked from; see lamina.executor.launchers.zygote_client
+    None  # of the zygote that this worker was forked from; see lamina.executor.launchers.zygote_client
 )
 
 
@@ -54,7 +54,8 @@ class ExitPromptly:
 
     def __init__(self) -> None:
         """Must be created before any exit function is registered, as the first one registered runs last."""
-        self.status: int | None = None  # of the process, after its work has ended normally; else Python ends it
+        # The process's exit status, set after its work has ended normally; else Python ends it.
+        self.status: int | None = None
         atexit.register(self._end)
 
     def _end(self) -> None:
@@ -119,6 +120,6 @@ def _exit_when_orphaned(watched: list[int]) -> None:
     poll.poll()
     control = socket.socket(fileno=watched[0])
     with contextlib.suppress(OSError):  # it may have ended by itself
-        control.shutdown(socket.SHUT_RDWR)  # so that a living driver notices at once
+        control.shutdown(socket.SHUT_RDWR)  # notifies a living driver at once
     threading.Event().wait(ORPHAN_EXIT_S)
     os._exit(1)

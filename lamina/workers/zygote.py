@@ -178,7 +178,7 @@ def why_not_fork() -> str:
     if torch is not None and torch.cuda.is_initialized():
         return "it has opened CUDA"
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # of the listing itself
+        with suppress(OSError):  # the descriptor of the listing itself is closed by now
             if (name := os.readlink(f"/proc/self/fd/{fd}")).startswith(DEVICES):
                 return f"it has opened {name}"
     return ""

@@ -38,7 +38,7 @@ _MOST_TOUCHED = 256
 
 
 class PageIndex:
-    """One worker's connection to the index. Any thread may use it. Raises sqlite3.Error; ``check`` tells more."""
+    """One worker's connection to the index. Any thread may use it. Raises sqlite3.Error; ``check`` finds the damage."""
 
     def __init__(self, folder: StoreDirectory) -> None:
         """Open the index, which is created if missing. Raises ValueError if it cannot be read."""
@@ -72,7 +72,7 @@ class PageIndex:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Run the block as a transaction, of which nothing is done if the block raises."""
+        """Run the block as a transaction; nothing of it is done if the block raises."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:

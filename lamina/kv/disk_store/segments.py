@@ -22,7 +22,7 @@ from .store_directory import DRAFT, SEGMENT, StoreDirectory
 BLOCK = 4096  # a multiple of the blocks of every disk
 SEGMENT_BYTES = 256 << 20  # the size of a segment, at most, unless records are large
 _MOST_SEGMENTS = 32  # about: small enough to be shared out if the number of workers changes
-_RECORDS = 4  # of a segment, at least
+_RECORDS = 4  # records that fit in a segment, at least
 _SPARE_BUFFERS = 4
 
 
@@ -101,7 +101,7 @@ class Segments:
                     self._try_own(number, size)
 
     def make_room(self, nbytes: int) -> bool:
-        """Return whether ``allocate`` will find so many bytes, if necessary in a new segment. Raises OSError if the
+        """Return whether ``allocate`` will find ``nbytes`` bytes, if necessary in a new segment. Raises OSError if the
         disk lacks space for one.
         """
         if not self.has_room(nbytes):
@@ -111,15 +111,15 @@ class Segments:
         return self.has_room(nbytes) or self._grow(padded(nbytes))
 
     def allocate(self, nbytes: int) -> RecordExtent | None:
-        """Allocate so many bytes until ``commit``; None if there is no space. Raises OSError."""
+        """Allocate ``nbytes`` bytes until ``commit``; None if there is no space. Raises OSError."""
         extent = self._fit(padded(nbytes)) if self.make_room(nbytes) else None
         if extent is not None:
             self._pending.add(extent)
         return extent
 
     def rebuild(self, nbytes: int) -> list[bytes]:
-        """Remove own segments, with their pages, so that one for so many bytes can be created. Returns the pages' keys.
-        Raises OSError.
+        """Remove own segments, with their pages, so that one for ``nbytes`` bytes can be created. Returns the pages'
+        keys. Raises OSError.
         """
         left, gone = self.share - sum(self._own.values()), []
         for number in self._settled():
@@ -130,9 +130,9 @@ class Segments:
         return self._give_up(gone)
 
     def set_num_workers(self, workers: int) -> list[bytes]:
-        """Use an equal part for each of so many workers, and return the keys of removed pages. Segments that exceed
-        this worker's part are unlocked for other workers. One that is larger than any part is removed with its pages.
-        Raises OSError.
+        """Share the size among ``workers`` workers in equal parts, and return the keys of removed pages. Segments that
+        exceed this worker's part are unlocked for other workers. One that is larger than any part is removed with its
+        pages. Raises OSError.
         """
         self.share = self._size // workers // BLOCK * BLOCK
         gone = self._give_up([number for number in self._settled() if self._own[number] > self.share])

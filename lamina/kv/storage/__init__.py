@@ -47,7 +47,7 @@ class FragmentLostError(StorageError):
 
 
 class StorageFullError(StorageError):
-    """There is no space for a write, and no page that may be evicted for it."""
+    """A write finds no space, and no page may be evicted for it."""
 
 
 class StoredPage(NamedTuple):
@@ -131,7 +131,7 @@ class StorageBackend(Protocol):
         ...
 
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
-        """Evict these pages after all others, and do not delete them for their age, for so many seconds from now on. An
+        """Evict these pages after all others, and do not delete them for their age, for ``seconds`` from now on. An
         earlier call that reaches further stays in force; missing pages are ignored. Raises StorageError.
         """
         ...

@@ -21,11 +21,11 @@ from lamina.kv.pages import Page, PageFragment
 
 from . import Bytes, FragmentLostError, StorageConfig, StorageError, StorageFullError, StoredPage
 
-_TRIES = 3  # of a read whose records were replaced meanwhile
+_TRIES = 3  # attempts at a read whose records are replaced meanwhile
 # At least one part in so many of a worker's share is freed at once, as each eviction ranks all of its pages.
 _SPARE_PART = 64
 _CLOSE_S = 60.0
-_EXPIRES_PART = 1 / 64  # of ``ttl_s``, between two checks for expired pages
+_EXPIRES_PART = 1 / 64  # time between two checks for expired pages, as a part of ``ttl_s``
 
 
 class FileStorage:
@@ -73,7 +73,7 @@ class FileStorage:
                 if not self._segments.make_room(nbytes):
                     given += self._segments.rebuild(nbytes)
                 if not self._segments.make_room(nbytes):
-                    raise StorageFullError(f"no room for {nbytes} bytes in the segments that this worker writes")
+                    raise StorageFullError(f"no space for {nbytes} bytes in the segments that this worker writes")
             return given
 
     def _expire(self) -> list[bytes]:
@@ -96,7 +96,7 @@ class FileStorage:
             with self._writing:
                 extent = self._segments.allocate(nbytes)
             if extent is None:
-                raise StorageFullError(f"no room for {nbytes} bytes")
+                raise StorageFullError(f"no space for {nbytes} bytes")
             try:
                 self._index.add(self._identity, page, self._records.put(page, extent, views, encrypt=self._encrypt))
             finally:
@@ -148,7 +148,7 @@ class FileStorage:
         (self._expected.copied_keys.add if yes else self._expected.copied_keys.discard)(key)
 
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
-        """Evict these pages after others for so many seconds, even by the next server."""
+        """Evict these pages after others for ``seconds``, even by the next server."""
         with self._call():
             now = self._clock()
             self._index.set_retention(self._identity, keys, int(now), int(now + seconds))
@@ -193,8 +193,8 @@ class FileStorage:
             self._index.drop(self._identity, keys)
 
     def set_num_workers(self, workers: int) -> list[bytes]:
-        """Use an equal part for each of so many workers; other workers may take segments beyond it. Returns the keys of
-        evicted pages. Raises StorageError.
+        """Share the size among ``workers`` workers in equal parts; other workers may take segments beyond it. Returns
+        the keys of evicted pages. Raises StorageError.
         """
         with self._call(), self._writing:
             return self._segments.set_num_workers(workers)

@@ -78,7 +78,7 @@ class HostStorage:
             lying = _HostPage(page, (old.fragments if old is not None and old.page == page else {}) | new)
             more = lying.nbytes - (old.nbytes if old is not None else 0)
             if self._tier.nbytes + more > self.size:
-                raise StorageFullError(f"no room for {more} bytes: {self._tier.nbytes} of {self.size} are taken")
+                raise StorageFullError(f"no space for {more} bytes: {self._tier.nbytes} of {self.size} are taken")
             self._use(lying)
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
@@ -134,7 +134,7 @@ class HostStorage:
             self._tier.update_ranks([key])
 
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
-        """Evict these pages after others for so many seconds."""
+        """Evict these pages after others for ``seconds``."""
         with self._lock:
             lying, end = self._open(), self._clock() + seconds
             for key in keys:
@@ -166,7 +166,9 @@ class HostStorage:
         return None
 
     def set_num_workers(self, workers: int) -> list[bytes]:
-        """Use an equal part for each of so many workers; the next ``reserve`` evicts pages that no longer fit."""
+        """Share the size among ``workers`` workers in equal parts; the next ``reserve`` evicts pages that no longer
+        fit.
+        """
         with self._lock:
             self.size = self._tier.size = self._whole // workers
         return []

@@ -30,9 +30,9 @@ class TieredStorage:
     def __init__(self, memory: HostStorage, disk: StorageBackend, spare: int | None = None) -> None:
         """``spare``: bytes of memory to keep free; None for a fixed part of it."""
         self._memory, self._disk, self._spare = memory, disk, spare
-        self._moves = threading.Lock()  # of pages between memory and disk
+        self._moves = threading.Lock()  # held while pages move between memory and disk
         self._reserved = 0  # bytes of memory for the next write
-        self._page_bytes = 0  # of the largest page so far
+        self._page_bytes = 0  # bytes of the largest page so far
         self._change_lock = threading.Lock()  # protects the expected pages
         self._expected = FetchWindow()
         self._dirty: set[bytes] = set()  # pages of memory that the disk lacks, or has in an older form
@@ -123,7 +123,7 @@ class TieredStorage:
         self._memory.mark_copied(key, yes=yes)
 
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
-        """Evict these pages after others for so many seconds, in both places."""
+        """Evict these pages after others for ``seconds``, in both places."""
         pages = list(keys)
         self._memory.set_retention(pages, seconds)
         self._disk.set_retention(pages, seconds)
@@ -180,7 +180,7 @@ class TieredStorage:
             self._disk.delete(gone)
 
     def set_num_workers(self, workers: int) -> list[bytes]:
-        """Use an equal part for each of so many workers in both places. The next ``reserve`` moves pages that memory
+        """Share both sizes among ``workers`` workers in equal parts. The next ``reserve`` moves pages that memory
         cannot hold any more to the disk.
         """
         with self._moves:

@@ -20,7 +20,7 @@ from .merge import CHUNK_TOKENS
 if TYPE_CHECKING:
     from . import Operator
 
-WEIGHT_BITS = 30  # of exp(score - highest), before the sum over tokens
+WEIGHT_BITS = 30  # bits of exp(score - highest), before the sum over tokens
 _LOWEST = torch.finfo(torch.float32).min
 
 

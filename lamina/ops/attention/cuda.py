@@ -62,7 +62,7 @@ class DeviceTable:
 
     def __init__(self, device: torch.device, sequences: int, rows: int, width: int, block_size: int) -> None:
         self.sequences, self.rows, self.width, self.block_size = sequences, rows, width, block_size
-        self.most_rows = rows - sequences + 1 if sequences else 0  # of one sequence
+        self.most_rows = rows - sequences + 1 if sequences else 0  # rows of one sequence, at most
         self.data = torch.zeros(HEADER + sequences * (SEQUENCE_INTS + width), dtype=torch.int32, device=device)
         self.plans: dict[PlanKey, Tensor] = {}
 
@@ -114,8 +114,8 @@ class CudaAttention(AttentionBackend):
         self._plain = set[tuple[int, int]]()  # head sizes for which it was logged that they do not use tensor cores
 
     def new_step(self, *, sequences: int, rows: int, tokens: int, block_size: int) -> DeviceTable:
-        """Allocate a table for steps of up to so many sequences, rows and, in each sequence, visible tokens. Raises
-        ValueError for more tokens than the kernels can count.
+        """Allocate a table for steps of up to ``sequences``, ``rows`` and, in each sequence, ``tokens`` visible tokens.
+        Raises ValueError for more tokens than the kernels can count.
         """
         if tokens > MOST_TOKENS:
             raise ValueError(f"attention backend 'cuda' takes {MOST_TOKENS} tokens of a sequence, not {tokens}")
@@ -133,7 +133,7 @@ class CudaAttention(AttentionBackend):
         count, width = rows.table.shape
         if width * rows.block_size > MOST_TOKENS + CHUNK_TOKENS:
             raise ValueError(f"attention backend 'cuda' takes {MOST_TOKENS} tokens of a sequence")
-        width = 1 << max(0, width - 1).bit_length()  # the same for many steps, so that they can be refilled
+        width = 1 << max(0, width - 1).bit_length()  # many steps have the same width, so they can be refilled
         step = DeviceTable(self._device, count, rows.num_rows, width, rows.block_size)
         step.most_rows = int(rows.count.max(initial=0))
         self.refill(step, rows)

@@ -11,10 +11,10 @@ LANES = 32
 TILE_TOKENS = 16
 HEAD_DIMS = range(64, 257, 8)  # supported by tensor cores
 LOAD_BYTES = 32  # bytes of a token that one instruction loads from shared memory for tensor cores
-SCALE_BYTES = 8  # of a token's K and V, in addition to numbers of 8 bits
+SCALE_BYTES = 8  # bytes of the scales of a token's K and V, with numbers of 8 bits
 PLAIN_DIM_MOST = 256
 SPLITS = 4  # tasks of stored tokens for each warp, at most; with more tiles than that, none is cut
-REGISTER_WARPS = 8  # of a multiprocessor, with 255 registers a lane
+REGISTER_WARPS = 8  # warps of a multiprocessor with 255 registers a lane
 NARROW_WARPS, NARROW_DIM = 12, 128  # with 168 registers, enough for one column of queries and heads up to that size
 SHARED_MOST = 228 << 10  # bytes of a multiprocessor of sm_90 and sm_100, the most of all GPUs
 PLAIN_WARPS = 16
@@ -26,7 +26,7 @@ class GpuLimits:
     """The limits of a GPU, to which a launch is fitted."""
 
     processors: int
-    shared_bytes: int  # of a multiprocessor
+    shared_bytes: int  # shared memory of a multiprocessor
     block_shared_bytes: int  # the most that one block can have
 
 
@@ -38,7 +38,7 @@ class Variant:
     stored: str = ""  # Int8, Fp8; "" = element
     qk_dim: int = 0
     v_dim: int = 0
-    columns: int = 0  # of 8 queries; 0: the plain core, which takes one query and any head size
+    columns: int = 0  # columns of 8 queries; 0: the plain core, which takes one query and any head size
     stages: int = 3
     near_levels: int = 0
 
@@ -131,7 +131,7 @@ class LaunchShape:
 
     @staticmethod
     def of(variant: Variant, device: GpuLimits, *, sequences: int, rows: int, group: int, kv_heads: int) -> LaunchShape:
-        """Return the sizes for steps of up to so many sequences and rows. Raises ValueError if not even one warp
+        """Return the sizes for steps of up to ``sequences`` and ``rows``. Raises ValueError if not even one warp
         fits.
         """
         warps = variant.warps(device)

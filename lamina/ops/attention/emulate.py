@@ -24,7 +24,7 @@ def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dt
 
 class _EmulatedRows(NamedTuple):
     inner: Any
-    stored_tokens: int  # that attention reads, over all sequences
+    stored_tokens: int  # tokens that attention reads, over all sequences
 
 
 class EmulatedAttention(AttentionBackend):

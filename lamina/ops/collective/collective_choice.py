@@ -32,8 +32,8 @@ class CollectiveChoice(NamedTuple):
 
 
 def choose_and_open(asked: str, mesh: MeshCollective, at: RankLocation) -> tuple[Collective, CollectiveChoice]:
-    """Open the collective for --collective ``asked``, which all ranks of ``mesh`` call alike. Raises ValueError, naming
-    the flag, and ChannelError.
+    """Open the collective for --collective ``asked``, which all ranks of ``mesh`` call with the same arguments. Raises
+    ValueError, naming the flag, and ChannelError.
     """
     choice = choose_collective(asked, gather(mesh, rank_facts(at.device)))
     if choice.name != OVER_HOSTS and not choice.together:

@@ -25,7 +25,7 @@ from .reduce import concatenate_last_dim, ordered_sum
 # A rank may be ahead of another one by two broadcasts, which need no reply, and by one piece.
 SLOTS = 4
 SLOT_BYTES = 1 << 20
-INBOX = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)  # of each rank, from each other rank
+INBOX = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)  # each rank's inbox for each other rank
 _TAG = struct.Struct("<QQ")  # number of the message, its bytes
 _LETTER = 1 << 63  # instead of a number, for a message that is no part of a tensor
 _LOOK_S = 0.001  # seconds at each rank in rotation, while waiting for a letter

@@ -1,4 +1,4 @@
-"""The operators in which ranks of one model meet: ``torch.ops.lamina.all_reduce`` and ``all_gather``.
+"""The operators by which ranks of one model combine results: ``torch.ops.lamina.all_reduce`` and ``all_gather``.
 
 They are captured with the model and stay in its slices, where ``lamina.ops.collective.bind`` gives them a collective.
 Until then they compute as if every rank had this one's data, so that one rank alone can try a slice.

@@ -19,11 +19,11 @@ OPS = {name: i for i, name in enumerate((
     "round_half", "max_to", "min_to", "reciprocal",
 ))}  # fmt: skip
 ROUND = {torch.bfloat16: "round_bf16", torch.float16: "round_half"}
-DIMS, REGISTERS = 4, 16  # of an instruction: the most dimensions of its tensors, the most chunks that it holds
+DIMS, REGISTERS = 4, 16  # the most dimensions of an instruction's tensors, the most chunks that it holds
 
 
 class UnsupportedError(Exception):
-    """No instruction does this."""
+    """An operator or shape that no instruction supports."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Operation(NamedTuple):
     a: int = 0
     b: int = 0
     value: float = 0.0
-    view: View | None = None  # of a load and a store
+    view: View | None = None  # only in a load or a store
 
 
 @dataclass

@@ -166,7 +166,7 @@ class Lowering:
         return target
 
 
-_signature = cache(signature)  # of a rule
+_signature = cache(signature)  # caches the signatures of rules
 
 
 def _is_value(node: fx.Node) -> bool:

@@ -98,7 +98,7 @@ class _ChainLinks:
         """Follow the graph of a slice. Raises _OtherError."""
         self.units: list[BoundUnit] = []
         self.links: list[_ChainLink] = []
-        self.tensors: list[UnitTensor | None] = []  # of each value; None: no unit takes it
+        self.tensors: list[UnitTensor | None] = []  # the tensor of each value; None: no unit takes it
         self.given = 0
         self.results: list[int] = []
         self._module = module

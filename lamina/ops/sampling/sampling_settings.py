@@ -13,7 +13,7 @@ from lamina.request import FILTERS
 LEVEL_BITS = 24  # levels in a doubling of probability
 LOWEST = -42 << LEVEL_BITS  # the lowest level
 MASS_BITS = 40  # the best token has the mass 2^40
-SHARE_BITS = 53  # of top_p, and of random numbers
+SHARE_BITS = 53  # bits of top_p, and of random numbers
 ALL = 1 << 62  # top_k that keeps all tokens
 # Factors between which a level is a number. Temperatures beyond them act like the nearest one that has such a factor.
 LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**127

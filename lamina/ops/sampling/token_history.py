@@ -19,7 +19,7 @@ from torch import Tensor
 from lamina.protocol.control import Penalties, SamplingRequest
 from lamina.protocol.step_plan import Free, SequenceOp, Truncate
 
-MAX_TOKEN_ID = (1 << 31) - 1  # of a token
+MAX_TOKEN_ID = (1 << 31) - 1  # the largest possible id
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
@@ -72,10 +72,10 @@ class TokenHistory:
 
     def __init__(self, penalties: Penalties) -> None:
         """Raises ValueError for invalid token ids."""
-        self.num_tokens: list[int] = []  # of the completion
+        self.num_tokens: list[int] = []  # the completion's tokens
         self._penalties = penalties
         self._counts: Counter[int] = Counter()
-        self._counted = 0  # how many of ``num_tokens``
+        self._counted = 0  # how many of ``num_tokens`` are counted
         self._prompt = frozenset(penalties.prompt_token_ids)
         self._repeats = penalties.repetition != 1.0
         self._words = BadWords(penalties.bad_words_token_ids)

@@ -244,7 +244,7 @@ class ClientStep:
         shares = self._shares.get(layer.equal_layer)
         if shares is None:
             rows = tuple(count_rows(self._layout(g)) for g in range(len(self._groups)))
-            starts = [0] * len(self.split_heads(layer))  # where the results of the next worker begin
+            starts = [0] * len(self.split_heads(layer))  # the start of the next worker's results
             shares = [self._share(layer, x, messages(x, rows, dtype.itemsize), starts) for x in layer.pieces]
             if self._guarded:
                 shares.append(_parity_of(shares))
@@ -308,7 +308,9 @@ class ClientStep:
 
 
 def _parity_of(shares: Sequence[WorkerShare]) -> WorkerShare:
-    """Return the parity worker's share: K and V of all workers, which lie alike in their messages, combined in one."""
+    """Return the parity worker's share: K and V of all workers, which have the same layout in their messages, combined
+    in one.
+    """
     only = shares[0].messages._replace(q_bytes=0, partial_bytes=0, final_bytes=0)
     return WorkerShare(only, [], [each for share in shares for each in share.kv], [], [], len(shares))
 

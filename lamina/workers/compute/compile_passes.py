@@ -34,7 +34,7 @@ def compile_passes(
     """
     linear = Pass("bind linear layers", partial(gemm.bind, backend=backend))
     last = Pass("emulate a device", partial(with_emulated_times, prefill=prefill))
-    if capture is not None:  # a rank meets the others between its graphs, or inside of them
+    if capture is not None:  # collectives run between graphs, or inside of them
         return [linear, Pass("record graphs", lambda program: GraphedProgram(program, capture, group)), last]
     ordered = []
     if group is not None:

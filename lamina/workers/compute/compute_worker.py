@@ -109,7 +109,7 @@ class ComputeWorker:
         self._trace = trace
         self._dtype = dtype
         self._call = self._call_fixed if deterministic else self._call_plain
-        self._tasks: SliceTasks = []  # of this replica
+        self._tasks: SliceTasks = []  # this replica's queue
         self._last_tokens: dict[int, dict[int, int]] = {}  # batch -> sequence -> the token that the last step drew
         self._histories = TokenHistories()
         self._penalties_due: dict[

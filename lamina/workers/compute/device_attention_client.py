@@ -20,7 +20,7 @@ from lamina.workers.staging import Staging
 from .attention_client import AttentionClient
 from .memory_worker_client import MemoryWorkerClient
 
-DESCRIPTORS_PER_SHARE = 3  # of a memory worker's share of a layer: Q, K and V, O
+DESCRIPTORS_PER_SHARE = 3  # one each for Q, for K and V, and for O
 
 
 class _DeviceShare(NamedTuple):

@@ -24,10 +24,10 @@ from lamina.protocol.step_plan import BindReply, LayerShape
 SLOTS_PER_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 LEAST_BLOCKS = 2
-KV_SLOTS = 8  # how many layers a prefill worker may be ahead of a memory worker
-STORED_SLOTS = 4  # how many notices of stored K and V a prefill worker may leave unread, and one more
-MAX_CACHED_PROMPTS = 8  # of the longest; the store of a prefill worker is sized for these
-PROMPT_CACHE_MEMORY_SHARE = 1 / 8  # of a host's free memory, for all these stores; each holds one prompt at least
+KV_SLOTS = 8  # layers that a prefill worker may be ahead of a memory worker
+STORED_SLOTS = 4  # notices of stored K and V that a prefill worker may leave unread, and one more
+MAX_CACHED_PROMPTS = 8  # the store of a prefill worker is sized for so many of the longest prompts
+PROMPT_CACHE_MEMORY_SHARE = 1 / 8  # share of a host's free memory for all these stores; each holds one prompt at least
 OS_PAGE_BYTES = 4096
 
 

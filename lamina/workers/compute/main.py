@@ -88,7 +88,7 @@ class ComputeServer(ModelServer):
         if self.module is None:
             self._check_room(start.weight_copies)
         self._cut = self.load_and_cut()
-        if size == 1:  # a rank's slices meet the other ranks, so they are compiled after it connects
+        if size == 1:  # a rank's slices call collectives, so they are compiled after it connects
             self._program = self.compile(self._cut)
         if start.rotates_keys:
             self._cut = self._with_rotary(self._cut)
@@ -172,7 +172,7 @@ class ComputeServer(ModelServer):
         return self._ranks
 
     def _check_room(self, copies: int) -> None:
-        """Raise ModelError if the host has no space for so many copies of the weights."""
+        """Raise ModelError if the host has no space for ``copies`` copies of the weights."""
         from lamina.models.checkpoint import check_room, find_checkpoint
 
         if copies > 1 and not self.staging.is_separate:

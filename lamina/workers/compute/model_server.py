@@ -110,7 +110,7 @@ class ModelServer:
     """
 
     role: str  # names the worker in error messages
-    is_prefill = False  # whether it computes prompts alone
+    is_prefill = False  # True for a worker that only computes prompts
     _cut: CutModel  # set by ``load``
     replicas = 1  # the number of replicas in the epoch
 
@@ -123,7 +123,7 @@ class ModelServer:
         self.fabric = around.open_fabric(start.scheme, key=start.key or cluster_key(), gpu=gpu, device=device)
         self.trace = recorder(start.trace)
         self.clock = StartupTimes()
-        self.staging: Staging = open_staging(CPU)  # until the device is picked
+        self.staging: Staging = open_staging(CPU)  # replaced when the device is chosen
         self.group: Collective | None = None
         self.decisions: dict[str, str] = {}  # use -> what was chosen for it here, and why
         self.counters = {"loads": 0.0, "connects": 0.0}

@@ -85,7 +85,7 @@ class NativeAttentionClient(AttentionClient):
 
     def begin_step(self, plan: StepPlan) -> None:
         """Select the step that the next messages belong to, those of native calls included."""
-        self._put_spans()  # of the step before
+        self._put_spans()  # the last step's spans
         super().begin_step(plan)
         assert isinstance(self._step, NativeClientStep)
         self._pool.select(self._step.native)

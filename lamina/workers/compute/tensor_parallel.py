@@ -1,7 +1,8 @@
 """The ranks of a replica: they run slice tasks in one order, and draw tokens together.
 
-All ranks run the same slices on their parts of the weights, and meet inside of them (``lamina.ops.collective``). Rank 0
-leads. If the order of slice tasks depends on when rounds arrive, it names the next one; it alone draws tokens.
+All ranks run the same slices on their parts of the weights, and combine results inside of them
+(``lamina.ops.collective``). Rank 0 leads. If the order of slice tasks depends on when rounds arrive, it names the next
+one; it alone draws tokens.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class EpochServer:
         self._trace = trace
         self._prefill_receiver = PrefillReceiver(meter, trace, clock, epoch)
         self._inbox = MessageInbox(self._channels, self._prefill_receiver, meter, epoch)
-        self._awaits_host_channel = False  # whether a second channel, for messages of hosts, is still due
+        self._awaits_host_channel = False  # True if a second channel, for messages of hosts, is still due
         self._store = self._bind(open_store)
         self._prefill_receiver.set_store(self._store)
         self._device_layers: DeviceLayerLoop | None = None

@@ -70,11 +70,11 @@ class MemoryWorker:
         self._preallocation = StorePreallocation(device, share, self._counters)  # takes the memory of the next store
         self._medium: StorageBackend | None = None  # storage of offloaded pages; outlives the epochs, too
         self._tier: OffloadConfig | None = None  # the options that it was opened with
-        self._transfers: PageTransfers | None = None  # of the epoch
+        self._transfers: PageTransfers | None = None  # this epoch's transfers
         self._stored: StoredPages | None = None  # pages to report to the driver in this epoch
-        self._peers: RemotePages | None = None  # of the epoch
+        self._peers: RemotePages | None = None  # this epoch's peers
         self._lock = threading.Lock()
-        self._fabric: EpochFabric | None = None  # of the epoch
+        self._fabric: EpochFabric | None = None  # this epoch's fabric
         self._next_epoch = -1  # the newest epoch that the driver has named
         self._aborted = ""
 
@@ -189,7 +189,7 @@ class MemoryWorker:
         KvStore.
         """
         self._end_transfers()
-        old, self._store = self._store, None  # which also stops _settle for it
+        old, self._store = self._store, None  # this also stops _settle for it
         view, begun = self._enter_epoch(order.epoch, fabric), time.thread_time()
         try:
             with _ended_by_damage(self._runtime.exit_process), self._counters.time("move_s"), torch.inference_mode():

@@ -11,7 +11,7 @@ from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
 from .kv_transfer.prefill_receive import PrefillReceiver
 from .worker_counters import Counters
 
-MAX_QUEUED_PLANS = 64  # that may wait here for their round
+MAX_QUEUED_PLANS = 64  # plans that may wait here for their round
 
 
 class MessageInbox:
@@ -20,7 +20,7 @@ class MessageInbox:
     def __init__(self, channels: Sequence[Channel], grants: PrefillReceiver, meter: Counters, epoch: int) -> None:
         """``channels``: of all replicas. ``grants``: served while no message arrives."""
         self._channels, self._grants, self._meter, self._view = channels, grants, meter, epoch
-        self.plans: deque[tuple[MessageKey, bytes]] = deque()  # that arrived before their round
+        self.plans: deque[tuple[MessageKey, bytes]] = deque()  # plans that arrived before their round
         self.refused_plans: dict[
             int, MessageKey
         ] = {}  # batch -> its last plan, if that was refused: its layer messages are dropped

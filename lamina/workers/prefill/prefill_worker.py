@@ -59,7 +59,7 @@ class LocalAttention:
         self.wait_s = 0.0  # always 0: it waits for no memory worker
         self.fetch_s = 0.0  # waits for beginnings of prompts from other prefill workers, after their steps began
         self.fetched_bytes = 0
-        self._in_slices_s = 0.0  # of fetching and attending
+        self._in_slices_s = 0.0  # seconds of fetching and attending
         self._past_s = 0.0  # sending, in older epochs
 
     def connect(self, pool: Attention, keep: Sequence[SurvivingKv] | None = None) -> None:
@@ -205,8 +205,8 @@ class PrefillWorker:
         self._stored, self._fetch_s = [-1] * len(links), self._attention.fetch_s
 
     def connect_stages(self, ring: PipelineComm, comes: Callable[[float], bool], before: int) -> None:
-        """Use the connections to the stages before and after, in this epoch. ``comes``: waits up to so many seconds for
-        the input of the next slice. ``before``: the number of earlier stages.
+        """Use the connections to the stages before and after, in this epoch. ``comes``: waits for the input of the next
+        slice, up to the seconds of its argument. ``before``: the number of earlier stages.
         """
         self._worker.connect(self._attention, self._view, ring)
         self._receives_q, self._before = comes, before

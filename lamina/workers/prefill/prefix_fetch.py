@@ -29,7 +29,7 @@ from lamina.workers.rpc import serve_requests
 from lamina.workers.staging import Staging, open_staging
 
 SLOTS = 4
-REQUEST_BYTES, PART_BYTES = 1 << 8, 1 << 20  # of a request; of a part, unless a block is larger
+REQUEST_BYTES, PART_BYTES = 1 << 8, 1 << 20  # bytes of a request; bytes of a part, unless a block is larger
 _TAG = struct.Struct(f"<III{CHECKSUM_BYTES}s")
 _decode = msgspec.msgpack.Decoder(PrefixRequest).decode
 

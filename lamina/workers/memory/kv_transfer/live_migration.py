@@ -85,7 +85,7 @@ class LiveMigration:
         self._links: dict[int, Channel] = {}
         self._incoming: dict[int, _IncomingCopy] = {}  # by number of the copy
         self._last, self._over = -1, False  # the copy that a plan has named last
-        self._jobs = around.queue()  # of _CopyJob; None ends the thread
+        self._jobs = around.queue()  # items are _CopyJob; None ends the thread
         self._running = 0  # number of threads
         self._store: KvStore | None = None
         self._stored: BlockBytes | None = None  # the blocks of the store

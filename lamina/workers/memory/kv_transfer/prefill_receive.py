@@ -36,7 +36,7 @@ from lamina.workers.memory.worker_counters import Counters
 
 MAX_WAIT_S = 0.005  # seconds between checks of the prefill workers while decoding leaves no gap
 DECODE_GAP_S = 0.0005  # seconds that an idle worker waits for decoding before it checks the prefill workers again
-IDLE_S = 1.0  # the same if nothing is granted: only decoding can continue then
+IDLE_S = 1.0  # seconds, if nothing is granted: only decoding can continue then
 
 
 class PrefillReceiver:
@@ -51,7 +51,7 @@ class PrefillReceiver:
     ) -> None:
         self._meter, self._trace, self._clock, self._view = meter, trace, clock, epoch
         self._senders: list[_Sender] = []  # by prefill worker; those of a group are consecutive
-        self._stages, self._ahead = 1, max_grants_in_flight(1, [])  # of a group; how many grants it has at a time
+        self._stages, self._ahead = 1, max_grants_in_flight(1, [])  # stages of a group; its grants at a time
         self._last_steps: list[int] = []  # the last granted step, by group
         self._looked = 0.0
         self._found_last = False  # if the last check found a message

@@ -47,7 +47,7 @@ class TransferTag(NamedTuple):
     layer: int
     strip: int = 0
     part: int = 0
-    checksum: bytes = bytes(CHECKSUM_BYTES)  # of the message's bytes
+    checksum: bytes = bytes(CHECKSUM_BYTES)  # checksum of the message's bytes
 
     def pack(self) -> bytes:
         return _TAG.pack(*self)
@@ -80,7 +80,7 @@ class KvTransfer:
         self._clock = clock
         self._of_layer = self._strips([layer_window(shape) for shape in store.bind_request.layers])
         self._links: dict[int, Channel] = {}
-        self._ids: dict[tuple[int, bool], Tensor] = {}  # of a strip, in a store
+        self._ids: dict[tuple[int, bool], Tensor] = {}  # (id of a strip, if in the new store) -> its blocks
         self.nbytes = 0  # received
 
     @property

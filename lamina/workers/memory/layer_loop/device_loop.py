@@ -35,7 +35,7 @@ class DeviceLayerLoop:
     def run(self, steps: Sequence[AttentionStep]) -> None:
         """Serve all layers of a round, one step after another in each. Raises ChannelError, ProtocolError."""
         each_lines = [self._descriptors(step) for step in steps]
-        with self._meter.time("attend_s"):  # of the host
+        with self._meter.time("attend_s"):  # the host's time
             left = self._graphs.run(steps, each_lines) if self._graphs and steps else steps
             self._launch(left, each_lines)
         self._meter.add("graph_turns", (len(steps) - len(left)) * len(self._store.layers))

@@ -93,7 +93,7 @@ class PageLoad:
             self.mark_missing(number, 0, error)
 
     def on_layers_loaded(self, layers: int, *, ended: bool = False) -> None:
-        """Note that so many layers are loaded now."""
+        """Note that ``layers`` layers are loaded now."""
         with self.changed:
             self._waited_s, self._since = self.waited_s, None
             self.layers, self.is_over = max(self.layers, layers), self.is_over or ended
@@ -128,7 +128,7 @@ class KvLoader:
         read: PageReader,
     ) -> None:
         """``opened``: called when a sequence is ready. ``ended``: called at the end of an op. ``read``: as
-        StorageBackend.read. Neither callback may wait for storage: if rows give up a load, the thread that serves
+        StorageBackend.read. Neither callback may wait for storage: if rows abandon a load, the thread that serves
         rounds calls ``ended``.
         """
         self._read = read
@@ -180,7 +180,7 @@ class KvLoader:
 
     def wait(self, loads: Iterable[PageLoad], layer: int, patience_s: float) -> bool:
         """Wait up to ``patience_s`` seconds for ``layer`` of all loads, and return whether they have it. A load is
-        given up after rows have waited LATE_LOAD_S seconds for it.
+        abandoned after rows have waited LATE_LOAD_S seconds for it.
         """
         for load in loads:
             if not load.wait(layer, patience_s):
@@ -219,7 +219,7 @@ class KvLoader:
         while (load := self._queue.get()) is not None and not self._cancelled:
             start = time.perf_counter()
             try:
-                with torch.inference_mode():  # as when the store was made
+                with torch.inference_mode():  # the store was made in this mode, too
                     self._load(load, start, staging)
             except Exception as e:  # any error: else a request would wait for ever
                 log.exception("a load has failed")

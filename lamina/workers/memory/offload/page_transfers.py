@@ -62,7 +62,7 @@ from .rate_limit import SaveRateLimiter
 log = logging.getLogger(__name__)
 LAST_S = 1.0  # seconds for saves that are due after the driver's end
 END_S = 0.5  # seconds for storage to return after an epoch's end
-MAX_COPIED_SHARE = 4  # one part in so many of the pool's bytes may be copied for saves whose blocks are freed
+MAX_COPIED_SHARE = 4  # at most the pool's bytes divided by this are copied for saves whose blocks are freed
 MIN_COPIED_BYTES = 64 << 20  # bytes
 PROMPT_PROVENANCE = Provenance(PROMPT)
 
@@ -70,7 +70,7 @@ PROMPT_PROVENANCE = Provenance(PROMPT)
 @dataclass(eq=False)
 class _PageTask:
     op: SaveKv
-    key: MessageKey  # of the plan
+    key: MessageKey  # the plan's key
     at: list[PageBlocks | None]  # by page
     written: bool = True  # if the pool has all tokens that are to be saved
     ready: Callable[[], None] = lambda: None  # waits until the device has written them

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-SAVE_CPU_SHARE = 1 / 32  # of a core
+SAVE_CPU_SHARE = 1 / 32  # share of a core
 SERVED_S = 1.0  # seconds after a round in which the next one may still come
 LOOK_S = 2.5  # seconds between two checks of the pressure, which the kernel updates every 2 s
 SHORTAGE_THRESHOLD = 0.02  # share of time in which some task waited for a core; above it, cores are short

@@ -32,7 +32,7 @@ from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.rpc import serve_requests
 
 log = logging.getLogger(__name__)
-PART_BYTES = 1 << 20  # of a reply
+PART_BYTES = 1 << 20  # bytes of one part of a reply
 SLOTS = 4
 # Seconds to connect and for the first reply: the other worker may still start; the epoch's end also ends it.
 CONNECT_S = 600.0
@@ -168,7 +168,7 @@ class RemotePages:
             terms = Terms(outbound=inbox, inbound=inbox, name=self._name, peer=peer.name, key=peer.key)
             try:
                 opened[peer.name] = _PageSource(self._view.connect(peer.url, terms, timeout_s=CONNECT_S))
-            except ChannelError as e:  # as above
+            except ChannelError as e:  # a lost worker ends the epoch anyway
                 log.warning("%s does not serve pages: %s", peer.name, e)
         return opened
 

@@ -19,11 +19,11 @@ class ScoreSum:
 
     sequence: int
     group: int
-    rows: slice  # of the sequence, in the step
+    rows: slice  # the sequence's rows in the step
     blocks: Tensor  # [B] ids
     numbers: Tensor  # [B] the blocks' numbers in the sequence
     seen: Tensor  # [R] tokens of these blocks that each row attends
-    size: int  # of the whole sequence, in blocks
+    size: int  # blocks of the whole sequence
     sums: Tensor  # [B] int64, over layers and heads; the native loop adds to it, too
 
 

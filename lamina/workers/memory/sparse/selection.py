@@ -43,7 +43,7 @@ class SparseRows:
         self._choices = BlockChoices(
             np.array(numbers, np.int64).reshape(-1, 6), np.concatenate([*blocks, rows.row[:0]])
         )
-        self._tokens = np.array(attended, np.int64)  # that each selecting row attends
+        self._tokens = np.array(attended, np.int64)  # tokens that each selecting row attends
         self._others = rows.select_sequences(others)
         left = [range(start, start + n) for start, n in zip(rows.row[others], rows.count[others], strict=True)]
         self._at = torch.from_numpy(self._choices.numbers[:, 0].copy())
