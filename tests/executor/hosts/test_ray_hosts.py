@@ -47,7 +47,7 @@ class ScriptedRay:
         monkeypatch.setattr(over_ray, "hosts_of", lambda ray, whole: self.hosts)
         monkeypatch.setattr(over_ray, "is_reachable", lambda host: host.name not in self.dark)
         monkeypatch.setattr(over_ray, "_give_back", lambda group: None)
-        monkeypatch.setattr(over_ray, "connect", lambda *asked, **names: SimpleNamespace(silent=False, names=names))
+        monkeypatch.setattr(over_ray, "connect", lambda *asked, **names: SimpleNamespace(timed_out=False, names=names))
         monkeypatch.setattr(RayLauncher, "_start_agent", self._call)
         self._answer = answer
 
