@@ -25,7 +25,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class HugePageArena:
-    """Memory of the pool that no layer uses now. Safe from any thread."""
+    """The memory of the pool that no layer uses now. Safe from any thread."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []  # with the shapes that they had last

@@ -31,7 +31,7 @@ class Scales(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """K and V of some rows in stored form: k [R, Hkv, D], v [R, Hkv, Dv]. ``scales``: only with 8 bits."""
+    """The K and V of some rows in stored form: k [R, Hkv, D], v [R, Hkv, Dv]. ``scales``: only with 8 bits."""
 
     k: Tensor
     v: Tensor

@@ -17,7 +17,7 @@ _QUERIES = 24  # query positions to evaluate, in addition to the last one
 
 
 class _Indices(np.ndarray):
-    """Positions as the rules of transformers expect them: an array with the few tensor methods that they call."""
+    """An array of positions as the rules of transformers expect it, with the few tensor methods that they call."""
 
     __array_priority__ = 2000.0  # above a tensor's, so that operations with tensors return arrays
     device = "cpu"

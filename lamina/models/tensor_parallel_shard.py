@@ -29,7 +29,7 @@ Forward = Callable[..., Any]
 
 
 class ShardedDim(NamedTuple):
-    """Dimension ``dim`` (from the end) of a weight, which is divided among the ranks. ``pieces``: how many adjacent
+    """A dimension ``dim`` (from the end) of a weight, which is divided among the ranks. ``pieces``: how many adjacent
     pieces it has, each of which is divided.
     """
 

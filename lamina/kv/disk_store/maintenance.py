@@ -36,7 +36,7 @@ class StoreSummary(NamedTuple):
 
 
 class DamagedPage(NamedTuple):
-    """Fragments of a page that cannot be read, and the reason."""
+    """The fragments of a page that cannot be read, and the reason."""
 
     page: Page
     fragments: list[PageFragment]

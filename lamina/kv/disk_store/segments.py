@@ -32,7 +32,7 @@ def padded(nbytes: int) -> int:
 
 
 class Buffers:
-    """Buffers that begin at a block's boundary, as O_DIRECT requires; a few are kept for reuse."""
+    """A pool of buffers that begin at a block's boundary, as O_DIRECT requires; a few are kept for reuse."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -31,7 +31,7 @@ class _HostPage(NamedTuple):
 
 
 class HostStorage:
-    """Pages in this process's memory. A worker's part of the size counts their bytes, without the overhead of
+    """The pages in this process's memory. A worker's part of the size counts their bytes, without the overhead of
     Python.
     """
 

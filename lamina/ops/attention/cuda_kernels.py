@@ -32,7 +32,7 @@ class Kernels(Protocol):
 
 
 class CupyKernels:
-    """Kernels on a CUDA device, on torch's current stream."""
+    """The kernels on a CUDA device, on torch's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises ImportError, in one line, if something is missing; ValueError for a GPU that is too old."""

@@ -85,7 +85,7 @@ class PreparedStep:
 
 
 class Tile:
-    """Pairs that are computed together: all chunks of some sequences (``node`` None), or those under a node of one.
+    """The pairs that are computed together: all chunks of some sequences (``node`` None), or those under a node of one.
     Pairs in which every row sees every token come first; ``mask`` is for the others.
     """
 

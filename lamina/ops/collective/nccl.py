@@ -66,7 +66,7 @@ class NcclCollective:
 
     @property
     def wait_s(self) -> float:
-        """Seconds spent waiting for other ranks over the mesh."""
+        """The seconds spent waiting for other ranks over the mesh."""
         return self._mesh.wait_s
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -169,7 +169,9 @@ class SharedMemory:
 
 
 class _MappedWindow:
-    """Address space at a multiple of 2 MiB in which a file is mapped: only there are its huge pages mapped as such."""
+    """A range of addresses from a multiple of 2 MiB in which a file is mapped: only there are its huge pages mapped as
+    such.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -28,8 +28,8 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True)
 class View:
-    """Elements of a slot: ``shape`` and ``strides`` of one row, and ``offset``, all counted in elements of the slot's
-    dtype.
+    """The elements of a slot: ``shape`` and ``strides`` of one row, and ``offset``, all counted in elements of the
+    slot's dtype.
     """
 
     slot: int

@@ -51,7 +51,7 @@ class UnitTensor(NamedTuple):
 
 
 class Arena:
-    """Memory for values between the instructions of a unit, used by one thread at a time under ``lock``."""
+    """The memory for values between the instructions of a unit, used by one thread at a time under ``lock``."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

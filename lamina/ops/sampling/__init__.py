@@ -35,14 +35,16 @@ class SampleSpec(NamedTuple):
 
 
 class Backend(Protocol):
-    """Contract, the same for every implementation (tests/contract/test_sampling.py): the arithmetic above."""
+    """An implementation of the arithmetic above; all obey one contract (tests/contract/test_sampling.py)."""
 
     def sample(self, logits: Tensor, asks: list[SampleSpec]) -> list[int]:
-        """logits [rows, V], fp32, bf16 or fp16 -> a token for each of ``asks``; -1 where the largest logit of its row
-        is NaN or infinite.
+        """Draw a token for each of ``asks`` from logits [rows, V], fp32, bf16 or fp16; -1 if its row's largest logit is
+        NaN or infinite.
         """
         ...
 
     def top_tokens(self, logits: Tensor, count: int) -> Tensor:
-        """logits [rows, V] -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
+        """Return, for logits [rows, V], the tokens of the first ``count`` ranks, int64 [rows, count]; NaN ranks
+        first.
+        """
         ...

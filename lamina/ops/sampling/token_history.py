@@ -24,7 +24,7 @@ NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class LogitChanges(NamedTuple):
-    """Penalties and biases on the logits of one row, and the tokens that they count."""
+    """The penalties and biases on the logits of one row, and the tokens that they count."""
 
     penalties: Penalties
     counts: dict[int, int]  # token -> how often the completion has it
@@ -35,7 +35,7 @@ class LogitChanges(NamedTuple):
 
 
 class BadWords:
-    """Runs of tokens that a completion must not have."""
+    """The runs of tokens that a completion must not have."""
 
     def __init__(self, words: Sequence[list[int]]) -> None:
         """Raises ValueError for an empty one."""

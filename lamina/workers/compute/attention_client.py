@@ -38,8 +38,8 @@ Index = Tensor | None  # rows of a step; None = all of them
 
 
 class AttentionClient:
-    """Attention on memory workers, by messages in host memory. ``q`` and ``kv`` copy their tensors before they return,
-    so the caller may overwrite them.
+    """The attention on memory workers, by messages in host memory. ``q`` and ``kv`` copy their tensors before they
+    return, so the caller may overwrite them.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class AttentionClient:
 
     @property
     def send_s(self) -> float:
-        """Seconds spent sending plans, Q, K and V."""
+        """The seconds spent sending plans, Q, K and V."""
         return self._send_s
 
     @property
     def wait_s(self) -> float:
-        """Seconds spent waiting for O."""
+        """The seconds spent waiting for O."""
         return self._wait_s
 
     def prepare(self, plan: StepPlan) -> None:
@@ -208,7 +208,7 @@ class WorkerShare(NamedTuple):
 
 
 class _SplitHeads(NamedTuple):
-    """Query heads of which several memory workers return partial results: Merges of protocol.row_layout as indices."""
+    """The query heads of which several memory workers return partial results: a MergePlan as indices."""
 
     heads: slice
     shape: tuple[int, int]  # results, heads

@@ -36,8 +36,8 @@ class _DeviceShare(NamedTuple):
 
 
 class DeviceAttentionClient:
-    """Attention on memory workers whose devices exchange messages with this one. Their partition has whole heads. If
-    its transports are ``recordable``, so are ``q`` and ``kv``: what differs between steps is in the descriptors.
+    """The attention on memory workers whose devices exchange messages with this one. Their partition has whole heads.
+    If its transports are ``recordable``, so are ``q`` and ``kv``: what differs between steps is in the descriptors.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DeviceAttentionClient:
 
     @property
     def send_s(self) -> float:
-        """Seconds spent sending plans. Devices send the rest."""
+        """The seconds spent sending plans. Devices send the rest."""
         return self._pool.send_s
 
     def send_plan(self, plan: StepPlan) -> None:

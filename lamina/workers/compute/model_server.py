@@ -86,7 +86,7 @@ class Worker(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """Counters by name. Safe from any thread."""
+        """The counters by name. Safe from any thread."""
         ...
 
 

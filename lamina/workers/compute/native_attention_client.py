@@ -75,7 +75,7 @@ class NativeAttentionClient(AttentionClient):
 
     @property
     def send_s(self) -> float:
-        """Seconds spent sending, in Python and in native calls."""
+        """The seconds spent sending, in Python and in native calls."""
         return self._send_s + self._pool.send_s()
 
     def check_errors(self) -> None:

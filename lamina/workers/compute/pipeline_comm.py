@@ -50,7 +50,7 @@ class PipelineComm(Protocol):
 
     @property
     def wait_s(self) -> float:
-        """Seconds spent in ``receive``."""
+        """The seconds spent in ``receive``."""
         ...
 
     def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:

@@ -25,8 +25,8 @@ _NOTHING: Mapping[int, LogitChanges] = MappingProxyType({})
 
 class SliceTask(NamedTuple):
     """One slice of one batch's step. All workers run slice tasks in this order: by round, slice and batch. The last
-    slice counts as slice 0 of the next round, and runs with the first slice of the same batch there. The two are one
-    slice task, with sampling between them.
+    slice counts as slice 0 of the next round, right before the first slice of the same batch there, with sampling
+    between the two.
     """
 
     round: int

@@ -190,7 +190,7 @@ class AttentionStep:
 
 
 class _AttendedRows(NamedTuple):
-    """Rows of a message's Q that one call of the backend attends. ``rows``: None for all."""
+    """The rows of a message's Q that one call of the backend attends. ``rows``: None for all."""
 
     num_rows: int
     rows: Tensor | None

@@ -56,7 +56,7 @@ class KvWrites:
 
 
 class StoredKvRows(NamedTuple):
-    """K and V rows of a piece in stored form: of sequences that this worker finishes alone, and of other ones."""
+    """The K and V rows of a piece in stored form: of sequences that this worker finishes alone, and of other ones."""
 
     whole_sequences: StoredRows
     other_sequences: StoredRows

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class ResidentMemory(NamedTuple):
-    """Resident bytes. private: the process's own. files: pages of mapped files, mostly libraries. shared: memory shared
-    with other processes, such as slots.
+    """The resident bytes. private: the process's own. files: pages of mapped files, mostly libraries. shared: memory
+    shared with other processes, such as slots.
     """
 
     private: int

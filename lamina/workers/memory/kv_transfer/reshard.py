@@ -54,7 +54,7 @@ class TransferTag(NamedTuple):
 
 
 class TransferPart(NamedTuple):
-    """Blocks of one strip that form one message, or one copy."""
+    """The blocks of one strip that form one message, or one copy."""
 
     tag: TransferTag
     strip: HeadTransfer
