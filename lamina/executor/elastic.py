@@ -1,11 +1,10 @@
-"""Changes of the set of memory workers while all others continue: one change of the epoch, in which KV moves and no
-model loads.
+"""Changes of the set of memory workers while all other workers continue: one change of the epoch, in which KV moves.
 
-First the new workers are started, import all modules and take their memory. Staying workers take memory for one more
-layer, since KV passes to its new layout layer by layer. Then all workers quiesce, and the engine lays its sequences out
-over the next members. These fetch their parts of the KV from the workers that have it, and all connect anew. A leaving
-worker ends once its KV is confirmed elsewhere. If a worker dies meanwhile, its KV, and perhaps KV of others, is
-computed again: the change stands.
+First the new workers are started, import all modules and take their memory. No worker loads a model anew. Staying
+workers take memory for one more layer, since KV passes to its new layout layer by layer. Then all workers quiesce, and
+the engine lays its sequences out over the next members. These fetch their parts of the KV from the workers that have
+it, and all reconnect. A leaving worker ends once its KV is confirmed elsewhere. If a worker dies meanwhile, its KV, and
+perhaps that of other workers, is computed again: the change stands.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class MemoryResizer:
         self._number = 0  # of the latest change
         self._leaving_members: list[int] = []  # numbers of memory workers, of that change
         self._exits: Evacuation | None = None  # of that change
-        self._to_connect = False  # before the evacuation all connect anew, so that workers can copy
+        self._to_connect = False  # before the evacuation all reconnect, so that workers can copy
         self.new_shards: dict[int, int] = {}  # KV shard before -> after the last change; see EpochChanged
         self._leaving: list[RegisteredWorker] = []  # leaving workers of the committed change
         self._coming: dict[RegisteredWorker, str] = {}  # workers that were started -> their URL; empty: unknown yet
@@ -95,7 +94,7 @@ class MemoryResizer:
         self._moves: list[tuple[RegisteredWorker, Reshard]] = []
         self._moved_bytes = 0
         self._outcome: ResizeResult | None = None
-        self._on_result = True  # whether the caller wants the result
+        self._on_result = True  # whether the caller needs the result
         self._dismissed: dict[RegisteredWorker, float] = {}  # dismissed workers, and when they must have ended
         self._stall_detector = StallDetector[RegisteredWorker](clock)
 
@@ -260,8 +259,8 @@ class MemoryResizer:
         return change.capacity
 
     def move_kv(self, keep: Sequence[SurvivingKv]) -> bool:
-        """Have KV moved to its new places, if a change is in progress. Returns whether it is there; if not, the workers
-        that lack it have none. Raises WorkersLostError.
+        """Move KV to its new places, if a change is in progress. Returns whether it is there; if not, the workers that
+        lack it have none. Raises WorkersLostError.
         """
         moves, self._moves = self._moves, []
         leaving, self._leaving = (self._leaving, []) if moves else ([], self._leaving)
@@ -297,8 +296,8 @@ class MemoryResizer:
         """Return the replies of ``owing``, or those so far and an error if a leaving worker sends no more KV or a
         worker hangs.
 
-        After the first reply the others get as long again, or the time limit of a step. The hung worker is found when
-        all quiesce. Raises WorkersLostError.
+        After the first reply the remaining ones may take as long again, or the time limit of a step. The hung worker is
+        found when all quiesce. Raises WorkersLostError.
         """
         limits, answers, begun = self._config.deadlines, dict[RegisteredWorker, ReshardDone](), self._clock()
         deadline = begun + limits.start_timeout_s
@@ -325,7 +324,7 @@ class MemoryResizer:
         return leaving.handle.exit_reason()
 
     def finish(self) -> None:
-        """Complete the change after all have connected anew, or begin its evacuation."""
+        """Complete the change after all have reconnected, or begin its evacuation."""
         if self._to_connect and self._exits is not None:
             self._to_connect = False
             self._exits.begin()
@@ -422,7 +421,7 @@ class MemoryResizer:
         self._outcome = ResizeResult(why, reason=self._reason) if notify and self._on_result else None
 
     def _dismiss(self, workers: Iterable[RegisteredWorker]) -> None:
-        """Have workers end, without waiting until the host has their memory back."""
+        """End workers, without waiting until the host has their memory back."""
         for member in workers:
             self._send(member, Stop())
             member.link.close()

@@ -1,4 +1,4 @@
-"""The recovery of a lost memory worker's KV from the others, with one more worker that keeps their parity
+"""The recovery of a lost memory worker's KV from all other ones, with one more worker that keeps their parity
 (--kv-parity).
 """
 
@@ -29,7 +29,7 @@ class KvParity:
 
     def __init__(self, config: EngineConfig, registry: WorkerRegistry, worker_group: WorkerGroup, clock: Clock) -> None:
         self._wanted, self._limit = bool(config.topology.kv_parity), config.deadlines.start_timeout_s
-        self._silent_s = config.deadlines.step_timeout_s  # after which workers give up a silent peer
+        self._silent_s = config.deadlines.step_timeout_s  # after which workers stop waiting for a silent peer
         self._registry, self._workers, self._clock = registry, worker_group, clock
         self._lost: int | None = None  # number of the worker whose KV is to be rebuilt
 
@@ -52,8 +52,8 @@ class KvParity:
         return [_least([report, parity]) for report in others]
 
     def rebuild(self, keep: Sequence[SurvivingKv]) -> bool:
-        """Have all other memory workers send their share of the KV of ``keep`` to the worker in the lost one's place.
-        Returns whether that KV is there; if not, it is to be computed again. Raises WorkersLostError.
+        """Send all other memory workers the order to send their share of the KV of ``keep`` to the worker in the lost
+        one's place. Returns whether that KV is there; if not, it is to be computed again. Raises WorkersLostError.
         """
         place, self._lost = self._lost, None
         if place is None or not keep:

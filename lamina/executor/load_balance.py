@@ -20,7 +20,7 @@ from lamina.protocol.executor import Clock
 log = logging.getLogger(__name__)
 MIN_WEIGHT = 0.1  # relative to the fastest worker
 INTERVAL_S = 5.0
-NUM_INTERVALS = 5  # in a row that must agree; the first or last may cover the change
+NUM_INTERVALS = 5  # in a row that must agree; one at either end may be affected in part
 COOLDOWN_S = 60.0  # after a change or a failed one, since each pauses streams
 IMBALANCE_THRESHOLD = 1.55
 BALANCED_THRESHOLD = 1.25  # two workers within this factor count as equal, except for noise
@@ -130,8 +130,8 @@ def _for_parts(rates: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 
 def rebalanced_weights(rates: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return weights by rate for workers that are faster or slower for their weight than most; equal workers get equal
-    weights. The others keep theirs.
+    """Return weights by rate for workers that are faster or slower for their weight than most; all other workers keep
+    theirs. Equal workers get equal weights.
     """
     each = _for_parts(rates, weights)
     most = median_high(each)

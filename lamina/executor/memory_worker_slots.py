@@ -1,4 +1,4 @@
-"""The order of memory workers after some have left and others have come, and the check that their memory suffices."""
+"""The order of memory workers after some have left and new ones have come, and the check that their memory suffices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_MIGRATION_WORKERS = 16  # most memory workers of a rank that all connect to 
 
 
 class ResizeNeedsRestartError(ValueError):
-    """A change of workers is possible only if all of them are started anew; the text says why."""
+    """A change of workers is possible only if all of them are restarted; the text names the reason."""
 
 
 def check_resizable(config: EngineConfig, *, same: bool = False) -> None:

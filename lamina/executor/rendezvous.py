@@ -49,8 +49,8 @@ class RendezvousState(NamedTuple):
 def prefill_connections(
     topology: TopologyOptions, names: Sequence[str], loaded: Sequence[Loaded], *, fetches: bool
 ) -> Iterator[tuple[int, ConnectPrefillPeers]]:
-    """Yield each prefill worker's place and its connections to others. These are workers of its stage in all groups, if
-    they fetch prefixes from each other, and the stages before and after it in its own group.
+    """Yield each prefill worker's place and its peers. These are workers of its stage in all groups, if they fetch
+    prefixes from each other, and the stages before and after it in its own group.
     """
     stages = topology.prefill_pipeline
     for place in range(len(names) if stages > 1 or fetches else 0):

@@ -1,8 +1,8 @@
 """The limit on the number of recoveries. Policy: no I/O.
 
-One recovery lasts from a loss until all have connected anew, however many workers are lost meanwhile. So two workers
-that die at once count as one, whenever the second loss is noticed. A replacement that is itself lost in that time
-counts as one more. Otherwise a worker that dies at every start would be replaced for ever.
+One recovery lasts from a loss until all have reconnected, however many workers are lost meanwhile. So two workers that
+die at once count as one, whenever the second loss is noticed. A replacement that is itself lost in that time counts as
+one more. Without this rule, a worker that dies at every start would be replaced for ever.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RestartBudget:
             self._begun.pop()
 
     def end(self) -> None:
-        """End the recovery: all have connected anew."""
+        """End the recovery: all have reconnected."""
         self._first = frozenset()
         self._counted = set()
 

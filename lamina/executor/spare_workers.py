@@ -85,7 +85,7 @@ class SpareWorkers:
         return cohort.prepare_extra(handle)
 
     def _make_ready(self, role: str, number: int, spare: RegisteredWorker) -> None:
-        """Have a spare memory worker take its memory, unless it has it."""
+        """Send a spare memory worker the order to take its memory, unless it has it."""
         pool = self._pools[number % len(self._pools)] if self._pools and role == "memory" else None
         if pool is not None and self._warned.get(spare) != pool.unconnected:
             self._warned[spare] = pool.unconnected
@@ -103,7 +103,7 @@ class SpareWorkers:
 
     def take_for(self, lost: RegisteredWorker, ranks: int, left_s: float = 0.0) -> RegisteredWorker | None:
         """Return a living spare for the place of ``lost``, which it then has; None if there is none on a host that
-        others reach.
+        other workers reach.
 
         ``ranks``: of a replica; a spare compute worker has the weights of one rank. ``left_s``: seconds that the caller
         has. Half of them are spent on a spare that is still starting, since that is faster than a new start.

@@ -1,4 +1,4 @@
-"""Recovery from losses: lost workers are fenced and replaced; the others quiesce, connect anew, and continue.
+"""Recovery from losses: lost workers are fenced and replaced; the other workers quiesce, reconnect, and continue.
 
 The driver alone decides which workers live. Links keep their order, so no message of an older epoch follows a Quiesced.
 A fenced worker stays in an older epoch for ever.
@@ -124,14 +124,14 @@ class Supervisor:
 
     def _is_replaceable(self, loss: WorkersLostError) -> bool:
         """Return whether all lost workers can be replaced. Each is a process that ended without an error, can be ended,
-        or failed in a way that need not repeat. A late worker is asked to quiesce. But one that is itself a replacement
-        and has not started counts as lost: the next one would be as late.
+        or failed in a way that need not repeat. A late worker is first requested to quiesce. But one that is itself a
+        replacement and has not started counts as lost: the next one would be as late.
         """
         lost = self._registry.lost_workers
         late = [m for m in loss.workers if m not in lost and not loss.is_certain]
         each = {*lost, *loss.workers}
         if not each:
-            return loss.is_certain  # a loss without workers: all connect anew under another epoch
+            return loss.is_certain  # a loss without workers: all reconnect under another epoch
         if self._restart_budget.in_progress and not all(map(self._workers.has_answered, late)):
             return False
         may_go_well = all(x.is_certain or self._is_first(member, x) for member, x in lost.items())
@@ -154,7 +154,7 @@ class Supervisor:
         return loss.workers if loss.is_certain else ()
 
     def quiesce(self, loss: WorkersLostError | None) -> list[dict[int, int]]:
-        """Fence lost workers, and quiesce the others. Returns the KV that remains, by memory worker; see EpochChanged.
+        """Fence lost workers, and quiesce all others. Returns the KV that remains, by memory worker; see EpochChanged.
 
         Earlier messages remain for WorkerRegistry.read_messages. ``loss``: None if no worker is lost so far. Raises
         WorkersLostError if a loss cannot be repaired.

@@ -1,4 +1,4 @@
-"""The replacement of memory workers that got SIGTERM: others get their KV before they end."""
+"""The replacement of memory workers that got SIGTERM: new workers get their KV before they end."""
 
 from __future__ import annotations
 

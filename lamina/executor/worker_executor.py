@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 STATS_S = 5.0
 LOCAL_HOST = "localhost"
-# More than a worker's own limit: one that waits for a peer in vain knows the cause, and reports it.
+# More than a worker's own limit: a worker whose peer is late knows the cause, and reports it first.
 DRIVER_GRACE_S = 1.0
 
 
@@ -75,7 +75,7 @@ class WorkerExecutor:
         self.resizer = MemoryResizer(config, self._registry, self._workers, clock)
         self._termination_notices = TerminationNotices(self._registry, self.resizer, clock)
         self._loss: WorkersLostError | None = None  # a loss that ``wait`` or ``check_workers`` has yet to report
-        self.is_recovering = False  # whether workers are being replaced or connected anew
+        self.is_recovering = False  # whether workers are being replaced or reconnected
         self._meanwhile: Callable[[], None] = lambda: None
         self._registry.on_tick = self._check_health
         self._batches = config.topology.max_batches
@@ -101,8 +101,8 @@ class WorkerExecutor:
             self.borrower.set_engine(engine)
 
     def connect(self) -> ComputeReady:
-        """Connect all workers anew under the next epoch; they keep all that they have loaded and stored. No step may be
-        in flight. Raises WorkerError, ValueError.
+        """Reconnect all workers under the next epoch; they keep all that they have loaded and stored. No step may be in
+        flight. Raises WorkerError, ValueError.
         """
         if len(self._steps_in_flight) or self._pending_chunks:
             raise ValueError("workers cannot be connected anew while steps are in flight: wait for them first")
@@ -210,8 +210,8 @@ class WorkerExecutor:
         return due or self._loss is not None
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
-        """Replace lost workers, and connect all anew with the KV of ``keep`` alone. Returns another EpochChanged if
-        more workers are lost meanwhile. Raises WorkerError if workers cannot be replaced.
+        """Replace lost workers, and reconnect all with the KV of ``keep`` alone. Returns another EpochChanged if more
+        workers are lost meanwhile. Raises WorkerError if workers cannot be replaced.
         """
         with self._lock, self._recovery():
             with self._note_loss():  # after a new loss KV still moves first, since the engine has laid it out so

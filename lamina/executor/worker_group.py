@@ -146,8 +146,8 @@ class WorkerGroup:
         return worker in self._urls or worker in self._loaded
 
     def replace(self) -> None:
-        """Start workers in the places of lost and fenced ones, and have them load. Replicas without which decoding
-        continues are not waited for. May be called again after an exception. Raises as ``start`` does.
+        """Start and load workers in the places of lost, fenced ones, except replicas without which decoding continues:
+        these load without a wait. May be called again after an exception. Raises as ``start`` does.
         """
         self._begin()
         self._on_progress = lambda stage, done, total: None  # the progress of a start is no longer shown
@@ -168,8 +168,8 @@ class WorkerGroup:
         self._await_starts()
 
     def plan_resize(self, count: int, stay: Sequence[int] = ()) -> bool:
-        """Prepare the launcher for ``count`` memory workers; returns whether it can serve them. ``stay``: numbers of
-        the staying workers, in their new order.
+        """Prepare the launcher for ``count`` memory workers, and return whether they can serve. ``stay``: the staying
+        ones' numbers, in order.
         """
         launcher = None if self._one_process or self._config.topology.may_borrow else self.launcher
         if launcher is not None and stay:
@@ -205,7 +205,7 @@ class WorkerGroup:
         return self.prepare_extra(self._start_one(role, index))
 
     def prepare_extra(self, handle: WorkerHandle) -> RegisteredWorker:
-        """Have a started worker load that is not yet a member."""
+        """Send a started worker that is no member the order to load."""
         spare = self._registry.prepare(self._worker_name(handle))
         first = self._first_message(spare)
         if isinstance(first, StartCompute):  # its link is not read for now, and Progress must not block it
@@ -245,7 +245,7 @@ class WorkerGroup:
         return handle
 
     def _open_memory(self) -> None:
-        """Have memory workers listen."""
+        """Send memory workers the order to listen, and wait for them."""
         for member in self._registry.memory:
             self._send_start(member)
         try:
@@ -255,7 +255,7 @@ class WorkerGroup:
             raise type(e)(f"--memory-addresses: {e}" if named else str(e)) from None
 
     def _measure_memory_rates(self) -> None:
-        """Measure the memory workers' weights if options want it. All measure at once, as they will later read."""
+        """Measure the memory workers' weights, if configured. All measure at once, as they will later read."""
         if not self.topology.measures_weights:
             return
         for member in self._registry.memory:
@@ -265,7 +265,7 @@ class WorkerGroup:
         self.topology = msgspec.structs.replace(self.topology, memory_weights=weights)
 
     def _load(self) -> None:
-        """Have compute and prefill workers load the model, all at the same time."""
+        """Load the model on all compute and prefill workers at the same time."""
         for member in self._registry.compute + self._registry.prefill:
             self._send_start(member)
         self._on_progress("starting workers", 1, 1)
@@ -289,7 +289,7 @@ class WorkerGroup:
                 self._loaded[member] = self._answer(member, Loaded)
 
     def _connect_memory(self, keep: Sequence[SurvivingKv] | None) -> None:
-        """Have memory workers close their old channels, and wait for the peers of this epoch."""
+        """Send memory workers the order to close old channels, and to wait for the peers of this epoch."""
         left, memory = None if keep is None else list(keep), self._registry.memory
         peers = [self.address_of(m) for m in memory] if self.storage.is_per_host else []
         for member in memory:
@@ -359,10 +359,9 @@ class WorkerGroup:
                 self._on_progress(message.stage, message.done, message.total)
 
     def threads(self, role: str, index: int) -> int:
-        """Return the number of threads of a worker; 0: all cores.
-
-        Memory workers of one host run at the same time; the compute worker runs while they wait. Several ranks also run
-        at the same time. Within one process all share torch's threads, whose number is left as it is.
+        """Return the number of threads of a worker; 0: all cores. Memory workers of one host run at the same time, the
+        compute worker while they wait; several ranks also run at the same time. One process shares torch's threads,
+        whose number is left as it is.
         """
         config, launcher = self._config, self.launcher
         if role != "memory" and (config.devices.compute_threads or self._size == 1):
@@ -414,8 +413,8 @@ class WorkerGroup:
         return 0 if handle.host else self._config.gpu_index(handle.role, handle.index)
 
     def _copies(self, handle: WorkerHandle) -> int:
-        """Return the number of weight copies on a worker's host, for the first worker there; else 0. After a loss it is
-        0, as the other workers have theirs already.
+        """Return the number of weight copies on a worker's host, for the first worker there; else 0. It is 0 after a
+        loss, too, as the other workers have theirs already.
         """
         if self.kv_bytes:
             return 0

@@ -1,7 +1,7 @@
 """The started workers and the driver's links to them. Every wait has a deadline, and an error names the worker that
 failed.
 
-Lost workers are reported, and the others are left as they are: the caller decides what follows.
+Lost workers are reported, and all other workers are left as they are: the caller decides what follows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TICK_S = 0.25  # of silence, after which a wait calls ``on_tick``
 
 
 class WorkersLostError(WorkerError):
-    """Workers are lost; the text says which ones and why. The other workers are unchanged."""
+    """Workers are lost; the text names them and the reason. The other workers are unchanged."""
 
     def __init__(self, text: str, workers: Sequence[RegisteredWorker], *, ended: bool = False) -> None:
         """``ended``: whether the loss is certain, so no reply of these workers is awaited."""
@@ -124,8 +124,8 @@ class WorkerRegistry:
 
     @contextlib.contextmanager
     def register(self, new: RegisteredWorker) -> Iterator[None]:
-        """Hold the registry open while a started worker is added. If all workers have been ended meanwhile, end this
-        one too and raise WorkerError.
+        """Hold the registry open while a started worker is added. Raises WorkerError, and ends it, if all workers have
+        been ended meanwhile.
         """
         with self.ending_lock:
             if self.closed:
@@ -325,12 +325,11 @@ class WorkerRegistry:
             raise self._mark_lost(worker, f"{worker.name} stands still in the midst of a message", ended=True) from None
 
     def _broken(self, worker: RegisteredWorker, message: ChannelLost) -> Exception:
-        """Find out which worker is lost after one of ``worker``'s channels has ended, and return the error.
-
-        A peer that has failed is lost. If all peers live, ``worker`` itself counts as lost, as all it has can be
-        computed again. But a memory worker that was the unreachable peer twice within RETRY_S is lost instead.
+        """Return the error for the end of one of ``worker``'s channels. A peer that has failed is lost. If all peers
+        live, ``worker`` itself counts as lost, as all it has can be computed again. But a memory worker that was the
+        unreachable peer twice within RETRY_S is lost instead.
         """
-        if self.lost_workers:  # a lost member has ended channels of others
+        if self.lost_workers:  # the end of a lost member has ended this channel
             return next(iter(self.lost_workers.values()))
         if message.missing_kv:
             return self._lacking(worker, message)

@@ -33,9 +33,7 @@ def count_text(number: int, one: str, many: str = "") -> str:
 
 
 def explain_text(facts: dict[str, Any]) -> str:
-    """Return the text for ``facts``: those of lamina.converter.explain.to_json, with "model",
-    "architecture", "dtype".
-    """
+    """Return the text for ``facts``: lamina.converter.explain.to_json's, with "model", "architecture" and "dtype"."""
     layers = len(facts["messages"]["layers"])
     kinds, stamped = facts["num_distinct_slices"], facts["stamped_layers"]
     how = f"{layers - stamped} layers captured, {stamped} stamped from equal slices" if stamped else "all captured"

@@ -1,7 +1,7 @@
 """Debts among instances as a directed graph, and their settlement by cycles (DGFM, arXiv 2401.02669 section 4.4).
 
-If A owes B, B owes C, and C owes A, each can give back as much as the smallest of these debts. All blocks return to
-their owners, into the space that comes back, and no instance has more or less than before.
+If A owes B, B owes C, and C owes A, each can give back as much as the smallest of these debts. Each instance moves its
+data into its own blocks, which it gets back, so no instance has more or less space than before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def settled_debts(debts: DebtGraph, settlement: Settlement) -> dict[tuple[str, s
 def _worth(debts: DebtGraph, thresholds: Mapping[str, int], level: int) -> dict[str, list[str]]:
     """Return debtor -> creditors, for debts of at least ``level`` among nodes whose thresholds are not above it.
 
-    All nodes of a cycle in it want that cycle. And each cycle that all its nodes want is found at some level.
+    Every cycle in this graph is acceptable to all its nodes. Every cycle acceptable to all its nodes is found at some
+    level.
     """
     graph: dict[str, list[str]] = {}
     for (debtor, creditor), blocks in sorted(debts.items()):

@@ -41,9 +41,7 @@ FORGET_FACTOR = 10  # times ``silent_s``; until then late heartbeats are recogni
 
 
 class DebtLedger:
-    """The ledger's state. ``silent_s``: without a heartbeat for so long an instance counts as dead, by the
-    local clock.
-    """
+    """The ledger's state. ``silent_s``: an instance without a heartbeat for so long counts as dead, by local time."""
 
     def __init__(self, silent_s: float = 10.0) -> None:
         self.entries: dict[str, LedgerEntry] = {}

@@ -50,7 +50,7 @@ class BorrowingTerms(NamedTuple):
 
 @dataclass
 class Borrowed:
-    """Blocks of a lease of ``creditor``, until a time of the debtor's clock. ``recalled``: how many it wants back."""
+    """Blocks of a lease of ``creditor``, until a time of the debtor's clock. ``recalled``: blocks to be given back."""
 
     creditor: str
     lease: int
@@ -87,9 +87,7 @@ class _Settling(NamedTuple):
 
 @dataclass
 class Debtor:
-    """The state of one debtor. ``may_stage``: whether so many blocks could lie here for a while, in free
-    space or swap.
-    """
+    """The state of one debtor. ``may_stage``: whether so many blocks fit here for a while, in free space or swap."""
 
     name: str
     terms: BorrowingTerms

@@ -189,9 +189,7 @@ class Frozen(msgspec.Struct, frozen=True, kw_only=True, tag="frozen"):
 
 
 class Settle(msgspec.Struct, frozen=True, kw_only=True, tag="settle"):
-    """Ledger -> each member of a cycle, if all are ready: give back what Freeze named; its data goes to free space or
-    swap.
-    """
+    """Ledger -> each member of a cycle, if all are ready: give back what Freeze named, out of free space or swap."""
 
     settlement: Number
 

@@ -36,7 +36,7 @@ class Settler:
         return settlements(self._ledger.debts(now), self._ledger.thresholds(now), self._rng)
 
     def begin(self, now: float) -> list[Outgoing]:
-        """Freeze the members of cycles that share none with each other, or with one in progress. Returns messages."""
+        """Freeze the members of cycles that share none with each other, nor with one in progress. Returns messages."""
         self._underway = {n: u for n, u in self._underway.items() if now < u.until}
         taken = {name for u in self._underway.values() for name in u.plan.members}
         out: list[Outgoing] = []

@@ -41,7 +41,7 @@ class Failpoint:
             os.close(fd)
 
     def arm(self, pid: int, event: int, times: int) -> None:
-        """Have process ``pid`` end when ``event`` comes for the ``times``-th time."""
+        """Make process ``pid`` end when ``event`` comes for the ``times``-th time."""
         self.disarm()
         _WORDS.pack_into(self.memory, 0, pid, event, 0)
         _WORD.pack_into(self.memory, _LEFT, times)
@@ -76,9 +76,7 @@ class Failpoint:
 
 
 class FailpointRecorder(Recorder):
-    """A recorder that counts added events at a failpoint. Native modules count theirs, which come by ``put``,
-    themselves.
-    """
+    """A recorder that counts added events at a failpoint. Native modules count their own, which come by ``put``."""
 
     def __init__(self, tripwire: Failpoint, capacity: int) -> None:
         super().__init__(capacity)

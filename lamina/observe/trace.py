@@ -159,7 +159,7 @@ class Recorder:
             self.notes.append(Note(time.perf_counter(), name, fields))
 
     def is_due(self, event: int) -> bool:
-        """Return whether a failpoint wants an action at this event that does not happen by itself."""
+        """Return whether a failpoint requests an action at this event that does not happen by itself."""
         return False
 
     def on_failpoint_passed(self, event: int) -> None:
@@ -205,9 +205,7 @@ NULL_RECORDER = NullRecorder()
 
 
 def native_spans(data: bytes) -> Iterator[tuple[int, int, int, float, float, int]]:
-    """Decode a native module's spans (csrc/spans.h): number of the event, layer, another number, start, end in seconds,
-    value.
-    """
+    """Decode a native module's spans (csrc/spans.h): event, layer, another number, start and end in seconds, value."""
     for event, layer, number, start, end, value in _NATIVE.iter_unpack(data):
         yield event, layer, number, start / 1e9, end / 1e9, value
 

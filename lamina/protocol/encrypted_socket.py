@@ -96,7 +96,7 @@ class EncryptedSocket(socket.socket):
 
 
 def enable_keepalive(sock: socket.socket) -> None:
-    """Have the kernel probe whether a silent peer's host is there (tcp(7)); the stream ends if it is not."""
+    """Let the kernel probe whether a silent peer's host is there (tcp(7)); the stream ends if it is not."""
     options = {
         socket.TCP_NODELAY: 1,
         socket.TCP_KEEPIDLE: 1,

@@ -50,7 +50,7 @@ class EpochChanged(NamedTuple):
 
 class Executor(Protocol):
     """Both pools, as the engine sees them. ``executor.worker_executor.WorkerExecutor`` is the real one; simulations
-    have others.
+    have their own.
 
     Rounds run in the order of submission, and so do the steps of one batch. Steps of two batches may finish in either
     order.
@@ -104,6 +104,6 @@ class Executor(Protocol):
 
 
 class Clock(Protocol):
-    """Seconds that only grow, from an arbitrary start."""
+    """A clock: seconds that only grow, from an arbitrary start."""
 
     def __call__(self) -> float: ...

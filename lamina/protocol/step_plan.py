@@ -54,8 +54,7 @@ from .storage_ops import SetRetention as SetRetention
 from .storage_ops import StorageOp as StorageOp
 
 VERSION = 18
-# Grants of one sequence that may wait for K and V at once. With a window, a third could free blocks that the first
-# fills.
+# Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MAX_PAGES_PER_TRANSFER = 64
 KEY_BYTES = 32  # of a page key
@@ -117,7 +116,7 @@ class New(msgspec.Struct, frozen=True, array_like=True, tag="new"):
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag="free"):
-    """Forget a sequence and give its blocks back. It must exist."""
+    """Forget a sequence and free its blocks. It must exist."""
 
     sequence: int
 
@@ -130,10 +129,8 @@ class Truncate(msgspec.Struct, frozen=True, array_like=True, tag="truncate"):
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
-    """Start a sequence that shares the first ``length`` stored tokens of ``source``, at the same location.
-
-    From now on no sequence writes the whole blocks that both hold. The new sequence gets a copy of a partial last
-    block.
+    """Start a sequence that shares the first ``length`` stored tokens of ``source``, at the same location. From now on
+    no sequence writes the whole blocks that both hold. The new sequence gets a copy of a partial last block.
     """
 
     sequence: int
@@ -161,7 +158,6 @@ class PrefillGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
 
 class SaveKv(msgspec.Struct, frozen=True, array_like=True, tag="export"):
     """Save pages of a sequence to storage under ``keys``, from position ``first`` on; the last page may be partial.
-
     Until every memory worker has reported the end of the transfer, rows of the sequence must come after these pages.
     Where layers have windows, it must have no rows. It may be freed or truncated at any time, in the same plan too:
     then pages are copied first, or not saved. Transfers are numbered in the order of the plans. ``num_prompt_tokens``:
@@ -178,12 +174,11 @@ class SaveKv(msgspec.Struct, frozen=True, array_like=True, tag="export"):
 
 
 class LoadKv(msgspec.Struct, frozen=True, array_like=True, tag="import"):
-    """Hold blocks, as for rows, for pages that memory workers load from storage; the last page may be partial.
-
-    Until all have reported the end, the sequence must not be freed, truncated, forked or loaded twice. It may have rows
-    once every worker has reported LoadReady. A worker does so when the rest of its load takes at most ``slack_s``
-    seconds, the duration of the sequence's first rows (0: never before the end). ``page_shift``: the pages were saved
-    from positions so many pages further on, a whole number for all KV shards; K is rotated while it is loaded.
+    """Hold blocks, as for rows, for pages that memory workers load from storage; the last page may be partial. Until
+    all have reported the end, the sequence must not be freed, truncated, forked or loaded twice. It may have rows once
+    every worker has reported LoadReady. A worker does so when the rest of its load takes at most ``slack_s`` seconds,
+    the duration of the sequence's first rows (0: never before the end). ``page_shift``: the pages were saved from
+    positions so many pages further on, a whole number for all KV shards; K is rotated while it is loaded.
     """
 
     sequence: int
@@ -203,11 +198,9 @@ class LoadKv(msgspec.Struct, frozen=True, array_like=True, tag="import"):
 
 class ContextShift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
     """Discard ``count`` tokens of a sequence from position ``first`` on, and move all later tokens to the freed
-    positions.
-
-    Stored K is rotated. ``first`` and ``count`` are whole pages, and ``count`` is a multiple of all KV shards' stripes.
-    So every token stays in its KV shard. No other sequence may hold blocks after the discarded ones. The sequence must
-    have no rows, no transfer that loads it, and no other op in this plan except Free.
+    positions: stored K is rotated. ``first`` and ``count`` are whole pages, and ``count`` is a multiple of all KV
+    shards' stripes, so every token stays in its KV shard. No other sequence may hold blocks after the discarded ones.
+    The sequence must have no rows, no transfer that loads it, and no other op in this plan except Free.
     """
 
     sequence: int
@@ -234,7 +227,6 @@ SequenceOp = BlockOp | StorageOp | RowOp
 
 class SurvivingKv(msgspec.Struct, frozen=True, array_like=True):
     """The KV of a sequence that remains after a change of the epoch: its first ``length`` tokens, at ``location``.
-
     ``previous_location``: where they lie under the previous partition, and are to be moved from; None: they do not
     move.
     """
@@ -247,7 +239,6 @@ class SurvivingKv(msgspec.Struct, frozen=True, array_like=True):
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Everything a memory worker must know of one pass of one batch over all slices (arXiv 2405.01814 section 4.3).
-
     Only replica 0 sends it. The ops apply in order, all or nothing, before layer 0 of its round. Then blocks for all
     rows are allocated, or the step is refused as a whole.
     """
@@ -267,7 +258,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return sum(r.count for r in self.rows)
 
     def replica_of(self, index: int) -> int:
-        """The replica that runs slice ``index``; the last slice belongs to the one that receives the last O."""
+        """Return the replica that runs slice ``index``; the last slice belongs to the one that receives the last O."""
         if index < len(self.send_from):
             return self.send_from[index]
         return self.reply_to[-1] if self.reply_to else 0
@@ -275,10 +266,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 class Rotary(msgspec.Struct, frozen=True, array_like=True):
     """The rotation of K by position: pair i of the elements from ``start`` on turns by ``frequencies[i]`` radians a
-    position.
-
-    ``frequencies``: fp64, little-endian; empty: no rotation. ``interleaved``: pairs are neighbours, else elements of
-    the two halves.
+    position (fp64, little-endian; empty: no rotation). ``interleaved``: pairs are neighbours, else elements of the two
+    halves.
     """
 
     frequencies: bytes
@@ -338,7 +327,6 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class DevicePathRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of a channel for hosts, which replaces the BIND's channel; that one is now for kernels.
-
     ``wait_s``: seconds that a kernel waits at most; 0: the device path ends. ``graphs``: whether rounds of decoding are
     to be recorded.
     """

@@ -16,8 +16,8 @@ NICENESS = 5  # added to the thread's niceness: a third of the weight (sched(7))
 class LowPriorityCall(Generic[T]):
     """Runs ``work()`` on a thread of low priority; Linux has a niceness for each thread.
 
-    While workers start, five processes import libraries. With fewer cores than that, all others wait for the process
-    that loads and cuts the model.
+    While workers start, five processes import libraries. With fewer cores than that, four of them wait for the one that
+    loads and cuts the model.
     """
 
     def __init__(self, work: Callable[[], T], name: str) -> None:

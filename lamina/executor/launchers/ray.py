@@ -207,7 +207,7 @@ class RayLauncher:
         self._slots[role][index].avoided = True
 
     def _call(self, seat: BundleSlot, role: str, what: str, threads: int, *, patient: bool) -> None:
-        """Have its node agent listen. ``patient``: whether to wait for space on another host, if its own is lost."""
+        """Order its node agent to listen. ``patient``: wait for space on another host, if its own is lost."""
         if seat.used:
             if seat.avoided or self._is_lost(seat):
                 self._move(seat, role, what, patient=patient)
@@ -250,7 +250,7 @@ class RayLauncher:
         return count <= len(self._slots[role])
 
     def keep_workers(self, role: str, numbers: Sequence[int]) -> None:
-        """Keep these workers. The cluster gets the places of the others back when all end."""
+        """Keep these workers. The places of all other ones return to the cluster when all end."""
         self._slots[role] = [self._slots[role][n] for n in numbers]
 
     def can_replace(self, lost: WorkerHandle) -> bool:

@@ -90,7 +90,7 @@ class NodeAgent:
     def _spawn(self, listener: ControlListener) -> None:
         sock, keys = listener.accept(ARRIVAL_S)
         order = self._order
-        # The driver's key is also used for layer messages, whatever this host's environment says.
+        # The driver's key is also used for layer messages, whatever this host's environment has.
         with sock:
             self._process, self._life_line = spawn_supervised(
                 order["role"], sock, keys, order["threads"], **{KEY: order["key"], KEY_FILE: ""}

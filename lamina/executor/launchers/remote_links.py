@@ -71,7 +71,7 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, *, name: str, pe
 def connect_inheritable(
     host: str, port: int, key: bytes, timeout_s: float, *, name: str, peer: str
 ) -> tuple[socket.socket, bytes]:
-    """Connect as ``connect`` does, for a process that inherits the socket: the connection and its keys."""
+    """Connect as ``connect`` does, for a process that inherits the socket. Returns the connection and its keys."""
     deadline = monotonic() + timeout_s
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:

@@ -52,7 +52,7 @@ STATUS_S = 1.0  # for the zygote to report how a worker has ended
 
 
 class NoForkError(OSError):
-    """No worker can be forked here; the text says why."""
+    """No worker can be forked here; the text names the reason."""
 
 
 class ZygoteExitedError(NoForkError):
@@ -270,7 +270,7 @@ class ZygoteManager:
         warm.close()
 
     def give_up(self, warm: ZygoteClient, why: object) -> None:
-        """Start workers of its environment as fresh processes from now on, as none should wait for it in vain."""
+        """Start workers of its environment as fresh processes from now on, so that none waits for it again."""
         with self._lock:
             reply = bool(self._failed_environments)
             self._failed_environments.append(warm.environment)

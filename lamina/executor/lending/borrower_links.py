@@ -53,7 +53,7 @@ class GuestWorker:
 
     @property
     def is_recalled(self) -> bool:
-        """Return whether its creditor wants it back."""
+        """Return whether its creditor has recalled it."""
         return self.loan.recalled > 0
 
     def exit_reason(self) -> str | None:

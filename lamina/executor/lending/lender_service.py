@@ -186,7 +186,7 @@ class LenderService:
             with contextlib.suppress(LinkClosedError):
                 tell(message)
 
-    # Guests:
+    # Guests
     def _start_guest(self, name: str, sock: Any, keys: bytes) -> bool:
         """Start the guest for a debtor's connection, which the guest's process gets. Returns False if no lease awaits
         it. Raises OSError.
@@ -244,7 +244,7 @@ class LenderService:
         for lease in {*late, *over}:
             self._end(lease)
 
-    # The ledger:
+    # The ledger
     def _send_heartbeat(self, now: float) -> None:
         try:
             self._ledger = self._ledger or self._reach_ledger()

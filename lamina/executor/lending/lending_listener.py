@@ -32,7 +32,7 @@ Place = tuple[str, int]
 
 
 def key_of(what: str) -> bytes:
-    """Return the cluster's key, which all who lend and borrow share. Raises ValueError if there is none."""
+    """Return the cluster's key, which all creditors and debtors share. Raises ValueError if there is none."""
     key = cluster_key()
     if key is None:
         raise ValueError(f"{what} needs the cluster's key: openssl rand -hex 32, chmod 600, and name it by {KEY_FILE}")

@@ -12,7 +12,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._free = array("q", range(num_blocks - 1, -1, -1))  # the last one is handed out next
+        self._free = array("q", range(num_blocks - 1, -1, -1))  # the last one is allocated next
         self._holders: dict[int, int] = {}  # block -> holders, for blocks that several sequences hold
         self.freed: list[int] | None = None  # blocks that have become free; None: not recorded
 
