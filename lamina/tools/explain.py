@@ -1,5 +1,5 @@
-"""``lamina-launch explain MODEL``: the cuts of a model, the tensors that cross them, and the rates that they ask of
-devices.
+"""``lamina-launch explain MODEL``: the cuts of a model, the tensors that cross them, and the rates that devices need
+for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPARSITY = options_of(SparsityOptions)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this sub-command."""
+    """Add the flags of this sub-command."""
     parser.add_argument("model", help="a directory or a hub id; with --no-weights also a configuration file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--dot", metavar="FILE", help="write the sliced graph to FILE for Graphviz")
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of one memory worker: its split, too",
     )
     parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be planned")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Devices:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; raises ValueError for bad input."""
+    """Run the command. Returns exit status 0; raises ValueError for bad input."""
     if args.tensor_parallel_size < 1:
         raise ValueError(f"--tensor-parallel-size must be at least 1, not {args.tensor_parallel_size}")
     devices = _devices(args)
@@ -153,22 +153,22 @@ def _devices(args: argparse.Namespace) -> _Devices | None:
 
 
 def _sparsity(args: argparse.Namespace) -> SparsityOptions | None:
-    """None: nobody asks. Raises ValueError."""
+    """Return the sparsity options; None if none are requested. Raises ValueError."""
     if args.kv_sparsity == "none":
         if args.kv_memory:
-            raise ValueError(f"{flag_name('kv_memory')} is for --kv-sparsity evict: say that too, or leave it out")
+            raise ValueError(f"{flag_name('kv_memory')} is for --kv-sparsity evict: give that too, or leave it out")
         return None
     if args.kv_memory:
         parse_size(args.kv_memory, flag_name("kv_memory"))
     options = SparsityOptions(**{name: getattr(args, name) for name in _SPARSITY})
     if not options.drops_blocks:
-        raise ValueError(f"--kv-sparsity {options.kv_sparsity} keeps all KV: say evict, or leave it out")
+        raise ValueError(f"--kv-sparsity {options.kv_sparsity} keeps all KV: use evict, or leave it out")
     options.check_budget(KVOptions().block_size)
     return options
 
 
 def _tiers(args: argparse.Namespace, options: SparsityOptions, program: SlicedProgram) -> list[KVTiers | MemorySplit]:
-    """What sequences keep, and how --kv-cache-memory-bytes is split. Raises ValueError."""
+    """Return what sequences keep, and how --kv-cache-memory-bytes is split. Raises ValueError."""
     from lamina.kv.stored_format import stored_dtype
     from lamina.models.convert import layer_shapes
 

@@ -80,7 +80,7 @@ def test_who_tells_all_processes_to_end_at_once_has_streams_finish_too(tmp_path:
         assert any('"completion_tokens":600' in line for line in rest), rest[-5:]
         assert server.wait(60) == 0
         said = (tmp_path / "log").read_text()
-        assert "takes its place" not in said
+        assert "another one replaces it" not in said
         assert "is replaced" not in said
         assert eventually(lambda: not alive(pids), 30), alive(pids)
 

@@ -14,7 +14,7 @@ BENCHMARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One parser for each benchmark."""
+    """Add one parser for each benchmark."""
     parser.epilog = "Each has --help and --dry-run."
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, (module, help) in BENCHMARKS.items():
@@ -24,6 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status of the benchmark that was chosen."""
+    """Run the chosen benchmark. Returns its exit status."""
     status: int = import_module(f"{__name__}.{BENCHMARKS[args.benchmark][0]}").run(args)
     return status

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from lamina.api.llm import LLM
     from lamina.config.engine_config import EngineConfig
 
-# One step is always in flight and one is drained behind the last: nobody may end while steps are timed.
+# One step is always in flight and one is drained after the last: no sequence may end while steps are timed.
 SPARE_TOKENS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this benchmark, and all of the engine."""
+    """Add the flags of this benchmark, and all of the engine."""
     parser.add_argument("model", help="a directory or a hub id")
     group = parser.add_argument_group("load")
     group.add_argument("--batch-size", type=int, default=8, help="sequences that decode together")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0. Raises ValueError, WorkerError."""
+    """Run the benchmark. Returns exit status 0. Raises ValueError, WorkerError."""
     for name in ("batch_size", "input_len", "output_len"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")

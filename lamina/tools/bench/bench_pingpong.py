@@ -1,20 +1,20 @@
-"""``lamina-launch bench pingpong``: ``python -m lamina.netstack bench`` under one roof with the others."""
+"""``lamina-launch bench pingpong``: runs ``python -m lamina.netstack bench``."""
 
 from __future__ import annotations
 
 import argparse
 
-# All that follows is the other command's: no flag is known here, not even --help.
+# All arguments belong to the other command: this parser knows no flag, not even --help.
 PARSER_OPTIONS = {"prefix_chars": "\0", "add_help": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whatever ``lamina.netstack.bench`` takes."""
+    """Accept all arguments of ``lamina.netstack.bench``."""
     parser.add_argument("argv", nargs="*")
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status of the program that plays ping-pong."""
+    """Run ``lamina.netstack.bench``. Returns its exit status."""
     from lamina.netstack import bench
 
     return bench.main(args.argv)

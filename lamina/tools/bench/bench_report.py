@@ -1,4 +1,4 @@
-"""Numbers of a benchmark under the names that ``vllm bench serve`` gives them, as JSON and as a table."""
+"""Results of a benchmark under the names of ``vllm bench serve``, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TITLES = {
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation between the sorted values; 0 for none."""
+    """Return a percentile by linear interpolation between the sorted values; 0 for none."""
     if not values:
         return 0.0
     ordered, at = sorted(values), (len(values) - 1) * percent / 100
@@ -29,7 +29,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread_ms(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, deviation and percentiles in milliseconds: mean_ttft_ms, median_ttft_ms, p99_ttft_ms, ..."""
+    """Return mean, deviation and percentiles in milliseconds: mean_ttft_ms, median_ttft_ms, p99_ttft_ms, ..."""
     ms = [s * 1000 for s in seconds]
     fields = {
         f"mean_{name}_ms": statistics.fmean(ms) if ms else 0.0,
@@ -40,7 +40,7 @@ def spread_ms(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def summary(answers: Sequence[Answer], *, details: bool = False) -> dict[str, Any]:
-    """Counts, throughput and latencies of what was served; ``details`` adds the values of each request."""
+    """Return counts, throughput and latencies of the served requests; ``details`` adds the values of each request."""
     served = [a for a in answers if a.ok]
     end = max((a.last_s for a in served), default=0.0)
     duration = end - min((a.start_s for a in answers), default=0.0) if served else 0.0
@@ -72,7 +72,7 @@ def summary(answers: Sequence[Answer], *, details: bool = False) -> dict[str, An
 
 
 def table(result: dict[str, Any]) -> str:
-    """The same for people."""
+    """Return the same results as a table."""
     lines = [
         _line("requests served", result["completed"]),
         _line("refused for load", result["refused"]),

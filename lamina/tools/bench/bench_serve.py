@@ -1,4 +1,4 @@
-"""``lamina-launch bench serve``: latency and throughput of a running server, ours or any that speaks OpenAI's API."""
+"""``lamina-launch bench serve``: latency and throughput of a running server, ours or another with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The names of ``vllm bench serve``, where it has the thing."""
+    """Add the flags, with the names of ``vllm bench serve`` where it has the same flag."""
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", default="", help="such as http://host:8000; empty = --host and --port")
     server.add_argument("--host", default="127.0.0.1", help="of the server (default: 127.0.0.1)")
@@ -73,11 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--save-detailed", action="store_true", help="with the values of every request")
     out.add_argument("--result-dir", default=".", help="folder of that file (default: the current one)")
     out.add_argument("--result-filename", default="", help="default: lamina-bench-<time>.json")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be sent, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be sent, and exit")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 where a request failed. Raises ValueError, OSError, ImportError."""
+    """Run the benchmark. Returns exit status 0, or 1 if a request failed. Raises ValueError, OSError, ImportError."""
     for name, low in (("num_prompts", 0), ("max_concurrency", 0), ("num_warmups", 0), ("output_len", 0),
                       ("random_input_len", 1), ("random_output_len", 1)):  # fmt: skip
         if getattr(args, name) < low:
@@ -164,7 +164,7 @@ async def _measure(args: argparse.Namespace, url: str, rows: list[TraceRow] | No
 
 
 async def _model(http: aiohttp.ClientSession, wanted: str) -> tuple[str, int]:
-    """The name to use and the longest sequence, 0 = the server does not say."""
+    """Return the name to use and the longest sequence, 0 = the server does not report it."""
     async with http.get("v1/models") as response:
         if response.status == 401:
             wrong = "does not take this API key" if "authorization" in http.headers else "wants an API key"
@@ -196,7 +196,7 @@ async def _requests(
 
 
 async def _tokenize(http: aiohttp.ClientSession, model: str, text: str) -> list[int]:
-    """The tokens of a text. Raises OSError where the server cannot say."""
+    """Return the tokens of a text. Raises OSError if the server cannot tokenize."""
     body = {"model": model, "prompt": text, "add_special_tokens": False}
     return list((await _post(http, "/tokenize", body))["tokens"])
 

@@ -1,4 +1,4 @@
-"""Sends requests to an OpenAI-compatible server and takes the time of every chunk that comes back."""
+"""Sends requests to an OpenAI-compatible server and records the time of every chunk of the reply."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import aiohttp
 import msgspec
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-REFUSED = (429, 503, 529)  # a server that has enough to do
+REFUSED = (429, 503, 529)  # an overloaded server
 MAX_LINE_BYTES = 2 << 20
 _decode = msgspec.json.Decoder().decode
 
 
 @dataclass
 class Answer:
-    """What became of a request. Times in seconds; ``status`` 0 = no answer at all, and ``error`` says why."""
+    """The result of a request. Times in seconds; ``status`` 0 = no reply at all, and ``error`` is the reason."""
 
     start_s: float
     status: int = 0
     error: str = ""
-    first_s: float = 0.0  # when the first token was there
-    last_s: float = 0.0  # and the last one
-    end_s: float = 0.0  # and the end of the answer, whatever it was
+    first_s: float = 0.0  # when the first token came
+    last_s: float = 0.0  # when the last token came
+    end_s: float = 0.0  # when the reply ended, in any way
     gaps_s: list[float] = field(default_factory=list)  # between chunks
     input_tokens: int = 0
     output_tokens: int = 0
@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token after the first one; 0 where there is none."""
+        """Time per output token after the first one; 0 if there is none."""
         more = self.output_tokens - 1
         return (self.last_s - self.first_s) / more if more > 0 else 0.0
 
@@ -67,8 +67,8 @@ class TimedRequest:
 
 
 def open_client(base_url: str, api_key: str, timeout_s: float) -> aiohttp.ClientSession:
-    """To be opened where a loop runs. ``timeout_s``: of silence, in any phase of a request. Routes are given without
-    the slash that they begin with, as ``base_url`` may have a path. As many connections as requests are under way.
+    """Open a client; call it in a running event loop. ``timeout_s``: of silence, in any phase of a request. Routes are
+    passed without their leading slash, as ``base_url`` may have a path. There is no limit on connections.
     """
     return aiohttp.ClientSession(
         base_url.rstrip("/") + "/",
@@ -80,7 +80,7 @@ def open_client(base_url: str, api_key: str, timeout_s: float) -> aiohttp.Client
 
 
 def body_of(endpoint: str, model: str, prompt: str | list[int], output_len: int, **more: Any) -> dict[str, Any]:
-    """A streaming request of either endpoint; a chat needs text."""
+    """Return a streaming request of either endpoint; a chat needs text."""
     content: dict[str, Any] = {"prompt": prompt, "max_tokens": output_len}
     if endpoint == CHAT:
         content = {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": output_len}
@@ -88,7 +88,7 @@ def body_of(endpoint: str, model: str, prompt: str | list[int], output_len: int,
 
 
 async def send_request(http: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]) -> Answer:
-    """Send one streaming request and read its answer to the end. Never raises for what a server may do."""
+    """Send one streaming request and read its reply to the end. Never raises for a server's failure."""
     answer = Answer(time.perf_counter())
     try:
         async with http.post(endpoint.lstrip("/"), json=body) as response:
@@ -107,7 +107,9 @@ async def send_request(http: aiohttp.ClientSession, endpoint: str, body: dict[st
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of its server-sent events, but for the last one. Raises ValueError for a line above MAX_LINE_BYTES."""
+    """Yield the data of the reply's server-sent events, except the last one. Raises ValueError for a line above
+    MAX_LINE_BYTES.
+    """
     async for line in response.content:
         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
             yield line[6:]
@@ -121,7 +123,7 @@ def _book(answer: Answer, data: bytes) -> None:
         delta = choice.get("delta")
         text = choice.get("text") if delta is None else delta.get("content")
         if text is None or (delta is not None and "role" in delta and not text):
-            continue  # the opening of a chat is not a token
+            continue  # the first chunk of a chat is not a token
         answer.text += text
         if answer.first_s:
             answer.gaps_s.append(now - answer.last_s)
@@ -139,9 +141,8 @@ async def send_all(
     max_concurrency: int = 0,
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> list[Answer]:
-    """Send all requests when their time has come; answers in their order.
-
-    ``max_concurrency`` above 0: later ones wait for earlier ones to end; their time counts from when they are sent.
+    """Send all requests at their times; return the results in their order. ``max_concurrency`` above 0: later requests
+    wait until earlier ones end; their time counts from when they are sent.
     """
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 

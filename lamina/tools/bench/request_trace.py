@@ -1,4 +1,6 @@
-"""Recorded request traces: when a request came, how long its prompt and its answer were, what prefixes it shared."""
+"""Recorded request traces: when a request came, the lengths of its prompt and reply, and the prefixes that
+it shared.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-BLOCK_TOKENS = 512  # that one hash id stands for
+BLOCK_TOKENS = 512  # tokens of one hash id
 TICK_S = 3.0  # arrivals in Mooncake's recorded traces are rounded to it
 _AZURE = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 _MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
@@ -19,8 +21,8 @@ _MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
 
 @dataclass(frozen=True)
 class TraceRow:
-    """A request of a trace. ``arrival_s`` counts from the first one; ``blocks`` are hash ids of 512 tokens each: equal
-    ids stand for equal tokens behind equal prefixes. Azure's traces have none.
+    """A request of a trace. ``arrival_s`` counts from the first one. ``blocks`` are hash ids of 512 tokens each: equal
+    ids mean equal tokens after equal prefixes. Azure's traces have none.
     """
 
     arrival_s: float
@@ -30,7 +32,7 @@ class TraceRow:
 
 
 def read_azure(lines: Iterable[str]) -> Iterator[TraceRow]:
-    """Azure's LLM inference traces of 2023 (CSV). Raises ValueError that names the line."""
+    """Read Azure's LLM inference traces of 2023 (CSV). Raises ValueError that names the line."""
     rows = csv.reader(lines)
     header = next(rows, [])
     if header != _AZURE:
@@ -46,7 +48,7 @@ def read_azure(lines: Iterable[str]) -> Iterator[TraceRow]:
 
 
 def read_mooncake(lines: Iterable[str]) -> Iterator[TraceRow]:
-    """Mooncake's traces (JSON lines, milliseconds). Raises ValueError that names the line."""
+    """Read Mooncake's traces (JSON lines, milliseconds). Raises ValueError that names the line."""
     for number, line in enumerate(lines, 1):
         try:
             fields = json.loads(line)
@@ -66,10 +68,10 @@ READERS = {"azure": read_azure, "mooncake": read_mooncake}
 
 
 def load_trace(kind: str, path: str, *, limit: int = 0, seed: int = 0, spread: bool = True) -> list[TraceRow]:
-    """Rows of a file, or of a gzip file, by arrival; the first arrives at 0.
+    """Return the rows of a file, or of a gzip file, by arrival; the first arrives at 0.
 
-    ``limit``: so many rows at most, 0 = all. ``spread``: move arrivals that are rounded to ticks to anywhere in their
-    tick. Raises ValueError for rows out of order and lengths below 1; OSError.
+    ``limit``: at most so many rows, 0 = all. ``spread``: move arrivals that are rounded to ticks to random times in
+    their tick. Raises ValueError for rows out of order and lengths below 1; OSError.
     """
     if kind not in READERS:
         raise ValueError(f"--trace {kind!r}: known kinds are {', '.join(READERS)}")
@@ -94,7 +96,7 @@ def load_trace(kind: str, path: str, *, limit: int = 0, seed: int = 0, spread: b
 
 
 def rows_that_fit(rows: list[TraceRow], max_tokens: int) -> tuple[list[TraceRow], int]:
-    """Rows whose prompt and answer fit into ``max_tokens`` together, and how many do not."""
+    """Return the rows whose prompt and reply together fit into ``max_tokens``, and the number of rows that do not."""
     kept = [r for r in rows if r.input_len + r.output_len <= max_tokens]
     return kept, len(rows) - len(kept)
 

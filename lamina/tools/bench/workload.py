@@ -1,4 +1,4 @@
-"""What a benchmark asks for, and when: random prompts, prompts of a file, or a recorded trace."""
+"""The requests of a benchmark and their times: random prompts, prompts of a file, or a recorded trace."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ DATASETS = ("random", "sharegpt", "custom")
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request to come: ``text`` if given, else ``input_len`` tokens that ``tokens_of`` makes up.
-
-    ``output_len`` 0 = as many tokens as ``answer`` has.
+    """One request to come: ``text`` if given, else ``input_len`` tokens from ``tokens_of``. ``output_len`` 0 = as many
+    tokens as ``answer`` has.
     """
 
     arrival_s: float
@@ -30,7 +29,7 @@ class LoadRequest:
 
 
 def random_requests(count: int, input_len: int, output_len: int, *, range_ratio: float, seed: int) -> list[LoadRequest]:
-    """``count`` requests whose lengths lie evenly within +- ``range_ratio`` of what is asked for."""
+    """Return ``count`` requests whose lengths are uniform within +- ``range_ratio`` of the given ones."""
     if not 0.0 <= range_ratio < 1.0:
         raise ValueError(f"--random-range-ratio must lie in [0, 1), not {range_ratio}")
     rng = random.Random(f"{seed}/lengths")
@@ -43,9 +42,9 @@ def random_requests(count: int, input_len: int, output_len: int, *, range_ratio:
 
 
 def file_requests(kind: str, path: str, count: int, output_len: int, *, seed: int) -> list[LoadRequest]:
-    """Requests drawn from a file. "custom": JSON lines with prompt and perhaps output_tokens. "sharegpt": a JSON list
-    of conversations, of which the first turn is asked and the second one's length is wanted. ``output_len`` above 0
-    counts for all. Raises ValueError, OSError.
+    """Return requests drawn from a file. "custom": JSON lines with prompt and perhaps output_tokens. "sharegpt": a JSON
+    list of conversations; the first turn is the prompt, the second one's length is the output's. ``output_len`` above 0
+    is used for all. Raises ValueError, OSError.
     """
     if not path:
         raise ValueError(f"--dataset-name {kind} needs --dataset-path FILE")
@@ -76,14 +75,14 @@ def _sharegpt(rows: list[Any]) -> Iterator[LoadRequest]:
 
 
 def trace_requests(rows: list[TraceRow], speed_up: float) -> list[LoadRequest]:
-    """A trace's requests, ``speed_up`` times as fast as they came."""
+    """Return a trace's requests, ``speed_up`` times as fast as they came."""
     if speed_up <= 0:
         raise ValueError(f"--speed-up must be positive, not {speed_up}")
     return [LoadRequest(r.arrival_s / speed_up, r.input_len, r.output_len, r.blocks) for r in rows]
 
 
 def at_rate(asks: list[LoadRequest], rate: float, seed: int) -> list[LoadRequest]:
-    """The same requests, arriving as a Poisson process of ``rate`` a second; all at once for infinity."""
+    """Return the same requests, arriving as a Poisson process of ``rate`` a second; all at once for infinity."""
     if not rate > 0:
         raise ValueError(f"--request-rate must be positive, or inf, not {rate}")
     if rate == float("inf"):
@@ -96,7 +95,7 @@ def at_rate(asks: list[LoadRequest], rate: float, seed: int) -> list[LoadRequest
 
 
 def tokens_of(ask: LoadRequest, number: int, pool: list[int], seed: int) -> list[int]:
-    """``input_len`` tokens of ``pool``; blocks with equal ids give equal tokens, all else is different."""
+    """Return ``input_len`` tokens of ``pool``. Blocks with equal ids give equal tokens, all other blocks differ."""
     if not ask.blocks:
         return random.Random(f"{seed}/{number}").choices(pool, k=ask.input_len)
     tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""``lamina-launch check MODEL``: whether the same prompts give the same, however the work is spread."""
+"""``lamina-launch check MODEL``: checks that equal prompts give equal results for every division of the work."""
 
 from __future__ import annotations
 
@@ -23,20 +23,24 @@ OPTIONS = (
     "trust_remote_code", "start_timeout_s", "step_timeout_s",
 )  # fmt: skip
 EPILOG = """\
-promises: bitwise = the same tokens and the same log-probabilities to the last bit as the base run, for the transport,
-the number of memory workers, their weights, the partition and overlap (given the same plans, which is looked at), and
-with --deterministic also for the pipeline and batch mates. token-equal = the greedy tokens of transformers in fp32
-wherever its two best logits lie further apart than ten times the measured logit error; behind a nearer one the
-comparison goes on with the token that Lamina chose, and such ties may be 1 % of all tokens. bounded = the
-log-probabilities err by at most 0.01, or in half precision and with --kv-cache-dtype int8 or fp8 by at most 4 times
-what transformers errs with its numbers rounded in the same way. nothing = of answers with --kv-sparsity, which leaves
-KV out; but the runs with it are bitwise equal to each other, while nobody is preempted or lost: behind that, evict goes
-on with the blocks that it had, token-equal, and of select nothing is promised.
-Some runs are those of a death: at a certain message of a certain worker, which is a process then, it ends by force, and
-another one takes its place. A compute worker, a rank of one and a planned change leave all bits as they are
-(token-equal without --deterministic), a prefill worker also those of the K and V of its prompts; behind a memory worker
-the prompts are token-equal of whose KV it had some, and all others have their bits; behind a server's engine all are
-token-equal. A run in which nobody died, or nobody took the place, is none.
+promises: bitwise = the same tokens and the same log-probabilities, to the last bit, as the base run. It is promised for
+the transport, the number of memory workers, their weights, the partition and overlap, given the same plans, which are
+compared. With --deterministic it is also promised for the pipeline and other sequences of the batch.
+token-equal = the greedy tokens of transformers in fp32 wherever its two best logits are further apart than ten times
+the measured logit error. After a smaller distance the comparison continues with the token that Lamina chose. Such ties
+may be 1 % of all tokens.
+bounded = log-probabilities have an error of at most 0.01. In half precision and with --kv-cache-dtype int8 or fp8 it is
+at most 4 times the error of transformers with its numbers rounded in the same way.
+nothing = for replies with --kv-sparsity, which leaves KV out. But runs with it are bitwise equal to each other while no
+sequence is preempted and no worker is lost. After that, evict continues with the blocks that it had, token-equal, and
+for select nothing is promised.
+
+In some runs a worker, then a process of its own, is killed at a certain message, and another one replaces it. After the
+death of a compute worker or one of its ranks, or a planned change, all bits stay (token-equal without --deterministic).
+After a prefill worker's death the bits of its prompts' K and V stay, too. After a memory worker's death the prompts of
+whose KV it had a part are token-equal, and all others keep their bits. After the death of a server's engine all are
+token-equal. A run in which no process died, or none replaced it, does not count.
+
 Exit status: 0 = all promises are kept, 1 = one is broken or a worker was lost, 2 = bad input. A setting that this model
 or machine cannot run is listed as refused, with the reason. The model is loaded in fp32, once for transformers and once
 for each compute worker.
@@ -44,7 +48,7 @@ for each compute worker.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this sub-command."""
+    """Add the flags of this sub-command."""
     parser.epilog = EPILOG
     parser.add_argument("model", help="a directory or a hub id")
     size = parser.add_mutually_exclusive_group()
@@ -59,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 if all promises are kept, 1 if one is broken; raises ValueError for bad input."""
+    """Run the check. Returns exit status 0 if all promises are kept, 1 if one is broken; raises ValueError for bad
+    input.
+    """
     config = replace_options(engine_config(args), BASE_OPTIONS)
     if args.max_tokens < 2:
         raise ValueError(f"--max-tokens must be at least 2, not {args.max_tokens}")
@@ -112,7 +118,7 @@ def _run(args: argparse.Namespace, config: EngineConfig, settings: Sequence[Sett
 
 
 def time_left(took_s: float, done: int, count: int) -> str:
-    """Words about how long the runs take that are left, if they are as those that are done."""
+    """Return words about how long the remaining runs take, if they are like those that are done."""
     left_s = took_s / done * (count - done)
     if done == count:
         return ""

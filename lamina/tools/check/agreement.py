@@ -1,8 +1,8 @@
-"""Does Lamina say what ``transformers`` says? The rule by which greedy tokens are compared.
+"""The rule by which Lamina's greedy tokens are compared with those of ``transformers``.
 
-Tokens must be equal wherever the reference's two best logits lie further apart than ten times the measured logit
-error. Nearer than that is a tie: rounding decides, so the comparison goes on behind Lamina's token, and ties may be
-at most 1 % of all. The logit error itself must be small: the rule is for fp32.
+Tokens must be equal wherever the reference's two best logits are further apart than ten times the measured logit error.
+A smaller distance is a tie: rounding decides, so the comparison continues after Lamina's token. Ties may be at most 1 %
+of all tokens. The logit error itself must be small: the rule is for fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ERROR_ALLOWED = 0.01  # in natural-log units: a larger error would make everythi
 
 @dataclass
 class Agreement:
-    """What a comparison found. Logits are natural-log units before softmax."""
+    """The result of a comparison. Logits are natural-log units before softmax."""
 
     num_tokens: int = 0
     num_ties: int = 0  # tokens that differ where the reference itself is undecided
@@ -35,22 +35,21 @@ class Agreement:
 
     @property
     def identical(self) -> bool:
-        """Whether the rule holds."""
+        """True if the rule holds."""
         few_ties = self.num_ties <= TIES_ALLOWED * self.num_tokens
         return self.num_tokens > 0 and self.num_wrong == 0 and few_ties and self.logit_error <= ERROR_ALLOWED
 
     @property
     def share(self) -> float:
-        """Tokens that are the reference's first choice."""
+        """The share of tokens that are the reference's first choice."""
         return 1.0 - (self.num_ties + self.num_wrong) / max(self.num_tokens, 1)
 
 
 @torch.inference_mode()
 def compare(model: Any, outputs: Sequence[RequestOutput]) -> Agreement:
-    """Compare greedy completions, generated with ``logprobs``, with the same ``model`` run by transformers.
-
-    ``model`` is in eval mode and on one device. Every completion is checked against ``model.generate`` and, position by
-    position, against the model's logits behind the very tokens that Lamina chose.
+    """Compare greedy completions, generated with ``logprobs``, with the same ``model`` run by transformers. ``model``
+    is in eval mode and on one device. Every completion is checked against ``model.generate`` and, position by position,
+    against the model's logits after exactly the tokens that Lamina chose.
     """
     result = Agreement()
     gaps: list[float] = []  # reference's best logit minus that of Lamina's token, where they differ

@@ -16,19 +16,19 @@ from lamina.config.flat_options import flat_options
 
 from .verdict import Verdict
 
-WIDTH = 140  # characters, where the table goes to a file or a pipe
+WIDTH = 140  # characters, if the table goes to a file or a pipe
 COLUMNS = {
     "axis": "left", "setting": "left", "promised": "left", "exactness": "left", "": "left", "same tokens": "right",
     "prompts": "right", "as": "left", "difference": "right", "error": "right", "ties": "right",
 }  # fmt: skip
 LEGEND = (
-    "difference: the largest of a log-probability to the run named under 'as'; error: the largest to transformers; "
+    "difference: the largest of a log-probability to the run named under 'as'. error: the largest to transformers. "
     "ties: tokens that differ from those of transformers where its margin is within ten times the error"
 )
 
 
 def report_json(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Everything, for programs. ``config``: that of the base run."""
+    """Return all results as plain data. ``config``: that of the base run."""
     return {
         "model": model,
         "held": not any(v.held is False for v in verdicts),
@@ -39,7 +39,7 @@ def report_json(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -
 
 
 def show(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -> None:
-    """Print the table, what is to be said of single runs, and a summary."""
+    """Print the table, notes on single runs, and a summary."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
     for name, side in COLUMNS.items():
@@ -57,7 +57,7 @@ def show(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -> None:
 
 
 def _cells(v: Verdict) -> list[str]:
-    """A row of the table, in the order of COLUMNS."""
+    """Return a row of the table, in the order of COLUMNS."""
     first = [v.axis, v.setting or "-", v.promised, v.exactness, v.word]
     if not v.tokens:
         return [*first, *["-"] * 6]

@@ -1,4 +1,4 @@
-"""The engine on which settings run, its recorded wire, and the tripwire by which workers die."""
+"""The engine on which settings run, its recording executor, and the failpoint by which workers die."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .resize_case import ResizeRunner
 
 
 class CheckedEngine(NamedTuple):
-    """``failpoint``: of its workers, where one is to die."""
+    """An engine of a check. ``failpoint``: of its workers, if one is to die."""
 
     llm: LLM
     executor: RecordingExecutor
     failpoint: Failpoint | None
 
     def runner(self, setting: Setting) -> ResizeRunner | FaultRunner:
-        """Who runs the prompts."""
+        """Return the object that runs the prompts."""
         if setting.fault is None or self.failpoint is None:
             return ResizeRunner(self.llm, setting.changes)
         return FaultRunner(self.llm, self.executor, self.failpoint, setting.fault)

@@ -1,4 +1,4 @@
-"""A run in whose midst a worker dies by force, at an event of its own, and another one takes its place."""
+"""A run in which a worker is killed at one of its events, and another one replaces it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .recording_executor import RecordingExecutor
 
 
 class FaultVisibleError(Exception):
-    """Somebody was told a wrong thing, or nobody took the place of who had died."""
+    """A stream got a wrong result, or no worker replaced the one that died."""
 
 
 @contextmanager
 def failpoint_for(settings: Sequence[Setting], folder: Path) -> Iterator[Failpoint | None]:
-    """By which workers of these settings that start meanwhile can be ended, where one of them wants that."""
+    """Yield a failpoint that ends workers which start in this block, if one of the settings needs it; else None."""
     if not any(s.fault and s.fault.event is not None for s in settings):
         yield None
         return
@@ -41,8 +41,8 @@ def failpoint_for(settings: Sequence[Setting], folder: Path) -> Iterator[Failpoi
 
 
 class FaultRunner:
-    """Of one engine: its prompts, while ``fault`` happens. ``had_kv``: the prompts of whose KV the one that
-    died had some.
+    """Runs the prompts of one engine while ``fault`` happens. ``had_kv``: the prompts of whose KV the dead worker had a
+    part.
     """
 
     moved_bytes = 0
@@ -55,8 +55,8 @@ class FaultRunner:
         self.had_kv: frozenset[int] = frozenset()
 
     def generate(self, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
-        """As ``LLM.generate``. Raises ValueError where nobody died before the last token, or had KV of no prompt;
-        FaultVisibleError where nobody took the place; and as ``LLM.stream``.
+        """Run the prompts as ``LLM.generate``. Raises ValueError if no process died before the last token, or if it had
+        no KV of the prompts. Raises FaultVisibleError if no process replaced it, and as ``LLM.stream``.
         """
         engine, outputs = self._llm.engine, dict[int, RequestOutput]()
         before, is_set = self._llm.pools.pids, self._fault.before_prompt_end
@@ -71,31 +71,31 @@ class FaultRunner:
                 if not is_set and len(outputs) >= at_once:
                     self._set(before)
                     is_set = True
-            engine.check_workers()  # it may have died behind the last step
+            engine.check_workers()  # it may have died after the last step
         if not (self._tripwire.disarm() and self._in_time):
             raise ValueError(f"sequences ended before {self._fault.victim} died: raise --max-tokens")
         if self._llm.pools.pids[self._fault.victim] == before[self._fault.victim]:
-            raise FaultVisibleError(f"{self._fault.victim} died, and nobody took its place")
+            raise FaultVisibleError(f"{self._fault.victim} died, and no process replaced it")
         if self._role == "memory" and not self.had_kv:
             raise ValueError(f"{self._fault.victim} had no KV of these prompts: give more of them")
         return [outputs[i] for i in ids]
 
     @contextmanager
     def _or_harmed(self) -> Iterator[None]:
-        """What goes wrong behind the death is no fault of a user."""
+        """Report failures after the death as FaultVisibleError: they are not the user's error."""
         try:
             yield
         except ValueError as e:
             if not self._tripwire.has_fired:
                 raise
-            raise FaultVisibleError(f"behind the death of {self._fault.victim}: {e}") from e
+            raise FaultVisibleError(f"after the death of {self._fault.victim}: {e}") from e
 
     def _set(self, pids: dict[str, int]) -> None:
         assert self._fault.event is not None
         self._tripwire.arm(pids[self._fault.victim], self._fault.event, self._fault.times)
 
     def _note(self, ids: Sequence[int]) -> None:
-        """The epoch changes: who runs now is who had KV."""
+        """Note at a change of the epoch which prompts run, since their KV was on the dead worker."""
         scheduler, info = self._llm.engine.scheduler, self._llm.engine.worker_info
         running = [s for s in scheduler.running if not s.finished and s.request_id in ids]
         self._in_time = self._in_time or bool(running or scheduler.waiting)
@@ -105,8 +105,8 @@ class FaultRunner:
 
 
 def holds(info: ComputeReady, worker: int, sequence: RunningSequence) -> bool:
-    """Whether memory worker ``worker`` has, or is about to get, some of the KV of ``sequence``: by the rule by which it
-    is dealt out, and not by what anybody says.
+    """Return True if memory worker ``worker`` has, or is about to get, a part of the KV of ``sequence``. The rule of
+    placement decides, not the worker's report.
     """
     placement = KvPlacement(num_kv_shards(info.kv_shards), info.stripe, info.single_shard)
     blocks = -(-sequence.num_computed_tokens // info.block_size)

@@ -1,4 +1,4 @@
-"""Who dies in a run of ``lamina-launch check``, at which moment, and what is promised of the tokens: a table. Pure."""
+"""The table of deaths in ``lamina-launch check``: which process dies when, and what is promised of the tokens. Pure."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ ENGINE = "engine"
 
 
 class Death(NamedTuple):
-    """One process that ends by force in the midst of a run; another one takes its place."""
+    """One process that is killed during a run; another one replaces it."""
 
     axis: str
     victim: str  # the name of a worker, such as memory-0; or ENGINE
-    promised: Exactness  # of prompts of whose KV it had some, and of all if it had none
+    promised: Exactness  # of prompts of whose KV it had a part, and of all if it had none
     other_prompts: Exactness  # of prompts of whose KV it had none
-    event: Event | None = None  # of its own, at which it ends; None: at a step
+    event: Event | None = None  # the event of the process at which it ends; None: at a step
     times: int = 1  # how often that comes first
-    # Counted from the first prompt on, else from where all that run at once have a token.
+    # Counted from the first prompt on, else from when all that run at once have a token.
     before_prompt_end: bool = False
 
     @property
     def without_determinism(self) -> Death:
-        """The same of a run that is not deterministic: what is planned anew may have other batch mates."""
+        """The death in a run that is not deterministic: steps that are planned again may have other sequences in the
+        batch.
+        """
         least = Exactness.TOKEN_EQUAL
         return self._replace(promised=min(self.promised, least), other_prompts=min(self.other_prompts, least))
 
 
-# A compute worker holds no KV, and dies between the messages of a layer. A prefill worker dies within a prompt, whose
-# K and V show in the log-probabilities of all tokens behind it. Of a memory worker it matters whose KV it had; where
-# others keep its parity, it comes back. An engine takes its workers with it.
+# A compute worker holds no KV, and dies between the messages of a layer. A prefill worker dies within a prompt, whose K
+# and V affect the log-probabilities of all later tokens. For a memory worker it matters whose KV it had; with parity
+# its KV comes back. An engine takes its workers with it.
 COMPUTE = Death("lost compute worker", "compute-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 7)
 RANK = Death("lost rank", "compute-1", Exactness.BITWISE, Exactness.BITWISE, Event.WAIT_O, 7)
 PREFILL = Death(

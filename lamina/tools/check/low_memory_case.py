@@ -1,5 +1,5 @@
-"""Memory too tight for one sequence, which makes memory workers lend, or for all that run, which preempts some: in the
-rows that are to show it. Pure.
+"""Options with too little memory for one sequence, so that memory workers lend, or for all running ones, so that some
+are preempted. Pure.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from lamina.workers.compute.kv_capacity import store_bytes
 
 
 class LowMemoryCase:
-    """For sequences of which the longest has ``longest`` tokens, on a model of ``layers``, all heads."""
+    """Memory limits for sequences of which the longest has ``longest`` tokens, on a model of ``layers``, all heads."""
 
     def __init__(
         self, longest: int, layers: Sequence[LayerShape], max_model_len: int, prompts: Sequence[int] = ()
     ) -> None:
-        """``prompts``: tokens of each, in the order in which they come."""
+        """``prompts``: tokens of each, in order of arrival."""
         self._longest, self._layers, self._limit, self._prompts = longest, layers, max_model_len, prompts
         self._stored = longest - 1  # the last token is drawn, and not stored
 
     def options(self, config: EngineConfig) -> dict[str, Any]:
-        """Options with which each memory worker of ``config`` holds all of the longest sequence but its last stripe.
-        Raises ValueError where that is its only one.
+        """Return options with which each memory worker of ``config`` holds the longest sequence without its last
+        stripe. Raises ValueError if that is its only one.
         """
         home = (self._stored - 1) // CHUNK_TOKENS * CHUNK_TOKENS
         if not home:
@@ -42,7 +42,7 @@ class LowMemoryCase:
         return {"max_model_len": min(self._limit, most), "kv_memory": str(nbytes)}
 
     def preemption_options(self, config: EngineConfig) -> dict[str, Any]:
-        """With which the prompts that run at once have room, and not all that they become."""
+        """Return options with which the prompts that run at once fit, but not all of their completions."""
         size, first = config.kv.block_size, self._prompts[: config.batching.max_num_seqs]
         one = -(-self._longest // size)
         blocks = max(one + 1, sum(-(-(tokens + 1) // size) for tokens in first))
@@ -51,7 +51,7 @@ class LowMemoryCase:
         return {"max_model_len": min(self._limit, one * size), "kv_memory": str(nbytes)}
 
     def why_not_low(self, ready: ComputeReady) -> str:
-        """Why memory workers that are ``ready`` need lend nothing of the longest sequence; "" = they must."""
+        """Return why memory workers that are ``ready`` need not lend for the longest sequence; "" = they must."""
         full = [min(n) for n, window in zip(ready.num_blocks, ready.windows, strict=True) if not window]
         if not full:
             return "all layers have a window, and lend nothing"

@@ -1,4 +1,4 @@
-"""The settings that ``lamina-launch check`` compares, and what is promised of each."""
+"""The settings that ``lamina-launch check`` compares, and the promise of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .fault_promises import COMPUTE, ENGINE, MEMORY, PARITY, PREFILL, RANK, SERV
 
 
 class Resize(NamedTuple):
-    """A change to ``workers`` memory workers while sequences run. ``leaving``: the workers that leave, by number;
+    """A change to ``workers`` memory workers while sequences run. ``leaving``: numbers of the workers that leave;
     empty: the last ones.
     """
 
@@ -32,40 +32,40 @@ class Resize(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """One run of all prompts. ``options``: of an engine, where it is not the base's."""
+    """One run of all prompts. ``options``: of an engine, where they differ from the base's."""
 
     axis: str
     promised: Exactness
     compared_with: Setting | None = None  # the earlier run with whose bits it is compared
     options: dict[str, Any] = field(default_factory=dict)
     runs_alone: bool = False  # one prompt after the other, instead of all at once
-    loads_from_disk: bool = False  # the pools have been emptied before, so that KV is loaded from beside them
-    changes: tuple[Resize, ...] = ()  # in the midst of the run; at last there are as many workers as at first
-    fault: Death | None = None  # in the midst of the run
+    loads_from_disk: bool = False  # the pools were emptied before, so KV is loaded from storage
+    changes: tuple[Resize, ...] = ()  # during the run; at its end there are as many workers as at first
+    fault: Death | None = None  # during the run
 
     @property
     def lends(self) -> bool:
-        """Whether memory workers hold less than the longest sequence, so that one lies on loan in part."""
+        """True if memory workers hold less than the longest sequence, so that a part of it is on loan."""
         return self.options.get("partition") == LENDING and not self.drops_blocks and self.options["memory_workers"] > 1
 
     @property
     def drops_blocks(self) -> bool:
-        """Whether sequences are to lose KV blocks."""
+        """True if sequences drop KV blocks."""
         return self.options.get("kv_sparsity") == "evict"
 
     @property
     def swaps(self) -> bool:
-        """Whether memory is too small for all that run, so that some are preempted, and their KV is kept meanwhile."""
+        """True if memory is too small for all running sequences, so that some are preempted and their KV is saved."""
         return self.options.get("preemption_mode") == "swap"
 
     @property
     def runs_in_server(self) -> bool:
-        """Whether a server's engine runs it, in a process of its own, which dies."""
+        """True if a server's engine runs it, in a process of its own, which dies."""
         return self.fault is not None and self.fault.victim == ENGINE
 
     @property
     def text(self) -> str:
-        """Its flags, as ``lamina-launch`` takes them."""
+        """The setting as flags of ``lamina-launch``."""
         words = flag_words(self.options)
         tight = ["(too little memory for one sequence)"] * self.lends
         tight += ["(too little memory for all)"] * self.swaps
@@ -75,8 +75,8 @@ class Setting:
         return " ".join([*words, *labels])
 
 
-# What every run has, unless its options say otherwise. Prompts longer than a chunk are read in several steps, next to
-# others that decode; with more prompts than sequences, some join in the middle of the run.
+# Defaults of every run. Prompts longer than a chunk are computed in several steps, next to decoding sequences. With
+# more prompts than sequences, some join during the run.
 BASE_OPTIONS: dict[str, Any] = {
     "transport": "loopback", "memory_workers": 1, "dtype": "float32", "prefill_chunk": 32, "max_num_seqs": 4
 }  # fmt: skip
@@ -84,15 +84,15 @@ BASE_STORE = KVOptions().kv_cache_dtype
 LENDING = "spill"
 HOLDING = [name for name in PARTITIONS if name != LENDING]
 OTHERS = [name for name in HOLDING if name != TopologyOptions().partition]
-# Where processes die and others take their places: threads cannot.
+# Options of runs in which processes die and are replaced: threads cannot.
 _APART: dict[str, Any] = {"memory_workers": 2, "transport": HERE}
-_SPILL: dict[str, Any] = {"partition": LENDING, "memory_workers": 3}  # two have no room for all that runs at once
+_SPILL: dict[str, Any] = {"partition": LENDING, "memory_workers": 3}  # two cannot hold all that runs at once
 BASE = Setting("base", Exactness.TOKEN_EQUAL)
 FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
 # Sums over several ranks are rounded in another way than sums of one.
 _TWO: dict[str, Any] = {"tensor_parallel_size": 2, "memory_workers": 2, "deterministic": True}
 RANKS = Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, _TWO)
-# Approximate, so nothing is promised of the answers; but blocks are chosen alike by all. The smallest budget there is.
+# Approximate, so replies have no promise; but all runs choose the same blocks. The smallest possible budget.
 _EVICT: dict[str, Any] = {"kv_sparsity": "evict", "kv_budget": 128, "kv_recent": 16, "deterministic": True}
 EVICTING = Setting("kv sparsity", Exactness.NOTHING, None, _EVICT)
 SELECTING = Setting("kv sparsity", Exactness.NOTHING, None, {**_EVICT, "kv_sparsity": "select"})
@@ -100,7 +100,9 @@ EVICTING_RANKS = Setting("kv sparsity", Exactness.NOTHING, None, {**_EVICT, **_T
 
 
 def quick_settings(attention: Sequence[str]) -> list[Setting]:
-    """Every axis, most of them once. ``attention``: backends other than the base's, the simplest last."""
+    """Return settings for every axis, most of them once. ``attention``: backends other than the base's, the simplest
+    last.
+    """
     return [
         BASE,
         Setting("again", Exactness.BITWISE, BASE),
@@ -142,8 +144,8 @@ def quick_settings(attention: Sequence[str]) -> list[Setting]:
 def full_settings(
     attention: Sequence[str], gemm: Sequence[str], transports: Sequence[str], devices: Iterable[dict[str, str]] = ()
 ) -> list[Setting]:
-    """Every value of every axis, and combinations. The arguments are values other than the base's; ``devices``: of
-    another kind, as options.
+    """Return every value of every axis, and combinations. The arguments are values other than the base's; ``devices``:
+    of another kind, as options.
     """
     held: list[dict[str, Any]] = [{"memory_workers": n, "partition": name} for name in HOLDING for n in (2, 3)]
     splits = [*held, _SPILL]
@@ -195,8 +197,8 @@ def full_settings(
 
 
 def settings_of_axes(settings: Iterable[Setting], axes: Sequence[str]) -> list[Setting]:
-    """The settings of ``axes``, and those that they are compared with; no ``axes``: all. Raises ValueError for an axis
-    that is not there.
+    """Return the settings of ``axes``, and those with which they are compared; no ``axes``: all. Raises ValueError for
+    an unknown axis.
     """
     everything = list(settings)
     known = list(dict.fromkeys(s.axis for s in everything))
@@ -218,7 +220,7 @@ def _fixed(axis: str, **options: Any) -> Setting:
 
 
 def _cached(**options: Any) -> tuple[Setting, Setting]:
-    """All prompts, and once more in the same engine: then they begin with what the first ones have left."""
+    """Return two runs in one engine: all prompts, and all again, which then begin with KV of the first run."""
     switches = {**options, **FIXED.options, "enable_prefix_caching": True}
     settings = (
         Setting("prefix cache", Exactness.BITWISE, FIXED, switches, runs_alone=alone) for alone in (False, True)
@@ -227,21 +229,21 @@ def _cached(**options: Any) -> tuple[Setting, Setting]:
 
 
 def _restored(**options: Any) -> tuple[Setting, Setting]:
-    """All prompts, and once more in the same engine, whose pools are empty by then."""
+    """Return two runs in one engine: all prompts, and all again with empty pools."""
     switches = {**options, **FIXED.options, "enable_prefix_caching": True, "kv_offloading_size": "1GiB"}
     first = Setting("restore", Exactness.BITWISE, FIXED, switches)
     return first, Setting("restore", Exactness.BITWISE, FIXED, switches, runs_alone=True, loads_from_disk=True)
 
 
 def _planned(size: int = 1, like: Setting = FIXED, **options: Any) -> Setting:
-    """One more worker of each of ``size`` ranks, which then ends with the first ones of all."""
+    """Return a run in which each of ``size`` ranks gets one more worker, and then each rank's first worker leaves."""
     had = options["memory_workers"]
     changes = Resize(had + size), Resize(had, tuple(range(size)))
     return Setting("planned change", Exactness.BITWISE, like, {**options, **FIXED.options}, changes=changes)
 
 
 def _resized(transports: Sequence[str]) -> list[Setting]:
-    """Planned changes, over every partition but the one of loans."""
+    """Return planned changes, over every partition except that of loans."""
     return [
         *(_planned(memory_workers=2, partition=name) for name in HOLDING),
         *(_planned(memory_workers=2, partition=name, transport=scheme) for name in HOLDING for scheme in transports),
@@ -254,7 +256,7 @@ def _lost(fault: Death, like: Setting = FIXED, **options: Any) -> Setting:
 
 
 def _losses() -> list[Setting]:
-    """Deaths over all partitions, and beside what else they meet."""
+    """Return deaths over all partitions, and combined with other features."""
     held = [{**_APART, "partition": name, "transport": scheme} for name in HOLDING for scheme in ("shm", "tcp")]
     busy: list[dict[str, Any]] = [{}, {"prefill_workers": 1, "pipeline": 2}]
     loose = COMPUTE.without_determinism
@@ -271,13 +273,15 @@ def _losses() -> list[Setting]:
 
 
 def _swapped(**options: Any) -> Setting:
-    """Some are preempted, and go on with the KV that was saved."""
+    """Return a run in which some sequences are preempted, and continue with their saved KV."""
     switches = {**options, **FIXED.options, "kv_offloading_size": "1GiB", "preemption_mode": "swap", "block_size": 16}
     return Setting("preemption", Exactness.BITWISE, FIXED, switches)
 
 
 def kv_reuse_settings(dtype: str) -> list[Setting]:
-    """The settings in which KV outlives its rows, stored as ``dtype``; first the one with which they are compared."""
+    """Return the settings in which KV outlives its sequences, stored as ``dtype``; first the one with which they are
+    compared.
+    """
     if dtype == BASE_STORE:
         return [FIXED, *_cached(), *_restored(), _swapped()]
     like = Setting("kv cache dtype", Exactness.BOUNDED, None, {**FIXED.options, "kv_cache_dtype": dtype})
@@ -294,14 +298,18 @@ def _bounded(axis: str, **options: Any) -> Setting:
 
 
 def _backend(name: str) -> tuple[Setting, Setting]:
-    """Backends give each other's bits nowhere, but each gives its own however the work is split."""
+    """Return settings for a backend: no two backends give equal bits, but each gives its own for every division of the
+    work.
+    """
     full_settings = _bounded("attention", attention=name)
     split = {**full_settings.options, "memory_workers": 3, "overlap": False}
     return full_settings, Setting("attention", Exactness.BITWISE, full_settings, split)
 
 
 def _stored(name: str) -> tuple[Setting, Setting]:
-    """Stored numbers of 8 bits are within a bound of the reference's, and the same bits however the work is split."""
+    """Return settings for 8-bit KV: within a bound of the reference's, and equal bits for every division of
+    the work.
+    """
     full_settings = Setting("kv cache dtype", Exactness.BOUNDED, None, {"kv_cache_dtype": name})
     split = {**full_settings.options, "memory_workers": 3, "partition": "token", "overlap": False}
     return full_settings, Setting("kv cache dtype", Exactness.BITWISE, full_settings, split)
@@ -312,8 +320,8 @@ def _alike(like: Setting = EVICTING, **options: Any) -> Setting:
 
 
 def _sparse(transports: Sequence[str]) -> list[Setting]:
-    """Scores are sums over heads, whoever has them. Where tokens of a head are dealt out, nobody can score them: these
-    are refused.
+    """Return settings with KV sparsity. Scores are sums over heads, on any worker. If a head's tokens are divided, no
+    worker can score them: such settings are refused.
     """
     return [
         EVICTING,
@@ -333,5 +341,7 @@ def _sparse(transports: Sequence[str]) -> list[Setting]:
 
 
 def _rounded(dtype: str) -> Setting:
-    """Numbers of another width have no bits in common with the base's: they are compared with the reference alone."""
+    """Return a setting for another dtype. Its bits differ from the base's, so it is compared with the
+    reference alone.
+    """
     return Setting("dtype", Exactness.BOUNDED, None, {"dtype": dtype})

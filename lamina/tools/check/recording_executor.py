@@ -1,4 +1,4 @@
-"""A Wire that looks on."""
+"""An executor that records what passes through it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .verdict import Plans
 
 
 class RecordingExecutor:
-    """Notes the plans of the steps that pass, and tells of each change of the epoch before the engine hears of it."""
+    """Records the plans of passing steps, and reports each change of the epoch before the engine receives it."""
 
     def __init__(self, executor: Executor) -> None:
         self._wire = executor
         self.clear()
 
     def clear(self) -> None:
-        """Forget what has passed."""
+        """Forget what was recorded."""
         self.on_change: Callable[[], None] = lambda: None
         self.plans: Plans = []
-        self.lent: dict[int, int] = {}  # sequence -> stripes on loan, at most at once
+        self.lent: dict[int, int] = {}  # sequence -> most stripes on loan at once
         self._arrived: dict[int, int] = {}  # sequence -> how many came before it
 
     @property

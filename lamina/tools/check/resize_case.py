@@ -1,4 +1,4 @@
-"""A run in whose midst memory workers come and go."""
+"""A run during which memory workers join and leave."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .matrix import Resize
 
 
 class ResizeFailedError(Exception):
-    """A change that was begun came to nothing, and why."""
+    """A change that had begun failed; the text says why."""
 
 
 class ResizeRunner:
-    """Of one engine: its prompts, while its memory workers change. ``moved_bytes``: of KV, so far."""
+    """Runs the prompts of one engine while its memory workers change. ``moved_bytes``: bytes of KV moved so far."""
 
     had_kv: frozenset[int] = frozenset()
 
@@ -29,8 +29,9 @@ class ResizeRunner:
         self.moved_bytes = 0
 
     def generate(self, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
-        """As ``LLM.generate``. A change begins once as many as run at once have a token, the next one behind it. Raises
-        ValueError where there can be no such change, ResizeFailedError where one failed, and as ``LLM.stream``.
+        """Run the prompts as ``LLM.generate``. A change begins once as many prompts as run at once have a token, the
+        next one after it. Raises ValueError if a change is impossible, ResizeFailedError if one failed, and as
+        ``LLM.stream``.
         """
         outputs = dict[int, RequestOutput]()
         at_once = min(len(prompts), self._llm.engine.config.batching.max_num_seqs)
@@ -46,7 +47,7 @@ class ResizeRunner:
         return [outputs[i] for i in stream.request_ids]
 
     def _begin(self, change: Resize) -> None:
-        """And wait until those who come are there: sequences must not end before."""
+        """Begin a change and wait until the new workers are ready: sequences must not end before."""
         wanted = self._elastic.plan(change.workers)
         check_kv_capacity(self._llm.engine.scheduler, self._llm.engine.worker_info, wanted.capacity)
         self._elastic.begin(wanted, change.leaving)

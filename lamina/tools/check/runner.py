@@ -40,14 +40,14 @@ from .verdict import Outcome, Verdict, failed_verdict, judge
 # Tokens of the random prompts: several prefill chunks, several chunks of stored tokens, and a single token.
 LENGTHS = (3, 17, 1, 290, 33, 140)
 DTYPE_FACTOR = 4.0  # by which the error of narrower numbers may exceed that of transformers with the same rounding
-ALTERNATIVES = 4  # whose log-probabilities are compared too
+ALTERNATIVES = 4  # number of alternatives whose log-probabilities are compared too
 
 
 class Check:
-    """The same prompts over many settings."""
+    """Runs equal prompts over many settings."""
 
     def __init__(self, model: str, base: EngineConfig, prompts: Sequence[str], max_tokens: int, seed: int) -> None:
-        """No ``prompts``: random ones of ``seed``."""
+        """``prompts``: if empty, random ones of ``seed``."""
         self._model = model
         self._base = base
         self._prompts = prompts
@@ -56,12 +56,12 @@ class Check:
         )
         self._reference = ReferenceModel(model, trust_remote_code=base.model.trust_remote_code)
         self._outcomes: dict[Setting, Outcome] = {}
-        self._low_memory: LowMemoryCase | None = None  # known with the first outcome, as the next ones
+        self._low_memory: LowMemoryCase | None = None  # set with the first outcome, which the next ones need
         self._ids: list[list[int]] = []  # of the prompts
 
     def run(self, settings: Sequence[Setting]) -> Iterator[Verdict]:
-        """The verdict on each, as soon as it is known. The first one must start: what it raises (ValueError,
-        ImportError, OSError, WorkerError) is raised; a later one that does not start is refused in its verdict.
+        """Yield the verdict on each setting as soon as it is known. The first one must start: its errors (ValueError,
+        ImportError, OSError, WorkerError) are raised. A later one that does not start is refused in its verdict.
         """
         for _, group in groupby(settings, key=lambda s: (sorted(s.options.items()), s.runs_in_server)):
             left = list(group)
@@ -70,7 +70,7 @@ class Check:
                     for verdict in self._run(list(left)):
                         left.pop(0)
                         yield verdict
-                except WorkerError as e:  # by which the engine has ended: the next ones have another one
+                except WorkerError as e:  # it ended the engine: the next settings get another one
                     if not self._outcomes:
                         raise
                     yield failed_verdict(left.pop(0), str(e), held=False)
@@ -127,7 +127,7 @@ class Check:
             more = f"no KV block was dropped: prompts need more than {llm.engine.config.kv.kv_budget} tokens"
             verdict = failed_verdict(setting, more, held=None)
         if setting.swaps and not self._outcomes[setting].num_preemptions:
-            verdict = failed_verdict(setting, "nobody was preempted: a window gives blocks back", held=None)
+            verdict = failed_verdict(setting, "no sequence was preempted: a window frees blocks", held=None)
         return verdict
 
     def _verdict_of(self, setting: Setting, run: Callable[[], Outcome]) -> Verdict:
@@ -178,7 +178,7 @@ class Check:
         return self._compared(config, outputs, start)
 
     def _compared(self, config: EngineConfig, outputs: list[RequestOutput], start: float) -> Outcome:
-        """With the reference."""
+        """Compare outputs with the reference."""
         agreement, bound = self._reference.agreement(config.model.dtype, config.kv.kv_cache_dtype, outputs)
         return Outcome(
             completions=[o.outputs[0] for o in outputs],
@@ -203,7 +203,7 @@ def _loaded_bytes(llm: LLM) -> float:
 
 
 def random_prompts(llm: LLM, params: SamplingParams) -> list[list[int]]:
-    """Token ids, the same for the same model and seed; as long as LENGTHS, or as the model allows."""
+    """Return token ids, the same for the same model and seed; as long as LENGTHS, or as the model allows."""
     info, draw = llm.engine.worker_info, random.Random(params.seed)
     longest = info.max_model_len - (params.max_tokens or 0)
     if longest < 1:
@@ -214,18 +214,18 @@ def random_prompts(llm: LLM, params: SamplingParams) -> list[list[int]]:
 
 
 class ReferenceModel:
-    """``transformers`` in fp32, with the weights as the dtype of a run rounds them."""
+    """``transformers`` in fp32, with the weights rounded to the dtype of a run."""
 
     def __init__(self, model: str, *, trust_remote_code: bool) -> None:
         self._source = model
         self._trust = trust_remote_code
         self._full: Any = None  # the model in fp32
-        self._known: dict[str, tuple[Agreement, float]] = {}  # by what was generated: most runs give the same
+        self._known: dict[str, tuple[Agreement, float]] = {}  # by completions: most runs give the same ones
 
     def agreement(self, dtype: str, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
-        """How far ``outputs`` agree with the reference, and the bound of their error. In half precision, or with stored
-        K and V in 8 bits, that is DTYPE_FACTOR times the error that transformers itself makes on the same tokens, if
-        its numbers are rounded in the same way.
+        """Return the agreement of ``outputs`` with the reference, and the bound of their error. In half precision, or
+        with K and V stored in 8 bits, the bound is DTYPE_FACTOR times the error of transformers itself on the same
+        tokens with the same rounding.
         """
         completions = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
         key = repr((dtype, kv_dtype, completions))
@@ -247,12 +247,12 @@ class ReferenceModel:
 
     def _load(self, dtype: str) -> Any:
         model: Any = load(self._source, dtype=dtype, trust_remote_code=self._trust).model
-        model.generation_config = GenerationConfig()  # plain greedy decoding that nothing ends
+        model.generation_config = GenerationConfig()  # plain greedy decoding without an end token
         return model
 
 
 class QuantizedCache(DynamicCache):  # type: ignore[misc]
-    """A cache of transformers with K and V as a store of this --kv-cache-dtype keeps them."""
+    """A cache of transformers with K and V as --kv-cache-dtype stores them."""
 
     def __init__(self, kv_dtype: str) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class QuantizedCache(DynamicCache):  # type: ignore[misc]
 
 @torch.inference_mode()
 def _scores(model: Any, output: RequestOutput, cache: QuantizedCache | None = None) -> Tensor:
-    """Log-probabilities [tokens] of what was generated, in fp32."""
+    """Return log-probabilities [tokens] of the generated tokens, in fp32."""
     prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
     ids = torch.tensor([prompt + tokens[:-1]])
     options = {} if cache is None else {cache_name(): cache}

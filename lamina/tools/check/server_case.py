@@ -1,4 +1,4 @@
-"""A run whose engine is a server's, in a process of its own that dies in its midst: another one goes on."""
+"""A run on a server's engine, in a process of its own, which is killed during the run; another one continues."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from lamina.server.engine_client.reply_queue import ReplyQueue
 def generate_served(
     model: str, config: EngineConfig, prompts: Sequence[list[int]], params: SamplingParams
 ) -> list[RequestOutput]:
-    """As ``LLM.generate``, of a server without HTTP, whose engine is killed once as many as run at once have a token.
-    Raises ValueError for bad input or where the last token has come before, EngineGoneError where no other engine goes
-    on.
+    """Run the prompts as ``LLM.generate``, on a server without HTTP, whose engine is killed once as many as run at once
+    have a token. Raises ValueError for bad input or if the last token came before, EngineGoneError if no other engine
+    continues.
     """
     return asyncio.run(_DyingEngine(model, config, params).run(prompts))
 
 
 class _DyingEngine:
-    """A server's end of its engine, and what its readers have been told."""
+    """A server's client of its engine, and the outputs of its readers."""
 
     def __init__(self, model: str, config: EngineConfig, params: SamplingParams) -> None:
         self._start = StartEngine(
             model=model, tokenizer="", config=config, log_json=True
-        )  # it says no more than it must
+        )  # so it logs no more than it must
         self._params, self._at_once = params, config.batching.max_num_seqs
         self._engines: list[EngineHandle] = []
         self._told: list[CompletionOutput] = []
@@ -67,7 +67,7 @@ class _DyingEngine:
         return [RequestOutput(i, None, prompt, [output], RequestTimes(0.0)) for i, (prompt, output) in pairs]
 
     def on_delta(self, delta: Delta) -> None:
-        """A meter, of which nothing is asked here."""
+        """Observe a delta; nothing is measured here."""
 
     def _launch(self, start: StartEngine) -> EngineHandle:
         self._engines.append(launch_engine(start))

@@ -1,4 +1,4 @@
-"""How far two runs of ``lamina-launch check`` agree, and whether that keeps the promise. Pure."""
+"""Compares two runs of ``lamina-launch check``, and decides whether the promise is kept. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .matrix import Exactness, Setting
 if TYPE_CHECKING:
     from .agreement import Agreement
 
-# (batch, rows of it as (sequence in the order of arrival, first position, count)) of each step, in their order
+# (batch, rows of it as (sequence in order of arrival, first position, count)) of each step, in their order
 Plans = list[tuple[int, tuple[tuple[int, int, int], ...]]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave. ``bound``: of the log-probabilities' error, for its dtype."""
+    """The result of a run. ``bound``: of the log-probabilities' error, for its dtype."""
 
     completions: Sequence[CompletionOutput]
     plans: Plans
@@ -31,14 +31,14 @@ class Outcome:
     seconds: float
     idle: tuple[str, ...] = ()  # memory workers that had nothing to attend
     lent: int = 0  # stripes that were on loan
-    moved_bytes: int = 0  # of KV, as memory workers came and went
-    num_swapped: int = 0  # preempted ones that went on with their own KV
-    had_kv: frozenset[int] = frozenset()  # prompts of whose KV a worker that died had some
+    moved_bytes: int = 0  # of KV, while memory workers joined and left
+    num_swapped: int = 0  # preempted ones that continued with their own KV
+    had_kv: frozenset[int] = frozenset()  # prompts of whose KV a worker that died had a part
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two runs of the same prompts."""
+    """The difference between two runs of the same prompts."""
 
     equal_tokens: int
     equal_prompts: int
@@ -60,9 +60,9 @@ class Verdict:
     compared_with: str = ""  # axis of the run whose tokens and bits were compared; "" = only with the reference
     equal_tokens: int | None = None
     equal_prompts: int | None = None
-    worst_difference: float | None = None  # to that run, of a log-probability
+    worst_difference: float | None = None  # of a log-probability, compared with that run
     same_plans: bool | None = None  # as that run
-    logit_error: float = 0.0  # to the reference
+    logit_error: float = 0.0  # compared with the reference
     bound: float = 0.0
     ties: int = 0
     wrong: int = 0
@@ -79,7 +79,7 @@ class Verdict:
 
 
 def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
-    """``compared_with``: the outcome of ``setting.like``, None where it has none."""
+    """Judge a run. ``like``: the outcome of ``setting.compared_with``, None if it has none."""
     difference = compare(run.completions, like.completions) if like is not None else None
     exactness = _strictest(run, difference)
     promised, notes, why = setting.promised, [], _excuse(setting, run, like) if like is not None else ""
@@ -115,9 +115,11 @@ def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
 
 
 def _looks(setting: Setting, run: Outcome, like: Outcome | None, excused: bool) -> Iterator[tuple[bool, str]]:
-    """Whether what a setting is for was there, and as it is to be; and words about it. ``excused``: bits may differ."""
+    """Yield, for each effect that a setting is meant to show, whether it occurred, and a note. ``excused``: bits may
+    differ.
+    """
     if setting.fault and like is not None and (counts := _other_counts(run, like)):
-        yield False, "; ".join("prompt {} was told {} tokens, not {}".format(*each) for each in counts)
+        yield False, "; ".join("prompt {} got {} tokens, not {}".format(*each) for each in counts)
     if setting.fault and run.had_kv:
         yield True, f"{setting.fault.victim} had KV of prompts {_listed(run.had_kv)}"
     if setting.fault and like is not None and (differing := _others_that_differ(setting.fault, run, like)):
@@ -131,15 +133,15 @@ def _looks(setting: Setting, run: Outcome, like: Outcome | None, excused: bool) 
 
 
 def _other_counts(run: Outcome, like: Outcome) -> list[tuple[int, int, int]]:
-    """Prompts that were told more or fewer tokens, and how many of each."""
+    """Return prompts with more or fewer tokens than in the other run, and both numbers."""
     pairs = enumerate(zip(run.completions, like.completions, strict=True))
     counts = ((i, len(one.token_ids), len(other.token_ids)) for i, (one, other) in pairs)
     return [each for each in counts if each[1] != each[2]]
 
 
 def _others_that_differ(fault: Death, run: Outcome, like: Outcome) -> list[int]:
-    """Prompts of whose KV the one that died had none, and that differ by more than is promised of them."""
-    if fault.other_prompts <= fault.promised:  # which is looked at of all
+    """Return prompts of whose KV the dead worker had none, and that differ by more than is promised of them."""
+    if fault.other_prompts <= fault.promised:  # all prompts are checked for that
         return []
     others = [i for i in range(len(run.completions)) if i not in run.had_kv]
     return [i for i in others if compare([run.completions[i]], [like.completions[i]]).first is not None]
@@ -150,14 +152,14 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def failed_verdict(setting: Setting, why: str, *, held: bool | None) -> Verdict:
-    """Of a setting that gave no outcome: refused (``held=None``) or broken (``held=False``)."""
+    """Return the verdict on a setting without an outcome: refused (``held=None``) or broken (``held=False``)."""
     exactness = Exactness.NOTHING.word if held is False else "-"
     promised = setting.promised.word
     return Verdict(axis=setting.axis, setting=setting.text, promised=promised, exactness=exactness, held=held, note=why)
 
 
 def compare(run: Sequence[CompletionOutput], like: Sequence[CompletionOutput]) -> Difference:
-    """The completions of the same prompts in two runs, both generated with ``logprobs``."""
+    """Compare the completions of the same prompts in two runs, both generated with ``logprobs``."""
     equal_tokens = equal_prompts = 0
     worst, first = 0.0, None
     for prompt, (one, other) in enumerate(zip(run, like, strict=True)):
@@ -185,8 +187,8 @@ def _strictest(run: Outcome, difference: Difference | None) -> Exactness:
 
 
 def _excuse(setting: Setting, run: Outcome, like: Outcome) -> str:
-    """Why the bits of two runs may differ; "" = they may not. What a preempted sequence had is computed anew, in other
-    steps; and without ``deterministic`` bits are promised for the same plans alone.
+    """Return why the bits of two runs may differ; "" = they may not. The KV of a preempted sequence is computed again
+    in other steps. Without ``deterministic`` bits are promised for equal plans only.
     """
     if run.num_preemptions > run.num_swapped or like.num_preemptions > like.num_swapped:
         return "a sequence was preempted: bits are not promised (raise --kv-cache-memory-bytes)"

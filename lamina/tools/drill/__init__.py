@@ -1,6 +1,6 @@
-"""``lamina-launch drill MODEL``: hit processes of a server while streams are read, and compare each stream with that
-of a run in which nobody was hit. Exit status 1 where it was told a wrong thing, too little, or something twice. Where
-KV is built again a token may be the neighbour of what it was, at an edge: such a stream is counted apart.
+"""``lamina-launch drill MODEL``: injects faults into processes of a server while streams are read, and compares each
+stream with that of an undisturbed run. Exit status 1 if a stream was wrong, too short, or had something twice. Rebuilt
+KV may change a token to a neighbour at an edge: such a stream is counted apart.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from math import inf
 
 from lamina.facts.report import count_text
 
-# name -> (role, signal, or CUT: it loses a connection to a memory worker, or SCALE: it ends as the server gets twice as
-# many memory workers, or as many as at first, or FLIP: a bit of its KV changes)
+# name -> (role, signal or action). CUT: it loses a connection to a memory worker. SCALE: it ends as the server gets
+# twice as many memory workers, or as many as at first. FLIP: a bit of its KV changes.
 FAULTS = {
     "kill-compute": ("compute", "SIGKILL"),
     "kill-memory": ("memory", "SIGKILL"),
@@ -26,15 +26,15 @@ FAULTS = {
     "scale": ("engine", "SCALE"),
     "flip": ("memory", "FLIP"),
 }
-USUAL = [name for name in FAULTS if name not in ("partition", "kill-spare", "flip")]  # which need flags of their own
+USUAL = [name for name in FAULTS if name not in ("partition", "kill-spare", "flip")]  # the rest needs flags of its own
 FLAGS = ["--memory-workers", "2", "--prefill-workers", "1", "--dtype", "float32", "--deterministic"]
-# Flags without which a drill ends early, or cannot try an edge: that takes a bias for each token of the vocabulary.
+# Flags without which a drill ends early, or cannot test an edge: that needs a bias for each token of the vocabulary.
 REMOVED_LIMITS = {"--max-recoveries": "1000000", "--limits": "logit-bias=1000000"}
 CHECKED = {"--kv-checks": "1"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this sub-command."""
+    """Add the flags of this sub-command."""
     parser.add_argument("model", help="a directory or a hub id")
     parser.add_argument("--faults", default=",".join(USUAL), help="what happens, in turn (default: %(default)s)")
     parser.add_argument("--count", type=int, default=20, help="hits (default: %(default)s)")
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0, or 1 where a stream was harmed, a hit took too long or a process is left. Raises ValueError,
-    OSError.
+    """Run the drill. Returns exit status 0, or 1 if a stream was harmed, a fault took too long or a process is left.
+    Raises ValueError, OSError.
     """
     faults, flags = parse_arguments(args)
     if args.dry_run:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_arguments(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The faults, and the flags of the server. Raises ValueError."""
+    """Return the faults, and the flags of the server. Raises ValueError."""
     faults = args.faults.split(",")
     for name in faults:
         if name not in FAULTS:
@@ -105,6 +105,6 @@ def parse_arguments(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _has(flags: Sequence[str], name: str, value: str = "") -> bool:
-    """Whether ``name`` is among them, of that value where one is given."""
+    """Return True if ``name`` is among the flags, with ``value`` if one is given."""
     words = [word for flag in flags for word in flag.split("=", 1)]
     return any(a == name and value in ("", b) for a, b in zip(words, [*words[1:], ""], strict=True))

@@ -1,4 +1,4 @@
-"""The streams of a drill: requests of all kinds, what each was told, and whether that was right."""
+"""The streams of a drill: requests of all kinds, and a record of each reply."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 TEXT = "def class return for in range import numpy self list of the value if else not None print sum max"
 NUM_PAGES_PROMPTS, PAGES_OF = (2, 40), (140, 260)  # words of a prompt, and of one that has a page or two
-# All but the last have a seed where they draw: so each has one right answer; of the last the journal knows the seed.
+# All but the last have a seed if they draw: so each has one right reply. For the last one the journal has the seed.
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 0},
     {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
@@ -27,19 +27,21 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class StreamRecord:
-    """What one stream has told: text, tokens with log-probabilities and the reason of the end, by choice."""
+    """The contents of one stream: text, tokens with log-probabilities and the reason of the end, by choice."""
 
     texts: dict[int, str] = field(default_factory=dict)
     ids: dict[int, list[int]] = field(default_factory=dict)
     scores: dict[int, list[tuple[str, float]]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
-    tokens: int = 0  # of all choices, by its own account
+    tokens: int = 0  # of all choices, by the stream's own usage
     error: str = "it never began"
     times: list[float] = field(default_factory=list)  # of its events
-    id: str = ""  # of its answer
+    id: str = ""  # of its reply
 
     def pause_after(self, moment: float, until: float = inf) -> float | None:
-        """The longest that began ``until`` then, where it had not ended by ``moment``."""
+        """Return the longest pause of the stream that began before ``until``, if the stream had not ended by
+        ``moment``.
+        """
         times = [t for t in self.times if t > moment]
         if not times:
             return None
@@ -48,8 +50,8 @@ class StreamRecord:
 
 
 def seeds_of(journal: Path) -> dict[str, int]:
-    """The seeds of all requests in a server's journal, by the ids of their answers; the server draws one where a client
-    gave none.
+    """Return the seeds of all requests in a server's journal, by the ids of their replies. The server draws one if a
+    client gave none.
     """
     from lamina.server.journal.journal_records import AcceptedRecord
     from lamina.server.journal.segment import SegmentContents
@@ -59,14 +61,14 @@ def seeds_of(journal: Path) -> dict[str, int]:
 
 
 def has_one_answer(body: dict[str, Any]) -> bool:
-    """Whether a request is answered by the same tokens each time."""
+    """Return True if a request gets the same tokens each time."""
     return "seed" in body or not body["temperature"]
 
 
 def bodies_of(
     count: int, tokens: int, rng: random.Random, words: tuple[int, int] = NUM_PAGES_PROMPTS
 ) -> list[dict[str, Any]]:
-    """Requests of all kinds, in turn. ``words``: of a prompt, at least and at most."""
+    """Return requests of all kinds, in turn. ``words``: least and most words of a prompt."""
     more = {
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -86,8 +88,8 @@ def read_all(
     after_s: float,
     records: list[StreamRecord] | None = None,
 ) -> list[StreamRecord]:
-    """All at a time, each to its end, into ``records``, at which others may look meanwhile; ``hit`` is called so much
-    later. Raises what it does.
+    """Read all streams at once, each to its end, into ``records``, which other threads may read meanwhile. ``hit`` is
+    called after ``after_s``; its errors are raised.
     """
     records = [StreamRecord() for _ in bodies] if records is None else records
     try:
@@ -115,7 +117,7 @@ async def _read_all(
 
 
 def read_one(url: str, body: dict[str, Any], timeout_s: float, record: StreamRecord) -> None:
-    """To its end, into ``record``, at which others may look meanwhile."""
+    """Read a stream to its end into ``record``, which other threads may read meanwhile."""
 
     async def read() -> None:
         from lamina.tools.bench.openai_client import open_client
@@ -128,7 +130,7 @@ def read_one(url: str, body: dict[str, Any], timeout_s: float, record: StreamRec
 
 async def _call(hit: Callable[[], object], after_s: float) -> None:
     await asyncio.sleep(after_s)
-    await asyncio.to_thread(hit)  # which may wait for its moment
+    await asyncio.to_thread(hit)  # it may wait for its moment
 
 
 async def _read(http: Any, body: dict[str, Any], record: StreamRecord) -> None:

@@ -1,4 +1,4 @@
-"""Cut the way between two processes that live: one of their TCP connections ends under both of them."""
+"""Ends a TCP connection between two running processes, under both of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _ESTABLISHED = "01"
 
 
 def cut(one: int, other: int) -> bool:
-    """End a TCP connection between two processes of this host. Whether there was one. Raises OSError where this process
-    may not touch theirs.
+    """End a TCP connection between two processes of this host. Returns False if there was none. Raises OSError if this
+    process may not access theirs.
     """
     theirs = {(far, near) for _, near, far in _connections(other)}
     for fd, near, far in _connections(one):
@@ -25,7 +25,7 @@ def cut(one: int, other: int) -> bool:
 
 
 def _connections(pid: int) -> list[tuple[int, str, str]]:
-    """Descriptor, own address and the peer's, as the kernel prints them."""
+    """Return descriptor, own address and the peer's, as the kernel prints them."""
     lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     lines += Path(f"/proc/{pid}/net/tcp6").read_text().splitlines()[1:]
     known = {f[9]: (f[1], f[2]) for line in lines if (f := line.split())[3] == _ESTABLISHED}

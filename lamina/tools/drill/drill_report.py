@@ -1,4 +1,4 @@
-"""What a drill says of its hits, and whether all was well."""
+"""The report of a drill on its faults, and its exit status."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
 BAD = "wrong", "lost", "twice"
 GOOD = "right", "edge"
-SILENT = "kill-spare", "scale"  # nobody says of these that somebody is lost
-SAMPLED = "flip"  # not always, where --kv-checks looks at some blocks alone
-SLACK_S = 0.1  # for a line of the log to come here
+SILENT = "kill-spare", "scale"  # no log line reports a loss for these
+SAMPLED = "flip"  # not always noticed, if --kv-checks covers only some blocks
+SLACK_S = 0.1  # for a line of the log to arrive here
 
 
 class FaultResult(NamedTuple):
-    """One hit that came in time, and what the streams were told that were read meanwhile: how many of each verdict."""
+    """One fault that came in time, and the verdicts on the streams that were read meanwhile."""
 
     fault: str
     victim: Victim
     kind: str  # of the message at which it came
-    noticed_s: float | None  # until the log said so
-    pause_s: float  # the longest of a stream behind it
-    rebuilt: int | None  # tokens whose KV was computed again; None: nobody has counted
+    noticed_s: float | None  # until the log reported it
+    pause_s: float  # the longest of a stream after it
+    rebuilt: int | None  # tokens whose KV was computed again; None: unknown
     verdicts: Counter[str]
-    idle_s: float = 0.0  # of ``noticed_s``: before anybody waited for it
+    idle_s: float = 0.0  # the part of ``noticed_s`` before a process waited for the victim
 
     @property
     def was_idle(self) -> bool:
-        """Whether it owed nothing as it was hit."""
+        """True if the victim owed nothing when it was hit."""
         return self.idle_s > SLACK_S
 
 
 def report(args: argparse.Namespace, blows: Sequence[FaultResult], calm: Counter[str], left: int) -> int:
-    """Print all, as ``args`` say; exit status 1 where a stream was harmed, a hit was noticed too late or paused for too
-    long, or something is missing or ``left``. ``calm``: verdicts of a run without a hit.
+    """Print all results as ``args`` require. Returns exit status 1 if a stream was harmed, a fault was noticed too late
+    or paused for too long, or something is missing or ``left``. ``calm``: verdicts of an undisturbed run.
     """
     rows = {fault: row_of([b for b in blows if b.fault == fault]) for fault in dict.fromkeys(b.fault for b in blows)}
     harmed = sum(row[name] for row in rows.values() for name in BAD)
@@ -62,7 +62,7 @@ def report(args: argparse.Namespace, blows: Sequence[FaultResult], calm: Counter
         return int(bad)
     _print_table(rows)
     if other := args.streams - sum(calm[name] for name in GOOD):
-        print(f"nobody was hit, and yet {other} of {args.streams} streams were not the same again")
+        print(f"without a fault {other} of {args.streams} streams changed in a second run")
     if len(blows) < args.count:
         print(f"the server did not recover from hit {len(blows)}, of {blows[-1].victim.name}")
     print(*late, sep="\n", end="\n" if late else "")
@@ -72,12 +72,12 @@ def report(args: argparse.Namespace, blows: Sequence[FaultResult], calm: Counter
 
 
 def late_faults(rows: dict[str, dict[str, Any]], most_s: dict[str, float]) -> list[str]:
-    """By fault, in words: how many of its hits took longer than ``most_s`` allows (0: anything), by name of times."""
+    """Return, by fault and in words, how many were slower than ``most_s`` allows (0: any time), by name of times."""
     late = list[str]()
     for fault, row in rows.items():
         unseen, most = row["hits"] - len(row["noticed_s"]), most_s.get("noticed_s", 0.0)
         if unseen and most > 0 and fault not in (*SILENT, SAMPLED):
-            late.append(f"{fault}: {unseen} of {row['hits']} above --noticed-s {most:g}: nobody has noticed")
+            late.append(f"{fault}: {unseen} of {row['hits']} above --noticed-s {most:g}: not noticed")
         for name, most in most_s.items():
             over = [seconds for seconds in row[name] if seconds > most > 0]
             if over:
@@ -87,8 +87,8 @@ def late_faults(rows: dict[str, dict[str, Any]], most_s: dict[str, float]) -> li
 
 
 def row_of(blows: Sequence[FaultResult]) -> dict[str, Any]:
-    """Of the hits of one fault. ``noticed_s`` counts from the hit, or from when somebody waited for who was hit;
-    ``noticed_idle_s`` from the hit, of those for whom nobody did.
+    """Return the results of one kind of fault. ``noticed_s`` counts from the fault, or from when a process waited for
+    the victim. ``noticed_idle_s`` counts from the fault, for victims on which no process waited.
     """
     verdicts = sum((b.verdicts for b in blows), Counter[str]())
     return {
@@ -113,7 +113,7 @@ def _print_table(rows: dict[str, dict[str, Any]]) -> None:
         print(f"{fault:14} {row['hits']:5} {times[0]:>20} {times[1]:>20} {rebuilt:>8} {counts}")
         print(f"{'':14} of {_counts(row['victims'])}; at {_counts(row['kinds'])}")
         if idle := row["noticed_idle_s"]:
-            print(f"{'':14} {len(idle)} owed nothing at first, noticed {_span(idle)} behind the hit")
+            print(f"{'':14} {len(idle)} owed nothing at first, noticed {_span(idle)} after the hit")
         if fault == "flip":
             print(f"{'':14} noticed: {len(row['noticed_s'])} of {row['hits']}")
 

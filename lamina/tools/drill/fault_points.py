@@ -1,4 +1,6 @@
-"""When a worker is killed: at any time, or as it sends or gets a message of a kind; each role has its kinds in turn."""
+"""The moments at which a worker is killed: at any time, or as it sends or gets a message. Each role takes its kinds in
+turn.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ KINDS = "plan", "Q", "KV", "O", "grant", "control", *PAGES
 
 
 class FaultPoint(NamedTuple):
-    """The moment of a hit. ``event``: None = at any time; ``times``: it comes so often first; ``before_prompt_end``:
-    before the first request is sent, as it is over soon.
+    """The moment of a fault. ``event``: None = at any time; ``times``: it comes so often first. ``before_prompt_end``:
+    inject it before the first request is sent, as the event is over soon.
     """
 
     kind: str
@@ -26,8 +28,8 @@ class FaultPoint(NamedTuple):
     before_prompt_end: bool = False
 
 
-# role -> kind, event of that worker, most times. A grant is the K and V of a prefill worker; a control message is the
-# round that a worker with nothing to do waits for; a page is saved beside the pool or loaded from there.
+# role -> kind, event of that worker, most times. A grant is the K and V of a prefill worker. A control message is the
+# round for which an idle worker waits. A page is saved to storage or loaded from there.
 _OF: dict[str, tuple[tuple[str, Event, int], ...]] = {
     "compute": (
         ("plan", Event.SEND_PLAN, 20),
@@ -51,16 +53,16 @@ _EARLY = "grant", "control", *PAGES
 
 
 class FaultPoints:
-    """One after the other, for each role."""
+    """The sequence of moments for each role."""
 
     def __init__(self, rng: random.Random, *, grants: bool, pages: bool = False) -> None:
-        """``grants``: whether there are prefill workers. ``pages``: whether KV is kept beside the pools."""
+        """``grants``: whether there are prefill workers. ``pages``: whether there is offload."""
         self._rng = rng
         lacking = {*([] if grants else ["grant"]), *([] if pages else PAGES)}
         self._of = {role: self._turns(role, lacking) for role in _OF}
 
     def next(self, role: str) -> FaultPoint:
-        """The moment of a kill in ``role``; any time for roles that have no messages of layers."""
+        """Return the next moment of a kill in ``role``; any time for roles that have no messages of layers."""
         return next(self._of[role]) if role in self._of else FaultPoint(ANY)
 
     def _turns(self, role: str, lacking: Collection[str]) -> Iterator[FaultPoint]:

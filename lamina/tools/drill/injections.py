@@ -1,5 +1,5 @@
-"""One server that is hit while the same requests are read again and again; each stream is compared with that of a run
-in which nobody was hit.
+"""Injects faults into one server while the same requests are read again and again; each stream is compared with that of
+an undisturbed run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .target import Target, Victim
 
 log = logging.getLogger(__name__)
 
-NUM_TRIES = 5  # to hit somebody before the last token
-RECOVERY_TIMEOUT_S = 120.0  # behind a hit, for /health to say 200
-NOTICE_S = 10.0  # for a hit to be noticed, before the next one of the same streams
-BETWEEN = 0.1, 0.3  # of the time of an undisturbed run, from one's end to the next one
+NUM_TRIES = 5  # to inject a fault before the last token
+RECOVERY_TIMEOUT_S = 120.0  # after a fault, until /health reports 200
+NOTICE_S = 10.0  # for a fault to be noticed, before the next one of the same streams
+BETWEEN = 0.1, 0.3  # from one fault's end to the next one, in parts of an undisturbed run's time
 
 
 class Injection(NamedTuple):
-    """A hit that was made. ``at``: on the clock of the streams."""
+    """An injected fault. ``at``: on the clock of the streams."""
 
     fault: str
     victim: Victim
@@ -38,7 +38,7 @@ class Injection(NamedTuple):
 
 
 class Drill:
-    """One server, and the same requests again and again. ``faults``: name -> role and what happens to it."""
+    """One server, and the same requests again and again. ``faults``: name -> role and action."""
 
     def __init__(self, target: Target, args: argparse.Namespace, faults: Mapping[str, tuple[str, str]]) -> None:
         self._target, self._args, self._faults = target, args, faults
@@ -53,7 +53,9 @@ class Drill:
         self._took = 0.0
 
     def run_undisturbed(self) -> Counter[str]:
-        """Two runs without a hit: how the second compares with the first; what is not the same there says nothing."""
+        """Run twice without a fault, and compare the second run with the first. Streams that differ then prove nothing
+        later.
+        """
         self._read(self._bodies)  # the first requests of a server are slower
         began = time.perf_counter()
         self._wanted = self._read(self._bodies)
@@ -61,8 +63,8 @@ class Drill:
         return self._judged(self._read(self._bodies), well=True)
 
     def inject_all(self, faults: Sequence[str], count: int, until: float = inf) -> list[FaultResult]:
-        """``count`` hits by ``faults`` in turn, of which none begins behind ``until``, by time.perf_counter(); fewer
-        where the server is gone: what is left would only say so again. Raises ValueError.
+        """Inject ``count`` faults from ``faults`` in turn, none after ``until`` by time.perf_counter(). There are fewer
+        if the server is gone: the rest would only repeat that. Raises ValueError.
         """
         blows, well = list[FaultResult](), True
         while well and len(blows) < count and time.perf_counter() < until:
@@ -72,8 +74,8 @@ class Drill:
         return blows
 
     def inject(self, faults: Sequence[str]) -> tuple[list[FaultResult], bool]:
-        """Read all streams once, and hit somebody by each of ``faults`` meanwhile, one behind the other. The first,
-        as many as came in time; and whether the server is well behind them. Raises ValueError.
+        """Read all streams once, and inject each of ``faults`` meanwhile, one after the other. Returns the results of
+        those that came in time, and whether the server is healthy after them. Raises ValueError.
         """
         due = self._due_of(faults)
         first, moment = due[0]
@@ -97,12 +99,14 @@ class Drill:
         return [self._blow(s, end, told, verdicts) for s, end in zip(_in_time(strikes, told), ends, strict=False)], well
 
     def _forgotten(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same requests, whose KV nobody has: all is computed, and saved, again."""
+        """Return the same requests under a new salt, so that no KV of them exists: all is computed, and
+        saved, again.
+        """
         self._num_salts += 1
         return [{**body, "cache_salt": f"hit {self._num_salts}"} for body in bodies]
 
     def _due_of(self, faults: Sequence[str]) -> list[tuple[str, FaultPoint]]:
-        """When each comes. One that comes before the first request is the first of a reading."""
+        """Return when each fault comes. One that comes before the first request is the first of a reading."""
         for fault in faults[len(self._due) :]:
             role, how = self._faults[fault]
             self._due.append((fault, self._moments.next(role if how == "SIGKILL" else "")))
@@ -119,7 +123,9 @@ class Drill:
         strikes: list[Injection],
         records: list[StreamRecord],
     ) -> None:
-        """Each once the server has made good the one before; as long as half of the streams are read."""
+        """Inject each fault once the server has recovered from the one before, as long as half of the
+        streams are read.
+        """
         target, rng = self._target, self._rng
         for number, (fault, moment) in enumerate(due):
             role, how = self._faults[fault]
@@ -136,7 +142,7 @@ class Drill:
                 return
 
     def _await_notice(self, strike: Injection) -> bool:
-        """Whether the server says that somebody is lost, within a time, where anybody would."""
+        """Return True if the server reports the loss in time; at once for faults that are never reported."""
         return strike.fault in SILENT or self._target.is_noticed(NOTICE_S)
 
     def _blow(
@@ -161,8 +167,8 @@ class Drill:
         return self._read([body])[0]
 
     def _judged(self, records: Sequence[StreamRecord], *, well: bool) -> Counter[str]:
-        """Where the server is well, streams without a seed are asked for again, with the seed that they were given, and
-        without the KV that the hit streams have left: damage in it would be in both answers.
+        """Judge the streams. If the server is healthy, streams without a seed are requested again, with the seed that
+        they were given. They use no KV of the disturbed streams, as damage in it would be in both replies.
         """
         wanted, bodies = dict(enumerate(self._wanted)), self._forgotten(self._bodies)
         known = {i for i, b in enumerate(bodies) if has_one_answer(b)}
@@ -182,12 +188,12 @@ class Drill:
             if word in BAD:
                 words = difference_text(records[i], wanted[i])
                 log.warning("stream %d was %s: %s (error %.1g): %s", i, word, words, error, bodies[i])
-                log.warning("stream %d was told tokens %s; wanted are %s", i, records[i].ids, wanted[i].ids)
+                log.warning("stream %d received tokens %s; wanted are %s", i, records[i].ids, wanted[i].ids)
         return Counter(verdicts)
 
 
 def _in_time(strikes: Sequence[Injection], records: Sequence[StreamRecord]) -> list[Injection]:
-    """Those behind which some stream was told something, or was harmed."""
+    """Return the faults after which a stream received something, or was harmed."""
     if any(one.error for one in records):
         return list(strikes)
     return [s for s in strikes if any(one.pause_after(s.at) is not None for one in records)]

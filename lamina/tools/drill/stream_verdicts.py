@@ -1,10 +1,10 @@
-"""Whether a stream was told the tokens of an undisturbed run; and where it was not, whether the difference is an edge.
+"""Decides whether a stream has the tokens of an undisturbed run and, if not, whether the difference is an edge.
 
-A token is drawn where a random number falls among the probabilities of all, or is the best of all. KV that is built
-again is computed in other shapes, so that log-probabilities move by some millionths: a number that falls so near to the
-end of a token's share is that of its neighbour then, and all that follows is another text. Whether that was so is
-tried: an undisturbed run, whose logits are pushed towards the other token by no more than check allows for a tie, must
-tell the very same, to the last token. Pure.
+A token is drawn where a random number falls among the probabilities of all tokens, or is the best of all. Rebuilt KV is
+computed in other shapes, so that log-probabilities move by some millionths. A number that falls so near to the edge of
+a token's share then selects its neighbour, and all later tokens differ. To test that, the logits of an undisturbed run
+are pushed towards the other token, by no more than check allows for a tie. That run must give exactly the same tokens,
+to the last one. Pure.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 
 from .client_streams import StreamRecord
 
-CLOSE_LOGPROB = 0.01  # of log-probabilities: a larger error is none of rounding
-# Of the largest error of a log-probability: what logits are pushed by, at most. It is what lamina.tools.check.agreement
-# allows between two that are a tie.
+CLOSE_LOGPROB = 0.01  # of log-probabilities: a larger error does not come from rounding
+# The most that logits are pushed, in multiples of the largest error of a log-probability: lamina.tools.check.agreement
+# allows the same between two that are a tie.
 MOST = 10.0
-ROUNDS = 8  # of which each leaves one more token as it is, whose share is too large
-LOOKS = 12  # at a push that is neither too much nor too little: then the unit of a logit's last place is reached
-Undisturbed = Callable[[dict[str, Any]], StreamRecord]  # what a run in which nobody is hit tells of a request
+ROUNDS = 8  # each leaves one more token, whose share is too large, without a push
+LOOKS = 12  # searches for a push between too much and too little: by then the last place of a logit is reached
+Undisturbed = Callable[[dict[str, Any]], StreamRecord]  # returns the stream of a request in an undisturbed run
 
 
 class Divergence(NamedTuple):
-    """Where two streams part: choice, number of the token, and the tokens there."""
+    """The place where two streams diverge: choice, number of the token, and the tokens there."""
 
     choice: int
     place: int
@@ -33,8 +33,8 @@ class Divergence(NamedTuple):
 
 
 def verdict(record: StreamRecord, wanted: StreamRecord, *, exactly: bool = True) -> str:
-    """right, wrong, lost or twice. Not ``exactly``: its tokens are others each time, and only how many they are, that
-    each has been told with its log-probability, and the reason of the end are looked at.
+    """Return right, wrong, lost or twice. Not ``exactly``: its tokens differ each time. Then only their number, the
+    presence of each one's log-probability, and the reason of the end are checked.
     """
     if record.error:
         return "lost"
@@ -60,7 +60,7 @@ def _near(scores: Mapping[int, Sequence[tuple[str, float]]], wanted: Mapping[int
 
 
 def first_divergence(record: StreamRecord, wanted: StreamRecord) -> Divergence | None:
-    """The first choice in which they part; None where each is at most longer."""
+    """Return the first choice in which they diverge; None if each is at most longer."""
     for choice in sorted(wanted.ids):
         for place, (token, other) in enumerate(zip(wanted.ids[choice], record.ids.get(choice, []), strict=False)):
             if token != other:
@@ -69,7 +69,7 @@ def first_divergence(record: StreamRecord, wanted: StreamRecord) -> Divergence |
 
 
 def difference_text(record: StreamRecord, wanted: StreamRecord) -> str:
-    """In what they differ, for people."""
+    """Return the difference in words."""
     if record.error:
         return record.error
     fork = first_divergence(record, wanted)
@@ -79,7 +79,7 @@ def difference_text(record: StreamRecord, wanted: StreamRecord) -> str:
 
 
 def error_of(record: StreamRecord, wanted: StreamRecord) -> float:
-    """The largest difference of a log-probability, as far as the tokens are the same."""
+    """Return the largest difference of a log-probability, as far as the tokens are the same."""
     worst = 0.0
     for choice, scores in record.scores.items():
         for (_, a), (_, b), token, other in zip(
@@ -92,9 +92,9 @@ def error_of(record: StreamRecord, wanted: StreamRecord) -> float:
 
 
 def with_logit_bias(body: Mapping[str, Any], fork: Divergence, by: float) -> dict[str, Any]:
-    """The request of a stream, with logits that are pushed by so much towards the other token: where the best one is
-    taken that one alone; else all on its side of the place where the number falls, as tokens have their shares in the
-    order of their numbers.
+    """Return the request of a stream, with logits pushed by ``by`` towards the other token. In greedy decoding only
+    that token is pushed. Otherwise all tokens on its side of the drawn number are, as tokens have their shares in the
+    order of their ids.
     """
     return _pushed_each(body, fork, dict.fromkeys(_movers(body, fork), by))
 
@@ -105,13 +105,13 @@ def _pushed_each(body: Mapping[str, Any], fork: Divergence, pushes: Mapping[int,
 
 
 def _movers(body: Mapping[str, Any], fork: Divergence) -> range:
-    """The tokens that are pushed."""
+    """Return the tokens that are pushed."""
     first, last = (0, fork.other + (fork.other < fork.token)) if body["temperature"] else (fork.other, fork.other + 1)
     return range(first, last)
 
 
 def only_choice(record: StreamRecord, choice: int) -> StreamRecord:
-    """As if a stream had that one alone."""
+    """Return the record with this choice only."""
     parts: list[dict[int, Any]] = [record.texts, record.ids, record.scores, record.reasons]
     texts, ids, scores, reasons = ({k: v for k, v in part.items() if k == choice} for part in parts)
     return StreamRecord(texts, ids, scores, reasons, sum(map(len, ids.values())), record.error, record.times, record.id)
@@ -120,7 +120,7 @@ def only_choice(record: StreamRecord, choice: int) -> StreamRecord:
 def is_numeric_tie(
     record: StreamRecord, wanted: StreamRecord, body: Mapping[str, Any], error: float, read: Undisturbed
 ) -> bool:
-    """Whether the streams part at edges alone, each choice for itself. ``error``: of log-probabilities."""
+    """Return True if the streams diverge at edges only, each choice for itself. ``error``: of log-probabilities."""
     choices = [(only_choice(record, i), only_choice(wanted, i)) for i in sorted(wanted.ids)]
     parted = [(one, first_divergence(one, same)) for one, same in choices if verdict(one, same) != "right"]
     if not parted or error > CLOSE_LOGPROB:
@@ -134,14 +134,15 @@ def is_numeric_tie(
 def _some_push_tells(
     one: StreamRecord, wanted: StreamRecord, fork: Divergence, body: Mapping[str, Any], most: float, read: Undisturbed
 ) -> bool:
-    """Whether pushes of ``most``, or less, have an undisturbed run tell the same. The share of the other token may be
-    far smaller than a push moves the shares before it: so it is looked for between pushes that are too much and those
-    that are too little; where these are as near as two logits can be, among pushes of fewer tokens; and where one
-    token alone, whose share is large, then makes all the difference, by pushes of all others beside it.
+    """Return True if some push of at most ``most`` makes an undisturbed run give the same tokens.
+
+    The share of the other token may be far smaller than a push moves the shares before it. So the search is between
+    pushes that are too much and too little. If these are as near as two logits can be, it tries pushes of fewer tokens.
+    If then one token with a large share makes all the difference, it tries pushes of all other tokens.
     """
 
     def is_too_little(pushes: Mapping[int, float]) -> bool | None:
-        """None: it tells the same."""
+        """Return None if the run gives the same tokens."""
         trial = only_choice(read(_pushed_each(body, fork, pushes)), fork.choice)
         if verdict(one, trial) == "right":
             return None
@@ -152,7 +153,7 @@ def _some_push_tells(
 
 
 def _is_between(tokens: list[int], most: float, is_too_little: Callable[[Mapping[int, float]], bool | None]) -> bool:
-    """Whether pushes are found of which it is None; of no token by more than ``most``."""
+    """Return True if there are pushes for which ``is_too_little`` is None, of no token by more than ``most``."""
     low, high = dict.fromkeys(tokens, 0.0), dict.fromkeys(tokens, most)  # too little, and too much
     if (short := is_too_little(high)) is not False:
         return short is None
@@ -182,7 +183,9 @@ def _is_between(tokens: list[int], most: float, is_too_little: Callable[[Mapping
 
 
 def _falls_short(fork: Divergence, ids: Sequence[int], drawn: bool) -> bool:
-    """Whether the token at the fork is still short of the other one. Where it is that one, what follows has moved."""
+    """Return True if the token at the fork is still short of the other one. If it equals that one, later tokens have
+    moved.
+    """
     if len(ids) <= fork.place:
         return False
     there, token, other = ids[fork.place], fork.token, fork.other

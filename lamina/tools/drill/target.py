@@ -1,4 +1,4 @@
-"""The server that is drilled: its processes, its log, and the choice of a process to hit."""
+"""The server of a drill: its processes, its log, and the choice of a victim."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ MODULES = {
     "engine": "lamina.server.engine_client.engine_process",
 }
 NOTICED = "all requests go on"  # words of the log
-BESIDE = "--kv-offload", "--kv-offloading-size"  # flags with which KV is kept beside the pools
-SPARE = "spare"  # the role of workers that have no place
-SCALE = "SCALE"  # nobody is hit: the server gets other memory workers
-_MET = re.compile(r"epoch \d+: .* is pid \d+")  # a line of the log, when workers have met
+BESIDE = "--kv-offload", "--kv-offloading-size"  # flags with which KV is offloaded
+SPARE = "spare"  # the role of spare workers
+SCALE = "SCALE"  # no process is hit: the server gets other memory workers
+_MET = re.compile(r"epoch \d+: .* is pid \d+")  # a line of the log, after workers have connected
 _REBUILT = re.compile(r"all sequences go on .* (\d+) tokens are computed again")
-_WAITED = re.compile(r"while it is waited for, (\d+\.\d+) s at most")  # of one that was stopped
+_WAITED = re.compile(r"while it is waited for, (\d+\.\d+) s at most")  # of a victim that was stopped
 _PLACE = re.compile(r"([a-z]+-\d+) is pid (\d+)")
 START_S, END_S = 600.0, 60.0
 LOOK_S = 0.05
 FIND_S = 60.0  # longer than a recovery
-JOURNAL_SIZE = "8MiB"  # which all streams of a hit fit in
+JOURNAL_SIZE = "8MiB"  # all streams of a fault fit in it
 TRIP_S = 3.0  # for a message of the kind to come
 TRIP_LOOK_S = 0.002
 FLIP_S = 30.0  # for a step to attend KV
@@ -72,18 +72,18 @@ class Victim(NamedTuple):
 
 
 def places_of(log: Sequence[str]) -> dict[int, str]:
-    """Of the workers that have met last, by their processes."""
+    """Return process id -> place of the workers that connected last."""
     met = (line for line in reversed(log) if _MET.search(line))
     return {int(pid): place for place, pid in _PLACE.findall(next(met, ""))}
 
 
 class Target:
-    """A server in processes of its own, which end with this one. What it logs goes on to stderr."""
+    """A server in processes of its own, which end with this one. Its log is copied to stderr."""
 
     def __init__(
         self, model: str, flags: list[str], *, journal: bool = False, environment: Mapping[str, str] = os.environ
     ) -> None:
-        """``journal``: whether it keeps one, at ``journal``. Raises OSError where it does not start."""
+        """``journal``: whether it keeps one, at the attribute ``journal``. Raises OSError if it does not start."""
         self.injected_at = 0.0
         self._key, self._few = secrets.token_hex(), 0  # for scaling, and the fewest memory workers
         self.has_prefill, self.has_pages = False, any(f.partition("=")[0] in BESIDE for f in flags)
@@ -117,12 +117,12 @@ class Target:
             raise
 
     def pids(self) -> list[int]:
-        """Of all its processes."""
+        """Return the ids of all its processes."""
         return [self._server.pid, *descendants_of(self._server.pid)]
 
     def victim(self, role: str, rng: random.Random) -> Victim:
-        """A process of ``role``; "" = any worker that has a place. Raises ValueError where there is none for FIND_S:
-        Linux may leave out a child while another one ends.
+        """Return a process of ``role``; "" = any worker that has a place. Raises ValueError if there is none for
+        FIND_S: Linux may omit a child while another one ends.
         """
         deadline = time.perf_counter() + FIND_S
         while time.perf_counter() < deadline:
@@ -133,10 +133,10 @@ class Target:
         raise ValueError(f"--faults: the server has no {role} worker: its flags say how many")
 
     def inject(self, victim: Victim, how: str, moment: FaultPoint = ANY_TIME) -> str:
-        """Send it the signal of that name; CUT: end a connection of it to a memory worker; SCALE: have the server go on
-        with twice as many memory workers, or with as many as at first; FLIP: change a bit of KV that it is about to
-        attend. At a moment of a kind it ends by itself, or by the signal where that has not come for TRIP_S. Returns
-        the kind. Raises OSError.
+        """Send the victim the signal ``how``, or do an action. CUT ends its connection to a memory worker. SCALE
+        changes the server to twice as many memory workers, or to as many as at first. FLIP changes a bit of KV that it
+        is about to attend. At a moment with an event the victim ends itself, or by the signal if the event has not come
+        for TRIP_S. Returns the kind. Raises OSError.
         """
         if how == SCALE:
             self._scale()
@@ -157,7 +157,7 @@ class Target:
         return ANY
 
     def _scale(self) -> None:
-        """Raises OSError where the server does not."""
+        """Scale the server. Raises OSError if it refuses."""
         there = sum(v.role == "memory" for v in self._processes())
         self._few = self._few or there
         body = json.dumps({"memory_workers": 2 * there if there == self._few else self._few}).encode()
@@ -177,30 +177,30 @@ class Target:
         deadline = time.perf_counter() + limit_s
         self._tripwire.arm(victim.pid, moment.event, moment.times)
         while not self._tripwire.has_fired and (now := time.perf_counter()) < deadline:
-            self.injected_at = now  # or later: the log may tell of it before the next look
+            self.injected_at = now  # or later: the log may report it before the next check
             time.sleep(TRIP_LOOK_S)
         return self._tripwire.disarm()
 
     def pid_of(self, place: str) -> int:
-        """Of the process at a place, such as engine. Raises StopIteration where there is none."""
+        """Return the id of the process at a place, such as engine. Raises StopIteration if there is none."""
         return next(victim.pid for victim in self._processes() if victim.place == place)
 
     def has_logged(self, words: str, since: float) -> bool:
-        """Whether its log has had them since that moment of time.perf_counter."""
+        """Return True if its log has had ``words`` since that moment of time.perf_counter."""
         return any(words in line for at, line in list(self._log) if at >= since)
 
     def metrics(self) -> str:
-        """What its /metrics say. Raises OSError."""
+        """Return the text of its /metrics. Raises OSError."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=END_S) as answer:
             return str(answer.read().decode())
 
     def noticed_s(self, since: float, until: float = inf) -> float | None:
-        """From the strike ``since`` until the log said so, where it did ``until`` then."""
+        """Return the seconds from the fault at ``since`` until the log reported it; None if not before ``until``."""
         return next((at - since for at, _ in self._noticed(since, until)), None)
 
     def idle_s(self, since: float, until: float = inf) -> float:
-        """How long nobody has waited for who was stopped by the strike ``since``, by the log; 0 where somebody has all
-        the time, or nothing was noticed.
+        """Return how long no process waited for the victim that was stopped at ``since``, by the log. 0 if one waited
+        all the time, or nothing was noticed.
         """
         each = [(at - since, m) for at, line in self._noticed(since, until) if (m := _WAITED.search(line))]
         return max(0.0, each[0][0] - float(each[0][1][1])) if each else 0.0
@@ -209,19 +209,21 @@ class Target:
         return [(at, line) for at, line in list(self._log) if since <= at < until and NOTICED in line]
 
     def is_noticed(self, timeout_s: float) -> bool:
-        """Whether the log says so of the last strike, within so many seconds."""
+        """Return True if the log reports the last fault within so many seconds."""
         deadline = time.perf_counter() + timeout_s
         while (there := self.noticed_s(self.injected_at)) is None and time.perf_counter() < deadline:
             time.sleep(LOOK_S)
         return there is not None
 
     def rebuilt(self, since: float, until: float) -> int | None:
-        """Tokens whose KV was computed again meanwhile, by the log; None where it does not say: that engine is gone."""
+        """Return the tokens whose KV was computed again meanwhile, by the log; None if it does not show that: that
+        engine is gone.
+        """
         each = [m for at, line in list(self._log) if since <= at < until and (m := _REBUILT.search(line))]
         return sum(int(m[1]) for m in each) if each else None
 
     def is_healthy(self, timeout_s: float) -> bool:
-        """Whether its /health says so, within so many seconds."""
+        """Return True if its /health reports ok within so many seconds."""
         deadline = time.perf_counter() + timeout_s
         while time.perf_counter() < deadline and self._server.poll() is None:
             with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(self.url + "/health", timeout=5.0):
@@ -230,7 +232,7 @@ class Target:
         return False
 
     def stop(self) -> int:
-        """End it. How many of its processes are left."""
+        """End the server. Returns how many of its processes are left."""
         pids = descendants_of(self._server.pid)
         self._server.terminate()
         try:

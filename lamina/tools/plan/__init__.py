@@ -1,1 +1,1 @@
-"""What to buy: what a deployment costs by a model of it, which one to take, and the figures of the paper by that."""
+"""Plans a purchase: the cost of deployments by a model, their ranking, and the paper's figures by the same model."""

@@ -1,4 +1,4 @@
-"""``lamina-launch plan MODEL --calibrate RUN``: tables from a recorded run, and other runs predicted by them."""
+"""``lamina-launch plan MODEL --calibrate RUN``: tables from a recorded run, and other runs predicted from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def calibrated(args: argparse.Namespace) -> int:
-    """Exit status 0; raises ValueError for bad input."""
+    """Run the command. Returns exit status 0; raises ValueError for bad input."""
     from lamina.observe.perfetto import read
 
     from . import tables

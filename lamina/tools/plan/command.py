@@ -1,4 +1,4 @@
-"""``lamina-launch plan MODEL``: which devices to buy for a trace of requests, and whether to split at all."""
+"""``lamina-launch plan MODEL``: ranks devices for a trace of requests, and decides whether to split at all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_DEVICES = 64  # of a kind: so many deployments are ranked in seconds
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; raises ValueError for bad input."""
+    """Run the command. Returns exit status 0; raises ValueError for bad input."""
     from lamina.utils.progress import progress_bar
 
     from .deployment import deployments
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ValueError for flags that no plan can have, and for those that do not go together."""
+    """Raises ValueError for bad values of flags, and for flags that do not go together."""
     for name in ("rows", "max_num_seqs", "simulate"):
         if getattr(args, name) < (name == "rows"):
             raise ValueError(
@@ -163,7 +163,7 @@ def _stock(args: argparse.Namespace) -> dict[str, Inventory]:
 
 
 def _rate(text: str) -> float | None:
-    """Requests per second; 0 = as they came, None = as soon as there is room."""
+    """Return requests per second; 0 = as they came, None = as soon as they fit."""
     if text in ("", "trace"):
         return 0.0 if text else None
     value = float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0

@@ -1,8 +1,8 @@
-"""What a round of steps costs. Operators by their measured tables where there are some, else by the roofline at the
-share of peak that programs reach; each part says which.
+"""The time of a round of steps. Operators have measured tables, or else the roofline at the share of peak that programs
+reach; each part names its origin.
 
-A round is one step of every batch. Sequential parts of a batch add up; the pools work beside each other if there are
-several batches (scheduler.rotation.pipeline.lower_bound has the same rule for given times).
+A round is one step of every batch. Sequential parts of a batch add up; the pools work in parallel if there are several
+batches (scheduler.rotation.pipeline.lower_bound has the same rule for given times).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .tables import Baseline, Constants, NetworkLink
 
 
 class PhaseTime(NamedTuple):
-    """Seconds of a step, and where they are from."""
+    """Seconds of a part of a step, and their origin."""
 
     seconds: float
     origin: str
 
 
 class BatchLoad(NamedTuple):
-    """The load of a batch. rows: tokens that the slices compute; by window: tokens that attention reads for them, and
-    pairs of a row and such a token, which are as many where each row is of a sequence of its own (None).
+    """The load of a batch. rows: tokens that the slices compute. By window: tokens that attention reads for them, and
+    pairs of a row and such a token. None: as many pairs as tokens, as each row has a sequence of its own.
     """
 
     rows: float
@@ -47,7 +47,7 @@ class StepTimes:
 
     @property
     def model_s(self) -> float:
-        """Slices: everything on the compute devices."""
+        """Seconds of slices: everything on the compute devices."""
         return sum(self.phases[p].seconds for p in ("linear", "elementwise", "collective"))
 
     @property
@@ -57,13 +57,14 @@ class StepTimes:
 
     @property
     def network_s(self) -> float:
-        """Exposed."""
+        """Seconds of the network that nothing hides."""
         return self.phases["network"].seconds
 
 
 class RoundTime(NamedTuple):
-    """``limit``: the part that bounds a round. ``compute_busy``, ``memory_busy``: shares of the round in which that
-    pool is busy; of a homogeneous engine, shares in which its one pool computes slices, and attention.
+    """The time of a round. ``limit``: the part that bounds it. ``compute_busy``, ``memory_busy``: shares of the round
+    in which that pool is busy. In a homogeneous engine, they are shares in which its one pool computes slices, and
+    attention.
     """
 
     seconds: float
@@ -73,7 +74,7 @@ class RoundTime(NamedTuple):
 
 
 class _StepSeconds(NamedTuple):
-    """Of a StepTimes."""
+    """Seconds of a StepTimes."""
 
     model: float
     attention: float
@@ -81,8 +82,8 @@ class _StepSeconds(NamedTuple):
 
 
 class _RowTimes(NamedTuple):
-    """Of a step with so many rows, whatever they attend. Seconds: of its slices; of its messages, and how many of these
-    long enough attention would hide.
+    """Times of a step with so many rows, whatever they attend, in seconds: of its slices and of its messages.
+    ``hidden_s``: the part of the messages that long enough attention would hide.
     """
 
     slices: dict[str, PhaseTime]
@@ -93,8 +94,8 @@ class _RowTimes(NamedTuple):
 
 
 class _LayersRead(NamedTuple):
-    """The attention of some layers on so many ``devices``. flops: of all of them in a second; reading_s: seconds of a
-    layer for bytes on each, and ``origin`` of these.
+    """The attention of some layers on so many ``devices``. flops: per second, of all devices. reading_s: bytes on each
+    device -> seconds of a layer; ``origin``: of these.
     """
 
     layers: AttentionGroup
@@ -107,7 +108,7 @@ class _LayersRead(NamedTuple):
 
 @dataclass
 class CostModel:
-    """The costs of one model over one kind of network. ``baseline``: what homogeneous deployments are taken for."""
+    """The costs of one model over one kind of network. ``baseline``: the model of homogeneous deployments."""
 
     model: ModelFacts
     constants: Constants
@@ -118,7 +119,7 @@ class CostModel:
     _readers: dict[Deployment, list[_LayersRead]] = field(default_factory=dict, init=False, repr=False)
 
     def round(self, deployment: Deployment, loads: Sequence[BatchLoad]) -> RoundTime:
-        """The time of a round: one step of each batch with rows; ``loads`` has at least one."""
+        """Return the time of a round: one step of each batch with rows; ``loads`` has at least one."""
         each = {id(load): self._seconds(deployment, load) for load in loads}
         steps = [each[id(load)] for load in loads]
         model, attention = sum(s.model for s in steps), sum(s.attention for s in steps)
@@ -140,13 +141,13 @@ class CostModel:
         return RoundTime(seconds, limit, bounds["compute"] / seconds, attention / seconds)
 
     def step(self, deployment: Deployment, load: BatchLoad) -> StepTimes:
-        """Parts of one batch's step."""
+        """Return the parts of one batch's step."""
         parts = {**self._of_rows(deployment, load.rows).slices, "attention": self.attention(deployment, load)}
         parts["network"] = self.network(deployment, load.rows, parts)
         return StepTimes(parts)
 
     def _seconds(self, deployment: Deployment, load: BatchLoad) -> _StepSeconds:
-        """The same, in seconds alone: what a replay asks for again and again."""
+        """Return the same in seconds only: a replay needs it again and again."""
         of_rows, attention = self._of_rows(deployment, load.rows), self._attention_s(deployment, load)
         hidden = min(attention, of_rows.hidden_s)
         return _StepSeconds(of_rows.model_s, attention, of_rows.moving_s - hidden if deployment.is_split else 0.0)
@@ -166,7 +167,7 @@ class CostModel:
         return known
 
     def _messages(self, deployment: Deployment, moved: MessageBytes, model_s: float) -> tuple[float, float]:
-        """Seconds of the messages of all layers, and how many of these long enough attention would hide."""
+        """Return the seconds of the messages of all layers, and how many of these long enough attention would hide."""
         assert deployment.memory is not None
         bandwidth = self._cards(deployment) * self.link.bandwidth(deployment.compute, deployment.memory)
         moving = self.model.num_layers * self.link.round_trip_s + (moved.both_ways + moved.cut) / bandwidth
@@ -177,11 +178,11 @@ class CostModel:
         return min(deployment.ranks, deployment.memory_workers)
 
     def driver_s(self, rows: float) -> float:
-        """Lamina's own driver, which schedules a round while the one before runs."""
+        """Return the seconds of Lamina's own driver, which schedules a round while the one before runs."""
         return self.constants["driver_round"] + rows * self.constants["driver_row"]
 
     def linear(self, deployment: Deployment, rows: float) -> PhaseTime:
-        """Products with weights, shared by the ranks."""
+        """Return the time of products with weights, shared by the ranks."""
         device, ranks = deployment.compute, deployment.ranks
         if self.tables.has("linear", device.name, ranks):
             took, weights = self.tables.seconds("linear", device.name, ranks, rows)
@@ -197,7 +198,7 @@ class CostModel:
         return PhaseTime(seconds, "roofline: linear_bandwidth_share, linear_flops_share, linear_bend")
 
     def elementwise(self, deployment: Deployment, rows: float) -> PhaseTime:
-        """Norms, rope, activations, residual additions."""
+        """Return the time of norms, rope, activations, residual additions."""
         device, ranks, layers = deployment.compute, deployment.ranks, self.model.num_layers
         row_bytes = self.model.hidden_bytes
         if self.tables.has("elementwise", device.name, ranks):
@@ -210,7 +211,7 @@ class CostModel:
         return PhaseTime(seconds, "roofline: elementwise_floor, elementwise_passes")
 
     def collective(self, deployment: Deployment, rows: float) -> PhaseTime:
-        """Two all-reduces a layer between the ranks of a replica."""
+        """Return the time of two all-reduces a layer between the ranks of a replica."""
         ranks, device = deployment.ranks, deployment.compute
         if ranks == 1:
             return PhaseTime(0.0, "none: one rank")
@@ -227,7 +228,7 @@ class CostModel:
         )
 
     def attention(self, deployment: Deployment, load: BatchLoad) -> PhaseTime:
-        """The attention's time in all layers, spread evenly over the devices that hold K and V."""
+        """Return the attention's time in all layers, spread evenly over the devices that hold K and V."""
         origins = dict.fromkeys(reader.origin for reader in self._readers_of(deployment))
         return PhaseTime(self._attention_s(deployment, load), "; ".join(origins))
 
@@ -257,7 +258,9 @@ class CostModel:
         return known
 
     def _reading(self, device: Device, layers: AttentionGroup) -> tuple[Callable[[float], float], str]:
-        """Seconds of a layer in which each device reads so many bytes of K and V, and where they are from."""
+        """Return a function from the bytes of K and V that each device reads to the seconds of a layer, and
+        its origin.
+        """
         group = self.tables.nearest("attention", device.name, layers.heads // layers.kv_heads)
         if group:
             origin = f"table: {device.name}, {group} query heads of a KV head"
@@ -268,15 +271,16 @@ class CostModel:
         return lambda read: floor + read / bandwidth, origin
 
     def step_without_overlap(self, deployment: Deployment, load: BatchLoad) -> float:
-        """Seconds of the network in one batch's step if Q left with K and V."""
+        """Return the seconds of the network in one batch's step if Q left with K and V."""
         return self.network(deployment, load.rows, self.step(deployment, load).phases, overlap=False).seconds
 
     def network(
         self, deployment: Deployment, rows: float, parts: Mapping[str, PhaseTime], *, overlap: bool = True
     ) -> PhaseTime:
-        """Messages of all layers, less what ``overlap`` hides: K and V are computed and leave while the memory workers
-        attend by Q. That can be more than the messages take; seconds are below 0 then, a step is shorter than slices
-        and attention one after the other. With n > 2 the cut moves on to the next replica, too.
+        """Return the time of the messages of all layers, minus the part that ``overlap`` hides: K and V are computed
+        and sent while the memory workers attend by Q. That can be more than the messages take. Then the seconds are
+        below 0, and a step is shorter than slices and attention one after the other. With n > 2 the cut moves to the
+        next replica, too.
         """
         if deployment.memory is None:
             return PhaseTime(0.0, "none: one pool")
@@ -286,18 +290,20 @@ class CostModel:
         return PhaseTime(moving - hidden, f"link: {self.link.name}, {self._cards(deployment)} cards on each side")
 
     def message_bandwidth(self, deployment: Deployment, load: BatchLoad) -> float:
-        """Bytes per second between the pools for messages to take the share of a step that the paper grants them."""
+        """Return the bytes per second between the pools with which messages take the share of a step that the paper
+        allows.
+        """
         step = self.step(deployment, load)
         return min_bandwidth(self.model.message_bytes * load.rows, step.model_s, step.attention_s)
 
 
 def _peaks(weight_bytes: float, flops: float, device: Device, ranks: int) -> tuple[float, float]:
-    """Seconds at peak rates: to read the weights, to compute."""
+    """Return the seconds at peak rates: to read the weights, to compute."""
     return weight_bytes / (device.bandwidth_gbs * 1e9 * ranks), flops / (device.tflops * 1e12 * ranks)
 
 
 def split_load(load: BatchLoad, batches: int) -> list[BatchLoad]:
-    """A load dealt evenly to so many batches, but to no more than it has rows."""
+    """Return a load divided evenly among so many batches, but no more than it has rows."""
     count = max(1, min(batches, math.floor(load.rows)))
 
     def part(of: Mapping[int, float]) -> dict[int, float]:

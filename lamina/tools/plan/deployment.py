@@ -1,4 +1,4 @@
-"""What could be bought: devices of two kinds, or of one, and how a model lies on them; whether it fits."""
+"""Possible deployments: devices of one or two kinds, the division of a model among them, and whether it fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = {"GiB": float(GIB), "GB": 1e9}
 
 
 class Inventory(NamedTuple):
-    """Devices that can be had, and how many."""
+    """Available devices of one kind, and their number."""
 
     device: Device
     number: int
@@ -28,8 +28,8 @@ class Inventory(NamedTuple):
 @dataclass(frozen=True)
 class Deployment:
     """``ranks`` compute devices share each replica of the weights; n batches rotate over max(1, n - 1) replicas.
-    ``memory``: the other kind of devices, of which there are ``memory_workers``; None = attention is where the weights
-    are, a homogeneous engine.
+    ``memory``: the memory devices, of which there are ``memory_workers``. None = a homogeneous engine, which computes
+    attention on the devices with the weights.
     """
 
     compute: Device
@@ -45,46 +45,48 @@ class Deployment:
 
     @property
     def num_compute(self) -> int:
-        """Compute devices."""
+        """Number of compute devices."""
         return self.ranks * self.replicas
 
     @property
     def is_split(self) -> bool:
-        """Whether attention has devices of its own."""
+        """True if attention has devices of its own."""
         return self.memory is not None
 
     @property
     def label(self) -> str:
-        """2 h100 + 4 h20, n = 2."""
+        """The deployment in words: 2 h100 + 4 h20, n = 2."""
         alone = f"{self.num_compute} {self.compute.name}"
         return (
             alone if self.memory is None else f"{alone} + {self.memory_workers} {self.memory.name}, n = {self.batches}"
         )
 
     def price(self, prices: PriceBook) -> float:
-        """US dollars an hour. Raises ValueError for a device without a price."""
+        """Return US dollars an hour. Raises ValueError for a device without a price."""
         memory = self.memory_workers * prices.hour(self.memory) if self.memory else 0.0
         return self.num_compute * prices.hour(self.compute) + memory
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """How devices' memory is read. ``unit``: what GB is on a data sheet, GiB (stacks are powers of two) or GB."""
+    """Computes usable memory of devices. ``unit``: the meaning of GB on a data sheet, GiB (stacks are powers of two) or
+    GB.
+    """
 
     constants: Constants
     unit: str = "GiB"
 
     def bytes_of(self, device: Device) -> float:
-        """Bytes: a sheet's GB as ``unit`` says; what is stated in GiB or MiB stays."""
+        """Return a device's bytes: a sheet's GB as ``unit``; sizes in GiB or MiB stay."""
         stated_in_gb = device.memory.upper().replace(" ", "").endswith("GB")
         return device.memory_gb * (UNITS[self.unit] if stated_in_gb else 1e9)
 
     def missing_weight_bytes(self, model: ModelFacts, deployment: Deployment) -> float:
-        """Bytes that each compute device has too few for its part; not above 0: it fits."""
+        """Return the bytes that each compute device lacks for its part; not above 0: it fits."""
         return model.weight_bytes / deployment.ranks - self._left(deployment.compute, deployment.is_split)
 
     def kv_bytes(self, model: ModelFacts, deployment: Deployment) -> float:
-        """Bytes of different K and V that the deployment can hold; not above 0: weights do not fit."""
+        """Return the bytes of distinct K and V that the deployment can hold; not above 0: weights do not fit."""
         if deployment.memory is not None:
             return deployment.memory_workers * self._left(deployment.memory, True)
         left = deployment.ranks * self._left(deployment.compute, False) - model.weight_bytes
@@ -98,7 +100,7 @@ class DeviceMemory:
 def deployments(
     stock: Mapping[str, Inventory], model: ModelFacts, most_batches: int = MAX_BATCHES
 ) -> Iterator[Deployment]:
-    """All that the stock allows, homogeneous ones first, whether or not the model fits."""
+    """Yield all deployments that the stock allows, homogeneous ones first, even if the model does not fit."""
     for each in stock.values():
         yield from (Deployment(each.device, ranks) for ranks in _ranks(each, model, split=False))
     for compute in stock.values():
@@ -116,8 +118,8 @@ def _splits(compute: Inventory, memory: Inventory, model: ModelFacts, most_batch
 
 
 def _ranks(stock: Inventory, model: ModelFacts, *, split: bool) -> list[int]:
-    """Numbers that share the heads of every layer evenly; in a homogeneous engine several ranks may have the same KV
-    head. One alone where devices state no interconnect.
+    """Return the numbers of ranks that divide the heads of every layer evenly. In a homogeneous engine several ranks
+    may have the same KV head. Only 1 if devices state no interconnect.
     """
     most = min(stock.number, MAX_RANKS) if stock.device.interconnect_gbs else 1
     powers = (1 << i for i in range(MAX_RANKS.bit_length()))

@@ -1,4 +1,4 @@
-"""What the KV of a sequence takes by tier of layers, and how memory is split between tiers. Modelled: sums alone."""
+"""The KV of a sequence by tier of layers, and the split of memory between tiers. Modelled: sums only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from lamina.workers.compute.kv_capacity import split_blocks
 
 
 class LayerTier(NamedTuple):
-    """Layers that keep alike. Tokens of one sequence: just after blocks were dropped, and before they are again."""
+    """Layers with the same KV per sequence. Tokens of one sequence: just after blocks were dropped, and before the next
+    drop.
+    """
 
     name: str
     layers: int
@@ -34,7 +36,7 @@ class LayerTier(NamedTuple):
 
 @dataclass(frozen=True)
 class KVTiers:
-    """Of one sequence of ``length`` tokens."""
+    """The KV tiers of one sequence of ``length`` tokens."""
 
     length: int
     budget: int
@@ -42,28 +44,28 @@ class KVTiers:
 
     @property
     def gain(self) -> float:
-        """By how much the KV of a sequence shrinks once it has lost blocks."""
+        """The factor by which the KV of a sequence shrinks once it has dropped blocks."""
         return self._whole / sum(t.kept * t.token_bytes for t in self.tiers)
 
     @property
     def least_gain(self) -> float:
-        """The same at its largest, before it loses blocks again."""
+        """The factor at the KV's largest size, just before the next drop."""
         return self._whole / sum(t.most * t.token_bytes for t in self.tiers)
 
     @property
     def _whole(self) -> int:
-        """Bytes of one that loses nothing."""
+        """Bytes of a sequence that drops nothing."""
         return sum((self.length if t.name == SPARSE else t.kept) * t.token_bytes for t in self.tiers)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For programs."""
+        """The tiers as plain data."""
         tiers = [t._asdict() for t in self.tiers]
         return {"kv_tiers": {"length": self.length, "tiers": tiers, "gain": self.gain, "least_gain": self.least_gain}}
 
     @property
     def lines(self) -> list[str]:
-        """For people."""
+        """The tiers as lines of text."""
         kept = sum(t.kept * t.token_bytes for t in self.tiers)
         head = (
             f"KV by tier of layers, modelled: a sequence of {self.length} tokens, {flag_text('kv_budget', self.budget)}"
@@ -76,22 +78,22 @@ class KVTiers:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Of one memory worker's KV memory."""
+    """The split of one memory worker's KV memory."""
 
     kv_bytes: int
     block_size: int
-    blocks: dict[str, tuple[int, int]]  # by tier: KV blocks, and those of one prompt that has lost none yet
-    full: float  # sequences that have room at once without sparsity
-    sparse: float  # the same with it, where one of them has all of its prompt yet
+    blocks: dict[str, tuple[int, int]]  # by tier: KV blocks, and those of one prompt that has dropped none yet
+    full: float  # sequences that fit at once without sparsity
+    sparse: float  # the same with it, while one of them still has all of its prompt
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For programs."""
+        """The split as plain data."""
         return {"kv_split": asdict(self)}
 
     @property
     def lines(self) -> list[str]:
-        """For people."""
+        """The split as lines of text."""
         rows = [["tier", "KV blocks", "of a prompt in flight", ""]]
         rows += [[name, str(n), str(prompt), ""] for name, (n, prompt) in self.blocks.items()]
         head = f"{size_text(self.kv_bytes)} of KV memory, in blocks of {self.block_size} tokens"
@@ -103,7 +105,7 @@ FULL, SPARSE = "full", "sparse"
 
 
 def tiers_of(layers: Sequence[LayerShape], dtype: torch.dtype, options: SparsityOptions, length: int) -> KVTiers:
-    """Of a model of ``layers``, in a store of ``dtype``. Raises ValueError where no layer can be sparse."""
+    """Return the tiers of a model of ``layers``, stored as ``dtype``. Raises ValueError if no layer can be sparse."""
     windows = _windows(layers)
     tiers = dict[str, LayerTier]()
     for layer, window, sparse in zip(layers, windows, sparse_layers(layers, windows, options), strict=True):
@@ -126,10 +128,10 @@ def split_of(
     block_size: int,
     max_rows: int,
 ) -> MemorySplit:
-    """Of one memory worker that has all layers. Raises ValueError where it cannot hold one sequence."""
+    """Return the split of one memory worker that has all layers. Raises ValueError if it cannot hold one sequence."""
 
     def room(form: SparsityOptions) -> tuple[BlockTables, float]:
-        """The blocks, all free, and the sequences that they hold."""
+        """Return the blocks, all free, and the number of sequences that they hold."""
         partition, most = partition_of("head", layers, [1.0], length), max_kept_tokens(form) if form.drops_blocks else 0
         groups, _, counts = split_blocks(
             layers, partition, 0, dtype, kv_bytes,

@@ -1,4 +1,4 @@
-"""Bytes that the pools send each other in a step, and how long their network cards take for them."""
+"""Bytes that the pools send each other in a step, and the time that their network cards take for them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class MessageBytes(NamedTuple):
 
     @property
     def both_ways(self) -> float:
-        """Between the pools."""
+        """Bytes between the pools."""
         return self.q + self.kv + self.o
 
 
 def message_bytes_of(model: ModelFacts, deployment: Deployment, rows: float) -> MessageBytes:
-    """Of so many rows. With n > 2 the cut moves on to the next replica, layer by layer."""
+    """Return the bytes of so many rows. With n > 2 the cut moves on to the next replica, layer by layer."""
     layers = [_of_layers(model, each, deployment, rows) for each in model.attentions]
     cut = model.num_layers * rows * model.hidden_bytes if deployment.batches > 2 else 0.0
     return MessageBytes(sum(x.q for x in layers), sum(x.kv for x in layers), sum(x.o for x in layers), cut)
 
 
 def network_card_seconds(link: NetworkLink, deployment: Deployment, steps: Iterable[MessageBytes]) -> float:
-    """Seconds that the busiest network card is busy in one direction with a round of these steps."""
+    """Return the seconds that the busiest network card is busy in one direction with a round of these steps."""
     if deployment.memory is None:
         return 0.0
     out, back, cut = 0.0, 0.0, 0.0
@@ -55,7 +55,7 @@ def _of_layers(model: ModelFacts, each: AttentionGroup, deployment: Deployment, 
 
 
 def _copies(heads: int, workers: int) -> float:
-    """How often Q and O of a head travel on average: once where heads divide, else a head that lies across a border
-    goes to the workers on both sides.
+    """Return how often Q and O of a head are sent on average: once if heads divide evenly. Otherwise a head across a
+    border goes to the workers on both sides.
     """
     return 1 + sum(1 for i in range(1, workers) if i * heads % workers) / heads

@@ -1,4 +1,4 @@
-"""What the planner must know of a model: bytes and FLOPs of a step. From a capture, which is kept, or from sizes."""
+"""The planner's facts about a model: bytes and FLOPs of a step. From a capture, which is kept, or from sizes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class GemmGroup(msgspec.Struct, frozen=True):
     flops_per_row: int
 
     def work(self, rows: float) -> tuple[float, float]:
-        """Bytes that are read, of weights that some row needs, and FLOPs."""
+        """Return the bytes of weights that are read, those that some row needs, and FLOPs."""
         read, flops = bytes_and_flops(self.weight_bytes, self.itemsize, self.flops_per_row, rows)
         return self.count * read, self.count * flops
 
 
 class AttentionGroup(msgspec.Struct, frozen=True):
-    """``count`` layers whose attention is alike. Bytes of a token: as K and V are stored, and of its messages; FLOPs of
-    a query for a stored token; window: tokens that it sees, 0 = all.
+    """``count`` layers with equal attention. Bytes of a token: as stored K and V, and of its messages. flops: of a
+    query for a stored token; window: tokens that it attends, 0 = all.
     """
 
     count: int
@@ -55,13 +55,16 @@ class AttentionGroup(msgspec.Struct, frozen=True):
     window: int
 
     def copies(self, ranks: int) -> float:
-        """Of K and V on so many ranks that attend: more than one where there are fewer KV heads than ranks."""
+        """Return the copies of K and V on so many ranks that attend: more than one if there are fewer KV heads than
+        ranks.
+        """
         return max(1.0, ranks / self.kv_heads)
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """``hidden_bytes``: a row of the residual stream. ``between``: share of the weights that are read between the sends
-    of Q and of K, V. ``max_len``: tokens of a sequence, 0 = not stated. ``source``: where all of it is from.
+    """The facts of a model. ``hidden_bytes``: a row of the residual stream. ``between``: share of the weights that are
+    read between the sends of Q and of K, V. ``max_len``: tokens of a sequence, 0 = not stated. ``source``: origin of
+    all facts.
     """
 
     name: str
@@ -75,12 +78,12 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     @property
     def num_layers(self) -> int:
-        """Attention operators."""
+        """Number of attention operators."""
         return sum(a.count for a in self.attentions)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of a token as they are stored, in all layers."""
+        """Bytes of stored K and V of a token, in all layers."""
         return sum(a.count * a.kv_bytes for a in self.attentions)
 
     @property
@@ -89,7 +92,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
         return sorted({a.window for a in self.attentions})
 
     def kv_bytes(self, stored: Mapping[int, float]) -> float:
-        """Of sequences with so many stored tokens: window -> tokens that its layers keep."""
+        """Return the bytes of sequences with so many stored tokens: window -> tokens that its layers keep."""
         return sum(a.count * a.kv_bytes * stored[a.window] for a in self.attentions)
 
     @property
@@ -99,8 +102,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def model_facts(model: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> ModelFacts:
-    """``model``: a directory, a hub id or a configuration file; or the name of one of the paper's, if there is no such
-    path. Raises ValueError for a model that cannot be served.
+    """Return the facts of ``model``: a directory, a hub id or a configuration file; or one of the paper's names, if
+    there is no such path. Raises ValueError for a model that cannot be served.
     """
     shipped = paper_models()
     if model in shipped and not Path(model).exists():
@@ -122,7 +125,7 @@ def model_facts(model: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
 
 
 def paper_models(path: Path = DATA / "models.toml") -> dict[str, ModelFacts]:
-    """By name, from their sizes alone."""
+    """Return the paper's models by name, from their sizes alone."""
     models = {}
     for name, entry in entries(path):
         check_fields(entry, {"weights": str, **dict.fromkeys(_SIZES, float)}, {}, f"{path}: [{name}]")
@@ -131,7 +134,7 @@ def paper_models(path: Path = DATA / "models.toml") -> dict[str, ModelFacts]:
 
 
 def _of_sizes(name: str, entry: Mapping[str, Any]) -> ModelFacts:
-    """All weights are one product a layer; whatever is no product, such as norms, is little beside them."""
+    """Return facts from sizes. All weights count as one product a layer; other weights, such as norms, are small."""
     layers, hidden, heads, group, ffn, e = (int(entry[k]) for k in _SIZES)
     weights = parse_size(entry["weights"], f"[{name}]: weights")
     kv_heads, head = heads // group, hidden // heads
@@ -152,7 +155,7 @@ def _of_sizes(name: str, entry: Mapping[str, Any]) -> ModelFacts:
 
 
 def _kept(model: str, dtype: str) -> Path | None:
-    """Where facts of a model are kept whose configuration is a file here: they follow from it and this version."""
+    """Return the path of kept facts of a model with a local configuration: they depend on it and this version only."""
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
     folder = os.environ.get(_CACHE, str(Path.home() / ".cache" / "lamina"))
@@ -163,7 +166,7 @@ def _kept(model: str, dtype: str) -> Path | None:
 
 
 def _code() -> bytes:
-    """What facts look like, and how they are made."""
+    """Return the code that defines facts and how they are made."""
     package = Path(__file__).parents[2]
     return b"".join((package / name).read_bytes() for name in ("tools/plan/model_facts.py", "models/meta_capture.py"))
 

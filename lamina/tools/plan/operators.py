@@ -1,4 +1,4 @@
-"""Operators as they were measured, interpolated; see data/operators.csv, and files like it."""
+"""Measured operators, interpolated; see data/operators.csv, and files like it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ Point = tuple[float, float, float]  # rows or bytes, seconds, weights or width
 
 
 class OperatorTables:
-    """Seconds of operators on a device. Later files go before earlier ones, for all of an operator on a device."""
+    """Seconds of operators on a device. A later file replaces earlier ones, for all points of an operator
+    on a device.
+    """
 
     def __init__(self, files: Iterable[Path] = ()) -> None:
         self._curves: dict[tuple[str, str, int], list[Point]] = {}  # op, device, ranks or group
@@ -33,7 +35,7 @@ class OperatorTables:
             self._last = {device for _, device, _ in curves}
 
     def check_devices(self, wanted: Collection[str], flag: str) -> None:
-        """Raises ValueError where the last file is of none of ``wanted``: it would change nothing."""
+        """Raises ValueError if the last file has none of the ``wanted`` devices: it would change nothing."""
         if not self._last & set(wanted):
             there = ", ".join(sorted(self._last)) or "no device"
             raise ValueError(f"{flag} has operators of {there}, and --devices are {', '.join(wanted)}")
@@ -43,18 +45,18 @@ class OperatorTables:
         self._curves[op, device, ranks] = sorted(points)
 
     def has(self, op: str, device: str, ranks: int) -> bool:
-        """Whether the operator was measured for so many ranks."""
+        """Return True if the operator was measured for so many ranks."""
         return (op, device, ranks) in self._curves
 
     def nearest(self, op: str, device: str, most: int) -> int:
-        """The greatest group up to ``most`` for which it was measured, else the least one; 0 for none."""
+        """Return the largest group up to ``most`` for which it was measured, else the smallest one; 0 for none."""
         known = sorted(group for name, on, group in self._curves if (name, on) == (op, device))
         return max((g for g in known if g <= most), default=known[0] if known else 0)
 
     def seconds(self, op: str, device: str, ranks: int, size: float) -> tuple[float, float]:
-        """Of an operator of ``size`` rows (bytes for all_reduce, attention): seconds, and the weights or the width for
-        which they were measured. Straight between two measured sizes in both logarithms; beyond the last one as many
-        bytes or rows a second as there, below the first one its time.
+        """Return the seconds of an operator of ``size`` rows (bytes for all_reduce, attention), and the weights or the
+        width for which they were measured. Interpolation is linear in both logarithms. Above the last point the rate is
+        constant, below the first one the time.
         """
         curve = self._curves[op, device, ranks]
         i = bisect_left(curve, (size,))
@@ -83,7 +85,7 @@ def _read(path: Path) -> dict[tuple[str, str, int], list[Point]]:
         if op not in OPERATORS:
             raise ValueError(f"{where}: {op} is not one of {', '.join(OPERATORS)}")
         if not source.strip():
-            raise ValueError(f"{where}: source is empty: say who measured it")
+            raise ValueError(f"{where}: source is empty: name its origin")
         if (before := dtypes.setdefault((op, device.lower()), dtype)) != dtype:
             raise ValueError(f"{where}: {op} on {device} is of {dtype}, and of {before} before: a file for each")
         sizes = _sizes(shape, OPERATORS[op], where)

@@ -16,7 +16,7 @@ MOST_TURNS = 200_000  # seconds of planning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Times are in any one unit; with one value a time holds for all slices."""
+    """Add the flags. Times are in any one unit; a single value holds for all slices."""
     parser.add_argument("--n", type=int, required=True, help="concurrent batches")
     parser.add_argument("--tm", required=True, metavar="T[,T...]", help="time of a slice, or one for each slice")
     parser.add_argument("--ta", required=True, metavar="T[,T...]", help="time of an attention, or one for each slice")
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=2, help="tokens of each batch (default: 2)")
     parser.add_argument("--network", type=float, default=0.0, help="unhidden network time of a turn (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--dry-run", action="store_true", help="check the input, say what would be planned, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check the input, print what would be planned, and exit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(plan: PipelinePlan) -> str:
-    """One line for each replica and one for the memory pool; a digit or letter is the batch that is served."""
+    """Return one line for each replica and one for the memory pool; a digit or letter is the batch that is served."""
     scale = WIDTH / plan.makespan
     lanes = {f"replica {r}": [" "] * WIDTH for r in range(1, num_replicas(plan.n) + 1)}
     lanes["memory"] = [" "] * WIDTH

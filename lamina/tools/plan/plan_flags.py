@@ -9,7 +9,7 @@ from lamina.facts.hardware import DEVICES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """By what they are about."""
+    """Add the flags, grouped by subject."""
     parser.add_argument(
         "model", help="a directory, a hub id or a configuration file; or llama-33b, llama-65b, llama3-70b"
     )
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="deployments to show (5)")
     parser.add_argument("--html", metavar="FILE", help="write a page with plots to FILE; it needs no other file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be planned")
 
 
 def _add_wanted(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def _add_wanted(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=int, default=0, metavar="N", help="sequences at once; 0 = as many as fit (0)")
     add(
         "--prompts", default="elsewhere", metavar="PLACE",
-        help="where prompts are computed: elsewhere, at no price, or here, beside the rows that decode (elsewhere)",
+        help="where prompts are computed: elsewhere, at no price, or here, next to the rows that decode (elsewhere)",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The closed form: at how many sequences a deployment runs a trace, what a token costs there, and which is the best."""
+"""The closed form: with how many sequences a deployment runs a trace, the cost of a token, and the best deployment."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _MULTIPLES = 8
 
 
 class OperatingPoint(NamedTuple):
-    """A deployment under as much of a trace as it can hold, decoding only.
+    """A deployment with as much of a trace as it can hold, decoding only.
 
-    batch: sequences, of all batches together; tbt_s: between two tokens of one; dollars: for 10^6 tokens; shares: of a
-    round in which a pool is busy; bandwidth: bytes per second between the pools for messages to take 20 % of a step,
-    0 where there is one pool; limit: what keeps it from more.
+    batch: sequences, of all batches together.
+    tbt_s: between two tokens of one; dollars: for 10^6 tokens.
+    compute_busy, memory_busy: shares of a round in which a pool is busy.
+    bandwidth: bytes per second between the pools with which messages take 20 % of a step, 0 if there is one pool.
+    limit: the reason why it has no more sequences.
     """
 
     deployment: Deployment
@@ -40,8 +42,8 @@ class OperatingPoint(NamedTuple):
 
 
 class RefusedDeployment(NamedTuple):
-    """A deployment that is not ranked, and why. ``missing_bytes``: bytes that its devices have too few, or ``tbt_s``:
-    the best mean time between two tokens, which the SLO forbids; 0 where that is not why.
+    """A deployment that is not ranked, and why. ``missing_bytes``: bytes that its devices lack, or ``tbt_s``: the best
+    mean time between two tokens, which the SLO forbids; 0 if that is not the reason.
     """
 
     deployment: Deployment
@@ -52,29 +54,31 @@ class RefusedDeployment(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranking:
-    """``points`` by dollars for a token, the cheapest first. ``trace``: what all of them were ranked on."""
+    """``points`` by dollars for a token, the cheapest first. ``trace``: the requests of the ranking."""
 
     points: tuple[OperatingPoint, ...]
     refused: tuple[RefusedDeployment, ...]
     trace: RequestTrace
 
     def best(self, *, split: bool) -> OperatingPoint | None:
-        """The cheapest of one kind."""
+        """Return the cheapest deployment of one kind."""
         return next((p for p in self.points if p.deployment.is_split == split), None)
 
     def nearest(self, *, split: bool | None = None) -> RefusedDeployment | None:
-        """The refused deployment, of one kind or of any, that came closest: within the SLO, else within memory."""
+        """Return the refused deployment, of one kind or of any, that came closest: within the SLO, else
+        within memory.
+        """
         return nearest([r for r in self.refused if split in (None, r.deployment.is_split)])
 
 
 def nearest(refused: Sequence[RefusedDeployment]) -> RefusedDeployment | None:
-    """The one that came closest."""
+    """Return the one that came closest."""
     return min(refused, key=lambda r: (not r.tbt_s, r.tbt_s, r.missing_bytes), default=None)
 
 
 class MeanStoredTokens:
-    """Stored tokens of a running sequence of a trace, on average, by window; each token is counted once. ``chunk``:
-    rows of a prompt that are computed at once beside the rows that decode; 0 = prompts are computed elsewhere.
+    """Stored tokens of a running sequence of a trace, on average, by window; each token counts once. ``chunk``: rows of
+    a prompt that are computed at once, next to the rows that decode; 0 = prompts are computed elsewhere.
     """
 
     def __init__(self, trace: RequestTrace, model: ModelFacts, chunk: int = 0) -> None:
@@ -84,11 +88,13 @@ class MeanStoredTokens:
         self._chunk = max(1, chunk)
 
     def times(self, count: float) -> dict[int, float]:
-        """Of so many sequences."""
+        """Return the stored tokens of so many sequences."""
         return {w: count * tokens for w, tokens in self.of_one.items()}
 
     def load(self, count: float) -> BatchLoad:
-        """The average load of a round in which ``count`` sequences decode; a chunk reads once all that its rows see."""
+        """Return the average load of a round in which ``count`` sequences decode. A chunk reads once all that its rows
+        attend.
+        """
         more = {w: count * (pairs / self._chunk + self._prompt / 2) for w, pairs in self._pairs.items()}
         stored = {w: tokens + more[w] * bool(self._prompt) for w, tokens in self.times(count).items()}
         pairs = {w: tokens + count * self._pairs[w] for w, tokens in self.times(count).items()}
@@ -97,8 +103,8 @@ class MeanStoredTokens:
 
 @dataclass(frozen=True)
 class Planner:
-    """What all deployments are ranked by. ``slo_s``: the longest mean time between two tokens, 0 = any.
-    ``max_sequences``: sequences at once, 0 = as many as fit. ``chunk``: see MeanStoredTokens.
+    """The common terms of a ranking. ``slo_s``: the longest mean time between two tokens, 0 = any. ``max_sequences``:
+    sequences at once, 0 = as many as fit. ``chunk``: see MeanStoredTokens.
     """
 
     costs: CostModel
@@ -109,8 +115,8 @@ class Planner:
     chunk: int = 0
 
     def rank(self, asked: Iterable[Deployment], trace: RequestTrace) -> Ranking:
-        """All deployments that have room for the model, judged by the requests of the trace that fit all of them.
-        Raises ValueError where nothing does.
+        """Rank all deployments that hold the model, by the requests of the trace that fit all of them. Raises
+        ValueError if none does.
         """
         able, refused = list[Deployment](), list[RefusedDeployment]()
         for deployment in asked:
@@ -133,7 +139,7 @@ class Planner:
         return Ranking(tuple(points), tuple(refused), kept)
 
     def refusal(self, deployment: Deployment) -> RefusedDeployment | None:
-        """Where weights do not fit."""
+        """Return a refusal if the weights do not fit."""
         model, device = self.costs.model, deployment.compute
         lacks = self.memory.missing_weight_bytes(model, deployment)
         if lacks > 0:
@@ -147,8 +153,8 @@ class Planner:
         return None
 
     def operating_point(self, deployment: Deployment, stored: MeanStoredTokens) -> OperatingPoint | RefusedDeployment:
-        """A deployment at the number of sequences that gives the most tokens, within memory, the engine's limits and
-        the SLO.
+        """Return a deployment at the number of sequences that gives the most tokens, within memory, the engine's limits
+        and the SLO.
         """
         of_one = self.costs.model.kv_bytes(stored.of_one)
         fit = self.memory.kv_bytes(self.costs.model, deployment) / of_one
@@ -198,7 +204,7 @@ class Planner:
         )
 
     def _known(self, trace: RequestTrace) -> RequestTrace:
-        """Without requests that are longer than the model's own limit. Raises ValueError where nothing is left."""
+        """Return the trace without requests that exceed the model's own limit. Raises ValueError if none is left."""
         limit = self.costs.model.max_len
         kept = trace.within(limit) if limit else trace
         if not kept.requests:
@@ -210,8 +216,8 @@ class Planner:
     def _with_room(
         self, able: list[Deployment], before: list[RefusedDeployment], trace: RequestTrace
     ) -> tuple[list[Deployment], RequestTrace, list[RefusedDeployment]]:
-        """One list for all: requests that the smallest of the deployments cannot hold are dropped, from all. One that
-        would drop more than a tenth of the trace is refused instead.
+        """Return one list of requests for all: those that the smallest deployment cannot hold are dropped, for all. A
+        deployment that would drop more than a tenth of the trace is refused instead.
         """
         room = {d: self._longest(d, trace) for d in able}
         enough = [d for d in able if len(trace.within(room[d]).requests) >= 0.9 * len(trace.requests)]
@@ -232,7 +238,7 @@ class Planner:
         return enough, trace.within(min(room[d] for d in enough)), refused
 
     def _longest(self, deployment: Deployment, trace: RequestTrace) -> float:
-        """Tokens of the longest request that fits alone."""
+        """Return the tokens of the longest request that fits alone."""
         model = self.costs.model
         most = self.memory.kv_bytes(model, deployment)
         if model.windows == [0]:
@@ -242,23 +248,27 @@ class Planner:
         return fits[-1] if fits else 0.0
 
     def with_price(self, device: str, factor: float) -> Planner:
-        """The same, but one device that many times as dear."""
+        """Return the same planner with the price of one device multiplied by ``factor``."""
         hours = {**self.prices.hours, device: self.prices.hours[device] * factor}
         return replace(self, prices=replace(self.prices, hours=hours))
 
     def repriced(self, point: OperatingPoint, device: str, factor: float) -> OperatingPoint:
-        """The same, where one device is that many times as dear: as many sequences are the best."""
+        """Return the same point with the price of one device multiplied by ``factor``: the best number of sequences
+        stays.
+        """
         hour = point.deployment.price(self.with_price(device, factor).prices)
         return point._replace(hour=hour, dollars=dollars_of(hour, point.tokens_s))
 
     def with_link(self, factor: float) -> Planner:
-        """The same, but a link of another rate, and the devices' own cards as many times as fast as they are."""
+        """Return the same planner with the link's rate, and that of the devices' own cards, multiplied by
+        ``factor``.
+        """
         link = replace(self.costs.link, rate=self.costs.link.rate * factor, cards=self.costs.link.cards * factor)
         return replace(self, costs=replace(self.costs, link=link))
 
 
 def _counts(high: float, batches: int) -> list[float]:
-    """Numbers of sequences to look at, up to ``high``: each two thirds of the one before, and some with a multiple of
+    """Return numbers of sequences to try, up to ``high``. Each is two thirds of the one before; some have a multiple of
     64 in a batch, at which products are the fastest.
     """
     counts, at = {high}, high
@@ -271,7 +281,7 @@ def _counts(high: float, batches: int) -> list[float]:
 
 
 def _most(tbt: Callable[[float], float], slo_s: float, low: float, high: float) -> float:
-    """The most sequences, as a whole number, within the SLO; ``low`` are, ``high`` are not."""
+    """Return the most sequences, as a whole number, within the SLO; ``low`` are, ``high`` are not."""
     if low > high:
         return low
     for _ in range(_BISECTIONS):

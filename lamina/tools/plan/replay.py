@@ -1,8 +1,9 @@
-"""A trace played by the shipped Engine and Scheduler on a virtual clock: workers that take the time of the cost model.
+"""Replays a trace with the shipped Engine and Scheduler on a virtual clock, whose workers take the times of the cost
+model.
 
-Nothing is computed and nothing sleeps: a step is done at the moment at which the cost model says so, so the same trace
-gives the same numbers whatever else the host does. Prompts are computed by prefill workers that take no time, as in the
-paper, which replays decoding alone; or, with a chunk, by the compute workers beside the rows that decode.
+Nothing is computed and nothing sleeps: a step is done when the cost model ends it, so the same trace always gives the
+same numbers. Prompts are computed by prefill workers that take no time, as in the paper, which replays decoding only.
+With a chunk, the compute workers compute them, next to the rows that decode.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from .simulator.leap import FastForwardEngine
 from .simulator.lossless import PREFILL_WORKERS, RoundLoad, SimulatedExecutor, SimulatedPool, fast_forward
 
 BLOCK = 16  # tokens of a KV block
-CHUNK = 512  # tokens of a prompt in a round, where prompts take time
-_WARM = 0.15  # of the tokens, until as many sequences run as fit
-_TELL = 64  # rounds, until it is told how far it is
-_AHEAD = 3 * PREFILL_WORKERS  # requests without a token at least, so that there always is one that waits
+CHUNK = 512  # tokens of a prompt in a round, if prompts take time
+_WARM = 0.15  # share of the tokens before as many sequences run as fit
+_TELL = 64  # rounds between two reports of progress
+_AHEAD = 3 * PREFILL_WORKERS  # least requests without a token, so that there always is one that waits
 
 
 class NotSimulatableError(ValueError):
-    """A deployment that a replay says nothing about."""
+    """A deployment that cannot be replayed."""
 
 
 class ReplayResult(NamedTuple):
-    """Of a trace, behind its first tokens. batch: sequences that decode in a round, on average; tbt: seconds between
-    two tokens of a sequence; first: from a request to its first token, 0 where all requests wait at once; rounds: all;
-    skipped: of them, since all alike (simulator.leap); preemptions: of the scheduler; requests: of the trace.
+    """The result of a replay, after its first tokens. batch: sequences that decode in a round, on average; tbt: seconds
+    between two tokens of a sequence. first: from a request to its first token, 0 if all requests wait at once. rounds:
+    all; skipped: those that were skipped, since all alike (simulator.leap). preemptions: of the scheduler; requests: of
+    the trace.
     """
 
     tokens: int
@@ -55,7 +57,7 @@ class ReplayResult(NamedTuple):
 
     @property
     def tokens_s(self) -> float:
-        """Per second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
@@ -70,10 +72,11 @@ def replay(
     chunk: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ReplayResult:
-    """All requests: ``paced``, when they came; else one after the other, as soon as there is room. ``most``: sequences
-    at once, 0 = as many as fit. ``chunk``: rows of prompts in a round, 0 = they take no time. ``on_progress``: is given
-    the tokens that there are, and of how many, now and then. Raises NotSimulatableError for a model with windows, whose
-    blocks are not modelled here, for a trace that does not fit, and for one that never fills the deployment.
+    """Replay all requests: if ``paced``, when they came; else one after the other, as soon as they fit. ``most``:
+    sequences at once, 0 = as many as fit. ``chunk``: rows of prompts in a round, 0 = they take no time.
+    ``on_progress``: called now and then with the number of tokens so far and in all. Raises NotSimulatableError for a
+    model with windows, whose blocks are not modelled here, for a trace that does not fit, and for one that never fills
+    the deployment.
     """
     blocks = int(memory.kv_bytes(costs.model, deployment) / costs.model.kv_bytes_per_token) // BLOCK
     engine, wire = simulated(costs, deployment, trace, blocks, most, chunk)
@@ -89,8 +92,8 @@ def simulated(
     chunk: int = 0,
     took: Callable[[float], float] = lambda expected_s: expected_s,
 ) -> tuple[FastForwardEngine, SimulatedExecutor]:
-    """An engine whose pools take what ``took`` makes of the time of the cost model, and have so many KV blocks; the
-    rest as of ``replay``.
+    """Return an engine with so many KV blocks, whose pools take ``took`` of the cost model's times; the rest as for
+    ``replay``.
     """
     if costs.model.windows != [0]:
         raise NotSimulatableError(
@@ -106,7 +109,9 @@ def simulated(
 
 
 def spread_arrivals(trace: RequestTrace, seed: int) -> RequestTrace:
-    """Where several requests have one time, that of a tick of the trace's clock, each comes somewhere in the tick."""
+    """Return the trace with random arrivals within a tick, where several requests have the time of one tick of its
+    clock.
+    """
     rng, times = random.Random(seed), sorted({r.at_s for r in trace.requests})
     tick = min((b - a for a, b in pairwise(times)), default=0.0)
     several = Counter(r.at_s for r in trace.requests)
@@ -115,27 +120,27 @@ def spread_arrivals(trace: RequestTrace, seed: int) -> RequestTrace:
 
 
 class _Asking:
-    """Gives requests to the engine."""
+    """Passes requests to the engine."""
 
     def __init__(self, engine: FastForwardEngine, clock: VirtualClock, trace: RequestTrace, *, paced: bool) -> None:
         self._engine, self._clock, self._paced = engine, clock, paced
         self._left, self.count = deque(trace.requests), len(trace.requests)
-        self.came: dict[int, float] = {}  # request -> when, until its first token
+        self.came: dict[int, float] = {}  # request -> when it came, until its first token
         self.tokens = sum(r.answer for r in trace.requests)
         self.warm_tokens = int(_WARM * self.tokens)
 
     @property
     def next_s(self) -> float:
-        """When the next one comes."""
+        """The time of the next request."""
         return self._left[0].at_s if self._paced and self._left else math.inf
 
     @property
     def full(self) -> bool:
-        """Whether the engine has as many as it is to have now."""
+        """True if the engine has as many requests as it should have now."""
         return self._paced or bool(self._left) or self._engine.scheduler.num_waiting > 0
 
     def ask(self) -> bool:
-        """All that come now; whether there is something to do."""
+        """Pass on all requests that come now. Returns True if there is something to do."""
         if self._paced and self._left and not self._engine.has_work:
             self._clock.now = max(self._clock.now, self.next_s)
         while self._left and self._comes():
@@ -205,7 +210,7 @@ class _Replay:
             self._count(now, gaps, tokens, len(self._wire.decoding))
 
     def _leap(self) -> None:
-        """Skip rounds, and count what they would have given: each step of each, as ``_take`` does."""
+        """Skip rounds, and count their results as ``_take`` does: each step of each."""
         rounds = len(self._wire.decoding)
         times = fast_forward(self._engine, self._wire, self._asking.next_s)
         self._skipped += len(times)
@@ -219,7 +224,7 @@ class _Replay:
             self._last |= {r: (self._last[r][0] + len(times), times[-1]) for batch in batches for r in batch}
 
     def _count(self, now: float, gaps: Counter[float], tokens: int, rounds: int) -> None:
-        """What a step has given at ``now``, when so many rounds were begun."""
+        """Count the results of a step at ``now``, when so many rounds were begun."""
         counts = self._asking.full and self._tokens >= self._asking.warm_tokens
         if counts:
             self._gaps.update(gaps)
@@ -229,7 +234,7 @@ class _Replay:
 
 
 def _quantile(gaps: Counter[float], percent: int) -> float:
-    """0 of none."""
+    """Return a percentile; 0 if there are no gaps."""
     if not gaps:
         return 0.0
     at = gaps.total() * percent // 100
@@ -242,7 +247,7 @@ def _quantile(gaps: Counter[float], percent: int) -> float:
 
 
 def _seconds(costs: CostModel, deployment: Deployment) -> Callable[[RoundLoad], float]:
-    """Of a round, by the cost model."""
+    """Return a function for the seconds of a round, by the cost model."""
 
     def seconds(load: RoundLoad) -> float:
         windows = costs.model.windows

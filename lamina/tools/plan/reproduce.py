@@ -1,4 +1,4 @@
-"""``lamina-launch reproduce fig4``: a figure of the paper beside the same numbers by the planner's cost model."""
+"""``lamina-launch reproduce fig4``: a figure of the paper next to the same numbers by the planner's cost model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = ("fig2", "fig3", "fig4", "fig10", "fig11", "fig12", "fig13", "fig14", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this sub-command."""
+    """Add the flags of this sub-command."""
     parser.add_argument("figure", help=", ".join(_NAMES))
     parser.add_argument("--traces", metavar="FOLDER", help=f"of the published traces, for {', '.join(_RUNS)}")
     parser.add_argument(
@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with plots to FILE; it needs no other file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be computed, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be computed")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; raises ValueError for bad input."""
+    """Run the command. Returns exit status 0; raises ValueError for bad input."""
     from .figures import SPLITS
     from .tables import baseline
 

@@ -1,4 +1,6 @@
-"""Request traces: when requests came, how long they and their answers were. Azure's CSV and Mooncake's JSON lines."""
+"""Request traces: when requests came, and the lengths of them and their replies. Azure's CSV and Mooncake's
+JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ HASHED = 512  # tokens of a block of hash_ids
 
 
 class TracedRequest(NamedTuple):
-    """A request: seconds from the first one, tokens of its prompt and of its answer. ``blocks``: of its prompt, ids of
-    HASHED tokens each but the last, equal where they and all before them are; empty where the trace has none.
+    """A request: seconds from the first one, tokens of its prompt and of its reply. ``blocks``: ids of the prompt's
+    blocks of HASHED tokens, the last one shorter; equal if they and all blocks before them are equal. Empty if the
+    trace has none.
     """
 
     at_s: float
@@ -32,7 +35,7 @@ class TracedRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """``requests`` by arrival. ``dropped``: the number of requests that were too long, and of all requests."""
+    """``requests`` by arrival. ``dropped``: the number of requests that were too long."""
 
     name: str
     requests: tuple[TracedRequest, ...]
@@ -40,62 +43,64 @@ class RequestTrace:
 
     @property
     def is_surrogate(self) -> bool:
-        """Whether the trace was made up in the likeness of one that is not here; its file says so."""
+        """True if the trace was made to resemble one that is not here; its file's name shows it."""
         return "SURROGATE" in self.name.upper()
 
     @property
     def mean_prompt(self) -> float:
-        """Tokens."""
+        """Mean tokens of a prompt."""
         return sum(r.prompt for r in self.requests) / len(self.requests)
 
     @property
     def mean_answer(self) -> float:
-        """Tokens."""
+        """Mean tokens of a reply."""
         return sum(r.answer for r in self.requests) / len(self.requests)
 
     @property
     def longest(self) -> int:
-        """Tokens of prompt and answer."""
+        """Tokens of the longest prompt and reply together."""
         return max(r.prompt + r.answer for r in self.requests)
 
     def stored(self, window: int = 0) -> float:
-        """Tokens that attention of a running sequence sees on average: each request counts as often as it has steps."""
+        """Return the tokens that attention of a running sequence sees on average: each request counts as often as it
+        has steps.
+        """
         total = sum(_seen(r, window) for r in self.requests)
         return total / sum(r.answer for r in self.requests)
 
     def pairs(self, window: int = 0) -> float:
-        """Pairs of a token of a request's prompt and one that it sees, on average."""
+        """Return the pairs of a token of a request's prompt and one that it attends, on average."""
         return sum(_pairs(r.prompt, window) for r in self.requests) / len(self.requests)
 
     @property
     def rate(self) -> float:
-        """Requests per second; 0 where all came at once."""
+        """Requests per second; 0 if all came at once."""
         took = self.requests[-1].at_s
         return (len(self.requests) - 1) / took if took else 0.0
 
     def at_rate(self, rate: float) -> RequestTrace:
-        """The same, but so many requests per second. Raises ValueError where all came at once."""
+        """Return the trace with so many requests per second. Raises ValueError if all came at once."""
         if not self.rate:
             raise ValueError(f"--rate: all requests of --trace {self.name} came at one time, which no rate stretches")
         factor = self.rate / rate
         return replace(self, requests=tuple(r._replace(at_s=r.at_s * factor) for r in self.requests))
 
     def within(self, most: float) -> RequestTrace:
-        """Without requests of more than ``most`` tokens, which no pool of that size can hold."""
+        """Return the trace without requests of more than ``most`` tokens, which no pool of that size can hold."""
         kept = tuple(r for r in self.requests if r.prompt + r.answer <= most)
         return replace(self, requests=kept, dropped=self.dropped + len(self.requests) - len(kept))
 
     def scaled(self, factor: float) -> RequestTrace:
-        """Prompts that many times as long; answers stay."""
+        """Return the trace with prompts multiplied in length; replies stay."""
         return replace(self, requests=tuple(r._replace(prompt=max(1, round(r.prompt * factor))) for r in self.requests))
 
     def first(self, count: int | None) -> RequestTrace:
-        """The first ``count`` requests; None: all of them."""
+        """Return the first ``count`` requests; None: all of them."""
         return replace(self, requests=self.requests[:count])
 
 
 def read_trace(path: str) -> RequestTrace:
-    """Raises ValueError that names --trace and the line, for what is no trace and for no file."""
+    """Read a trace. Raises ValueError that names --trace and the line, for a bad file or a missing one."""
     name = Path(path).name
     try:
         opened = gzip.open(path, "rt", newline="") if path.endswith(".gz") else open(path, newline="")  # noqa: SIM115
@@ -112,7 +117,7 @@ def read_trace(path: str) -> RequestTrace:
 
 
 def _seen(request: TracedRequest, window: int) -> float:
-    """Tokens that all steps of the request see, added up."""
+    """Return the sum of the tokens that all steps of the request attend."""
     first, steps = request.prompt, request.answer
     if not window or first + steps <= window:
         return first * steps + steps * steps / 2
@@ -121,7 +126,7 @@ def _seen(request: TracedRequest, window: int) -> float:
 
 
 def _pairs(prompt: int, window: int) -> float:
-    """All that a prompt's tokens see, themselves included."""
+    """Return the sum of the tokens that a prompt's tokens attend, themselves included."""
     growing = min(prompt, window or prompt)
     return growing * (growing + 1) / 2 + (prompt - growing) * window
 

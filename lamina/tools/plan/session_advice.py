@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(group: Any) -> None:
-    """The flags of this action."""
+    """Add the flags of this action."""
     add = group.add_argument
     add("--per-hour", type=float, metavar="N", help="distinct sessions that speak within an hour")
     add("--turns", type=float, metavar="N", help="turns within an hour, to tell what computing them again costs")
@@ -29,7 +29,7 @@ def add_arguments(group: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0. Raises ValueError."""
+    """Run the action. Returns exit status 0. Raises ValueError."""
     from .model_facts import model_facts
     from .session_memory import session_memory
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prices_of(args: argparse.Namespace) -> SessionPrices:
-    """The paper's, but for those that are given."""
+    """Return the paper's prices, replaced by those that are given."""
     from .session_memory import SessionPrices
 
     given = {"gpu": args.gpu_hour, "memory": args.memory_hour, "disk": args.disk_hour}
@@ -88,7 +88,7 @@ def _capacity(args: argparse.Namespace, context: int, demand: SessionMemory) -> 
 
 
 def _again(args: argparse.Namespace, context: int, demand: SessionMemory) -> list[list[str]]:
-    """What computing anew takes, of a session at its longest."""
+    """Return rows on the cost of computing a session again at its longest."""
     from lamina.kv.layerwise_load import buffer_bytes
 
     from .session_memory import computed_cost
@@ -97,7 +97,7 @@ def _again(args: argparse.Namespace, context: int, demand: SessionMemory) -> lis
     rows.append(["computed again", duration_text(context / args.prefill_rate), f"of a GPU for {context} tokens"])
     if args.turns is not None:
         cost = computed_cost(args.turns * context / 2, args.prefill_rate, prices)
-        rows.append(["an hour of that", f"${cost:.2f}", f"for {args.turns:g} turns, half of the context behind each"])
+        rows.append(["an hour of that", f"${cost:.2f}", f"for {args.turns:g} turns, half of the context after each"])
     if args.load_rate:
         rate = parse_size(args.load_rate, "--load-rate")
         load_s, prefill_s = demand.session / rate, args.new / args.prefill_rate

@@ -1,4 +1,4 @@
-"""How much memory sleeping sessions need, and what it costs beside computing them again (CachedAttention, arXiv
+"""The memory that inactive sessions need, and its cost compared with computing them again (CachedAttention, arXiv
 2403.19708, sections 2.4, 3.2 and 4.3.6).
 """
 
@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 HOUR_S = 3600.0
-# Capacity over what all sessions of an hour need -> the share of turns that were hits, in the paper's run (figure 23).
+# Capacity divided by the need of all sessions of an hour -> the share of turns that were hits, in the paper's run
+# (figure 23).
 PAPER_HITS = {0.1: 0.51, 0.25: 0.98}
 
 
@@ -20,8 +21,8 @@ class SessionPrices(NamedTuple):
 
 
 class SessionMemory(NamedTuple):
-    """In bytes. ``session``: CCpS, one at its longest; ``all``: CCpUT, all sessions of an hour; ``advised``: by
-    PAPER_HITS, so many of these for nearly as many hits.
+    """Bytes. ``session``: CCpS, one at its longest; ``all``: CCpUT, all sessions of an hour. ``advised``: the share of
+    these by PAPER_HITS with nearly as many hits.
     """
 
     session: float
@@ -30,18 +31,18 @@ class SessionMemory(NamedTuple):
 
 
 def session_memory(kv_bytes_per_token: float, context: int, per_hour: float) -> SessionMemory:
-    """``context``: tokens at most; ``per_hour``: DSpUT, distinct sessions that speak within an hour, for which the KV
-    of each is kept at least.
+    """Return the memory of sessions. ``context``: most tokens; ``per_hour``: DSpUT, distinct active sessions within an
+    hour, the least time that the KV of each is kept.
     """
     session = kv_bytes_per_token * context
     return SessionMemory(session, per_hour * session, max(PAPER_HITS) * per_hour * session)
 
 
 def stored_cost(memory_bytes: float, disk_bytes: float, prices: SessionPrices) -> float:
-    """Dollars in an hour."""
+    """Return the dollars for storage of one hour."""
     return (memory_bytes * prices.memory + disk_bytes * prices.disk) / 1e9
 
 
 def computed_cost(tokens: float, tokens_per_s: float, prices: SessionPrices) -> float:
-    """Dollars for computing so many tokens again, where a GPU computes so many of a prompt in a second."""
+    """Return the dollars for computing so many tokens again, if a GPU computes ``tokens_per_s`` of a prompt."""
     return tokens / tokens_per_s / HOUR_S * prices.gpu

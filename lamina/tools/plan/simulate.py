@@ -1,4 +1,6 @@
-"""``lamina-launch plan simulate``: a trace of requests, conducted over prefill workers on a virtual clock."""
+"""``lamina-launch plan simulate``: a trace of requests, dispatched by the conductor to prefill workers on a virtual
+clock.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ if TYPE_CHECKING:
     from .simulator.conducted_run import SimulatedPools, TracedPrompt
     from .simulator.simulation_report import PoolsReport
 
-DECODE_S = 20.0  # that a completion is thought to decode, until some have ended
+DECODE_S = 20.0  # assumed time of decoding a completion, until some have ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this sub-command."""
+    """Add the flags of this sub-command."""
     add = parser.add_argument
     add("--trace", required=True, metavar="FILE", help="requests: Azure's CSV or Mooncake's JSON lines, or .gz")
     add("--rows", type=int, default=0, metavar="N", help="its first N requests only; 0 = all (0)")
@@ -74,11 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of all that is by chance (0)")
     add("--draw", action="store_true", help="draw the loads of both pools over time")
     add("--json", action="store_true", help="print everything as JSON")
-    add("--dry-run", action="store_true", help="check everything, say what would be simulated, and exit")
+    add("--dry-run", action="store_true", help="check everything, print what would be simulated")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; raises ValueError for bad input."""
+    """Run the command. Returns exit status 0; raises ValueError for bad input."""
     from .request_traces import read_trace
 
     _check(args)
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def conductor_of(args: argparse.Namespace, rules: ConductorConfig) -> Conductor:
-    """A new one, which knows nothing yet."""
+    """Return a new conductor, which knows nothing yet."""
     stages = args.prefill_pipeline
     a, b, c = (x * args.expected for x in _stage_law(args))
     groups, pages = args.prefill_workers // stages, args.pages * stages
@@ -131,7 +133,9 @@ def _one(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Nobody looks for cycles: a run makes next to none, and to look through all its tokens takes a tenth of it."""
+    """Switch the garbage collector off: a run makes next to no cycles, and scanning all its tokens takes a
+    tenth of it.
+    """
     looked = gc.isenabled()
     gc.disable()
     try:
@@ -166,7 +170,7 @@ def _rules(args: argparse.Namespace, policy: str, overload: str) -> ConductorCon
             policy=policy, threshold=args.kvcache_balancing_threshold, overload=overload,
             limits=SloLimits(ttft_s or math.inf, tbt_s or math.inf), check_before_decode=args.check_again,
         )  # fmt: skip
-    except ValueError as error:  # by the flags of serve
+    except ValueError as error:  # it names the flags of serve
         text = str(error).replace(flag_name("overload"), "--overload")
         raise ValueError(
             text.replace(flag_name("kvcache_balancing_threshold"), "--kvcache-balancing-threshold")
@@ -219,12 +223,12 @@ def _check_first_token(args: argparse.Namespace, arrivals: list[TracedPrompt]) -
 
 
 def _stage_law(args: argparse.Namespace) -> PrefillLatency:
-    """Of each of those that compute a prompt together."""
+    """Return the law of each of the stages that compute a prompt together."""
     return PrefillLatency(*(x / args.prefill_pipeline for x in _law(args.prefill_law, "--prefill-law")))
 
 
 def _transfer_law(args: argparse.Namespace) -> TransferLatency:
-    """Of all those that compute a prompt together, each of which sends its layers."""
+    """Return the law of all stages that compute a prompt together, each of which sends its layers."""
     return TransferLatency.at_rate(args.transfer_rate * args.prefill_pipeline)
 
 

@@ -1,4 +1,4 @@
-"""The deployments that a plan shows, each played by the engine's own scheduler on the same requests."""
+"""The deployments of a plan, each run by the engine's own scheduler on the same requests."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .report.plan_report import dollars_text, shortlist
 from .tables import dollars_of
 
 MIN_REQUESTS_PER_SEQUENCE = (
-    4  # requests for each sequence that decodes, at least, so that beginning and end of a run weigh little
+    4  # least requests for each decoding sequence, so that beginning and end of a run weigh little
 )
-_SEED = 0  # of where in a tick of the trace's clock a request came
+_SEED = 0  # for the place of a request in a tick of the trace's clock
 
 
 class SimulatedRow(NamedTuple):
-    """A row of a plan: ``point`` by the closed form, ``run`` by the scheduler, or ``why_not`` it was not played."""
+    """A row of a plan: ``point`` by the closed form, ``run`` by the scheduler, or ``why_not`` it was not run."""
 
     point: OperatingPoint
     run: ReplayResult | None
@@ -29,7 +29,7 @@ class SimulatedRow(NamedTuple):
 
     @property
     def with_simulated_numbers(self) -> OperatingPoint | None:
-        """The row with the numbers of its run; None where there is none."""
+        """The row with the numbers of its run; None if there is none."""
         if self.run is None:
             return None
         tokens_s = self.run.tokens_s
@@ -37,7 +37,7 @@ class SimulatedRow(NamedTuple):
         return self.point._replace(batch=self.run.batch, tbt_s=self.run.tbt_p50_s, tokens_s=tokens_s, dollars=dollars)
 
     def to_json(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row as plain data."""
         label = self.point.deployment.label
         if self.run is None or self.with_simulated_numbers is None:
             return {"devices": label, "why_not": self.why_not}
@@ -46,8 +46,8 @@ class SimulatedRow(NamedTuple):
 
 
 def filled_rows(played: Sequence[SimulatedRow]) -> list[OperatingPoint]:
-    """The runs with at least FILLED requests for each sequence, as rows: others never fill their deployments, so that
-    nothing can be said of these; empty where that is so of any.
+    """Return the runs with at least MIN_REQUESTS_PER_SEQUENCE requests for each sequence, as rows. Shorter runs never
+    fill their deployments, so they prove nothing. Empty if any run is that short.
     """
     runs = [
         (row.with_simulated_numbers, row.run)
@@ -62,7 +62,7 @@ def filled_rows(played: Sequence[SimulatedRow]) -> list[OperatingPoint]:
 
 
 def _quiet(stage: str, done: int, total: int) -> None:
-    """Nobody looks."""
+    """Ignore progress."""
 
 
 def simulate_rows(
@@ -73,7 +73,7 @@ def simulate_rows(
     rate: float | None = None,
     on_progress: OnProgress = _quiet,
 ) -> list[SimulatedRow]:
-    """The first ``requests`` of the ranked trace: as soon as there is room, or so many a second (0: as they came)."""
+    """Run the first ``requests`` of the ranked trace: as soon as they fit, or so many a second (0: as they came)."""
     trace, outcomes = ranking.trace.first(requests), list[SimulatedRow]()
     if rate is not None:
         trace = spread_arrivals(trace.at_rate(rate) if rate else trace, _SEED)
@@ -100,7 +100,7 @@ def simulate_rows(
 
 
 def simulated_text(played: Sequence[SimulatedRow], rate: float | None = None) -> str:
-    """Both side by side; empty where nothing was played. ``rate``: see ``simulate_rows``."""
+    """Return both results next to each other; "" if nothing was run. ``rate``: see ``simulate_rows``."""
     if not played:
         return ""
     more = ["closed form"] if rate is None else ["first token p50", "p99"]

@@ -18,7 +18,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(Gbps|Gbit/s|GB/s)(?::(\w+))?")
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of the cost model, of data/constants.toml. ``origins``: by name, where each is from."""
+    """The constants of the cost model, from data/constants.toml. ``origins``: name -> origin."""
 
     values: Mapping[str, float]
     origins: Mapping[str, str]
@@ -27,7 +27,7 @@ class Constants:
         return self.values[name]
 
     def moved(self, name: str, factor: float) -> Constants:
-        """The same, but one of them times ``factor``: to see what follows from it."""
+        """Return the constants with one of them multiplied by ``factor``, to see its effect."""
         return replace(self, values={**self.values, name: self.values[name] * factor})
 
 
@@ -41,7 +41,7 @@ class PriceBook:
     sources: Mapping[str, str]
 
     def hour(self, device: Device) -> float:
-        """Raises ValueError that says how to add one."""
+        """Return the price of a device. Raises ValueError that explains how to add one."""
         if device.name not in self.hours:
             raise ValueError(
                 f"--prices {self.name} has no price of {device.name}, only of {', '.join(self.hours)}: write a file "
@@ -51,14 +51,14 @@ class PriceBook:
 
 
 def dollars_of(hour: float, tokens_s: float) -> float:
-    """What 10^6 tokens cost, of devices at ``hour`` dollars an hour that make ``tokens_s`` a second."""
+    """Return the cost of 10^6 tokens, for devices at ``hour`` dollars an hour that make ``tokens_s`` a second."""
     return hour / 3600 / tokens_s * 1e6
 
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """A network card in one direction. rate: of the line, in bytes per second; share: of it that a stack
-    reaches; round_trip_s: without data. cards: the devices' own cards are so many times as fast as they are.
+    """A network card in one direction. rate: of the line, in bytes per second; share: of it that a stack reaches.
+    round_trip_s: without data; cards: factor on the rate of the devices' own cards.
     """
 
     name: str
@@ -69,12 +69,12 @@ class NetworkLink:
     cards: float = 1.0
 
     def bandwidth(self, *devices: Device) -> float:
-        """Bytes per second of one card between two kinds of devices: no more than a card of either has."""
+        """Return the bytes per second of one card between two kinds of devices: no more than a card of either has."""
         slowest = self.slowest(devices)
         return self.share * (min(self.rate, self._card(slowest)) if slowest else self.rate)
 
     def cut_by(self, *devices: Device) -> str:
-        """Why the line's rate is not reached, in words; empty where a card of each device has it."""
+        """Return why the line's rate is not reached, in words; "" if a card of each device has it."""
         slowest = self.slowest(devices)
         if slowest is None or self._card(slowest) >= self.rate:
             return ""
@@ -82,7 +82,7 @@ class NetworkLink:
 
     @staticmethod
     def slowest(devices: Iterable[Device]) -> Device | None:
-        """The one with the slowest card; None where none states a card."""
+        """Return the device with the slowest card; None if none states a card."""
         return min((d for d in devices if d.network_gbs), key=lambda d: d.network_gbs or 0.0, default=None)
 
     def _card(self, device: Device) -> float:
@@ -91,7 +91,7 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a homogeneous engine is taken for. most: sequences at once, 0 = as many as fit; driver_s: of a step, in
+    """The model of a homogeneous engine. max_sequences: sequences at once, 0 = as many as fit; driver_s: of a step, in
     which devices wait for their host.
     """
 
@@ -102,7 +102,7 @@ class Baseline:
 
 
 def constants(path: Path = DATA / "constants.toml") -> Constants:
-    """Raises ValueError for what is no table of constants."""
+    """Read the constants. Raises ValueError for a bad table."""
     values, origins = {}, {}
     for name, entry in entries(path):
         check_fields(entry, {"value": float, "unit": str, "origin": str}, {}, f"{path}: [{name}]")
@@ -111,7 +111,7 @@ def constants(path: Path = DATA / "constants.toml") -> Constants:
 
 
 def price_book(name: str) -> PriceBook:
-    """``name``: of a shipped book, or a file. Raises ValueError that names --prices."""
+    """Read a price book. ``name``: of a shipped book, or a file. Raises ValueError that names --prices."""
     path = BOOKS / f"{name}.toml" if re.fullmatch(r"\w+", name) else Path(name).expanduser()
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in BOOKS.glob("*.toml")))
@@ -135,7 +135,7 @@ def price_book(name: str) -> PriceBook:
 
 
 def network_link(text: str) -> NetworkLink:
-    """400Gbps, 50GB/s, 400Gbps:nccl. Raises ValueError that names --link."""
+    """Parse 400Gbps, 50GB/s, 400Gbps:nccl. Raises ValueError that names --link."""
     stacks = dict(entries(DATA / "links.toml"))
     match = _RATE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
@@ -150,7 +150,7 @@ def network_link(text: str) -> NetworkLink:
 
 
 def baseline(name: str) -> Baseline:
-    """Raises ValueError that names --baseline."""
+    """Return a baseline by name. Raises ValueError that names --baseline."""
     known = dict(entries(DATA / "baselines.toml"))
     if name not in known:
         raise ValueError(f"--baseline {name} is not one of {', '.join(known)}")
@@ -160,7 +160,7 @@ def baseline(name: str) -> Baseline:
 
 @cache
 def modelling_errors(path: Path = DATA / "errors.toml") -> Constants:
-    """Shares by which a step's time is off; see data/errors.toml."""
+    """Return the relative errors of a step's time; see data/errors.toml."""
     sections = dict(entries(path))
     for name, entry in sections.items():
         check_fields(entry, {"share": float, "origin": str}, {}, f"{path}: [{name}]")

@@ -1,4 +1,4 @@
-"""Whether to split at all, why, and the price, length or link at which that would turn."""
+"""Decides whether to split at all, why, and at which price, length or link the verdict changes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .ranking import OperatingPoint, Planner, Ranking
 from .request_traces import RequestTrace
 from .tables import modelling_errors
 
-_RANGE = 32.0 * (1 + 1e-9)  # turning points are looked for up to this factor, both ways
+_RANGE = 32.0 * (1 + 1e-9)  # turning points are searched up to this factor, both ways
 _STEP = math.sqrt(2.0)
 _BISECTIONS = 8
-_SHORTLIST = 8  # split deployments that are ranked anew
+_SHORTLIST = 8  # split deployments that are ranked again
 
 
 class TurningPoint(NamedTuple):
-    """``what`` times ``factor`` is where the verdict is another one, ``value`` in words; None: nowhere between ``low``
-    and ``high`` times, as far as there is something to compare.
+    """The verdict changes at ``what`` times ``factor``, ``value`` in words; None: nowhere between ``low`` and ``high``
+    times, as far as there is something to compare.
     """
 
     what: str
@@ -31,8 +31,8 @@ class TurningPoint(NamedTuple):
 
 
 class PlanVerdict(NamedTuple):
-    """``gain``: tokens for a dollar of the best split beside the best homogeneous one, less one; None where there is
-    only one of the two. ``width``: a smaller gain is a tie.
+    """``gain``: tokens for a dollar of the best split deployment over the best homogeneous one, minus one; None if only
+    one of the two exists. ``width``: a smaller gain is a tie.
     """
 
     should_split: bool
@@ -45,12 +45,12 @@ class PlanVerdict(NamedTuple):
 
     @property
     def headline(self) -> str:
-        """In two or three words."""
+        """The verdict in a few words."""
         return "split" if self.should_split else "do not disaggregate here"
 
 
 def decide_split(planner: Planner, ranking: Ranking) -> PlanVerdict:
-    """The verdict on a ranking of some deployments. Raises ValueError where nothing was ranked."""
+    """Return the verdict on a ranking of some deployments. Raises ValueError if nothing was ranked."""
     split, alone = ranking.best(split=True), ranking.best(split=False)
     if split is None or alone is None:
         return _only(split, alone, ranking)
@@ -69,7 +69,9 @@ def _compare(
 
 
 def tie_width(costs: CostModel, *deployments: Deployment) -> float:
-    """Share of their dollars for a token within which nobody can say which is cheaper: the greatest error of them."""
+    """Return the relative difference of dollars for a token below which neither is known to be cheaper: their greatest
+    error.
+    """
     known = modelling_errors()
     has = (costs.tables.has("linear", d.compute.name, d.ranks) for d in deployments)
     names = ("table" if h else f"roofline_{d.ranks}" for h, d in zip(has, deployments, strict=True))
@@ -77,8 +79,8 @@ def tie_width(costs: CostModel, *deployments: Deployment) -> float:
 
 
 def decide_by_simulation(planner: Planner, verdict: PlanVerdict, points: Sequence[OperatingPoint]) -> PlanVerdict:
-    """The verdict by runs that were played, ``points`` with their tokens and dollars, where both kinds are among them.
-    Turns are those of the closed form, none where it says otherwise.
+    """Return the verdict by simulated runs, ``points`` with their tokens and dollars, if both kinds are among them.
+    Turning points are those of the closed form, none if its verdict differs.
     """
     split, alone = _cheapest(points)
     if split is None or alone is None:
@@ -91,13 +93,13 @@ def decide_by_simulation(planner: Planner, verdict: PlanVerdict, points: Sequenc
 
 
 def _cheapest(points: Sequence[OperatingPoint]) -> list[OperatingPoint | None]:
-    """Of the split ones, and of the others."""
+    """Return the cheapest split one, and the cheapest homogeneous one."""
     kinds = ([p for p in points if p.deployment.is_split == kind] for kind in (True, False))
     return [min(kind, key=lambda p: p.dollars, default=None) for kind in kinds]
 
 
 def best_reachable(ranking: Ranking) -> str:
-    """One line on the refused deployment that came closest."""
+    """Return one line on the refused deployment that came closest."""
     close = ranking.nearest()
     if close is None:
         return "nothing can be built of these devices"
@@ -116,7 +118,7 @@ def _only(split: OperatingPoint | None, alone: OperatingPoint | None, ranking: R
 
 
 def _why(split: OperatingPoint, alone: OperatingPoint, gain: float, tie: float) -> str:
-    """``tie``: its width, if it is one."""
+    """Return the reason in words. ``tie``: its width, if it is one."""
     names = f"{split.deployment.label} against {alone.deployment.label}"
     more = f"{gain:+.1%} tokens for a dollar: {names}"
     batch = (
@@ -129,7 +131,7 @@ def _why(split: OperatingPoint, alone: OperatingPoint, gain: float, tie: float) 
 
 
 def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, best: Deployment) -> list[TurningPoint]:
-    """Each moves one thing and ranks all anew, the requests that were ranked."""
+    """Return the turning points. Each changes one thing and ranks all again, on the requests that were ranked."""
 
     def beyond(points: Sequence[OperatingPoint]) -> float:
         gain, width = _gain(planner.costs, points)
@@ -158,7 +160,7 @@ def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, b
 
 
 def _turn(what: str, of: Callable[[float], float], describe: Callable[[float], str]) -> TurningPoint:
-    """The one nearest to 1, and where the verdict turns back behind it."""
+    """Return the turning point nearest to 1, and where the verdict turns back after it."""
     crossings, low, high = _crossings(of)
     factor = min(crossings, key=lambda f: abs(math.log(f)), default=None)
     if factor is None:
@@ -169,7 +171,9 @@ def _turn(what: str, of: Callable[[float], float], describe: Callable[[float], s
 
 
 def gain_by_price(planner: Planner, ranking: Ranking, device: str, factor: float) -> float:
-    """The gain of splitting where one device is ``factor`` times as dear; NaN where there is no such gain."""
+    """Return the gain of splitting if the price of one device is multiplied by ``factor``; NaN if there is no such
+    gain.
+    """
     return _gain(planner.costs, _repriced(planner, ranking.points, device, factor))[0]
 
 
@@ -178,7 +182,7 @@ def _repriced(planner: Planner, points: Sequence[OperatingPoint], device: str, f
 
 
 def _gain(costs: CostModel, points: Sequence[OperatingPoint]) -> tuple[float, float]:
-    """And the width of a tie."""
+    """Return the gain, and the width of a tie."""
     split, alone = _cheapest(points)
     if split is None or alone is None:
         return math.nan, 0.0  # nothing to compare with
@@ -186,8 +190,8 @@ def _gain(costs: CostModel, points: Sequence[OperatingPoint]) -> tuple[float, fl
 
 
 def _crossings(of: Callable[[float], float]) -> tuple[list[float], float, float]:
-    """The factors behind which ``of`` is on the other side of 0, up to _RANGE both ways, as far as it is a number; and
-    the least and the greatest factor that were looked at.
+    """Return the factors after which ``of`` changes its sign, up to _RANGE both ways, as far as it is a number. Also
+    returns the least and the greatest factor that were tried.
     """
     crossings, ends = list[float](), list[float]()
     for step in (_STEP, 1 / _STEP):
@@ -202,7 +206,7 @@ def _crossings(of: Callable[[float], float]) -> tuple[list[float], float, float]
 
 
 def _between(of: Callable[[float], float], same: float, other: float, sign: bool) -> float:
-    """On the other side, by less than a thousandth."""
+    """Return a factor on the other side, off by less than a thousandth."""
     for _ in range(_BISECTIONS):
         middle = math.sqrt(same * other)
         same, other = (middle, other) if (of(middle) >= 0) == sign else (same, middle)

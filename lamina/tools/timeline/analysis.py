@@ -1,4 +1,4 @@
-"""What a trace says: how busy each pool was and what its bubbles were, stragglers, slow steps, hidden attention."""
+"""Facts from a trace: how busy each pool was, its bubbles, stragglers, slow steps, hidden attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLES = ("compute", "memory", "prefill")
 
 @dataclass(frozen=True)
 class Straggler:
-    """A memory worker: of ``layers`` layers it was the ``last`` one to send O, ``late_s`` behind the first (mean)."""
+    """A memory worker: of ``layers`` layers it was the ``last`` one to send O, ``late_s`` after the first (mean)."""
 
     device: str
     layers: int
@@ -43,8 +43,8 @@ class StepSpan:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Attention over the stored tokens in one layer, mean of a step and a memory worker: in all, and the part of it
-    that ran before K and V had been sent.
+    """Attention over the stored tokens in one layer, mean of a step and a memory worker. ``stored_s``: all of it;
+    ``hidden_s``: the part of it that ran before K and V had been sent.
     """
 
     layer: int
@@ -60,7 +60,6 @@ class Hidden:
 @dataclass(frozen=True)
 class Report:
     """``devices`` and ``pools``: name -> state -> share of the run; the shares of a name add up to 1.
-
     ``recording_share``: an upper bound of the run's time that went into recording it.
     """
 
@@ -79,7 +78,7 @@ class Report:
 
 
 def analyse(recording: Recording) -> Report:
-    """Raises ValueError where no step was run."""
+    """Return the report on a recording. Raises ValueError if no step was run."""
     start, end = window(recording.spans, recording.dropped)
     spans = [s for s in recording.spans if s.end > start]
     by_device, index = states(spans, start, end), SpanIndex(spans)
@@ -103,7 +102,7 @@ def analyse(recording: Recording) -> Report:
 
 
 def steps_of(spans: Sequence[Span]) -> list[StepSpan]:
-    """All steps that the spans hold from their first slice on, by their start."""
+    """Return all steps that the spans hold from their first slice on, by their start."""
     groups: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for s in spans:
         if s.device.startswith("compute") and s.event in (Event.SLICE, Event.SAMPLE):
@@ -117,7 +116,7 @@ def steps_of(spans: Sequence[Span]) -> list[StepSpan]:
 
 
 def stragglers(index: SpanIndex) -> list[Straggler]:
-    """Of each memory worker, where there are several."""
+    """Return the lateness of each memory worker, if there are several."""
     memory, late, layers = index.role("memory"), defaultdict[str, list[float]](list), 0
     for sent in index.of[memory[0]].get(Event.SEND_O, []) if len(memory) > 1 else []:
         ends = {s.device: s.end for m in memory for s in index.layer(m, sent, Event.SEND_O)}
@@ -129,7 +128,7 @@ def stragglers(index: SpanIndex) -> list[Straggler]:
 
 
 def hidden(index: SpanIndex) -> list[Hidden]:
-    """By layer; spans whose send KV is not in the trace do not count."""
+    """Return hidden attention by layer; spans whose send KV is not in the trace do not count."""
     sums: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for device in index.role("memory"):
         number = int(device.partition("-")[2])
@@ -143,8 +142,8 @@ def hidden(index: SpanIndex) -> list[Hidden]:
 
 
 def recording_share(spans: Sequence[Span], span_cost_s: float, window_s: float) -> float:
-    """The share of the window that recording took, as if the engine and the busiest worker of each role had recorded
-    one after the other.
+    """Return the share of the window that recording took, as if the engine and the busiest worker of each role had
+    recorded one after the other.
     """
     counts: dict[str, int] = defaultdict(int)
     for s in spans:
@@ -161,7 +160,7 @@ def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _slow(steps: Sequence[StepSpan], by_device: Mapping[str, States]) -> list[StepSpan]:
-    """The slowest ones, with what the compute workers mostly did meanwhile."""
+    """Return the slowest steps, with the compute workers' main state meanwhile."""
     median = statistics.median([s.duration_s for s in steps] or [0.0])
     slow = sorted((s for s in steps if s.duration_s > SLOW * median), key=lambda s: -s.duration_s)[:SHOWN]
     compute = [of for device, of in by_device.items() if device.startswith("compute")]

@@ -20,7 +20,7 @@ from .timeline_page import page, report_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this sub-command."""
+    """Add the flags of this sub-command."""
     parser.add_argument("trace", help="a file that was written with --trace or LAMINA_TRACE")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page with the picture to FILE; it needs no other file")
@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print of each request who computed its prompt and why, and where it decoded",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check the trace, say what would be written, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check the trace, print what would be written, and exit")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; raises ValueError or OSError for bad input."""
+    """Run the command. Returns exit status 0; raises ValueError or OSError for bad input."""
     check_writable(args.html, "--html")
     recording = read(args.trace)
     report = analyse(recording)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choices_text(notes: Sequence[Note], *, each: bool) -> list[str]:
-    """Who computed how many prompts, and why; ``each``: a line for each of them besides."""
+    """Return how many prompts each worker computed, and why; ``each``: with a line for each prompt."""
     whys = [(n.fields["by"], n.fields["reason"]) if n.name == CHOICE else ("refused", n.fields["limit"]) for n in notes]
     counted = Counter(whys)
     lines = ["", "prompts, by who computed them and why:"] if counted else []
@@ -84,7 +84,7 @@ def _prices(fields: dict[str, Any]) -> str:
 
 
 def report_text(report: Report) -> str:
-    """For people, without a newline at the end."""
+    """Return the report as text, without a newline at the end."""
     return "\n".join([*_run(report), "", *_usage(report), "", *_events(report), *_hidden(report), *_trust(report)])
 
 
@@ -108,7 +108,7 @@ def _usage(report: Report) -> list[str]:
 
 def _events(report: Report) -> list[str]:
     lines = [
-        f"{s.device} was the last to send O in {s.last} of {s.layers} layers, then {_ms(s.late_s)} behind the first"
+        f"{s.device} was the last to send O in {s.last} of {s.layers} layers, then {_ms(s.late_s)} after the first"
         for s in report.stragglers
     ]
     for step in report.slow_steps:
@@ -131,7 +131,7 @@ def _hidden(report: Report) -> list[str]:
 
 
 def _trust(report: Report) -> list[str]:
-    """The lines of a report that say how far the others can be trusted."""
+    """Return the lines of a report that show how far the others can be trusted."""
     lines = [f"recording took at most {100 * report.recording_share:.2f} % of the run"]
     lines.append(f"clocks of all workers agree within {_ms(report.clock_uncertainty_s)}")
     lines += [

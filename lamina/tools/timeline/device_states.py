@@ -1,4 +1,4 @@
-"""What every device was doing at any moment of a run: busy, or waiting, and for what. Pure functions over spans.
+"""The state of every device at any moment of a run: busy, or waiting, and for what. Pure functions over spans.
 
 A device is in one state at a time, so its states add up to the whole run. The cause of a wait is the state of the
 device that it waited for: a memory worker that waits for Q while the compute worker samples waits for sampling.
@@ -13,7 +13,8 @@ from lamina.observe.trace import ENGINE, Event, Span
 
 from .intervals import Intervals, intersect, subtract, union
 
-# state -> in words. HOST is what is left: Python between the recorded spans, and time that the system gave to others.
+# state -> in words. HOST is the rest: Python between the recorded spans, and time that the system gave to other
+# processes.
 BUSY, WAIT_Q, WAIT_KV, WAIT_O, NETWORK = "busy", "wait_q", "wait_kv", "wait_o", "network"
 IMBALANCE, SCHEDULER, SAMPLING, HOST, IDLE = "imbalance", "scheduler", "sampling", "host", "idle"
 GRANT, GAP, LOADING = "grant", "gap", "loading"
@@ -50,23 +51,22 @@ class SpanIndex:
             self.at[s.device, s.event, s.batch, s.step, s.layer].append(s)
 
     def role(self, role: str) -> list[str]:
-        """Devices such as "memory-0", by number."""
+        """Return devices such as "memory-0", by number."""
         devices = [d for d in self.of if d.partition("-")[0] == role]
         return sorted(devices, key=lambda d: (len(d), d))
 
     def time(self, device: str, *events: Event) -> Intervals:
-        """When ``device`` was in any of ``events``."""
+        """Return when ``device`` was in any of ``events``."""
         return union((s.start, s.end) for e in events for s in self.of[device].get(e, ()))
 
     def layer(self, device: str, like: Span, *events: Event) -> list[Span]:
-        """Spans of ``device`` in the same (batch, step, layer) as ``like``."""
+        """Return spans of ``device`` in the same (batch, step, layer) as ``like``."""
         return [s for e in events for s in self.at.get((device, e, like.batch, like.step, like.layer), ())]
 
 
 def window(spans: Sequence[Span], dropped: Mapping[str, int]) -> tuple[float, float]:
-    """From the first work of any worker to the last. A device that has lost its oldest spans is not judged on them.
-
-    Raises ValueError where no worker has done anything.
+    """Return the time from the first work of any worker to the last. Time before a device's lost spans does not count.
+    Raises ValueError if no worker has done anything.
     """
     waits = (Event.WAIT_PLAN, Event.WAIT_STEP)
     work = [s for s in spans if s.device != ENGINE and s.event not in waits]
@@ -80,7 +80,7 @@ def window(spans: Sequence[Span], dropped: Mapping[str, int]) -> tuple[float, fl
 
 
 def states(spans: Sequence[Span], start: float, end: float) -> dict[str, States]:
-    """Device -> state -> when. The states of one device are disjoint and cover ``start`` to ``end``."""
+    """Return device -> state -> when. The states of one device are disjoint and cover ``start`` to ``end``."""
     index = SpanIndex(spans)
     compute = {d: _compute(index, d, start, end) for d in index.role("compute")}
     memory = {d: _memory(index, d, compute, start, end) for d in index.role("memory")}
@@ -118,8 +118,9 @@ def _prefill(index: SpanIndex, device: str, start: float, end: float) -> States:
 
 
 def _behind_o(index: SpanIndex, device: str) -> tuple[Intervals, Intervals, Intervals]:
-    """When O of some layer was (or Q, KV for it were) on the way; when the first memory worker had sent its O and the
-    last had not; when the last one still had to apply the plan. The last one decides how long a layer takes.
+    """Return three sets of times. First: when O of some layer was on the way (or Q, KV for it were). Second: when the
+    first memory worker had sent its O and the last had not. Third: when the last one still had to apply the plan. The
+    last one decides how long a layer takes.
     """
     network: list[tuple[float, float]] = []
     imbalance: list[tuple[float, float]] = []
@@ -159,7 +160,7 @@ def _memory(index: SpanIndex, device: str, compute: Mapping[str, States], start:
 
 
 def _senders(index: SpanIndex, device: str) -> list[str]:
-    """The compute workers that ``device`` gets Q and KV from, by replica: of several ranks one each."""
+    """Return the compute workers from which ``device`` gets Q and KV, by replica: one of several ranks each."""
     number = int(device.partition("-")[2])
 
     def sends(compute: str) -> bool:
@@ -169,7 +170,7 @@ def _senders(index: SpanIndex, device: str) -> list[str]:
 
 
 def _on_the_way(index: SpanIndex, source: str, device: str, waits: Sequence[Span]) -> Intervals:
-    """The part of ``waits`` behind the sender's signal."""
+    """Return the part of ``waits`` after the sender's signal."""
     number, pairs = int(device.partition("-")[2]), []
     for w in waits:
         sent = [s.end for s in index.layer(source, w, _SENT_AS[w.event]) if s.peer == number]
@@ -179,7 +180,7 @@ def _on_the_way(index: SpanIndex, source: str, device: str, waits: Sequence[Span
 
 
 def _blame(waits: Intervals, source: States, event: Event) -> list[tuple[str, Intervals]]:
-    """What the sender was doing meanwhile; it waits for other memory workers where it waits for O."""
+    """Return the sender's states meanwhile; if it waits for O, it waits for other memory workers."""
     seen = {SAMPLING: SAMPLING, NETWORK: NETWORK, IMBALANCE: IMBALANCE, WAIT_O: IMBALANCE}
     seen |= {SCHEDULER: SCHEDULER, IDLE: IDLE}
     blamed = [(state, intersect(waits, source.get(theirs, []))) for theirs, state in seen.items()]
@@ -187,7 +188,7 @@ def _blame(waits: Intervals, source: States, event: Event) -> list[tuple[str, In
 
 
 def _nobody_asked(index: SpanIndex) -> Intervals:
-    """From the end of a step of the engine until it is asked for the next one."""
+    """Return the times from the end of a step of the engine until its next one is requested."""
     pairs: list[tuple[float, float]] = []
     left: float | None = None
     for s in sorted((s for spans in index.of[ENGINE].values() for s in spans), key=lambda s: s.start):
@@ -198,7 +199,7 @@ def _nobody_asked(index: SpanIndex) -> Intervals:
 
 
 def _share_out(whole: Intervals, *claims: tuple[str, Intervals]) -> States:
-    """The parts of ``whole`` by state: a moment goes to the first of ``claims`` that has it; one that nobody claims is
+    """Return the parts of ``whole`` by state: a moment goes to the first of ``claims`` that has it; an unclaimed one is
     HOST.
     """
     out: States = {state: [] for state in STATES}

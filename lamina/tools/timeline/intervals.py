@@ -1,5 +1,5 @@
-"""Sets of time as sorted, disjoint, non-empty (start, end) pairs. Every function is linear in what it is given, sorting
-aside.
+"""Sets of time as sorted, disjoint, non-empty (start, end) pairs. Every function is linear in its input, except for
+sorting.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ Intervals = list[tuple[float, float]]
 
 
 def union(pairs: Iterable[tuple[float, float]]) -> Intervals:
-    """The set that any pairs cover; empty and backward ones cover nothing."""
+    """Return the set that any pairs cover; empty and backward ones cover nothing."""
     out: Intervals = []
     for start, end in sorted(p for p in pairs if p[0] < p[1]):
         if out and start <= out[-1][1]:
@@ -21,7 +21,7 @@ def union(pairs: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """What lies in both."""
+    """Return the intersection of both."""
     out: Intervals = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -36,7 +36,7 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
 
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
-    """What lies in ``a`` alone."""
+    """Return the part of ``a`` that is not in ``b``."""
     out: Intervals = []
     j = 0
     for start, end in a:
@@ -54,5 +54,5 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
 
 
 def total(a: Intervals) -> float:
-    """The length of all intervals together."""
+    """Return the length of all intervals together."""
     return sum(end - start for start, end in a)

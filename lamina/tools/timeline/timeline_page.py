@@ -1,4 +1,4 @@
-"""A timeline as one HTML page that needs nothing else: the lanes to look at, and the report beside them."""
+"""A timeline as one HTML page that needs no other file: the lanes, with the report next to them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DATA = "/*DATA*/null"
 
 
 def page(recording: Recording, report: Report, title: str) -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     template = resources.files(__package__).joinpath("timeline.html").read_text()
     data = json.dumps(_data(recording, report, title), separators=(",", ":"))
     return template.replace(_DATA, data.replace("<", "\\u003c"))  # no text of the trace can end the script
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """The report as JSON takes it."""
+    """Return the report as plain data for JSON."""
     return {
         **dataclasses.asdict(report),
         "hidden": [{**dataclasses.asdict(h), "share": h.share} for h in report.hidden],
@@ -33,7 +33,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def _data(recording: Recording, report: Report, title: str) -> dict[str, Any]:
-    """Times in microseconds from the first work; a wait that began before is cut off there."""
+    """Return times in microseconds from the first work; a wait that began before is cut off there."""
     base = min(s.start for s in recording.spans if s.event not in WAITING)
     devices: dict[str, list[list[Any]]] = defaultdict(lambda: [[] for _ in TRACKS])
     for s in recording.spans:

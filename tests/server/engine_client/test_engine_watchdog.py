@@ -247,7 +247,7 @@ def test_one_that_fails_by_a_mistake_of_its_own_is_replaced_and_streams_go_on(
         wanted, pid = await server.tokens(), server.pid
         assert await server.tokens(FAILS) == wanted
         assert server.pid != pid
-        assert "engine: KeyError: 'a mistake'; another one takes its place" in caplog.text
+        assert "engine: KeyError: 'a mistake'; another one replaces it" in caplog.text
         await server.has(FAILS, "begun")
 
     with caplog.at_level(logging.WARNING):

@@ -649,5 +649,5 @@ def test_of_workers_that_have_become_fewer_since_none_goes_by_a_number_from_befo
     bench.workers.resizer.plan, bench.workers.resizer.begin = begun.append, begun.append
     bench.loop._take(ScaleMemory(1, [0]))
     (said,) = bench.told()
-    assert (said.error, said.in_place) == ("memory workers 0 to 0 are there by now: ask again", True)
+    assert (said.error, said.in_place) == ("memory workers 0 to 0 exist now: request it again", True)
     assert not begun

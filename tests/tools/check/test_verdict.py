@@ -305,7 +305,7 @@ def test_a_token_too_many_or_too_few_is_a_breach_even_where_all_are_right() -> N
     for tokens in ([5, 6], [5, 6, 7, 7]):
         told = judged(MEMORY, outcome(completions=[completion(tokens), completion([8, 9, 10])], had_kv=frozenset({0})))
         assert told.held is False
-        assert f"prompt 0 was told {len(tokens)} tokens, not 3" in told.note
+        assert f"prompt 0 got {len(tokens)} tokens, not 3" in told.note
 
 
 def test_the_time_that_is_left_is_told() -> None:

@@ -124,7 +124,7 @@ class StoodStill(NamedTuple):
     [
         ([StoodStill(2.4, 9.0).blow("stop"), StoodStill(None, 1.0).blow("kill-spare")], 0, 0, ""),
         ([StoodStill(2.6, 9.0).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: 2.60 s at most"),
-        ([StoodStill(None, 9.0).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: nobody has noticed"),
+        ([StoodStill(None, 9.0).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: not noticed"),
         ([StoodStill(None, 9.0).blow("flip")], 0, 0, "noticed: 0 of 1"),
         ([StoodStill(5.1, 0.1, 2.8).blow("stop")], 0, 0, "1 owed nothing at first, noticed 5.10 to 5.10 s behind the"),
         ([StoodStill(5.1, 0.1, 2.5).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: 2.60 s at most"),
@@ -181,7 +181,7 @@ def test_kv_that_a_hit_has_damaged_is_not_read_by_the_run_that_judges(
     drill._wanted = read(drill._bodies)
     asyncio.run(write_seed(tmp_path))
     assert drill._judged(read(drill._bodies), well=True) == {"right": 7, "wrong": 1}
-    assert "stream 6 was told tokens {0: [5, 7]}; wanted are {0: [5, 6]}" in caplog.text
+    assert "stream 6 received tokens {0: [5, 7]}; wanted are {0: [5, 6]}" in caplog.text
 
 
 class NoServer(NamedTuple):

@@ -1,1 +1,1 @@
-"""A recorded run of Lamina itself: tables of what its operators took, and runs predicted by these."""
+"""Tables of operators' times from a recorded run of Lamina itself, and runs predicted from them."""

@@ -1,8 +1,8 @@
-"""The planner's tables, from a recorded run: of the compute worker by its rows, of attention by its bytes, of what is
-between.
+"""Fits the planner's tables to a recorded run: of the compute worker by its rows, of attention by its bytes, and of the
+rest.
 
-Each number is a median over steps that are alike, so that a stall of the host spoils none; attention follows a law by
-the conductor's least squares, whose errors count in parts. Tables are of one model on one host, and say so.
+Each number is a median over similar steps, so that a stall of the host has no effect. Attention follows a law fitted by
+the conductor's least squares with relative errors. Tables are of one model on one host, and are marked so.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .delays import Delays, StepDelay
 from .recorded_run import RecordedRun, RecordedStep
 
 COMPUTE, MEMORY = "recorded-compute", "recorded-memory"
-_NOMINAL = 1000.0  # of peaks that nobody states: they cancel out, since tables are of this model
+_NOMINAL = 1000.0  # unknown peaks: they cancel out, since tables are of this model
 _LEAST = 3  # steps without prompts
-_INSTANT = 1e-12  # seconds: of what is in the slices already
+_INSTANT = 1e-12  # seconds: of parts that the slices include
 _TOKENS = 1024.0  # features of one order of magnitude
 _LEAST_BYTES, _SIZES = 1024.0, 96  # of the table of attention, each the fourth root of 2 times the one before
 
 
 class Calibration(NamedTuple):
-    """``by_rows``: rows -> seconds of slices, steps that said so. Attention of a layer on one worker: ``floor_s``, and
-    seconds of a byte. ``between_s``: of a step; ``driver_s``: of a round. ``delays``: of steps that decoded.
-    ``decode``, ``prefill``: the same run by the Conductor's laws; the latter None without prompts.
+    """The result of a fit. ``by_rows``: rows -> seconds of slices, number of steps. Attention of a layer on one worker
+    takes ``floor_s``, and ``byte_s`` seconds a byte. ``between_s``: of a step; ``driver_s``: of a round. ``delays``: of
+    steps that decoded. ``decode``, ``prefill``: the same run by the conductor's laws; the latter None without prompts.
     """
 
     costs: CostModel
@@ -54,7 +54,9 @@ class Calibration(NamedTuple):
 
 
 def calibrate(run: RecordedRun, model: ModelFacts, constants: Constants, source: str) -> Calibration:
-    """Raises ValueError, behind ``source``, for a run of another model, or with too few steps that only decode."""
+    """Fit a run. Raises ValueError, beginning with ``source``, for a run of another model, or with too few steps that
+    only decode.
+    """
     if run.layers != model.num_layers:
         raise ValueError(f"{source} is a run of {run.layers} layers, and {model.name} has {model.num_layers}")
     decoding = [s for s in run.steps if s.is_decode_only and s.total_s]
@@ -74,7 +76,7 @@ def calibrate(run: RecordedRun, model: ModelFacts, constants: Constants, source:
     costs = CostModel(model, used, link, baseline("ideal"), tables)
     between = median(s.between_s for s in decoding)
     hidden = median(costs.step(deployment, _load(s, model)).network_s for s in decoding)
-    each = (between - hidden) / model.num_layers  # below 0 where both work at once
+    each = (between - hidden) / model.num_layers  # below 0 if both work at once
     costs = replace(costs, link=replace(link, round_trip_s=each))
     took = ((s.total_s, costs.round(deployment, [_load(s, model)]).seconds) for s in decoding)
     delays = Delays(tuple(StepDelay(expected, whole - expected) for whole, expected in took))
@@ -85,7 +87,7 @@ def calibrate(run: RecordedRun, model: ModelFacts, constants: Constants, source:
 
 
 def _decode_law(steps: Sequence[RecordedStep]) -> StepLatency:
-    """Of steps that decode, whole: by rows and by tokens that attention reads."""
+    """Return the law of whole decoding steps: by rows and by tokens that attention reads."""
     squares = LeastSquares(3)
     for s in steps:
         squares.add((1.0, s.rows, s.pairs / _TOKENS), s.total_s, s.total_s)
@@ -94,7 +96,7 @@ def _decode_law(steps: Sequence[RecordedStep]) -> StepLatency:
 
 
 def _prefill_law(steps: Sequence[RecordedStep]) -> PrefillLatency | None:
-    """Of steps that are a chunk of one prompt: what each takes whatever it has counts as its rows'."""
+    """Return the law of steps with a chunk of one prompt. Their fixed time counts as part of the rows' time."""
     alone = [s for s in steps if s.total_s and s.draws <= 1 < s.rows]
     squares = LeastSquares(2)
     for s in alone:
@@ -111,7 +113,7 @@ def _by_rows(steps: Sequence[RecordedStep]) -> dict[int, tuple[float, int]]:
 
 
 def _growing(by_rows: Mapping[int, tuple[float, int]]) -> dict[int, tuple[float, int]]:
-    """More rows never take less: neighbours that say so have their mean, each weighed by its steps."""
+    """Make times grow with rows: neighbours that contradict get their mean, weighted by their steps."""
     pools = list[tuple[list[int], float, int]]()  # rows, their seconds, steps
     for rows, (took, steps) in by_rows.items():
         pools.append(([rows], took, steps))
@@ -122,8 +124,8 @@ def _growing(by_rows: Mapping[int, tuple[float, int]]) -> dict[int, tuple[float,
 
 
 def _attention(steps: Sequence[RecordedStep], model: ModelFacts, workers: int) -> tuple[float, float]:
-    """Seconds of a layer's attention on one worker: those whatever it reads, and those of a byte. Only what reads
-    stored K and V grows with them. The rest goes by rows, if by anything, of which long sequences have no more.
+    """Return the seconds of a layer's attention on one worker: a fixed part, and the seconds of a byte. Only reading
+    stored K and V grows with bytes. The rest depends on rows at most, of which long sequences have no more.
     """
     each = model.kv_bytes_per_token / model.num_layers / workers
     unit = max(s.pairs for s in steps) * each
@@ -137,7 +139,7 @@ def _attention(steps: Sequence[RecordedStep], model: ModelFacts, workers: int) -
 
 
 def _chunked(run: RecordedRun, model: ModelFacts) -> float:
-    """FLOP/s of attention where prompts are computed; 0 where none were. Half of such steps are quicker."""
+    """Return FLOP/s of attention when prompts are computed; 0 if none were. It is the median of such steps."""
     flops = sum(a.count * a.flops for a in model.attentions) / run.memory_workers
     rates = [s.pairs * flops / s.attention_s for s in run.steps if s.rows - s.draws > 1 and s.attention_s]
     return median(rates) if rates else 0.0

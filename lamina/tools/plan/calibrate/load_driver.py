@@ -1,4 +1,4 @@
-"""Requests given to an engine, real or simulated, and the times of their tokens: both are measured by the same code."""
+"""Passes requests to an engine, real or simulated, and records the times of their tokens, by the same code for both."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RunShape(NamedTuple):
 
     @property
     def label(self) -> str:
-        """8 x 512, n = 1."""
+        """The shape in words: 8 x 512, n = 1."""
         return f"{self.sequences} x {self.prompt}, n = {self.batches}"
 
     def requests(self, answer: int) -> list[TracedRequest]:
-        """The requests of the run, which all come at once."""
+        """Return the requests of the run, which all come at once."""
         return [TracedRequest(0.0, self.prompt, answer)] * self.sequences
 
 
@@ -41,7 +41,7 @@ class RunSpeed(NamedTuple):
 
 
 def shapes_of(text: str, flag: str) -> list[RunShape]:
-    """8x2048,32x512,8x512:2. Raises ValueError that names ``flag``."""
+    """Parse 8x2048,32x512,8x512:2. Raises ValueError that names ``flag``."""
     shapes = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,4})x(\d{1,7})(?::([1-4]))?", part.strip())
@@ -59,8 +59,8 @@ def run_requests(
     *,
     together: bool,
 ) -> RunSpeed:
-    """Give ``engine`` requests when they come by ``now``; ``sleep``: have time pass where nothing is to be done.
-    ``together``: count tokens while all of them decode, else all. Raises ValueError where no token counts.
+    """Give ``engine`` requests when they come by ``now``; ``sleep``: lets time pass when there is nothing to do.
+    ``together``: count tokens while all of them decode, else all. Raises ValueError if no token counts.
     """
     start, left = now(), list(requests)
     times: dict[int, list[float]] = {}

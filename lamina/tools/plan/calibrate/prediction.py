@@ -1,4 +1,4 @@
-"""Runs predicted by a calibration: the engine's own scheduler, whose steps take what the fitted tables say."""
+"""Runs predicted by a calibration: the engine's own scheduler, with steps that take the times of the fitted tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .fit import Calibration
 from .load_driver import RunShape, RunSpeed, run_requests
 
 ANSWER = 128  # tokens of each sequence, of a shape
-_SEEDS = range(3)  # of which round meets which delays
+_SEEDS = range(3)  # they decide which round gets which delays
 
 
 def predict(
@@ -26,8 +26,9 @@ def predict(
     together: bool = False,
     most: int = 0,
 ) -> RunSpeed:
-    """Of requests as they come, in a pool with room for all; ``most`` at once, 0 = all. See ``run_requests``. The
-    median of what several seeds give, as the 99th percentile of a short run depends on few rounds.
+    """Predict the speed of requests as they come, in a pool that holds all; ``most`` at once, 0 = all. See
+    ``run_requests``. Returns the median over several seeds, as the 99th percentile of a short run depends on few
+    rounds.
     """
     trace = RequestTrace("predicted", tuple(requests))
     blocks = sum(-(-(r.prompt + r.answer + 1) // BLOCK) + 1 for r in requests)
@@ -41,13 +42,15 @@ def predict(
 
 
 def predict_shape(calibration: Calibration, shape: RunShape, answer: int) -> RunSpeed:
-    """While all of its sequences decode. Prompts come before, one after the other: an answer has to be long enough."""
+    """Predict the speed while all of its sequences decode. Prompts come before, one after the other, so replies must be
+    long enough.
+    """
     rounds = shape.sequences * -(-shape.prompt // (calibration.chunk or CHUNK))
     return predict(calibration, shape.requests(rounds + answer), batches=shape.batches, together=True)
 
 
 def calibration_text(calibration: Calibration, source: str, predicted: dict[str, RunSpeed]) -> str:
-    """The tables in short, and the predictions."""
+    """Return the tables in short, and the predictions."""
     lines = [f"fitted to {source}: times of this model on that host, while it was as busy as it was then"]
     rows = [["rows of a step", "slices", "steps"]]
     shown = sorted(calibration.by_rows, key=lambda r: -calibration.by_rows[r][1])[:8]
@@ -59,7 +62,7 @@ def calibration_text(calibration: Calibration, source: str, predicted: dict[str,
     lines += [
         *table(rows),
         f"  attention of a layer: {layer_us:.1f} us, and {bytes_us:.1f} us for 10^6 bytes",
-        f"  a step besides: {between_ms:.2f} ms; the driver, beside it: {driver_ms:.2f} ms",
+        f"  the rest of a step: {between_ms:.2f} ms; the driver, in parallel: {driver_ms:.2f} ms",
     ]
     lines.append(f"  by the Conductor's laws:  lamina-launch plan simulate {_law_flags(calibration)} ...")
     if predicted:
@@ -80,7 +83,7 @@ def _law_flags(calibration: Calibration) -> str:
 
 
 def calibration_json(calibration: Calibration, source: str, predicted: dict[str, RunSpeed]) -> dict[str, Any]:
-    """The same; times in seconds."""
+    """Return the same as plain data; times in seconds."""
     return {
         "source": source,
         "slices": {str(rows): {"seconds": took, "steps": steps} for rows, (took, steps) in calibration.by_rows.items()},

@@ -1,4 +1,4 @@
-"""The steps of a recorded run: what each of them had to do, and where its time went."""
+"""The steps of a recorded run: the work of each, and where its time went."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ COMPUTE = "compute-0"
 _MODEL = (Event.SLICE, Event.SAMPLE)
 _ATTENTION = (Event.PLAN, Event.STORED, Event.NEW, Event.SEND_O, Event.WRITE)
 _DRIVER = (Event.SCHEDULE, Event.POSTPROCESS)
-_IDLE_S = (
-    0.2  # from tokens to the next round: a driver with something to do does not wait so long, on a busy host either
-)
+_IDLE_S = 0.2  # from tokens to the next round: a driver with work does not wait so long, even on a busy host
 
 
 class RecordedStep(NamedTuple):
-    """Rows of its slices, rows that were drawn behind, pairs of a row and a token that it sees. ``total_s``: seconds
-    until the next step began, 0 where none was under way by then; ``model_s``: those in which the compute worker did
-    not wait, so slices, and turns, messages and draws between them, which keep it from another batch as well; of a step
-    without ``total_s`` slices and sampling alone. Of attention, on the memory worker that took the longest: its plan,
-    its layers, its messages; ``stored_s``: of these, to read stored K and V. Of the driver.
+    """One recorded step: rows of its slices, rows that were drawn after them, pairs of a row and a token that it
+    attends.
+
+    ``total_s``: seconds until the next step began, 0 if none was in flight by then. ``model_s``: seconds in which the
+    compute worker did not wait: slices, and turns, messages and draws between them, which also keep it from another
+    batch. For a step without ``total_s`` it counts slices and sampling only. ``attention_s``: on the memory worker that
+    took the longest: its plan, its layers, its messages. ``stored_s``: the part of it that reads stored K and V.
+    ``driver_s``: of the driver.
     """
 
     rows: int
@@ -38,12 +39,12 @@ class RecordedStep(NamedTuple):
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether the step has no rows of prompts."""
+        """True if the step has no rows of prompts."""
         return self.rows == self.draws
 
     @property
     def between_s(self) -> float:
-        """Seconds in which both pools wait, less those in which both work: below 0 where these are more."""
+        """Seconds in which both pools wait, minus those in which both work: below 0 if these are more."""
         return self.total_s - self.model_s - self.attention_s
 
 
@@ -56,12 +57,14 @@ class RecordedRun(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Rows of prompts in a step, at most; 0: there were none."""
+        """The most rows of prompts in a step; 0: there were none."""
         return max(step.rows - step.draws for step in self.steps)
 
 
 def steps_of(recording: Recording, where: str) -> RecordedRun:
-    """Raises ValueError, behind ``where``, for a run that says nothing about its operators."""
+    """Return the steps of a recording. Raises ValueError, beginning with ``where``, for a run without data on its
+    operators.
+    """
     devices = {s.device for s in recording.spans}
     computes = sorted(d for d in devices if d.startswith("compute-"))
     if computes != [COMPUTE] or any(s.batch for s in recording.spans):
@@ -79,8 +82,9 @@ def steps_of(recording: Recording, where: str) -> RecordedRun:
 
 
 def _whole(spans: list[Span], following: list[Span], ends: list[float]) -> float:
-    """From a step's first slice to that of the step ``following``; 0 where the driver had nothing to do before it asked
-    for that one. ``ends``: when it had taken in the tokens of each step; one may be under way while it asks for more.
+    """Return the seconds from a step's first slice to that of the step ``following``; 0 if the driver had nothing to do
+    before it requested that one. ``ends``: when it had handled the tokens of each step; one may be in flight while it
+    requests more.
     """
     asked = min((s.start for s in following if s.event == Event.SCHEDULE), default=math.inf)
     before = ends[bisect(ends, asked) - 1] if ends and ends[0] <= asked else asked
@@ -94,8 +98,8 @@ def _begin(spans: list[Span]) -> float:
 
 
 def _step(spans: list[Span], following: list[Span], layers: int, ends: list[float]) -> RecordedStep | None:
-    """The step that ``spans`` are of; None where some of its spans were lost. The last slice, behind all ``layers``,
-    runs for rows that are drawn, and not where there are none. ``following``, ``ends``: as of ``_whole``.
+    """Return the step of ``spans``; None if some of its spans were lost. The last slice, after all ``layers``, runs
+    only for rows that are drawn. ``following``, ``ends``: as in ``_whole``.
     """
     whole_s = _whole(spans, following, ends)
     rows_of = {s.layer: s.value for s in spans if s.device == COMPUTE and s.event == Event.SLICE}
@@ -120,7 +124,7 @@ def _step(spans: list[Span], following: list[Span], layers: int, ends: list[floa
 
 
 def _waited(spans: list[Span], following: list[Span]) -> float:
-    """Seconds in which the compute worker had nothing to do before it began the step ``following``."""
+    """Return the seconds in which the compute worker had nothing to do before it began the step ``following``."""
     return _total(_on_compute(spans, (Event.WAIT_O,))) + _total(_on_compute(following, (Event.WAIT_STEP,)))
 
 

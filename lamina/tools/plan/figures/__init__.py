@@ -1,6 +1,6 @@
-"""The paper's figures and tables beside the same numbers by the cost model: paper, modelled, and the gap between them.
-
-Nothing here was fitted to the paper's numbers. What the paper only draws has no number to compare, and says so.
+"""The paper's figures and tables next to the same numbers by the cost model: paper, modelled, and the gap between them.
+Nothing here was fitted to the paper's numbers. Figures that the paper only draws have no number to compare, which is
+noted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SPLITS = {  # table 5: model -> compute and memory devices; homogeneous H100
     "llama3-70b": (2, 4, 4),
 }
 NO_H20 = "the efficiency of an H20, of which no table is known: its roofline is taken at the shares of an H100"
-GAINS = 1.161, 1.901  # figure 10, by the text: throughput beside vLLM
+GAINS = 1.161, 1.901  # figure 10, by the text: throughput relative to vLLM
 
 
 class FigureValue(NamedTuple):
-    """One number: ``paper`` is None where the paper only draws it, or gives a bound in ``note``."""
+    """One number: ``paper`` is None if the paper only draws it, or gives a bound in ``note``."""
 
     what: str
     unit: str
@@ -38,12 +38,12 @@ class FigureValue(NamedTuple):
 
     @property
     def gap(self) -> float | None:
-        """The difference to the paper's number, as a share of that one."""
+        """The difference to the paper's number, as a share of it."""
         return self.modelled / self.paper - 1 if self.paper else None
 
 
 class Curves(NamedTuple):
-    """Of numbers with one unit; ``x``: what they are over."""
+    """Curves of numbers with one unit; ``x``: the quantity on the other axis."""
 
     unit: str
     x: str
@@ -53,8 +53,8 @@ class Curves(NamedTuple):
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """``not_reproduced``: what of it cannot be reproduced, and why. ``curves``: the numbers of one unit as the paper
-    draws them, None where they are bars. ``measured``: which of the numbers were, on the devices of the figure.
+    """``not_reproduced``: what cannot be reproduced, and why. ``curves``: the numbers of one unit as the paper draws
+    them, None if they are bars. ``measured``: which of the numbers were measured, on the devices of the figure.
     """
 
     title: str
@@ -65,23 +65,23 @@ class PaperFigure:
 
 
 def costs_of(model: ModelFacts, base: str = "ideal") -> CostModel:
-    """By the paper's devices and network."""
+    """Return the cost model with the paper's devices and network."""
     return CostModel(model, constants(), network_link("400Gbps"), baseline(base))
 
 
 def table5_pair(name: str, batches: int = 2) -> tuple[Deployment, Deployment]:
-    """The deployments of equal price of table 5: split, homogeneous."""
+    """Return the deployments of equal price of table 5: split, homogeneous."""
     a, b, alone = SPLITS[name]
     return Deployment(H100, a, H20, b, batches), Deployment(H100, alone)
 
 
 def batch_load(batch: float, length: float) -> BatchLoad:
-    """Of so many sequences with so many stored tokens each."""
+    """Return the load of so many sequences with so many stored tokens each."""
     return BatchLoad(batch, {0: batch * length})
 
 
 def figure2() -> PaperFigure:
-    """Share of peak FLOP/s of everything but attention."""
+    """Return the share of peak FLOP/s of everything except attention."""
     costs, lines, series = costs_of(paper_models()["llama3-70b"]), [], []
     for ranks in (2, 4, 8):
         points = []
@@ -100,7 +100,7 @@ def figure2() -> PaperFigure:
 
 
 def figure3() -> PaperFigure:
-    """Share of peak bandwidth of attention, and how many requests fill an H100."""
+    """Return the share of peak bandwidth of attention, and how many requests fill an H100."""
     costs, lines = costs_of(paper_models()["llama3-70b"]), []
     for device in (H100, H20):
         where = Deployment(H100, 1, device, 1)
@@ -121,7 +121,7 @@ def figure3() -> PaperFigure:
 
 
 def figure4() -> PaperFigure:
-    """The least bandwidth between one H100 and one H20, at peak rates."""
+    """Return the least bandwidth between one H100 and one H20, at peak rates."""
     notes = {4096: "30 does not hold up to 4096 at peak", 8192: "within the paper's 30", 16384: "within the paper's 30"}
     points = [(float(n), peak_bandwidth(n) / 1e9) for n in (1024, 2048, 4096, 8192, 16384)]
     lines = [
@@ -136,7 +136,7 @@ def figure4() -> PaperFigure:
 
 
 def peak_bandwidth(length: int, batch: int = 300) -> float:
-    """Bytes per second; figure 4's formula at peak rates, with N = 68.75 x 10^9."""
+    """Return bytes per second, by figure 4's formula at peak rates, with N = 68.75 x 10^9."""
     model = paper_models()["llama3-70b"]
     flops, weights = sum(p.work(batch)[1] for p in model.products), sum(p.work(batch)[0] for p in model.products)
     model_s = max(flops / (H100.tflops * 1e12), weights / (H100.bandwidth_gbs * 1e9))
@@ -145,7 +145,7 @@ def peak_bandwidth(length: int, batch: int = 300) -> float:
 
 
 def table3() -> PaperFigure:
-    """Bytes of KV of a token: 2 e d L / G."""
+    """Return the bytes of KV of a token: 2 e d L / G."""
     stated = {"llama-33b": 1_597_440, "llama-65b": 2_621_440, "llama3-70b": 327_680}
     lines = [
         FigureValue(f"{name}: KV of a token", "bytes", stated[name], m.kv_bytes_per_token, "the paper's: 2 e d L / G")
@@ -155,7 +155,7 @@ def table3() -> PaperFigure:
 
 
 def table5() -> PaperFigure:
-    """Deployments of about equal price."""
+    """Return the deployments of about equal price."""
     prices, lines = price_book("paper"), []
     stated = {"llama-33b": (20.32, 22.12), "llama-65b": (40.64, 44.24), "llama3-70b": (40.64, 44.24)}
     for name in SPLITS:
@@ -178,14 +178,14 @@ def table5() -> PaperFigure:
 
 
 def capacities(name: str, gigabyte: str = "GiB") -> tuple[float, float]:
-    """Tokens of KV that the pair of table 5 holds: split, homogeneous."""
+    """Return the tokens of KV that the pair of table 5 holds: split, homogeneous."""
     model, memory = paper_models()[name], DeviceMemory(constants(), gigabyte)
     split, alone = (memory.kv_bytes(model, d) / model.kv_bytes_per_token for d in table5_pair(name))
     return split, alone
 
 
 def best_round_seconds(costs: CostModel, deployment: Deployment, of: BatchLoad) -> float:
-    """Seconds of a round, with one batch or two, whichever gives more tokens."""
+    """Return the seconds of a round, with one batch or two, whichever gives more tokens."""
     if not deployment.is_split:
         return costs.round(deployment, [of]).seconds
     both = (Deployment(H100, deployment.ranks, H20, deployment.memory_workers, n) for n in (1, 2))
@@ -193,7 +193,7 @@ def best_round_seconds(costs: CostModel, deployment: Deployment, of: BatchLoad) 
 
 
 def figure12() -> PaperFigure:
-    """Time of a token without rotation, on 2 H100 + 4 H20."""
+    """Return the time of a token without rotation, on 2 H100 + 4 H20."""
     lines = []
     for name in ("llama-65b", "llama3-70b"):
         costs, where = costs_of(paper_models()[name]), table5_pair(name, 1)[0]
@@ -213,10 +213,10 @@ def figure12() -> PaperFigure:
 
 
 def figure13() -> PaperFigure:
-    """The paper's two stacks, by data/links.toml: read from it, so there is nothing to model."""
+    """Return the paper's two network stacks from data/links.toml: copied from the paper, not modelled."""
     fast, slow = network_link("400Gbps"), network_link("400Gbps:nccl")
     lines = [
-        FigureValue("FHBN beside NCCL, round trip", "%", -50.5, 100 * (fast.round_trip_s / slow.round_trip_s - 1)),
+        FigureValue("FHBN relative to NCCL, round trip", "%", -50.5, 100 * (fast.round_trip_s / slow.round_trip_s - 1)),
         FigureValue("FHBN, share of 400 Gbps", "%", 91.4, 100 * fast.bandwidth() / 50e9),
         FigureValue("NCCL, bandwidth", "GB/s", 35.5, slow.bandwidth() / 1e9),
     ]
@@ -225,7 +225,7 @@ def figure13() -> PaperFigure:
 
 
 def figure14() -> PaperFigure:
-    """What sending Q early hides, at 4096 tokens and n = 1."""
+    """Return the time that sending Q early hides, at 4096 tokens and n = 1."""
     most, lines, series = {"llama-65b": 13.2, "llama3-70b": 3.5}, [], []
     for name, stated in most.items():
         costs, where = costs_of(paper_models()[name]), table5_pair(name, 1)[0]

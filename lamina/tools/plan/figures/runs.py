@@ -30,7 +30,7 @@ _BATCHES = 4  # times the sequences that fit: so many requests a replay takes at
 
 
 def table4(traces: Mapping[str, RequestTrace]) -> PaperFigure:
-    """Requests, and mean lengths."""
+    """Return the number of requests, and mean lengths."""
     lines = []
     for name, trace in traces.items():
         label = f"{name} (SURROGATE)" if trace.is_surrogate else name
@@ -42,7 +42,7 @@ def table4(traces: Mapping[str, RequestTrace]) -> PaperFigure:
 
 
 def figure10(traces: Mapping[str, RequestTrace], base: str, requests: int, models: Sequence[str]) -> PaperFigure:
-    """Throughput and batch of both deployments of table 5, replayed; the same requests on both."""
+    """Return throughput and batch of both deployments of table 5, replayed; the same requests on both."""
     lines, gains, batches = [], list[float](), list[float]()
     for model in models:
         for name, trace in traces.items():
@@ -65,7 +65,7 @@ def figure10(traces: Mapping[str, RequestTrace], base: str, requests: int, model
     lines += [
         FigureValue("least gain", "%", 100 * (GAINS[0] - 1), 100 * min(gains)),
         FigureValue("greatest gain", "%", 100 * (GAINS[1] - 1), 100 * max(gains)),
-        FigureValue("sequences beside vLLM, mean", "times", 2.39, mean(batches)),
+        FigureValue("sequences relative to vLLM, mean", "times", 2.39, mean(batches)),
     ]
     cannot = (
         "single bars, which are drawn without numbers; vLLM's version and flags, and what became of long requests; "
@@ -75,7 +75,7 @@ def figure10(traces: Mapping[str, RequestTrace], base: str, requests: int, model
 
 
 def figure11(traces: Mapping[str, RequestTrace], base: str) -> PaperFigure:
-    """Throughput by the number of memory devices, closed form, on Azure-Conv."""
+    """Return throughput by the number of memory devices, closed form, on Azure-Conv."""
     trace, prices, lines = traces["Azure-Conv"], price_book("paper"), []
     memory = DeviceMemory(constants())
     for model, ranks, counts in (

@@ -24,7 +24,7 @@ _FACTORS = [2 ** (i / 2) for i in range(-6, 7)]  # of a price, an eighth to eigh
 
 
 def plan_page(plan: Plan) -> str:
-    """The verdict first, then what speaks for it, then all numbers."""
+    """Return the page: the verdict first, then its reasons, then all numbers."""
     points = shortlist(plan.ranking, plan.rows)
     sections = [
         f"<p class=verdict><b>{escape(plan.verdict.headline)}</b>: {escape(plan.verdict.words)}</p>",
@@ -40,7 +40,7 @@ def plan_page(plan: Plan) -> str:
 
 
 def figure_page(name: str, figure: PaperFigure) -> str:
-    """The paper's numbers beside the modelled ones, a plot for each unit."""
+    """Return the page: the paper's numbers next to the modelled ones, a plot for each unit."""
     units = dict.fromkeys(line.unit for line in figure.lines)
     sections = []
     for unit in units:
@@ -61,7 +61,7 @@ def figure_page(name: str, figure: PaperFigure) -> str:
 def _dollars(plan: Plan, points: Sequence[OperatingPoint]) -> str:
     rows = [(p.deployment.label, (p.dollars,)) for p in points]
     edge = min(p.dollars for p in points) * (1 + plan.verdict.width) if plan.verdict.width else 0.0
-    note = "Bars that end left of the line cannot be told from the shortest one: the model is off by as much."
+    note = "Bars that end left of the line cannot be distinguished from the shortest one: the model is off by as much."
     return _plot("Dollars for a million tokens", bars(rows, ("dollars",), "", edge), note if edge else "")
 
 
@@ -87,7 +87,7 @@ def _times(plan: Plan, points: Sequence[OperatingPoint]) -> str:
     for p in points:
         parts = step_phases(plan.planner, p, plan.ranking)
         rows.append((p.deployment.label, [parts[name].seconds * 1e3 for name in _PARTS]))
-    note = "Of one batch, one part after the other; with n batches the pools work beside each other."
+    note = "Of one batch, one part after the other; with n batches the pools work in parallel."
     return _plot("Where a step's time goes, ms", stacks(rows, _PARTS, " ms"), note)
 
 

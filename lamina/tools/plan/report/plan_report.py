@@ -22,7 +22,7 @@ _HEAD = ["devices", "sequences", "tokens/s", "TBT", "$/h", "$/Mtoken", "compute"
 
 
 class Plan(NamedTuple):
-    """All that a plan tells. ``rate``: requests a second of the runs that were played, as for played.play."""
+    """All data of a plan's report. ``rate``: requests a second of the played runs, as in simulate_rows."""
 
     planner: Planner
     ranking: Ranking
@@ -33,7 +33,9 @@ class Plan(NamedTuple):
 
 
 def plan_text(plan: Plan) -> str:
-    """The trace, the best deployments with the best homogeneous one, the verdict, and what all of it rests on."""
+    """Return the trace, the best deployments with the best homogeneous one, the verdict, and the origins of all
+    numbers.
+    """
     planner, ranking, verdict, rows = plan.planner, plan.ranking, plan.verdict, plan.rows
     model, trace = planner.costs.model, ranking.trace
     surrogate = ", a SURROGATE: made up in the likeness of a trace" if trace.is_surrogate else ""
@@ -62,7 +64,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The same; times in seconds, sizes in bytes."""
+    """Return the same as plain data; times in seconds, sizes in bytes."""
     planner, ranking, verdict, rows = plan.planner, plan.ranking, plan.verdict, plan.rows
     trace, model, used = ranking.trace, planner.costs.model, planner.costs.constants
     sizes = {"weight_bytes": model.weight_bytes, "kv_bytes_per_token": model.kv_bytes_per_token}
@@ -91,14 +93,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def shortlist(ranking: Ranking, rows: int) -> list[OperatingPoint]:
-    """The cheapest, and the cheapest homogeneous one."""
+    """Return the cheapest deployments, and the cheapest homogeneous one."""
     best = list(ranking.points[:rows])
     alone = ranking.best(split=False)
     return best if alone is None or alone in best else [*best, alone]
 
 
 def serve_command(planner: Planner, ranking: Ranking, verdict: PlanVerdict) -> str | None:
-    """For the split deployment that the verdict is about; None where it is against one."""
+    """Return the command for the split deployment of the verdict; None if it is against splitting."""
     best = next((p for p in ranking.points if p.deployment == verdict.chosen), None)
     if best is None or not verdict.should_split:
         return None
@@ -115,7 +117,7 @@ def serve_command(planner: Planner, ranking: Ranking, verdict: PlanVerdict) -> s
         "--max-model-len": ranking.trace.longest,
     }
     name = planner.costs.model.name
-    model = name if "/" in name or Path(name).exists() else "MODEL"  # the paper's are known by their sizes alone
+    model = name if "/" in name or Path(name).exists() else "MODEL"  # the paper's models have only sizes, no checkpoint
     return " ".join(["lamina-launch serve", model, *(f"{k} {v}" for k, v in flags.items())])
 
 
@@ -142,7 +144,7 @@ def _entry(planner: Planner, p: OperatingPoint, ranking: Ranking) -> dict[str, A
 
 
 def step_phases(planner: Planner, p: OperatingPoint, ranking: Ranking) -> dict[str, PhaseTime]:
-    """The parts of a step of one of a deployment's batches, by name."""
+    """Return the parts of a step of one of a deployment's batches, by name."""
     stored = MeanStoredTokens(ranking.trace, planner.costs.model, planner.chunk)
     load = split_load(stored.load(p.batch), p.deployment.batches)[0]
     return dict(planner.costs.step(p.deployment, load).phases)
@@ -164,12 +166,12 @@ def _reasons(ranking: Ranking) -> str:
 
 
 def dollars_text(dollars: float) -> str:
-    """Three decimals, or as many as two digits need."""
+    """Return three decimals, or as many as two digits need."""
     return f"{dollars:.3f}" if dollars >= 0.01 else f"{dollars:.2g}"
 
 
 def is_tied(planner: Planner, ranking: Ranking, point: OperatingPoint) -> bool:
-    """Whether a deployment behind the first cannot be told from it by its dollars."""
+    """Return True if a deployment after the first cannot be distinguished from it by its dollars."""
     best = ranking.points[0]
     width = tie_width(planner.costs, best.deployment, point.deployment)
     return point is not best and point.dollars < best.dollars * (1 + width)
@@ -179,17 +181,17 @@ def _tied(planner: Planner, ranking: Ranking) -> str:
     count = sum(is_tied(planner, ranking, p) for p in ranking.points)
     if not count:
         return "no other is as cheap within the model's error"
-    return f"~ {count} deployments cannot be told from the first, by the model's error for each pair of them"
+    return f"~ {count} deployments cannot be distinguished from the first, by the model's error for each pair of them"
 
 
 def _scope(planner: Planner) -> str:
     if planner.chunk:
-        return f"decoding, and prompts in chunks of {planner.chunk} tokens beside it"
+        return f"decoding, together with prompts in chunks of {planner.chunk} tokens"
     return "decoding alone; prompts are computed elsewhere"
 
 
 def _prompts(planner: Planner, best: OperatingPoint, ranking: Ranking) -> str:
-    """What the price leaves out."""
+    """Return a note on what the price leaves out."""
     if planner.chunk:
         return "the price has the prompts in it; each of them waits for its turn, see --rate"
     costs, trace = planner.costs, ranking.trace

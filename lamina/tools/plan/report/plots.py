@@ -1,4 +1,4 @@
-"""Plots as SVG, to stand in a page: bars and lines over one axis. Pure functions of numbers."""
+"""Plots as SVG for an HTML page: bars and lines over one axis. Pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#64748b", "#ca8a04", "#0891b2", "#be123c")
 _WIDTH, _LEFT, _TOP, _BOTTOM, _HEIGHT = 860, 64, 30, 44, 316
-_BAR, _NAMES = 22, 300  # pixels: of a bar, of the names beside bars
+_BAR, _NAMES = 22, 300  # pixels: of a bar, of the names next to bars
 
 
 class Series(NamedTuple):
-    """One colour of a plot: ``points`` are (x, y), or numbers of bars, None where there is none."""
+    """One colour of a plot: ``points`` are (x, y), or numbers of bars, None for a missing one."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
 def bars(rows: Sequence[tuple[str, Sequence[float | None]]], names: Sequence[str], unit: str, mark: float = 0.0) -> str:
-    """Lying ones, for each row one of every name. ``mark``: a line across all of them, none at 0."""
+    """Return horizontal bars, for each row one of every name. ``mark``: a line across all of them, none at 0."""
     most = max([mark, *(v for _, values in rows for v in values if v)], default=0.0) or 1.0
     step, height = _BAR * len(names) + 8, 0
     scale, parts = (_WIDTH - _NAMES - 90) / most, list[str]()
@@ -43,7 +43,7 @@ def bars(rows: Sequence[tuple[str, Sequence[float | None]]], names: Sequence[str
 
 
 def stacks(rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], unit: str) -> str:
-    """Lying bars, each of parts one behind the other; parts below 0 are left out."""
+    """Return horizontal bars, each made of consecutive parts; parts below 0 are left out."""
     most = max((sum(max(0.0, v) for v in values) for _, values in rows), default=0.0) or 1.0
     scale, parts = (_WIDTH - _NAMES - 90) / most, list[str]()
     for number, (label, values) in enumerate(rows):
@@ -61,7 +61,7 @@ def stacks(rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], un
 
 
 def lines(series: Sequence[Series], x: str, y: str, *, logarithmic: bool = False, mark: float | None = None) -> str:
-    """Curves with a dot at each point; x may be in logarithms. ``mark``: a level of y."""
+    """Return curves with a dot at each point; x may be in logarithms. ``mark``: a level of y."""
     xs = [_at(p[0], logarithmic) for s in series for p in s.points]
     ys = [p[1] for s in series for p in s.points] + ([mark] if mark is not None else []) + [0.0]
     ticks = _ticks(min(ys), max(ys))
@@ -87,7 +87,7 @@ def lines(series: Sequence[Series], x: str, y: str, *, logarithmic: bool = False
 def _axes(
     xs: Sequence[float], ticks: Sequence[float], at: Callable[[float, float], tuple[float, float]], x: str, y: str
 ) -> list[str]:
-    """``at``: pixels of a point."""
+    """``at``: returns the pixels of a point."""
     parts, last = list[str](), -math.inf
     for value in xs:
         pixel = at(value, ticks[0])[0]
@@ -103,7 +103,7 @@ def _axes(
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from ``low`` to ``high``, about five."""
+    """Return round numbers from ``low`` to ``high``, about five."""
     rough = (high - low) / 4 or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough)

@@ -1,1 +1,1 @@
-"""The Conductor on a virtual clock: prefill workers, their stores and transfers, and instances that decode."""
+"""The conductor on a virtual clock: prefill workers, their stores and transfers, and instances that decode."""

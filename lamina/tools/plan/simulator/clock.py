@@ -1,4 +1,4 @@
-"""A clock that moves only while somebody waits, and what will happen by it."""
+"""A clock that moves only in waits, and its scheduled events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Seconds. Events that are due at the same time happen in the order in which they were ordered."""
+    """A clock in seconds. Events that are due at the same time happen in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -18,18 +18,18 @@ class VirtualClock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Have so much time pass, and whatever happens in it."""
+        """Let so much time pass, with all events in it."""
         until = self.now + seconds
         while self.advance(until):
             pass
 
     def later(self, delay_s: float, work: Callable[[], None]) -> None:
-        """Have ``work`` done so much later."""
+        """Schedule ``work`` after ``delay_s``."""
         self._count += 1
         heapq.heappush(self._due, (self.now + delay_s, self._count, work))
 
     def advance(self, until: float = float("inf")) -> bool:
-        """To the next thing that happens, or to ``until``; whether anything has."""
+        """Move to the next event, or to ``until``. Returns True if there was an event."""
         if not self._due or self._due[0][0] > until:
             self.now = max(self.now, until) if until < float("inf") else self.now
             return False

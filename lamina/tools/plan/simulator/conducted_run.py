@@ -1,8 +1,8 @@
-"""A trace of requests, conducted on a virtual clock by the Conductor of the running engine.
+"""A trace of requests, dispatched on a virtual clock by the conductor of the running engine.
 
-Nothing is computed. A prefill worker takes the time of a law for a prompt, one after the other; a sender sends one
-transfer after the other, while others compute; instances decode by a law of their own. The Conductor's expectations and
-the events are apart: its laws may differ from the workers', and follow the times that it is told.
+Nothing is computed. A prefill worker takes a law's time for a prompt, one after the other. A sender sends one transfer
+after the other, while other workers compute. Instances decode by a law of their own. The conductor's predictions and
+the events are separate: its laws may differ from the workers', and follow the reported times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .lossless import SimulatedPool
 
 
 class TracedPrompt(NamedTuple):
-    """A request: when it comes, tokens of prompt and answer, the keys of the prompt's pages."""
+    """A request: when it comes, tokens of prompt and reply, the keys of the prompt's pages."""
 
     at_s: float
     prompt: PromptInfo
@@ -32,7 +32,7 @@ class TracedPrompt(NamedTuple):
 
 
 class SimulatedPoolSpec(NamedTuple):
-    """What workers really take, and have. ``instances``: that decode; 0: nothing is decoded."""
+    """The workers' real times and capacity. ``instances``: number that decode; 0: nothing is decoded."""
 
     prefill: PrefillLatency
     transfer: TransferLatency
@@ -43,7 +43,7 @@ class SimulatedPoolSpec(NamedTuple):
 
 @dataclass
 class RequestOutcome:
-    """What became of a request. Infinite or zero where it did not come so far."""
+    """The result of a request. Infinite or zero where it did not come so far."""
 
     arrival: TracedPrompt
     choice: RoutingDecision
@@ -52,18 +52,18 @@ class RequestOutcome:
     longest_step_s: float = math.inf
     prefix: int = 0  # tokens that were not computed
     computed: int = 0  # tokens that were
-    expected_tbt_s: float = math.nan  # of a step at the end of its prompt, foreseen at its arrival
-    tbt_s: float = math.nan  # the same as it was: the mean of the instances
+    expected_tbt_s: float = math.nan  # of a step at the end of its prompt, predicted at its arrival
+    tbt_s: float = math.nan  # the same as measured: the mean of the instances
     ended_s: float = math.inf
 
     @property
     def ended(self) -> bool:
-        """Whether it has all its tokens."""
+        """True if it has all its tokens."""
         return self.ended_s < math.inf
 
 
 class LoadSample(NamedTuple):
-    """Of both pools, over their limits."""
+    """The loads of both pools, relative to their limits."""
 
     at_s: float
     prefill: float
@@ -72,8 +72,8 @@ class LoadSample(NamedTuple):
 
 @dataclass
 class _SimulatedWorker:
-    """``line``: given to it, the first one first; ``begun``: of these, what its stages compute, until
-    ``done_s``; ``busy``: its first stage.
+    """A prefill worker. ``line``: its requests in order. ``begun``: those that its stages compute, until ``done_s``;
+    ``busy``: whether its first stage computes.
     """
 
     line: deque[int] = field(default_factory=deque)
@@ -86,7 +86,7 @@ class _SimulatedWorker:
 
 
 class SimulatedPools:
-    """One run."""
+    """One simulated run."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class SimulatedPools:
         *,
         steps: bool = False,
     ) -> None:
-        """``sample_s``: between two looks at the loads; 0 = none. ``steps``: of each request is kept which step was
-        foreseen for the end of its prompt, and which came.
+        """``sample_s``: between two samples of the loads; 0 = none. ``steps``: keep for each request the step predicted
+        for the end of its prompt, and the real one.
         """
         self.clock = clock or VirtualClock()
         self._conductor, self._truth, self._sample_s = conductor, truth, sample_s
@@ -107,19 +107,19 @@ class SimulatedPools:
         self._instances = [
             SimulatedInstance(self.clock, truth.decode, self._ended, truth.room) for _ in range(truth.instances)
         ]
-        self._coming = set[int]()  # whose transfer is under way
-        self._came = dict[int, tuple[float, float]]()  # of a prompt: from when on it came, and until when
-        self._left = 0  # requests that have not come to their end
+        self._coming = set[int]()  # requests whose transfer is in flight
+        self._came = dict[int, tuple[float, float]]()  # of a prompt: when its transfer began, and ended
+        self._left = 0  # requests that have not ended
         self.requests: list[RequestOutcome] = []
         self.samples: list[LoadSample] = []
 
     @property
     def busy_s(self) -> Sequence[float]:
-        """Seconds that each prefill worker computed."""
+        """The seconds that each prefill worker computed."""
         return [worker.busy_s for worker in self._workers]
 
     def run(self, arrivals: Iterable[TracedPrompt]) -> None:
-        """All of them, up to the end of the last."""
+        """Run all arrivals, up to the end of the last."""
         for arrival in arrivals:
             self._left += 1
             self.clock.later(arrival.at_s - self.clock.now, lambda arrival=arrival: self._arrive(arrival))  # type: ignore[misc]
@@ -181,7 +181,7 @@ class SimulatedPools:
             self.clock.later(seconds, lambda: self._free(at))
 
     def _tell_transfer(self, asked_s: float, came_s: float, tokens: int, free_s: float) -> None:
-        """As a worker does: it had nothing else to do from ``free_s`` on."""
+        """Report a transfer as a worker does: it had nothing else to do from ``free_s`` on."""
         waits_s = max(asked_s, free_s)
         if waits_s < came_s:
             self._conductor.record_transfer(tokens, came_s - waits_s, waits_s - asked_s)
@@ -189,7 +189,7 @@ class SimulatedPools:
             self._conductor.record_transfer(tokens, 0.0, waits_s - asked_s)
 
     def _free(self, at: int) -> None:
-        """Its first stage is done with a prompt."""
+        """Note that its first stage is done with a prompt."""
         self._workers[at].busy, self._workers[at].free_s = False, self.clock.now
         self._begin(at)
 

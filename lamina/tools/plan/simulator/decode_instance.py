@@ -1,5 +1,5 @@
-"""An instance that decodes on a shared virtual clock: an engine of its own, whose rounds take the time of a law. Its
-requests are scheduled by the engine's own scheduler.
+"""An instance that decodes on a shared virtual clock: an engine of its own, whose rounds take the time of a law. The
+engine's own scheduler schedules its requests.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from lamina.scheduler.conductor.overload import StepLatency
 from .clock import VirtualClock
 from .lossless import RoundLoad, SimulatedPool, fast_forward, num_skippable_rounds
 
-# More room than requests fill: only times bind here.
+# More capacity than requests fill: only times limit here.
 ROOM = SimulatedPool(layers=1, blocks=1 << 18, block=128, longest=1 << 20, most=1 << 14, prefill=8)
 
 
 class SimulatedInstance:
-    """Prompts come with their KV and first token."""
+    """An instance that decodes; prompts come with their KV and first token."""
 
     def __init__(
         self, clock: VirtualClock, model: StepLatency, ended: Callable[[int, float], None], room: SimulatedPool = ROOM
     ) -> None:
-        """``ended`` is told of a completion at its last token, and the longest of its steps in seconds."""
+        """``ended``: called with a completion at its last token, and the longest of its steps in seconds."""
 
         def seconds(load: RoundLoad) -> float:
             return model.seconds(load.rows, sum(step.stored for step in load.steps) - load.rows)
 
         def rounds_s(load: RoundLoad, rounds: range) -> list[float]:
-            """The same of rounds that come later, each of which reads as many tokens more as it has rows."""
+            """Return the same for later rounds, each of which reads as many tokens more as it has rows."""
             rows, stored = load.rows, sum(step.stored for step in load.steps) - load.rows
             fixed_s, token_s = model.a + model.b * rows, model.c
             return [fixed_s + token_s * (stored + n * rows) for n in rounds]
@@ -46,14 +46,14 @@ class SimulatedInstance:
         self._alike = 0  # rounds that can be skipped, as long as nothing changes
 
     def add_request(self, request: int, stored: int, answer: int) -> None:
-        """``request`` decodes ``answer`` tokens behind ``stored``, as soon as the engine takes it in."""
+        """Let ``request`` decode ``answer`` tokens after ``stored`` ones, as soon as the engine admits it."""
         self._catch_up()
         number = self._engine.add([0] * stored, _params_of(answer + 1))
         self._names[number], self._longest[number] = request, 0.0
         self._go_on()
 
     def _go_on(self) -> None:
-        """Up to where the round in flight takes time."""
+        """Step up to where the round in flight takes time."""
         while self._engine.has_work and not self._clock.now < self._wire.next_event_s < math.inf:
             self._note(self._engine.step())
             self._since_s = self._clock.now
@@ -61,7 +61,7 @@ class SimulatedInstance:
             self._await()
 
     def _await(self) -> None:
-        """The first round behind which another one comes than would be foreseen now."""
+        """Wait for the first round after which the next one is not predictable now."""
         self._change += 1
         change = self._change
         self._alike = num_skippable_rounds(self._engine, self._wire)
@@ -75,7 +75,7 @@ class SimulatedInstance:
         self._clock.later(due - self._clock.now, done)
 
     def _catch_up(self) -> None:
-        """With rounds that are over by now, all but one that ends now."""
+        """Catch up with rounds that are over by now, except one that ends now."""
         times = fast_forward(self._engine, self._wire, self._clock.now, self._alike) if self._engine.has_work else []
         if times:
             longest = max(b - a for a, b in pairwise([self._since_s, *times]))
@@ -94,5 +94,5 @@ class SimulatedInstance:
 
 @lru_cache(maxsize=4096)
 def _params_of(tokens: int) -> SamplingParams:
-    """Of an answer of so many tokens."""
+    """Return the parameters for a reply of so many tokens."""
     return SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)

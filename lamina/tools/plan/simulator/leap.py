@@ -1,4 +1,4 @@
-"""Fast-forward: an engine that skips rounds in which every running sequence only takes one more token.
+"""Fast-forward: an engine that skips rounds in which every running sequence only gets one more token.
 
 No sequence comes, ends or lacks KV blocks in such a round. Most rounds of a simulation are skipped. The simulator must
 know the token that a row draws and when each round is done; workers and the order of their messages do not matter. Pure
@@ -27,7 +27,9 @@ from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 
 
 class Standing(NamedTuple):
-    """One round is in flight, of which nothing is done. ``steps``: of it, by batch. ``head``: the first who waits."""
+    """One round is in flight, and nothing of it is done. ``steps``: its steps, by batch. ``head``: the first waiting
+    sequence.
+    """
 
     batches: Several[Batch]
     steps: Several[ScheduledStep]
@@ -35,23 +37,23 @@ class Standing(NamedTuple):
 
 
 class Leaps:
-    """The leaps of one scheduler over rounds that are alike. Where some layers have a window, blocks are given back on
-    the way: no round is skipped.
+    """Counts and skips equal rounds of one scheduler. With windowed layers, which free blocks on the way, it skips
+    none.
     """
 
     def __init__(self, accounting: BlockAccounting, allocator: KvAllocator, max_num_seqs: int) -> None:
         self._ledger, self._room, self._max_num_seqs = accounting, allocator, max_num_seqs
 
     def longest(self, at: Standing, token: int) -> int:
-        """The number of rounds behind the one in flight that are like it, if each row draws ``token``."""
+        """Return the number of rounds after the one in flight that are like it, if each row draws ``token``."""
         if any(self._ledger.windows) or not _decodes(at, token) or not self._stands(at):
             return 0
         rounds = min(s.max_len - len(s.tokens) - 1 for step in at.steps for s in step.sequences)
         return self._with_blocks(at.steps, rounds) if rounds > 0 else 0
 
     def skip(self, steps: Several[ScheduledStep], rounds: int, token: int) -> None:
-        """Make of the round in flight, whose steps these are, the one that comes so many rounds later. The routes of
-        its plans are left as they are.
+        """Turn the round in flight, which has these steps, into the one so many rounds later. The routes of its plans
+        stay unchanged.
         """
         ends = self._take_blocks([s.plan for s in steps], rounds)
         for plan in (s.plan for s in steps):
@@ -68,11 +70,11 @@ class Leaps:
                 sequence.num_computed_tokens += rounds
 
     def _stands(self, at: Standing) -> bool:
-        """Whether nobody who waits can come in while all others decode: they only take blocks."""
+        """Return True if no waiting sequence can be admitted while all others decode, as these only take blocks."""
         running = [s for b in at.batches for s in b.running]
         if at.head is None or len(running) >= self._max_num_seqs:
             return True
-        if at.head.finished:  # it leaves the line with the next round
+        if at.head.finished:  # it leaves the queue with the next round
             return False
         if self._room.can_never_fit(at.head):
             return True
@@ -80,7 +82,7 @@ class Leaps:
         return self._room.allocate(at.head, None, left, (), running) is None
 
     def _with_blocks(self, steps: Several[ScheduledStep], rounds: int) -> int:
-        """As many of ``rounds`` as there are free blocks for."""
+        """Return the largest part of ``rounds`` for which there are free blocks."""
         rows, free = [row for step in steps for row in step.plan.rows], self._ledger.free_blocks
 
         def fits(count: int) -> bool:
@@ -96,7 +98,7 @@ class Leaps:
         return low
 
     def _take_blocks(self, plans: Several[StepPlan], rounds: int) -> dict[int, int]:
-        """Take the blocks that rows of all rounds but the last begin, in the order of these rows; returns where each
+        """Take the blocks that rows of all rounds but the last begin, in the order of these rows. Returns where each
         sequence ends then.
         """
         size = self._ledger.block_size
@@ -124,13 +126,14 @@ class FastForwardScheduler(Scheduler):
         self._leaps = Leaps(accounting, self._allocator, max_num_seqs)
 
     def rounds_alike(self, token: int) -> int:
-        """Count of rounds after the only one in flight that can be skipped if all rows draw ``token``."""
+        """Return the number of rounds after the only one in flight that can be skipped if all rows draw ``token``."""
         at = self._standing()
         return self._leaps.longest(at, token) if at else 0
 
     def leap(self, rounds: int, token: int) -> list[ScheduledStep]:
-        """Skip ``rounds`` of the rounds that ``num_skippable_rounds`` counts. The steps in flight are then the last
-        one's."""
+        """Skip ``rounds`` of the rounds that ``rounds_alike`` counts. Returns the steps in flight, which are then the
+        last one's.
+        """
         at = self._standing()
         assert at is not None
         (flight,) = self._in_flight
@@ -143,7 +146,7 @@ class FastForwardScheduler(Scheduler):
         return [*at.steps]
 
     def _standing(self) -> Standing | None:
-        """The round in flight; None where the next ones may differ for a reason that no sequence shows."""
+        """Return the round in flight; None if the next ones may differ for a reason that no sequence shows."""
         changes = (
             self._pending_ops
             or self._prefill_steps
@@ -167,8 +170,8 @@ class FastForwardEngine(Engine):
     scheduler: FastForwardScheduler
 
     def leap(self, rounds: int, token: int) -> None:
-        """Skip ``rounds`` in which every row draws ``token``, at most as many as ``scheduler.rounds_alike``. The wire
-        gets no message: the caller has it skip them too.
+        """Skip ``rounds`` in which every row draws ``token``, at most as many as ``scheduler.rounds_alike``. The
+        executor gets no message: the caller lets it skip them too.
         """
         steps, now = self.scheduler.leap(rounds, token), self._clock()
         self._in_flight = {(step.plan.batch, step.plan.step): step for step in steps}
@@ -179,7 +182,7 @@ class FastForwardEngine(Engine):
 
 
 def _decodes(at: Standing, token: int) -> bool:
-    """Whether every running sequence has one row in flight and one in the next round, and no plan does more."""
+    """Return True if every running sequence has one row in flight and one in the next round, and no plan does more."""
     with_rows = [b.running for b in at.batches if b.running]
     if [s.sequences for s in at.steps] != with_rows:
         return False
@@ -192,7 +195,7 @@ def _decodes(at: Standing, token: int) -> bool:
 
 
 def _goes_on(sequence: Sequence, token: int) -> bool:
-    """Whether it has a row in flight, behind its first token, and ``token`` changes nothing for it."""
+    """Return True if it has a row in flight, after its first token, and ``token`` changes nothing for it."""
     plain = not sequence.external_sampling and not sequence.params.adjusts_logits and sequence.output.logprobs is None
     alone = (
         not sequence.num_pending_prefill_chunks and sequence.prefill_worker is None and not sequence.num_loading_tokens

@@ -1,6 +1,5 @@
-"""A wire to workers that lose nothing and compute nothing: a round is done when its time is over.
-
-How long that is, says a function: the time of a cost model, or none at all, where the engine alone is measured.
+"""An executor with simulated workers that lose nothing and compute nothing: a round is done when its time is over. A
+function gives that time: the cost model's, or none at all if only the engine is measured.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from lamina.protocol.step_plan import BindReply, FetchPrefix, SurvivingKv
 from .clock import VirtualClock
 from .leap import FastForwardEngine
 
-TOKEN = 1  # that every row draws
-PREFILL_WORKERS = 64  # that take no time: only so many prompts begin in a round
+TOKEN = 1  # the token that every row draws
+PREFILL_WORKERS = 64  # they take no time: only so many prompts begin in a round
 
 
 class StepLoad(NamedTuple):
-    """The work of a step: rows in its slices, how many of these belong to chunks of prompts, tokens that its attention
-    reads (its own rows included), and pairs of a row and a token that the row sees.
+    """The work of a step: rows in its slices, and how many of these belong to chunks of prompts. ``stored``: tokens
+    that its attention reads (its own rows included); ``pairs``: pairs of a row and a token that the row attends.
     """
 
     batch: int
@@ -47,7 +46,7 @@ class RoundLoad(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of all steps."""
+        """Rows of all steps."""
         return sum(step.rows for step in self.steps)
 
     @property
@@ -56,7 +55,7 @@ class RoundLoad(NamedTuple):
         return sum(step.rows - step.prompt for step in self.steps)
 
     def later(self, rounds: int) -> RoundLoad:
-        """So many rounds later, if all rows are of sequences that decode."""
+        """Return the load so many rounds later, if all rows are of sequences that decode."""
         more = ((step, rounds * step.rows) for step in self.steps)
         return RoundLoad(tuple(s._replace(stored=s.stored + m, pairs=s.pairs + m) for s, m in more))
 
@@ -68,8 +67,8 @@ class _Flight(NamedTuple):
 
 
 class SimulatedExecutor:
-    """A Wire on a virtual clock, without losses. Rounds run one after the other, and all steps of a round are done with
-    it. Every draw is TOKEN.
+    """An Executor on a virtual clock, without losses. Rounds run one after the other, and all steps of a round are done
+    with it. Every draw is TOKEN.
     """
 
     def __init__(
@@ -79,18 +78,18 @@ class SimulatedExecutor:
         seconds: Callable[[RoundLoad], float],
         chunk_s: Callable[[StepLoad], float] | None = None,
     ) -> None:
-        """``chunk_s``: of a chunk on a prefill worker; None = it takes no time."""
+        """``chunk_s``: seconds of a chunk on a prefill worker; None = it takes no time."""
         self.clock, self.ready = clock, ready
         self._seconds, self._chunk_s = seconds, chunk_s
-        self.rounds_s = self._each_s  # of rounds that come so much later than one of a load, if all its rows decode
+        self.rounds_s = self._each_s  # seconds of later rounds, if all rows of a load decode
         self._chunks = list[tuple[float, int, list[StepDone]]]()  # on prefill workers, a heap: when each is done
         self._chunks_free_at, self._num_chunks = dict[int, float](), 0
-        self.tokens_per_s = float("inf")  # that one prefill worker sends to another
+        self.tokens_per_s = float("inf")  # from one prefill worker to another
         self._done: deque[StepDone] = deque()
         self._flights: deque[_Flight] = deque()
         self._free_at = 0.0
-        self._ahead: tuple[_Flight | None, list[float]] = None, []  # behind that flight: seconds of rounds like it
-        self.decoding: list[int] = []  # rows of each round that do
+        self._ahead: tuple[_Flight | None, list[float]] = None, []  # after that flight: seconds of rounds like it
+        self.decoding: list[int] = []  # decoding rows of each round
 
     def submit(self, new: RunRound) -> None:
         load = RoundLoad(tuple(_load(step) for step in new.steps if step.plan.rows))
@@ -124,26 +123,26 @@ class SimulatedExecutor:
 
     @property
     def has_one_round_in_flight(self) -> bool:
-        """Whether one round is in flight, and nothing that is done waits to be told."""
+        """True if one round is in flight, and no result waits to be read."""
         return len(self._flights) == 1 and not self._done and not self._chunks
 
     @property
     def next_event_s(self) -> float:
-        """When ``wait`` has something to tell; infinite where nothing is under way."""
+        """The time at which ``wait`` has a result; infinite if nothing is in flight."""
         if self._done:
             return self.clock.now
         flight = self._flights[0].due if self._flights else float("inf")
         return min(flight, self._chunks[0][0]) if self._chunks else flight
 
     def foreseen_s(self, rounds: int) -> float:
-        """When the last of so many rounds behind the only one in flight will be done, if all are like it."""
+        """Return when the last of so many rounds after the only one in flight will be done, if all are like it."""
         return self._free_at + sum(self._behind(rounds)[:rounds])
 
     def _each_s(self, load: RoundLoad, rounds: range) -> list[float]:
         return [self._seconds(load.later(n)) for n in rounds]
 
     def _behind(self, rounds: int) -> list[float]:
-        """Seconds of at least so many rounds behind the only one in flight, if all are like it."""
+        """Return the seconds of at least so many rounds after the only one in flight, if all are like it."""
         (flight,) = self._flights
         known, ahead = self._ahead
         if known is not flight:
@@ -153,8 +152,8 @@ class SimulatedExecutor:
         return ahead
 
     def fast_forward(self, most: int, until: float) -> list[float]:
-        """Skip rounds like the only one in flight: ``most``, or those that are done before ``until``. When each of them
-        is done, the one in flight first; the last that was skipped is in flight then.
+        """Skip rounds like the only one in flight: at most ``most``, and those that are done before ``until``. Returns
+        when each of them is done, the one in flight first; the last skipped one is in flight then.
         """
         if most < 1 or not self._free_at < until:
             return []
@@ -192,9 +191,8 @@ class SimulatedExecutor:
 def fast_forward(
     engine: FastForwardEngine, executor: SimulatedExecutor, until: float = float("inf"), most: int | None = None
 ) -> list[float]:
-    """Skip rounds that are all alike, of requests without texts, and are done before ``until``. When each of them is
-    done: each gives all running sequences a token. Empty where none can be skipped. ``most``: of them, where that is
-    known.
+    """Skip equal rounds of requests without texts that are done before ``until``. Returns when each of them is done;
+    each gives all running sequences a token. Empty if none can be skipped. ``most``: number of such rounds, if known.
     """
     if most is None:
         most = num_skippable_rounds(engine, executor)
@@ -207,16 +205,15 @@ def fast_forward(
 
 
 def num_skippable_rounds(engine: FastForwardEngine, executor: SimulatedExecutor) -> int:
-    """How many rounds can be skipped now."""
+    """Return how many rounds can be skipped now."""
     return engine.scheduler.rounds_alike(TOKEN) if executor.has_one_round_in_flight else 0
 
 
 class SimulatedPool(NamedTuple):
-    """Workers that take the time of a function, as an engine sees them. ``blocks`` of ``block`` tokens; sequences of up
-    to ``longest`` tokens, ``most`` at once, in ``batches``. ``chunk``: rows of prompts in a round or, with
-    ``prefill`` workers, on one of these; 0 = prompts take no time, and ``prefill`` of them can begin at
-    once. ``kept``: blocks that such a worker has for prompts beside the longest, which others may begin like; 0 =
-    nothing is kept of prompts.
+    """Simulated workers that take the time of a function, as an engine sees them. ``blocks`` of ``block`` tokens;
+    sequences of up to ``longest`` tokens, ``most`` at once, in ``batches``. ``chunk``: rows of prompts in a round or,
+    with ``prefill`` workers, on one of these. 0 = prompts take no time, and ``prefill`` of them can begin at once.
+    ``kept``: blocks that such a worker keeps for shared prefixes, in addition to the longest prompt; 0 = it keeps none.
     """
 
     layers: int
@@ -235,8 +232,8 @@ class SimulatedPool(NamedTuple):
         seconds: Callable[[RoundLoad], float],
         chunk_s: Callable[[StepLoad], float] | None = None,
     ) -> tuple[FastForwardEngine, SimulatedExecutor]:
-        """The engine that serves, unchanged, on a wire of such workers. ``seconds``: of a round; ``chunk_s``: of a
-        chunk on a prefill worker.
+        """Return the real engine, unchanged, on an executor with such workers. ``seconds``: of a round; ``chunk_s``: of
+        a chunk on a prefill worker.
         """
         ready = simulated_ready(
             num_layers=self.layers, num_blocks=self.blocks, block_size=self.block, max_len=self.longest + 1
@@ -256,7 +253,9 @@ class SimulatedPool(NamedTuple):
 
 
 def simulated_ready(*, num_layers: int, num_blocks: int, block_size: int, max_len: int) -> ComputeReady:
-    """What workers say that keep all KV in one pool of ``num_blocks``; sequences have up to ``max_len`` tokens."""
+    """Return the facts of workers that keep all KV in one pool of ``num_blocks``; sequences have up to ``max_len``
+    tokens.
+    """
     return ComputeReady(
         epoch=1, vocab_size=8, num_layers=num_layers, max_model_len=max_len, dtype="bfloat16", eos_token_ids=[],
         windows=[0], kv_shards=[KvShards()], stripe=0, num_blocks=[[num_blocks]], holders=[[0]], block_size=block_size,

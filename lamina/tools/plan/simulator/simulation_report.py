@@ -1,4 +1,4 @@
-"""What a simulated run of the pools came to, in numbers and in words."""
+"""The results of a simulated run of the pools, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from lamina.scheduler.conductor import Conductor
 
 from .conducted_run import RequestOutcome, SimulatedPools
 
-_WARM = 0.05  # of the time of arrivals, which does not count for loads
+_WARM = 0.05  # share of the arrivals' time that does not count for loads
 
 
 @dataclass(frozen=True)
 class PoolsReport:
     """Seconds, tokens and counts. Of the requests that were not refused: ``ttft_*``; ``hit``: the share of prompt
-    tokens that were not computed; ``expected_off``: the median of how far the expected first token was off, in parts of
-    the real time; ``imbalance``: the busiest worker's work over the mean; ``reasons``: why each was
-    computed where it was. ``correlation`` and ``decode_deviation``: of the loads of both pools while requests came; 0
-    where nothing decodes.
+    tokens that were not computed. ``expected_off``: the median error of the predicted first token, relative to the real
+    time. ``imbalance``: the busiest worker's work over the mean; ``reasons``: why each was computed on its worker.
+    ``correlation`` and ``decode_deviation``: of the loads of both pools while requests came; 0 if nothing decodes.
     """
 
     requests: int
@@ -41,12 +40,12 @@ class PoolsReport:
     decode_deviation: float
 
     def to_json(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the report as plain data."""
         return asdict(self)
 
 
 def report(pools: SimulatedPools, conductor: Conductor) -> PoolsReport:
-    """The report on a run that has ended."""
+    """Return the report on a run that has ended."""
     done = [r for r in pools.requests if r.computed]
     times = sorted(r.ttft_s for r in done) or [0.0]
     limits = conductor.config.limits
@@ -89,7 +88,9 @@ def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def loads_text(pools: SimulatedPools, width: int = 72) -> str:
-    """The loads of both pools over time, a row of characters each: 0 to 9, tenths of the limit, and + above it."""
+    """Return the loads of both pools over time, a row of characters each: 0 to 9, tenths of the limit, and
+    + above it.
+    """
     if not pools.samples:
         return ""
     lines = []
