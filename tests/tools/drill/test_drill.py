@@ -126,7 +126,7 @@ class StoodStill(NamedTuple):
         ([StoodStill(2.6, 9.0).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: 2.60 s at most"),
         ([StoodStill(None, 9.0).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: not noticed"),
         ([StoodStill(None, 9.0).blow("flip")], 0, 0, "noticed: 0 of 1"),
-        ([StoodStill(5.1, 0.1, 2.8).blow("stop")], 0, 0, "1 owed nothing at first, noticed 5.10 to 5.10 s behind the"),
+        ([StoodStill(5.1, 0.1, 2.8).blow("stop")], 0, 0, "1 owed nothing at first, noticed 5.10 to 5.10 s after the"),
         ([StoodStill(5.1, 0.1, 2.5).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: 2.60 s at most"),
         ([StoodStill(2.55, 0.1, 0.09).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: 2.55 s at most"),
         ([StoodStill(0.1, 10.5).blow("flip")], 0, 1, "flip: 1 of 1 above --pause-s 10: 10.50 s at most"),
