@@ -66,7 +66,7 @@ class DegradedReplicas:
                         raise self._lost(member, message.text)
             except (LinkClosedError, TimeoutError) as error:
                 self._dropped.add(member)  # its exit status may be known later
-                late = "stands still in the midst of a message" if isinstance(error, TimeoutError) else ""
+                late = "sent only part of a message" if isinstance(error, TimeoutError) else ""
                 fate = late or member.handle.exit_reason() or "closed its control link"
                 raise self._lost(member, fate, ended=True) from None
             if member not in self._loaded and self._clock() > deadline:
@@ -103,7 +103,7 @@ class DegradedReplicas:
         try:
             member = self._start("compute", place)
         except HostLostError as error:
-            log.warning("%s: decoding goes on without it", error)
+            log.warning("%s: decoding continues without it", error)
             return
         with self._members.register(member):
             self._loading[place] = member, self._clock() + self._limit_s

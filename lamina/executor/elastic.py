@@ -214,7 +214,7 @@ class MemoryResizer:
             except LinkClosedError:
                 answer = f"{member.handle.exit_reason() or 'closed its control link'} as it started"
             except TimeoutError:
-                answer = "stands still in the midst of a message"
+                answer = "sent only part of a message"
             if answer:
                 self._fail(f"{member.name}: {answer}")
                 return False

@@ -123,7 +123,7 @@ class SpareWorkers:
         try:
             self._bring(role, number, wait_s)
         except (OSError, ValueError) as error:
-            log.warning("there are fewer spares than asked for: %s", error)
+            log.warning("there are fewer spare workers than configured: %s", error)
         return self._pick(lost, ranks)
 
     def _pick(self, lost: RegisteredWorker, ranks: int) -> RegisteredWorker | None:

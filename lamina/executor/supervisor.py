@@ -83,7 +83,7 @@ class Supervisor:
         try:
             start()
         except (OSError, ValueError) as error:
-            log.warning("there are fewer spares than asked for: %s", error)
+            log.warning("there are fewer spare workers than configured: %s", error)
 
     def is_recoverable(self, loss: WorkersLostError) -> bool:
         """Return whether the run can continue after ``loss`` and all other losses not yet repaired."""
@@ -101,7 +101,7 @@ class Supervisor:
             limit = ""
         else:
             return str(loss)
-        return f"{loss}; its pool cannot go on{limit} and was ended: start again"
+        return f"{loss}; its pool cannot continue{limit} and was ended: start again"
 
     def no_replacement_message(self, error: Exception) -> WorkerError:
         """Return the error of a run that ends since no replacement could be started."""
@@ -119,8 +119,8 @@ class Supervisor:
         try:
             sizes = with_fewer_workers(self._config, left)
         except ValueError as why:
-            return f"; no run can go on with {_flags(left)}, which is left: {why}"
-        return f"; there is room for a run with {_flags(sizes)} at most"
+            return f"; no run can continue with {_flags(left)}, which is left: {why}"
+        return f"; there is space for a run with {_flags(sizes)} at most"
 
     def _is_replaceable(self, loss: WorkersLostError) -> bool:
         """Return whether all lost workers can be replaced. Each is a process that ended without an error, can be ended,

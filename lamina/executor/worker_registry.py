@@ -211,7 +211,7 @@ class WorkerRegistry:
         try:
             worker.link.send(message)
         except LinkStalledError:
-            text = f"{worker.name} stands still: it took no message for {SEND_STALL_S:g} s"
+            text = f"{worker.name} does not respond: it received no message for {SEND_STALL_S:g} s"
             raise self._mark_lost(worker, text, ended=True) from None
         except LinkClosedError:
             raise self._on_closed(worker) from None
@@ -322,7 +322,7 @@ class WorkerRegistry:
         except LinkClosedError:
             raise self._on_closed(worker) from None
         except TimeoutError:
-            raise self._mark_lost(worker, f"{worker.name} stands still in the midst of a message", ended=True) from None
+            raise self._mark_lost(worker, f"{worker.name} sent only part of a message", ended=True) from None
 
     def _broken(self, worker: RegisteredWorker, message: ChannelLost) -> Exception:
         """Return the error for the end of one of ``worker``'s channels. A peer that has failed is lost. If all peers
@@ -351,14 +351,16 @@ class WorkerRegistry:
         if named and self._clock() - self._named.get(named, -RETRY_S) < RETRY_S:
             named.unreachable_peer = True
             return self._mark_lost(
-                named, f"others have lost their way to {named.name} twice: {message.text}", ended=True
+                named, f"other workers could not reach {named.name} twice: {message.text}", ended=True
             )
         if named:
             self._named = {m: at for m, at in self._named.items() if m in self.memory} | {named: self._clock()}
-        return self._mark_lost(worker, f"{worker.name} has lost its way to others: {message.text}", ended=True)
+        return self._mark_lost(worker, f"{worker.name} cannot reach other workers: {message.text}", ended=True)
 
     def _lacking(self, worker: RegisteredWorker, message: ChannelLost) -> WorkersLostError:
-        return WorkersLostError(f"{worker.name} has met what the driver did not know: {message.text}", [], ended=True)
+        return WorkersLostError(
+            f"{worker.name} reports a state that the driver did not know: {message.text}", [], ended=True
+        )
 
     def _mark_lost(self, worker: RegisteredWorker, text: str, *, ended: bool = False) -> WorkersLostError:
         return self.lost_workers.setdefault(worker, WorkersLostError(text, [worker], ended=ended or worker.on_loan))

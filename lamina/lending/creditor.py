@@ -174,7 +174,7 @@ class Creditor:
 
     def _refusal_reason(self, debtor: str, blocks: int, now: float) -> str:
         if blocks < 1:
-            return "nothing was asked for"
+            return "no blocks were requested"
         if blocks > self.free_blocks:
             return f"{self.free_blocks} blocks are free"
         if debtor == self.name:

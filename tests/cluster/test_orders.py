@@ -96,7 +96,7 @@ def test_what_is_up_is_found_and_ended_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("--end", "x" * (300 - len(" no luck")) + " no luck;"), ("--wordless", "it says nothing;")]
+    ("word", "said"), [("--end", "x" * (300 - len(" no luck")) + " no luck;"), ("--wordless", "it printed nothing;")]
 )
 def test_a_start_that_fails_says_why_and_where_to_read_on(word: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ray_node.NodeError) as refused:
@@ -194,7 +194,7 @@ def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"order": "down"}, {"ended": False}),
         (
             {"order": "up", "arguments": ["--end", "--wordless"]},
-            {"error": "Ray did not start: it says nothing; see LOG"},
+            {"error": "Ray did not start: it printed nothing; see LOG"},
         ),
     ],
 )

@@ -268,7 +268,7 @@ def test_spares_take_the_places_of_lost_workers_and_have_successors(
             assert eventually(lambda: not any(host.name == last.name for host in ray_cluster.hosts_of(ray)), 60.0)
             assert tokens(llm) == wanted
             assert llm.pools.pids["memory-1"] == spares["memory"]
-            assert "there are fewer spares than asked for" in caplog.text
+            assert "there are fewer spare workers than configured" in caplog.text
             assert [*spares_of(llm, 1)] == ["compute"]
             assert tokens(llm) == wanted
             pids = [*llm.pools.pids.values(), *spares.values()]

@@ -290,7 +290,7 @@ def test_a_command_that_ends_instead_of_starting_its_worker_is_told(launch: Open
     assert (begun.role, begun.index, begun.threads) == ("memory", 0, 2)
     links[0].close()
     thread.join(SOON_S)
-    assert failed == ["the command for memory worker 0 on 127.0.0.1 did not start it: see what it says there"]
+    assert failed == ["the command for memory worker 0 on 127.0.0.1 did not start it: see its output there"]
 
 
 def test_strangers_stay_outside(launch: Open) -> None:

@@ -330,7 +330,7 @@ def test_one_that_cannot_be_started_is_told_once_and_tried_again_behind_the_next
         run.supervisor._fill_spares()
         for _ in range(3):
             run.supervisor.check_health([])
-    assert caplog.text.count("there are fewer spares than asked for: no host has room") == 1
+    assert caplog.text.count("there are fewer spare workers than configured: no host has room") == 1
     run.world.start_spare = right  # type: ignore[method-assign]
     run.worker(0).kill()
     run.recover()
@@ -553,7 +553,7 @@ def test_a_way_that_has_ended_between_two_that_live_costs_the_compute_worker() -
     sayer = run.now("compute", 1)
     sayer.miss(sayer.view)
     loss = run.loss()
-    assert str(loss) == f"{sayer.name} has lost its way to others: a peer is gone"
+    assert str(loss) == f"{sayer.name} cannot reach other workers: a peer is gone"
     run.supervisor.quiesce(loss)
     run.check(run.whole(run.supervisor.resume(KEEP)))
     assert sayer.ended
@@ -699,7 +699,7 @@ def test_so_many_losses_are_made_good_in_ten_minutes(most: int) -> None:
     loss = run.loss()
     assert not run.supervisor.is_recoverable(loss)
     limit = f", as --max-recoveries {most} allows no more in ten minutes," if most else ""
-    assert run.supervisor.exit_message(loss) == f"{loss}; its pool cannot go on{limit} and was ended: start again"
+    assert run.supervisor.exit_message(loss) == f"{loss}; its pool cannot continue{limit} and was ended: start again"
     assert re.fullmatch(r"memory worker 1 \(pid \d+\) was killed by SIGKILL", str(loss))
     run.world.now += WINDOW_S + 1.0
     assert run.supervisor.is_recoverable(loss) == bool(most)
@@ -713,7 +713,7 @@ def test_who_is_lost_as_the_pools_start_is_lost_by_no_limit() -> None:
     run = Run()
     run.now("memory", 0).kill()
     loss = run.loss()
-    assert run.supervisor.exit_message(loss) == f"{loss}; its pool cannot go on and was ended: start again"
+    assert run.supervisor.exit_message(loss) == f"{loss}; its pool cannot continue and was ended: start again"
 
 
 def test_where_nobody_can_be_started_again_the_loss_is_final() -> None:
@@ -722,7 +722,7 @@ def test_where_nobody_can_be_started_again_the_loss_is_final() -> None:
     run.worker(0).kill()
     loss = run.loss()
     assert not run.supervisor.is_recoverable(loss)
-    assert run.supervisor.exit_message(loss) == f"{loss}; its pool cannot go on and was ended: start again"
+    assert run.supervisor.exit_message(loss) == f"{loss}; its pool cannot continue and was ended: start again"
 
 
 def no_room(role: str, index: int, threads: int = 0) -> Any:
@@ -756,7 +756,7 @@ def test_a_run_without_room_for_workers_says_how_many_are_left(
     with pytest.raises(WorkerError, match="a lost worker could not be replaced: 10.0.0.3 is lost") as told:
         pools.resume(KEEP)
     assert (told.value.workers_that_fit if isinstance(told.value, ReducedCapacityError) else {}) == left
-    said = f"; there is room for a run with {words} at most" if words else ""
+    said = f"; there is space for a run with {words} at most" if words else ""
     assert str(told.value).endswith(f"no host has room{said}")
     assert not left or told.value.lost_hosts == ["n1", "n3"]  # type: ignore[attr-defined]
     assert pools.is_closed
@@ -793,7 +793,7 @@ def test_a_run_whose_workers_that_are_left_cannot_do_it_says_why() -> None:
     with pytest.raises(ReducedCapacityError, match="is lost") as told:
         pools.resume(KEEP)
     why = "--memory-weights names 2 weights for --memory-workers 1"
-    assert str(told.value).endswith(f"; no run can go on with --memory-workers 1, which is left: {why}")
+    assert str(told.value).endswith(f"; no run can continue with --memory-workers 1, which is left: {why}")
 
 
 def test_a_replica_without_room_is_done_without_for_good(caplog: pytest.LogCaptureFixture) -> None:
@@ -804,7 +804,7 @@ def test_a_replica_without_room_is_done_without_for_good(caplog: pytest.LogCaptu
     with caplog.at_level("WARNING"):
         run.supervisor.quiesce(run.loss())
         ready = run.supervisor.resume(KEEP)
-    assert "no host has room: decoding goes on without it" in caplog.text
+    assert "no host has room: decoding continues without it" in caplog.text
     assert [m.handle.index for m in run.members.compute] == [1]
     assert ready.replicas == 1
     assert not list(run.cohort.degraded)
@@ -977,7 +977,7 @@ def test_a_replica_that_stands_still_in_a_message_has_a_successor(monkeypatch: p
     run, _, loads = one_loads()
     with monkeypatch.context() as patch:
         patch.setattr(run.members, "receive_from", stand_still)
-        with pytest.raises(WorkersLostError, match="stands still") as told:
+        with pytest.raises(WorkersLostError, match="sent only part of a message") as told:
             run.cohort.degraded.is_any_loaded()
     assert told.value.is_certain
     run.cohort.degraded.rejoin()
@@ -999,7 +999,7 @@ def test_one_that_is_to_come_and_stands_still_in_a_message_ends_the_change(monke
     assert not elastic.is_ready()
     outcome = elastic.take_outcome()
     assert outcome is not None
-    assert outcome.error.endswith("stands still in the midst of a message")
+    assert outcome.error.endswith("sent only part of a message")
     assert not elastic.in_progress
 
 

@@ -116,9 +116,7 @@ def test_one_that_stands_still_in_a_message_is_lost_also_while_it_is_asked_who_h
     sayer.link = ControlLink(quiet, ChannelLost)
     ControlLink(told, StatsRequest).send(ChannelLost(epoch=0, text="no way"))
     still.theirs.send(b"\x10")  # of a length
-    with pytest.raises(
-        WorkersLostError, match=r"^memory worker 0 .pid 1. stands still in the midst of a message$"
-    ) as loss:
+    with pytest.raises(WorkersLostError, match=r"^memory worker 0 .pid 1. sent only part of a message$") as loss:
         pools.check()
     assert loss.value.is_certain
     assert {*pools.lost_workers} == {other}
@@ -181,7 +179,7 @@ def one_member(*handles: Ended) -> tuple[WorkerExecutor, list[RegisteredWorker]]
 @pytest.mark.parametrize(
     ("words", "text", "kind"),
     [
-        ((), r"^memory worker 0 \(pid 1\) ended; its pool cannot go on and was ended: start again$", WorkerError),
+        ((), r"^memory worker 0 \(pid 1\) ended; its pool cannot continue and was ended: start again$", WorkerError),
         ((BROKEN,), "^memory worker: out of order$", WorkerError),
         ((Failed(text="--dtype: no", user_error=True),), "^--dtype: no$", ValueError),
     ],
@@ -223,7 +221,8 @@ def test_one_that_takes_no_message_is_not_waited_for_for_ever(monkeypatch: pytes
     pools, (member,) = members(handle)
     handle.fill()
     start = time.monotonic()
-    with pytest.raises(WorkersLostError, match=r"^memory worker 0 .pid 1. stands still: it took no message for 0.1 s$"):
+    text = r"^memory worker 0 .pid 1. does not respond: it received no message for 0.1 s$"
+    with pytest.raises(WorkersLostError, match=text):
         pools.send(member, StatsRequest())
     assert member in pools.lost_workers
     assert time.monotonic() - start < SOON_S

@@ -128,7 +128,7 @@ def _start(folder: Path, order: dict[str, Any]) -> int:
             why = (
                 "an order to end it came before"
                 if stopped
-                else " ".join(log_text.split())[-MAX_SHOWN_LINES:] or "it says nothing"
+                else " ".join(log_text.split())[-MAX_SHOWN_LINES:] or "it printed nothing"
             )
             raise NodeError(f"Ray did not start: {why}; see {log}")
         threading.Event().wait(POLL_S)

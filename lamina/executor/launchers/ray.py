@@ -186,7 +186,7 @@ class RayLauncher:
         late = time.monotonic() - seat.called_at >= self._limit_s
         if late or (wait_s and self._is_lost(seat)):
             seat.pending_call = None
-            why = f"did not come up in {self._limit_s:g} s" if late else "comes up on a host that does not answer"
+            why = f"did not start within {self._limit_s:g} s" if late else "starts on a host that does not respond"
             raise OSError(f"{what} {why}")
         return None
 
@@ -316,7 +316,7 @@ class RayLauncher:
             answer: dict[str, Any] = json.loads(self._ray.get(reference, timeout=self._limit_s))
         except self._ray.exceptions.GetTimeoutError:
             raise OSError(
-                f"{who} did not come up in {self._limit_s:g} s: is what it needs of the host still free?"
+                f"{who} did not start within {self._limit_s:g} s: is what it needs of the host still free?"
             ) from None
         except self._ray.exceptions.RayError as error:
             raise OSError(f"{who} is lost: {first_line(error)}") from error

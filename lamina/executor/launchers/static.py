@@ -140,7 +140,7 @@ class StaticLauncher:
             came = self._changed.wait_for(lambda: self._control.get(name) or warden.has_ended.is_set(), CALL_S)
             sock = self._control.pop(name, None)
         if not warden.has_started.wait(CALL_S if came else 0.0) or sock is None or not warden.pid:
-            raise OSError(f"{who} did not start it: see what it says there")
+            raise OSError(f"{who} did not start it: see its output there")
         return StaticWorker(warden, role, index, sock)
 
     def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> StaticWorker:

@@ -81,7 +81,9 @@ def test_workers_meet_anew_and_their_sequences_go_on(
             assert after - before <= before + rests, "no prompt was filled in again"
         assert counters(llm, "memory", "refused") == [0.0, 0.0]
         os.kill(pids["memory-1"], signal.SIGKILL)
-        lost = r"^memory worker 1 \(pid \d+\) was killed by SIGKILL; its pool cannot go on and was ended: start again$"
+        lost = (
+            r"^memory worker 1 \(pid \d+\) was killed by SIGKILL; its pool cannot continue and was ended: start again$"
+        )
         with pytest.raises(WorkerError, match=lost):
             llm.pools.connect()
 

@@ -140,7 +140,7 @@ def test_nobody_waits_for_a_spare_that_comes_up_slowly(monkeypatch: pytest.Monke
     ray.up, now[0] = False, 200.0
     assert launcher.start_spare("memory", 0) is None
     now[0] = 221.0
-    with pytest.raises(OSError, match="the spare memory worker 0 did not come up in 20 s"):
+    with pytest.raises(OSError, match="the spare memory worker 0 did not start within 20 s"):
         launcher.start_spare("memory", 0)
     ray.up = True
     assert launcher.start_spare("memory", 0) is not None, "another one may"
@@ -162,7 +162,7 @@ def test_one_that_comes_up_is_waited_for_as_long_as_its_host_is_there(monkeypatc
     assert launcher.start_spare("memory", 0, wait_s=30.0) is None
     assert now == [130.0]
     ray.dark = {"n1"}
-    with pytest.raises(OSError, match="the spare memory worker 0 comes up on a host that does not answer"):
+    with pytest.raises(OSError, match="the spare memory worker 0 starts on a host that does not respond"):
         launcher.start_spare("memory", 0, wait_s=30.0)
     assert now == [131.0], "Ray itself would know of that much later"
     moved = launcher.start_spare("memory", 0, wait_s=30.0)
