@@ -116,7 +116,7 @@ def connectx(machine: Machine) -> Verdict:
 
 
 def gpu_ports(machine: Machine) -> Verdict:
-    """Report the port of each GPU: the nearest by PCI; GPUs at equal distance take turns among several."""
+    """Report the port of each GPU, the nearest by PCI. Ports next to several GPUs are divided among these."""
     try:
         wanted = Wanted.parse(machine.wanted)
     except ValueError as error:

@@ -38,8 +38,8 @@ _NOTHING: dict[str, str] = {
     "max_seq_len_to_capture": _GRAPHS,
     "cudagraph_capture_sizes": _GRAPHS,
     "compilation_config": _GRAPHS,
-    "disable_custom_all_reduce": "--collective says how ranks add up",
-    "disable_cascade_attn": "--attention-backend says what computes attention",
+    "disable_custom_all_reduce": "--collective chooses how ranks add up",
+    "disable_cascade_attn": "--attention-backend chooses what computes attention",
     "disable_hybrid_kv_cache_manager": "layers with a window always give back what they see no more",
     "disable_log_stats": "LLM.get_metrics and GET /metrics always count",
     "async_scheduling": "rounds are always queued ahead",
@@ -76,7 +76,7 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "model_impl": (("auto", "transformers"), "the model's code is that of transformers"),
     "quantization": ((), "weights are used as they are; --kv-cache-dtype int8 stores K and V in 8 bits"),
     "cpu_offload_gb": ((0, 0.0), "weights stay on the compute worker's device"),
-    "num_gpu_blocks_override": ((), "--kv-cache-memory-bytes SIZE says what each memory worker keeps for KV"),
+    "num_gpu_blocks_override": ((), "--kv-cache-memory-bytes SIZE sets what each memory worker keeps for KV"),
     "speculative_config": (({},), "greedy tokens are the same without it: leave it out"),
     "kv_transfer_config": (({},), "--kv-offload dir=DIR and --prefill-workers move KV here"),
     "enable_lora": ((False,), _ADAPTER),
@@ -95,10 +95,10 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "override_generation_config": (({},), "--generation-config takes a directory that has a generation_config.json"),
     "structured_outputs_config": (({},), "outputs follow no grammar or schema here"),
     "reasoning_parser": (("",), "text comes as the model writes it"),
-    "attention_config": (({},), "--attention-backend says what computes attention"),
+    "attention_config": (({},), "--attention-backend chooses what computes attention"),
 }  # fmt: skip
 # The same if a pool is on a GPU; otherwise it means nothing.
-_GPU = ("gpu_memory_utilization", "--kv-cache-memory-bytes SIZE says what each memory worker keeps for KV")
+_GPU = ("gpu_memory_utilization", "--kv-cache-memory-bytes SIZE sets what each memory worker keeps for KV")
 _DEVICES = ("compute_device", "memory_device")
 # Options that are switches, without a value as flags.
 SWITCHES = frozenset({

@@ -38,7 +38,7 @@ _UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "extra_args": (({},), "nothing here reads it"),
     "best_of": ((1,), "take n, and choose by cumulative_logprob"),
     "use_beam_search": ((False,), "take n, and choose by cumulative_logprob"),
-    "skip_reading_prefix_cache": ((False,), "LLM.reset_prefix_cache forgets what others have left"),
+    "skip_reading_prefix_cache": ((False,), "LLM.reset_prefix_cache forgets KV of earlier requests"),
     "thinking_token_budget": ((-1,), "take max_tokens"),
     "repetition_detection": ((), "take frequency_penalty or max_tokens"),
     "routed_experts_prompt_start": ((0,), "no experts are reported"),

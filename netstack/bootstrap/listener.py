@@ -56,9 +56,7 @@ class _HalfOpen:
         self._way = self._go(door, steps)
 
     def advance(self) -> bool:
-        """Continue as far as possible now. Returns True at the end, when the channel owns the socket.
-        Raises as Visit.
-        """
+        """Continue as far as possible. Returns True at the end, when the socket has a new owner. Raises as Visit."""
         try:
             self.wants = next(self._way)
         except StopIteration as end:

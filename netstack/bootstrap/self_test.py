@@ -99,7 +99,7 @@ def answer_self_test(channel: Channel, timeout_s: float, means: Sequence[SelfTes
 def _check(channel: Channel, came: tuple[bytes, bytes], label: bytes, tag: bytes, nbytes: int) -> None:
     """Check that it is the message of ``tag``, with its bytes. Otherwise the channel is aborted."""
     if came != (tag, _payload(label, tag, nbytes)):
-        why = f"a message of {nbytes} bytes came with others than were sent"
+        why = f"a message of {nbytes} bytes arrived with other bytes than were sent"
         channel.abort(why)
         raise PeerFault(f"{channel.peer}: {why}")
 

@@ -284,7 +284,7 @@ def _traffic_class(wanted: NetworkService) -> int:
         (wanted.timeout != USUAL_TIMEOUT, TIMEOUT, "NCCL_IB_TIMEOUT"),
     ):
         if given:
-            raise ValueError(f"{own} is not for NCCL: say it by {theirs}")
+            raise ValueError(f"{own} is not for NCCL: set {theirs} instead")
     return wanted.traffic_class
 
 

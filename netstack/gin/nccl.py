@@ -245,5 +245,5 @@ class Communicator:
             if self._is_idle:
                 raise NcclError(f"{name}: {self._nccl.words(status.value, self._handle)}")
             if self._given_up.is_set() or monotonic() > self._deadline:
-                raise NcclError(f"{name}: the peer did not come to it in time")
+                raise NcclError(f"{name}: the peer did not join in time")
             sleep(AGAIN_S)

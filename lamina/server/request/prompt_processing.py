@@ -26,7 +26,7 @@ INLINE_CHARS = 512  # shorter text is tokenized at once, as switching threads wo
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for the engine. ``text``: the client's text; "" if it sent or was cut to token ids."""
+    """A prompt for the engine. ``text``: the client's text, or a chat's echo; otherwise ""."""
 
     ids: list[int]
     text: str

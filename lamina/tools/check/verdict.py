@@ -193,5 +193,5 @@ def _excuse(setting: Setting, run: Outcome, like: Outcome) -> str:
     if run.num_preemptions > run.num_swapped or like.num_preemptions > like.num_swapped:
         return "a sequence was preempted: bits are not promised (raise --kv-cache-memory-bytes)"
     if not setting.options.get("deterministic") and run.plans != like.plans:
-        return "the plans were others: bits are not promised"
+        return "the plans differed: bits are not promised"
     return ""

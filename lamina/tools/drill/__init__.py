@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}-s", type=float, default=most, help=text)
     parser.add_argument("--timeout-s", type=float, default=120.0, help="silence that fails a stream (default: 120)")
     parser.add_argument("--json", action="store_true", help="one JSON line instead of a table")
-    parser.add_argument("--dry-run", action="store_true", help="say what would happen, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="print what would happen, and exit")
     parser.add_argument("--flags", default=" ".join(FLAGS), help="of `lamina-launch serve` (default: %(default)s)")
 
 

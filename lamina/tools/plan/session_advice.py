@@ -17,7 +17,7 @@ def add_arguments(group: Any) -> None:
     """Add the flags of this action."""
     add = group.add_argument
     add("--per-hour", type=float, metavar="N", help="distinct sessions that speak within an hour")
-    add("--turns", type=float, metavar="N", help="turns within an hour, to tell what computing them again costs")
+    add("--turns", type=float, metavar="N", help="turns within an hour, to show what computing them again costs")
     add("--context", type=int, default=0, metavar="TOKENS", help="of a session at most; 0 = the model's (0)")
     add("--new", type=int, default=100, metavar="TOKENS", help="that a turn adds (100)")
     add("--prefill-rate", type=float, metavar="TOKENS", help="of a prompt that a GPU computes in a second")

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--choices",
         action="store_true",
-        help="print of each request who computed its prompt and why, and where it decoded",
+        help="print for each request which worker computed its prompt and why, and where it decoded",
     )
     parser.add_argument("--dry-run", action="store_true", help="check the trace, print what would be written, and exit")
 
@@ -55,7 +55,7 @@ def choices_text(notes: Sequence[Note], *, each: bool) -> list[str]:
     """Return how many prompts each worker computed, and why; ``each``: with a line for each prompt."""
     whys = [(n.fields["by"], n.fields["reason"]) if n.name == CHOICE else ("refused", n.fields["limit"]) for n in notes]
     counted = Counter(whys)
-    lines = ["", "prompts, by who computed them and why:"] if counted else []
+    lines = ["", "prompts, by their prefill worker and the reason:"] if counted else []
     lines += [f"  {by:<16}{why:<42}{count:>7}" for (by, why), count in sorted(counted.items())]
     return [*lines, *([""] if each else []), *(_choice(note) for note in (notes if each else ()))]
 

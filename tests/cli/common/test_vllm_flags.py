@@ -91,7 +91,7 @@ def test_some_mean_nothing_here_and_are_taken_with_a_line(capsys: pytest.Capture
         "--enable-server-load-tracking is left out: GET /load always counts",
         "--enable-chunked-prefill is left out: prompts are always computed in chunks, of --prefill-chunk tokens",
         "--swap-space is left out: preempted sequences are computed again, or saved by --preemption-mode swap",
-        "--gpu-memory-utilization is left out: --kv-cache-memory-bytes SIZE says what each memory worker keeps for KV",
+        "--gpu-memory-utilization is left out: --kv-cache-memory-bytes SIZE sets what each memory worker keeps for KV",
     ]
 
 
@@ -102,7 +102,7 @@ def test_as_arguments_of_llm(caplog: pytest.LogCaptureFixture) -> None:
     }  # fmt: skip
     assert our_option_names(given) == {"cuda_graphs": False, "prefill_chunk": 64, "dtype": "float16"}
     assert [r.getMessage() for r in caplog.records] == [
-        "--gpu-memory-utilization is left out: --kv-cache-memory-bytes SIZE says what each memory worker keeps for KV"
+        "--gpu-memory-utilization is left out: --kv-cache-memory-bytes SIZE sets what each memory worker keeps for KV"
     ]
     with pytest.raises(ValueError, match="--pipeline-parallel-size is not here: --pipeline n"):
         our_option_names({"pipeline_parallel_size": 2})

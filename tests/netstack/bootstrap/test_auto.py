@@ -156,7 +156,7 @@ def test_rdma_that_changes_a_byte_is_not_taken(who: str, nth: int) -> None:
     ends[who] = with_rdma(lambda channel: Bent(channel, nth, drops=False))
     a, b = connect(ends["connector"], beyond_memory(ends["listener"]))
     assert a.peer.startswith("tcp://")
-    why = f"a message of {SIZES[nth]} bytes came with others than were sent"
+    why = f"a message of {SIZES[nth]} bytes arrived with other bytes than were sent"
     assert re.search(f"tcp, for .* RDMA .a trial failed: .*{why}", ends["connector"].reason)
     send(a, b"by the network")
     assert b.wait_signal(timeout_s=5).data == b"by the network"

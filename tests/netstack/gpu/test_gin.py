@@ -202,7 +202,7 @@ def test_what_is_given_up_half_made_is_aborted_as_it_is(
     monkeypatch.setenv(step, "1")
     monkeypatch.setattr(gin, "MAKE_S", 0.2)
     misused = library.fake_nccl_misused()
-    with pytest.raises(netstack.HandshakeError, match="the peer did not come to it in time"):
+    with pytest.raises(netstack.HandshakeError, match="the peer did not join in time"):
         connect(fabric, geometry=SMALL)
     deadline = time.monotonic() + SOON_S
     while any(thread.name == "lamina-gin" for thread in threading.enumerate()) and time.monotonic() < deadline:
@@ -267,7 +267,7 @@ def test_a_peer_that_leaves_meanwhile_is_given_up_at_once(
             with pytest.raises(netstack.ChannelTimeout):
                 listener.accept(timeout_s=0.05)
         left.result()
-    assert listener._refusal == "ncclCommInitRankConfig: the peer did not come to it in time"
+    assert listener._refusal == "ncclCommInitRankConfig: the peer did not join in time"
 
 
 @pytest.mark.parametrize("contexts", [2, 1])
@@ -338,9 +338,9 @@ def test_gin_answers_no_trials(fabric: netstack.Fabric) -> None:
         ("LAMINA_NVCC", "/bin/false", r"kernels.cu does not compile for sm_90: "),
         ("LAMINA_LIBCUDA", "/nowhere/libcuda.so.1", r"libcuda.so.1 does not load"),
         ("LAMINA_CUDA_DEVICE", "first", r"LAMINA_CUDA_DEVICE is the number of a GPU, such as 0, not 'first'"),
-        ("LAMINA_RDMA_PARTITION", "0x8001", r"LAMINA_RDMA_PARTITION is not for NCCL: say it by NCCL_IB_PKEY_VALUE"),
-        ("LAMINA_RDMA_SERVICE_LEVEL", "3", r"LAMINA_RDMA_SERVICE_LEVEL is not for NCCL: say it by NCCL_IB_SL"),
-        ("LAMINA_RDMA_TIMEOUT", "18", r"LAMINA_RDMA_TIMEOUT is not for NCCL: say it by NCCL_IB_TIMEOUT"),
+        ("LAMINA_RDMA_PARTITION", "0x8001", r"LAMINA_RDMA_PARTITION is not for NCCL: set NCCL_IB_PKEY_VALUE"),
+        ("LAMINA_RDMA_SERVICE_LEVEL", "3", r"LAMINA_RDMA_SERVICE_LEVEL is not for NCCL: set NCCL_IB_SL"),
+        ("LAMINA_RDMA_TIMEOUT", "18", r"LAMINA_RDMA_TIMEOUT is not for NCCL: set NCCL_IB_TIMEOUT"),
         ("LAMINA_RDMA_TRAFFIC_CLASS", "many", r"LAMINA_RDMA_TRAFFIC_CLASS is a number"),
     ],
 )
@@ -397,7 +397,7 @@ def test_a_peer_that_comes_to_no_communicator_is_given_up(
 ) -> None:
     monkeypatch.setenv("FAKE_NCCL_MEETS_NOBODY", "1")
     monkeypatch.setattr(gin, "MAKE_S", 0.2)
-    with pytest.raises(netstack.HandshakeError, match=r"ncclCommInitRankConfig: the peer did not come to it in time"):
+    with pytest.raises(netstack.HandshakeError, match=r"ncclCommInitRankConfig: the peer did not join in time"):
         connect(fabric, geometry=SMALL)
 
 

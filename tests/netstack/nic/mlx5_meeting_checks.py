@@ -133,7 +133,7 @@ def test_mlx5_is_not_taken_where_kernels_get_another_byte(
 
     monkeypatch.setattr(KernelSelfTestCalls, "send", send)
     a, b = connect(fabric, beyond_memory(fabric), geometry=SMALL, kernels=True)
-    assert f"a message of {SIZES[nth]} bytes came with others than were sent" in fabric.reason
+    assert f"a message of {SIZES[nth]} bytes arrived with other bytes than were sent" in fabric.reason
     assert len(bent) == 1
     assert not isinstance(a, netstack.DeviceChannel)
     talk(a, b)
