@@ -290,9 +290,8 @@ class WorkerExecutor:
         return self._registry.wait_for(owing, Done, limit + DRIVER_GRACE_S, text)
 
     def _note(self, done: StepDone) -> None:
-        """Raise WorkersLostError if a worker hangs while the steps of other workers still complete.
-
-        A worker whose reply is already in the link does not hang, however late the driver reads it.
+        """Raise WorkersLostError if a worker hangs while the steps of other workers still complete. A worker whose
+        reply is already in the link does not hang, however late the driver reads it.
         """
         now, limit, first = self._clock(), self._config.deadlines.step_timeout_s, self._batches
         if self._reports and now - self._progress_at > limit + DRIVER_GRACE_S:

@@ -61,9 +61,8 @@ class DebtLedger:
         return True
 
     def on_refusal(self, message: CreditorRefused) -> None:
-        """Exclude a creditor from proposals until it sends a later heartbeat than the one of its refusal.
-
-        At most ``MAX_LATE_REFUSALS`` heartbeats can be on their way, so a debtor that names a far later one excludes no
+        """Exclude a creditor from proposals until it sends a later heartbeat than the one of its refusal. At most
+        ``MAX_LATE_REFUSALS`` heartbeats can be on their way, so a debtor that names a far later one excludes no
         creditor for good. A restarted ledger may receive a refusal before an older heartbeat.
         """
         if (entry := self.entries.get(message.creditor)) is None:
@@ -75,9 +74,7 @@ class DebtLedger:
 
     def answer(self, query: CandidatesRequest, now: float) -> Candidates:
         """Return at most three instances that may lend, the nearest first, and of equally near ones the one with most
-        space.
-
-        The first one counts as having that much less space until its next heartbeat, so that requests spread.
+        space. The first one counts as having that much less space until its next heartbeat, so that requests spread.
         """
         able = [
             (e, e.free_blocks_for(query.debtor)) for e in self.live_instances(now) if self._may_lend(e, query.debtor)

@@ -93,9 +93,7 @@ def _nodes(location: KvLocation, kv_shard: int, stripes: int) -> int:
 
 def spill_locations(location: KvLocation, begin: int, stripes: int, room: Mapping[int, int]) -> KvLocation | None:
     """Return the location of a sequence that gets stripes ``begin .. stripes``, its home first; None if they do not
-    fit.
-
-    ``location``: of its first stripes. ``room``: KV shard -> stripes that its owner can take, with one KV shard of each
+    fit. ``location``: of its first stripes. ``room``: KV shard -> stripes that its owner can take, one KV shard of each
     owner.
     """
     new_place, stop = _fill(location, begin, stripes, room)
@@ -119,10 +117,8 @@ def _fill(location: KvLocation, begin: int, stripes: int, room: Mapping[int, int
 def free_stripes_by_shard(
     placement: KvPlacement, groups: Sequence[KvShards], windows: Sequence[int], blocks: Iterable[int]
 ) -> dict[int, int]:
-    """Return KV shard -> free stripes, with the first KV shard of each owner; KV shards of the same ``groups`` have one
-    owner.
-
-    ``blocks``: free blocks of each group. Groups with a window do not count, as they keep little of a sequence.
+    """Return KV shard -> free stripes, for the first KV shard of each owner; KV shards of the same ``groups`` have one
+    owner. ``blocks``: free blocks of each group. Groups with a window do not count, as they keep little of a sequence.
     ``placement``: with stripes in blocks.
     """
     room, seen, counted = dict[int, int](), set[tuple[bool, ...]](), list(blocks)

@@ -8,11 +8,10 @@ MAX_LISTED_PAGES = 1 << 17  # keys that a memory worker lists
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The storage in which a memory worker keeps offloaded pages; see kv.storage.StorageConfig.
-
-    ``total_bytes``, ``memory_bytes``: bytes of all ``workers`` together; each has an equal part. ``chunk_tokens``:
-    tokens of a prefill chunk. ``rank``: the worker's rank, of ``ranks`` that share the model's heads. ``ttl_s``:
-    seconds after which unused pages are deleted; 0: never.
+    """The storage in which a memory worker keeps offloaded pages; see kv.storage.StorageConfig. ``total_bytes``,
+    ``memory_bytes``: bytes of all ``workers`` together; each has an equal part. ``chunk_tokens``: tokens of a prefill
+    chunk. ``rank``: the worker's rank, of ``ranks`` that share the model's heads. ``ttl_s``: seconds after which unused
+    pages are deleted; 0: never.
     """
 
     backend: str
@@ -32,7 +31,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages"):
     """Memory worker -> driver, in reply to a Connect with storage, once the worker is bound: the pages that it has.
-
     ``keys``: pages of which it has every fragment that it can need, in the order of their last use, MAX_LISTED_PAGES at
     most. ``capacity``: the number of pages whose part it can keep. ``evicted``: pages that it has just discarded for
     all workers, although another worker may have listed them before.
@@ -66,11 +64,9 @@ class LoadReady(msgspec.Struct, frozen=True, kw_only=True, tag="gate-opened"):
 
 
 class OffloadFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about offloaded pages that the driver knows, once all workers have connected.
-
-    ``secret``, ``identity``, ``era``: parts of page keys. ``page_size``: in tokens. ``pages``, ``capacities``: by
-    memory worker, as it has reported. ``backend``: the storage backend's name. ``is_complete``: the backend has every
-    page, of any tokens.
+    """The facts about offloaded pages that the driver knows, once all workers have connected. ``secret``, ``identity``,
+    ``era``: parts of page keys. ``page_size``: in tokens. ``pages``, ``capacities``: by memory worker, as it has
+    reported. ``backend``: the storage backend's name. ``is_complete``: the backend has every page, of any tokens.
     """
 
     secret: bytes

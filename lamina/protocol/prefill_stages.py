@@ -1,6 +1,4 @@
-"""The stages of prefill workers that compute a prompt together: each has a run of the model's layers. Policy: no torch,
-no I/O.
-"""
+"""The stages of prefill workers that compute a prompt together, each a run of layers. Policy: no torch, no I/O."""
 
 from __future__ import annotations
 
@@ -10,10 +8,8 @@ from .step_plan import GRANTS_AHEAD
 
 
 def stage_layers(num_layers: int, stages: int, stage: int) -> range:
-    """Return the attention operators of a stage; stages differ by one at most.
-
-    A stage runs the slices before its operators; the last stage also runs the final slice. Raises ValueError for more
-    stages than layers.
+    """Return the attention operators of a stage; stages differ by one at most. A stage runs the slices before its
+    operators; the last stage also runs the final slice. Raises ValueError for more stages than layers.
     """
     if stages > num_layers:
         raise ValueError(
@@ -24,9 +20,8 @@ def stage_layers(num_layers: int, stages: int, stage: int) -> range:
 
 
 def max_grants_in_flight(stages: int, windows: Sequence[int]) -> int:
-    """Return how many chunks of a group of ``stages`` workers may wait for K and V at once.
-
-    It is one chunk for each worker, and one more so that no worker idles. Fewer with windows: there a third chunk might
-    free blocks that the first still fills.
+    """Return how many chunks of a group of ``stages`` workers may wait for K and V at once: one for each worker, and
+    one so that no worker idles. It is fewer with windows: there a third chunk might free blocks that the first still
+    fills.
     """
     return GRANTS_AHEAD if any(windows) else GRANTS_AHEAD + stages - 1

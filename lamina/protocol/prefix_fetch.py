@@ -19,10 +19,8 @@ def prompt_cache_tokens(
     windows: Sequence[int], num_blocks: Sequence[int], block_size: int, longest: int, batching: BatchingOptions
 ) -> list[int] | None:
     """Return, by layer group, the blocks of a prefill worker's store that cached prompts never take; None if that is
-    all.
-
-    They are for the prompt in progress, of up to ``longest`` tokens, and for the first chunk of the next one, whose
-    plan evicts cached prompts. ``num_blocks``: of the store, by layer group.
+    all. They are for the prompt in progress, of up to ``longest`` tokens, and for the first chunk of the next one,
+    whose plan evicts cached prompts. ``num_blocks``: of the store, by layer group.
     """
     one = BlockTables(windows, num_blocks, block_size).max_blocks(FIRST_LOCATION, longest, batching.max_rows)
     room = [n + -(-batching.prefill_chunk // block_size) + 1 for n in one]

@@ -1,6 +1,4 @@
-"""The layers in which KV sparsity applies, and the tokens that they keep. No torch here, since the driver
-imports it.
-"""
+"""The layers with KV sparsity, and the tokens that they keep. No torch here, since the driver imports it."""
 
 from __future__ import annotations
 
@@ -12,11 +10,9 @@ from .step_plan import LayerShape
 
 
 def sparse_layers(layers: Sequence[LayerShape], windows: Sequence[int], options: SparsityOptions) -> list[bool]:
-    """Return, by layer, whether blocks may be dropped. ``windows``: by layer, in tokens. Raises ValueError if no layer
-    qualifies.
-
-    Attention sees kept blocks side by side, so layers in which distances count keep all: those with ALiBi or with a
-    window, which keep little anyway.
+    """Return, by layer, whether blocks may be dropped. Attention sees kept blocks side by side, so layers in which
+    distances count keep all: those with ALiBi or with a window, which keep little anyway. ``windows``: by layer, in
+    tokens. Raises ValueError if no layer qualifies.
     """
     return _approximate(layers, windows, options) if options.drops_blocks else [False] * len(layers)
 
