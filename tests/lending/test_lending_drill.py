@@ -10,22 +10,25 @@ from lending_drill import SCENES, Scene, line_of, main
 from lending_fixture import DrillSizes
 
 from lamina.cli.launch import main as launch
+from lamina.config.engine_config import EngineConfig
+from lamina.config.flag_groups import GROUP_OF
 from lamina.config.flat_options import make_config
 from lamina.executor.lending.lender_service import BLOCK_BYTES
 
-SERVED = {"partition": "spill", "ledger": "a:1", "transport": "shm"}
+SERVED = {"partition": "spill", "transport": "shm"}
 
 
 @pytest.mark.parametrize(("pool", "loan"), [(640 << 10, 4 << 20), (1 << 30, 7 << 30), (3_000_001, 5_000_001)])
-def test_one_server_lends_what_the_other_borrows(pool: int, loan: int) -> None:
-    def options(flags: list[str]) -> dict[str, str]:
-        return {name.lstrip("-").replace("-", "_"): text for name, text in zip(flags[::2], flags[1::2], strict=True)}
+def test_one_server_lends_what_the_other_borrows(pool: int, loan: int, tmp_path: Path) -> None:
+    def config(kv_bytes: int, entry: str) -> EngineConfig:
+        file = tmp_path / "lending.yaml"
+        file.write_text(f"ledger: a:1\n{entry}\n")
+        given = GROUP_OF["ledger"].parse(str(file))
+        numbers = {name: float(text) for name, text in given.items() if name in ("lend", "borrow_wait_s")}
+        return make_config({**SERVED, **given, **numbers, "kv_memory": kv_bytes})
 
     sizes = DrillSizes(pool, loan)
-    lending = options(sizes.lending)
-    lender = make_config({**SERVED, "kv_memory": lending["kv_cache_memory_bytes"], "lend": float(lending["lend"])})
-    borrowing = options(sizes.borrowing)
-    debtor = make_config({**SERVED, "kv_memory": borrowing["kv_cache_memory_bytes"], "borrow": borrowing["borrow"]})
+    lender, debtor = config(*sizes.lending), config(*sizes.borrowing)
     asked = lender.devices.kv_bytes()
     assert lender.topology.lent_bytes(asked) // BLOCK_BYTES >= loan // BLOCK_BYTES == debtor.topology.borrow_bytes >> 20
     assert abs(lender.topology.pool_bytes(asked) - debtor.topology.pool_bytes(debtor.devices.kv_bytes())) < asked / 1e5
