@@ -123,7 +123,7 @@ def test_ports_of_different_packets_agree_on_the_smaller(
     send(a, bytes(range(250)) * 40)
     assert b.wait_signal(timeout_s=SOON_S).data == bytes(range(250)) * 40
     assert [attributes_of(end)[7] for end in (a, b)] == [min(one, other)] * 2
-    said = [record.getMessage() for record in caplog.records if "packets" in record.name]
+    said = [record.getMessage() for record in caplog.records if "mtu" in record.name]
     smaller, larger = sorted((128 << one, 128 << other))
     assert len(said) == 2
     for whose, where in (("our", "this"), ("its", "its")):
