@@ -196,7 +196,7 @@ def test_rotary_frequencies_that_switch_are_held_on_their_near_side() -> None:
     short = [t for t in convert_model(model, max_model_len=64).slices[0].weights.items() if "inv_freq" in t[0]]
     assert short
     assert torch.equal(short[0][1], model.model.rotary_emb.original_inv_freq)
-    with pytest.raises(UnsupportedModelError, match=r"more than 64 tokens.*--max-model-len to 64"):
+    with pytest.raises(UnsupportedModelError, match=r"above 64 tokens.*--max-model-len to 64"):
         convert_model(model, max_model_len=65)
 
 

@@ -127,7 +127,7 @@ def mixed(path: Path, change: Any) -> Path:
 
 def test_matrices_of_several_dtypes_need_a_word(tmp_path: Path) -> None:
     path = mixed(tmp_path, lambda layer: layer.mlp.float())
-    words = r"mixes weights of bfloat16 \(\S+\) and float32 \(model.layers.0.mlp.\S+\): say .*--dtype"
+    words = r"mixes weights of bfloat16 \(\S+\) and float32 \(model.layers.0.mlp.\S+\): choose .*--dtype"
     with pytest.raises(ModelError, match=words) as caught:
         load(path)
     assert "\n" not in str(caught.value)

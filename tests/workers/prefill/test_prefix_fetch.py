@@ -211,7 +211,7 @@ def test_a_stranger_is_not_taken_for_a_prefill_worker() -> None:
     stranger = threading.Thread(target=_knock, args=(other, order, one))
     stranger.start()
     expected = ConnectPrefillPeers(peers=[order.peers[0], Address(other.door.url, "p1")], own_index=0)
-    with pytest.raises(PeerFault, match="'somebody/prompts' has come"):
+    with pytest.raises(PeerFault, match="'somebody/prompts' has connected"):
         one.own.connect(expected, one.view, one.door, WAIT_S)
     stranger.join(WAIT_S)
     for each in (one, other):
