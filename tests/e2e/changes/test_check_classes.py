@@ -158,7 +158,7 @@ def rebuild_other_values(patch: pytest.MonkeyPatch) -> None:
 
 
 WRONG: dict[str, tuple[Death, dict[str, str], Callable[[pytest.MonkeyPatch], None], str]] = {
-    "a compute worker, and its last token is told twice": (COMPUTE, {}, tell_twice, "was told 17 tokens, not 16"),
+    "a compute worker, and its last token is told twice": (COMPUTE, {}, tell_twice, "got 17 tokens, not 16"),
     "a compute worker, and KV elsewhere changes": (COMPUTE, {}, change_what_stays, "first difference"),
     "a compute worker, and all is computed again": (COMPUTE, {}, lose_all, "first difference"),
     "by head, of another text": (MEMORY, {}, mistake_the_text, "first difference"),
@@ -168,7 +168,7 @@ WRONG: dict[str, tuple[Death, dict[str, str], Callable[[pytest.MonkeyPatch], Non
     "by token, and its KV is another one": (MEMORY, {"partition": "token"}, rebuild_other_values, "first difference"),
     "by request, and its KV is another one": (MEMORY, BY_REQUEST, rebuild_other_values, "first difference"),
     "by request, and others too": (MEMORY, BY_REQUEST, lose_all, "memory-0 had no KV of prompts .* whose bits differ"),
-    "an engine, of whose tokens one is forgotten": (SERVED, {}, forget_the_last_token, "was told 17 tokens, not 16"),
+    "an engine, of whose tokens one is forgotten": (SERVED, {}, forget_the_last_token, "got 17 tokens, not 16"),
 }
 
 
@@ -193,7 +193,7 @@ def test_a_rank_behind_whose_death_something_is_wrong(
     harm(monkeypatch)
     verdict = only(ranked, row(RANK))
     assert (verdict.held, verdict.axis) == (False, "lost rank"), verdict
-    assert ("was told 17 tokens" in verdict.note) == (harm is tell_twice), verdict.note
+    assert ("got 17 tokens" in verdict.note) == (harm is tell_twice), verdict.note
 
 
 @pytest.mark.slow
