@@ -36,7 +36,7 @@ class _PrefillWorkerState:
     index: int
     prompts: deque[Sequence] = field(default_factory=deque)  # that have tokens left to schedule, in their order
     prompt_cache: PromptCache | None = None  # None: it has the prompt that it computes, and no other
-    num_held_tokens: int = NO_STEP  # the sequence that is in such a store
+    held_sequence: int = NO_STEP  # the sequence that is in such a store
     next_step: int = 0
     in_flight: list[Sequence] = field(default_factory=list)  # of each chunk, its sequence
     computing: Sequence | None = None  # of the chunks that are computed now
@@ -202,7 +202,7 @@ class PrefillDispatcher(Feature):
         for worker in self._workers:
             worker.prompts.clear()
             worker.in_flight.clear()
-            worker.num_held_tokens, worker.computing = NO_STEP, None
+            worker.held_sequence, worker.computing = NO_STEP, None
             if worker.prompt_cache:
                 worker.prompt_cache.reset()
         for sequence in (s for s in sequences if s.finished):
@@ -258,7 +258,7 @@ class PrefillDispatcher(Feature):
         """Of the worker's next plan, for a chunk of a sequence."""
         if worker.prompt_cache:
             return worker.prompt_cache.begin_ops(sequence)
-        before, worker.num_held_tokens = worker.num_held_tokens, sequence.id
+        before, worker.held_sequence = worker.held_sequence, sequence.id
         if before == sequence.id:
             return []
         return [*([] if before == NO_STEP else [Free(before)]), New(sequence.id)]

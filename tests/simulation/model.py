@@ -31,7 +31,7 @@ def drawn(draw: SamplingRequest, seen: int, due: Mapping[int, PendingHistory], p
         forbidden |= {*rules.banned_token_ids} | (
             {*range(EOS)} - {*rules.allowed_token_ids.tolist()} if rules.allowed_token_ids is not None else set()
         )
-        counted = [*state.history.num_tokens[: state.num_tokens], *([] if pending is None else [pending])]
+        counted = [*state.history.token_ids[: state.num_tokens], *([] if pending is None else [pending])]
         number += sum((i + 1) * (t + 1) for i, t in enumerate(counted)) * 3
     token = EOS if number % ODDS == 0 else number % EOS
     while token in forbidden:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -160,14 +160,15 @@ def replacing(owner: Any, method: str, wrong: Callable[..., Any]) -> Callable[[p
 def prefill_keeping(part: str) -> Callable[[pytest.MonkeyPatch], None]:
     """One thing that prefill workers have stays with them."""
 
-    def wrong(self: PrefillDispatcher) -> None:
+    def wrong(self: PrefillDispatcher, sequences: Iterable[Sequence] = ()) -> tuple[int, ...]:
         for worker in self._workers:
             if part != "prompts":
                 worker.prompts.clear()
             if part != "in_flight":
                 worker.in_flight.clear()
             if part != "held":
-                worker.num_held_tokens = -1
+                worker.held_sequence = -1
+        return ()
 
     return replacing(PrefillDispatcher, "roll_back", wrong)
 
@@ -350,8 +351,8 @@ PLANNED_MISTAKES = {
     "where they were": replacing(
         KvAllocator,
         "reassign",
-        lambda self, keep, right=KvAllocator.reassign: [
-            msgspec.structs.replace(k, previous_location=None) for k in right(self, keep)
+        lambda self, *args, right=KvAllocator.reassign: [
+            msgspec.structs.replace(k, previous_location=None) for k in right(self, *args)
         ],
     ),
     "who lends": keeping(KvAllocator, "reassign", "spill"),

@@ -72,10 +72,10 @@ class TokenHistory:
 
     def __init__(self, penalties: Penalties) -> None:
         """Raises ValueError for invalid token ids."""
-        self.num_tokens: list[int] = []  # the completion's tokens
+        self.token_ids: list[int] = []  # the completion's tokens
         self._penalties = penalties
         self._counts: Counter[int] = Counter()
-        self._counted = 0  # how many of ``num_tokens`` are counted
+        self._counted = 0  # how many of ``token_ids`` are counted
         self._prompt = frozenset(penalties.prompt_token_ids)
         self._repeats = penalties.repetition != 1.0
         self._words = BadWords(penalties.bad_words_token_ids)
@@ -95,7 +95,7 @@ class TokenHistory:
     def append(self, tokens: list[int]) -> None:
         """Append tokens of the completion. Raises ValueError for invalid ids."""
         self._most = max(self._most, _largest(tokens))
-        self.num_tokens += tokens
+        self.token_ids += tokens
 
     def logit_changes(self, count: int, pending: int | None) -> LogitChanges:
         """Return the changes of logits after the first ``count`` tokens of the completion. ``pending``: the token drawn
@@ -103,7 +103,7 @@ class TokenHistory:
         """
         if count < self._counted:
             self._counts, self._counted = Counter(), 0
-        self._counts.update(self.num_tokens[self._counted : count])
+        self._counts.update(self.token_ids[self._counted : count])
         self._counted = count
         counts = self._counts
         if pending is not None:
@@ -114,7 +114,7 @@ class TokenHistory:
             more = (t for t in counts if t not in self._prompt)
             tokens = torch.tensor([*self._penalties.prompt_token_ids, *more], dtype=torch.int64)
         most = max(self._most, -1 if pending is None else pending)
-        end = self.num_tokens[max(0, count - self._words.longest) : count] + ([] if pending is None else [pending])
+        end = self.token_ids[max(0, count - self._words.longest) : count] + ([] if pending is None else [pending])
         forbidden = self._words.completed(end)
         return LogitChanges(self._penalties, counts, tokens, most, forbidden, self._allowed)
 
@@ -150,7 +150,7 @@ class TokenHistories:
         if adjust.penalties is not None:
             self._of[draw.sequence] = TokenHistory(adjust.penalties)
         history = self._of.get(draw.sequence)
-        known = -1 if history is None else len(history.num_tokens)
+        known = -1 if history is None else len(history.token_ids)
         if history is None or known != adjust.num_known_tokens:
             here = "nothing" if history is None else f"{known} tokens"
             raise ValueError(
@@ -159,7 +159,7 @@ class TokenHistories:
                 f"has {here}"
             )
         history.append(adjust.tokens)
-        return PendingHistory(history, len(history.num_tokens))
+        return PendingHistory(history, len(history.token_ids))
 
 
 def logit_changes_of(due: Mapping[int, PendingHistory], pending: Mapping[int, int]) -> dict[int, LogitChanges]:
