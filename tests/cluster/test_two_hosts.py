@@ -173,4 +173,4 @@ def test_where_a_host_stays_silent_all_goes_on_without_it(hosts: Hosts, more: tu
     assert driver.returncode == 0, errors
     assert text == wanted["outputs"][0]["text"] + "\n"
     assert "its host does not answer; lost workers are replaced" in errors
-    assert ("there are fewer spares" in errors) == bool(more), errors
+    assert ("there are fewer spare workers" in errors) == bool(more), errors
