@@ -130,7 +130,8 @@ def test_one_that_ended_the_server_before_ends_in_the_next_one_as_it_resumes(tmp
 
         async def break_down() -> None:
             await first.open()
-            asking = [asyncio.create_task(first.http.post(PATH, json=body)) for body in INNOCENT[:3]]
+            long = [{**body, "max_tokens": 100} for body in INNOCENT[:3]]  # none ends before the fatal one comes
+            asking = [asyncio.create_task(first.http.post(PATH, json=body)) for body in long]
             await until(lambda: len(first.journal.unfinished()) == 3)
             fatal = await first.http.post(PATH, json=asked(5, FATAL + 1))
             assert fatal.status_code == 503, "the server ends, by --max-recoveries 0"
