@@ -88,6 +88,7 @@ def test_from_the_disk_by_way_of_memory(llama_path: Path, tmp_path: Path) -> Non
     with LLM(str(llama_path), **TINY, kv_memory="250KB", max_num_seqs=1, **where) as llm:
         for prompt in (PROMPT, *OTHERS):
             ask(llm, prompt)
+        llm.engine.finish_in_flight()  # what is still being saved is not found
         outputs = llm.generate([[*prompt[:256], 5] for prompt in OTHERS], PARAMS)
         assert sum(stats.get("kv_fetched_pages", 0.0) for stats in llm.stats().values()) > 0
     assert [told(output) for output in outputs] == never
