@@ -180,11 +180,12 @@ def test_every_entry_gives_the_bits_of_the_mesh(
     parts = [x.transpose(0, -1) for x in parts] if turned else parts
 
     def work(mesh: MeshCollective) -> list[tuple[Tensor, Tensor]]:
-        group = open_entry(GUARDED, mesh, WAIT_S)
         x = parts[mesh.rank]
-        found = [(g.all_reduce(x), g.all_gather(x, size)) for g in (mesh, group)]
+        known = mesh.all_reduce(x), mesh.all_gather(x, size)
+        group = open_entry(GUARDED, mesh, WAIT_S)  # its watchdog reads the mesh from now on, which has one reader
+        found = group.all_reduce(x), group.all_gather(x, size)
         group.close()
-        return found
+        return [known, found]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lamina.ops.collective.nccl.ONE_SHOT_BYTES", ONE_SHOT_BYTES if one_shot else 0)
