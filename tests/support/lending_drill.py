@@ -138,7 +138,7 @@ class LendingDrill:
         self._fixture.ledger.end()
         what = "the loan went on; the next one waited until it was there again"
         scene = self._scene(reading, right=True, what=what)
-        back = seconds_until(lambda: not leased_bytes(self._fixture.debtor), SOON_S)
+        back = seconds_until(lambda: not borrowed_bytes(self._fixture.debtor), SOON_S)
         waiting = StreamReader(self._fixture.debtor.url, self._body, SILENCE_S)
         early = seconds_until(lambda: waiting.tokens or waiting.has_ended, WAITS_S)
         self._fixture.start_ledger(self._fixture.place)
@@ -191,9 +191,9 @@ class LendingDrill:
         return Scene("", right and same, what + (f"; other tokens: {told.error}" if not same else ""), pause)
 
 
-def leased_bytes(server: Target) -> float:
+def borrowed_bytes(server: Target) -> float:
     """Bytes that ``server`` borrows, by its metrics."""
-    lines = [line for line in server.metrics().splitlines() if "leased_bytes{" in line]
+    lines = [line for line in server.metrics().splitlines() if "lamina:borrowed_bytes{" in line]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 

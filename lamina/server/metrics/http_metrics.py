@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
@@ -14,43 +14,12 @@ from lamina.request import SamplingParams
 from lamina.scheduler.conductor.overload import NO_LIMITS, SloLimits
 from lamina.server.engine_client.messages import Delta
 
-PREFIX = "lamina:"
-_LABELS = ("model_name", "engine")
-_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
-            960.0, 1920.0, 7680.0)  # fmt: skip
-_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-          160.0, 640.0, 2560.0)  # fmt: skip
-_BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
-            7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
-_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": ("from the request's arrival to its first token", _FIRST),
-    "inter_token_latency_seconds": ("between two deltas of a completion", _BETWEEN),
-    "request_time_per_output_token_seconds": ("mean of a request's tokens but the first", _BETWEEN),
-    "e2e_request_latency_seconds": ("from the request's arrival to its last token", _SECONDS),
-    "request_queue_time_seconds": ("until the prompt's first row ran", _SECONDS),
-    "request_prefill_time_seconds": ("from the first row to the first token", _SECONDS),
-    "request_decode_time_seconds": ("from the first token to the last", _SECONDS),
-    "request_inference_time_seconds": ("from the first row to the last token", _SECONDS),
-    "request_prompt_tokens": ("tokens of a prompt", _TOKENS),
-    "request_generation_tokens": ("tokens of all completions of a prompt", _TOKENS),
-    "request_max_num_generation_tokens": ("tokens of the longest completion of a prompt", _TOKENS),
-    "request_prefill_kv_computed_tokens": ("tokens of a prompt whose KV was not there", _TOKENS),
-    "request_num_preemptions": ("how often KV of a prompt's completions was freed for others", _COUNTS),
-    "iteration_tokens_total": (
-        "tokens of a step: generated, and of prompts that have their first token by it",
-        _TOKENS,
-    ),
-    "request_params_n": ("n as asked for", _COUNTS),
-    "request_params_max_tokens": ("max_tokens as asked for", _TOKENS),
-}
-_COUNTERS = {
-    "prompt_tokens": "tokens of prompts",
-    "generation_tokens": "tokens generated",
-    "prompt_tokens_cached": "tokens of prompts whose KV was there",
-}
+from .metric_table import COMMON_LABELS, METRICS, counter, histogram, other_names
+
+_TOTALS = ("prompt_tokens", "generation_tokens", "prompt_tokens_cached")
 COMPUTED, FOUND = "local_compute", "local_cache_hit"  # sources of a prompt token's KV, in vLLM's words
+_OLD_LABELS = {"layers": "tier"}  # as metrics under old names have them
+_HTTP_SECONDS = "http_request_duration_seconds"
 
 
 class ServerMetrics:
@@ -58,39 +27,19 @@ class ServerMetrics:
 
     def __init__(self, model_name: str, limits: SloLimits = NO_LIMITS) -> None:
         self.limits = limits
-        self.registry = CollectorRegistry()
-        self.labels = {"model_name": model_name, "engine": "0"}
-        self.seconds = {
-            name: Histogram(PREFIX + name, text, _LABELS, buckets=buckets, registry=self.registry).labels(**self.labels)
-            for name, (text, buckets) in _HISTOGRAMS.items()
-        }
-        self.totals = dict.fromkeys(_COUNTERS, 0)
-        self._counts = {
-            name: Counter(PREFIX + name, text, _LABELS, registry=self.registry).labels(**self.labels)
-            for name, text in _COUNTERS.items()
-        }
-        self._success = Counter(
-            PREFIX + "request_success", "prompts that were finished", (*_LABELS, "finished_reason"),
-            registry=self.registry,
-        )  # fmt: skip
-        self._sources = Counter(
-            PREFIX + "prompt_tokens_by_source", "tokens of prompts by where their KV comes from", (*_LABELS, "source"),
-            registry=self.registry,
-        )  # fmt: skip
+        registry = self.registry = CollectorRegistry()
+        self.labels = dict(zip(COMMON_LABELS, (model_name, "0"), strict=True))
+        self._http, self._http_s = counter("http_requests", registry), histogram(_HTTP_SECONDS, registry)
+        names = [name for name, spec in METRICS.items() if spec.kind == "histogram" and name != _HTTP_SECONDS]
+        self.seconds = {name: histogram(name, registry).labels(**self.labels) for name in names}
+        self.totals = dict.fromkeys(_TOTALS, 0)
+        self._counts = {name: counter(name, registry).labels(**self.labels) for name in _TOTALS}
+        self._success = counter("request_success", registry)
+        self._sources = counter("prompt_tokens_by_source", registry)
         for source in (COMPUTED, FOUND):
             self._sources.labels(**self.labels, source=source)
-        self._rejections = Counter(
-            PREFIX + "admission_rejections", "requests refused for load", (*_LABELS, "reason"), registry=self.registry
-        )
-        self._good = Counter(
-            PREFIX + "goodput_requests", "prompts that were answered to their ends within --slo ttft= and --slo tbt=",
-            _LABELS, registry=self.registry,
-        ).labels(**self.labels)  # fmt: skip
-        self._http = Counter("http_requests", "HTTP requests", ("handler", "method", "status"), registry=self.registry)
-        self._http_s = Histogram(
-            "http_request_duration_seconds", "of HTTP requests, streams included", ("handler", "method"),
-            buckets=_FIRST, registry=self.registry,
-        )  # fmt: skip
+        self._rejections = counter("admission_rejections", registry)
+        self._good = counter("goodput_requests", registry).labels(**self.labels)
 
     def count(self, name: str, tokens: int) -> None:
         """Add ``tokens`` to a counter."""
@@ -126,41 +75,35 @@ class ServerMetrics:
         self._http_s.labels(handler, method).observe(seconds)
 
     def render(self, *, vllm: bool) -> bytes:
-        """Return the text format. ``vllm``: repeat families that vLLM has under vLLM's names."""
-        text = generate_latest(_RegistryView(self.registry))
-        return text + generate_latest(_RegistryView(self.registry, "vllm:")) if vllm else text
-
-
-# Families that vLLM has too, in addition to the histograms and counters of this file.
-SHARED = frozenset(
-    PREFIX + name
-    for name in (
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "cache_config",
-        "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens_by_source", "num_requests_waiting_by_reason",
-        "external_prefix_cache_queries", "external_prefix_cache_hits",
-        "kv_offload_load_bytes", "kv_offload_store_bytes",
-        "request_success", "admission_rejections", *_HISTOGRAMS, *_COUNTERS,
-    )
-)  # fmt: skip
+        """Return the text format. ``vllm``: repeat metrics that vLLM has under vLLM's names."""
+        return generate_latest(_RegistryView(self.registry, vllm=vllm))
 
 
 class _RegistryView:
-    """Looks like a registry: all families without their creation times, or the shared ones under another prefix."""
+    """Looks like a registry: all families without their creation times, each under all of its names."""
 
-    def __init__(self, registry: CollectorRegistry, prefix: str = "") -> None:
+    def __init__(self, registry: CollectorRegistry, *, vllm: bool) -> None:
         self._registry = registry
-        self._prefix = prefix
+        self._vllm = vllm
 
     def collect(self) -> Iterator[Metric]:
         for family in self._registry.collect():
-            if not self._prefix or family.name in SHARED:
-                view = Metric(self._named(family.name), family.documentation, family.type)
-                kept = (s for s in family.samples if not s.name.endswith("_created"))
-                view.samples = [Sample(self._named(s.name), *s[1:]) for s in kept]
-                yield view
+            yield _renamed(family, family.name, family.documentation, {})
+            for name in other_names(family.name, vllm=self._vllm):
+                if name.startswith("vllm:"):
+                    yield _renamed(family, name, family.documentation, {})
+                else:
+                    yield _renamed(family, name, f"old name of {family.name}", _OLD_LABELS)
 
-    def _named(self, name: str) -> str:
-        return self._prefix + name.removeprefix(PREFIX) if self._prefix else name
+
+def _renamed(family: Metric, name: str, text: str, labels: Mapping[str, str]) -> Metric:
+    """Return a copy of ``family`` under another name. ``labels``: names of labels to replace."""
+    view = Metric(name, text, family.type)
+    for sample in family.samples:
+        if not sample.name.endswith("_created"):
+            named = {labels.get(label, label): value for label, value in sample.labels.items()}
+            view.samples.append(Sample(name + sample.name.removeprefix(family.name), named, *sample[2:]))
+    return view
 
 
 class PromptMeter:

@@ -31,7 +31,7 @@ class _Totals:
         self._at = time.monotonic()
         self._prompt = service.metrics.totals["prompt_tokens"]
         self._generated = service.metrics.totals["generation_tokens"]
-        self._hops, self._hop_s = service.engine_metrics.attention_calls
+        self._calls, self._wait_s = service.engine_metrics.attention_calls
 
     @property
     def tokens(self) -> float:
@@ -41,13 +41,13 @@ class _Totals:
         """Return rates and levels, by their names in the line."""
         service, seconds = self._service, self._at - last._at
         state = service.client.state
-        hops = self._hops - last._hops
-        hop = {"hop_us": round((self._hop_s - last._hop_s) / hops * 1e6)} if hops > 0 else {}
+        calls = self._calls - last._calls
+        waits = {"attention_wait_us": round((self._wait_s - last._wait_s) / calls * 1e6)} if calls > 0 else {}
         return {
             "running": state.running if state else 0,
             "waiting": state.waiting if state else 0,
             "prompt_tok_s": round((self._prompt - last._prompt) / seconds, 1),
             "gen_tok_s": round((self._generated - last._generated) / seconds, 1),
             "kv_pct": round(service.engine_metrics.kv_usage * 100, 1),
-            **hop,
+            **waits,
         }

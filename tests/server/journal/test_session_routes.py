@@ -128,12 +128,12 @@ def test_metrics_tell_tiers() -> None:
     client.state = msgspec.structs.replace(client.state, evictable_blocks=[11])
     client.counters = {"memory-1": {"kv_fetched_pages": 5.0, "kv_saved_bytes": 7.0, "kv_failed_transfers": 3.0}}
     text = ask("GET", "/metrics", service).text
-    assert re.search(r'lamina:kv_fetched_pages_total{[^}]*worker="memory-1"} 5.0', text)
-    assert re.search(r'lamina:kv_failed_transfers_total{[^}]*worker="memory-1"} 3.0', text)
+    assert re.search(r'lamina:kv_prefetched_pages_total{[^}]*worker="memory-1"} 5.0', text)
+    assert re.search(r'lamina:kv_offload_failed_transfers_total{[^}]*worker="memory-1"} 3.0', text)
     assert re.search(r'lamina:kv_evictable_blocks{[^}]*worker="memory-1"[^}]*} 11.0', text)
     assert re.search(r'lamina:kv_offload_store_bytes_total{[^}]*worker="memory-1"} 7.0', text)
     assert re.search(r'lamina:sessions{[^}]*tier="pool"} 3.0', text)
-    assert re.search(r'lamina:session_hits_total{[^}]*tier="host"} 2.0', text)
+    assert re.search(r'lamina:session_resumed_turns_total{[^}]*tier="host"} 2.0', text)
     assert re.search(r'lamina:session_wait_seconds_total{[^}]*tier="host"} 1.5', text)
 
 

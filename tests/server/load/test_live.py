@@ -79,5 +79,5 @@ def test_the_log_has_requests_and_a_status_line(server: Running, http: httpx.Cli
     assert eventually(
         lambda: any(x.get("request_id") == "my-id" and x.get("completion_tokens") == 2 for x in lines()), 15
     )
-    assert eventually(lambda: any(x["message"] == "status" and "hop_us" in x for x in lines()), 15)
+    assert eventually(lambda: any(x["message"] == "status" and "attention_wait_us" in x for x in lines()), 15)
     assert "SECRET" not in server.log.read_text()

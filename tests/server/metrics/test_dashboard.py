@@ -55,11 +55,11 @@ def test_in_a_browser_it_chats_and_shows_the_pools(browser: Browser, server: Run
     assert "tokens, the first after" in browser.run("document.getElementById('usage').textContent")
     for key in ("time-compute-0", "time-memory-0", "kv-memory-0", "kv-memory-1"):
         browser.until(f"document.getElementById('{key}') != null")
-    browser.until("document.querySelector('#hop polyline').getAttribute('points').split(' ').length > 2")
+    browser.until("document.querySelector('#wait polyline').getAttribute('points').split(' ').length > 2")
     with http.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 1500, "ignore_eos": True,
                                                       "stream": True}):  # fmt: skip
         browser.until("parseFloat(document.querySelector('#kv-memory-0 i').style.width) > 0")
-        browser.until("document.getElementById('hop-now').textContent.endsWith('µs')")
+        browser.until("document.getElementById('wait-now').textContent.endsWith('µs')")
         if place := os.environ.get("SCREENSHOT"):
             data = browser.call("Page.captureScreenshot", format="png")["data"]
             Path(place).write_bytes(base64.b64decode(data))

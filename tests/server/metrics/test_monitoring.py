@@ -26,7 +26,7 @@ SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_co
 @pytest.fixture(scope="module")
 def text(http: httpx.Client) -> str:
     http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3, "ignore_eos": True, "n": 2})
-    told = eventually(lambda: "lamina:hop_latency_seconds_count" in http.get("/metrics").text, START_S)
+    told = eventually(lambda: "lamina:attention_wait_seconds_count" in http.get("/metrics").text, START_S)
     assert told, "all workers are asked for their counters each second, and have not answered"
     return http.get("/metrics").text
 

@@ -254,7 +254,7 @@ def test_blocks_of_an_unequal_memory_worker_are_counted_in_full() -> None:
 
 def test_kept_and_dropped_blocks_are_told_by_tier_of_layers() -> None:
     client = FakeClient()
-    names = ("lamina:kv_kept_blocks", "lamina:kv_dropped_blocks_total")
+    names = ("lamina:kv_sparse_blocks_in_use", "lamina:kv_evicted_by_sparsity_blocks_total")
 
     def found() -> dict[tuple[str, ...], float]:
         samples = (s for f in EngineMetrics(client, {}).collect() for s in f.samples)  # type: ignore[arg-type]
@@ -279,18 +279,15 @@ def test_what_shadows_have_shown_is_told() -> None:
     def told() -> dict[str, float]:
         families = EngineMetrics(client, {}).collect()  # type: ignore[arg-type]
         samples = (s for family in families for s in family.samples)
-        return {
-            s.name: s.value
-            for s in samples
-            if s.name.startswith(("lamina:kv_shadow", "lamina:kv_budget", "lamina:kv_re"))
-        }
+        return {s.name: s.value for s in samples if s.name.startswith("lamina:kv_sparsity")}
 
     assert told() == {}, "there are none"
     errors = ErrorState(tokens=75, kl=0.25, top1=0.04, budget=2048, rebuilt=3)
     client.state = EngineState(running=1, waiting=0, free_blocks=[60], preemptions=0, steps=1, errors=errors)
     assert told() == {
-        "lamina:kv_shadow_tokens": 75, "lamina:kv_shadow_kl": 0.25, "lamina:kv_shadow_top1_disagreement": 0.04,
-        "lamina:kv_budget_in_use": 2048, "lamina:kv_restarts_in_full_total": 3,
+        "lamina:kv_sparsity_measured_tokens": 75, "lamina:kv_sparsity_kl_nats": 0.25,
+        "lamina:kv_sparsity_top1_disagreement_ratio": 0.04,
+        "lamina:kv_sparsity_budget_tokens": 2048, "lamina:kv_sparsity_recomputed_requests_total": 3,
     }  # fmt: skip
 
 

@@ -290,9 +290,9 @@ def test_metrics_are_shown_under_both_names_and_only_if_they_exist() -> None:
                      'prompt_tokens_by_source_total{L}source="local_compute"} 2.0',
                      'prompt_tokens_by_source_total{L}source="local_cache_hit"} 1.0'):  # fmt: skip
             assert prefix + line.replace("{L}", named) in text
-    assert 'lamina:layer_bytes_total{engine="0",kind="q",model_name="tiny"} 20480.0' in text
-    assert 'lamina:hop_latency_seconds_count{engine="0",model_name="tiny"} 40.0' in text
-    assert "vllm:hop_latency" not in text
+    assert 'lamina:attention_message_bytes_total{engine="0",kind="q",model_name="tiny"} 20480.0' in text
+    assert 'lamina:attention_wait_seconds_count{engine="0",model_name="tiny"} 40.0' in text
+    assert "vllm:attention_wait" not in text
     assert "spec_decode" not in text
     assert "_created" not in text
     client.state, client.counters = None, {}

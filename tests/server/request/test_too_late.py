@@ -170,7 +170,7 @@ def test_gauges_tell_of_the_loads() -> None:
     assert "prefill_load" not in service.metrics.render(vllm=False).decode()
     service.client.state = bench.loop._state()
     text = service.metrics.render(vllm=False).decode()
-    for name in ("prefill_load", "decode_load", "first_tokens_total", "first_token_expected_seconds_total"):
+    for name in ("prefill_load", "decode_load", "ttft_samples_total", "ttft_predicted_seconds_total"):
         assert f"lamina:{name}{{" in text
 
 
@@ -181,4 +181,4 @@ def test_a_gauge_tells_of_copies_on_prefill_workers(replicas: int | None, told: 
         running=0, waiting=0, free_blocks=[48], preemptions=0, steps=1, kv_replicas=replicas
     )
     text = service.metrics.render(vllm=False).decode()
-    assert ('lamina:kv_replicas{engine="0",model_name="tiny"} 3.0' in text) == told
+    assert ('lamina:prefill_replicated_pages{engine="0",model_name="tiny"} 3.0' in text) == told

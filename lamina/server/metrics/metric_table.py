@@ -1,0 +1,244 @@
+"""All metrics of /metrics: kind, unit, labels and meaning. docs/metrics.md lists the same.
+
+A name ends as vLLM's does where vLLM has a metric of the same meaning. Counters get ``_total`` at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+
+PREFIX = "lamina:"
+COMMON_LABELS = ("model_name", "engine")
+_FAMILIES = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "info": InfoMetricFamily,
+    "summary": SummaryMetricFamily,
+}
+# Bounds of buckets: seconds of whole requests, of first tokens, of single tokens; tokens; counts.
+_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+            960.0, 1920.0, 7680.0)  # fmt: skip
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+          160.0, 640.0, 2560.0)  # fmt: skip
+_BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
+            7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
+_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+class MetricSpec(NamedTuple):
+    """One metric. ``unit``: empty for plain counts. ``labels``: in addition to COMMON_LABELS. ``in_vllm``: vLLM has it
+    under the same name. ``old``: its earlier name, which is shown, too, until version 0.2.
+    """
+
+    kind: Literal["counter", "gauge", "histogram", "info", "summary"]
+    unit: str
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    in_vllm: bool = False
+    old: str = ""
+
+
+def _of_vllm(kind: Literal["counter", "gauge", "info"], unit: str, text: str, *labels: str) -> MetricSpec:
+    return MetricSpec(kind, unit, text, labels, in_vllm=True)
+
+
+def _histogram(unit: str, text: str, buckets: tuple[float, ...]) -> MetricSpec:
+    return MetricSpec("histogram", unit, text, buckets=buckets, in_vllm=True)
+
+
+def _counter(unit: str, text: str, *labels: str, old: str = "") -> MetricSpec:
+    return MetricSpec("counter", unit, text, labels, old=old)
+
+
+def _gauge(unit: str, text: str, *labels: str, old: str = "") -> MetricSpec:
+    return MetricSpec("gauge", unit, text, labels, old=old)
+
+
+METRICS: dict[str, MetricSpec] = {
+    # Requests, measured by the server. A prompt with several completions counts once.
+    "time_to_first_token_seconds": _histogram("seconds", "from a request's arrival to its first token", _FIRST),
+    "inter_token_latency_seconds": _histogram("seconds", "between two deltas of a completion", _BETWEEN),
+    "request_time_per_output_token_seconds": _histogram("seconds", "mean between a request's tokens", _BETWEEN),
+    "e2e_request_latency_seconds": _histogram("seconds", "from a request's arrival to its last token", _REQUEST),
+    "request_queue_time_seconds": _histogram("seconds", "from a request's arrival to its prompt's first row", _REQUEST),
+    "request_prefill_time_seconds": _histogram("seconds", "from the first row to the first token", _REQUEST),
+    "request_decode_time_seconds": _histogram("seconds", "from the first token to the last", _REQUEST),
+    "request_inference_time_seconds": _histogram("seconds", "from the first row to the last token", _REQUEST),
+    "request_prompt_tokens": _histogram("tokens", "length of a prompt", _TOKENS),
+    "request_generation_tokens": _histogram("tokens", "length of all completions of a prompt", _TOKENS),
+    "request_max_num_generation_tokens": _histogram("tokens", "length of the longest completion of a prompt", _TOKENS),
+    "request_prefill_kv_computed_tokens": _histogram("tokens", "tokens of a prompt without cached KV", _TOKENS),
+    "request_num_preemptions": _histogram("", "preemptions of a prompt's completions", _COUNTS),
+    "request_params_n": _histogram("", "n as requested", _COUNTS),
+    "request_params_max_tokens": _histogram("tokens", "max_tokens as requested", _TOKENS),
+    "iteration_tokens_total": _histogram(
+        "tokens", "tokens of a step: generated ones, and those of prompts with their first token", _TOKENS
+    ),
+    "prompt_tokens": _of_vllm("counter", "tokens", "tokens of prompts"),
+    "generation_tokens": _of_vllm("counter", "tokens", "generated tokens"),
+    "prompt_tokens_cached": _of_vllm("counter", "tokens", "tokens of prompts with cached KV"),
+    "prompt_tokens_by_source": _of_vllm("counter", "tokens", "tokens of prompts by the source of their KV", "source"),
+    "request_success": _of_vllm("counter", "requests", "prompts that were finished", "finished_reason"),
+    "admission_rejections": _of_vllm("counter", "requests", "requests that were refused for load", "reason"),
+    "goodput_requests": _counter("requests", "prompts that were finished within --slo ttft= and --slo tbt="),
+    "http_requests": _counter("requests", "HTTP requests", "handler", "method", "status"),
+    "http_request_duration_seconds": MetricSpec(
+        "histogram", "seconds", "duration of HTTP requests, streams included", ("handler", "method"), _FIRST
+    ),
+    # The engine's queue, as it last reported.
+    "num_requests_running": _of_vllm("gauge", "requests", "completions that decode, or whose prompt is computed"),
+    "num_requests_waiting": _of_vllm("gauge", "requests", "completions that wait for KV blocks or a place"),
+    "num_requests_waiting_by_reason": _of_vllm("gauge", "requests", "waiting completions by reason", "reason"),
+    "num_preemptions": _of_vllm("counter", "", "preemptions: a completion's KV was freed for others"),
+    "engine_steps": _counter("", "finished steps"),
+    "rejected_step_plans": _counter("", "step plans that a memory worker has refused", "worker", old="refused_plans"),
+    # The KV cache.
+    "cache_config": _of_vllm("info", "", "sizes of the KV cache"),
+    "kv_cache_usage_perc": _of_vllm("gauge", "0 to 1", "share of KV blocks in use, in the fullest layer group"),
+    "kv_blocks": _gauge("blocks", "KV blocks of a memory worker by layer group and state", "worker", "group", "state"),
+    "kv_evictable_blocks": _gauge("blocks", "free KV blocks that hold KV of finished requests", "worker", "group"),
+    "prefix_cache_queries": _of_vllm("counter", "tokens", "tokens of admitted completions"),
+    "prefix_cache_hits": _of_vllm("counter", "tokens", "of these, those whose KV was in the pools"),
+    "external_prefix_cache_queries": _of_vllm("counter", "tokens", "of these, those whose KV was not in the pools"),
+    "external_prefix_cache_hits": _of_vllm("counter", "tokens", "of the latter, those whose KV was loaded"),
+    # Offload and sessions.
+    "kv_offload_load_bytes": MetricSpec(
+        "counter", "bytes", "K and V that a memory worker has loaded from storage", ("worker",), in_vllm=True
+    ),
+    "kv_offload_store_bytes": MetricSpec(
+        "counter", "bytes", "K and V that a memory worker has saved to storage", ("worker",), in_vllm=True
+    ),
+    "kv_offload_failed_transfers": _counter(
+        "", "loads and saves that a memory worker could not finish", "worker", old="kv_failed_transfers"
+    ),
+    "kv_prefetched_pages": _counter(
+        "pages", "pages that a memory worker read from its disk before a turn needed them", "worker",
+        old="kv_fetched_pages",
+    ),
+    "sessions": _gauge("", "sessions by the tier that has their KV", "tier"),
+    "session_resumed_turns": _counter(
+        "", "turns after a session's first, by the tier that had its KV", "tier", old="session_hits"
+    ),
+    "session_wait_seconds": _counter("seconds", "time for which these turns waited for their first row", "tier"),
+    # KV sparsity.
+    "kv_sparse_blocks_in_use": _gauge(
+        "blocks", "KV blocks of running completions, in layers with full and with sparse KV", "layers",
+        old="kv_kept_blocks",
+    ),
+    "kv_evicted_by_sparsity_blocks": _counter(
+        "blocks", "KV blocks that completions have dropped in each sparse layer", old="kv_dropped_blocks"
+    ),
+    "kv_sparsity_measured_tokens": _gauge(
+        "tokens", "tokens by which sparse KV was compared with full KV", old="kv_shadow_tokens"
+    ),
+    "kv_sparsity_kl_nats": _gauge("nats", "mean divergence from the distribution with full KV", old="kv_shadow_kl"),
+    "kv_sparsity_top1_disagreement_ratio": _gauge(
+        "0 to 1", "share of tokens that full KV would have changed", old="kv_shadow_top1_disagreement"
+    ),
+    "kv_sparsity_budget_tokens": _gauge(
+        "tokens", "tokens that new completions keep or attend in sparse layers; 0: all", old="kv_budget_in_use"
+    ),
+    "kv_sparsity_recomputed_requests": _counter(
+        "requests", "completions that were computed again with full KV", old="kv_restarts_in_full"
+    ),
+    # Prefill workers and --slo.
+    "prefill_replicated_pages": _gauge(
+        "pages", "copies of prompts' pages on prefill workers, in addition to the first of each", old="kv_replicas"
+    ),
+    "prefill_load": _gauge("", "the last admitted prompt's wait, divided by --slo ttft="),
+    "decode_load": _gauge("", "the time of a decoding step, divided by --slo tbt="),
+    "ttft_samples": _counter("requests", "prompts that the next two sums are of", old="first_tokens"),
+    "ttft_predicted_seconds": _counter(
+        "seconds", "from arrivals to first tokens, as predicted", old="first_token_expected_seconds"
+    ),
+    "ttft_actual_seconds": _counter(
+        "seconds", "from arrivals to first tokens, as measured", old="first_token_real_seconds"
+    ),
+    "rejected_after_prefill_tokens": _counter(
+        "tokens", "tokens of prompts that were computed and not decoded", old="prefill_wasted_tokens"
+    ),
+    # KV on other workers and deployments.
+    "spilled_blocks": _gauge("blocks", "KV blocks of sequences with another home", "creditor", old="borrowed_blocks"),
+    "borrowed_bytes": _gauge("bytes", "memory that other deployments lend this one", "creditor", old="leased_bytes"),
+    "borrow_refused": _counter("", "requests for a loan that a creditor could not grant", old="loan_refusals"),
+    "lent_blocks": _gauge("blocks of 1 MiB", "memory that this deployment has lent, to others or itself", "debtor"),
+    "debt_cycles": _gauge("", "cycles of debts between deployments, by the ledger"),
+    "kv_migrated_bytes": _counter(
+        "bytes", "KV that went from one memory worker to another in a pause, by reason", "reason", old="moved_bytes"
+    ),
+    "kv_migrated_blocks": _counter(
+        "blocks", "KV blocks that returned home, or left with their sequence, during decoding", old="moved_blocks"
+    ),
+    # Workers, as they last reported.
+    "worker_seconds": _counter(
+        "seconds", "time of a worker by activity; wait = for the other pool", "worker", "activity"
+    ),
+    "memory_worker_message_bytes": _counter(
+        "bytes", "payload of a memory worker's messages", "worker", "direction", old="worker_bytes"
+    ),
+    "attention_message_bytes": _counter(
+        "bytes", "tensors sent between the pools, by kind: q, kv, o", "kind", old="layer_bytes"
+    ),
+    "attention_kv_read_bytes": _counter(
+        "bytes", "stored K and V that a memory worker's attention has read", "worker", old="attention_bytes"
+    ),
+    "attention_spilled_kv_read_bytes": _counter(
+        "bytes", "of these, those of sequences whose home is another memory worker", "worker",
+        old="remote_attention_bytes",
+    ),
+    "attention_wait_seconds": MetricSpec(
+        "summary", "seconds", "a compute worker's wait for a layer's attention", old="hop_latency_seconds"
+    ),
+}  # fmt: skip
+
+
+def help_text(name: str) -> str:
+    """Return a metric's HELP: its meaning, and its unit if it has one."""
+    spec = METRICS[name]
+    return f"{spec.text} ({spec.unit})" if spec.unit else spec.text
+
+
+def full_name(name: str) -> str:
+    """Return a metric's exported name, without a counter's ending. Metrics of HTTP have no prefix, as in vLLM."""
+    return name if name.startswith("http_") else PREFIX + name
+
+
+def family_of(name: str, common: Sequence[str]) -> Metric:
+    """Return a metric without values, for a collector. ``common``: the labels in place of COMMON_LABELS."""
+    spec = METRICS[name]
+    family: Metric = _FAMILIES[spec.kind](full_name(name), help_text(name), labels=[*common, *spec.labels])
+    return family
+
+
+def counter(name: str, registry: CollectorRegistry) -> Counter:
+    """Return a counter of this process."""
+    return Counter(full_name(name), help_text(name), _labels(name), registry=registry)
+
+
+def histogram(name: str, registry: CollectorRegistry) -> Histogram:
+    """Return a histogram of this process."""
+    return Histogram(full_name(name), help_text(name), _labels(name), registry=registry, buckets=METRICS[name].buckets)
+
+
+def _labels(name: str) -> tuple[str, ...]:
+    return METRICS[name].labels if name.startswith("http_") else (*COMMON_LABELS, *METRICS[name].labels)
+
+
+def other_names(exported: str, *, vllm: bool) -> list[str]:
+    """Return the names under which a family is shown in addition to its own: the old one and, with ``vllm``, vLLM's."""
+    name = exported.removeprefix(PREFIX)
+    if (spec := METRICS.get(name)) is None:
+        return []
+    return [PREFIX + spec.old] * bool(spec.old) + [f"vllm:{name}"] * (vllm and spec.in_vllm)
