@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from lamina import netstack
 from lamina.config.engine_config import KVOptions
 from lamina.executor.memory_worker_slots import MAX_MIGRATION_WORKERS, migration_peers
 from lamina.netstack import ChannelError, ChannelTimeout, ListenTerms
-from lamina.netstack.checksum import checksum
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.capacity import partition_of
 from lamina.protocol.control import Address
@@ -39,9 +37,10 @@ from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.attention_step import AttentionStep
 from lamina.workers.memory.kv_checksums import BlockChecksums, StoredBlock
 from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.memory.kv_transfer import block_parts
 from lamina.workers.memory.kv_transfer import live_migration as copies
-from lamina.workers.memory.kv_transfer.live_migration import _TAG, LiveMigration
-from lamina.workers.memory.offload.block_bytes import BlockBytes
+from lamina.workers.memory.kv_transfer.block_parts import scatter
+from lamina.workers.memory.kv_transfer.live_migration import LiveMigration
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.worker_process import CorruptedMemoryError
 
@@ -109,7 +108,7 @@ def met(workers: list[Worker], doors: list[EpochListener]) -> None:
 @pytest.fixture
 def street(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
     """A part is one stripe of a layer."""
-    monkeypatch.setattr(copies, "PART_BYTES", 1 << 15)
+    monkeypatch.setattr(block_parts, "PART_BYTES", 1 << 15)
     workers, doors = opened((b"", b"", b""))
     met(workers, doors)
     yield workers
@@ -184,72 +183,11 @@ def test_damage_is_not_copied_and_what_was_known_of_the_blocks_is_forgotten(stre
         source.plan(4, CopyStripes(6, 1, 2, 1, 2))
 
 
-@pytest.mark.parametrize("lie", ["damaged", "late", "short"])
-def test_a_lie_ends_the_channel_and_the_driver_is_told(lie: str, street: list[Worker]) -> None:
-    street[0].plan(1, CopyStripes(5, 1, 1, 1, 0))
-    channel, part = street[1].copies._link(0), street[0].copies._incoming[5].parts[0]
-    nbytes = BlockBytes(street[0].store, 1).nbytes(*part) - (8 if lie == "short" else 0)
-    slot = channel.reserve(nbytes, timeout_s=SOON_S)
-    slot.data[:] = bytes(nbytes)
-    said = bytes(16) if lie == "damaged" else checksum(slot.data)
-    channel.put_signal(slot, _TAG.pack(5, 1 if lie == "late" else 0, said))
-    told = street[0].heard()
-    assert (told.sequence, told.nbytes) == (5, 0)
-    assert {"damaged": "damaged", "late": "not part 0", "short": "bytes, not part"}[lie] in told.error
-    with pytest.raises(ChannelError):
-        channel.wait_signal(timeout_s=SOON_S)
-
-
 def test_whoever_waits_for_a_lost_one_hears_of_it(street: list[Worker]) -> None:
     street[0].plan(1, CopyStripes(5, 1, 1, 1, 0))
     street[1].copies.stop()
     assert street[0].heard().error
     street[0].plan(2, Free(5), CopyStripes(6, 1, 1, 1, 0))
-
-
-def looks_of(of: LiveMigration, now: list[float], monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[int]:
-    """At which peer it has looked, each time, on the clock ``now``."""
-    looks, check = queue.SimpleQueue[int](), of._check_hears
-
-    def look(peer: int, heard: float) -> None:
-        check(peer, heard)
-        looks.put(peer)
-
-    monkeypatch.setattr(copies, "POLL_S", 0.005)
-    monkeypatch.setattr(of, "_clock", lambda: now[0])
-    monkeypatch.setattr(of, "_check_hears", look)
-    return looks
-
-
-def test_whoever_waits_for_a_silent_one_waits_no_longer_than_a_limit(
-    street: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lives, and so does its channel: a guest on a host that does not answer. Who takes, and has done nothing wrong,
-    is the one that tells.
-    """
-    target, now = street[0].copies, [began := time.monotonic()]
-    looks = looks_of(target, now, monkeypatch)
-    street[0].plan(1, CopyStripes(5, 1, 1, 1, 0))
-    now[0] = began + copies.IDLE_TIMEOUT_S - 0.1
-    for _ in range(6):
-        looks.get(timeout=SOON_S)
-    assert 5 in target._incoming, "not before the limit"
-    assert street[0].said.empty()
-    now[0] = began + copies.IDLE_TIMEOUT_S + 0.1
-    told = street[0].heard()
-    assert (told.sequence, told.nbytes) == (5, 0)
-    assert told.error == "two has sent nothing of a copy for 30 s"
-    with pytest.raises(ChannelError):  # so it cannot come late
-        street[1].copies._link(0).wait_signal(timeout_s=SOON_S)
-
-
-def test_who_gives_nothing_may_be_silent(street: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = looks_of(street[0].copies, [time.monotonic() + 1e6], monkeypatch)
-    seen = {looks.get(timeout=SOON_S) for _ in range(20)}
-    assert seen == {1, 2}
-    for worker in street[:2]:
-        worker.plan(1, CopyStripes(5, 1, 1, 1, 0))
-    assert street[0].heard().error == ""
 
 
 def test_who_is_cut_off_in_the_midst_leaves_the_source_what_it_has(
@@ -258,17 +196,15 @@ def test_who_is_cut_off_in_the_midst_leaves_the_source_what_it_has(
     home, source, target = street
     blocks = STRIPE // source.store.tables.block_size
     wanted, free = source.stored(1, blocks, 3 * blocks), target.store.tables.free_blocks
-    stored = target.copies._stored
-    assert stored is not None
-    put, parts = stored.scatter, list[int]()
+    parts = list[int]()
 
-    def cut(layer: int, *rest: Any) -> None:
-        if parts:
+    def cut(*copied: Any) -> None:
+        if len(parts) > 1:
             raise ChannelError("nothing comes any more")
-        parts.append(layer)
-        put(layer, *rest)
+        parts.append(0)
+        scatter(*copied)
 
-    monkeypatch.setattr(stored, "scatter", cut)
+    monkeypatch.setattr(copies, "scatter", cut)
     for worker in street:
         worker.plan(1, CopyStripes(5, 1, 1, 2, 2))
     assert target.heard().error

@@ -1,0 +1,370 @@
+"""Transfers of KV between two workers, over one channel: parts in order, each with a checksum.
+
+Both ends know a transfer by its number, and know its parts. The sender copies KV into the message of each part, and the
+receiver copies it out. Which KV that is, and how it is transformed, is the concern of the parts alone. Messages stay in
+the channel until their transfer is expected. Those of a transfer that was cancelled are dropped.
+
+There is one way to give up: the channel is aborted, and every transfer of the link fails with a TransferError. A worker
+that lacks requested KV refuses that transfer alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lamina.netstack import Arrival, Channel, ChannelError, ChannelTimeout, Geometry, PeerFault
+from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
+from lamina.protocol.step_plan import ProtocolError
+from lamina.workers.device_selection import CPU
+from lamina.workers.runtime import RUNTIME, Runtime
+from lamina.workers.staging import Staging, open_staging
+
+log = logging.getLogger(__name__)
+SLOTS, PART_BYTES = 4, 1 << 20  # slots of an inbox; bytes of a part, unless a block is larger
+POLL_S = 1.0  # seconds of a wait for the next message, before a check for a silent peer
+CONNECT_TIMEOUT_S = 5.0  # seconds that a transfer to a peer waits for its channel
+END_S = 0.5  # seconds for the threads of a link that is stopped
+_HEADER = struct.Struct(f"<IIQ{CHECKSUM_BYTES}s")  # MessageType, number of the part, number of the transfer, checksum
+
+
+class MessageType(enum.IntEnum):
+    PART = 1
+    REQUEST = 2  # the transfer that the peer is to send, in a form of the link's users
+    REFUSED = 3  # the reason, as text
+
+
+class TransferError(PeerFault):
+    """A transfer has failed. The text names the peer and the transfer."""
+
+
+class TransferRefusedError(TransferError):
+    """The peer lacks the requested KV. Its other transfers continue."""
+
+
+class TransferPart(NamedTuple):
+    """One message of a transfer. ``copy``: at the sender, copies KV into the message; at the receiver, out of it. The
+    staging is that of the calling thread. ``layer``: of the KV.
+    """
+
+    nbytes: int
+    copy: Callable[[memoryview, Staging], object]
+    layer: int = 0
+
+
+class Transfer:
+    """A transfer under way, at either end. ``nbytes``: copied so far. ``error``: why it has failed."""
+
+    def __init__(
+        self,
+        number: int,
+        parts: Iterable[TransferPart],
+        silence_s: float = math.inf,
+        on_end: Callable[[Transfer], None] = lambda transfer: None,
+    ) -> None:
+        """``parts``: read one by one, the next one after the last one was copied. ``on_end``: called at the end, from
+        any thread. ``silence_s``: see TransferLink.
+        """
+        self.number, self.silence_s, self.on_end = number, silence_s, on_end
+        self._parts = iter(parts)
+        self.next_part: TransferPart | None = next(self._parts, None)
+        self.index = self.nbytes = 0  # number of the next part
+        self.started_at = 0.0
+        self.error: TransferError | None = None
+
+    def has_layer(self, layer: int) -> bool:
+        """Return whether all parts of the layers up to ``layer`` are copied."""
+        return self.next_part is None or self.next_part.layer > layer
+
+    def advance(self) -> None:
+        """Note that the next part is copied."""
+        assert self.next_part is not None
+        self.nbytes += self.next_part.nbytes
+        self.index += 1
+        self.next_part = next(self._parts, None)
+
+
+class TransferLink:
+    """The transfers between this worker and one peer in an epoch. One thread receives. Another one sends, except for
+    requests and the replies to them: a link has either these, or ``send``, in one direction.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        silence_s: float,
+        device: torch.device = CPU,
+        answer: Callable[[bytes], Iterable[TransferPart]] | None = None,
+        around: Runtime = RUNTIME,
+    ) -> None:
+        """``peer``: its name. ``silence_s``: seconds that a peer may be silent while it has to send or to receive.
+        ``device``: of the KV. ``answer``: returns what a request wants. Raises ProtocolError for a request that is not
+        valid, TransferRefusedError if this worker lacks the KV.
+        """
+        self.peer, self._silence_s, self._device, self._answer = peer, silence_s, device, answer
+        self._runtime, self._clock = around, around.clock
+        self._changed = around.condition()  # also protects the memory into which parts are copied
+        self._channel: Channel | None = None
+        self._incoming: dict[int, Transfer] = {}
+        self._last = -1  # the highest number that was expected
+        self._error = ""
+        self._is_over = self._sends = False
+        self._jobs = around.queue()  # items are Transfer; None ends the thread
+        self._num_threads = 0
+
+    def attach(self, channel: Channel) -> None:
+        """Use ``channel``, which has connected, from now on."""
+        with self._changed:
+            self._channel = channel
+            self._changed.notify_all()
+        self._start(self._receive_all, "lamina-receive")
+
+    def send(self, transfer: Transfer) -> Transfer:
+        """Begin to send a transfer, after earlier ones."""
+        if not self._sends:
+            self._sends = True
+            self._start(self._send_all, "lamina-send")
+        self._jobs.put(transfer)
+        return transfer
+
+    def request(self, number: int, data: bytes) -> None:
+        """Request a transfer of the peer. Raises ChannelError."""
+        self._put(MessageType.REQUEST, number, 0, len(data), partial(_copy_bytes, data))
+
+    def expect(self, transfer: Transfer) -> Transfer:
+        """Receive a transfer from now on. ``cancel`` and ``stop`` end it without ``on_end``."""
+        with self._changed:
+            transfer.started_at, self._last = self._clock(), max(self._last, transfer.number)
+            transfer.error = self._failure(transfer) if self._error else None
+            is_open = transfer.next_part is not None and transfer.error is None
+            if is_open:
+                self._incoming[transfer.number] = transfer
+            self._changed.notify_all()
+        if not is_open:
+            transfer.on_end(transfer)
+        return transfer
+
+    def cancel(self, number: int) -> bool:
+        """Drop what still comes of a transfer, and return whether it was expected. Nothing is copied any more when this
+        returns.
+        """
+        with self._changed:
+            return self._incoming.pop(number, None) is not None
+
+    def wait(self, transfer: Transfer, layer: int | None = None) -> None:
+        """Wait until a transfer has copied all parts up to ``layer``; None: all layers. Raises TransferError."""
+        wanted = sys.maxsize if layer is None else layer
+        with self._changed:
+            self._changed.wait_for(lambda: transfer.error or transfer.has_layer(wanted) or self._is_over)
+        if transfer.error is not None:
+            raise transfer.error
+        if not transfer.has_layer(wanted):
+            raise TransferError(f"the epoch is over (transfer {transfer.number} of {self.peer})")
+
+    def stop(self) -> None:
+        """Copy nothing into memory from now on, and begin nothing."""
+        with self._changed:
+            self._is_over = True
+            self._incoming.clear()
+            self._changed.notify_all()
+        self._jobs.put(None)
+
+    def join(self) -> None:
+        """Wait for the threads of a stopped link whose channel was aborted; END_S seconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_threads, END_S)
+
+    def _start(self, work: Callable[[Staging], None], name: str) -> None:
+        def run() -> None:
+            try:
+                with torch.inference_mode():  # the store was made in this mode, too
+                    work(open_staging(self._device))
+            finally:
+                with self._changed:
+                    self._num_threads -= 1
+                    self._changed.notify_all()
+
+        with self._changed:
+            self._num_threads += 1
+        self._runtime.start(run, name)
+
+    def _failure(self, transfer: Transfer) -> TransferError:
+        return TransferError(f"{self._error} (transfer {transfer.number} of {self.peer})")
+
+    def _give_up(self, error: str) -> None:
+        """Abort the channel, and fail all transfers that are expected."""
+        with self._changed:
+            self._error = self._error or error
+            lost, self._incoming = list(self._incoming.values()), {}
+            if self._channel is not None:
+                self._channel.abort(error)
+            for transfer in lost:
+                transfer.error = self._failure(transfer)
+            self._changed.notify_all()
+        for transfer in lost:
+            transfer.on_end(transfer)
+
+    # Send.
+    def _send_all(self, staging: Staging) -> None:
+        transfer: Transfer | None
+        while (transfer := self._jobs.get()) is not None:
+            try:
+                self._send(transfer, staging)
+            except Exception as e:  # noqa: BLE001 - any error: else the driver would wait for ever
+                self._give_up(str(e))
+                with self._changed:
+                    transfer.error = self._failure(transfer)
+                    self._changed.notify_all()
+            transfer.on_end(transfer)
+
+    def _send(self, transfer: Transfer, staging: Staging) -> None:
+        while (part := transfer.next_part) is not None:
+            self._put_part(transfer, part, staging)
+            with self._changed:
+                transfer.advance()
+                self._changed.notify_all()
+
+    def _put_part(self, transfer: Transfer, part: TransferPart, staging: Staging) -> None:
+        self._put(MessageType.PART, transfer.number, transfer.index, part.nbytes, lambda data: part.copy(data, staging))
+
+    def _put(
+        self, message: MessageType, number: int, index: int, nbytes: int, fill: Callable[[memoryview], object]
+    ) -> None:
+        channel = self._attached_channel()
+        slot = channel.reserve(nbytes, timeout_s=self._silence_s)
+        fill(slot.data)
+        channel.put_signal(slot, pack_header(message, index, number, checksum(slot.data)))
+
+    def _attached_channel(self) -> Channel:
+        with self._changed:
+            self._changed.wait_for(lambda: self._channel is not None or self._is_over, CONNECT_TIMEOUT_S)
+            if self._channel is None:
+                raise ChannelTimeout(f"{self.peer} is not there")
+            return self._channel
+
+    # Receive.
+    def _receive_all(self, staging: Staging) -> None:
+        """Receive messages until the channel ends."""
+        channel, heard = self._attached_channel(), self._clock()
+        try:
+            while True:
+                try:
+                    arrival = channel.wait_signal(timeout_s=POLL_S)
+                except ChannelTimeout:
+                    self._check_for_silence(heard)
+                    continue
+                self._receive(channel, arrival, staging)
+                heard = self._clock()
+        except Exception as e:  # any error: else the receiver would wait for ever
+            if not isinstance(e, ChannelError | ProtocolError):
+                log.exception("a transfer with %s has failed", self.peer)
+            self._give_up(str(e))
+
+    def _check_for_silence(self, heard: float) -> None:
+        """Raise ProtocolError if the peer was silent for too long during a transfer. ``heard``: the time of its last
+        message.
+        """
+        now = self._clock()
+        with self._changed:
+            for transfer in self._incoming.values():
+                if now - max(heard, transfer.started_at) > transfer.silence_s:
+                    raise ProtocolError(f"nothing has come for {transfer.silence_s:g} s")
+
+    def _receive(self, channel: Channel, arrival: Arrival, staging: Staging) -> None:
+        try:
+            message, index, number, sent_checksum = _HEADER.unpack(arrival.tag)
+            name = f"part {index} of transfer {number}"
+            if sent_checksum != checksum(arrival.data):
+                raise ProtocolError(f"{name} is damaged")
+            if message == MessageType.REQUEST and self._answer is not None:
+                wanted = bytes(arrival.data)
+            elif message in (MessageType.PART, MessageType.REFUSED):
+                self._take(name, message, index, number, arrival.data, staging)
+                return
+            else:
+                raise ProtocolError(f"{name} is a message of type {message}")
+        finally:
+            channel.release(arrival)
+        self._reply(number, wanted, staging)
+
+    def _reply(self, number: int, wanted: bytes, staging: Staging) -> None:
+        assert self._answer is not None
+        try:
+            transfer = Transfer(number, self._answer(wanted))
+        except TransferRefusedError as e:
+            reason = str(e).encode()
+            self._put(MessageType.REFUSED, number, 0, len(reason), partial(_copy_bytes, reason))
+        else:
+            self._send(transfer, staging)
+
+    def _take(self, name: str, message: int, index: int, number: int, data: memoryview, staging: Staging) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: number <= self._last or self._is_over, self._silence_s):
+                raise ProtocolError(f"{name} came, and is not expected")
+            transfer = self._incoming.get(number)
+            if transfer is None:
+                return
+            part = transfer.next_part
+            assert part is not None
+            if message == MessageType.REFUSED:
+                reason = bytes(data).decode(errors="replace")
+                transfer.error = TransferRefusedError(f"{reason} (transfer {number} of {self.peer})")
+            elif index != transfer.index or data.nbytes != part.nbytes:
+                raise ProtocolError(f"{name} with {data.nbytes} bytes, not part {transfer.index} of {part.nbytes}")
+            else:
+                part.copy(data, staging)
+                transfer.advance()
+            if is_done := transfer.error is not None or transfer.next_part is None:
+                del self._incoming[number]
+            self._changed.notify_all()
+        if is_done:
+            transfer.on_end(transfer)
+
+
+def copy_here(source: Iterable[TransferPart], target: Iterable[TransferPart], staging: Staging) -> None:
+    """Copy the parts of a transfer within this worker."""
+    for out, into in zip(source, target, strict=True):
+        data = np.empty(out.nbytes, np.uint8).data
+        out.copy(data, staging)
+        into.copy(data, staging)
+
+
+def parts_from(data: bytes) -> Iterator[TransferPart]:
+    """Yield the parts that bring ``data``."""
+    for low in range(0, len(data), PART_BYTES):
+        some = data[low : low + PART_BYTES]
+        yield TransferPart(len(some), partial(_copy_bytes, some))
+
+
+def parts_into(data: bytearray) -> Iterator[TransferPart]:
+    """Yield the parts that fill ``data``."""
+    for low in range(0, len(data), PART_BYTES):
+        some = memoryview(data)[low : low + PART_BYTES]
+        yield TransferPart(len(some), partial(_take_bytes, some))
+
+
+def inbox(block_bytes: int = 0) -> Geometry:
+    """Return the inbox of a worker that receives parts. ``block_bytes``: the most bytes of a layer's block."""
+    return Geometry(slots=SLOTS, slot_bytes=max(PART_BYTES, block_bytes))
+
+
+def pack_header(message: int, index: int, number: int, sent_checksum: bytes) -> bytes:
+    """Return the tag of a message. ``index``: of the part. ``number``: of the transfer."""
+    return _HEADER.pack(message, index, number, sent_checksum)
+
+
+def _copy_bytes(data: bytes, message: memoryview, staging: Staging | None = None) -> None:
+    message[:] = data
+
+
+def _take_bytes(into: memoryview, message: memoryview, staging: Staging) -> None:
+    into[:] = message
