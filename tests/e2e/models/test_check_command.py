@@ -28,7 +28,7 @@ from lamina.ops.attention.reference import ReferenceAttention
 from lamina.tools.check.matrix import BASE, BASE_OPTIONS, FIXED, LENDING, Exactness, Resize, Setting
 from lamina.tools.check.runner import Check
 from lamina.workers.compute.compute_worker import ComputeWorker
-from lamina.workers.memory import memory_worker as memory
+from lamina.workers.memory import main as memory_main
 from lamina.workers.memory.kv_transfer.reshard import KvTransfer
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
@@ -324,7 +324,7 @@ def test_a_forgetful_worker_process_is_found(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(local.ROLES, "memory", ("forgetful", "serve_memory"))
-    monkeypatch.setitem(sys.modules, "forgetful", memory)  # the base's worker, a thread of this process, is sound
+    monkeypatch.setitem(sys.modules, "forgetful", memory_main)  # the base's worker, a thread of this process, is sound
     status, found, _ = check(llama_path, capsys, "--axis", "transport", "--max-tokens", "8")
     assert (status, found["broken"]) == (1, ["transport"])
 
