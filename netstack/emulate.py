@@ -187,7 +187,7 @@ class EmulatedFabric(BaseFabric):
         return self._inner.register(buffer)
 
     def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> EmulatedListener:
-        listener = EmulatedListener(self, self._inner.listen(address, reception))
+        listener = EmulatedListener(self, self._inner.listen(address, _ListenTermsWithTrailer(**vars(reception))))
         self._opened.add(listener)
         return listener
 
@@ -212,6 +212,14 @@ class EmulatedFabric(BaseFabric):
     def outer(self, url: str) -> str:
         """Return the URL under which peers find the listener of the other transport at ``url``."""
         return f"{self.scheme}://{url.partition('://')[2]}"
+
+
+class _ListenTermsWithTrailer(ListenTerms):
+    """Limits of the inboxes that the callers use, which have no trailers."""
+
+    def exceeded_limit(self, terms: Terms, channels: int) -> str:
+        shorter = replace(terms, outbound=_without_trailer(terms.outbound), inbound=_without_trailer(terms.inbound))
+        return super().exceeded_limit(shorter, channels)
 
 
 def _with_trailer(geometry: Geometry) -> Geometry:

@@ -621,10 +621,10 @@ def test_nobody_gets_a_larger_inbox_than_the_listener_allows(fabric: Fabric) -> 
     for out, into in ((SMALL, large), (large, SMALL)):
         with pytest.raises(netstack.HandshakeError, match=r"above the listener.s ceiling"):
             fabric.connect(listener.url, Terms(outbound=out, inbound=into), timeout_s=SOON_S)
-    half = Geometry(slots=1, slot_bytes=1 << 20)
+    half = Geometry(slots=4, slot_bytes=1 << 20)
     a = fabric.connect(listener.url, Terms(outbound=half, inbound=half), timeout_s=SOON_S)
-    send(a, b"modest")
-    assert receive(accepted.join())[2] == b"modest"
+    send(a, b"all that is allowed")
+    assert receive(accepted.join())[2] == b"all that is allowed"
 
 
 @pytest.mark.long(but=["shm", "emulate+shm?latency_ms=0.5&jitter_ms=0.5&gbps=5"])
