@@ -14,6 +14,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from lamina.config.conflicts import PREFILL_POLICY, need_text
 from lamina.config.flag_groups import GROUP_OF, OLD_FLAGS, OLD_NAMES_GO, flag_name
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import parse_seconds
@@ -83,10 +84,7 @@ def run(args: argparse.Namespace) -> int:
     options["admin_key"] = options["admin_key"] or os.environ.get("LAMINA_ADMIN_KEY", "")
     config, engine = ServerConfig(**options), engine_config(args)
     if config.prefill_policy != ServerConfig.prefill_policy and not engine.topology.prefill_workers:
-        raise ValueError(
-            f"--prefill-policy {config.prefill_policy} is of prefill workers: say how many by --prefill-workers, or "
-            f"leave it out"
-        )
+        raise ValueError(need_text(PREFILL_POLICY, ["--prefill-workers"]))
     if config.chat_template:
         read_template(config.chat_template)
     if args.print_config:

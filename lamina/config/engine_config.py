@@ -257,6 +257,10 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
             ":" in host and not (host.startswith("[") and host.endswith("]"))
         ):
             raise ValueError(f"--driver must be [NAME@]HOST:PORT, such as 10.0.0.1:7000, not {self.driver_address!r}")
+        for name in ("ledger", "lend_address") if self.ledger else ("lend_address",):
+            host, _, port = (value := getattr(self, name)).rpartition(":")
+            if not host or not port.isascii() or not port.isdigit():
+                raise ValueError(f"{flag_name(name)} must be HOST:PORT, such as 10.0.0.1:7100, not {value!r}")
         if (length := len(self.driver_name.encode())) > NAME_BYTES:
             raise ValueError(f"--driver: a name has at most {NAME_BYTES} bytes, not {length}: shorten it")
 

@@ -51,29 +51,10 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kv_key_file and not self.kv_store_dir:
-            raise ValueError("--kv-offload key= is the secret of dir=: name that too, or leave this one out")
-        if self.kv_store_ttl and not self.kv_store_dir:
-            raise ValueError("--kv-offload ttl= is for what lies in dir=: name that too, or leave this one out")
-        if self.kv_store_size != STORE_SIZE and not self.kv_store_dir:
-            raise ValueError("--kv-offload size= is of dir=: name that too, or use --kv-offloading-size for memory")
         parse_seconds(self.kv_store_ttl, "--kv-offload ttl=")
         parse_size(self.kv_store_size, "--kv-offload size=")
         if self.kv_offloading_size:
             parse_size(self.kv_offloading_size, "--kv-offloading-size")
-        if self.decode_only and self.backend != "zeros":
-            raise ValueError(f"--decode-only has K and V of zeros, and keeps none: leave it out, or {self.flag}")
-
-    @property
-    def flag(self) -> str:
-        """The option by which there is a medium."""
-        return (
-            "--kv-offload dir="
-            if self.kv_store_dir
-            else "--kv-offloading-size"
-            if self.memory_bytes
-            else "--decode-only"
-        )
 
     @property
     def backend(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from msgspec import structs
 
+from lamina.config.conflicts import WINDOWED_LAYERS, conflict_text
 from lamina.config.engine_config import EngineConfig
 from lamina.config.sparsity import parse_error_budget
 from lamina.observe.trace import Recorder
@@ -272,7 +273,7 @@ def _tier(config: EngineConfig, tables: BlockTables, info: ComputeReady) -> Offl
     if info.storage is None:
         return None
     if info.storage.is_complete and any(info.windows):
-        raise ValueError("--decode-only loads whole prompts, and layers of this model have a window: leave it out")
+        raise ValueError(conflict_text("--decode-only", WINDOWED_LAYERS))
     fixed = config.model.deterministic
     whole = math.lcm(info.storage.page_size, config.batching.prefill_chunk if fixed else 1)
     return OffloadIndex(info.storage, tables, info.holders, whole=whole, prompts_only=fixed)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from lamina.config.conflicts import SCALE, conflict_text
 from lamina.config.engine_config import EngineConfig
 from lamina.config.topology import TopologyOptions
 from lamina.engine.evacuation import Evacuation
@@ -104,9 +105,7 @@ class MemoryResizer:
         """
         topology, binds = self._workers.topology, self._workers.memory_binds
         if topology.may_borrow:
-            raise ValueError(
-                f"{topology.loan_flag}: loans add and remove memory workers, so they cannot be scaled by other means"
-            )
+            raise ValueError(conflict_text(SCALE, topology.loan_flag))
         check_resizable(self._config, same=bool(weights))
         size = topology.tensor_parallel_size
         if count < 1 or count % size:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 
 from msgspec import structs
 
+from lamina.config.conflicts import RESIZE, REWEIGH, conflicts_of
 from lamina.config.engine_config import EngineConfig
 from lamina.config.topology import TopologyOptions
-from lamina.netstack import made_at_start
 from lamina.protocol.capacity import partition_of
 from lamina.protocol.control import Address
 from lamina.protocol.migration_ops import MigrationPeer
@@ -27,22 +27,8 @@ def check_resizable(config: EngineConfig, *, same: bool = False) -> None:
     """Raise ResizeNeedsRestartError if memory workers can come or go only with a new start of all. With ``same``: if
     the present ones cannot get other weights.
     """
-    if made_at_start(config.launch.scheme):
-        raise ResizeNeedsRestartError(f"--transport {config.launch.transport} makes all channels at the start")
-    if config.overflow.truncates_context:
-        raise ResizeNeedsRestartError("--context-overflow cuts sessions at stripes")
-    if config.kv.drops_blocks or config.kv.selects_blocks:
-        raise ResizeNeedsRestartError(f"--kv-sparsity {config.kv.kv_sparsity} has sequences that cannot be moved")
-    if config.devices.memory_device != "cpu":
-        raise ResizeNeedsRestartError(f"KV is on --memory-device {config.devices.memory_device}")
-    if not same and (config.launch.memory_addresses or config.topology.measures_weights):
-        raise ResizeNeedsRestartError("each memory worker has an address, or a part of the work, of its own")
-    if config.topology.kv_parity:
-        raise ResizeNeedsRestartError("one more keeps the parity of as many memory workers as there are (--kv-parity)")
-    if not same and config.topology.measures_pipeline:
-        raise ResizeNeedsRestartError(
-            f"--pipeline {config.topology.plan} has measured the memory workers that there are"
-        )
+    for reason in conflicts_of(REWEIGH if same else RESIZE, config):
+        raise ResizeNeedsRestartError(reason)
 
 
 def reorder_workers(

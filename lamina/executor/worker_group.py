@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from lamina import netstack
+from lamina.config.conflicts import NN_MODULE, conflict_text
 from lamina.config.engine_config import EngineConfig
 from lamina.config.topology import TopologyOptions
 from lamina.env import cluster_key
@@ -101,7 +102,7 @@ class WorkerGroup:
         Raises WorkersLostError, and ValueError for what a user can correct.
         """
         if self._config.launch.spare_compute and not isinstance(model, str):
-            raise ValueError("--spare-compute: the compute worker of a torch.nn.Module is a thread of this process")
+            raise ValueError(conflict_text("--spare-compute", NN_MODULE))
         self._model = model
         self._begin()
         for phase in (self._launch, self._open_memory, self._measure_memory_rates, self._load):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import chain
 
+from lamina.config.conflicts import KV_DISCARD, PRIORITY, SESSION_ID, conflict_text, need_text
 from lamina.config.engine_config import EngineConfig
 from lamina.request import SamplingParams
 
@@ -82,10 +83,7 @@ def all_tokens_banned_message(params: SamplingParams, outputs: int) -> str:
 def check_cache_options(terms: CacheOptions, params: SamplingParams, config: EngineConfig) -> None:
     """Raises ValueError where a request cannot be taken on such terms, whatever its prompt is."""
     if terms.priority and config.batching.scheduling_policy == "fcfs":
-        raise ValueError(
-            f"priority {terms.priority}: requests run in the order in which they come: start with --scheduling-policy "
-            f"priority, or leave it out"
-        )
+        raise ValueError(need_text(PRIORITY, ["--scheduling-policy priority"]))
     if terms.session is not None:
         check_session(params, config)
 
@@ -95,15 +93,15 @@ def check_session(params: SamplingParams, config: EngineConfig) -> None:
     if params.n > 1:
         raise ValueError(f"n must be 1 with session_id, not {params.n}: a session goes on behind one answer")
     if not config.caches_prefixes:
-        raise ValueError("session_id needs KV that outlives its request: start with --enable-prefix-caching")
+        raise ValueError(conflict_text(SESSION_ID, "--no-enable-prefix-caching"))
     if evicts_kv(params, config):
-        raise ValueError("session_id needs all KV of a turn, for the next one: ask for kv_sparsity none with it")
+        raise ValueError(conflict_text(SESSION_ID, "--kv-sparsity evict"))
 
 
 def check_discard(ranges: TokenRanges, length: int, params: SamplingParams, overflow: ContextOverflow | None) -> None:
     """Raises ValueError where a prompt of ``length`` cannot lose these tokens."""
     if overflow is None:
-        raise ValueError("kv_discard needs KV that can be moved: start with --context-overflow truncate")
+        raise ValueError(need_text(KV_DISCARD, ["--context-overflow truncate"]))
     if params.prompt_logprobs is not None:
         raise ValueError("kv_discard does not go with prompt_logprobs, which are of all tokens: leave out one")
     overflow.check(ranges, length)

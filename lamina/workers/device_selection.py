@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lamina.config.conflicts import conflict_text
 from lamina.config.engine_config import EngineConfig
 from lamina.ops import attention, collective
 
@@ -89,7 +90,7 @@ def linear_backend(asked: str, device: torch.device) -> str:
     if device.type == "cpu":
         return asked
     if asked not in ("auto", "torch"):
-        raise ValueError(f"--gemm {asked} computes on CPUs: use auto or torch with --compute-device {device}")
+        raise ValueError(conflict_text(f"--gemm {asked}", "--compute-device cuda"))
     return "torch"
 
 

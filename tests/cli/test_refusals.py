@@ -16,6 +16,7 @@ from lamina.cli.common.preflight import check
 from lamina.config import flat_options
 from lamina.config.flag_groups import GROUP_OF
 from lamina.config.flat_options import make_config
+from lamina.config.resolve import ModelLimits, check_model
 from lamina.engine.tuning.unloaded_latency import check_slo
 from lamina.server import server_config
 from lamina.server.server_config import ServerConfig
@@ -76,6 +77,8 @@ def test_each_refusal_of_options_is_in_the_table(tmp_path: Path) -> None:
         reached |= refused_at(lambda asked=asked: make_config(asked))
     for asked, _ in MODEL_REFUSED:
         reached |= refused_at(lambda asked=asked: check(MODEL, make_config(asked)))
+    windowed = ModelLimits(64, 4, 64, window=16)
+    reached |= refused_at(lambda: check_model(make_config({"decode_only": True}), windowed))
     for asked, _ in SERVER_REFUSED:
         reached |= refused_at(lambda asked=asked: ServerConfig(**asked))
     for option, text, _ in FLAGS_REFUSED:

@@ -220,7 +220,7 @@ def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.Captu
     assert lines() == ["--collective auto: ranks would meet over mesh: not every rank computes on a GPU"]
     assert lines("--collective", "mesh") == ["--collective mesh: ranks would meet over mesh: as asked"]
     assert main([*ask, "--collective", "nccl"]) == 2
-    assert "--collective nccl is for GPUs, and ranks compute on cpu" in capsys.readouterr().err
+    assert "--collective nccl needs --compute-device cuda" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -261,8 +261,8 @@ def test_the_plan_names_the_device_that_workers_would_use(
             "--kv-cache-memory-bytes 90GiB exceeds the 96 GB",
         ),
         ([], "--kv-cache-memory-bytes auto is for one host: say what a worker takes on 10.20.0.2, such as 4GiB"),
-        (["--transport", "loopback"], "--transport: loopback stays in one process"),
-        (["--memory-addresses", "10.0.0.1:1,10.0.0.2:1"], "--memory-addresses are for this machine"),
+        (["--transport", "loopback"], "--transport loopback does not go with --launcher ray: it stays in one process"),
+        (["--memory-addresses", "10.0.0.1:1,10.0.0.2:1"], "--launcher ray does not go with --memory-addresses"),
     ],
 )
 def test_plans_that_do_not_work(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from lamina.config.engine_config import EngineConfig, KVOptions
 from lamina.config.flat_options import OPTIONS, flat_options, make_config, replace_options
 from lamina.config.option import options_of
 from lamina.config.topology import TopologyOptions
-from lamina.executor.memory_worker_slots import ResizeNeedsRestartError, check_resizable
 from lamina.protocol.control import StartCompute, StartMemory
 from lamina.protocol.step_plan import BindRequest
 
@@ -149,46 +148,6 @@ def test_the_old_number_of_replicas_names_the_new_one(capsys: pytest.CaptureFixt
     for given in (["--compute-workers", "3"], ["--compute-workers=3"], ["--compute-workers"]):
         assert main(["generate", "m", "--prompt", "x", *given]) == 2
         assert capsys.readouterr().err == f"lamina-launch generate: {line}\n"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"spare_compute": 1, "tensor_parallel_size": 2, "memory_workers": 2},
-            "--spare-compute 1 must be a multiple of",
-        ),
-        ({"spare_memory": 1, "launcher": "static"}, "--spare-memory is for --launcher local"),
-        (
-            {"spare_memory": 1, "transport": "loopback"},
-            "--spare-memory: with --transport loopback no worker is replaced",
-        ),
-        ({"spare_memory": 1, "cores": "0"}, "--spare-memory cannot go with --cores"),
-        ({"spare_compute": 1, "compute_device": "cuda"}, "--spare-compute is for workers on CPUs"),
-    ],
-)
-def test_spares_where_there_can_be_none_are_refused_by_name(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=f"^{words}"):
-        make_config(options)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"spare_memory": 1}, "--spare-memory"),
-        ({"spare_compute": 1}, "--spare-compute"),
-        ({"borrow": "1GiB", "ledger": "h:1"}, "--lending borrow.max"),
-        ({"kv_parity": 1, "memory_workers": 2}, "--kv-parity"),
-        ({"prefill_workers": 1}, "--prefill-workers"),
-    ],
-)
-def test_nobody_joins_where_all_channels_are_made_at_the_start(options: dict[str, Any], name: str) -> None:
-    words = f"^{name}: --transport gin makes all channels at the start, and nobody joins later: take another transport"
-    with pytest.raises(ValueError, match=words):
-        make_config({"transport": "gin", **options})
-    config = make_config({"transport": "gin", "memory_workers": 2})
-    with pytest.raises(ResizeNeedsRestartError, match="--transport gin makes all channels at the start"):
-        check_resizable(config)
 
 
 @pytest.mark.parametrize(

@@ -200,8 +200,8 @@ def test_a_gpu_that_is_not_there(gpus: int) -> None:
 def test_backends_of_another_device_are_refused(gpus: int) -> None:
     with pytest.raises(ValueError, match="--attention-backend native with --memory-device cuda: .* computes on CPUs"):
         check(make_config({"memory_device": "cuda", "attention": "native"}))
-    with pytest.raises(ValueError, match="--gemm native computes on CPUs: use auto or torch with --compute-device"):
-        check(make_config({"compute_device": "cuda", "gemm": "native"}))
+    with pytest.raises(ValueError, match="^--gemm native does not go with --compute-device cuda: it computes on CPUs"):
+        linear_backend("native", torch.device("cuda:0"))
     assert linear_backend("auto", torch.device("cuda:0")) == "torch"
     assert linear_backend("auto", CPU) == "auto"
     for name in attention.KINDS:
@@ -231,10 +231,10 @@ def test_workers_of_a_device_share_what_it_has_free(gpus: int, monkeypatch: pyte
     [
         (["--compute-device", "gpu"], "--compute-device must be cpu, cuda, cuda:N or auto, not 'gpu'"),
         (["--memory-device", "cuda:x"], "--memory-device must be cpu, cuda, cuda:N or auto, not 'cuda:x'"),
-        (["--compute-device", "cuda:0", "--tensor-parallel-size", "2"], "is one GPU"),
+        (["--compute-device", "cuda:0", "--tensor-parallel-size", "2"], "each rank takes a GPU"),
         (["--compute-device", "cuda"], "--compute-device cuda: torch"),
         (["--memory-device", "cuda:0"], "--memory-device cuda:0: torch"),
-        (["--memory-sms", "8"], "--memory-sms 8 is for memory workers on a GPU: leave it out with --memory-device cpu"),
+        (["--memory-sms", "8"], "--memory-sms needs --memory-device cuda or --memory-device auto"),
         (["--memory-sms", "-1"], "--memory-sms must be at least 0, not -1"),
     ],
 )

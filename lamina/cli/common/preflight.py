@@ -164,12 +164,11 @@ def _memory_text(model: str, config: EngineConfig) -> str:
 
 def _check_names(config: EngineConfig) -> None:
     from lamina.observe.trace_collection import check_trace_path
-    from lamina.ops.attention import BACKENDS, check_store
+    from lamina.ops.attention import BACKENDS
     from lamina.ops.gemm import BACKENDS as LINEAR
 
     check_trace_path(config.launch.trace)
     check_names(config, BACKENDS, LINEAR)
-    check_store(config.kv.attention, config.kv.kv_cache_dtype)
 
 
 def _facts(model: Any, max_len: int) -> ModelLimits:

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from lamina.config.conflicts import conflict_text
 from lamina.config.engine_config import EngineConfig
 from lamina.env import PACKED
 from lamina.facts.host_memory import check_kv_memory_fits, free_bytes
@@ -201,7 +202,7 @@ def cores_by_role(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, 
     roles = "compute", "memory", "prefill"
     counts = [wanted.get(role, 0) for role in roles]
     if not all(counts[:2]):
-        raise ValueError(f"--cores: with --transport {config.launch.transport} workers are threads of this process")
+        raise ValueError(conflict_text("--transport loopback", "--cores"))
     lists = cpu_cores.assign_cores(
         config.devices.cores, counts, core_topology(), at_once=config.topology.overlaps_pools
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lamina.config.conflicts import conflict_text
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -180,20 +182,11 @@ def get_equivalent(name: str, device: torch.device, dtype: torch.dtype, other: s
         ) from e
 
 
-def check_store(name: str, kv_cache_dtype: str) -> None:
-    """Raise ValueError if backend ``name`` has no kernels for that --kv-cache-dtype."""
-    if name in UNSCALED and kv_cache_dtype != "auto":
-        others = ", ".join(b for b in BACKENDS if b not in (*UNSCALED, *WRAPPERS))
-        raise ValueError(
-            f"--kv-cache-dtype {kv_cache_dtype}: attention backend {name!r} stores K and V as --dtype alone; "
-            f"use --attention-backend {others} or auto"
-        )
-
-
 def _open(name: str, device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> AttentionBackend:
     from lamina.kv.stored_format import kv_cache_dtype_name
 
-    check_store(name, kv_cache_dtype_name(store_dtype))
+    if name in UNSCALED and kv_cache_dtype_name(store_dtype) != "auto":
+        raise ValueError(conflict_text(f"--attention-backend {name}", "--kv-cache-dtype int8 or fp8"))
     try:
         module = import_module(f"{__name__}.{BACKENDS[name]}")
     except ImportError as e:

@@ -5,6 +5,8 @@ In words, without torch and without a look at any device.
 
 from __future__ import annotations
 
+from lamina.config.conflicts import need_text
+
 from . import AUTO
 
 BETWEEN_GPUS = "nccl"
@@ -17,11 +19,9 @@ OPEN = "what it sends between hosts is neither authenticated nor encrypted"
 
 
 def expected_collective(asked: str, device: str, *, together: bool) -> str:
-    """Return the name and the reason, as ranks report them later. Raises ValueError, naming the flag, if they would
-    refuse. ``device``: as in --compute-device. ``together``: if one host has all ranks of the replica.
+    """Return the name and the reason, as ranks report them later. ``device``: as in --compute-device. ``together``: if
+    one host has all ranks of the replica.
     """
-    if asked == BETWEEN_GPUS and device == "cpu":
-        raise ValueError(f"--collective {asked}{for_gpus(device)}")
     if asked != AUTO:
         return f"{asked}: {AS_ASKED}" + ("" if together or asked == OVER_HOSTS else f"; {OPEN}")
     if device == "cpu":
@@ -33,6 +33,7 @@ def expected_collective(asked: str, device: str, *, together: bool) -> str:
     return f"{BETWEEN_GPUS} where torch has it, else {OVER_HOSTS}: {OWN_GPU}"
 
 
-def for_gpus(device: str) -> str:
-    """Return the reason why ranks on ``device`` cannot use NCCL, which follows the name of the flag."""
-    return f" is for GPUs, and ranks compute on {device}: use --compute-device cuda, or --collective auto"
+def for_gpus() -> str:
+    """Return the reason why ranks on CPUs cannot use NCCL, which follows the name of the flag."""
+    flag = f"--collective {BETWEEN_GPUS}"
+    return need_text(flag, ["--compute-device cuda", "--compute-device auto"]).removeprefix(flag)

@@ -151,7 +151,7 @@ class NcclCollective:
 def why_unavailable(device: torch.device) -> str:
     """Return the reason why ranks on ``device`` cannot use NCCL; "" if one rank knows of none."""
     if device.type != "cuda":
-        return for_gpus(str(device))
+        return for_gpus()
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         return ""
     return f": torch {torch.__version__} was built without NCCL: use --collective mesh, or a torch for CUDA on Linux"

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 
+from lamina.config.conflicts import SESSION_FILE, need_text
 from lamina.kv.page_keys import tenant_of
 from lamina.protocol.blocks.extent_after_op import sequences_of_op
 from lamina.protocol.kv_placement import KvLocation
@@ -188,7 +189,7 @@ class SessionCache(Feature):
 
     def _with_tier(self) -> OffloadIndex:
         if self._offload_index is None or self._offload_index.backend == "host":
-            raise ValueError("sessions go from server to server with the KV in --kv-offload dir=: start it with that")
+            raise ValueError(need_text(SESSION_FILE, ["--kv-offload dir="]))
         return self._offload_index
 
     def drop_session(self, name: SessionName, running: Iterable[Sequence]) -> list[SequenceOp] | None:

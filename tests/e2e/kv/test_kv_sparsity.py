@@ -209,21 +209,13 @@ def test_one_that_was_preempted_loses_the_same_blocks_again_and_goes_on_with_the
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_sparsity": "select", "partition": "token", "memory_workers": 2}, "use --partition head, not token"),
-        ({"kv_sparsity": "select", "prefill_workers": 1}, "leave out --prefill-workers"),
-        ({"kv_sparsity": "select", "context_overflow": "truncate"}, "leave out --context-overflow truncate"),
-        ({"kv_sparsity": "select", "kv_offloading_size": "1GiB"}, "leave out --kv-offloading-size"),
-        ({"kv_sparsity": "select", "memory_device": "cuda"}, "use --memory-device cpu"),
         ({"kv_sparsity": "select", "kv_full_layers": 99}, "--kv-sparsity select:full-layers=99 leaves none of"),
-        ({"partition": "token", "memory_workers": 2}, "use --partition head, not token"),
-        ({"prefill_workers": 1}, "leave out --prefill-workers"),
-        ({"context_overflow": "truncate"}, "leave out --context-overflow truncate"),
         ({"kv_full_layers": 99}, "--kv-sparsity evict:full-layers=99 leaves none of"),
         ({"kv_budget": 32}, "--kv-sparsity evict:budget=32 has no room"),
     ],
     ids=str,
 )
-def test_what_does_not_go_with_it_is_one_line(options: dict[str, Any], words: str, llama_path: Path) -> None:
+def test_a_budget_that_cannot_be_is_refused_in_one_line(options: dict[str, Any], words: str, llama_path: Path) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         LLM(str(llama_path), **{**EVICT, **options})
     assert "\n" not in str(caught.value)

@@ -178,8 +178,3 @@ def test_beside_prefill_workers_a_short_rest_is_computed_where_its_beginning_lie
     assert rows == [96, 96, 96 + 60]
     assert [tokens for tokens, _ in told[0]] == [tokens for tokens, _ in told[1]]
     assert [cached for _, cached in told[1]] == [0, 96, 96]
-
-
-def test_what_is_kept_beside_the_pool_is_not_for_prefill_workers(llama_path: Path) -> None:
-    with pytest.raises(ValueError, match="^--kv-offloading-size has .* leave it out, or --prefill-workers$"):
-        LLM(str(llama_path), kv_offloading_size="1MiB", prefill_workers=1, enable_prefix_caching=True)

@@ -194,15 +194,12 @@ def test_a_long_prompt_without_a_session_is_computed_from_what_is_left(llama_pat
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"deterministic": True}, "--context-overflow truncate.*leave out --deterministic"),
-        ({"tensor_parallel_size": 2, "memory_workers": 2}, "leave out --tensor-parallel-size"),
-        ({"context_overflow": "refuse"}, "--context-overflow truncate:ratio= is for"),
         ({"keep_first": 100}, "--context-overflow truncate:keep-first=100"),
         ({"keep_first": 384}, "no room behind keep-first=384"),
     ],
     ids=str,
 )
-def test_what_cannot_go_together(llama_path: Path, options: dict[str, Any], text: str) -> None:
+def test_keep_first_that_has_no_room(llama_path: Path, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         LLM(str(llama_path), **{**OPTIONS, **options})
 

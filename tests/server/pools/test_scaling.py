@@ -104,7 +104,7 @@ def test_streams_go_on_with_more_and_fewer_memory_workers(
 @pytest.mark.parametrize(
     ("flags", "key", "words"),
     [
-        (["--tensor-parallel-size", "3"], KEY, "--tensor-parallel-size 3"),
+        (["--tensor-parallel-size", "3"], KEY, "--tensor-parallel-size 2 or more does not go with --memory-workers 1"),
         (["--memory-workers", "0"], KEY, "--memory-workers must be at least 1, not 0"),
         (["--memory-worker", "0"], KEY, "--memory-worker 0: there is no other memory worker, so it cannot go"),
         (["--memory-worker", "1"], KEY, "--memory-worker 1: there is no other memory worker"),

@@ -149,7 +149,7 @@ def test_flags_say_what_is_promised() -> None:
 def test_a_policy_is_of_prefill_workers(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["serve", "model", "--prefill-policy", "mooncake", "--dry-run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--prefill-policy mooncake is of prefill workers: say how many by --prefill-workers" in line
+    assert "--prefill-policy needs --prefill-workers" in line
 
 
 @pytest.mark.parametrize(("limits", "good"), [({"slo_ttft": "20s"}, 1.0), ({"slo_ttft": "1us"}, 0.0)])

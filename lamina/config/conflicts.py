@@ -1,0 +1,343 @@
+"""The table of settings that exclude or need each other, in the user's own flags.
+
+``check_compatible`` refuses by it what options alone decide. Code that learns the rest later raises the same text by
+``conflict_text`` and ``need_text``: of a model's layers, a request, a change while serving. docs/conflicts.md shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lamina.netstack import in_process, made_at_start
+from lamina.netstack.schemes import BY_RDMA
+
+from .engine_config import EngineConfig
+from .offload import STORE_SIZE
+
+IsOn = Callable[[EngineConfig], bool]
+
+
+class Setting(NamedTuple):
+    """A feature as a user asks for it."""
+
+    is_on: IsOn
+    example: Mapping[str, Any]  # options that turn it on, with what it needs
+
+
+def _differs(group: str, *options: str) -> IsOn:
+    """Return the test for any of a group's ``options`` that has another value than its default."""
+    own = getattr(EngineConfig(), group)
+
+    def is_on(config: EngineConfig) -> bool:
+        return any(getattr(getattr(config, group), name) != getattr(own, name) for name in options)
+
+    return is_on
+
+
+def _scheme(config: EngineConfig) -> str:
+    try:
+        return config.launch.scheme
+    except ValueError:  # of one that stays in a process, for workers on other hosts
+        return config.launch.transport
+
+
+def _is_in_process(config: EngineConfig) -> bool:
+    try:
+        return in_process(_scheme(config))
+    except ValueError:  # of an unknown one, which check_names refuses
+        return False
+
+
+def _uses_rdma(config: EngineConfig) -> bool:
+    return _scheme(config).rpartition("+")[2].partition("?")[0] in BY_RDMA
+
+
+_LOANS: dict[str, Any] = {"ledger": "h:1", "partition": "spill"}
+_RAY, _STATIC = {"ray_address": "auto"}, {"launcher": "static"}
+_TRUNCATE: dict[str, Any] = {"context_overflow": "truncate"}
+SETTINGS: dict[str, Setting] = {
+    "--deterministic": Setting(lambda c: c.model.deterministic, {"deterministic": True}),
+    "--no-enable-prefix-caching": Setting(lambda c: not c.caches_prefixes, {"enable_prefix_caching": False}),
+    "--preemption-mode swap": Setting(
+        lambda c: c.batching.preemption_mode == "swap", {"preemption_mode": "swap", "kv_offloading_size": "1GiB"}
+    ),
+    "--scheduling-policy priority": Setting(
+        lambda c: c.batching.scheduling_policy == "priority", {"scheduling_policy": "priority"}
+    ),
+    "--kv-offloading-size": Setting(lambda c: bool(c.offload.kv_offloading_size), {"kv_offloading_size": "1GiB"}),
+    "--kv-offload dir=": Setting(lambda c: bool(c.offload.kv_store_dir), {"kv_store_dir": "/kv"}),
+    "--kv-offload key=": Setting(lambda c: bool(c.offload.kv_key_file), {"kv_store_dir": "/kv", "kv_key_file": "/key"}),
+    "--kv-offload ttl=": Setting(lambda c: bool(c.offload.kv_store_ttl), {"kv_store_dir": "/kv", "kv_store_ttl": "1h"}),
+    "--kv-offload size=": Setting(
+        lambda c: c.offload.kv_store_size != STORE_SIZE, {"kv_store_dir": "/kv", "kv_store_size": "1GiB"}
+    ),
+    "--decode-only": Setting(lambda c: c.offload.decode_only, {"decode_only": True}),
+    "--context-overflow truncate": Setting(lambda c: c.overflow.truncates_context, _TRUNCATE),
+    "--context-overflow truncate:ratio=": Setting(
+        _differs("overflow", "truncate_ratio"), {**_TRUNCATE, "truncate_ratio": 0.25}
+    ),
+    "--context-overflow truncate:keep-first=": Setting(
+        _differs("overflow", "keep_first"), {**_TRUNCATE, "keep_first": 256}
+    ),
+    "--kv-sparsity evict": Setting(lambda c: c.kv.drops_blocks, {"kv_sparsity": "evict"}),
+    "--kv-sparsity select": Setting(lambda c: c.kv.selects_blocks, {"kv_sparsity": "select"}),
+    "--kv-sparsity evict:max-kl=": Setting(
+        lambda c: bool(c.kv.kv_error_budget), {"kv_sparsity": "evict", "kv_error_budget": "default"}
+    ),
+    "--kv-cache-dtype int8 or fp8": Setting(lambda c: c.kv.kv_cache_dtype != "auto", {"kv_cache_dtype": "int8"}),
+    "--attention-backend flashinfer": Setting(lambda c: c.kv.attention == "flashinfer", {"attention": "flashinfer"}),
+    "--gemm native": Setting(lambda c: c.model.gemm == "native", {"gemm": "native"}),
+    "--partition token": Setting(lambda c: c.topology.partition == "token", {"partition": "token"}),
+    "--partition request": Setting(lambda c: c.topology.partition == "request", {"partition": "request"}),
+    "--partition spill": Setting(lambda c: c.topology.partition == "spill", {"partition": "spill"}),
+    "--memory-workers 1": Setting(lambda c: c.topology.memory_workers == 1, {"memory_workers": 1}),
+    "--memory-weights": Setting(lambda c: bool(c.topology.memory_weights), {"memory_weights": "measured"}),
+    "--kv-parity 1": Setting(lambda c: c.topology.kv_parity > 0, {"kv_parity": 1}),
+    "--pipeline auto": Setting(lambda c: c.topology.measures_pipeline, {"plan": "auto"}),
+    "--tensor-parallel-size 2 or more": Setting(
+        lambda c: c.topology.tensor_parallel_size > 1, {"tensor_parallel_size": 2}
+    ),
+    "--collective nccl": Setting(
+        lambda c: c.topology.collective == "nccl" and c.topology.tensor_parallel_size > 1,
+        {"collective": "nccl", "tensor_parallel_size": 2, "compute_device": "cuda"},
+    ),
+    "--prefill-workers": Setting(lambda c: c.topology.prefill_workers > 0, {"prefill_workers": 2}),
+    "--prefill-pipeline": Setting(
+        lambda c: c.topology.prefill_pipeline > 1, {"prefill_workers": 2, "prefill_pipeline": 2}
+    ),
+    "--prefill-kv-memory": Setting(
+        lambda c: c.devices.prefill_kv_memory != "auto", {"prefill_workers": 2, "prefill_kv_memory": "1GiB"}
+    ),
+    "--lending ledger": Setting(lambda c: bool(c.launch.ledger), {**_LOANS, "borrow": "1GiB"}),
+    "--lending borrow.max": Setting(lambda c: bool(c.topology.borrow), {**_LOANS, "borrow": "1GiB"}),
+    "--lending lend.share": Setting(lambda c: c.topology.lend > 0.0, {**_LOANS, "lend": 0.5, "kv_memory": "1GiB"}),
+    "--lending lend.address": Setting(
+        _differs("launch", "lend_address"), {**_LOANS, "lend": 0.5, "kv_memory": "1GiB", "lend_address": "h:1"}
+    ),
+    "--lending lend.max_gbps": Setting(
+        _differs("launch", "lend_gbps"), {**_LOANS, "lend": 0.5, "kv_memory": "1GiB", "lend_gbps": 2.0}
+    ),
+    "--kv-cache-memory-bytes": Setting(lambda c: bool(c.devices.kv_bytes()), {"kv_memory": "1GiB"}),
+    "--compute-device cuda": Setting(lambda c: c.devices.compute_device.startswith("cuda"), {"compute_device": "cuda"}),
+    "--compute-device cuda:N": Setting(lambda c: ":" in c.devices.compute_device, {"compute_device": "cuda:1"}),
+    "--compute-device auto": Setting(lambda c: c.devices.compute_device == "auto", {"compute_device": "auto"}),
+    "--memory-device cuda": Setting(lambda c: c.devices.memory_device.startswith("cuda"), {"memory_device": "cuda"}),
+    "--memory-device auto": Setting(lambda c: c.devices.memory_device == "auto", {"memory_device": "auto"}),
+    "--memory-sms": Setting(lambda c: c.devices.memory_sms > 0, {"memory_sms": 8, "memory_device": "cuda"}),
+    "--rdma-device": Setting(lambda c: bool(c.devices.rdma_device), {"rdma_device": "mlx5_0", "transport": "verbs"}),
+    "--cores": Setting(lambda c: bool(c.devices.cores), {"cores": "auto"}),
+    "--transport loopback": Setting(_is_in_process, {"transport": "loopback"}),
+    "--transport gin": Setting(lambda c: made_at_start(_scheme(c)), {"transport": "gin"}),
+    "--transport verbs, mlx5 or auto": Setting(_uses_rdma, {"transport": "verbs"}),
+    "--memory-addresses": Setting(
+        lambda c: bool(c.launch.memory_addresses), {"memory_workers": 2, "memory_addresses": "h:1,h:2"}
+    ),
+    "--launcher local": Setting(lambda c: c.launch.launcher == "local", {"launcher": "local"}),
+    "--launcher ray": Setting(lambda c: c.launch.launcher_name == "ray", {"launcher": "ray", **_RAY}),
+    "--launcher static": Setting(lambda c: c.launch.is_static, _STATIC),
+    "--cluster": Setting(lambda c: bool(c.launch.ray_address), _RAY),
+    "--cluster FILE with hosts": Setting(lambda c: bool(c.launch.hosts), {**_STATIC, "hosts": "h.yaml"}),
+    "--ray-wait-s": Setting(lambda c: c.launch.ray_wait_s > 0, {**_RAY, "ray_wait_s": 3.0}),
+    "--driver": Setting(
+        _differs("launch", "driver_address", "driver_name"), {**_STATIC, "driver_address": "10.0.0.1:7000"}
+    ),
+    "--spare-compute": Setting(lambda c: c.launch.spare_compute > 0, {"spare_compute": 2}),
+    "--spare-memory": Setting(lambda c: c.launch.spare_memory > 0, {"spare_memory": 2}),
+}
+
+# What only a model, a request or a running engine decides.
+NN_MODULE = "a torch.nn.Module as the model"
+WINDOWED_LAYERS = "a model with windowed layers"
+SESSION_ID = "session_id"
+SESSION_FILE = "a session's file"
+KV_DISCARD = "kv_discard"
+PRIORITY = "priority"
+PREFILL_POLICY = "--prefill-policy"
+RESIZE = "another number of memory workers while serving"
+REWEIGH = "other weights of memory workers while serving"
+SCALE = "lamina-launch scale and lamina-launch drain"
+
+# (a, b) -> why no engine has both.
+CONFLICTS: dict[tuple[str, str], str] = {
+    ("--decode-only", "--deterministic"): "no prompt is computed",
+    ("--decode-only", "--context-overflow truncate"): "no prompt is computed",
+    ("--decode-only", WINDOWED_LAYERS): "it gives K and V to whole prompts",
+    ("--context-overflow truncate", "--deterministic"): "KV that has moved has other bits than computed KV",
+    ("--context-overflow truncate", "--tensor-parallel-size 2 or more"): "ranks cannot move KV yet",
+    ("--context-overflow truncate", "--prefill-workers"): "the KV of prefill workers cannot move",
+    ("--kv-sparsity evict", "--context-overflow truncate"): "a session's next turn needs all KV",
+    ("--kv-sparsity select", "--context-overflow truncate"): "blocks are chosen by keys, which would move",
+    ("--kv-sparsity select", "--memory-device cuda"): "memory workers on CPUs alone choose blocks",
+    **{
+        (sparsity, other): why
+        for sparsity in ("--kv-sparsity evict", "--kv-sparsity select")
+        for other, why in {
+            "--partition token": "blocks are compared on the worker that has all tokens of a head",
+            "--partition request": "blocks are compared with --partition head alone",
+            "--partition spill": "blocks are compared on the worker that has all tokens of a head",
+            "--prefill-workers": "prefill workers do not compare blocks",
+        }.items()
+    },
+    **{
+        (offload, other): why
+        for offload in ("--kv-offloading-size", "--kv-offload dir=", "--decode-only")
+        for other, why in {
+            "--prefill-workers": "prefill workers do not load KV",
+            "--no-enable-prefix-caching": "KV is loaded for prefixes that the cache finds",
+            "--kv-sparsity select": "loaded KV has no index of its blocks",
+            "--kv-sparsity evict:max-kl=": "answers are compared by KV that is computed",
+        }.items()
+    },
+    ("--decode-only", "--kv-offloading-size"): "it keeps no KV",
+    ("--decode-only", "--kv-offload dir="): "it keeps no KV",
+    **{
+        (one_pool, other): why
+        for one_pool in ("--kv-parity 1", "--lending borrow.max", "--lending lend.share")
+        for other, why in {
+            "--memory-workers 1": "two or more share the KV",
+            "--tensor-parallel-size 2 or more": "ranks have memory workers of their own",
+            "--memory-weights": "memory workers have equal parts",
+            "--pipeline auto": "memory workers have equal parts, and it measures others",
+            "--launcher ray": "memory workers are on this host",
+            "--launcher static": "memory workers are on this host",
+            "--memory-addresses": "memory workers come and go, and take free places",
+            "--memory-device cuda": "KV is in the memory of this host",
+            "--memory-device auto": "KV is in the memory of this host",
+            "--transport loopback": "memory workers are processes of their own",
+            "--kv-offloading-size": "all KV is in the pool",
+            "--kv-offload dir=": "all KV is in the pool",
+            "--decode-only": "all KV is in the pool",
+            "--context-overflow truncate": "KV stays at its place",
+            "--kv-sparsity evict": "sequences keep all KV",
+            "--kv-sparsity select": "copies of KV have no index of blocks",
+        }.items()
+    },
+    **{
+        ("--kv-parity 1", partition): "workers have equal shapes with --partition head alone"
+        for partition in ("--partition token", "--partition request", "--partition spill")
+    },
+    ("--kv-parity 1", "--kv-cache-dtype int8 or fp8"): "parity is of K and V without scales",
+    ("--attention-backend flashinfer", "--kv-cache-dtype int8 or fp8"): "it stores K and V as --dtype alone",
+    ("--gemm native", "--compute-device cuda"): "it computes on CPUs",
+    ("--tensor-parallel-size 2 or more", "--memory-workers 1"): "each rank has memory workers of its own",
+    ("--tensor-parallel-size 2 or more", "--prefill-workers"): "a prefill worker has all weights",
+    ("--tensor-parallel-size 2 or more", "--compute-device cuda:N"): "each rank takes a GPU",
+    **{
+        (joining, "--transport gin"): "all its channels are made at the start, and no worker joins later"
+        for joining in (
+            "--spare-compute",
+            "--spare-memory",
+            "--lending borrow.max",
+            "--lending lend.share",
+            "--kv-parity 1",
+            "--prefill-workers",
+        )
+    },
+    **{
+        (spare, other): why
+        for spare in ("--spare-compute", "--spare-memory")
+        for other, why in {
+            "--launcher static": "people start the workers",
+            "--transport loopback": "workers are threads, which are not replaced",
+            "--cores": "a spare has no cores before it takes a place",
+        }.items()
+    },
+    **{
+        (spare, device): "spares are for workers on CPUs"
+        for spare, role in (("--spare-compute", "compute"), ("--spare-memory", "memory"))
+        for device in (f"--{role}-device cuda", f"--{role}-device auto")
+    },
+    ("--spare-compute", NN_MODULE): "its compute worker is a thread of this process",
+    ("--launcher ray", "--compute-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",
+    ("--launcher ray", "--memory-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",
+    ("--launcher ray", "--memory-addresses"): "hosts have their addresses from Ray",
+    ("--launcher ray", "--cores"): "Ray gives workers their cores",
+    ("--launcher static", "--cores"): "they are this machine's, and you start workers elsewhere under taskset",
+    **{
+        ("--transport loopback", launcher): "it stays in one process, and workers are on other hosts"
+        for launcher in ("--launcher ray", "--launcher static")
+    },
+    ("--transport loopback", "--cores"): "workers are threads of this process",
+    ("--cluster", "--launcher local"): "it is for --launcher ray",
+    ("--cluster", "--launcher static"): "it is for --launcher ray, unless it is a YAML of hosts",
+    (SESSION_ID, "--no-enable-prefix-caching"): "a session keeps KV of finished requests",
+    (SESSION_ID, "--kv-sparsity evict"): "the next turn needs all KV, so ask for kv_sparsity none",
+    (SCALE, "--lending borrow.max"): "loans add and remove memory workers",
+    (SCALE, "--lending lend.share"): "loans add and remove memory workers",
+    **{
+        (change, other): why
+        for change in (RESIZE, REWEIGH)
+        for other, why in {
+            "--transport gin": "it makes all channels at the start",
+            "--context-overflow truncate": "sessions are cut at stripes",
+            "--kv-sparsity evict": "KV with holes cannot be moved",
+            "--kv-sparsity select": "an index of blocks cannot be moved",
+            "--memory-device cuda": "KV on a GPU cannot be moved",
+            "--memory-device auto": "KV on a GPU cannot be moved",
+            "--kv-parity 1": "parity is of as many memory workers as there are",
+        }.items()
+    },
+    (RESIZE, "--memory-addresses"): "each memory worker has an address of its own",
+    (RESIZE, "--memory-weights"): "each memory worker has a part of the work of its own",
+    (RESIZE, "--pipeline auto"): "it has measured the memory workers that there are",
+}
+
+# (a, those of which it needs one) -> why.
+NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
+    ("--preemption-mode swap", ("--kv-offloading-size", "--kv-offload dir=")): "KV is kept there",
+    ("--kv-offload key=", ("--kv-offload dir=",)): "it is the secret of the directory",
+    ("--kv-offload ttl=", ("--kv-offload dir=",)): "it is for pages in the directory",
+    ("--kv-offload size=", ("--kv-offload dir=",)): "memory has --kv-offloading-size",
+    ("--context-overflow truncate:ratio=", ("--context-overflow truncate",)): "it says how much is cut",
+    ("--context-overflow truncate:keep-first=", ("--context-overflow truncate",)): "it says what is not cut",
+    ("--collective nccl", ("--compute-device cuda", "--compute-device auto")): "NCCL is for GPUs",
+    ("--prefill-pipeline", ("--prefill-workers",)): "it shares the layers out among them",
+    ("--prefill-kv-memory", ("--prefill-workers",)): "it is memory of theirs",
+    ("--lending borrow.max", ("--lending ledger",)): "lenders are found there",
+    ("--lending lend.share", ("--lending ledger",)): "borrowers are found there",
+    ("--lending ledger", ("--lending borrow.max", "--lending lend.share")): "it keeps loans",
+    ("--lending lend.address", ("--lending lend.share",)): "borrowers come there",
+    ("--lending lend.max_gbps", ("--lending lend.share",)): "it bounds what borrowers read",
+    ("--lending lend.share", ("--kv-cache-memory-bytes",)): "it is a part of that",
+    ("--lending borrow.max", ("--partition spill",)): "parts of a sequence are on loan",
+    ("--lending lend.share", ("--partition spill",)): "parts of a sequence come back from loans",
+    ("--memory-sms", ("--memory-device cuda", "--memory-device auto")): "a GPU has multiprocessors",
+    ("--rdma-device", ("--transport verbs, mlx5 or auto",)): "other transports use no RDMA",
+    ("--launcher ray", ("--cluster",)): "it is auto, HOST:PORT, or the YAML of `lamina-launch cluster`",
+    ("--ray-wait-s", ("--launcher ray",)): "Ray's autoscaler may start hosts",
+    ("--driver", ("--launcher static",)): "workers that people start come there",
+    ("--cluster FILE with hosts", ("--launcher static",)): "people start workers on them",
+    (KV_DISCARD, ("--context-overflow truncate",)): "KV has to move",
+    (PRIORITY, ("--scheduling-policy priority",)): "requests run in the order in which they come",
+    (PREFILL_POLICY, ("--prefill-workers",)): "it chooses among them",
+    (SESSION_FILE, ("--kv-offload dir=",)): "the session's KV is there",
+}
+
+
+def check_conflicts(config: EngineConfig) -> None:
+    """Raises ValueError, with the table's line, for settings of ``config`` that exclude or need each other."""
+    on = {name for name, setting in SETTINGS.items() if setting.is_on(config)}
+    for name, needed in NEEDS:
+        if name in on and not on & {*needed}:
+            raise ValueError(need_text(name, needed))
+    for name, other in CONFLICTS:
+        if name in on and other in on:
+            raise ValueError(conflict_text(name, other))
+
+
+def conflicts_of(name: str, config: EngineConfig) -> Iterator[str]:
+    """Yield the line of each setting of ``config`` that excludes ``name``, which no options decide."""
+    for one, other in CONFLICTS:
+        if one == name and SETTINGS[other].is_on(config):
+            yield conflict_text(name, other)
+
+
+def conflict_text(name: str, other: str) -> str:
+    """Return the line that refuses two settings. Raises KeyError if they go together."""
+    return f"{name} does not go with {other}: {CONFLICTS[name, other]}: leave one out"
+
+
+def need_text(name: str, needed: Collection[str]) -> str:
+    """Return the line that refuses ``name`` without one of ``needed``. Raises KeyError if it needs none."""
+    return f"{name} needs {' or '.join(needed)}: {NEEDS[name, tuple(needed)]}: start with that, or leave it out"

@@ -1,0 +1,149 @@
+"""Settings that exclude or need each other: one table, by which options are refused and documents are written."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lamina.config import conflicts
+from lamina.config.conflicts import CONFLICTS, NEEDS, RESIZE, SETTINGS, conflict_text, need_text
+from lamina.config.flat_options import make_config
+from lamina.config.offload import STORE_SIZE
+from lamina.config.resolve import ModelLimits, check_model
+from lamina.executor.memory_worker_slots import ResizeNeedsRestartError, check_resizable
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "conflicts.md"  # which this file writes, if it is run
+HEAD = """# Settings that exclude or need each other
+
+`python tests/config/test_conflicts.py` writes this page from `lamina/config/conflicts.py`. All other pairs go
+together. `lamina-launch serve MODEL --dry-run` checks yours, and a start refuses them in the same words.
+"""
+OWN_FLAGS = ("cli", "tools")
+BY_TABLE = re.compile(r"\b(conflict|need)_text\(")
+LINES = {conflict_text(*pair) for pair in CONFLICTS} | {need_text(*need) for need in NEEDS}
+# Flags whose numbers have to agree, or of which one gives what the other lacks. Each goes with the others by itself.
+NUMBERS = (
+    {"--memory-addresses", "--memory-workers"},
+    {"--memory-weights", "--memory-workers"},
+    {"--memory-weights", "--tensor-parallel-size"},
+    {"--tensor-parallel-size", "--memory-workers", "--collective", "--spare-compute", "--compute-device"},
+    {"--kv-parity", "--memory-workers"},
+    {"--prefill-pipeline", "--prefill-workers"},
+    {"--kv-sparsity", "--memory-workers", "--memory-weights"},
+    {"--kv-cache-memory-bytes", "--max-model-len", "--partition", "--lending", "--pipeline", "--context-overflow"},
+    {"--prefill-kv-memory", "--max-model-len", "--prefill-workers"},
+    {"--pipeline", "--prefill-workers"},
+    {"--pipeline", "--max-num-seqs", "--prefill-chunk"},
+    {"--memory-device", "--attention-backend"},  # a backend's own words about a device
+    {"--tm", "--ta"},  # of `lamina-launch plan`
+    {"--ssl-keyfile", "--ssl-certfile"},  # halves of one setting
+)
+
+
+def refusal(*names: str) -> str:
+    """Return the error of a start with these settings; "" if it takes them."""
+    try:
+        make_config({option: value for name in names for option, value in SETTINGS[name].example.items()})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_goes_by_itself_and_its_example_turns_it_on(name: str) -> None:
+    assert refusal(name) == ""
+    assert SETTINGS[name].is_on(make_config(SETTINGS[name].example))
+
+
+def test_the_default_has_no_setting_of_the_table() -> None:
+    default = make_config({})
+    assert [name for name, setting in SETTINGS.items() if setting.is_on(default)] == []
+
+
+def alike(name: str, other: str) -> bool:
+    """Return True if the examples give one option two values."""
+    a, b = SETTINGS[name].example, SETTINGS[other].example
+    return any(a[option] != b[option] for option in a.keys() & b.keys())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_pair_is_resolved_or_refused_with_a_line_of_the_table(name: str) -> None:
+    pairs = [other for other in SETTINGS if other != name and not alike(name, other)]
+    assert len(pairs) > 20
+    refused = {other: said for other in pairs if (said := refusal(name, other))}
+    assert {said for said in refused.values() if said not in LINES} == set()
+    stated = {other for other in pairs if (name, other) in CONFLICTS or (other, name) in CONFLICTS}
+    assert stated <= set(refused)
+    for other in set(refused) - stated:  # what an example brings along excludes it
+        on = make_config(SETTINGS[name].example), make_config(SETTINGS[other].example)
+        sides = [[s for s in SETTINGS if SETTINGS[s].is_on(config)] for config in on]
+        assert any((a, b) in CONFLICTS or (b, a) in CONFLICTS for a in sides[0] for b in sides[1]), (name, other)
+
+
+def test_a_pair_stands_in_the_table_once_and_by_names_that_it_has() -> None:
+    late = {value for name, value in vars(conflicts).items() if name.isupper() and isinstance(value, str)} - {
+        STORE_SIZE
+    }
+    assert [pair for pair in CONFLICTS if pair[::-1] in CONFLICTS] == []
+    assert {name for pair in CONFLICTS for name in pair} <= {*SETTINGS, *late}
+    assert {name for name, others in NEEDS for name in (name, *others)} <= {*SETTINGS, *late}
+    assert late <= {name for pair in CONFLICTS for name in pair} | {name for name, _ in NEEDS}
+
+
+def test_what_the_model_excludes_is_refused_by_the_table_before_a_start() -> None:
+    config = make_config({"decode_only": True})
+    assert check_model(config, ModelLimits(64, 4, 64, window=0)) == 64
+    with pytest.raises(ValueError) as refused:
+        check_model(config, ModelLimits(64, 4, 64, window=16))
+    assert str(refused.value) in LINES
+
+
+@pytest.mark.parametrize("name", ["--transport gin", "--kv-sparsity evict", "--memory-addresses", "--pipeline auto"])
+def test_a_change_while_serving_is_refused_by_the_table(name: str) -> None:
+    config = make_config(SETTINGS[name].example)
+    with pytest.raises(ResizeNeedsRestartError) as refused:
+        check_resizable(config)
+    assert str(refused.value) == conflict_text(RESIZE, name)
+    check_resizable(make_config({}))
+
+
+def flags_of_refusals() -> Iterator[tuple[str, set[str]]]:
+    """Files and flags of raised texts that name more than one. A sub-command's own flags are no settings of engines."""
+    for path in sorted((ROOT / "lamina").rglob("*.py")):
+        if any(part.is_symlink() for part in path.parents) or path.relative_to(ROOT / "lamina").parts[0] in OWN_FLAGS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and not BY_TABLE.search(ast.unparse(node)):
+                texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+                flags = set(re.findall(r"--[a-z][a-z-]+", " ".join(texts)))
+                if len(flags) > 1:
+                    yield str(path.relative_to(ROOT)), flags
+
+
+def test_no_pair_is_refused_outside_the_table() -> None:
+    assert [(path, flags) for path, flags in flags_of_refusals() if not any(flags <= each for each in NUMBERS)] == []
+
+
+def page() -> str:
+    """Return the text of the page."""
+    refused = [f"| {name} | {other} | {why} |" for (name, other), why in CONFLICTS.items()]
+    needed = [f"| {name} | {' or '.join(others)} | {why} |" for (name, others), why in NEEDS.items()]
+    parts = [
+        HEAD,
+        "## No engine has both\n\n| setting | excludes | as |\n|---|---|---|\n" + "\n".join(refused) + "\n",
+        "## One needs another\n\n| setting | needs | as |\n|---|---|---|\n" + "\n".join(needed) + "\n",
+    ]
+    return "\n".join(parts)
+
+
+def test_the_page_is_the_table() -> None:
+    assert PAGE.read_text() == page()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
