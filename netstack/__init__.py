@@ -9,7 +9,6 @@ from .contract.fabric import (
     Channel,
     ChannelAborted,
     ChannelError,
-    ChannelStats,
     ChannelTimeout,
     ChannelUnreachable,
     DeviceChannel,
@@ -19,7 +18,6 @@ from .contract.fabric import (
     Listener,
     NoResource,
     PeerFault,
-    Region,
     Slot,
 )
 from .schemes import (
@@ -41,7 +39,6 @@ __all__ = [
     "Channel",
     "ChannelAborted",
     "ChannelError",
-    "ChannelStats",
     "ChannelTimeout",
     "ChannelUnreachable",
     "DeviceChannel",
@@ -53,7 +50,6 @@ __all__ = [
     "Listener",
     "NoResource",
     "PeerFault",
-    "Region",
     "Slot",
     "Terms",
     "beyond_host",

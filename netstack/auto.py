@@ -23,7 +23,7 @@ from time import monotonic
 from .bootstrap.listener import StreamListener
 from .contract.base import NAMED_BY, RDMA_FLAG, BaseFabric, rdma_device
 from .contract.channel_terms import DEFAULT_LISTEN_TERMS, ListenTerms, Terms
-from .contract.fabric import CONNECT_S, Channel, ChannelError, ChannelTimeout, Fabric, Region
+from .contract.fabric import CONNECT_S, Channel, ChannelError, ChannelTimeout, Fabric
 from .host.shm import ShmFabric
 from .host.tcp import TcpFabric
 from .rdma.verbs import VerbsFabric
@@ -83,9 +83,6 @@ class AutoFabric(BaseFabric):
         self.remarks = [f"{scheme}: {words}" for scheme, fabric in self._rdma.items() for words in fabric.remarks]
         self._tried: dict[str, tuple[float, str]] = {}  # URL -> (expiry, reason why messages do not pass)
         self.reason = ""
-
-    def register(self, buffer: memoryview) -> Region:
-        return (self._rdma.get("verbs") or self._tcp).register(buffer)
 
     def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> StreamListener:
         listener = self._tcp.listen(address, reception)

@@ -26,7 +26,6 @@ from .contract.fabric import (
     Fabric,
     Listener,
     PeerFault,
-    Region,
     Slot,
 )
 from .schemes import open as open_transport
@@ -123,11 +122,9 @@ class EmulatedChannel(BaseChannel):
         self._slots.append(slot)
         return slot.index, slot.data[:nbytes]
 
-    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
-        inner = self._slots[0]
+    def _publish(self, slot: Slot, tag: bytes) -> int:
+        inner, nbytes = self._slots[0], slot.data.nbytes
         if not self._over.is_set():  # views are invalid after the channel's end; the other transport reports it
-            if source is not None:
-                slot.data[:] = source
             inner.data[nbytes:] = self._wire.due_ns(monotonic_ns(), nbytes).to_bytes(TRAILER_BYTES, "little")
         seqno = self._inner.put_signal(inner, tag)
         self._slots.popleft()
@@ -182,9 +179,6 @@ class EmulatedFabric(BaseFabric):
         self.in_process = inner.in_process
         self._inner = inner
         self._link = link
-
-    def register(self, buffer: memoryview) -> Region:
-        return self._inner.register(buffer)
 
     def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> EmulatedListener:
         listener = EmulatedListener(self, self._inner.listen(address, _ListenTermsWithTrailer(**vars(reception))))

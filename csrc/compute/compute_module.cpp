@@ -65,7 +65,7 @@ PyObject* pool_new(PyTypeObject* type, PyObject* args, PyObject*) {
            for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(channels); ++i) {
              const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
              if (!calls) return false;
-             pool.links.push_back({calls, {}});
+             pool.links.push_back(calls);
            }
            Reader in = reader(alike);
            for (std::int64_t i = 0; in.at != in.end && !in.failed; ++i)
@@ -115,7 +115,7 @@ void read_step(Step& step, Reader& in, const Pool& pool) {
       for (const MessageKind kind : {kQ, kKV, kO}) {
         share.bytes[kind] = std::size_t(in.next(0, kMost));
         read_copies(kind, share.copies[kind], share.bytes[kind], step.rows, in);
-        if (kind != kO && share.bytes[kind] > pool.links[l].calls->slot_bytes) in.failed = true;
+        if (kind != kO && share.bytes[kind] > pool.links[l]->slot_bytes) in.failed = true;
       }
     }
   }

@@ -39,8 +39,8 @@ void copy(const Copy& each, std::int64_t rows, char* message, Byte* tensor) {
 bool Pool::enter() {
   failed_ = unread_ = false;
   for (std::size_t i = 0; i < links.size(); ++i) {
-    if (links[i].calls->enter(links[i].calls->channel)) continue;
-    for (std::size_t j = 0; j < i; ++j) links[j].calls->leave(links[j].calls->channel, {}, 0);
+    if (links[i]->enter(links[i]->channel)) continue;
+    for (std::size_t j = 0; j < i; ++j) links[j]->leave(links[j]->channel, 0);
     return false;
   }
   return true;
@@ -48,14 +48,11 @@ bool Pool::enter() {
 
 bool Pool::leave() {
   if (failed_ && failed_status_ != Status::ready) {
-    const ChannelCalls& calls = *links[failed_link_].calls;
+    const ChannelCalls& calls = *links[failed_link_];
     calls.raise(calls.channel, failed_role_, failed_status_, failed_operation_, timeout_s);
   }
-  if (unread_) links[failed_link_].calls->unread(links[failed_link_].calls->channel, message_);
-  for (Link& link : links) {
-    link.calls->leave(link.calls->channel, link.traffic, 0);
-    link.traffic = {};
-  }
+  if (unread_) links[failed_link_]->unread(links[failed_link_]->channel, message_);
+  for (const ChannelCalls* link : links) link->leave(link->channel, 0);
   return !failed_;
 }
 
@@ -81,17 +78,16 @@ bool Pool::interrupted() {
 }
 
 bool Pool::ready(std::size_t link, Role role) {
-  Engine* engine = links[link].calls->engine;
+  Engine* engine = links[link]->engine;
   Status status = engine->look(role);
   if (status == Status::pending) {
-    const std::uint64_t start = now_ns(), deadline = deadline_in(timeout_s, start);
-    std::uint64_t now = start;
+    std::uint64_t now = now_ns();
+    const std::uint64_t deadline = deadline_in(timeout_s, now);
     do {
       status = engine->wait(role, deadline);
       now = now_ns();
       if (status == Status::pending && interrupted()) return fail(link, role, Status::ready, "");
     } while (status == Status::pending && now < deadline);
-    links[link].traffic.wait_ns += now - start;
   }
   return status == Status::ready || fail(link, role, status, role == Role::sender ? "reserve" : "wait_signal");
 }
@@ -109,13 +105,13 @@ bool Pool::send(MessageKind kind, std::size_t layer, std::int64_t rows, const ch
       if (each.row_bytes != row_bytes[each.tensor]) return refuse("they are of other bytes", layer, rows);
     std::uint64_t start = spans.on ? now_ns() : 0;
     if (!ready(i, Role::sender)) return false;
-    Engine* engine = links[i].calls->engine;
+    Engine* engine = links[i]->engine;
     const Grant slot = engine->grant();
     spans.put(Event::kReserve, layer, i, &start, 0);
     for (const Copy& each : shares[i].copies[kind])
       copy<true>(each, rows, reinterpret_cast<char*>(slot.data), tensors[each.tensor]);
     std::uint64_t seqno = 0;
-    Status status = engine->publish(bytes, tag.data(), kKeyBytes, nullptr, &seqno);
+    Status status = engine->publish(bytes, tag.data(), kKeyBytes, &seqno);
     while (status == Status::pending) {
       if (interrupted()) {
         engine->give_up("a put was interrupted half-way");
@@ -124,7 +120,6 @@ bool Pool::send(MessageKind kind, std::size_t layer, std::int64_t rows, const ch
       status = engine->resume();
     }
     if (status != Status::ready) return fail(i, Role::sender, status, "put_signal");
-    ++links[i].traffic.messages_sent, links[i].traffic.bytes_sent += bytes;
     spans.put(kind == kQ ? Event::kSendQ : Event::kSendKV, layer, i, &start, bytes);
   }
   send_ns += now_ns() - begun;
@@ -138,10 +133,9 @@ std::size_t Pool::receive(std::size_t layer, std::size_t first, char* const* ten
   for (; i < links.size(); ++i) {
     const std::size_t bytes = shares[i].bytes[kO];
     if (!bytes) continue;
-    Link& link = links[i];
     std::uint64_t start = spans.on ? now_ns() : 0;
     if (!ready(i, Role::receiver)) break;
-    if (const Status status = link.calls->engine->take(&message_); status != Status::ready) {
+    if (const Status status = links[i]->engine->take(&message_); status != Status::ready) {
       fail(i, Role::receiver, status, "wait_signal");
       break;
     }
@@ -152,8 +146,7 @@ std::size_t Pool::receive(std::size_t layer, std::size_t first, char* const* ten
     spans.put(Event::kWaitO, layer, i, &start, 0);
     for (const Copy& each : shares[i].copies[kO])
       copy<false>(each, step->rows, reinterpret_cast<char*>(message_.data), tensors[each.tensor]);
-    link.calls->engine->release();
-    ++link.traffic.messages_received, link.traffic.bytes_received += bytes;
+    links[i]->engine->release();
     spans.put(Event::kReceiveO, layer, i, &start, bytes);
   }
   return i;

@@ -37,12 +37,7 @@ enum class Event : std::int64_t { kReserve = 30, kSendQ = 13, kSendKV, kWaitO, k
 // Not safe for threads.
 class Pool {
  public:
-  struct Link {
-    const ChannelCalls* calls;
-    Traffic traffic{};
-  };
-
-  std::vector<Link> links;
+  std::vector<const ChannelCalls*> links;
   std::vector<std::size_t> alike;  // layer -> the first one whose shares are of the same form
   double timeout_s = 0;
   Spans spans;

@@ -115,8 +115,7 @@ Result Loop::take(MessageKind kind, Message* message) {
   if (status == Status::pending) {
     const std::uint64_t begun = now_ns();
     status = engine->wait(Role::receiver, deadline_in(patience_s_, begun));
-    const std::uint64_t waited = now_ns() - begun;
-    counts.wait_ns += waited, link.traffic.wait_ns += waited;
+    counts.wait_ns += now_ns() - begun;
   }
   if (status == Status::pending) return {Outcome::kPause};
   if (status != Status::ready) return over(status);
@@ -126,7 +125,7 @@ Result Loop::take(MessageKind kind, Message* message) {
   if (message->length != bytes || std::memcmp(message->tag, tag.data(), kKeyBytes))
     return {Outcome::kOther, at, Role::receiver, status, "wait_signal", *message};
   ++link.held;
-  ++link.traffic.messages_received, link.traffic.bytes_received += bytes, counts.received_bytes += bytes;
+  counts.received_bytes += bytes;
   if (spans.on) span(kind == kQ ? Event::kWaitQ : Event::kWaitKV, &started_, bytes);
   return {Outcome::kDone};
 }
@@ -140,7 +139,6 @@ Result Loop::reserve() {
   if (status == Status::pending) {
     const double left_s = reserve_s - double(now - started_) / 1e9;
     status = engine->wait(Role::sender, deadline_in(std::min(patience_s_, left_s), now));
-    links[at].traffic.wait_ns += now_ns() - now;
     if (status == Status::pending && left_s > 0) return {Outcome::kPause};
   }
   if (status != Status::ready) return {Outcome::kOver, at, Role::sender, status, "reserve"};
@@ -154,22 +152,21 @@ Result Loop::put() {
   const auto tag = step().tags.of(kO, layer());
   std::uint64_t seqno = 0;
   started_ = now_ns();
-  const Status status = links[at].calls->engine->publish(form().bytes[kO], tag.data(), kKeyBytes, nullptr, &seqno);
+  const Status status = links[at].calls->engine->publish(form().bytes[kO], tag.data(), kKeyBytes, &seqno);
   if (status == Status::pending) return {Outcome::kSentHalf, at, Role::sender, status, "put_signal"};
   if (status != Status::ready) return {Outcome::kOver, at, Role::sender, status, "put_signal"};
-  sent(at);
+  sent();
   return {Outcome::kDone};
 }
 
 Status Loop::resume(std::size_t at) {
   const Status status = links[at].calls->engine->resume();
-  if (status == Status::ready) sent(at);
+  if (status == Status::ready) sent();
   return status;
 }
 
-void Loop::sent(std::size_t at) {
-  ++links[at].traffic.messages_sent;
-  links[at].traffic.bytes_sent += form().bytes[kO], counts.sent_bytes += form().bytes[kO];
+void Loop::sent() {
+  counts.sent_bytes += form().bytes[kO];
   span(Event::kSend, &started_, form().bytes[kO]);
 }
 

@@ -105,7 +105,6 @@ struct NewRows {
 
 struct Link {
   const ChannelCalls* calls;
-  Traffic traffic{};
   std::uint64_t held = 0;
 };
 
@@ -169,7 +168,7 @@ class Loop {
   Result take(MessageKind, Message*);
   Result reserve();
   Result put();
-  void sent(std::size_t link);
+  void sent();
   void attend_stored();
   void finish();
   void write();

@@ -47,7 +47,7 @@ PyObject* loop_new(PyTypeObject* type, PyObject* args, PyObject*) {
            for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(channels); ++i) {
              const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
              if (!calls) return false;
-             loop.links.push_back({calls, {}, 0});
+             loop.links.push_back({calls});
            }
            Reader in = reader(table);
            read_store(loop.store, in);
@@ -168,8 +168,7 @@ PyObject* loop_run(PyObject* object, PyObject* args) {
   }
   for (std::size_t i = 0; i < entered; ++i) {
     Link& link = loop.links[i];
-    link.calls->leave(link.calls->channel, link.traffic, link.held);
-    link.traffic = {};
+    link.calls->leave(link.calls->channel, link.held);
   }
   if (!good) return nullptr;
   return PyLong_FromLong(result.outcome == Outcome::kDone ? 0 : result.outcome == Outcome::kPause ? 1 : 2);

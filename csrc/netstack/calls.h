@@ -5,11 +5,6 @@
 
 namespace lamina {
 
-// What a user of the engine has sent and received, for the channel's statistics.
-struct Traffic {
-  std::uint64_t messages_sent, bytes_sent, messages_received, bytes_received, wait_ns;
-};
-
 // What the capsule `kName` of a channel points to. It lives as long as the channel. All functions need the GIL; between
 // `enter` and `leave` the engine is used without it, by the thread that makes the channel's other calls.
 struct ChannelCalls {
@@ -21,7 +16,7 @@ struct ChannelCalls {
   // arrival is held by Python.
   bool (*enter)(PyObject* channel);
   // `held`: messages that were taken, and are not released yet; until the next `enter` Python releases nothing.
-  void (*leave)(PyObject* channel, const Traffic&, std::uint64_t held);
+  void (*leave)(PyObject* channel, std::uint64_t held);
   // The next `wait_signal` returns this message, the last that was taken. Before `leave`.
   void (*unread)(PyObject* channel, const Message&);
   // Sets the exception for what an operation of the contract came to; pending: nothing came within `waited_s`.

@@ -93,10 +93,9 @@ class Engine {
   virtual Status wait(Role role, std::uint64_t deadline_ns) = 0;
 
   virtual Grant grant() = 0;  // the slot that look found free
-  // Sends the oldest granted slot: from `source`, or from the slot's own bytes where that is null. Pending means that
-  // a signal came in between: call resume until it is not.
+  // Sends the oldest granted slot. Pending means that a signal came in between: call resume until it is not.
   virtual Status publish(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes,
-                         const std::uint8_t* source, std::uint64_t* seqno) = 0;
+                         std::uint64_t* seqno) = 0;
   virtual Status resume() { return Status::ready; }
   virtual void give_up(const char*) {}  // on a put that was interrupted
 

@@ -197,8 +197,7 @@ bool fill_names(State* state) {
   const std::pair<PyObject**, const char*> taken[] = {{&state->no_resource, "NoResource"},
                                                       {&state->timeout, "ChannelTimeout"},
                                                       {&state->peer_fault, "PeerFault"},
-                                                      {&state->aborted, "ChannelAborted"},
-                                                      {&state->stats, "ChannelStats"}};
+                                                      {&state->aborted, "ChannelAborted"}};
   const std::pair<PyObject**, const char*> interned[] = {{&state->name_data, "data"},
                                                          {&state->name_slots, "slots"},
                                                          {&state->name_slot_bytes, "slot_bytes"},
@@ -227,7 +226,7 @@ int module_clear(PyObject* module) {
   for (PyTypeObject** type : {&state->memory_type, &state->view_type, &state->channel_type, &state->rdma_end_type,
                               &state->kernel_pair_type, &state->slot.type, &state->arrival.type})
     Py_CLEAR(*type);
-  for (PyObject** object : {&state->no_resource, &state->timeout, &state->peer_fault, &state->aborted, &state->stats,
+  for (PyObject** object : {&state->no_resource, &state->timeout, &state->peer_fault, &state->aborted,
                             &state->name_data, &state->name_slots, &state->name_slot_bytes, &state->name_timeout_s})
     Py_CLEAR(*object);
   return 0;

@@ -26,7 +26,6 @@ struct State {
   PyTypeObject *memory_type, *view_type, *channel_type, *rdma_end_type, *kernel_pair_type;
   PyObject *no_resource, *timeout, *peer_fault, *aborted;               // errors of lamina.netstack.contract.fabric
   Record slot, arrival;                                                 // its dataclasses
-  PyObject* stats;                                                      // the class
   PyObject *name_data, *name_slots, *name_slot_bytes, *name_timeout_s;  // interned
 };
 

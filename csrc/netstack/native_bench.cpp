@@ -27,11 +27,11 @@ struct Bench {
   Status put(std::uint64_t n) { return put(n, payload(n), bytes); }
   Status put(std::uint64_t n, const std::uint8_t* data, std::uint64_t length) {
     if (const Status status = await(Role::sender); status != Status::ready) return status;
-    engine->grant();
+    std::memcpy(engine->grant().data, data, length);
     std::uint8_t tag[sizeof n];
     std::memcpy(tag, &n, sizeof n);
     std::uint64_t seqno;
-    Status status = engine->publish(length, tag, sizeof tag, data, &seqno);
+    Status status = engine->publish(length, tag, sizeof tag, &seqno);
     while (status == Status::pending) status = engine->resume();
     return status;
   }
@@ -92,7 +92,7 @@ struct Flood : Bench {
   Status answer(std::uint64_t round) {
     const std::uint8_t* data = nullptr;
     std::uint8_t none;
-    return leads ? get(round, 0, &none, &data) : put(round, nullptr, 0);
+    return leads ? get(round, 0, &none, &data) : put(round, payloads, 0);
   }
 
   Status step(std::uint64_t round) {

@@ -1,4 +1,4 @@
-// The Channel of lamina.netstack.contract.fabric over any engine: order, bounds, counters, views, errors.
+// The Channel of lamina.netstack.contract.fabric over any engine: order, bounds, views, errors.
 #include "native_channel.h"
 
 #include <structmember.h>
@@ -43,23 +43,12 @@ PyObject* channel_reserve(PyObject* object, PyObject* const* args, Py_ssize_t co
   return slot;
 }
 
-// Bytes of a source region; -1 with an exception set where `source` is none.
-Py_ssize_t open_source(State* state, PyObject* source, Py_buffer* buffer) {
-  PyObject* data = PyObject_GetAttr(source, state->name_data);
-  if (!data) return -1;
-  const int failed = PyObject_GetBuffer(data, buffer, PyBUF_SIMPLE);
-  Py_DECREF(data);
-  return failed ? -1 : buffer->len;
-}
-
-Status send(Channel* self, std::uint64_t nbytes, const char* tag, Py_ssize_t tag_bytes, const void* source,
-            std::uint64_t* seqno) {
+Status send(Channel* self, std::uint64_t nbytes, const char* tag, Py_ssize_t tag_bytes, std::uint64_t* seqno) {
   Engine* engine = self->engine;
   const auto* tag_start = reinterpret_cast<const std::uint8_t*>(tag);
   Status status;
   Py_BEGIN_ALLOW_THREADS;
-  status =
-      engine->publish(nbytes, tag_start, std::uint64_t(tag_bytes), static_cast<const std::uint8_t*>(source), seqno);
+  status = engine->publish(nbytes, tag_start, std::uint64_t(tag_bytes), seqno);
   Py_END_ALLOW_THREADS;
   while (status == Status::pending) {
     if (PyErr_CheckSignals()) {
@@ -82,43 +71,26 @@ Py_ssize_t slot_bytes(State* state, PyObject* slot) {
   return bytes;
 }
 
-PyObject* channel_put_signal(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+PyObject* channel_put_signal(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   Channel* self = of(object);
-  State* state = state_of(object);
-  const bool named = names && PyTuple_GET_SIZE(names) == 1 && count == 2 &&
-                     PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, 0), "source") == 0;
-  if (!(named || (!names && (count == 2 || count == 3))))
-    return PyErr_Format(PyExc_TypeError, "put_signal takes (slot, tag, source=None)");
-  PyObject *slot = args[0], *source = named || count == 3 ? args[2] : Py_None;
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "put_signal takes (slot, tag)");
+  PyObject* slot = args[0];
   if (self->granted->front() != slot)
     return PyErr_Format(PyExc_ValueError, "%U: put_signal takes each reserved slot once, in the order reserved",
                         self->peer);
   char* tag;
   Py_ssize_t tag_bytes;
-  const Py_ssize_t nbytes = slot_bytes(state, slot);
+  const Py_ssize_t nbytes = slot_bytes(state_of(object), slot);
   if (nbytes < 0 || PyBytes_AsStringAndSize(args[1], &tag, &tag_bytes)) return nullptr;
   if (tag_bytes > Py_ssize_t(kTagBytes))
     return PyErr_Format(PyExc_ValueError, "%U: a tag has at most %llu bytes, not %zd", self->peer, Number(kTagBytes),
                         tag_bytes);
-  Py_buffer buffer{};
-  if (source != Py_None) {
-    const Py_ssize_t bytes = open_source(state, source, &buffer);
-    if (bytes >= 0 && bytes != nbytes) {
-      PyBuffer_Release(&buffer);
-      PyErr_Format(PyExc_ValueError, "%U: the source has %zd bytes, the slot has %zd", self->peer, bytes, nbytes);
-    }
-    if (bytes != nbytes) return nullptr;
-  }
   const Call call(self);
   std::uint64_t seqno = 0;
-  const Status status =
-      send(self, std::uint64_t(nbytes), tag, tag_bytes, source == Py_None ? nullptr : buffer.buf, &seqno);
-  if (source != Py_None) PyBuffer_Release(&buffer);
+  const Status status = send(self, std::uint64_t(nbytes), tag, tag_bytes, &seqno);
   if (status == Status::pending) return nullptr;
   if (status != Status::ready) return raise_over(self, status, "put_signal");
   if (self->granted->front() == slot) self->granted->pop();
-  ++self->messages_sent;
-  self->bytes_sent += Number(nbytes);
   return PyLong_FromUnsignedLongLong(seqno);
 }
 
@@ -142,8 +114,6 @@ PyObject* channel_wait_signal(PyObject* object, PyObject* const* args, Py_ssize_
   if (!arrival) return nullptr;
   self->has_unread = false;
   self->arrived->push(arrival);
-  ++self->messages_received;
-  self->bytes_received += message.length;
   return arrival;
 }
 
@@ -181,12 +151,8 @@ bool enter(PyObject* object) {
   return true;
 }
 
-void leave(PyObject* object, const Traffic& traffic, std::uint64_t held) {
+void leave(PyObject* object, std::uint64_t held) {
   Channel* self = of(object);
-  self->messages_sent += Number(traffic.messages_sent), self->bytes_sent += Number(traffic.bytes_sent);
-  self->messages_received += Number(traffic.messages_received);
-  self->bytes_received += Number(traffic.bytes_received);
-  self->wait_ns += traffic.wait_ns;
   self->held = held;
   --self->calls;
   give_back(self);
@@ -208,15 +174,9 @@ PyObject* channel_calls(PyObject* object, PyObject*) {
   return PyCapsule_New(&of(object)->native, ChannelCalls::kName, nullptr);
 }
 
-PyObject* channel_stats(PyObject* object, void*) {
-  const Channel* self = of(object);
-  return PyObject_CallFunction(state_of(object)->stats, "KKKKd", self->messages_sent, self->bytes_sent,
-                               self->messages_received, self->bytes_received, double(self->wait_ns) / 1e9);
-}
-
 PyMethodDef methods[] = {
     {"reserve", method(channel_reserve), METH_FASTCALL | METH_KEYWORDS, nullptr},
-    {"put_signal", method(channel_put_signal), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"put_signal", method(channel_put_signal), METH_FASTCALL, nullptr},
     {"wait_signal", method(channel_wait_signal), METH_FASTCALL | METH_KEYWORDS, nullptr},
     {"release", channel_release, METH_O, nullptr},
     {"abort", channel_abort, METH_O, nullptr},
@@ -233,12 +193,9 @@ PyMemberDef members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Channel, weak), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
-PyGetSetDef computed[] = {{"stats", channel_stats, nullptr, nullptr, nullptr},
-                          {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(channel_dealloc)},
                        {Py_tp_methods, methods},
                        {Py_tp_members, members},
-                       {Py_tp_getset, computed},
                        {0, nullptr}};
 
 }  // namespace

@@ -38,8 +38,6 @@ struct Channel {
   Number epoch;
   Shape out, in;
   Fifo *granted, *arrived;
-  Number messages_sent, bytes_sent, messages_received, bytes_received;
-  std::uint64_t wait_ns;
   int calls;  // in progress; the last one to leave a closed channel gives memory and descriptors back
   bool closed;
   ChannelCalls native;  // for other native modules
@@ -134,9 +132,8 @@ inline bool await(Channel* self, Role role, double timeout_s) {
   Engine* engine = self->engine;
   Status status = engine->look(role);
   if (status == Status::pending) {
-    const std::uint64_t start = now_ns();
-    const std::uint64_t deadline = deadline_in(timeout_s, start);
-    std::uint64_t now = start;
+    std::uint64_t now = now_ns();
+    const std::uint64_t deadline = deadline_in(timeout_s, now);
     do {
       Py_BEGIN_ALLOW_THREADS;
       status = engine->wait(role, deadline);
@@ -144,7 +141,6 @@ inline bool await(Channel* self, Role role, double timeout_s) {
       Py_END_ALLOW_THREADS;
       if (PyErr_CheckSignals()) return false;
     } while (status == Status::pending && now < deadline);
-    self->wait_ns += now - start;
   }
   if (status == Status::ready) return true;
   if (status == Status::pending)

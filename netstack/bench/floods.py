@@ -16,17 +16,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
-from lamina.netstack.contract.fabric import Channel, Fabric, Region
+from lamina.netstack.contract.fabric import Channel, Fabric
 
-from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check_bytes, check_tag, receive, send, tag_of
+from .job import TIMEOUT_S, Job, Measured, Payloads, check_bytes, check_tag, receive, send, tag_of
 
 
 class FloodSide:
     """One side's windows: the messages that it puts, and buffers for the messages of ``senders``."""
 
-    def __init__(self, fabric: Fabric, job: Job, senders: int) -> None:
+    def __init__(self, job: Job, senders: int) -> None:
         self._payloads, self._payload_bytes = Payloads(job.query), job.query
-        self._regions: list[Region] = [fabric.register(memoryview(payload)) for payload in self._payloads.each]
         self._job = job
         self._copies = [[bytearray(job.query) for _ in range(job.window)] for _ in range(senders)]
 
@@ -34,7 +33,8 @@ class FloodSide:
         """Put all messages of round ``number``."""
         for n in self._numbers(number):
             slot = channel.reserve(self._payload_bytes, timeout_s=TIMEOUT_S)
-            channel.put_signal(slot, tag_of(n), self._regions[n % PAYLOADS])
+            slot.data[:] = self._payloads[n]
+            channel.put_signal(slot, tag_of(n))
 
     def take(self, channels: Sequence[Channel], number: int) -> None:
         """Copy all messages of round ``number`` from each of ``channels``, one of each in turn."""
@@ -68,7 +68,7 @@ class FloodSide:
 
 def stream_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
     (channel,) = channels
-    side = FloodSide(fabric, job, senders=0)
+    side = FloodSide(job, senders=0)
 
     def step(number: int) -> None:
         side.put(channel, number)
@@ -78,7 +78,7 @@ def stream_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: floa
 
 
 def stream_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    side = FloodSide(fabric, job, senders=1)
+    side = FloodSide(job, senders=1)
     for number in range(job.warm_up + job.rounds):
         side.take([channel], number)
         send(channel, b"", TIMEOUT_S)
@@ -87,7 +87,7 @@ def stream_server(fabric: Fabric, channel: Channel, job: Job) -> None:
 
 def both_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
     (channel,) = channels
-    side = FloodSide(fabric, job, senders=1)
+    side = FloodSide(job, senders=1)
 
     def step(number: int) -> None:
         side.put(channel, number)
@@ -98,7 +98,7 @@ def both_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float)
 
 
 def both_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    side = FloodSide(fabric, job, senders=1)
+    side = FloodSide(job, senders=1)
     for number in range(job.warm_up + job.rounds):
         side.put(channel, number)
         side.take([channel], number)
@@ -107,7 +107,7 @@ def both_server(fabric: Fabric, channel: Channel, job: Job) -> None:
 
 
 def incast_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
-    side = FloodSide(fabric, job, senders=len(channels))
+    side = FloodSide(job, senders=len(channels))
 
     def step(number: int) -> None:
         for channel in channels:
@@ -118,14 +118,14 @@ def incast_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: floa
 
 
 def incast_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    side = FloodSide(fabric, job, senders=0)
+    side = FloodSide(job, senders=0)
     for number in range(job.warm_up + job.rounds):
         receive(channel, TIMEOUT_S)
         side.put(channel, number)
 
 
 def pairs_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
-    sides = [FloodSide(fabric, job, senders=0) for _ in channels]
+    sides = [FloodSide(job, senders=0) for _ in channels]
 
     def play(pair: int, first: int, rounds: int) -> list[float]:
         samples = []

@@ -1,6 +1,6 @@
 """The patterns: the client's and the server's part for ``warm_up + rounds`` rounds.
 
-    put_lat  both put from filled memory and read nothing before the clock stops: half a round trip
+    put_lat  both put a message and read nothing before the clock stops: half a round trip
     rtt      as put_lat, but both copy each received message out: a round trip
     pair     the client puts a query, then keys and values, and waits for the reply
     fan      the client puts a query to every server and waits for all replies
@@ -17,27 +17,24 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from lamina.netstack.contract.fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource, Region
+from lamina.netstack.contract.fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource
 
 from . import floods, native_loops
-from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check, check_bytes, tag_of
+from .job import TIMEOUT_S, Job, Measured, Payloads, check, check_bytes, tag_of
 
 
-def _put(channel: Channel, n: int, payload: Region, timeout_s: float = TIMEOUT_S) -> None:
-    channel.put_signal(channel.reserve(payload.data.nbytes, timeout_s=timeout_s), tag_of(n), payload)
+def _put(channel: Channel, n: int, payload: bytes, timeout_s: float = TIMEOUT_S) -> None:
+    slot = channel.reserve(len(payload), timeout_s=timeout_s)
+    slot.data[:] = payload
+    channel.put_signal(slot, tag_of(n))
 
 
-def _try_put(channel: Channel, n: int, payload: Region) -> bool:
+def _try_put(channel: Channel, n: int, payload: bytes) -> bool:
     try:
         _put(channel, n, payload, 0.0)
     except NoResource:
         return False
     return True
-
-
-def _payloads(fabric: Fabric, nbytes: int) -> tuple[Payloads, list[Region]]:
-    payloads = Payloads(nbytes)
-    return payloads, [fabric.register(memoryview(payload)) for payload in payloads.each]
 
 
 def _copy_out(channel: Channel, arrival: Arrival, into: bytearray) -> None:
@@ -47,11 +44,11 @@ def _copy_out(channel: Channel, arrival: Arrival, into: bytearray) -> None:
 
 def put_lat_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
     (channel,) = channels
-    payloads, regions = _payloads(fabric, job.query)
+    payloads = Payloads(job.query)
     samples = []
     for n in range(job.warm_up + job.rounds):
         start = perf_counter()
-        _put(channel, n, regions[n % PAYLOADS])
+        _put(channel, n, payloads[n])
         arrival = channel.wait_signal(timeout_s=TIMEOUT_S)
         samples.append((perf_counter() - start) / 2)
         check(arrival, n, payloads[n])
@@ -60,22 +57,22 @@ def put_lat_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: flo
 
 
 def put_lat_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    payloads, regions = _payloads(fabric, job.query)
+    payloads = Payloads(job.query)
     for n in range(job.warm_up + job.rounds):
         arrival = channel.wait_signal(timeout_s=TIMEOUT_S)
-        _put(channel, n, regions[n % PAYLOADS])
+        _put(channel, n, payloads[n])
         check(arrival, n, payloads[n])
         channel.release(arrival)
 
 
 def fan_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
-    payloads, regions = _payloads(fabric, job.query)
+    payloads = Payloads(job.query)
     answers = [bytearray(job.query) for _ in channels]
     samples = []
     for n in range(job.warm_up + job.rounds):
         start = perf_counter()
         for channel in channels:
-            _put(channel, n, regions[n % PAYLOADS])
+            _put(channel, n, payloads[n])
         for channel, into in zip(channels, answers, strict=True):
             _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), into)
         samples.append(perf_counter() - start)
@@ -85,23 +82,23 @@ def fan_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) 
 
 
 def answer_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    payloads, regions = _payloads(fabric, job.query)
+    payloads = Payloads(job.query)
     copy = bytearray(job.query)
     for n in range(job.warm_up + job.rounds):
         _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), copy)
-        _put(channel, n, regions[n % PAYLOADS])
+        _put(channel, n, payloads[n])
         check_bytes(copy, n, payloads[n])
 
 
 def pair_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
     (channel,) = channels
-    (queries, q_regions), (_kv, kv_regions) = _payloads(fabric, job.query), _payloads(fabric, job.kv)
+    queries, kv = Payloads(job.query), Payloads(job.kv)
     copy = bytearray(job.query)
     samples = []
     for n in range(job.warm_up + job.rounds):
         start = perf_counter()
-        _put(channel, n, q_regions[n % PAYLOADS])
-        _put(channel, n, kv_regions[n % PAYLOADS])
+        _put(channel, n, queries[n])
+        _put(channel, n, kv[n])
         _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), copy)
         samples.append(perf_counter() - start)
         check_bytes(copy, n, queries[n])
@@ -109,19 +106,19 @@ def pair_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float)
 
 
 def pair_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    (queries, regions), kv = _payloads(fabric, job.query), Payloads(job.kv)
+    queries, kv = Payloads(job.query), Payloads(job.kv)
     copy, kv_copy = bytearray(job.query), bytearray(job.kv)
     for n in range(job.warm_up + job.rounds):
         for into in (copy, kv_copy):
             _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), into)
-        _put(channel, n, regions[n % PAYLOADS])
+        _put(channel, n, queries[n])
         check_bytes(copy, n, queries[n])
         check_bytes(kv_copy, n, kv[n])
 
 
 def rate_client(fabric: Fabric, channels: Sequence[Channel], job: Job, per_s: float) -> Measured:
     (channel,) = channels
-    payloads, regions = _payloads(fabric, job.query)
+    payloads = Payloads(job.query)
     copy = bytearray(job.query)
     total = job.warm_up + job.rounds
     due: deque[float] = deque()  # start times of the queries without a reply
@@ -130,7 +127,7 @@ def rate_client(fabric: Fabric, channels: Sequence[Channel], job: Job, per_s: fl
     while len(samples) < total:
         now, next_s = perf_counter(), begin + sent / per_s
         if sent < total and now >= next_s:
-            if _try_put(channel, sent, regions[sent % PAYLOADS]):
+            if _try_put(channel, sent, payloads[sent]):
                 due.append(next_s)
                 sent += 1
                 continue

@@ -9,12 +9,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from time import perf_counter
 from typing import Protocol
 from weakref import WeakSet
 
 from .channel_terms import Geometry
-from .fabric import TAG_BYTES, Arrival, ChannelStats, Region, Slot
+from .fabric import TAG_BYTES, Arrival, Slot
 
 KEY_BYTES_MIN = 16
 RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # set on a host: NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the nearest port
@@ -28,15 +27,14 @@ class _Closable(Protocol):
 
 
 class BaseChannel(ABC):
-    """Order, bounds and counters of a channel; a transport implements four steps, ``abort`` and ``close``. The native
-    transports have the same in csrc/netstack/native_channel.cpp.
+    """Order and bounds of a channel; a transport implements four steps, ``abort`` and ``close``. The native transports
+    have the same in csrc/netstack/native_channel.cpp.
     """
 
     def __init__(self, peer: str, epoch: int, outbound: Geometry, inbound: Geometry, peer_name: str) -> None:
         self.peer = peer
         self.peer_name = peer_name
         self.epoch = epoch
-        self.stats = ChannelStats()
         self.outbound = outbound
         self.inbound = inbound
         self._granted: deque[Slot] = deque()
@@ -49,39 +47,23 @@ class BaseChannel(ABC):
     def reserve(self, nbytes: int, *, timeout_s: float = 0.0) -> Slot:
         if not 0 <= nbytes <= self.outbound.slot_bytes:
             raise ValueError(f"{self.peer}: a message has 0..{self.outbound.slot_bytes} bytes, not {nbytes}")
-        start = perf_counter()
-        try:
-            index, data = self._grant(nbytes, timeout_s)
-        finally:
-            self.stats.wait_s += perf_counter() - start
+        index, data = self._grant(nbytes, timeout_s)
         slot = Slot(data, index)
         self._granted.append(slot)
         return slot
 
-    def put_signal(self, slot: Slot, tag: bytes, source: Region | None = None) -> int:
+    def put_signal(self, slot: Slot, tag: bytes) -> int:
         if not self._granted or self._granted[0] is not slot:
             raise ValueError(f"{self.peer}: put_signal takes each reserved slot once, in the order reserved")
-        nbytes = slot.data.nbytes
         if len(tag) > TAG_BYTES:
             raise ValueError(f"{self.peer}: a tag has at most {TAG_BYTES} bytes, not {len(tag)}")
-        if source is not None and source.data.nbytes != nbytes:
-            raise ValueError(f"{self.peer}: the source has {source.data.nbytes} bytes, the slot has {nbytes}")
-        seqno = self._publish(slot, nbytes, tag, None if source is None else source.data)
+        seqno = self._publish(slot, tag)
         self._granted.popleft()
-        self.stats.messages_sent += 1
-        self.stats.bytes_sent += nbytes
         return seqno
 
     def wait_signal(self, *, timeout_s: float) -> Arrival:
-        start = perf_counter()
-        try:
-            seqno, tag, data = self._take(timeout_s)
-        finally:
-            self.stats.wait_s += perf_counter() - start
-        arrival = Arrival(seqno, tag, data)
+        arrival = Arrival(*self._take(timeout_s))
         self._arrived.append(arrival)
-        self.stats.messages_received += 1
-        self.stats.bytes_received += data.nbytes
         return arrival
 
     def release(self, arrival: Arrival) -> None:
@@ -95,7 +77,7 @@ class BaseChannel(ABC):
         """Wait for a free slot; return its index and a writable view of ``nbytes``."""
 
     @abstractmethod
-    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+    def _publish(self, slot: Slot, tag: bytes) -> int:
         """Send the oldest granted slot; return its seqno."""
 
     @abstractmethod
@@ -125,12 +107,6 @@ class BaseFabric:
             raise ValueError(f"key needs {KEY_BYTES_MIN} bytes or more, not {len(key)}; use secrets.token_bytes(32)")
         self._key = key
         self._opened: WeakSet[_Closable] = WeakSet()
-
-    def register(self, buffer: memoryview) -> Region:
-        view = memoryview(buffer)
-        if not view.c_contiguous:
-            raise ValueError("register takes C-contiguous memory")
-        return Region(view.cast("B") if view.nbytes else memoryview(b""))
 
     def close(self) -> None:
         """Close all that is open, even if one of them fails; the failure is raised at the end."""

@@ -1,8 +1,8 @@
 """The seam of the network stack: a fabric opens channels, a channel moves messages into granted slots.
 
-The vocabulary is one-sided, because RDMA hardware works so, and the other transports can imitate it without loss.
-Memory is *registered*, a place in the peer's inbox is *reserved*, bytes are put there, and the *signal* (a sequence
-number) is written after them. The receiver polls the signal; its CPU takes no part in the transfer.
+The vocabulary is one-sided, because RDMA hardware works so, and the other transports can imitate it without loss. A
+place in the peer's inbox is *reserved*, bytes are written there, and the *signal* (a sequence number) is put after
+them. The receiver polls the signal; its CPU takes no part in the transfer.
 
 Contract, the same for every transport (tests/contract/test_transports.py runs it over the whole table):
 
@@ -72,19 +72,6 @@ class HandshakeError(ChannelError):
     """The peer has another key, name, version or geometry than ours; nothing was allocated for it."""
 
 
-@dataclass(frozen=True)
-class Region:
-    """Registered local memory that a message may be put from without staging. Made by ``Fabric.register``."""
-
-    data: memoryview  # flat bytes; the owner keeps it alive until the fabric is closed
-
-    def slice(self, offset: int, nbytes: int) -> Region:
-        """Return a part of the region. Raises ValueError outside ``[0, len)``."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.data.nbytes:
-            raise ValueError(f"slice [{offset}, {offset + nbytes}) leaves a region of {self.data.nbytes} bytes")
-        return Region(self.data[offset : offset + nbytes])
-
-
 @dataclass(slots=True)
 class Slot:
     """A granted place in the peer's inbox. The sender writes to ``data``: the inbox itself if memory is shared,
@@ -104,35 +91,23 @@ class Arrival:
     data: memoryview  # read-only, flat
 
 
-@dataclass
-class ChannelStats:
-    """Counters since the channel was opened (payload bytes; seconds waited in wait_signal and reserve)."""
-
-    messages_sent: int = 0
-    bytes_sent: int = 0
-    messages_received: int = 0
-    bytes_received: int = 0
-    wait_s: float = 0.0
-
-
 class Channel(Protocol):
     """One peer, one epoch, both directions. See the module's contract."""
 
     peer: str  # URL or address of the other side, for messages to people
     peer_name: str  # the name that the other side has proven
     epoch: int
-    stats: ChannelStats
 
     def reserve(self, nbytes: int, *, timeout_s: float = 0.0) -> Slot:
         """Grant the next slot of the peer's inbox, for a message of exactly ``nbytes``."""
         ...
 
-    def put_signal(self, slot: Slot, tag: bytes, source: Region | None = None) -> int:
-        """Publish the slot: its bytes (or, if given, ``source``'s, which must be as long), then the signal.
+    def put_signal(self, slot: Slot, tag: bytes) -> int:
+        """Publish the slot: its bytes, then the signal.
 
-        ``tag`` has at most TAG_BYTES and arrives zero-padded. Returns the signal's sequence number; after that neither
-        slot nor ``source`` is needed. A transport that has to wait for its wire raises PeerFault, after its own time
-        limit, if the peer receives nothing.
+        ``tag`` has at most TAG_BYTES and arrives zero-padded. Returns the signal's sequence number; after that the slot
+        is not needed. A transport that has to wait for its wire raises PeerFault, after its own time limit, if the peer
+        receives nothing.
         """
         ...
 
@@ -273,10 +248,6 @@ class Fabric(Protocol):
     scheme: str
     in_process: bool  # True: both ends must live in one process
     remarks: Sequence[str]  # what it lacks on this host, and why: it works, at a price
-
-    def register(self, buffer: memoryview) -> Region:
-        """Register local memory as a source of messages. ``buffer`` is contiguous."""
-        ...
 
     def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> Listener:
         """Listen at ``address`` (the part of a URL after ``scheme://``); empty: any free private one."""

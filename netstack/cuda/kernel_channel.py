@@ -239,14 +239,12 @@ class KernelChannel(WatchedChannel):
             index = message % self.outbound.slots
             return index, self._place(SENDER, index)[:nbytes]
 
-    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+    def _publish(self, slot: Slot, tag: bytes) -> int:
         with self._roles[SENDER]:
             self._check("put_signal")
             self._check_peer("put_signal")
-            if source is not None:
-                slot.data[:] = source
             mail = self._mail(SENDER)
-            MAIL.pack_into(mail, 0, nbytes, tag, OK)
+            MAIL.pack_into(mail, 0, slot.data.nbytes, tag, OK)
             address = self._address(mail)
             payload = self._address(self._place(SENDER, slot.index))
             try:

@@ -30,7 +30,7 @@ from typing import NoReturn
 
 from lamina.netstack.contract.channel_terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, ChannelError, ChannelTimeout, DeviceSide, Fabric, PeerFault
-from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
+from lamina.netstack.host.loopback_host import LoopbackChannel, LoopbackFabric, LoopbackLink
 from lamina.netstack.host.native_module import LINE, OK, SLOTS_AT, TIMEOUT
 
 from . import kernel_launches
@@ -109,10 +109,8 @@ class LoopbackGpuLink(LoopbackLink):
 class LoopbackGpuChannel(LoopbackChannel):
     """An end that kernels can use."""
 
-    def __init__(
-        self, link: LoopbackGpuLink, side: int, peer: str, terms: Terms, faults: Faults, driver: Driver
-    ) -> None:
-        super().__init__(link, side, peer, terms, faults)
+    def __init__(self, link: LoopbackGpuLink, side: int, peer: str, terms: Terms, driver: Driver) -> None:
+        super().__init__(link, side, peer, terms)
         self._shared, self._driver = link, driver
         self._leave = weakref.finalize(self, link.leave, side)
 
@@ -241,7 +239,7 @@ class LoopbackGpuFabric(LoopbackFabric):
     def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
         if link.gpu is None or not isinstance(link, LoopbackGpuLink):
             return super()._make(link, side, peer, terms)
-        return LoopbackGpuChannel(link, side, peer, terms, self._faults, self._driver)
+        return LoopbackGpuChannel(link, side, peer, terms, self._driver)
 
 
 def open_on(key: bytes, gpu: int) -> Fabric:

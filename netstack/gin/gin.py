@@ -146,9 +146,6 @@ class GinProvider:
         alone = Communicator(nccl, driver, 1, nccl.new_id(), 0, monotonic() + 10 * MAKE_S, threading.Event())
         alone.close()
 
-    def register(self, source: memoryview) -> None:
-        """Do nothing: messages are copied to memory that the NIC has."""
-
     def meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
         if (most := max(session.outbound.slot_bytes, session.inbound.slot_bytes)) > MAX_MESSAGE_BYTES:
             raise HandshakeError(f"slot_bytes is at most {MAX_MESSAGE_BYTES} over {self.scheme}, not {most}")

@@ -1,7 +1,7 @@
 """The engines of csrc/netstack behind the Channel of ``lamina.netstack.contract.fabric``, whose errors they raise."""
 
 from lamina.netstack.contract.channel_terms import Geometry
-from lamina.netstack.contract.fabric import Arrival, ChannelStats, Region, Slot
+from lamina.netstack.contract.fabric import Arrival, Slot
 
 class Channel:
     peer: str
@@ -9,9 +9,8 @@ class Channel:
     epoch: int
     outbound: Geometry
     inbound: Geometry
-    stats: ChannelStats  # a snapshot
     def reserve(self, nbytes: int, *, timeout_s: float = 0.0) -> Slot: ...
-    def put_signal(self, slot: Slot, tag: bytes, source: Region | None = None) -> int: ...
+    def put_signal(self, slot: Slot, tag: bytes, /) -> int: ...
     def wait_signal(self, *, timeout_s: float) -> Arrival: ...
     def release(self, arrival: Arrival) -> None: ...
     def abort(self, reason: str) -> None: ...

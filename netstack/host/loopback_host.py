@@ -1,6 +1,4 @@
-"""Channels of ``loopback`` in the memory of one process. They keep the whole contract, views of one inbox included, and
-can misbehave on request (``Faults``).
-"""
+"""Channels of ``loopback`` in the memory of one process. They keep the whole contract, views of one inbox included."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from mmap import mmap
 from time import monotonic
@@ -31,14 +28,6 @@ from lamina.netstack.contract.fabric import (
 )
 
 _NETWORK: WeakValueDictionary[str, LoopbackListener] = WeakValueDictionary()  # listeners by name; they own themselves
-
-
-@dataclass
-class Faults:
-    """The faults of a fabric's channels; may be changed at any time."""
-
-    delay_s: float = 0.0  # a message becomes visible that much later
-    die_after: int | None = None  # a channel dies, as if its process were killed, after so many sent messages
 
 
 class _Inbox:
@@ -74,7 +63,6 @@ class LoopbackChannel(BaseChannel):
         side: int,
         peer: str,
         terms: Terms,
-        faults: Faults,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         geometries = (terms.outbound, terms.inbound)
@@ -85,13 +73,17 @@ class LoopbackChannel(BaseChannel):
         self._side = side
         self._out = link.inboxes[side]
         self._in = link.inboxes[1 - side]
-        self._faults, self._clock = faults, clock
+        self._clock = clock
 
     def abort(self, reason: str) -> None:
         self._end(f"the peer aborted: {one_line(reason)}")
 
     def close(self) -> None:
         self._end("the peer closed the channel")
+
+    def delay_s(self) -> float:
+        """Return how long the next message is on its way; a simulation has its own."""
+        return 0.0
 
     def _end(self, why: str) -> None:
         with self._changed:
@@ -123,21 +115,17 @@ class LoopbackChannel(BaseChannel):
             out.granted += 1
             return index, out.view(index, nbytes)
 
-    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+    def _publish(self, slot: Slot, tag: bytes) -> int:
         out = self._out
         with self._changed:
             self._check("put_signal")
             self._check_peer("put_signal")
-            data = out.view(slot.index, nbytes)
-            if source is not None:
-                data[:] = source
+            data = out.view(slot.index, slot.data.nbytes)
             out.published += 1
             seqno = (self.epoch << EPOCH_SHIFT) + out.published
-            visible_from = self._clock() + self._faults.delay_s
+            visible_from = self._clock() + self.delay_s()
             out.waiting.append((visible_from, seqno, tag.ljust(TAG_BYTES, b"\0"), data.toreadonly()))
             self._changed.notify_all()
-            if out.published == self._faults.die_after:
-                self._link.ends[self._side] = "the peer's process is gone"
             return seqno
 
     def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
@@ -234,13 +222,11 @@ class LoopbackFabric(BaseFabric):
         self,
         key: bytes,
         *,
-        faults: Faults | None = None,
         condition: Callable[[], threading.Condition] = threading.Condition,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``condition``, ``clock``: used for waits; a simulation has its own."""
         super().__init__(key)
-        self._faults = faults or Faults()
         self.condition, self._clock = condition, clock
 
     def channel(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
@@ -253,7 +239,7 @@ class LoopbackFabric(BaseFabric):
         return LoopbackLink(outbound, inbound, gpu, self.condition())
 
     def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
-        return LoopbackChannel(link, side, peer, terms, self._faults, self._clock)
+        return LoopbackChannel(link, side, peer, terms, self._clock)
 
     def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> LoopbackListener:
         place = address or secrets.token_hex(8)

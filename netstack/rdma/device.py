@@ -8,7 +8,7 @@ the device is an OSError here, with the cause and, if there is one, the fix.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import IPv6Address
 from mmap import MADV_DONTFORK, mmap
@@ -151,20 +151,6 @@ class Domain:
         self._memories.append(Memory(self, view, inbox=inbox))
         return self._memories[-1]
 
-    def memory_of(self, part: memoryview, sources: Sequence[memoryview]) -> Memory | None:
-        """Return the memory of the source that contains ``part``; None if no more can be pinned. Raises ValueError if
-        there is no such source.
-        """
-        address = address_of(part)
-        for view in reversed(sources):
-            start = address_of(view)
-            if start <= address and address + part.nbytes <= start + view.nbytes:
-                try:
-                    return next((m for m in self._memories if m.view is view), None) or self.memory(view)
-                except OSError:  # the limit on locked memory
-                    return None
-        raise ValueError("the source was not registered with this fabric")
-
     def close(self) -> None:
         """Free the memories; close the queue pair first."""
         for memory in self._memories:
@@ -177,7 +163,7 @@ class Memory:
 
     def __init__(self, domain: Domain, view: memoryview, *, inbox: bool = False) -> None:
         self.view = view
-        self.address = address_of(view)
+        self.address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
         access = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE if inbox else 0
         name = domain.device.name
         with _told(f"register {view.nbytes} bytes with {name}", "; is `ulimit -l` (locked memory) too low?"):
@@ -186,10 +172,6 @@ class Memory:
 
     def close(self) -> None:
         self._region.close()
-
-
-def address_of(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 def pages(nbytes: int) -> memoryview:
@@ -210,7 +192,7 @@ class QueuePair:
             self._events, self.events_fd = _completion_channel(device.context)
             os.set_blocking(self.events_fd, False)
             self._queue = CQ(device.context, sends + receives, channel=self._events)
-            room = QPCap(max_send_wr=sends, max_recv_wr=receives, max_send_sge=2, max_recv_sge=1)
+            room = QPCap(max_send_wr=sends, max_recv_wr=receives, max_send_sge=1, max_recv_sge=1)
             kind = QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self._queue, rcq=self._queue, cap=room)
             self._pair = QP(domain.protection, kind)
             self._receive = RecvWR(num_sge=1, sg=[SGE(0, 0, 0)])
@@ -246,21 +228,22 @@ class QueuePair:
     def write(
         self,
         request: int,
-        pieces: list[tuple[Memory, int, int]],
+        piece: tuple[Memory, int, int] | None,
         to: tuple[int, int],
         immediate: int | None = None,
         *,
         wake: bool = False,
     ) -> None:
-        """Post one RDMA write of ``pieces`` (memory, address, bytes) to the peer's (key, address). It completes as
-        ``request``. ``wake``: its immediate wakes a peer that waits for such only.
+        """Post one RDMA write of ``piece`` (memory, address, bytes; None: no bytes) to the peer's (key, address). It
+        completes as ``request``. ``wake``: its immediate wakes a peer that waits for such only.
         """
         flags = e.IBV_SEND_SIGNALED
         if wake:
             flags |= e.IBV_SEND_SOLICITED
-        elements = [SGE(address, nbytes, memory.lkey) for memory, address, nbytes in pieces] or [SGE(0, 0, 0)]
-        work = SendWR(wr_id=request, num_sge=len(elements), sg=elements, send_flags=flags)
-        work.num_sge = len(pieces)
+        memory, address, nbytes = piece or (None, 0, 0)
+        element = SGE(address, nbytes, memory.lkey if memory else 0)
+        work = SendWR(wr_id=request, num_sge=1, sg=[element], send_flags=flags)
+        work.num_sge = int(piece is not None)
         work.opcode = e.IBV_WR_RDMA_WRITE if immediate is None else e.IBV_WR_RDMA_WRITE_WITH_IMM
         work.imm_data = htonl(immediate or 0)
         work.set_wr_rdma(*to)

@@ -69,9 +69,6 @@ class LibibverbsProvider:
     def port(self) -> Port:
         return self._port
 
-    def register(self, source: memoryview) -> None:
-        """Do nothing: messages are copied to memory that the NIC has."""
-
     def meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
         outbound, inbound = session.outbound, session.inbound
         if listening:

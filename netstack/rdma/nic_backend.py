@@ -22,10 +22,6 @@ class NicProvider(Protocol):
 
     remarks: list[str]  # of its Fabric
 
-    def register(self, source: memoryview) -> None:
-        """Register memory that messages may be put from."""
-        ...
-
     def meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
         """Exchange cards with a peer that has passed the handshake; its channel owns ``sock``, the life line."""
         ...

@@ -8,7 +8,7 @@ from lamina.netstack.bootstrap.handshake import AuthenticatedTerms
 from lamina.netstack.bootstrap.listener import Meeting
 
 from .device import RdmaDevice
-from .verbs_channel import COPY_BYTES, WRITE_BYTES, VerbsChannel
+from .verbs_channel import WRITE_BYTES, VerbsChannel
 
 
 class PyverbsProvider:
@@ -17,20 +17,11 @@ class PyverbsProvider:
     def __init__(self, wanted: str, spin_s: float) -> None:
         self._spin_s = spin_s
         self._device = RdmaDevice(wanted, least_message_bytes=WRITE_BYTES)
-        self._sources: list[memoryview] = []
         self.remarks = self._device.remarks
 
-    def register(self, source: memoryview) -> None:
-        """Note a source. Each channel that puts from it registers it with the NIC, which pins the memory, for its own
-        peer.
-        """
-        if source.nbytes > COPY_BYTES:
-            self._sources.append(source)
-
     def meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
-        made = VerbsChannel(self._device, self._sources, sock, peer, session, listening=listening, spin_s=self._spin_s)
+        made = VerbsChannel(self._device, sock, peer, session, listening=listening, spin_s=self._spin_s)
         return (yield from made.meeting())
 
     def close(self) -> None:
-        self._sources.clear()
         self._device.close()

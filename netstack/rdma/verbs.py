@@ -44,7 +44,7 @@ from lamina.netstack.bootstrap.self_test import (
 )
 from lamina.netstack.contract.base import SPIN_S, rdma_device, usable_spin
 from lamina.netstack.contract.channel_terms import Terms
-from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, HandshakeError, Region
+from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, HandshakeError
 from lamina.netstack.host.native_module import verbs_fault
 from lamina.netstack.host.tcp import TcpFabric
 
@@ -70,11 +70,6 @@ class VerbsFabric(TcpFabric):
         self._trials = BoundedSemaphore(MAX_SELF_TESTS)
         self._answering: WeakSet[Thread] = WeakSet()
         self._starting = Lock()  # held from a thread's start until it is in ``_answering``
-
-    def register(self, buffer: memoryview) -> Region:
-        region = super().register(buffer)
-        self._way.register(region.data)
-        return region
 
     def join(self, listener: StreamListener) -> None:
         """Let peers of this transport connect to ``listener``, and run trials with it."""

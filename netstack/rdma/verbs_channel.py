@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from math import inf
 from time import monotonic
 
 from lamina.netstack.bootstrap.card_exchange import exchange_cards
@@ -26,7 +25,7 @@ from lamina.netstack.contract.fabric import (
 )
 
 from .card import ConnectionCard
-from .device import Completion, Domain, Memory, QueuePair, RdmaDevice, address_of, pages
+from .device import Completion, Domain, Memory, QueuePair, RdmaDevice, pages
 from .nic_backend import STALL_S, inbox_bytes, reaching, stride
 from .sleeper import EventWaiter
 
@@ -34,7 +33,6 @@ LOOK_S = 0.1  # a caller that never waits checks completions and the life line t
 BEAT_S = 0.5
 LINGER_S = 1.0  # how long close waits until the peer's NIC has all puts
 WRITE_BYTES = 1 << 20  # the largest write; longer messages are several writes, so completions show that they move
-COPY_BYTES = 1 << 16  # a source up to this size is copied; waiting until the peer's NIC has it costs more
 REASON_BYTES = 256
 HEADER = struct.Struct("<QQQ8x32s")  # seqno, length, seqno of the newest message that its sender has released, tag
 CREDIT = 1 << 31  # in an immediate value: the rest counts released slots, not messages
@@ -50,8 +48,7 @@ class VerbsChannel(BaseChannel):
     """
 
     def __init__(
-        self, device: RdmaDevice, sources: list[memoryview], sock: socket.socket, peer: str,
-        session: AuthenticatedTerms, *,
+        self, device: RdmaDevice, sock: socket.socket, peer: str, session: AuthenticatedTerms, *,
         listening: bool, spin_s: float,
     ) -> None:  # fmt: skip
         outbound, inbound = session.outbound, session.inbound
@@ -59,7 +56,7 @@ class VerbsChannel(BaseChannel):
             outbound, inbound = inbound, outbound
         super().__init__(peer, session.epoch, outbound, inbound, session.peer_name(listening=listening))
         self._session, self._listening = session, listening
-        self._sock, self._sources, self._spin_s = sock, sources, spin_s
+        self._sock, self._spin_s = sock, spin_s
         self._zero = session.epoch << EPOCH_SHIFT
         self._stride, self._in_stride = stride(outbound), stride(inbound)
         pieces = -(-self._stride // WRITE_BYTES)
@@ -182,17 +179,12 @@ class VerbsChannel(BaseChannel):
                 raise ChannelTimeout(f"{self.peer}: wait_signal: no message within {timeout_s:g} s")
             return self._messages.popleft()
 
-    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+    def _publish(self, slot: Slot, tag: bytes) -> int:
         with self._sending:
             self._check("put_signal")
-            origin = None if source is None or nbytes <= COPY_BYTES else self._registered(source)
-            if source is not None and origin is None:
-                slot.data[:] = source
             try:
                 self._sent += 1
-                self._post(slot.index, nbytes, origin, tag)
-                if origin is not None:
-                    self._wait(self._sender, self._is_idle, inf, "put_signal")
+                self._post(slot.index, slot.data.nbytes, tag)
             except OSError as error:
                 self._lose(str(error))
             except BaseException:
@@ -201,34 +193,20 @@ class VerbsChannel(BaseChannel):
             self._check("put_signal")
             return self._zero + self._sent
 
-    def _post(self, index: int, nbytes: int, origin: tuple[Memory, int] | None, tag: bytes) -> None:
+    def _post(self, index: int, nbytes: int, tag: bytes) -> None:
         """Write header and payload; all but the first piece go ahead, since the immediate must come last."""
-        local = self._staging.address + index * self._stride
-        memory, address = origin or (self._staging, local + HEADER.size)
-        key, remote = self._theirs[0], self._theirs[1] + index * self._stride
-        first = min(nbytes, WRITE_BYTES - HEADER.size)
-        for start in range(first, nbytes, WRITE_BYTES):
-            piece = memory, address + start, min(WRITE_BYTES, nbytes - start)
-            self._pair.write(PIECE_SENT, [piece], (key, remote + HEADER.size + start))
-        if origin is None:
-            pieces = [(memory, local, HEADER.size + first)]
-        else:
-            pieces = [(self._staging, local, HEADER.size), (memory, address, first)]
+        at, total = index * self._stride, HEADER.size + nbytes
+        key, remote = self._theirs[0], self._theirs[1] + at
+
+        def piece(start: int) -> tuple[Memory, int, int]:
+            return self._staging, self._staging.address + at + start, min(WRITE_BYTES, total - start)
+
+        for start in range(WRITE_BYTES, total, WRITE_BYTES):
+            self._pair.write(PIECE_SENT, piece(start), (key, remote + start))
         with self._crediting:
             seqno, released = self._zero + self._sent, self._zero + self._released
-            HEADER.pack_into(self._staging.view, index * self._stride, seqno, nbytes, released, tag)
-            self._pair.write(DATA_SENT, pieces, (key, remote), self._sent & COUNT, wake=True)
-
-    def _is_idle(self) -> bool:
-        return self._completed == self._sent
-
-    def _registered(self, source: memoryview) -> tuple[Memory, int] | None:
-        """Return the memory that contains ``source``, and its address; None: it must be copied."""
-        try:
-            memory = self._domain.memory_of(source, self._sources)
-        except ValueError as error:
-            raise ValueError(f"{self.peer}: put_signal: {error}") from None
-        return None if memory is None else (memory, address_of(source))
+            HEADER.pack_into(self._staging.view, at, seqno, nbytes, released, tag)
+            self._pair.write(DATA_SENT, piece(0), (key, remote), self._sent & COUNT, wake=True)
 
     def _give_back(self) -> None:
         """Post one credit for each release; wait for the NIC only if it has not sent enough earlier ones."""
@@ -240,7 +218,7 @@ class VerbsChannel(BaseChannel):
                 self._credits_out += 1
                 try:
                     with self._crediting:
-                        self._pair.write(CREDIT_SENT, [], self._theirs, CREDIT | self._released & COUNT)
+                        self._pair.write(CREDIT_SENT, None, self._theirs, CREDIT | self._released & COUNT)
                 except OSError as error:
                     self._lose(str(error))
 
@@ -369,7 +347,7 @@ class VerbsChannel(BaseChannel):
                 if beat and now - self._beaten > BEAT_S and not self._beating and not self._closed:
                     self._beaten, self._beating = now, True  # in this order: another thread may be in _poll
                     with suppress(OSError):
-                        self._pair.write(BEAT_SENT, [], self._theirs)
+                        self._pair.write(BEAT_SENT, None, self._theirs)
             except OSError as error:
                 self._lose(f"the life line broke ({error.strerror})")
 

@@ -73,7 +73,6 @@ def test_a_slow_reader_costs_its_slots_and_no_more(fabric: Fabric) -> None:
     for _ in range(100):
         with pytest.raises(netstack.NoResource):
             a.reserve(1)
-    assert a.stats.bytes_sent == 3000
     for n in range(3, 30):
         arrival = b.wait_signal(timeout_s=SOON_S)
         assert bytes(arrival.data) == bytes([n - 3]) * 1000

@@ -141,13 +141,11 @@ class NicModelChannel(WatchedChannel):
         index, offset = self._live("reserve").grant()
         return index, self._staging[offset : offset + nbytes]
 
-    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+    def _publish(self, slot: Slot, tag: bytes) -> int:
         endpoint = self._live("put_signal")
         self._check_peer("put_signal")
-        if source is not None:
-            slot.data[:] = source
         deadline = monotonic() + STALL_S
-        while (status := endpoint.publish(nbytes, tag)) == native.PENDING:
+        while (status := endpoint.publish(slot.data.nbytes, tag)) == native.PENDING:
             self._look()
             self._live("put_signal")
             if monotonic() > deadline:

@@ -38,16 +38,14 @@ inline std::uint8_t* bytes_of(Frame* frame) { return reinterpret_cast<std::uint8
 // Fills the header's check in, and hides what is to be hidden.
 inline void close_header(Frame* frame, Guard& guard, std::uint64_t count) {
   guard.begin(kHeaderPart, count);
-  guard.seal(bytes_of(frame), bytes_of(frame), kFrameBytes - kCheckBytes);
+  guard.seal(bytes_of(frame), kFrameBytes - kCheckBytes);
   guard.seal_end(frame->header_check);
 }
 
-// Makes a frame ready to be sent; `count`: of the frame in its direction, from 0. `hidden` is where a hidden payload
-// goes, and may be `payload`.
-inline void close_frame(Frame* frame, Guard& guard, std::uint64_t count, const std::uint8_t* payload,
-                        std::uint8_t* hidden) {
+// Makes a frame ready to be sent, and hides its payload in place; `count`: of the frame in its direction, from 0.
+inline void close_frame(Frame* frame, Guard& guard, std::uint64_t count, std::uint8_t* payload) {
   guard.begin(kPayloadPart, count);
-  guard.seal(payload, hidden, frame->length);
+  guard.seal(payload, frame->length);
   guard.seal_end(frame->payload_check);
   close_header(frame, guard, count);
 }

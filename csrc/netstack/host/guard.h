@@ -29,12 +29,12 @@ class Guard {
       check_ = Check(part, frame);
   }
 
-  // The next bytes of a part that is sent; what goes out is at `to`, which is left alone where nothing is hidden.
-  void seal(const std::uint8_t* from, std::uint8_t* to, std::uint64_t bytes) {
+  // The next bytes of a part that is sent, in their place.
+  void seal(std::uint8_t* p, std::uint64_t bytes) {
     if (hides_)
-      cipher_.pass(from, to, bytes);
+      cipher_.pass(p, p, bytes);
     else
-      check_.update(from, bytes);
+      check_.update(p, bytes);
   }
   void seal_end(std::uint8_t check[kCheckBytes]) {
     if (hides_)

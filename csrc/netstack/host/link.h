@@ -8,7 +8,6 @@
 #include <cinttypes>
 #include <cstdio>
 
-#include "copy.h"
 #include "ring.h"
 
 namespace lamina {
@@ -33,16 +32,11 @@ class Link final : public Engine {
     return grant;
   }
 
-  Status publish(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes, const std::uint8_t* source,
+  Status publish(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes,
                  std::uint64_t* seqno) override {
     if (Status over = ended(); over != Status::ready) return over;
     if (peer_left()) return Status::gone;
-    if (source) {
-      copy_across(out_.ring.payload(out_.published), source, nbytes);
-      if (stopped()) return Status::stopped;  // meanwhile, by another thread
-    } else {
-      order_streaming_stores();  // with which the caller may have filled the slot
-    }
+    order_streaming_stores();  // with which the caller may have filled the slot
     *seqno = out_.publish(nbytes, tag, tag_bytes);
     return Status::ready;
   }

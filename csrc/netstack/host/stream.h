@@ -66,11 +66,11 @@ class Stream final : public Engine, private Teller::Client {
     return {n % outbox_.slots, outbox_.slot(n)};
   }
 
-  Status publish(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes, const std::uint8_t* source,
+  Status publish(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes,
                  std::uint64_t* seqno) override {
     if (Status over = ended(); over != Status::ready) return over;
     writer_.lock();
-    *seqno = writer_.begin(nbytes, tag, tag_bytes, source);
+    *seqno = writer_.begin(nbytes, tag, tag_bytes);
     stalled_ns_ = 0;
     return resume();
   }

@@ -25,18 +25,15 @@ class Writer {
   }
   void unlock() { writing_.clear(std::memory_order_release); }
 
-  // The next message, from `source` or the outbox; `push` sends it.
-  std::uint64_t begin(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes,
-                      const std::uint8_t* source) {
+  // The next message of the outbox; `push` sends it.
+  std::uint64_t begin(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes) {
     const std::uint64_t n = books_.sent.load(std::memory_order_relaxed);
     const std::uint64_t seqno = books_.zero + n + 1;
     Frame* frame = outbox_.frame(n);
-    fill(frame, kData, nbytes, seqno, source ? source : outbox_.slot(n), outbox_.slot(n), tag, tag_bytes);
+    fill(frame, kData, nbytes, seqno, outbox_.slot(n), tag, tag_bytes);
     books_.sent.store(n + 1, std::memory_order_release);
-    if (guard_.hides()) source = nullptr;  // it lies in the slot, hidden
     unsent_[0] = {tail_, tail_bytes_.exchange(0)};
-    unsent_[1] = {frame, kFrameBytes + (source ? 0 : nbytes)};  // the slot lies behind its frame
-    unsent_[2] = {const_cast<std::uint8_t*>(source), source ? nbytes : 0};
+    unsent_[1] = {frame, kFrameBytes + nbytes};  // the slot lies behind its frame
     return seqno;
   }
 
@@ -50,7 +47,7 @@ class Writer {
       piece = {static_cast<std::uint8_t*>(piece.iov_base) + part, piece.iov_len - part};
       taken -= ssize_t(part);
     }
-    return unsent_[0].iov_len + unsent_[1].iov_len + unsent_[2].iov_len ? Push::full : Push::done;
+    return unsent_[0].iov_len + unsent_[1].iov_len ? Push::full : Push::done;
   }
 
   // With `lock`: tells the peer why this side leaves, if that fits right now.
@@ -65,7 +62,7 @@ class Writer {
                                     most, reason);
     const auto length = std::min(std::uint64_t(bytes), kReasonBytes);
     auto* text = reinterpret_cast<std::uint8_t*>(last.text);
-    fill(&last.frame, kFarewell, length, 0, text, text, nullptr, 0);
+    fill(&last.frame, kFarewell, length, 0, text, nullptr, 0);
     if (tail_bytes_ == 0) send(sock_, &last, kFrameBytes + length, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
@@ -75,7 +72,7 @@ class Writer {
       std::uint64_t left = tail_bytes_;
       if (left == 0 && owes()) {
         Frame frame;
-        fill(&frame, kCredit, 0, 0, nullptr, nullptr, nullptr, 0);
+        fill(&frame, kCredit, 0, 0, nullptr, nullptr, 0);
         std::memcpy(tail_, &frame, left = kFrameBytes);
       }
       const ssize_t taken = left ? send(sock_, tail_, left, MSG_NOSIGNAL | MSG_DONTWAIT) : 0;
@@ -98,9 +95,9 @@ class Writer {
   bool unfinished() const { return tail_bytes_ != 0; }  // a credit frame
 
  private:
-  // With `lock`: the next frame, which carries the newest credit. `hidden`: see close_frame.
-  void fill(Frame* frame, Kind kind, std::uint64_t length, std::uint64_t seqno, const std::uint8_t* payload,
-            std::uint8_t* hidden, const std::uint8_t* tag, std::uint64_t tag_bytes) {
+  // With `lock`: the next frame, which carries the newest credit.
+  void fill(Frame* frame, Kind kind, std::uint64_t length, std::uint64_t seqno, std::uint8_t* payload,
+            const std::uint8_t* tag, std::uint64_t tag_bytes) {
     const std::uint64_t released = books_.released.load(std::memory_order_acquire);
     *frame = {};
     frame->kind = kind;
@@ -108,16 +105,16 @@ class Writer {
     frame->seqno = seqno;
     frame->credit = books_.zero + released;
     if (tag_bytes) std::memcpy(frame->tag, tag, tag_bytes);
-    close_frame(frame, guard_, frames_++, payload, hidden);
+    close_frame(frame, guard_, frames_++, payload);
     reported_ = released;
   }
 
   ssize_t send_unsent() {
-    if (unsent_[0].iov_len + unsent_[2].iov_len == 0)
+    if (unsent_[0].iov_len == 0)
       return send(sock_, unsent_[1].iov_base, unsent_[1].iov_len, MSG_NOSIGNAL | MSG_DONTWAIT);
     msghdr message{};
     message.msg_iov = unsent_;
-    message.msg_iovlen = 3;
+    message.msg_iovlen = 2;
     return sendmsg(sock_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
@@ -128,7 +125,7 @@ class Writer {
   Books& books_;
   std::atomic_flag writing_ = ATOMIC_FLAG_INIT;
   std::uint64_t frames_ = 0;
-  iovec unsent_[3] = {};            // of the message that was begun
+  iovec unsent_[2] = {};            // of the message that was begun
   std::uint8_t tail_[kFrameBytes];  // of a credit frame that the kernel took in part, so many bytes:
   std::atomic<std::uint64_t> tail_bytes_{0};
   std::atomic<std::uint64_t> reported_{0};  // released messages that a frame told of

@@ -95,11 +95,10 @@ class Verbs final : public Engine, private Teller::Client {
     return {n % staging_.slots, staging_.payload(n)};
   }
 
-  Status publish(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes, const std::uint8_t* source,
+  Status publish(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes,
                  std::uint64_t* seqno) override {
     if (Status over = ended(); over != Status::ready) return over;
     const std::uint64_t n = books_.sent.load(std::memory_order_relaxed);
-    if (source) std::memcpy(staging_.payload(n), source, nbytes);
     Header* header = staging_.header(n);
     *seqno = books_.zero + n + 1;
     *header = {*seqno, nbytes, 0, {}, {}};

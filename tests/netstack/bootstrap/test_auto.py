@@ -88,9 +88,6 @@ class NoWay:
 
     remarks = ()
 
-    def register(self, source: memoryview) -> None:
-        pass
-
     def close(self) -> None:
         pass
 

@@ -15,7 +15,7 @@ int main() {
   Frame frame{};
   std::memset(&frame, 'y', kFrameBytes - kCheckBytes);
   frame.length = sizeof payload;
-  close_frame(&frame, guard, 0, payload, payload);
+  close_frame(&frame, guard, 0, payload);
   unsigned left = 0;
   for (std::uint8_t byte : payload) left += byte != 0;
   for (std::uint64_t i = 0; i < kFrameBytes; ++i) left += bytes_of(&frame)[i] != 0;

@@ -63,7 +63,7 @@ void append(std::vector<std::uint8_t>& stream, Input& input, Guard& guard, std::
   if (twist == 5) frame.seqno += input.next(4) - 2;
   if (twist == 6) frame.credit += input.next(8) - 2;
   guard.begin(kPayloadPart, count);  // of the bytes that are there
-  guard.seal(payload.data(), payload.data(), payload.size());
+  guard.seal(payload.data(), payload.size());
   guard.seal_end(frame.payload_check);
   close_header(&frame, guard, count);
   const auto* header = bytes_of(&frame);

@@ -20,7 +20,7 @@ void send_frame() {
   Frame frame{};
   Guard guard;
   frame.kind = kCredit;
-  close_frame(&frame, guard, sent++, nullptr, nullptr);
+  close_frame(&frame, guard, sent++, nullptr);
   unread.insert(unread.end(), bytes_of(&frame), bytes_of(&frame) + kFrameBytes);
 }
 

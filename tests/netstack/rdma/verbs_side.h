@@ -51,7 +51,7 @@ struct Side {
       await(Role::sender);
       const Grant grant = engine->grant();
       std::memset(grant.data, int(n & 0xff), n % kBytes);
-      if (engine->publish(n % kBytes, tag, sizeof tag, nullptr, &seqno) != Status::ready) fail("publish");
+      if (engine->publish(n % kBytes, tag, sizeof tag, &seqno) != Status::ready) fail("publish");
     }
   }
 

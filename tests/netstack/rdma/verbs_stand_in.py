@@ -1,8 +1,8 @@
 """A stand-in of pyverbs without a NIC: it keeps book of who uses which protection domain; what is posted completes.
 
-As a program it opens two channels of the transport verbs in this process, puts from registered memory, closes all, and
-prints the book as JSON. ``argv[1]``: how many memories a domain takes at most; ``argv[2]``: the number of every queue
-pair; ``argv[3]``: how many words a peer sends in all, as fast as receives are posted, to channels that only wait.
+As a program it opens two channels of the transport verbs in this process, puts a message, closes all, and prints the
+book as JSON. ``argv[1]``: the number of every queue pair; ``argv[2]``: how many words a peer sends in all, as fast as
+receives are posted, to channels that only wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from socket import htonl
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-MOST = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 BOOK: list[dict[str, Any]] = []  # of each domain, in their order
 
 
@@ -65,16 +64,14 @@ class InDomain:
 
 class MR(InDomain):
     def __init__(self, domain: PD, nbytes: int, access: int, address: int) -> None:
-        if len(domain.book["memories"]) >= MOST:
-            raise PyverbsError("Cannot allocate memory")
         super().__init__(domain)
         domain.book["memories"].append(nbytes)
         self.lkey = self.rkey = 1
 
 
 class QP(InDomain):
-    qp_num = int(sys.argv[2]) if len(sys.argv) > 2 else 7
-    words = int(sys.argv[3]) if len(sys.argv) > 3 else 0  # that peers have yet to send
+    qp_num = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    words = int(sys.argv[2]) if len(sys.argv) > 2 else 0  # that peers have yet to send
 
     def __init__(self, domain: PD, attributes: Any) -> None:
         super().__init__(domain)
@@ -169,7 +166,6 @@ def main() -> None:
 
     fabric = VerbsFabric(b"k" * 32, way=PyverbsProvider("", spin_s=0.0))
     listener, inbox = fabric.listen(), netstack.Geometry(slots=1, slot_bytes=1 << 17)
-    source = fabric.register(memoryview(bytearray(1 << 17)))
     with ThreadPoolExecutor(1) as pool:
         for _ in range(2):
             accepted = pool.submit(listener.accept, timeout_s=10.0)
@@ -182,7 +178,7 @@ def main() -> None:
             if QP.words:
                 wait_in_vain(near)
             else:
-                near.put_signal(near.reserve(1 << 17), b"", source)
+                near.put_signal(near.reserve(1 << 17), b"")
             far.close()
             near.close()
     fabric.close()

@@ -36,8 +36,8 @@ class SimFabric(LoopbackFabric):
         return SimLink(outbound, inbound, gpu, self.condition())
 
     def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
-        channel = SimChannel(link, side, peer, terms, self._faults, self._clock)
-        channel.delay_s, channel.process = self._delay_s, self._process
+        channel = SimChannel(link, side, peer, terms, self._clock)
+        channel.draw_delay_s, channel.process = self._delay_s, self._process
         return channel
 
     def die(self) -> None:
@@ -59,17 +59,19 @@ class SimChannel(LoopbackChannel):
     """At each call of it something may happen to its process, or to itself."""
 
     _link: SimLink
-    delay_s: Callable[[], float]
+    draw_delay_s: Callable[[], float]
     process: SimProcess | None
 
     def die(self) -> None:
         """As if the process were gone."""
         self._end(GONE)
 
-    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+    def delay_s(self) -> float:
+        return self.draw_delay_s()
+
+    def _publish(self, slot: Slot, tag: bytes) -> int:
         self._act()
-        self._faults.delay_s = self.delay_s()
-        seqno = super()._publish(slot, nbytes, tag, source)
+        seqno = super()._publish(slot, tag)
         self._act()
         return seqno
 
