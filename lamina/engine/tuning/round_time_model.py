@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from lamina.scheduler.conductor.least_squares import LeastSquares
+from lamina.scheduler.conductor.latency_model import LatencyFit
 from lamina.scheduler.rotation.pipeline import lower_bound
 
 _TOKENS = 1024.0  # features of one order of magnitude
@@ -69,12 +69,12 @@ class RoundTimeModel(NamedTuple):
 
 def fit_round_times(measured: Sequence[RoundMeasurement], replicas: int) -> RoundTimeModel:
     """Of at least one measured number of rows. Errors count in parts."""
-    slices, attention = LeastSquares(2), LeastSquares(3)
+    slices, attention = LatencyFit(2), LatencyFit(3)
     for m in measured:
         slices.add((1.0, float(m.rows)), m.slices_s, m.slices_s or 1.0)
         attention.add((1.0, float(m.rows), m.tokens / _TOKENS), m.attention_s, m.attention_s or 1.0)
-    a, b = slices.solution()
-    c, d, e = attention.solution()
+    a, b = slices.coefficients()
+    c, d, e = attention.coefficients()
     laws = RoundTimeModel((a, b), (c, d, e / _TOKENS), 0.0, replicas, {})
     rest = median(m.round_s - laws.slices_s(m.rows) - laws.attention_s(m.rows, m.tokens) for m in measured)
     return laws._replace(between_s=rest)

@@ -11,10 +11,12 @@ I/O, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
-from .least_squares import LeastSquares
+import numpy as np
+
 from .overload import StepLatency
 
 _UNIT = 1024.0  # tokens: features of one order of magnitude, so that sums of their products lose no digits
@@ -28,6 +30,7 @@ _AS_GOOD = 1 - 1e-9  # of rounding
 _FEW = 8  # measurements, from which on
 _KEPT_STEPS = 0.998  # the same of steps
 _OFTEN = 8
+_DEPENDENT = 1e-12  # the least eigenvalue of features of unit length that do not depend on each other
 _MOST_OUTLIER = 4.0  # times the prediction is the most that a measurement counts: one stall spoils no law
 
 
@@ -85,28 +88,43 @@ class PrefillPipelineShape(NamedTuple):
 SINGLE_STAGE = PrefillPipelineShape()
 
 
-class _OnlineLeastSquares:
-    """Coefficients that follow what is measured: weighted least squares of relative errors, the old forgotten by and
-    by.
-    """
+class LatencyFit:
+    """Coefficients, none below 0, by weighted least squares of relative errors; old measurements may fade."""
 
-    def __init__(self, features: int) -> None:
-        self._sums, self._count = LeastSquares(features), 0
+    def __init__(self, features: int, fading: float = 1.0) -> None:
+        """``fading``: the weight that earlier measurements keep with each new one."""
+        self._fading, self._count = fading, 0
+        self._products = np.zeros((features + 1, features + 1))  # sums of products; the last feature is the seconds
 
-    def add_prior(self, features: Sequence[float], seconds: float, weight: float) -> None:
-        """Something is thought to take so long, before anything is measured."""
-        if seconds > 0:
-            self._sums.add(features, seconds, seconds, weight)
+    def add(self, features: Sequence[float], seconds: float, size: float, weight: float = 1.0) -> None:
+        """Add a measurement. Its error counts in parts of ``size``, so that short and long times weigh alike."""
+        row = np.array([*features, seconds]) / size
+        self._products += weight * np.outer(row, row)
 
-    def observe(self, features: Sequence[float], seconds: float, expected: float) -> list[float]:
-        """It took so long, where so long was ``expected``; the coefficients now."""
+    def observe(self, features: Sequence[float], seconds: float, expected: float = 0.0) -> None:
+        """Add a measurement while others fade. ``expected``: the predicted seconds; 0 if nothing predicted them."""
         size = seconds
         if self._count >= _FEW and expected > 0:
             seconds, size = min(seconds, expected * _MOST_OUTLIER), expected
         self._count += 1
-        self._sums.decay(_KEPT)
-        self._sums.add(features, seconds, size)
-        return self._sums.solution()
+        self._products *= self._fading
+        self.add(features, seconds, size)
+
+    def coefficients(self) -> list[float]:
+        """Return the best coefficients of each subset of the features, from the subset with the least error."""
+        products, targets = self._products[:-1, :-1], self._products[:-1, -1]
+        scale = np.sqrt(products.diagonal())
+        scale[scale == 0] = 1.0
+        # A system for each subset, smaller ones first. A feature that is not in it is 0 by an equation of its own.
+        used = np.array(sorted(product((1.0, 0.0), repeat=len(targets)), key=sum))
+        scaled = products / np.outer(scale, scale) * used[:, :, None] * used[:, None, :]
+        scaled += np.eye(len(targets)) * (1.0 - used)[:, :, None]
+        solvable = np.linalg.eigvalsh(scaled)[:, 0] > _DEPENDENT
+        scaled, right = scaled[solvable], (targets / scale * used)[solvable]
+        solutions = np.linalg.solve(scaled, right[:, :, None])[:, :, 0]
+        gains = np.where((solutions >= 0).all(1), (solutions * right).sum(1), -1.0)
+        best = (gains >= gains.max() * _AS_GOOD).argmax()  # the first of those that differ by rounding
+        return [float(x) for x in solutions[best] / scale]
 
 
 class PrefillLatencyEstimator:
@@ -114,16 +132,17 @@ class PrefillLatencyEstimator:
 
     def __init__(self, model: PrefillLatency, *, trusted: bool = True) -> None:
         """``model``: until something is measured. ``trusted``: it is worth one measurement then, else nothing."""
-        self.model, self._follower = model, _OnlineLeastSquares(3)
+        self.model, self._fit = model, LatencyFit(3, _KEPT)
         for tokens, prefix in _PRIOR_PROMPTS if trusted else ():
-            weight = _PRIOR / len(_PRIOR_PROMPTS)
-            self._follower.add_prior(_features(tokens, prefix), model.seconds(tokens, prefix), weight)
+            if (expected := model.seconds(tokens, prefix)) > 0:
+                self._fit.add(_features(tokens, prefix), expected, expected, _PRIOR / len(_PRIOR_PROMPTS))
 
     def observe(self, tokens: int, prefix: int, seconds: float) -> None:
         """A prompt took so long on a worker that did nothing else."""
         if seconds > 0 and tokens > prefix:
-            expected = self.model.seconds(tokens, prefix)
-            self.model = _law(self._follower.observe(_features(tokens, prefix), seconds, expected))
+            self._fit.observe(_features(tokens, prefix), seconds, self.model.seconds(tokens, prefix))
+            a, b, c = self._fit.coefficients()
+            self.model = PrefillLatency(a, b / _UNIT, c / _UNIT**2)
 
 
 class TransferLatencyEstimator:
@@ -134,10 +153,11 @@ class TransferLatencyEstimator:
 
     def __init__(self, model: TransferLatency) -> None:
         """``model``: until something is measured."""
-        self.model, self._follower = model, _OnlineLeastSquares(2)
+        self.model, self._fit = model, LatencyFit(2, _KEPT)
         self._passed, self._patience = 0, _PATIENCE
         for tokens in _PRIOR_MOVED:
-            self._follower.add_prior((tokens / _UNIT, 1.0), model.seconds(tokens), _GUESS / len(_PRIOR_MOVED))
+            if (expected := model.seconds(tokens)) > 0:
+                self._fit.add((tokens / _UNIT, 1.0), expected, expected, _GUESS / len(_PRIOR_MOVED))
 
     def seconds(self, tokens: int) -> float:
         """The seconds that a transfer of so many tokens is thought to take."""
@@ -159,7 +179,8 @@ class TransferLatencyEstimator:
             return
         took_s = seconds if expected < seconds else most_s
         self._tried(confirmed=2 * took_s > expected)
-        b, a = self._follower.observe((tokens / _UNIT, 1.0), took_s, expected)
+        self._fit.observe((tokens / _UNIT, 1.0), took_s, expected)
+        b, a = self._fit.coefficients()
         self.model = TransferLatency(a, b / _UNIT)
 
     def _tried(self, *, confirmed: bool) -> None:
@@ -173,39 +194,19 @@ class StepLatencyEstimator:
 
     def __init__(self) -> None:
         self.model = StepLatency(0.0, 0.0, 0.0)
-        self._sums, self._count = LeastSquares(3), 0
+        self._fit, self._count = LatencyFit(3, _KEPT_STEPS), 0
 
     def observe(self, rows: int, stored: float, seconds: float) -> None:
         """A step of so many rows, whose attention read so many tokens, took so long."""
         if seconds <= 0 or rows < 1:
             return
-        expected, size = self.model.seconds(rows, stored), seconds
-        if expected > 0:
-            seconds, size = min(seconds, expected * _MOST_OUTLIER), expected
         self._count += 1
-        self._sums.decay(_KEPT_STEPS)
-        self._sums.add((1.0, float(rows), stored / _UNIT), seconds, size)
+        self._fit.observe((1.0, float(rows), stored / _UNIT), seconds, self.model.seconds(rows, stored))
         if self._count % _OFTEN == 0:
-            a, b, c = self._sums.solution()
+            a, b, c = self._fit.coefficients()
             self.model = StepLatency(a, b, c / _UNIT)
-
-
-def fit_prefill_latency(measured: Iterable[tuple[int, int, float]]) -> PrefillLatency:
-    """The law of prompts that took (tokens, prefix, seconds). Raises ValueError for none of them."""
-    sums, count = LeastSquares(3), 0
-    for tokens, prefix, seconds in measured:
-        sums.add(_features(tokens, prefix), seconds, seconds)
-        count += 1
-    if not count:
-        raise ValueError("a law of prefill needs at least one measured prompt")
-    return _law(sums.solution())
 
 
 def _features(tokens: int, prefix: int) -> tuple[float, float, float]:
     t, p = tokens / _UNIT, prefix / _UNIT
     return 1.0, t - p, t * t - p * p
-
-
-def _law(coefficients: Sequence[float]) -> PrefillLatency:
-    a, b, c = coefficients
-    return PrefillLatency(a, b / _UNIT, c / _UNIT**2)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable, Sequence
 
 import pytest
 from conducted import LAW, RATE, algorithm_1, asked
 
 from lamina.scheduler.conductor.baselines import BASELINE_POLICIES
-from lamina.scheduler.conductor.latency_model import PrefillLatency, PrefillLatencyEstimator, fit_prefill_latency
+from lamina.scheduler.conductor.latency_model import LatencyFit, PrefillLatency, PrefillLatencyEstimator
 from lamina.scheduler.conductor.routing import (
     NO_WORKER,
     POLICIES,
@@ -122,20 +123,31 @@ def test_pages_that_are_still_computed_are_no_source() -> None:
     assert mooncake(busy).transferred_tokens == 0
 
 
+def fitted(measured: Iterable[tuple[Sequence[float], float]]) -> list[float]:
+    fit = LatencyFit(3)
+    for features, seconds in measured:
+        fit.add(features, seconds, seconds)
+    return fit.coefficients()
+
+
 def test_a_law_is_found_again() -> None:
-    rng, law = random.Random(3), PrefillLatency(0.02, 2e-4, 3e-9)
-    some = [(t, rng.randrange(t)) for t in (rng.randint(100, 60_000) for _ in range(50))]
-    found = fit_prefill_latency((t, p, law.seconds(t, p)) for t, p in some)
-    assert found == pytest.approx(law, rel=1e-6)
-    with pytest.raises(ValueError, match="at least one"):
-        fit_prefill_latency([])
+    rng, law = random.Random(3), (0.02, 0.3, 3e-3)
+    some = [(1.0, x := rng.uniform(0.1, 60.0), x * x) for _ in range(50)]
+    assert fitted((f, sum(a * b for a, b in zip(law, f, strict=True))) for f in some) == pytest.approx(law, rel=1e-6)
 
 
 def test_no_law_has_a_negative_part() -> None:
     rng = random.Random(4)
     for _ in range(300):
-        some = [(t, rng.randrange(t), 0.001 + rng.random()) for t in (rng.randint(2, 9000) for _ in range(5))]
-        assert min(fit_prefill_latency(some)) >= 0
+        some = [((1.0, x := rng.uniform(0.01, 9.0), x * x), 0.001 + rng.random()) for _ in range(5)]
+        assert min(fitted(some)) >= 0
+        assert max(fitted(some)) > 0
+
+
+def test_features_that_depend_on_each_other_share_no_law() -> None:
+    """One size alone does not tell a fixed part from one that grows: the first of them has all."""
+    assert fitted([((1.0, 2.0, 4.0), 0.5)] * 3) == pytest.approx([0.5, 0.0, 0.0])
+    assert LatencyFit(3).coefficients() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])

@@ -2,7 +2,7 @@
 rest.
 
 Each number is a median over similar steps, so that a stall of the host has no effect. Attention follows a law fitted by
-the conductor's least squares with relative errors. Tables are of one model on one host, and are marked so.
+the conductor's least fitted with relative errors. Tables are of one model on one host, and are marked so.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lamina.facts.hardware import Device
-from lamina.scheduler.conductor.latency_model import PrefillLatency
-from lamina.scheduler.conductor.least_squares import LeastSquares
+from lamina.scheduler.conductor.latency_model import LatencyFit, PrefillLatency
 from lamina.scheduler.conductor.overload import StepLatency
 from lamina.tools.plan.cost_model import BatchLoad, CostModel
 from lamina.tools.plan.deployment import Deployment
@@ -88,20 +87,20 @@ def calibrate(run: RecordedRun, model: ModelFacts, constants: Constants, source:
 
 def _decode_law(steps: Sequence[RecordedStep]) -> StepLatency:
     """Return the law of whole decoding steps: by rows and by tokens that attention reads."""
-    squares = LeastSquares(3)
+    fitted = LatencyFit(3)
     for s in steps:
-        squares.add((1.0, s.rows, s.pairs / _TOKENS), s.total_s, s.total_s)
-    a, b, c = squares.solution()
+        fitted.add((1.0, s.rows, s.pairs / _TOKENS), s.total_s, s.total_s)
+    a, b, c = fitted.coefficients()
     return StepLatency(a, b, c / _TOKENS)
 
 
 def _prefill_law(steps: Sequence[RecordedStep]) -> PrefillLatency | None:
     """Return the law of steps with a chunk of one prompt. Their fixed time counts as part of the rows' time."""
     alone = [s for s in steps if s.total_s and s.draws <= 1 < s.rows]
-    squares = LeastSquares(2)
+    fitted = LatencyFit(2)
     for s in alone:
-        squares.add((s.rows, 2 * s.pairs / _TOKENS), s.total_s, s.total_s)
-    b, c = squares.solution()
+        fitted.add((s.rows, 2 * s.pairs / _TOKENS), s.total_s, s.total_s)
+    b, c = fitted.coefficients()
     return PrefillLatency(0.0, b, c / _TOKENS) if alone else None
 
 
@@ -129,11 +128,11 @@ def _attention(steps: Sequence[RecordedStep], model: ModelFacts, workers: int) -
     """
     each = model.kv_bytes_per_token / model.num_layers / workers
     unit = max(s.pairs for s in steps) * each
-    squares = LeastSquares(2)
+    fitted = LatencyFit(2)
     for step in (s for s in steps if s.stored_s):
         took = step.stored_s / model.num_layers
-        squares.add((1.0, step.pairs * each / unit), took, took)
-    floor, of_unit = squares.solution()
+        fitted.add((1.0, step.pairs * each / unit), took, took)
+    floor, of_unit = fitted.coefficients()
     rest = median(step.attention_s - step.stored_s for step in steps) / model.num_layers
     return floor + rest, of_unit / unit
 
