@@ -1,7 +1,8 @@
 """Prints a digest of all rounds that engines submit in the scenarios of some seeds.
 
-python -m simulation.plan_hash [FIRST [COUNT]], in the folder ``tests``. A change of the scheduler's structure keeps the
-digest. A change of its policy changes it.
+python -m simulation.plan_hash [FIRST [COUNT [KIND]]], in the folder ``tests``. A change of the scheduler's structure
+keeps the digest. A change of its policy changes it. ``KIND``: ``kept`` for sessions and KV sparsity, which the first
+digest has not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import msgspec
 from lamina.protocol.control import RunRound
 
 from .run import EnginePlay
-from .scenario import Scenario, leaving, planned, scenario
+from .scenario import Scenario, leaving, planned, scenario, sparse, talking
+from .workers import MOST_KEPT
+
+KINDS = {"all": (scenario, planned, leaving), "kept": (talking, sparse)}
 
 
 def hash_rounds(of: Scenario) -> bytes:
@@ -38,15 +42,21 @@ def hash_rounds(of: Scenario) -> bytes:
     return digest.digest()
 
 
-def main(first: int = 0, count: int = 100) -> None:
-    """Print the digest over three scenarios of each seed."""
+def main(first: int = 0, count: int = 100, kind: str = "all") -> None:
+    """Print the digest over one scenario of each kind for each seed."""
     total = hashlib.sha256()
     for seed in range(first, first + count):
-        for of in (scenario(seed), planned(seed), leaving(seed)):
-            with patch("secrets.token_bytes", bytes):  # keys of swapped pages are secret, and other ones in each run
-                total.update(hash_rounds(of))
-    sys.stdout.write(f"{3 * count} scenarios from {first} on: {total.hexdigest()[:16]}\n")
+        for make in KINDS[kind]:
+            kept = MOST_KEPT if kind == "all" else 20 * MOST_KEPT  # pages outside of each pool
+            with (
+                patch("secrets.token_bytes", bytes),  # keys of swapped pages are secret, and other ones in each run
+                patch("simulation.workers.MOST_KEPT", kept),
+                patch("simulation.wire.MOST_KEPT", kept),
+            ):
+                total.update(hash_rounds(make(seed)))
+    sys.stdout.write(f"{len(KINDS[kind]) * count} scenarios from {first} on: {total.hexdigest()[:16]}\n")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    first, count, kind = (*sys.argv[1:4], *("0", "100", "all")[len(sys.argv) - 1 :])
+    main(int(first), int(count), kind)

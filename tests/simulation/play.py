@@ -101,8 +101,23 @@ class Play:
             self._check_view()
         while self._left and self._left[0][1].at_s <= clock.now:
             place, ask = self._left.pop(0)
-            request = engine.add(list(ask.prompt), ask.sampling, make_pieces=Letters)
+            if ask.forgets == "all":
+                engine.reset_prefix_cache()
+            elif ask.forgets and ask.terms.session:
+                engine.drop_session(ask.terms.session)
+            prompt = [*self._said_before(ask), *ask.prompt]
+            request = engine.add(prompt, ask.sampling, make_pieces=Letters, terms=ask.terms)
             self._asked[request] = place, ask
+
+    def _said_before(self, ask: Arriving) -> list[int]:
+        """The conversation that a turn of a session continues, less its end where that would be too long."""
+        turns = [number for number, (_, other) in self._asked.items() if other.terms.session == ask.terms.session]
+        if ask.terms.session is None or not turns or turns[-1] not in self._outputs:
+            return []
+        last = self._outputs[turns[-1]]
+        said, config = [*last.prompt_token_ids, *last.outputs[0].token_ids], self._engine.config
+        limit = self._engine.worker_info.max_model_len - len(ask.prompt) - 2
+        return said if config.overflow.truncates_context else said[:limit]
 
     def _cancel(self) -> None:
         for request, (_, ask) in self._asked.items():

@@ -9,6 +9,8 @@ from typing import Any
 
 from lamina.config.partition import KvShards
 from lamina.request import SamplingParams
+from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
+from lamina.scheduler.sessions.session_table import SessionName
 
 from .model import EOS
 from .workers import PoolShape
@@ -27,6 +29,8 @@ class Arriving:
     prompt: tuple[int, ...]
     params: dict[str, Any]
     cancel_s: float | None = None
+    terms: CacheOptions = DEFAULT_CACHE_OPTIONS
+    forgets: str = ""  # before it comes: its "session", or "all" KV of ended requests
 
     @cached_property
     def sampling(self) -> SamplingParams:
@@ -67,6 +71,7 @@ class Scenario:
     asks: tuple[Arriving, ...] = ()
     faults: tuple[Fault, ...] = field(default=())
     changes: tuple[PlannedChange, ...] = ()
+    max_len: int = MAX_LEN
 
     @property
     def layout(self) -> PoolShape:
@@ -88,7 +93,8 @@ class Scenario:
         if self.partition == "head" or workers == 1:
             lanes = [KvShards()] * len(self.windows)
             holders = [list(range(workers))] * len(lanes)
-            return PoolShape(list(self.windows), lanes, holders, 0, False, num_blocks, BLOCK, weights)
+            sparse = (False, True) if self.options.get("kv_sparsity") == "evict" else ()
+            return PoolShape(list(self.windows), lanes, holders, 0, False, num_blocks, BLOCK, weights, sparse)
         parts = [KvShards(tuple(w == owner for w in range(workers))) for owner in range(workers)]
         each = [(window, lanes, [owner]) for window in self.windows for owner, lanes in enumerate(parts)]
         return PoolShape([w for w, _, _ in each], [x for _, x, _ in each], [h for _, _, h in each], stripe,
@@ -154,6 +160,75 @@ def leaving(seed: int) -> Scenario:
     asks = tuple(replace(ask, at_s=ask.at_s / 50, params={**ask.params, "ignore_eos": True}) for ask in of.asks)
     return replace(of, options=options, partition="request", windows=(0,), num_blocks=blocks, asks=asks,
                    changes=(change,), faults=tuple(sorted(faults, key=lambda f: f.at_s)))  # fmt: skip
+
+
+def talking(seed: int) -> Scenario:
+    """Turns of sessions, which keep KV in the pool and outside of it; some are longer than the context."""
+    rng = random.Random(f"talking {seed}")
+    short = rng.random() < 0.5
+    max_len = 2 * MAX_LEN if short else 400
+    options: dict[str, Any] = {
+        "memory_workers": rng.randint(1, 3), "pipeline": rng.choice((1, 1, 2, 3)), "max_num_seqs": rng.randint(2, 6),
+        "prefill_workers": rng.choice((0, 0, 1)) if short else 0,
+        "prefill_chunk": rng.choice(CHUNKS) * (2 if short else 8),
+        "deterministic": short and rng.random() < 0.3, "enable_prefix_caching": True, "seed": seed,
+        "scheduling_policy": "priority",
+    }  # fmt: skip
+    if not options["prefill_workers"] and rng.random() < 0.7:
+        options |= {"kv_offloading_size": "1MiB", "preemption_mode": rng.choice(("swap", "auto", "recompute"))}
+    if not short:
+        options |= {"context_overflow": "truncate", "keep_first": rng.choice((0, 128)), "truncate_ratio": 0.4}
+    blocks = -(-max_len // BLOCK) + rng.choice((0, 4) if "preemption_mode" in options else (0, 4, 100))
+    asks = list[Arriving]()
+    for number in range(rng.randint(6, 16 if short else 24)):
+        ask = _ask(rng)
+        name = rng.choice(("", "a", "b", "c"))
+        params = {**ask.params, "max_tokens": rng.randint(3, 12), "n": 1 if name else ask.params["n"]}
+        params |= {"prompt_logprobs": None} if name else {}
+        terms = CacheOptions(
+            session=SessionName(b"", name) if name else None, affinity_key=rng.choice((b"", b"k")),
+            retention_s=rng.choice((0.0, 0.5)), priority=rng.choice((0, 0, 1)),
+        )  # fmt: skip
+        forgets = rng.choice(("session" if name else "all", *([""] * 12)))
+        prompt = ask.prompt[: rng.randint(1, 24)] * (1 if short else rng.randint(4, 10))
+        at_s = number // 4 * 0.4 + rng.choice((0.0, rng.uniform(0.0, 0.2)))
+        asks.append(replace(ask, at_s=at_s, prompt=prompt, params=params, terms=terms, forgets=forgets))
+    workers, roles = options["memory_workers"], [("compute", 0)]
+    roles += [("memory", i) for i in range(workers)]
+    faults = tuple(_fault(rng, roles) for _ in range(rng.choice((0, 0, 0, 1))))
+    changes = (PlannedChange(rng.uniform(0.0, 0.8), rng.randint(1, 4), blocks),) if rng.random() < 0.3 else ()
+    faults = tuple(sorted(faults, key=lambda f: f.at_s))
+    windows = rng.choice(((0,), (0,), (6,))) if short else (0,)
+    return Scenario(
+        seed, options, rng.choice(("head", "request")), windows, blocks, tuple(asks), faults, changes, max_len
+    )
+
+
+def sparse(seed: int) -> Scenario:
+    """Sequences that keep or attend a part of their KV, and some that measure the error of it."""
+    rng = random.Random(f"sparse {seed}")
+    mode, max_len = rng.choice(("evict", "evict", "select")), 400
+    options: dict[str, Any] = {
+        "memory_workers": rng.randint(1, 3), "pipeline": rng.choice((1, 1, 2)), "max_num_seqs": rng.randint(2, 6),
+        "prefill_workers": 0, "prefill_chunk": rng.choice((32, 64)), "enable_prefix_caching": rng.random() < 0.5,
+        "kv_sparsity": mode, "kv_budget": 64, "kv_recent": 16, "kv_sink": 4, "block_size": 16, "seed": seed,
+    }  # fmt: skip
+    if mode == "evict":
+        options["kv_window"] = rng.choice((4, 8))
+    if rng.random() < 0.7:
+        options["kv_error_budget"] = "top1=0.1,kl=0.1,shadow=0.7"
+    if options["enable_prefix_caching"] and mode == "evict" and "kv_error_budget" not in options:
+        options |= {"kv_offloading_size": "1MiB", "preemption_mode": "swap"}
+    blocks, asks = -(-max_len // BLOCK) + rng.choice((0, 20, 100)), list[Arriving]()
+    for _ in range(rng.randint(3, 8)):
+        ask = _ask(rng)
+        extra = {"kv_sparsity": "none"} if rng.random() < 0.2 else {}
+        params = {**ask.params, **extra, "max_tokens": rng.randint(20, 150), "ignore_eos": True}
+        asks.append(replace(ask, prompt=(ask.prompt * 12)[: rng.randint(20, 240)], params=params))
+    roles = [("compute", 0), *(("memory", i) for i in range(options["memory_workers"]))]
+    faults = tuple(_fault(rng, roles) for _ in range(rng.choice((0, 0, 1))))
+    windows = (0, 0)
+    return Scenario(seed, options, "head", windows, blocks, tuple(asks), faults, (), max_len)
 
 
 def least_lending(workers: int) -> int:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from lamina.executor.step_reorder_buffer import StepReorderBuffer
 from lamina.ops.sampling.token_history import TokenHistories
-from lamina.protocol.control import ComputeReady, RunRound, StepDone
+from lamina.protocol.control import ComputeReady, RunRound, SampledToken, StepDone
 from lamina.protocol.executor import Done, EpochChanged, Report
 from lamina.protocol.offload_messages import LoadReady, OffloadFacts, TransferDone
+from lamina.protocol.sparse_ops import BlockScoresReport, ScoreBlocks
 from lamina.protocol.step_plan import (
     CopyStripes,
     DeletePages,
@@ -28,7 +29,7 @@ from .copies import SimCopies
 from .elastic import SimElastic, capacity_of
 from .model import EOS, VOCAB, drawn, value
 from .passing import Chunk, Passing
-from .scenario import MAX_LEN, Fault, Scenario
+from .scenario import Fault, Scenario
 from .workers import MOST_KEPT, PAGE, TORN, SimMemory, SimPrefill
 
 NOTICED_S = 0.01  # from a death to the driver's knowing it
@@ -41,6 +42,7 @@ class SimExecutor:
 
     def __init__(self, scenario: Scenario, clock: VirtualClock) -> None:
         layout = scenario.layout
+        self._max_len = scenario.max_len
         self.clock, self.layout = clock, layout
         self._rng = random.Random(scenario.seed)
         self.elastic = SimElastic(self._rng, clock)
@@ -79,9 +81,9 @@ class SimExecutor:
     def _ready(self) -> ComputeReady:
         layout = self.layout
         return ComputeReady(
-            epoch=self.view, vocab_size=VOCAB, num_layers=3, max_model_len=MAX_LEN, dtype="float32",
+            epoch=self.view, vocab_size=VOCAB, num_layers=3, max_model_len=self._max_len, dtype="float32",
             eos_token_ids=[EOS], windows=layout.windows, kv_shards=layout.lanes, stripe=layout.stripe,
-            single_shard=layout.stays,
+            single_shard=layout.stays, sparse=list(layout.sparse),
             num_blocks=[[layout.num_blocks] * len(h) for h in layout.holders], holders=layout.holders,
             block_size=layout.block_size, summary={}, storage=self._tier(),
         )  # fmt: skip
@@ -266,6 +268,8 @@ class SimExecutor:
                     worker.drop(op)
                 elif isinstance(op, CopyStripes):
                     self._copies.begin(number, op)
+                elif isinstance(op, ScoreBlocks):
+                    self._later(self._score, number, op)
             job.begun.add(number)
             if not job.run.plan.rows:
                 job.written.add(number)
@@ -290,8 +294,11 @@ class SimExecutor:
     def _execute(self, job: Passing) -> None:
         run, plan, at = job.run, job.run.plan, 0
         last, ids, seen = self._last.get(plan.batch, {}), list[int](), list[int]()
+        draws = run.sampling_requests
+        target = {d.sequence: draws[d.reference_request].sequence for d in draws if d.reference_request >= 0}
         for row in plan.rows:
-            tokens = [last[row.sequence] if t == -1 else t for t in run.token_ids[at : at + row.count]]
+            owner = target.get(row.sequence, row.sequence)
+            tokens = [last[owner] if t == -1 else t for t in run.token_ids[at : at + row.count]]
             at += row.count
             ids += tokens
             seen += self._attend(row, tokens)
@@ -299,6 +306,11 @@ class SimExecutor:
         choices = [
             drawn(d, seen[d.row], due, ids[d.row] if d.has_pending_token else None) for d in run.sampling_requests
         ]
+        for i, d in enumerate(draws):
+            if d.reference_request >= 0:  # the other's token, and how far both are apart
+                token = choices[d.reference_request].token_id
+                apart = (token + d.row) % 5 == 0, (token % 20) / 50
+                choices[i] = SampledToken(d.sequence, token, divergence=apart)
         if plan.rows:
             drawn_now = zip(run.sampling_requests, choices, strict=True)
             self._last[plan.batch] = {d.sequence: x.token_id for d, x in drawn_now if d.prompt_logprob_token < 0}
@@ -310,6 +322,8 @@ class SimExecutor:
     def _attend(self, row: RowRange, tokens: list[int]) -> list[int]:
         """What each row sees, itself included."""
         totals = []
+        if self.layout.sparse:  # each token depends on its row alone
+            return [value(token, position, 0) for position, token in enumerate(tokens, row.first)]
         for position, token in enumerate(tokens, row.first):
             before = self._total(row, position, range(position))
             stored = value(token, position, before)
@@ -331,6 +345,15 @@ class SimExecutor:
         if self._queues[number] and self._queues[number][0] is jobs and all(number in j.written for j in jobs):
             self._queues[number].popleft()
             self._go_on(number)
+
+    def _score(self, number: int, op: ScoreBlocks) -> None:
+        """Of some weight for each block of a sequence; for none of one that has gone."""
+        tables = self.memory[number].tables
+        if self._lives("memory", number):
+            length = tables.length(op.sequence) if op.sequence in tables.sequences else 0
+            blocks = range(-(-length // tables.block_size))
+            scores = [(block * 37 + op.sequence * 11 + number * 5) % 101 for block in blocks]
+            self._moved.append(BlockScoresReport(epoch=0, step=0, sequence=op.sequence, scores=scores))
 
     def _transfer(self, number: int, op: SaveKv | LoadKv) -> None:
         if self._lives("memory", number):

@@ -42,6 +42,7 @@ class PoolShape(NamedTuple):
     num_blocks: int
     block_size: int
     weights: tuple[int, ...]  # of what the holders of a group store, by their number: each has heads of its own
+    sparse: tuple[bool, ...] = ()  # groups that may drop blocks; where some may, no values are stored
 
     def weight(self, group: int, worker: int) -> int:
         """Of what ``worker`` stores."""
@@ -50,7 +51,9 @@ class PoolShape(NamedTuple):
     def tables(self, groups: Sequence[int]) -> BlockTables:
         """Of some groups."""
         windows, lanes = [self.windows[g] for g in groups], [self.lanes[g] for g in groups]
-        return BlockTables(windows, [self.num_blocks] * len(groups), self.block_size, lanes, self.stripe, self.stays)
+        sparse = [self.sparse[g] for g in groups] if self.sparse else []
+        counts = [self.num_blocks] * len(groups)
+        return BlockTables(windows, counts, self.block_size, lanes, self.stripe, self.stays, sparse)
 
 
 class SimMemory:
@@ -98,6 +101,8 @@ class SimMemory:
 
     def write(self, sequence: int, place: KvLocation, position: int, stored: int) -> None:
         """As far as it is kept here."""
+        if any(self.tables.sparse):
+            return
         number, at = divmod(position, self.size)
         for group, weight in enumerate(self.weights):
             if (block := self.block(group, sequence, place, number)) is not None:

@@ -124,13 +124,9 @@ class Sessions:
         """
         before = session.retained_sequence
         self._forget_sequence(session)
-        session.retained_sequence, session.length, session.location, session.discarded_ranges = (
-            leaf,
-            length,
-            location,
-            discarded,
-        )
-        if self._by_name.get(session.name) is session:
+        session.length, session.location, session.discarded_ranges = length, location, discarded
+        if self._by_name.get(session.name) is session:  # else it was dropped while this turn ran
+            session.retained_sequence = leaf
             self._by_sequence[leaf] = session
         return before
 

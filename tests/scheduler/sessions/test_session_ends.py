@@ -77,3 +77,18 @@ def test_a_turn_that_is_broken_off_leaves_its_session_where_it_was(engine: Engin
         found = next((o for o in engine.step() if o.request_id == output), found)
     assert found is not None
     assert (found.num_cached_tokens or 0) >= before.tokens
+
+
+def test_turns_that_wait_while_their_session_is_deleted_leave_no_session() -> None:
+    engine = make_engine(FakeWire(), enable_prefix_caching=True, prefill_chunk=64, max_num_seqs=1)
+    said = turn(engine, [5] * 40)
+    for number in (6, 7):
+        engine.add([*said, *[number] * 40], PARAMS, terms=CacheOptions(session=NAME))
+    assert engine.drop_session(NAME)
+    while not any(output.finished for output in engine.step()):
+        pass
+    engine.step()
+    engine.scheduler.evict_retained()
+    settle(engine)
+    assert engine.scheduler.features[PrefixCache].num_retained == 1, "the last turn, which has no name"
+    assert engine.scheduler.features[SessionCache].list_tenant(b"me") == []
