@@ -47,7 +47,7 @@ class AsyncLLM:
             token_ids(front.tokenizer, "")  # initializes it: from now on several threads use it
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
         self._engine = EngineThread(front.streams, front.pools, _wake, _closed)
-        self._live: dict[str, _LoopFeed] = {}  # by request_id
+        self._live: dict[str, _LoopCollector] = {}  # by request_id
         self._names = itertools.count()
         self._lock = threading.RLock()  # guards both; reentrant, as the garbage collector may run while it is held
         self._finalizer = weakref.finalize(self, _shut_down, self._engine, self._tokenizing)
@@ -79,25 +79,25 @@ class AsyncLLM:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
         (number,) = priority_list(1, priority)
-        feed = self._register(request_id)
-        add = partial(self._add, prompts[0], params, CacheOptions(priority=number), feed)
+        collector = self._register(request_id)
+        add = partial(self._add, prompts[0], params, CacheOptions(priority=number), collector)
         if isinstance(prompts[0], str) and len(prompts[0]) > INLINE_CHARS:
             try:
                 self._tokenizing.submit(add)
             except RuntimeError:  # another thread shuts down
-                self._forget(feed)
+                self._forget(collector)
                 raise _closed() from None
         else:
             add()
-        return AsyncStream(self, feed)
+        return AsyncStream(self, collector)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator yields the output so far, with finish_reason "abort". Ignores unknown names."""
         with self._lock:
-            feed = self._live.get(request_id)
-        if feed is not None:
+            collector = self._live.get(request_id)
+        if collector is not None:
             with suppress(RuntimeError):  # it has been shut down
-                self._tokenizing.submit(self._engine.abort, feed)  # after the request's tokenization
+                self._tokenizing.submit(self._engine.abort, collector)  # after the request's tokenization
 
     async def get_tokenizer(self) -> Any:
         """Return the Hugging Face tokenizer, or None."""
@@ -159,46 +159,50 @@ class AsyncLLM:
         if not self._engine.is_running or not self._finalizer.alive:
             raise _closed()
 
-    def _register(self, request_id: str | None) -> _LoopFeed:
+    def _register(self, request_id: str | None) -> _LoopCollector:
         with self._lock:
             name = f"request-{next(self._names)}" if request_id is None else str(request_id)
             if (other := self._live.get(name)) is not None and other.is_unfinished:
                 raise ValueError(f"request_id {name!r} is in use: give each request one of its own, or None")
-            self._live[name] = feed = _LoopFeed(name=name)
-        return feed
+            self._live[name] = collector = _LoopCollector(name=name)
+        return collector
 
-    def _add(self, prompt: str | list[int], params: SamplingParams, terms: CacheOptions, feed: _LoopFeed) -> None:
+    def _add(
+        self, prompt: str | list[int], params: SamplingParams, cache_options: CacheOptions, collector: _LoopCollector
+    ) -> None:
         try:
-            if not feed.dropped:
-                self._engine.add(replace(self._front.engine_request(prompt, params), cache_options=terms), feed)
+            if not collector.dropped:
+                self._engine.add(
+                    replace(self._front.engine_request(prompt, params), cache_options=cache_options), collector
+                )
         except Exception as error:  # noqa: BLE001 - a tokenizer's error, too: no reader may wait forever
-            feed.fail(error)
-            _wake([feed])
+            collector.fail(error)
+            _wake([collector])
 
-    def _forget(self, feed: _LoopFeed) -> None:
+    def _forget(self, collector: _LoopCollector) -> None:
         with self._lock:
-            if self._live.get(feed.name) is feed:
-                del self._live[feed.name]
-        self._engine.drop(feed)
+            if self._live.get(collector.name) is collector:
+                del self._live[collector.name]
+        self._engine.drop(collector)
 
 
 class AsyncStream(AsyncIterator[RequestOutput]):
     """The outputs of one request as it grows; see ``AsyncLLM.generate``. One task at a time reads it."""
 
-    def __init__(self, llm: AsyncLLM, feed: _LoopFeed) -> None:
+    def __init__(self, llm: AsyncLLM, collector: _LoopCollector) -> None:
         self._llm = llm
-        self._feed = feed
+        self._collector = collector
 
     @property
     def request_id(self) -> str:
         """The request's name."""
-        return self._feed.name
+        return self._collector.name
 
     async def __anext__(self) -> RequestOutput:
-        if self._feed.dropped:
+        if self._collector.dropped:
             raise StopAsyncIteration
         try:
-            output = await self._feed.next()
+            output = await self._collector.next()
         except BaseException:
             self._close()
             raise
@@ -212,14 +216,14 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         self._close()
 
     def _close(self) -> None:
-        if not self._feed.dropped:
-            self._llm._forget(self._feed)
+        if not self._collector.dropped:
+            self._llm._forget(self._collector)
 
     def __del__(self) -> None:
         self._close()
 
 
-class _LoopFeed(RequestOutputCollector):
+class _LoopCollector(RequestOutputCollector):
     """A collector whose reader waits in an event loop."""
 
     def __init__(self, name: str) -> None:
@@ -239,20 +243,20 @@ class _LoopFeed(RequestOutputCollector):
             await self.arrived.wait()
 
 
-def _wake(feeds: list[Any]) -> None:
-    """Wake the readers of ``feeds``: one call into each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_LoopFeed]] = {}
-    for feed in feeds:
-        if feed.loop is not None:
-            by_loop.setdefault(feed.loop, []).append(feed)
+def _wake(collectors: list[Any]) -> None:
+    """Wake the readers of ``collectors``: one call into each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_LoopCollector]] = {}
+    for collector in collectors:
+        if collector.loop is not None:
+            by_loop.setdefault(collector.loop, []).append(collector)
     for loop, waiting in by_loop.items():
         with suppress(RuntimeError):  # the loop is closed: no reader waits
             loop.call_soon_threadsafe(_set, waiting)
 
 
-def _set(feeds: list[_LoopFeed]) -> None:
-    for feed in feeds:
-        feed.arrived.set()
+def _set(collectors: list[_LoopCollector]) -> None:
+    for collector in collectors:
+        collector.arrived.set()
 
 
 def _closed() -> ValueError:

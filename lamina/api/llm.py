@@ -100,18 +100,18 @@ class LLM:
         check_arguments("LLM.generate", others)
         batch = prompt_list(prompts)
         priorities = priority_list(len(batch), priority)
-        return self._generate(batch, sampling_params, use_tqdm, _terms(session_id, kv_discard), priorities)
+        return self._generate(batch, sampling_params, use_tqdm, _cache_options(session_id, kv_discard), priorities)
 
     def _generate(
         self,
         batch: list[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
-        terms: CacheOptions,
+        cache_options: CacheOptions,
         priorities: list[int],
         messages: Conversation | None = None,
     ) -> list[RequestOutput]:
-        asked = self._asked(batch, sampling_params, terms, messages)
+        asked = self._asked(batch, sampling_params, cache_options, messages)
         asked = [
             replace(a, cache_options=structs.replace(a.cache_options, priority=p))
             for a, p in zip(asked, priorities, strict=True)
@@ -174,8 +174,8 @@ class LLM:
             options["continue_final_message"] = True
         options |= {k: v for k, v in (("chat_template", chat_template), ("tools", tools)) if v is not None}
         prompts: list[str | list[int]] = [apply_chat_template(self.tokenizer, c, **options) for c in conversations]
-        priorities, terms = priority_list(len(prompts), priority), _terms(session_id, kv_discard)
-        return self._generate(prompts, sampling_params, use_tqdm, terms, priorities, conversations[0])
+        priorities, cache_options = priority_list(len(prompts), priority), _cache_options(session_id, kv_discard)
+        return self._generate(prompts, sampling_params, use_tqdm, cache_options, priorities, conversations[0])
 
     def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:
         """Decode prompts whose next tokens the caller chooses, one token of each at a time, from the logits of all.
@@ -238,32 +238,32 @@ class LLM:
         self,
         batch: list[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
+        cache_options: CacheOptions = DEFAULT_CACHE_OPTIONS,
         messages: Conversation | None = None,
     ) -> list[EngineRequest]:
         self._check_open()
-        if terms != DEFAULT_CACHE_OPTIONS and len(batch) != 1:
+        if cache_options != DEFAULT_CACHE_OPTIONS and len(batch) != 1:
             raise ValueError(f"session_id and kv_discard go with one prompt, not {len(batch)}: call it for each")
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = params_list(len(batch), given)
         asked = [self._front.engine_request(p, params) for p, params in zip(batch, each, strict=True)]
-        if terms != DEFAULT_CACHE_OPTIONS:
+        if cache_options != DEFAULT_CACHE_OPTIONS:
             transcript = prompt_transcript(batch[0]) if messages is None else messages_transcript(messages)
-            asked = [replace(asked[0], cache_options=terms, transcript=transcript)]
+            asked = [replace(asked[0], cache_options=cache_options, transcript=transcript)]
         return asked
 
     def _stream(self, requests: list[EngineRequest], *, finished_only: bool) -> Stream:
-        feed = RequestOutputCollector(len(requests), finished_only=finished_only)
+        collector = RequestOutputCollector(len(requests), finished_only=finished_only)
         with _Use(self):
-            self._front.streams.add(requests, feed)
-        return Stream(self, feed)
+            self._front.streams.add(requests, collector)
+        return Stream(self, collector)
 
-    def _next(self, feed: RequestOutputCollector) -> RequestOutput | None:
+    def _next(self, collector: RequestOutputCollector) -> RequestOutput | None:
         """Return the next grown output; None at the end."""
         with _Use(self):
-            while (output := feed.get_nowait()) is None and feed.is_unfinished:
+            while (output := collector.get_nowait()) is None and collector.is_unfinished:
                 self._step()
-                if self.engine.idle and feed.is_unfinished:
+                if self.engine.idle and collector.is_unfinished:
                     raise ValueError(
                         "a request does not fit next to rows whose tokens are being chosen: continue those first, or "
                         "start with more max_num_seqs or kv_memory"
@@ -279,13 +279,13 @@ class LLM:
         if not self.pools.is_closed:
             self._advance(self._front.streams.release_idle_blocks)
 
-    def _drop(self, feed: RequestOutputCollector) -> None:
+    def _drop(self, collector: RequestOutputCollector) -> None:
         with _Use(self):
-            self._dropped.append(feed)
+            self._dropped.append(collector)
 
-    def _collect(self, feed: RequestOutputCollector) -> None:
+    def _collect(self, collector: RequestOutputCollector) -> None:
         """Do ``_drop`` for a garbage collector, which may run on any thread, at any point."""
-        self._dropped.append(feed)
+        self._dropped.append(collector)
         with suppress(RuntimeError, ValueError), _Use(self):  # if in use, the end of that use drops it
             pass
 
@@ -314,7 +314,7 @@ class LLM:
             raise ValueError("this LLM is closed: create a new one")
 
 
-def _terms(session_id: str | None, kv_discard: Sequence[tuple[int, int]]) -> CacheOptions:
+def _cache_options(session_id: str | None, kv_discard: Sequence[tuple[int, int]]) -> CacheOptions:
     """Return the cache options for the one prompt of a call."""
     session = None if session_id is None else SessionName(b"", session_id)
     return CacheOptions(session=session, discard_ranges=parse_ranges(kv_discard))
@@ -339,19 +339,19 @@ class _Use:
 class Stream(Iterator[RequestOutput]):
     """The outputs of some requests as they grow; see ``LLM.stream``. Also a context manager."""
 
-    def __init__(self, llm: LLM, feed: RequestOutputCollector) -> None:
+    def __init__(self, llm: LLM, collector: RequestOutputCollector) -> None:
         self._llm = llm
-        self._feed = feed
+        self._collector = collector
 
     @property
     def request_ids(self) -> list[int]:
         """The ids of the stream's requests, in the order of their prompts."""
-        return list(self._feed.request_ids)
+        return list(self._collector.request_ids)
 
     def __next__(self) -> RequestOutput:
-        if self._feed.dropped:
+        if self._collector.dropped:
             raise StopIteration
-        output = self._llm._next(self._feed)
+        output = self._llm._next(self._collector)
         if output is None:
             self.close()
             raise StopIteration
@@ -359,8 +359,8 @@ class Stream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """Cancel unfinished requests. Idempotent."""
-        if not self._feed.dropped:
-            self._llm._drop(self._feed)
+        if not self._collector.dropped:
+            self._llm._drop(self._collector)
 
     def __enter__(self) -> Stream:
         return self
@@ -369,5 +369,5 @@ class Stream(Iterator[RequestOutput]):
         self.close()
 
     def __del__(self) -> None:
-        if not self._feed.dropped:
-            self._llm._collect(self._feed)
+        if not self._collector.dropped:
+            self._llm._collect(self._collector)

@@ -28,6 +28,7 @@ from lamina.netstack.cached_file import VARIABLE, CachedFile, cache_directory
 from .checkpoint import FileStamp
 
 PACKAGES = {"torch", "transformers", "lamina"}
+CODE_FOLDERS = ("models", "converter", "ops/attention", "ops/collective")  # what a capture depends on
 MAX_FILES = 256  # files in the folder; the least recently used ones are removed
 MAX_FILE_BYTES = 64 << 20  # bytes of a file
 LOCK_TIMEOUT_S = 120.0  # seconds for another process to capture
@@ -165,11 +166,7 @@ def _code_of(model: nn.Module) -> list[str]:
 def _own_code() -> str:
     """Return a digest of Lamina's own files that route, capture and write. Raises OSError."""
     lamina = Path(__file__).resolve().parents[1]
-    files = [
-        path
-        for room in ("models", "converter", "attention", "collective")
-        for path in sorted((lamina / room).glob("*.py"))
-    ]
+    files = [path for folder in CODE_FOLDERS for path in sorted((lamina / folder).glob("*.py"))]
     return hashlib.sha256("".join(map(_digest, files)).encode()).hexdigest()
 
 

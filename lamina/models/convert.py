@@ -20,7 +20,7 @@ from .errors import UnsupportedModelError
 from .load import LOAD_LOCK
 from .unsupported_models import check_config, check_layers, num_layers
 
-MAX_SHOWN = "tokens and rows are apart"
+PROOF_TEXT = "tokens and rows are apart"  # the content of a proof's file
 
 
 def convert_model(
@@ -53,7 +53,7 @@ def convert_model(
     kept = capture_file(model, max_model_len=max_model_len, experts=experts, part=part) if keep else None
     proof = kept.proof_file(stamps) if kept and stamps else None
     route = routed_attention(model, max_model_len=max_model_len, experts=experts, part=part)
-    with LOAD_LOCK, _turn(kept, proof) as shown, route as router:
+    with LOAD_LOCK, _wait_for_other_capture(kept, proof) as shown, route as router:
         expect = num_layers(model) if shown else len(check_layers(model, router, max_model_len))
         try:
             program = convert(
@@ -69,17 +69,17 @@ def convert_model(
         except ConversionError as error:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be cut: {error}") from error
         if proof and check_rows and not shown:
-            proof.write(MAX_SHOWN)
+            proof.write(PROOF_TEXT)
     return program
 
 
 @contextmanager
-def _turn(cache: CaptureCache | None, proof: CaptureCache | None) -> Iterator[bool]:
+def _wait_for_other_capture(cache: CaptureCache | None, proof: CaptureCache | None) -> Iterator[bool]:
     """Yield whether ``proof`` exists. If it or the capture is missing, wait for another process that makes them."""
     with ExitStack() as after:
-        if cache and (cache.read() is None or (proof and proof.read() != MAX_SHOWN)):
+        if cache and (cache.read() is None or (proof and proof.read() != PROOF_TEXT)):
             after.enter_context(cache.lock_for_capture())
-        yield proof is not None and proof.read() == MAX_SHOWN
+        yield proof is not None and proof.read() == PROOF_TEXT
 
 
 def layer_shapes(program: SlicedProgram) -> list[LayerShape]:

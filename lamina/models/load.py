@@ -44,7 +44,6 @@ class LoadedModel:
 
     model: nn.Module
     config: Any  # transformers.PretrainedConfig
-    generation_config: Any  # transformers.GenerationConfig or None
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     dtype: torch.dtype
@@ -148,7 +147,6 @@ def _describe(model: nn.Module, path: Path | None) -> LoadedModel:
     return LoadedModel(
         model=model,
         config=config,
-        generation_config=generation,
         eos_token_ids=tuple(int(i) for i in ids if 0 <= i < vocab),  # no other token can be drawn
         max_model_len=max_model_len(config),
         dtype=_dtype_of(model),

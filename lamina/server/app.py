@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -13,17 +15,17 @@ from lamina import __version__
 
 from . import completion_routes, info_routes, operator_routes, optional_routes, session_routes
 from .call import Service
-from .errors import ApiError, error_response
+from .engine_client.engine_client import EngineBusyError, EngineGoneError, QueryFailedError
+from .engine_client.engine_restarts import PlanFailedError
+from .errors import ApiError, engine_gone, error_response
 from .journal import fetch_routes
 from .metrics import dashboard
 from .metrics.request_log import RequestLog
 from .middleware.auth import Auth
 from .middleware.head_requests import HeadRequests
-from .middleware.load_shedding import LoadShedding
-from .middleware.request_bodies import BodyLimits
 from .middleware.root_path import RootPath
 from .middleware.trusted_hosts import TrustedHosts
-from .middleware.unsupported_routes import UnsupportedRoutes, route_not_found
+from .middleware.unsupported_routes import route_not_found, unsupported_route
 
 
 def make_app(service: Service) -> FastAPI:
@@ -34,21 +36,19 @@ def make_app(service: Service) -> FastAPI:
     app.state.service = service
     for router in _routers(service):
         app.include_router(router)
-    app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _api_error)  # RequestLog logs it
+    known: list[type[Exception]] = [ApiError, *_ERRORS, Exception]
+    for kind in known:
+        app.add_exception_handler(kind, _api_error)  # RequestLog logs unknown ones
     return app
 
 
 def with_middleware(app: FastAPI, service: Service) -> ASGIApp:
-    """Wrap ``app`` in its middleware. From outside to inside: log and metrics, trusted hosts, CORS, API keys, routes of
-    other servers that are not supported, early refusal, limits of bodies, HEAD requests.
+    """Wrap ``app`` in its middleware. From outside to inside: log and metrics, trusted hosts, CORS, API keys, HEAD
+    requests. Routes read their bodies themselves.
     """
     config = service.config
-    routes = _routes(service)
-    bodies = BodyLimits(HeadRequests(app), config, service.bodies, service.metrics.on_rejected, routes)
-    refusal = LoadShedding(bodies, service.queue_limit, completion_routes.router.routes)
-    inner: ASGIApp = Auth(UnsupportedRoutes(refusal, _paths(routes)), config.api_keys, config.admin_key)
+    inner: ASGIApp = Auth(HeadRequests(app), config.api_keys, config.admin_key)
     if config.origins:
         inner = CORSMiddleware(
             inner, allow_origins=config.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
@@ -57,7 +57,7 @@ def with_middleware(app: FastAPI, service: Service) -> ASGIApp:
     if not config.api_keys and not config.uds:  # no browser has the key, or can open a Unix socket
         inner = TrustedHosts(inner, config)
     heads = config.enable_request_id_headers
-    seen = RequestLog(inner, service.metrics, routes, log_requests=config.enable_log_requests, heads=heads)
+    seen = RequestLog(inner, service.metrics, _routes(service), log_requests=config.enable_log_requests, heads=heads)
     return RootPath(seen, config.root_path) if config.root_path else seen
 
 
@@ -78,19 +78,28 @@ def _routes(service: Service) -> list[Route]:
     return [route for router in _routers(service) for route in router.routes if isinstance(route, Route)]
 
 
-def _paths(routes: list[Route]) -> list[str]:
-    return [route.path for route in routes]
+# Errors that routes do not handle themselves -> the reply.
+_ERRORS: dict[type[Exception], Callable[[Exception], ApiError]] = {
+    EngineBusyError: lambda error: ApiError(409, str(error), code="busy"),
+    EngineGoneError: engine_gone,
+    PlanFailedError: lambda error: ApiError(409, f"nothing has changed: {error}", code="scaling_failed"),
+    QueryFailedError: lambda error: ApiError(500, str(error), code="engine_failed"),
+}
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
-    return error_response(error if isinstance(error, ApiError) else ApiError(500, "the server failed; see its log"))
+    if not isinstance(error, ApiError):
+        make = next((make for kind, make in _ERRORS.items() if isinstance(error, kind)), None)
+        error = ApiError(500, "the server failed; see its log") if make is None else make(error)
+    return error_response(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
         return error_response(ApiError(getattr(error, "status_code", 500), "the request failed"))
-    if error.status_code == 404:
-        return error_response(route_not_found(request.scope["path"], _paths(_routes(request.app.state.service))))
+    path, served = request.scope["path"], [route.path for route in _routes(request.app.state.service)]
+    if error.status_code == 404 or unsupported_route(path, served):
+        return error_response(route_not_found(path, served))
     allowed = "GET, HEAD" if "GET" in (known := (error.headers or {}).get("Allow", "")) else known
     text = f"this route takes {allowed}, not {request.method}"
     return error_response(ApiError(405, text, code="method_not_allowed"), {"Allow": allowed})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from lamina.facts.host_memory import memory_bytes
@@ -19,7 +20,7 @@ from .engine_client.engine_client import EngineClient, EngineGoneError
 from .engine_client.messages import Delta
 from .engine_client.open_prompts import PromptRefusedError
 from .engine_client.reply_queue import ReplyQueue
-from .errors import ApiError, engine_error, slo_error
+from .errors import ApiError, engine_error, engine_gone, slo_error
 from .journal.journal import Journal
 from .journal.journal_entry import JournalEntry
 from .journal.journal_records import AcceptedRecord
@@ -46,33 +47,45 @@ class SessionTurn:
     name: SessionName
 
 
-@dataclass
 class Service:
     """Everything that the routes share. ``run.py`` makes one for each server."""
 
-    config: ServerConfig
-    names: list[str]
-    root: str
-    client: EngineClient
-    prompt_processor: PromptProcessor
-    token_texts: TokenTexts
-    metrics: ServerMetrics
-    engine_metrics: EngineMetrics
-    queue_limit: QueueLimit
-    unknown_fields: UnknownFields
-    defaults: dict[str, Any] = field(default_factory=dict)  # defaults of SamplingParams from the model's files
-    journal: Journal | None = None
-    session_turns: SessionTurns = field(default_factory=SessionTurns)
-    decode_executor: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
-    encoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-answers"))
-    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a body is decoded on ``decode_executor``
-    tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a long text is tokenized
-    active_calls: set[Call] = field(default_factory=set)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        limits = self.config.memory_limits(memory_bytes())
+    def __init__(
+        self,
+        config: ServerConfig,
+        names: list[str],
+        root: str,
+        client: EngineClient,
+        tokenizer: Any,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+        journal: Journal | None = None,
+    ) -> None:
+        """``names``: those that clients may use for the model; ``root``: its own. ``defaults``: of SamplingParams, from
+        the model's files.
+        """
+        self.config, self.names, self.root, self.client = config, names, root, client
+        self.defaults, self.journal = defaults, journal
+        self.created = int(time.time())
+        self.prompt_processor, self.token_texts = PromptProcessor(tokenizer, client.ready), TokenTexts(tokenizer)
+        self.metrics = ServerMetrics(names[0], config.conductor_config.limits)
+        self.engine_metrics = EngineMetrics(client, self.metrics.labels)
+        self.metrics.registry.register(self.engine_metrics)
+        client.on_step = self.metrics.on_step
+        self.unknown_fields = UnknownFields(allowed=config.allow_unknown_fields)
+        self.queue_limit = QueueLimit(
+            client.ready.max_num_seqs,
+            config.max_num_queued_reqs,
+            config.max_num_queued_tokens,
+            self.metrics.on_rejected,
+        )
+        limits = config.memory_limits(memory_bytes())
         self.bodies, self.answers = MemoryBudget(limits.body_total), MemoryBudget(limits.answer_total)
+        self.decode_executor = ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies")
+        self.encoder = ThreadPoolExecutor(1, thread_name_prefix="lamina-answers")
+        self.decoding = asyncio.Lock()  # held while a body is decoded on ``decode_executor``
+        self.tokenizing = asyncio.Lock()  # held while a long text is tokenized
+        self.session_turns = SessionTurns()
+        self.active_calls = set[Call]()
 
     def texts_of(self, record: AcceptedRecord) -> TokenTexts:
         """Return how the log-probabilities of a request name tokens: by text, or by number."""
@@ -115,7 +128,7 @@ class Call:
         arrival_s: float,
         *,
         only_prompt: bool = False,
-        terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
+        cache_options: CacheOptions = DEFAULT_CACHE_OPTIONS,
         entry: JournalEntry | None = None,
         turn: SessionTurn | None = None,
         answer_id: str = "",
@@ -131,15 +144,15 @@ class Call:
         self.answer_id = answer_id
         self.completion_tokens = 0
         self.cached_tokens = 0  # cached tokens of the prompts
-        self._service, self._entry, self._terms, self._turn = service, entry, terms, turn
-        self._started_prompts = True  # False once a completion has ended other than by "stop" or "length"
-        self._deltas_of_earlier_server = False  # True: the journal keeps the request for the next server
-        self._feed = ReplyQueue()
+        self._service, self._entry, self._cache_options, self._turn = service, entry, cache_options, turn
+        self._ended_well = True  # False once a completion has ended other than by "stop" or "length"
+        self._is_left_to_next_server = False  # True: the journal keeps the request for the next server
+        self._replies = ReplyQueue()
         self._open = len(prompts) * params.n
         self._waiting: set[int] = set()  # keys of prompts without a first token
         self._numbers: dict[int, int] = {}
         if service.client.failure is not None:
-            raise ApiError(503, f"the engine is gone: {service.client.failure}", code="engine_gone", retry_after_s=5)
+            raise engine_gone(service.client.failure)
         self._ticket = ticket
         ticket.set_prompt_tokens(self.prompt_tokens)
         self.meters = [PromptMeter(service.metrics, arrival_s, len(p.ids), params) for p in prompts]
@@ -152,12 +165,12 @@ class Call:
 
     def _add_all(self) -> None:
         for number, (prompt, meter) in enumerate(zip(self.prompts, self.meters, strict=True)):
-            entry, client, terms, name = self._entry, self._service.client, self._terms, self.answer_id
-            if entry is None:
-                key = client.add(prompt.ids, self.params, self._feed, meter, terms=terms, name=name)
-            else:
-                params, known = entry.params_of(number), entry.keys[number]
-                key = client.add(prompt.ids, params, self._feed, meter, key=known, terms=terms, name=name)
+            entry = self._entry
+            params, known = (self.params, None) if entry is None else (entry.params_of(number), entry.keys[number])
+            key = self._service.client.add(
+                prompt.ids, params, self._replies, meter, key=known,
+                cache_options=self._cache_options, name=self.answer_id,
+            )  # fmt: skip
             self._numbers[key] = number
             self._waiting.add(key)
 
@@ -178,7 +191,7 @@ class Call:
         while self._open:
             try:
                 async with asyncio.timeout(keep_alive_s or None):
-                    deltas = await self._feed.get()
+                    deltas = await self._replies.get()
             except TimeoutError:
                 yield []
                 continue
@@ -189,7 +202,7 @@ class Call:
     async def wait_first_token(self) -> None:
         """Wait for the first token. Raises ApiError if none comes, or if the request is refused after its prefill."""
         try:
-            deltas = await self._feed.wait_any()
+            deltas = await self._replies.wait_any()
         except (PromptRefusedError, EngineGoneError) as e:
             raise self._failed(e) from e
         for delta in deltas:
@@ -197,8 +210,8 @@ class Call:
 
     def _failed(self, error: PromptRefusedError | EngineGoneError) -> ApiError:
         if isinstance(error, EngineGoneError):
-            self._deltas_of_earlier_server = True
-            return ApiError(503, f"the engine is gone: {error}", code="engine_gone", retry_after_s=5)
+            self._is_left_to_next_server = True
+            return engine_gone(error)
         if error.refusal is not None:
             self._service.metrics.on_rejected(error.refusal.reason)
             return slo_error(str(error), error.refusal)
@@ -218,7 +231,7 @@ class Call:
         if delta.finish_reason is not None:
             self._open -= 1
             self._ticket.on_completion_finished()
-            self._started_prompts = self._started_prompts and delta.finish_reason in ("stop", "length")
+            self._ended_well = self._ended_well and delta.finish_reason in ("stop", "length")
         self._check_late(delta)
         if delta.finish_reason == "error":
             raise engine_error(str(delta.stop_reason), delta.blame, PARAMS)
@@ -226,8 +239,8 @@ class Call:
 
     def abort(self, error: ApiError) -> None:
         """End the call from outside: its reader gets ``error``. A journal keeps the request for the next server."""
-        self._deltas_of_earlier_server = True
-        self._feed.fail(error)
+        self._is_left_to_next_server = True
+        self._replies.fail(error)
         self._cancel()
 
     def close(self) -> None:
@@ -235,11 +248,11 @@ class Call:
         if self in self._service.active_calls:
             self._service.active_calls.discard(self)
             if self._turn is not None:
-                self._turn.turns.end(self._turn.name, answered=not self._open and self._started_prompts)
+                self._turn.turns.end(self._turn.name, answered=not self._open and self._ended_well)
             if self._open:
                 self._service.metrics.on_finished("abort")
             self._cancel()
-            if self._entry is not None and self._service.journal is not None and not self._deltas_of_earlier_server:
+            if self._entry is not None and self._service.journal is not None and not self._is_left_to_next_server:
                 self._service.journal.drop(self._entry.accepted.id)
             self._ticket.close()
 

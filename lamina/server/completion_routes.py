@@ -39,6 +39,7 @@ _ANSWERS = responses_of(429, 503, kinds=("application/json", "text/event-stream"
 async def completions(request: Request) -> Response:
     """Complete prompts."""
     service: Service = request.app.state.service
+    service.queue_limit.check(1)  # before the body is read, so that a refusal costs next to nothing
     body = await parse(CompletionRequest, request)
     name = service.check_model(body.model)
     params = completion_params(body, service.config, service.client.ready, service.defaults)
@@ -63,6 +64,7 @@ async def completions(request: Request) -> Response:
 async def chat(request: Request) -> Response:
     """Complete a conversation."""
     service: Service = request.app.state.service
+    service.queue_limit.check(1)
     body = await parse(ChatRequest, request)
     name = service.check_model(body.model)
     params = chat_params(body, service.config, service.client.ready, service.defaults)
@@ -106,7 +108,7 @@ async def _call(
     request.state.intake.add(PROMPT_TOKEN * sum(lengths), "the prompt")
     costs = answer_costs(record, lengths, service.client.ready)
     room = take_room(service.answers, costs, service.metrics.on_rejected)
-    request.state.ends.callback(room.close)
+    request.state.at_end.callback(room.close)
     entry = await _journaled(service, record, prompts)
     try:
         call = Call(
@@ -116,7 +118,7 @@ async def _call(
             ticket,
             request.state.arrival_s,
             only_prompt=record.only_prompt,
-            terms=cache_options_of(request.state.key_id, record.salt, turn.name if turn else None, body),
+            cache_options=cache_options_of(request.state.key_id, record.salt, turn.name if turn else None, body),
             entry=entry,
             turn=turn,
             answer_id=record.log_name,

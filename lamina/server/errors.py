@@ -82,6 +82,11 @@ def engine_error(text: str, blame: ErrorOrigin | None, known: frozenset[str]) ->
     return bad_request(text, known) if blame is ErrorOrigin.CLIENT else ApiError(500, text, code="no_token")
 
 
+def engine_gone(reason: object) -> ApiError:
+    """Return the reply if there is no engine now, or none any more."""
+    return ApiError(503, f"the engine is gone: {reason}", code="engine_gone", retry_after_s=5)
+
+
 def bad_request(text: str, known: frozenset[str]) -> ApiError:
     """Return the reply to a wrong request. ``param`` is set if ``text`` begins with a name in ``known``."""
     first = text.split(maxsplit=1)[0] if text else ""

@@ -5,8 +5,7 @@ new requests, or removes memory workers. POST /cordon keeps new sequences off on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -21,10 +20,7 @@ from lamina.config.topology import MAX_BATCHES, MAX_WORKERS
 from lamina.models.checkpoint import peek_config
 
 from .call import Service
-from .engine_client.engine_client import EngineGoneError
-from .engine_client.engine_restarts import PlanFailedError
 from .engine_client.messages import EngineReady
-from .engine_client.resize import EngineBusyError
 from .errors import ApiError, json_response
 from .middleware.request_bodies import parse
 from .openapi import body_of, responses_of
@@ -70,8 +66,6 @@ async def scale(request: Request) -> Response:
     service: Service = request.app.state.service
     body, before = await parse(ScaleRequest, request), service.client.config
     asked = {name: value for name in SCALE_FIELDS if (value := getattr(body, name)) is not None}
-    if unknown := sorted(set(body.model_extra or {})):
-        raise ApiError(400, f"unknown field {unknown[0]!r}; known: {', '.join(SCALE_FIELDS)}", param=unknown[0])
     if not asked or before is None:
         raise ApiError(400, f"name what to change: {', '.join(SCALE_FIELDS)}", code="invalid_value")
     had = _sizes(before)
@@ -94,8 +88,6 @@ async def drain(request: Request) -> Response:
     """
     service: Service = request.app.state.service
     body = await parse(DrainRequest, request)
-    if unknown := sorted(set(body.model_extra or {})):
-        raise ApiError(400, f"unknown field {unknown[0]!r}; known: on, memory_worker, host", param=unknown[0])
     named = [name for name in ("memory_worker", "host") if getattr(body, name) is not None]
     if len(named) > 1 or (named and not body.on):
         text = "name memory_worker or host, or on: only one of them, and a removed worker does not come back"
@@ -117,10 +109,8 @@ async def cordon(request: Request) -> Response:
     """
     service: Service = request.app.state.service
     body = await parse(CordonRequest, request)
-    if unknown := sorted(set(body.model_extra or {})):
-        raise ApiError(400, f"unknown field {unknown[0]!r}; known: memory_worker, on", param=unknown[0])
-    with _refusals(service):
-        return json_response({"cordoned": await service.client.cordon(body.memory_worker, on=body.on)})
+    _check_running(service)
+    return json_response({"cordoned": await service.client.cordon(body.memory_worker, on=body.on)})
 
 
 def workers_on_host(ready: EngineReady, host: str) -> list[int]:
@@ -155,22 +145,13 @@ async def _dismiss(service: Service, workers: Sequence[int], asked: str) -> dict
 
 
 async def _change(service: Service, wanted: EngineConfig, leaving: Sequence[int] = ()) -> float:
-    with _refusals(service):
-        return round(await service.client.replace_engine(wanted, leaving), 3)
+    _check_running(service)
+    return round(await service.client.replace_engine(wanted, leaving), 3)
 
 
-@contextmanager
-def _refusals(service: Service) -> Iterator[None]:
+def _check_running(service: Service) -> None:
     if service.queue_limit.is_draining:
         raise ApiError(503, "the server is shutting down", code="shutting_down")
-    try:
-        yield
-    except EngineBusyError as error:
-        raise ApiError(409, str(error), code="busy") from None
-    except EngineGoneError as error:
-        raise ApiError(503, f"the engine is gone: {error}", code="engine_gone", retry_after_s=5) from None
-    except PlanFailedError as error:
-        raise ApiError(409, f"nothing has changed: {error}", code="scaling_failed") from None
 
 
 def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: EngineReady) -> EngineConfig:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from .call import Service
-from .errors import ApiError, json_response
+from .errors import engine_gone, json_response
 from .openapi import responses_of
 
 tokenizer_info = APIRouter()
@@ -34,7 +34,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     """Let prompts that come after this request find no KV of earlier ones."""
     service: Service = request.app.state.service
     if service.client.failure is not None:
-        raise ApiError(503, f"the engine is gone: {service.client.failure}", code="engine_gone", retry_after_s=5)
+        raise engine_gone(service.client.failure)
     service.client.reset_prefix_cache()
     return json_response({"success": True})
 

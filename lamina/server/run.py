@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import uvicorn
 import uvloop
@@ -33,18 +32,12 @@ from .engine_client.messages import StartEngine
 from .errors import ApiError
 from .journal.journal import Journal
 from .journal.resume import finish_all
-from .metrics.engine_metrics import EngineMetrics
-from .metrics.http_metrics import ServerMetrics
 from .metrics.request_log import set_up_logging
 from .metrics.status_line import log_status_forever
 from .middleware.connection_limit import ConnectionLimiter, max_connections
 from .middleware.http_connection import Connection
 from .middleware.tls import TlsHandshake, TlsListener
-from .queue_limit import QueueLimit
 from .request.chat_template import read_template
-from .request.prompt_processing import PromptProcessor
-from .request.unsupported_fields import UnknownFields
-from .response.openai_logprobs import TokenTexts
 from .server_config import ServerConfig
 
 CLOSE_S = 5  # for connections to take their last bytes
@@ -103,45 +96,11 @@ async def _serve(
             logger.info("sampling defaults from %s: %s (--generation-config)", FILE, text)
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
-        service = _service(model, config, engine_config, client, tokenizer, defaults)
-        service.journal = journal
+        service = Service(config, config.names(model), model, client, tokenizer, defaults, journal)
         await HttpServer(service, on_ready).run(sock)
         return 1 if client.failure is not None else 0
     finally:
         await client.close()
-
-
-def _service(
-    model: str,
-    config: ServerConfig,
-    engine_config: EngineConfig,
-    client: EngineClient,
-    tokenizer: object,
-    defaults: dict[str, Any],
-) -> Service:
-    names = config.names(model)
-    metrics = ServerMetrics(names[0], config.conductor_config.limits)
-    gauges = EngineMetrics(client, metrics.labels)
-    metrics.registry.register(gauges)
-    client.on_step = metrics.on_step
-    return Service(
-        config=config,
-        names=names,
-        root=model,
-        client=client,
-        prompt_processor=PromptProcessor(tokenizer, client.ready),
-        token_texts=TokenTexts(tokenizer),
-        metrics=metrics,
-        engine_metrics=gauges,
-        unknown_fields=UnknownFields(allowed=config.allow_unknown_fields),
-        defaults=defaults,
-        queue_limit=QueueLimit(
-            engine_config.batching.max_num_seqs,
-            config.max_num_queued_reqs,
-            config.max_num_queued_tokens,
-            metrics.on_rejected,
-        ),
-    )
 
 
 class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
@@ -178,13 +137,13 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config, own = self.config, self._service.config
         budget, loop = self._service.bodies, asyncio.get_running_loop()
-        crowd = ConnectionLimiter(max_connections(budget.limit, tls=config.ssl is not None))
+        limiter = ConnectionLimiter(max_connections(budget.limit, tls=config.ssl is not None))
         self.servers = list[asyncio.Server | TlsListener]()
 
         def connection(handshake: TlsHandshake | None = None) -> Connection:
             made = None if handshake is None else handshake.end
             state = {"config": config, "server_state": self.server_state, "app_state": {}}
-            return Connection(crowd, budget, own.header_timeout_s, own.slow_reader_timeout_s, made, **state)
+            return Connection(limiter, budget, own.header_timeout_s, own.slow_reader_timeout_s, made, **state)
 
         for sock in sockets or []:
             if config.ssl is None:
@@ -192,8 +151,10 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             else:
                 sock.setblocking(False)
                 sock.listen(config.backlog)
-                door = TlsListener(crowd, sock, connection, config.ssl, own.header_timeout_s, own.slow_reader_timeout_s)
-                door.accept_task.add_done_callback(_tell_failure)
+                door = TlsListener(
+                    limiter, sock, connection, config.ssl, own.header_timeout_s, own.slow_reader_timeout_s
+                )
+                door.accept_task.add_done_callback(_log_failure)
                 self.servers.append(door)
         self.started = True
         self._on_ready()  # once it listens, so that a reader of the address can connect
@@ -204,7 +165,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         if (journal := self._service.journal) is not None:
             tasks.append(asyncio.create_task(finish_all(self._service, journal, journal.unfinished())))
         for task in tasks:
-            task.add_done_callback(_tell_failure)
+            task.add_done_callback(_log_failure)
         try:
             await self.serve(sockets=[sock])
         finally:
@@ -223,7 +184,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     def _signalled(self) -> None:
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._drain())
-            self._ending.add_done_callback(_tell_failure)
+            self._ending.add_done_callback(_log_failure)
         else:
             logger.warning("second signal: ending at once, %s", self._cut())
             self._abort()
@@ -265,7 +226,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             call.abort(ApiError(503, f"the server is shutting down{later}", code="shutting_down"))
 
 
-def _tell_failure(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("%s has failed", task.get_coro(), exc_info=error)
 
@@ -291,18 +252,18 @@ class _StartupLog:
 
     def __init__(self) -> None:
         self._stage = ""
-        self._told = True
+        self._is_logged = True
         self._since = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
         if progress.stage != self._stage:
             self.end()
-            self._stage, self._told = progress.stage, False
+            self._stage, self._is_logged = progress.stage, False
         if progress.done >= progress.total:  # reported several times if parts are smaller than the unit
             self.end()
 
     def end(self) -> None:
-        if not self._told:
+        if not self._is_logged:
             now = time.monotonic()
             logger.info("%s: done, %.1f s", self._stage, now - self._since)
-            self._since, self._told = now, True
+            self._since, self._is_logged = now, True

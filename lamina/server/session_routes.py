@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -25,7 +24,6 @@ from lamina.scheduler.sessions.session_turns import (
 )
 
 from .call import Service, SessionTurn
-from .engine_client.engine_client import EngineGoneError, QuestionFailedError
 from .engine_client.messages import SessionsReply, SessionsRequest
 from .errors import ApiError, json_response
 from .middleware.request_bodies import parse
@@ -66,7 +64,8 @@ def begin_turn(
 @router.get("/v1/sessions", responses=responses_of(503))
 async def list_sessions(request: Request) -> Response:
     """All sessions of the client's key: name, turns, tokens of KV, and the tier that has them."""
-    sessions = await _asked(request, None)
+    service: Service = request.app.state.service
+    sessions = (await _query(service, SessionsRequest(0, salt_of(request.state.key_id, None)))).sessions
     data = [{"id": s.name, "object": "session", "turns": s.turns, "tokens": s.tokens, "tier": s.tier} for s in sessions]
     return json_response({"object": "list", "data": data})
 
@@ -75,9 +74,11 @@ async def list_sessions(request: Request) -> Response:
 async def delete_session(request: Request, session_id: str) -> Response:
     """Forget a session and free its KV, except pages that other sequences have too."""
     service: Service = request.app.state.service
+    name = SessionName(salt_of(request.state.key_id, None), session_id)
     with _refusals():
-        service.session_turns.drop_session(SessionName(salt_of(request.state.key_id, None), session_id))
-    if not await _asked(request, session_id):
+        service.session_turns.drop_session(name)
+        answer = await _query(service, SessionsRequest(0, name.tenant, drop=session_id))
+    if not answer.sessions:
         raise ApiError(404, f"there is no session {session_id[:128]!r}", param=PARAM, code="session_not_found")
     return json_response({"id": session_id, "object": "session.deleted", "deleted": True})
 
@@ -102,7 +103,7 @@ async def export_session(request: Request, session_id: str) -> Response:
     name = SessionName(salt_of(request.state.key_id, None), session_id)
     with _refusals():
         spoken = service.session_turns.last_transcript(name)
-        answer = await _answered(service, SessionsRequest(0, name.tenant, copy=session_id))
+        answer = await _query(service, SessionsRequest(0, name.tenant, copy=session_id))
     if answer.copy is None:
         raise ApiError(404, f"there is no session {session_id[:128]!r}", param=PARAM, code="session_not_found")
     data = msgspec.msgpack.encode(PortedSession(answer.copy, spoken))
@@ -122,33 +123,16 @@ async def import_session(request: Request) -> Response:
         raise ApiError(400, "session is no export of a session", param="session", code="invalid_value") from None
     name = SessionName(salt_of(request.state.key_id, None), ported.copy.name)
     with _refusals(), service.session_turns.import_session(name, ported.spoken):
-        await _answered(service, SessionsRequest(0, name.tenant, import_=ported.copy))
+        await _query(service, SessionsRequest(0, name.tenant, import_=ported.copy))
     return json_response({"id": name.name, "object": "session", "turns": ported.copy.turns})
 
 
-async def _answered(service: Service, question: SessionsRequest) -> SessionsReply:
-    """Send a query to the engine. Raises ValueError if the engine refuses, and ApiError."""
-    with _failures():
-        answer = await service.client.query(question)
+async def _query(service: Service, query: SessionsRequest) -> SessionsReply:
+    """Send a query to the engine. Raises ValueError if the engine refuses, and as ``EngineClient.query``."""
+    answer = await service.client.query(query)
     if answer.refusal:
         raise ValueError(answer.refusal)
     return answer
-
-
-async def _asked(request: Request, drop: str | None) -> list[Any]:
-    service: Service = request.app.state.service
-    with _failures():
-        return list(await service.client.sessions(salt_of(request.state.key_id, None), drop))
-
-
-@contextmanager
-def _failures() -> Iterator[None]:
-    try:
-        yield
-    except EngineGoneError as e:
-        raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e
-    except QuestionFailedError as e:
-        raise ApiError(500, str(e), code="engine_failed") from e
 
 
 @contextmanager

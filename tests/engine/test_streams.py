@@ -138,7 +138,7 @@ def test_a_reader_cannot_change_what_is_generated(llm: LLM) -> None:
 def test_a_paused_stream_holds_one_output(llm: LLM) -> None:
     paused = llm.stream([1, 2], tokens(60))
     next(paused)
-    feed = paused._feed
+    feed = paused._collector
     llm.generate([7], tokens(50))
     assert len(feed._grown) == 1
     assert len(next(paused).outputs[0].token_ids) > 40

@@ -34,12 +34,6 @@ from lamina.server.engine_client.engine_process import serve_engine
 from lamina.server.engine_client.engine_restarts import EngineRestarts
 from lamina.server.engine_client.messages import StartEngine
 from lamina.server.journal.journal import Journal
-from lamina.server.metrics.engine_metrics import EngineMetrics
-from lamina.server.metrics.http_metrics import ServerMetrics
-from lamina.server.queue_limit import QueueLimit
-from lamina.server.request.prompt_processing import PromptProcessor
-from lamina.server.request.unsupported_fields import UnknownFields
-from lamina.server.response.openai_logprobs import TokenTexts
 from lamina.server.server_config import ServerConfig
 
 VOCAB, BLOCK = 2048, 4
@@ -167,22 +161,14 @@ class WiredServer:
         return self.engines[-1]
 
     async def open(self) -> None:
-        config = ServerConfig(journal=str(self._folder / "journal"), admin_key=ADMIN_KEY, **self._options)
+        config = ServerConfig(
+            journal=str(self._folder / "journal"), admin_key=ADMIN_KEY, max_num_queued_reqs=64, **self._options
+        )
         self.journal = Journal(config.journal, self.start.model, config.journal_bytes)
         restarts, first = EngineRestarts(self.start, self.launch), self.launch(self.start)
         self.client = await EngineClient.connect(first, lambda progress: None, restarts, self.journal)
-        tokenizer, metrics = load_tokenizer(self.start.model), ServerMetrics("tiny", config.conductor_config.limits)
-        gauges = EngineMetrics(self.client, metrics.labels)
-        metrics.registry.register(gauges)
-        self.client.on_step = metrics.on_step
-        self.service = Service(
-            config=config, names=["tiny"], root=self.start.model, client=self.client,
-            prompt_processor=PromptProcessor(tokenizer, self.client.ready), token_texts=TokenTexts(tokenizer),
-            metrics=metrics,
-            engine_metrics=gauges, queue_limit=QueueLimit(8, 64, 0, metrics.on_rejected),
-            unknown_fields=UnknownFields(),
-            journal=self.journal,
-        )  # fmt: skip
+        tokenizer = load_tokenizer(self.start.model)
+        self.service = Service(config, ["tiny"], self.start.model, self.client, tokenizer, journal=self.journal)
         self.http = http_of(self.service)
 
     async def close(self) -> None:

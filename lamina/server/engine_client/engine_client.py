@@ -18,10 +18,9 @@ from lamina.protocol.control import MAX_FRAME, Failed, Progress, Stop
 from lamina.protocol.executor import WorkerError
 from lamina.request import ErrorOrigin, SamplingParams
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
-from lamina.scheduler.sessions.session_table import SessionInfo
 
-from .engine_queries import ANSWER_S, EngineQueries
-from .engine_restarts import EngineRestarts, PromptProgress
+from .engine_requests import EngineRequests
+from .engine_restarts import EngineRestarts, PlanFailedError, PromptProgress
 from .engine_watchdog import EngineHandle, EngineWatchdog, exit_reason_of, is_defect
 from .frames import LENGTH, UnsendableError, framed, read_anyway
 from .messages import (
@@ -46,7 +45,6 @@ from .messages import (
 from .open_prompts import DeltaObserver, DeltaSink, OpenPrompt, OpenPrompts
 from .output_parts import OutputAssembler
 from .reply_queue import ReplyQueue
-from .resize import EngineBusyError, ResizeRequests
 
 FROM_ENGINE = (
     EngineReady
@@ -62,6 +60,8 @@ FROM_ENGINE = (
     | EngineDefect
 )
 JOIN_S = 8.0
+ANSWER_S = 10.0  # for the reply to a query
+_RESIZE = "resize"  # the key of the one change of memory workers at a time
 WATCH_S = 0.25  # between two checks whether the engine is stopped or hangs
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,11 @@ class EngineGoneError(WorkerError):
         self.by_defect = by_defect
 
 
-class QuestionFailedError(Exception):
+class EngineBusyError(Exception):
+    """The engine is being replaced or changed, and cannot be changed now."""
+
+
+class QueryFailedError(Exception):
     """The engine failed to reply to a query, by a defect of its own."""
 
 
@@ -100,13 +104,9 @@ class EngineClient:
         self._hangs = False  # whether the engine was ended because it hung
         self._workers: set[int] = set()  # process ids of the engine's workers
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
-        self.prompts = OpenPrompts(self._send, records, hears=restarts is not None)
-        self._resize, self._queries, self._closing, self._next_key = (
-            ResizeRequests(self._send),
-            EngineQueries(),
-            False,
-            0,
-        )
+        self.prompts = OpenPrompts(self._send, records, is_restartable=restarts is not None)
+        self._requests = EngineRequests(self._send)
+        self._closing, self._next_key, self._next_query = False, 0, 0
         self._state_at = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -153,26 +153,26 @@ class EngineClient:
         self,
         prompt: list[int],
         params: SamplingParams,
-        feed: ReplyQueue,
+        replies: ReplyQueue,
         meter: DeltaObserver,
         *,
         key: int | None = None,
-        heard: Sequence[Delta] | None = None,
-        terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
+        received: Sequence[Delta] | None = None,
+        cache_options: CacheOptions = DEFAULT_CACHE_OPTIONS,
         name: str = "",
     ) -> int:
-        """Queue a prompt; its deltas go to ``feed`` under the returned key. ``key``: None = the client's next number;
-        then every prompt must use None. ``heard``: deltas of the prompt's completions from an earlier server's engine;
+        """Queue a prompt; its deltas go to ``replies`` under the returned key. ``key``: None = the client's next
+        number; then every prompt must use None. ``received``: the deltas that an earlier server's engine has sent;
         None = the prompt is new. ``name``: the request's name in the log. Raises EngineGoneError.
         """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
         if key is None:
             key, self._next_key = self._next_key, self._next_key + 1
-        progress = PromptProgress(prompt, self.with_seed(params), terms, accepted=heard is not None)
-        for delta in heard or ():
+        progress = PromptProgress(prompt, self.with_seed(params), cache_options, accepted=received is not None)
+        for delta in received or ():
             progress.take(delta)
-        self.prompts.add(key, OpenPrompt(feed, meter, progress, name))
+        self.prompts.add(key, OpenPrompt(replies, meter, progress, name))
         return key
 
     def cancel(self, key: int) -> None:
@@ -185,25 +185,23 @@ class EngineClient:
         if self._is_ready:
             self._send(reset)
 
-    async def sessions(self, tenant: bytes, drop: str | None = None) -> list[SessionInfo]:
-        """Return the tenant's sessions. ``drop``: forget the session of that name, and return only it. Raises as
-        ``query``.
-        """
-        return (await self.query(SessionsRequest(0, tenant, drop))).sessions
-
     async def query(self, question: SessionsRequest) -> SessionsReply:
-        """Return the engine's reply to a query about sessions. Raises EngineGoneError, QuestionFailedError."""
+        """Return the engine's reply to a query about sessions. The query gets its number here. Raises EngineGoneError,
+        QueryFailedError.
+        """
         if self.failure is not None or not self._is_ready:
             raise EngineGoneError(self.failure or "it is being replaced")
+        number, self._next_query = self._next_query, self._next_query + 1
+        question = msgspec.structs.replace(question, number=number)
         try:
-            answer = await self._queries.query(self._send, question)
+            answer: SessionsReply = await self._requests.ask(number, question, ANSWER_S)
         except TimeoutError:
             raise EngineGoneError(f"it has not replied for {ANSWER_S:g} s") from None
         except UnsendableError as e:
             log.error("a question cannot be sent to the engine: %s", e)
-            raise QuestionFailedError(f"the question cannot be sent to the engine: {e}") from None
+            raise QueryFailedError(f"the question cannot be sent to the engine: {e}") from None
         if answer.blame is ErrorOrigin.SERVER:
-            raise QuestionFailedError(answer.refusal)
+            raise QueryFailedError(answer.refusal)
         return answer
 
     @property
@@ -223,9 +221,12 @@ class EngineClient:
         sizes = msgspec.structs.replace(config.topology, memory_workers=had.topology.memory_workers)
         if sizes == had.topology:
             wanted = ScaleMemory(config.topology.memory_workers, list(leaving))
-            pause_s = await asyncio.shield(self._resize.change(wanted, lambda: restarts.set_config(config)))
-            if pause_s is not None:
-                return pause_s
+            done = await asyncio.shield(self._change(wanted, config))
+            if not done.error:
+                return done.pause_s
+            if done.in_place or leaving:
+                raise PlanFailedError(done.error)
+            log.info("all workers start anew, as %s", done.error)
         if not self._is_ready:
             raise EngineBusyError("the engine is being replaced: request it again once /health reports ok")
         planned, engine = restarts.plan(config), self._handle
@@ -237,8 +238,23 @@ class EngineClient:
         """Let no new sequence begin on a memory worker or, with ``on=False``, allow it again. Returns all cordoned
         memory workers. Raises as ``replace_engine``.
         """
-        self._settled()
-        return await self._resize.cordon(CordonWorker(worker, on))
+        restarts = self._settled()
+        done = await self._change(CordonWorker(worker, on), restarts.config)
+        if done.error:
+            raise PlanFailedError(done.error)
+        return done.cordoned
+
+    async def _change(self, wanted: ScaleMemory | CordonWorker, config: EngineConfig) -> ScaleReply:
+        """Change the memory workers of the running engine, which has ``config`` after that. The end of the engine
+        counts as a reply.
+        """
+        try:
+            done: ScaleReply = await self._requests.ask(_RESIZE, wanted)
+        except EngineGoneError as e:
+            return ScaleReply(error=str(e))
+        if not done.error and self._restarts is not None:
+            self._restarts.set_config(config)
+        return done
 
     def _settled(self) -> EngineRestarts:
         """Return ``restarts``. Raises EngineGoneError, or EngineBusyError if the engine cannot be changed now."""
@@ -246,7 +262,8 @@ class EngineClient:
             raise EngineGoneError(self.failure)
         if self._restarts is None or not self._is_ready or self._restarts.is_planned or self._closing:
             raise EngineBusyError("the engine is being replaced, or ended: request it again once /health reports ok")
-        self._resize.check()
+        if _RESIZE in self._requests:
+            raise EngineBusyError("its memory workers are already changing: request it again after that")
         return self._restarts
 
     def _kill_if_late(self, engine: EngineHandle) -> None:
@@ -307,8 +324,7 @@ class EngineClient:
                 log.exception("reading from the engine, or starting another one, has failed")
                 reason = f"the server cannot continue with its engine: {type(e).__name__}: {e}"
         self._is_ready, self.failure = False, reason
-        self._resize.on_answer(ScaleReply(error=reason))
-        self._queries.fail(EngineGoneError(reason))
+        self._requests.fail(EngineGoneError(reason))
         if self._restarts is not None:
             self._restarts.forbid(reason)
         if not self._closing:
@@ -355,15 +371,14 @@ class EngineClient:
         """
         restarts, self._is_ready = self._restarts, False
         self._leave(by_defect=by_defect)
-        self._resize.on_answer(ScaleReply(error=reason))
-        self._queries.fail(EngineGoneError(reason))
+        self._requests.fail(EngineGoneError(reason))
         while restarts is not None and not self._closing:
             if not (restarts.is_planned or restarts.is_allowed):
                 return restarts.exit_message(reason)
             words = f"the engine ends, as planned ({reason})" if restarts.is_planned else reason
             log.warning("%s; another one replaces it, and all requests go on", words)
             free = list(map(min, self.ready.num_blocks))
-            nothing = EngineState(running=0, waiting=0, free_blocks=free, preemptions=0, steps=0)
+            nothing = EngineState(running=0, waiting=0, free_blocks=free, steps=0)
             self.state = msgspec.structs.replace(self.state or nothing, recovering=True)
             self._writer.close()
             try:
@@ -426,12 +441,13 @@ class EngineClient:
             if message.ready is not None and not message.error:
                 self.ready, self.counters = message.ready, {}
                 self.state = state_for_workers(self.state, self.ready) if self.state is not None else None
-            self._resize.on_answer(message)
+            if message.was_requested:
+                self._requests.on_reply(_RESIZE, message)
         elif isinstance(message, WorkerCounters):
             self.counters, self._workers = message.workers, set(message.pids)
             self.ready = msgspec.structs.replace(self.ready, hosts=message.hosts or self.ready.hosts)
         elif isinstance(message, SessionsReply):
-            self._queries.on_answer(message)
+            self._requests.on_reply(message.number, message)
         elif isinstance(message, ResetPrefixCache) and self._restarts is not None:
             self._restarts.on_reset_done(message)
         elif isinstance(message, PromptRefused):

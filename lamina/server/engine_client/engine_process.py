@@ -358,7 +358,7 @@ class _EngineLoop:
 
     def _read(self) -> None:
         try:
-            while not isinstance(message := self._heard(), Stop):
+            while not isinstance(message := self._receive(), Stop):
                 self._inbox.put(message)
             self._inbox.put(message)
         except LinkBrokenError as e:
@@ -368,7 +368,7 @@ class _EngineLoop:
         except Exception as e:  # noqa: BLE001 - the loop raises it: a deaf engine must not seem alive
             self._inbox.put(e)
 
-    def _heard(self) -> Any:
+    def _receive(self) -> Any:
         try:
             return self._link.recv()
         except LinkBrokenError as e:

@@ -181,12 +181,12 @@ class PromptProgress:
         self,
         prompt: list[int],
         params: SamplingParams,
-        terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
+        cache_options: CacheOptions = DEFAULT_CACHE_OPTIONS,
         *,
         accepted: bool = False,
     ) -> None:
         """``accepted``: an earlier server accepted the prompt."""
-        self._prompt, self._params, self._terms, self._accepted = prompt, params, terms, accepted
+        self._prompt, self._params, self._cache_options, self._accepted = prompt, params, cache_options, accepted
         self._received: dict[int, ResumedCompletion] = {}
 
     @property
@@ -202,7 +202,7 @@ class PromptProgress:
     @property
     def priority(self) -> int:
         """The request's place in the queue: lower numbers come first."""
-        return self._terms.priority
+        return self._cache_options.priority
 
     @cached_property
     def digest(self) -> bytes:
@@ -212,7 +212,7 @@ class PromptProgress:
         params = dataclasses.replace(self._params, seed=None)
         try:
             return hashlib.sha256(
-                _encode([self._prompt, params, self._terms.salt, self._terms.discard_ranges])
+                _encode([self._prompt, params, self._cache_options.salt, self._cache_options.discard_ranges])
             ).digest()
         except (OverflowError, UnicodeEncodeError):
             return b""
@@ -230,4 +230,4 @@ class PromptProgress:
         """
         received, accepted = list(self._received.values()), self._accepted
         self._accepted = True
-        return AddPrompt(key, self._prompt, self._params, received, self._terms, accepted)
+        return AddPrompt(key, self._prompt, self._params, received, self._cache_options, accepted)

@@ -9,8 +9,6 @@ from lamina.request import ErrorOrigin, Refusal, ResumedCompletion, SamplingPara
 from lamina.scheduler.conductor import ConductorConfig
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo
-from lamina.scheduler.slo_admission import SloCounts
-from lamina.scheduler.sparsity.reference_decode import ErrorState
 
 Logprobs = list[Score]  # the token itself first, then the best ones, among which it may be again
 
@@ -221,30 +219,11 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     running: int
     waiting: int
     free_blocks: list[int]  # layer group -> free blocks of the memory worker with the fewest blocks
-    preemptions: int
     steps: int
     evictable_blocks: list[int] = []  # free blocks that hold KV of finished requests
-    dropped_blocks: int = 0  # KV blocks that sequences have dropped, each in all sparse layers
-    errors: ErrorState | None = None  # None: no error is measured
-    borrowed_blocks: list[int] | None = None  # KV blocks by the group that lends them; None: none does
-    # Bytes by the deployment that lends them; None: nothing may be borrowed.
-    leased_blocks: dict[str, int] | None = None
-    lent_blocks: dict[str, int] | None = None  # blocks of 1 MiB by the deployment that has them; None: nothing is lent
-    loan_refusals: int = 0
-    debt_cycles: int | None = None  # None: no ledger has reported
-    moved_blocks: int | None = None  # KV blocks that returned home or left during decoding; None: none may
-    moved_bytes: dict[str, int] = {}  # bytes of KV that went from one memory worker to another, by the reason
-    prefix_queries: int = 0  # tokens of all admitted completions
-    prefix_hits: int = 0  # how many of these had their KV in the pools
-    external_queries: int = 0  # how many had not, if there is offload
-    external_hits: int = 0  # how many of the latter had their KV loaded
-    sessions: dict[str, int] = {}  # by the tier that has their KV
-    session_hits: dict[str, int] = {}  # turns after the first, by the tier that had their KV
-    session_waits: dict[str, float] = {}  # seconds that these waited for their first row
-    # A worker was lost and is being replaced: the engine lives, but does no steps.
-    recovering: bool = False
-    slo: SloCounts | None = None  # None: no SLO is set
-    kv_replicas: int | None = None  # prompt pages' copies beyond the first on prefill workers; None: they keep none
+    recovering: bool = False  # a worker was lost and is being replaced: the engine lives, but does no steps
+    # Values of other metrics, by their names in metric_table.py. A metric with a label has a value for each of these.
+    metrics: dict[str, float | dict[str, float]] = {}
 
 
 def state_for_workers(state: EngineState, ready: EngineReady) -> EngineState:
@@ -257,7 +236,8 @@ def state_for_workers(state: EngineState, ready: EngineReady) -> EngineState:
 def idle_state(state: EngineState, ready: EngineReady) -> EngineState:
     """Return ``state`` with all blocks of ``ready`` free."""
     free = list(map(min, ready.num_blocks))
-    return msgspec.structs.replace(state, free_blocks=free, evictable_blocks=[0] * len(free), borrowed_blocks=None)
+    kept = {name: value for name, value in state.metrics.items() if name != "spilled_blocks"}
+    return msgspec.structs.replace(state, free_blocks=free, evictable_blocks=[0] * len(free), metrics=kept)
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

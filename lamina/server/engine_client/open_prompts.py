@@ -52,7 +52,7 @@ class OpenPrompt:
     None: that engine does not have it.
     """
 
-    feed: ReplyQueue
+    replies: ReplyQueue
     meter: DeltaObserver
     progress: PromptProgress
     name: str
@@ -63,12 +63,12 @@ class OpenPrompts:
     """All prompts that have not ended, by key. All methods belong to the event loop's thread."""
 
     def __init__(
-        self, send: Callable[[msgspec.Struct], None], records: DeltaSink | None, *, hears: bool = True
+        self, send: Callable[[msgspec.Struct], None], records: DeltaSink | None, *, is_restartable: bool = True
     ) -> None:
         """``send``: sends a message to the engine; raises UnsendableError. ``records``: gets all deltas first.
-        ``hears``: whether another engine may have to continue the prompts.
+        ``is_restartable``: whether another engine may have to continue the prompts.
         """
-        self._send, self._records, self._hears = send, records, hears
+        self._send, self._records, self._is_restartable = send, records, is_restartable
         self._open: dict[int, OpenPrompt] = {}
         self._sent: dict[int, int] = {}  # key in the present engine -> key
         self._withdrawn = set[int]()  # keys that the present engine knows and must not get again
@@ -91,13 +91,13 @@ class OpenPrompts:
     @property
     def requests(self) -> int:
         """The number of requests to which the open prompts belong."""
-        return len({id(each.feed) for each in self._open.values()})
+        return len({id(each.replies) for each in self._open.values()})
 
     def add(self, key: int, prompt: OpenPrompt) -> None:
         """Send a new prompt to this engine or the next one. It is refused if an equal prompt was found guilty."""
         if self._is_refused(prompt):
             log.error("request %s is refused: another one of the same prompt has made engines fail", prompt.name)
-            prompt.feed.fail(PromptRefusedError(GUILTY, ErrorOrigin.SERVER))
+            prompt.replies.fail(PromptRefusedError(GUILTY, ErrorOrigin.SERVER))
             return
         self._open[key] = prompt
         self._offer(key)
@@ -126,7 +126,7 @@ class OpenPrompts:
         self._withdrawn.clear()
         for prompt in self._open.values():
             prompt.sent_as = None
-        if not by_defect or not self._hears or not had:
+        if not by_defect or not self._is_restartable or not had:
             return False
         if (guilty := self._suspects.failed(had)) is None:
             log.warning(
@@ -164,7 +164,7 @@ class OpenPrompts:
         """End all prompts by ``error``: there is no engine any more."""
         prompts, self._open = self._open, {}
         for prompt in prompts.values():
-            prompt.feed.fail(error)
+            prompt.replies.fail(error)
 
     def take(self, deltas: Sequence[Delta]) -> None:
         """Pass on the results of a step, under the keys that the engine knows."""
@@ -185,13 +185,13 @@ class OpenPrompts:
                     log.exception("a reply to request %s cannot be handled", prompt.name)
                     self.cancel(delta.key)
                     text = f"the server cannot handle its reply: {type(e).__name__}: {e}"
-                    prompt.feed.fail(PromptRefusedError(text, ErrorOrigin.SERVER))
+                    prompt.replies.fail(PromptRefusedError(text, ErrorOrigin.SERVER))
 
     def refuse(self, message: PromptRefused) -> None:
         """Handle the engine's refusal of a prompt."""
         key = self._sent.pop(message.key, None)
         if key is not None and (prompt := self._open.pop(key, None)):
-            prompt.feed.fail(PromptRefusedError(message.text, message.blame, message.refusal))
+            prompt.replies.fail(PromptRefusedError(message.text, message.blame, message.refusal))
             self._ended(key)
 
     def _arrange(self) -> None:
@@ -232,10 +232,10 @@ class OpenPrompts:
             del self._open[key]
             if prompt.sent_as is not None:
                 del self._sent[prompt.sent_as]
-        elif self._hears:
+        elif self._is_restartable:
             prompt.progress.take(delta)
         prompt.meter.on_delta(delta)
-        prompt.feed.push(delta)
+        prompt.replies.push(delta)
         if whole:
             self.some_ended = self.some_ended or delta.finish_reason in ("stop", "length")
             self._ended(key)

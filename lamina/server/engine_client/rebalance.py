@@ -32,7 +32,7 @@ class Rebalancer:
         several = topology.memory_workers > topology.tensor_parallel_size
         watched = topology.measures_weights and several and _can_change(engine.config)
         self._shares = LoadBalancer(topology.tensor_parallel_size, clock) if watched and alike else None
-        self._told: object = None  # the last logged reason why shares stay
+        self._last_warning: object = None  # the last logged reason why shares stay
 
     def update(self, counters: Mapping[str, Mapping[str, float]]) -> None:
         """Start a change of shares if one is due; does not wait. ``counters``: worker name -> its counters; call it
@@ -51,11 +51,11 @@ class Rebalancer:
             elastic.begin(change, reason=REASON)
         except (ValueError, OSError) as error:
             now = list(elastic.weights), [weight < max(weights) for weight in weights]
-            if self._told != now:  # log once for the same worker and shares
+            if self._last_warning != now:  # log once for the same worker and shares
                 log.warning("memory workers read by %s, and keep their parts of the work: %s", parts, error)
-            self._told = now
+            self._last_warning = now
         else:
-            self._told = None
+            self._last_warning = None
             log.info("--memory-weights measured: memory workers now read by %s, and have such parts", parts)
 
 

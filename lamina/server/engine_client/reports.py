@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lamina.engine.engine import Engine
 from lamina.executor.worker_executor import WorkerExecutor
 from lamina.scheduler.kv_manager.migration import KvMigration
@@ -12,39 +14,72 @@ from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 
 from .messages import EngineReady, EngineState
 
+Metrics = dict[str, float | Mapping[str, float] | None]  # by the names of metric_table.py; None: there is no value
+
 
 def state_of(engine: Engine, pools: WorkerExecutor, sessions: dict[str, int], steps: int) -> EngineState:
     """Return the engine's state. ``sessions``: tier -> their number; ``steps``: steps done so far."""
-    scheduler, borrower, features = engine.scheduler, pools.borrower, engine.scheduler.features
-    prefixes, tier = features[PrefixCache], features.get(OffloadIndex)
-    pruner, reference_decoder = features.get(BlockPruner), features.get(ReferenceDecoder)
+    scheduler = engine.scheduler
+    values = {**_kv_metrics(engine, pools), "prefill_replicated_pages": engine.slo_admission.num_page_replicas}
+    if engine.config.caches_prefixes:
+        values["sessions"] = sessions
+        values["session_resumed_turns"] = engine.sessions.hits
+        values["session_wait_seconds"] = engine.sessions.waits
+    if (references := scheduler.features.get(ReferenceDecoder)) is not None:
+        errors = references.errors
+        values["kv_sparsity_measured_tokens"] = errors.tokens
+        values["kv_sparsity_kl_nats"] = errors.kl
+        values["kv_sparsity_top1_disagreement_ratio"] = errors.top1
+        values["kv_sparsity_budget_tokens"] = errors.budget
+        values["kv_sparsity_recomputed_requests"] = errors.rebuilt
+    if (counts := engine.slo_admission.counts()) is not None:
+        values["prefill_load"] = counts.prefill_load
+        values["decode_load"] = counts.decode_load
+        values["ttft_samples"] = counts.prompts
+        values["ttft_predicted_seconds"] = counts.predicted_ttft_s
+        values["ttft_actual_seconds"] = counts.actual_ttft_s
+        values["rejected_after_prefill_tokens"] = counts.rejected_after_prefill_tokens
     return EngineState(
         running=scheduler.num_unfinished,
         waiting=scheduler.num_waiting,
         free_blocks=list(engine.free_blocks),
-        evictable_blocks=prefixes.evictable(engine.free_blocks),
-        preemptions=scheduler.num_preemptions,
-        dropped_blocks=pruner.num_dropped if pruner else 0,
-        errors=reference_decoder.errors if reference_decoder else None,
-        borrowed_blocks=scheduler.borrowed_blocks,
-        leased_blocks=borrower.by_creditor if borrower else None,
-        moved_bytes=dict(pools.resizer.moved_bytes),
-        lent_blocks=borrower.lent_blocks if borrower else None,
-        loan_refusals=borrower.refusals if borrower else 0,
-        debt_cycles=borrower.debt_cycles if borrower else None,
-        moved_blocks=features[KvMigration].num_moved_blocks if engine.config.migrates_kv else None,
-        prefix_queries=prefixes.num_queried_tokens,
-        prefix_hits=prefixes.num_hit_tokens,
-        external_queries=tier.num_queried_tokens if tier else 0,
-        external_hits=tier.num_hit_tokens if tier else 0,
-        sessions=sessions,
-        session_hits=dict(engine.sessions.hits),
-        session_waits=dict(engine.sessions.waits),
+        evictable_blocks=scheduler.features[PrefixCache].evictable(engine.free_blocks),
         steps=steps,
         recovering=pools.is_recovering,
-        slo=engine.slo_admission.counts(),
-        kv_replicas=engine.slo_admission.num_page_replicas,
+        metrics={n: dict(v) if isinstance(v, Mapping) else v for n, v in values.items() if v is not None},
     )
+
+
+def _kv_metrics(engine: Engine, pools: WorkerExecutor) -> Metrics:
+    """Return metrics of preemptions, of the prefix cache, and of KV that was dropped, or lies or goes elsewhere."""
+    scheduler, features, borrower = engine.scheduler, engine.scheduler.features, pools.borrower
+    prefixes, tier, pruner = features[PrefixCache], features.get(OffloadIndex), features.get(BlockPruner)
+    return {
+        "num_preemptions": scheduler.num_preemptions,
+        "prefix_cache_queries": prefixes.num_queried_tokens,
+        "prefix_cache_hits": prefixes.num_hit_tokens,
+        "external_prefix_cache_queries": tier.num_queried_tokens if tier else 0,
+        "external_prefix_cache_hits": tier.num_hit_tokens if tier else 0,
+        "kv_evicted_by_sparsity_blocks": pruner.num_dropped if pruner else None,
+        "spilled_blocks": _by_memory_worker(pools.ready.holders, scheduler.borrowed_blocks),
+        "kv_migrated_bytes": pools.resizer.moved_bytes,
+        "kv_migrated_blocks": features[KvMigration].num_moved_blocks if engine.config.migrates_kv else None,
+        "borrowed_bytes": borrower.by_creditor if borrower else None,
+        "borrow_refused": borrower.refusals if borrower else None,
+        "lent_blocks": borrower.lent_blocks if borrower else None,
+        "debt_cycles": borrower.debt_cycles if borrower else None,
+    }
+
+
+def _by_memory_worker(holders: list[list[int]], blocks: list[int] | None) -> dict[str, float] | None:
+    """Return the blocks of each memory worker. ``blocks``: those on each holder of a layer group, by group."""
+    if blocks is None:
+        return None
+    workers = {f"memory-{worker}": 0.0 for worker in sorted({worker for group in holders for worker in group})}
+    for group, count in zip(holders, blocks, strict=True):
+        for worker in group:
+            workers[f"memory-{worker}"] += count
+    return workers
 
 
 def ready_of(engine: Engine, pools: WorkerExecutor) -> EngineReady:

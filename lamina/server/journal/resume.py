@@ -66,19 +66,28 @@ def _refuse(journal: Journal, entry: JournalEntry, status: int, message: str, co
 
 async def _compute(service: Service, entry: JournalEntry) -> bool:
     """Compute the rest of the reply. Returns True if it is whole. Raises PromptRefusedError, EngineGoneError."""
-    feed, client = ReplyQueue(), service.client
+    replies, client = ReplyQueue(), service.client
     ticket = service.queue_limit.readmit(sum(map(entry.unfinished_of, entry.keys)))
     try:
         accepted = entry.accepted
-        terms = CacheOptions(accepted.salt, priority=accepted.priority, discard_ranges=accepted.discard)
+        cache_options = CacheOptions(accepted.salt, priority=accepted.priority, discard_ranges=accepted.discard)
         for number, key in enumerate(entry.keys):
             if entry.unfinished_of(key):
                 ids, params = entry.prompts[number].ids, entry.params_of(number)
                 meter = PromptMeter(service.metrics, time.monotonic(), len(ids), params)
-                heard = entry.received_of(key)
-                client.add(ids, params, feed, meter, key=key, heard=heard, terms=terms, name=accepted.log_name)
+                received = entry.received_of(key)
+                client.add(
+                    ids,
+                    params,
+                    replies,
+                    meter,
+                    key=key,
+                    received=received,
+                    cache_options=cache_options,
+                    name=accepted.log_name,
+                )
         while not entry.ended:
-            for delta in await feed.get():
+            for delta in await replies.get():
                 if delta.finish_reason is not None:
                     ticket.on_completion_finished()
         return entry.failed is None

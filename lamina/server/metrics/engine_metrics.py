@@ -14,7 +14,7 @@ from lamina.server.engine_client.messages import EngineState
 
 from .metric_table import family_of
 
-Value = tuple[str, tuple[str, ...], Any]  # a metric of METRICS, its own labels, the value; None: there is none yet
+Value = tuple[str, tuple[str, ...], Any]  # a metric of METRICS, its own labels, the value
 MEMORY_WORKER_COUNTERS = {  # a memory worker's counter -> the metric
     "kv_failed_transfers": "kv_offload_failed_transfers",
     "kv_fetched_pages": "kv_prefetched_pages",
@@ -41,52 +41,26 @@ class EngineMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         families = dict[str, Any]()
         for name, labels, value in self._all():
-            if value is not None:
-                if name not in families:
-                    families[name] = family_of(name, self._names)
-                families[name].add_metric([*self._values, *labels], *(value if isinstance(value, tuple) else [value]))
+            if name not in families:
+                families[name] = family_of(name, self._names)
+            families[name].add_metric([*self._values, *labels], *(value if isinstance(value, tuple) else [value]))
         yield from families.values()
 
     def _all(self) -> Iterator[Value]:
         if (state := self._client.state) is not None:
             yield from self._queue(state)
             yield from self._blocks(state)
-            yield from self._lending(state)
-            if self._client.ready.caches_prefixes:
-                yield from _by_label("sessions", state.sessions)
-                yield from _by_label("session_resumed_turns", state.session_hits)
-                yield from _by_label("session_wait_seconds", state.session_waits)
-            if any(self._client.ready.sparse):
-                yield from self._sparse_blocks(state)
-            if state.errors is not None:
-                yield "kv_sparsity_measured_tokens", (), state.errors.tokens
-                yield "kv_sparsity_kl_nats", (), state.errors.kl
-                yield "kv_sparsity_top1_disagreement_ratio", (), state.errors.top1
-                yield "kv_sparsity_budget_tokens", (), state.errors.budget
-                yield "kv_sparsity_recomputed_requests", (), state.errors.rebuilt
-            if state.slo is not None:
-                yield "prefill_load", (), state.slo.prefill_load
-                yield "decode_load", (), state.slo.decode_load
-                yield "ttft_samples", (), state.slo.prompts
-                yield "ttft_predicted_seconds", (), state.slo.predicted_ttft_s
-                yield "ttft_actual_seconds", (), state.slo.actual_ttft_s
-                yield "rejected_after_prefill_tokens", (), state.slo.rejected_after_prefill_tokens
+            for name, value in state.metrics.items():
+                yield from _by_label(name, value) if isinstance(value, dict) else [(name, (), value)]
         if self._client.counters:
             yield from self._workers()
 
     def _queue(self, state: EngineState) -> Iterator[Value]:
-        """Yield metrics of completions, steps and the prefix cache."""
         yield "num_requests_running", (), state.running
         yield "num_requests_waiting", (), state.waiting
         yield "num_requests_waiting_by_reason", ("capacity",), state.waiting  # there is no other reason
         yield "num_requests_waiting_by_reason", ("deferred",), 0
         yield "kv_cache_usage_perc", (), self.kv_usage
-        yield "num_preemptions", (), state.preemptions
-        yield "prefix_cache_queries", (), state.prefix_queries
-        yield "prefix_cache_hits", (), state.prefix_hits
-        yield "external_prefix_cache_queries", (), state.external_queries
-        yield "external_prefix_cache_hits", (), state.external_hits
-        yield "prefill_replicated_pages", (), state.kv_replicas
         yield "engine_steps", (), state.steps
 
     def _blocks(self, state: EngineState) -> Iterator[Value]:
@@ -108,29 +82,11 @@ class EngineMetrics(Collector):
         for group, count in enumerate(state.evictable_blocks):
             for worker in ready.holders[group]:
                 yield "kv_evictable_blocks", (f"memory-{worker}", str(group)), count
-
-    def _lending(self, state: EngineState) -> Iterator[Value]:
-        """Yield metrics of loans within the deployment and between deployments, and of KV that moves."""
-        if state.borrowed_blocks is not None:
-            holders = self._client.ready.holders
-            creditors = dict.fromkeys(sorted({worker for group in holders for worker in group}), 0)
-            for group, count in zip(holders, state.borrowed_blocks, strict=True):
-                creditors |= {worker: creditors[worker] + count for worker in group}
-            yield from _by_label("spilled_blocks", {f"memory-{worker}": n for worker, n in creditors.items()})
-        if state.leased_blocks is not None:
-            yield from _by_label("borrowed_bytes", state.leased_blocks)
-            yield "borrow_refused", (), state.loan_refusals
-        yield "debt_cycles", (), state.debt_cycles
-        yield from _by_label("kv_migrated_bytes", state.moved_bytes)
-        yield "kv_migrated_blocks", (), state.moved_blocks
-        yield from _by_label("lent_blocks", state.lent_blocks or {})
-
-    def _sparse_blocks(self, state: EngineState) -> Iterator[Value]:
-        ready, held = self._client.ready, {"full": 0, "sparse": 0}
-        for sparse, totals, free in zip(ready.sparse, ready.num_blocks, state.free_blocks, strict=True):
-            held["sparse" if sparse else "full"] += min(totals) - free
-        yield from _by_label("kv_sparse_blocks_in_use", held)
-        yield "kv_evicted_by_sparsity_blocks", (), state.dropped_blocks
+        if any(ready.sparse):
+            held = {"full": 0, "sparse": 0}
+            for sparse, totals, free in zip(ready.sparse, ready.num_blocks, state.free_blocks, strict=True):
+                held["sparse" if sparse else "full"] += min(totals) - free
+            yield from _by_label("kv_sparse_blocks_in_use", held)
 
     def _workers(self) -> Iterator[Value]:
         rows = defaultdict[str, float](float)  # rows that workers of each role have computed

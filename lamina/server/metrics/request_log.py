@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.routing import BaseRoute, Match, Route
@@ -25,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """The outermost layer. It returns and logs a client's X-Request-Id, which has no other meaning."""
+    """The outermost layer. It returns and logs a client's X-Request-Id, which has no other meaning. Callbacks in
+    ``state["at_end"]`` run after the reply, or when the client has left.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class RequestLog:
         REQUEST_ID.set(request_id.decode())
         start, status = time.monotonic(), 0
         state = scope.setdefault("state", {})
-        state["arrival_s"] = start
+        state["arrival_s"], state["at_end"] = start, ExitStack()
 
         async def tagged(message: Message) -> None:
             nonlocal status
@@ -64,12 +67,13 @@ class RequestLog:
                 message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", request_id)]}
             await send(message)
 
-        try:
-            await self._app(scope, receive, tagged)
-        except Exception:
-            logger.exception("failed")
-            if not status:
-                await error_response(ApiError(500, "the server failed; see its log"))(scope, receive, tagged)
+        with state["at_end"]:
+            try:
+                await self._app(scope, receive, tagged)
+            except Exception:
+                logger.exception("failed")
+                if not status:
+                    await error_response(ApiError(500, "the server failed; see its log"))(scope, receive, tagged)
         left = state.get("left") or not status
         self._finish(scope, state, CLIENT_CLOSED_REQUEST if left else status, time.monotonic() - start)
 

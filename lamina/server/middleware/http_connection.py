@@ -39,7 +39,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
 
     def __init__(
         self,
-        crowd: ConnectionLimiter,
+        limiter: ConnectionLimiter,
         budget: MemoryBudget,
         header_s: float,
         slow_s: float,
@@ -51,7 +51,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         a client must read some of the bytes that wait for it. ``made`` is called first.
         """
         super().__init__(**options)
-        self._limiter = crowd
+        self._limiter = limiter
         self._leave = budget.limit // CONNECTIONS
         self._holding = budget.hold()
         self._made = made

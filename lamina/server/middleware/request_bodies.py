@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
-from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 
-from lamina.server.errors import ApiError, error_response
+from lamina.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from lamina.server.limits import decoding_bytes, held_bytes
 from lamina.server.request import json_decoding
 from lamina.server.request.generation_config import fields_of
@@ -23,7 +19,6 @@ from lamina.server.request.openai_protocol import PromptCacheOptions
 from lamina.server.request.unsupported_fields import IGNORED, MESSAGE, PART, STREAM_OPTIONS, UNSUPPORTED, check_neutral
 from lamina.server.server_config import ServerConfig
 
-from .budget import MemoryBudget
 from .intake import SMALL, Intake
 
 if TYPE_CHECKING:
@@ -48,10 +43,13 @@ MAX_NEUTRAL_BYTES = 256  # a longer value of an unsupported field is never neutr
 
 
 async def parse(model: type[M], request: Request) -> M:
-    """Return the request's body as ``model``. The request counts the decoded values from now on. Raises ApiError."""
-    service, state = request.app.state.service, request.state
-    body, intake = state.body, state.intake
-    del state.body
+    """Read the request's body, and return it as ``model``. Its decoded values count in ``state.intake`` until the reply
+    has been sent, or the client has left. Raises ApiError.
+    """
+    service: Service = request.app.state.service
+    intake = request.state.intake = Intake(service.bodies, service.metrics.on_rejected)
+    request.state.at_end.callback(intake.close)
+    body = await read_body(request, service.config, intake)
     if len(body) <= INLINE_BYTES:
         value, held = _parse(model, body, service)
         intake.hold(held)
@@ -138,75 +136,35 @@ def _check_inner(given: dict[str, Any], service: Service) -> None:
                 check(part, ("type", "text"), PART, "messages.content.")
 
 
-class BodyLimits:
-    """Reads the bodies of routes that take one, with limits on size, time and total memory; other bodies stay unread. A
-    body goes to ``state["body"]``, its share of the budget to ``state["intake"]``. Callbacks in ``state["ends"]`` run
-    after the reply, or when the client has left.
-    """
+def _check_headers(headers: Headers, max_bytes: int, intake: Intake) -> None:
+    if headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")
+    kind, length = headers.get("content-type", "").split(";")[0].strip().lower(), headers.get("content-length", "0")
+    nothing = "transfer-encoding" not in headers and length == "0"
+    if kind != "application/json" and not (nothing and not kind):
+        raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
+    if length.isdigit():
+        _check_size(int(length), max_bytes)
+        intake.expect(int(length))
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        config: ServerConfig,
-        budget: MemoryBudget,
-        refused: Callable[[str], None],
-        routes: Iterable[BaseRoute],
-    ) -> None:
-        """``refused``: as for Intake. ``routes``: all routes; those that describe a body to OpenAPI take one."""
-        self._app = app
-        self._config = config
-        self._budget = budget
-        self._refused = refused
-        self._paths = frozenset(r.path for r in routes if isinstance(r, APIRoute) and r.openapi_extra)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
-            await self._app(scope, receive, send)
-            return
-        intake, state = Intake(self._budget, self._refused), scope.setdefault("state", {})
-        with ExitStack() as ends:
-            ends.callback(intake.close)
-            state.update(intake=intake, ends=ends)
-            try:
-                self._check_headers(dict(scope["headers"]), intake)
-                state["body"] = await self._read(receive, intake)
-            except ApiError as e:
-                await error_response(e)(scope, receive, send)
-                return
-            if state["body"] is not None:
-                await self._app(scope, receive, send)
+def _check_size(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
 
-    def _check_headers(self, headers: dict[bytes, bytes], intake: Intake) -> None:
-        if headers.get(b"content-encoding", b"identity") != b"identity":
-            raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")
-        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        nothing = b"transfer-encoding" not in headers and headers.get(b"content-length", b"0") == b"0"
-        if kind != b"application/json" and not (nothing and not kind):
-            raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit():
-            self._check_size(int(length))
-            intake.expect(int(length))
 
-    async def _read(self, receive: Receive, intake: Intake) -> bytearray | None:
-        """Return the whole body, or None if the client left. Raises ApiError."""
-        body, limit_s = bytearray(), self._config.body_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                while True:
-                    message: Message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    part = message.get("body", b"")
-                    self._check_size(len(body) + len(part))
-                    intake.read(len(body) + len(part))
-                    body += part
-                    if not message.get("more_body", False):
-                        return body
-        except TimeoutError:
-            raise ApiError(408, f"no body after {limit_s:g} s", code="timeout") from None
-
-    def _check_size(self, size: int) -> None:
-        if size > self._config.max_body_bytes:
-            text = f"the body is larger than {self._config.max_body_bytes} bytes"
-            raise ApiError(413, text, code="body_too_large")
+async def read_body(request: Request, config: ServerConfig, intake: Intake) -> bytearray:
+    """Return the whole body. Raises ApiError if it exceeds a limit of size, time or memory, or if the client leaves."""
+    body, max_bytes, limit_s = bytearray(), config.max_body_bytes, config.body_timeout_s
+    _check_headers(request.headers, max_bytes, intake)
+    try:
+        async with asyncio.timeout(limit_s):
+            async for part in request.stream():
+                _check_size(len(body) + len(part), max_bytes)
+                intake.read(len(body) + len(part))
+                body += part
+    except TimeoutError:
+        raise ApiError(408, f"no body after {limit_s:g} s", code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(CLIENT_CLOSED_REQUEST, "the client has left before the end of its body") from None
+    return body

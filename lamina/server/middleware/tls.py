@@ -24,8 +24,8 @@ class TlsHandshake:
     exists.
     """
 
-    def __init__(self, crowd: ConnectionLimiter, sock: socket.socket) -> None:
-        self._crowd = crowd
+    def __init__(self, limiter: ConnectionLimiter, sock: socket.socket) -> None:
+        self._limiter = limiter
         self._sock = sock
         self._counted = True
         self._task: asyncio.Task[None] | None = None
@@ -34,19 +34,19 @@ class TlsHandshake:
         """Start ``shaking``, which makes a connection or fails."""
         self._task = asyncio.create_task(shaking)
         self._task.add_done_callback(self._done)
-        self._crowd.on_open(self)
+        self._limiter.on_open(self)
 
     def close_now(self) -> None:
         """Cancel the handshake and close its socket."""
         assert self._task is not None
-        self._crowd.on_request(self)  # never chosen twice
+        self._limiter.on_request(self)  # never chosen twice
         self._task.cancel()
 
     def end(self) -> None:
         """Stop counting the handshake."""
         if self._counted:
             self._counted = False
-            self._crowd.on_close(self)
+            self._limiter.on_close(self)
 
     def _done(self, _: asyncio.Task[None]) -> None:
         if self._counted:  # no connection was made; a task that is cancelled before it begins does not close the socket
@@ -55,11 +55,11 @@ class TlsHandshake:
 
 
 class TlsListener:
-    """A listening socket whose handshakes count in ``crowd``. uvicorn closes it as an asyncio.Server."""
+    """A listening socket whose handshakes count in ``limiter``. uvicorn closes it as an asyncio.Server."""
 
     def __init__(
         self,
-        crowd: ConnectionLimiter,
+        limiter: ConnectionLimiter,
         sock: socket.socket,
         make: Callable[[TlsHandshake], Connection],
         context: ssl.SSLContext,
@@ -69,7 +69,7 @@ class TlsListener:
         """``sock`` listens. ``limit_s``: seconds for a handshake; ``rest_s``: seconds in which a client must read the
         last bytes of a closed connection.
         """
-        self._crowd = crowd
+        self._limiter = limiter
         self._sock = sock
         self._make = make
         self._context = context
@@ -96,7 +96,7 @@ class TlsListener:
                 logger.error("cannot accept a connection: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            handshake = TlsHandshake(self._crowd, sock)
+            handshake = TlsHandshake(self._limiter, sock)
             handshake.begin(self._shake(handshake, sock))
 
     async def _shake(self, handshake: TlsHandshake, sock: socket.socket) -> None:

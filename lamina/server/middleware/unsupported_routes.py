@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from difflib import get_close_matches
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from lamina.server.errors import ApiError, error_response
+from lamina.server.errors import ApiError
 
 _DECODES = "it decodes one causal LM: use a server with an embedding or reranking model"
 _TEXT = "it reads and writes text alone: POST /v1/chat/completions"
@@ -67,21 +65,6 @@ _BY_FLAG = {
 _BY_PATH = {path: (what, instead) for what, paths, instead in _UNSERVED for path in paths}
 
 
-class UnsupportedRoutes:
-    """Replies to requests for unsupported services, before their bodies are read."""
-
-    def __init__(self, app: ASGIApp, served: Collection[str]) -> None:
-        """``served``: the paths of all routes."""
-        self._app = app
-        self._served = served
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (text := unsupported_route(scope["path"], self._served)):
-            await error_response(ApiError(404, text, code="not_served"))(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
 def unsupported_route(path: str, served: Collection[str]) -> str:
     """Return a text with the service that other servers have at ``path`` and its replacement here; "" if
     none is known.
@@ -105,7 +88,9 @@ def _is_at(route: str, path: str) -> bool:
 
 
 def route_not_found(path: str, served: Collection[str]) -> ApiError:
-    """Return the reply for an unknown ``path``, with the nearest known route."""
+    """Return the reply for an unknown ``path``: why it is not here, or the nearest known route."""
+    if text := unsupported_route(path, served):
+        return ApiError(404, text, code="not_served")
     near = get_close_matches(path, served, n=1, cutoff=0.75)
     hint = f": did you mean {near[0]}?" if near else ""
     return ApiError(404, f"there is no such route{hint}", code="not_found")

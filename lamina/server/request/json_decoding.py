@@ -92,7 +92,7 @@ def decode_value(name: str, raw: bytes | msgspec.Raw, max_nesting: int, most: in
     except RecursionError:
         field = None
     else:
-        if not _is_within_depth(field, max_nesting):
+        if not _is_too_deep(field, max_nesting):
             return field
     raise ApiError(400, f"{name} is nested deeper than {max_nesting}", param=name, code="too_deep")
 
@@ -190,7 +190,7 @@ def _row(piece: bytes) -> bytes:
     return b"[" + piece[opening.end() :] + b"]"
 
 
-def _is_within_depth(value: Any, limit: int) -> bool:
+def _is_too_deep(value: Any, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
         level = [x for v in level for x in _children(v)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from io import StringIO
 from typing import Any, TypeVar
@@ -117,30 +117,38 @@ async def _wait_disconnect(receive: Receive) -> None:
         pass
 
 
-class PiecewiseAnswer(Response):
-    """A large JSON object. Only a few pieces of it are in memory at a time, even if its client reads slowly."""
+class _StreamedReply(Response):
+    """A reply in parts. Its status is sent with the first part, so a failure before that gets an error status."""
 
-    media_type = "application/json"
-
-    def __init__(self, value: dict[str, Any], encoder: Executor) -> None:
-        super().__init__()
+    def __init__(self, parts: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(headers=headers)
         del self.headers["content-length"]
-        self._pieces = made(pieces(value), encoder)
+        self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"]["left"] = not await run_until_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> bool:
-        first = await anext(self._pieces)  # before the status, so that a failure to encode gets an error status
+        part: bytes | None = await anext(self._parts)
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": first, "more_body": True})
-        async for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        while part is not None:
+            if part:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            part = await anext(self._parts, None)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return True
 
 
-class EventStream(Response):
+class PiecewiseAnswer(_StreamedReply):
+    """A large JSON object. Only a few pieces of it are in memory at a time, even if its client reads slowly."""
+
+    media_type = "application/json"
+
+    def __init__(self, value: dict[str, Any], encoder: Executor) -> None:
+        super().__init__(made(pieces(value), encoder))
+
+
+class EventStream(_StreamedReply):
     """Server-sent events: one chunk for each choice that has grown, usage if requested, then [DONE]."""
 
     media_type = "text/event-stream"
@@ -149,8 +157,7 @@ class EventStream(Response):
         self, call: Call, shape: ResponseShape, options: StreamOptions | None, encoder: Executor, *, alive_s: float
     ) -> None:
         """``encoder``: makes large chunks; ``alive_s``: seconds of silence before a comment is sent, 0 = never."""
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+        super().__init__(self._events(), {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._call = call
         self._shape = shape
         self._encoder = encoder
@@ -160,21 +167,14 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            scope["state"]["left"] = not await run_until_disconnect(receive, self._send_all(send))
+            await super().__call__(scope, receive, send)
         finally:
             self._call.close()
-
-    async def _send_all(self, send: Send) -> bool:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for data in self._events():
-            if data:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return True
 
     async def _events(self) -> AsyncIterator[bytes]:
         head = self._shape.head(stream=True)
         opening = self._shape.first_chunks()  # sent with the first token, as clients measure that token's time by it
+        yield b""  # the status comes at once
         try:
             async for batch in self._call.batches(self._alive_s):
                 events = bytearray()

@@ -42,7 +42,7 @@ from lamina.server.operator_routes import workers_on_host
 
 SOON_S = 20.0
 PARAMS = SamplingParams(max_tokens=3)
-STATE = EngineState(running=1, waiting=2, free_blocks=[3], preemptions=4, steps=5)
+STATE = EngineState(running=1, waiting=2, free_blocks=[3], steps=5)
 
 
 class Handle:
@@ -102,37 +102,37 @@ def delta(key: int, index: int = 0, **more: Any) -> Delta:
 
 
 def test_what_a_slow_reader_has_not_taken_is_added_up() -> None:
-    feed, late = ReplyQueue(), PromptTimes(1.0, 2.0, 3.0)
-    feed.push(delta(7, logprobs=[]))
-    feed.push(delta(7, 1, text="z"))
-    feed.push(delta(7, token_ids=[2, 3], text="bc", logprobs=[], finish_reason="stop", stop_reason=9, times=late,
+    replies, late = ReplyQueue(), PromptTimes(1.0, 2.0, 3.0)
+    replies.push(delta(7, logprobs=[]))
+    replies.push(delta(7, 1, text="z"))
+    replies.push(delta(7, token_ids=[2, 3], text="bc", logprobs=[], finish_reason="stop", stop_reason=9, times=late,
                     blame=ErrorOrigin.CLIENT))  # fmt: skip
 
     async def work() -> None:
-        assert await feed.get() == [
+        assert await replies.get() == [
             delta(7, token_ids=[1, 2, 3], text="abc", logprobs=[], finish_reason="stop", stop_reason=9, times=late,
                   blame=ErrorOrigin.CLIENT),
             delta(7, 1, text="z"),
         ]  # fmt: skip
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(feed.get(), 0.05)
-        feed.push(delta(7, text="d"))
-        feed.fail(KeyError("why"))
-        assert await feed.get() == [delta(7, text="d")]
+            await asyncio.wait_for(replies.get(), 0.05)
+        replies.push(delta(7, text="d"))
+        replies.fail(KeyError("why"))
+        assert await replies.get() == [delta(7, text="d")]
         with pytest.raises(KeyError, match="why"):
-            await asyncio.wait_for(feed.get(), SOON_S)
+            await asyncio.wait_for(replies.get(), SOON_S)
 
     asyncio.run(work())
 
 
 def test_an_end_without_log_probabilities_leaves_those_that_were_held() -> None:
-    feed = ReplyQueue()
+    replies = ReplyQueue()
     for index, (first, last) in enumerate(([[[(1, -0.5, 1)]], None], [None, [[(1, -0.5, 1)]]])):
-        feed.push(delta(7, index, logprobs=first))
-        feed.push(delta(7, index, token_ids=[], text="", logprobs=last, finish_reason="abort"))
+        replies.push(delta(7, index, logprobs=first))
+        replies.push(delta(7, index, token_ids=[], text="", logprobs=last, finish_reason="abort"))
 
     async def work() -> None:
-        assert [d.logprobs for d in await feed.get()] == [[[(1, -0.5, 1)]], None]
+        assert [d.logprobs for d in await replies.get()] == [[[(1, -0.5, 1)]], None]
 
     asyncio.run(work())
 
@@ -158,12 +158,12 @@ def test_an_end_is_waited_for_a_second_and_looked_at_often(monkeypatch: pytest.M
 
 def test_a_start_is_followed_and_its_failure_told() -> None:
     async def work(bench: Bench) -> None:
-        heard = list[Progress]()
+        received = list[Progress]()
         for stage in ("loading", "cutting"):
             bench.engine.send(Progress(stage=stage, done=1, total=2))
         bench.engine.send(READY)
-        bench.client = await EngineClient.connect(bench.handle, heard.append)
-        assert [p.stage for p in heard] == ["loading", "cutting"]
+        bench.client = await EngineClient.connect(bench.handle, received.append)
+        assert [p.stage for p in received] == ["loading", "cutting"]
         assert bench.client.ready == READY
         assert (bench.client.state, bench.client.counters, bench.client.failure) == (None, {}, None)
 
@@ -182,7 +182,7 @@ def test_prompts_are_added_cancelled_refused_and_ended_by_their_keys() -> None:
     async def work(bench: Bench) -> None:
         client = await bench.connect()
         feeds, meters = [ReplyQueue() for _ in range(4)], [Meter() for _ in range(4)]
-        keys = [client.add([n], PARAMS, feeds[n], meters[n], terms=CacheOptions(bytes(n))) for n in range(4)]
+        keys = [client.add([n], PARAMS, feeds[n], meters[n], cache_options=CacheOptions(bytes(n))) for n in range(4)]
         assert keys == [0, 1, 2, 3]
         sent = [await asyncio.to_thread(bench.engine.recv, SOON_S) for _ in range(4)]
         assert sent == [AddPrompt(n, [n], PARAMS, cache_options=CacheOptions(bytes(n))) for n in range(4)]
@@ -254,13 +254,13 @@ def test_an_engine_that_goes_ends_all_that_waits(
     async def work(bench: Bench) -> None:
         client = await bench.connect()
         feeds = [ReplyQueue(), ReplyQueue()]
-        for feed in feeds:
-            client.add([1], PARAMS, feed, Quiet())
+        for replies in feeds:
+            client.add([1], PARAMS, replies, Quiet())
         assert not client.lost.is_set()
         bench.engine.close()
-        for feed in feeds:
+        for replies in feeds:
             with pytest.raises(EngineGoneError, match=f"^{re.escape(gone)}$"):
-                await feed.get()
+                await replies.get()
         assert client.lost.is_set()
         assert client.failure == gone
         with pytest.raises(EngineGoneError, match=f"^{re.escape(gone)}$"):
@@ -320,8 +320,8 @@ def test_a_close_tells_the_engine_and_waits_for_it_and_is_no_loss(caplog: pytest
 
     async def work(bench: Bench) -> None:
         client = await bench.connect()
-        feed = ReplyQueue()
-        client.add([1], PARAMS, feed, Quiet())
+        replies = ReplyQueue()
+        client.add([1], PARAMS, replies, Quiet())
         await client.close()
         assert bench.handle.joined == [module.JOIN_S]
         got = [await asyncio.to_thread(bench.engine.recv, SOON_S) for _ in range(2)]
@@ -360,17 +360,21 @@ def test_a_frame_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) ->
     run(work)
 
 
+SPILLED = {"spilled_blocks": {"memory-1": 3.0, "memory-2": 3.0}}
+
+
 def test_state_and_pool_are_of_the_same_memory_workers() -> None:
     """Those on loan come and go, and what is told of them comes one message after the other."""
     client = EngineClient(Handle(socket.socket()), None)  # type: ignore[arg-type]
     client.ready = READY
     grown = msgspec.structs.replace(READY, num_blocks=[[1], [7, 5]], holders=[[0], [1, 2]])
-    client._handle_message(msgspec.structs.replace(STATE, free_blocks=[1, 2], borrowed_blocks=[0, 3]))
+    client._handle_message(msgspec.structs.replace(STATE, free_blocks=[1, 2], metrics=SPILLED))
     assert (client.state or STATE).free_blocks == [1], "another worker is not known yet"
+    assert (client.state or STATE).metrics == {}
     client._handle_message(ScaleReply(ready=grown))
     assert (client.state or STATE).free_blocks == [1, 5]
-    client._handle_message(msgspec.structs.replace(STATE, free_blocks=[0, 2], borrowed_blocks=[0, 3]))
-    assert (client.state or STATE).borrowed_blocks == [0, 3]
+    client._handle_message(msgspec.structs.replace(STATE, free_blocks=[0, 2], metrics=SPILLED))
+    assert (client.state or STATE).metrics == SPILLED
 
 
 def test_who_is_on_which_host_is_what_was_told_last() -> None:

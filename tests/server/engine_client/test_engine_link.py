@@ -79,11 +79,11 @@ def test_an_engine_in_bad_weather(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def progress_is_told_while_a_step_runs(client: Any) -> None:
     """Else a server whose steps take long is ill half of the time."""
-    feed = ReplyQueue()
-    client.add([5, 6], SamplingParams(max_tokens=2, ignore_eos=True), feed, Quiet())
+    replies = ReplyQueue()
+    client.add([5, 6], SamplingParams(max_tokens=2, ignore_eos=True), replies, Quiet())
     ended = False
     while not ended:
-        ended = any(d.finish_reason for d in await asyncio.wait_for(feed.get(), 60))
+        ended = any(d.finish_reason for d in await asyncio.wait_for(replies.get(), 60))
     told = [m for m in client.seen if isinstance(m, EngineState) and m.running]
     again = [now for before, now in pairwise(told) if now.steps == before.steps]
     assert again, "nothing was heard but the ends of steps"
@@ -94,10 +94,10 @@ async def who_is_to_blame_is_said(client: Any) -> None:
         ([5] * 5000, SamplingParams(), ErrorOrigin.CLIENT),
         ([5], SamplingParams(stop_token_ids=[1 << 20]), ErrorOrigin.CLIENT),
     ):
-        feed = ReplyQueue()
-        client.add(prompt, params, feed, Quiet())
+        replies = ReplyQueue()
+        client.add(prompt, params, replies, Quiet())
         with pytest.raises(PromptRefusedError) as refused:
-            await asyncio.wait_for(feed.get(), 30)
+            await asyncio.wait_for(replies.get(), 30)
         assert refused.value.blame is blame
 
 

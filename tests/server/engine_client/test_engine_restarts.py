@@ -23,8 +23,8 @@ from lamina.executor.stall_detector import STOPPED_S
 from lamina.protocol.control import ControlLink, Failed, Stop
 from lamina.request import ResumedCompletion, SamplingParams
 from lamina.scheduler.sessions.cache_options import CacheOptions
-from lamina.server.engine_client import engine_queries
-from lamina.server.engine_client.engine_client import JOIN_S, EngineClient, EngineGoneError
+from lamina.server.engine_client import engine_client
+from lamina.server.engine_client.engine_client import JOIN_S, EngineBusyError, EngineClient, EngineGoneError
 from lamina.server.engine_client.engine_restarts import EngineRestarts, PlanFailedError
 from lamina.server.engine_client.messages import (
     AddPrompt,
@@ -44,7 +44,6 @@ from lamina.server.engine_client.messages import (
     encode_scores,
 )
 from lamina.server.engine_client.reply_queue import ReplyQueue
-from lamina.server.engine_client.resize import EngineBusyError
 from lamina.server.metrics.engine_metrics import EngineMetrics
 
 LIMIT_S = 10.0
@@ -126,18 +125,18 @@ def play(work: Callable[[EngineClient, Engines], Awaitable[None]], **options: An
     asyncio.run(run())
 
 
-async def all_of(feed: ReplyQueue, wanted: int) -> dict[int, list[int]]:
+async def all_of(replies: ReplyQueue, wanted: int) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     while sum(map(len, found.values())) < wanted:
-        for delta in await asyncio.wait_for(feed.get(), LIMIT_S):
+        for delta in await asyncio.wait_for(replies.get(), LIMIT_S):
             found.setdefault(delta.index, []).extend(delta.token_ids)
     return found
 
 
 def test_another_engine_is_told_all_that_readers_have() -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
-        first, feed, params = engines.all[0], ReplyQueue(), SamplingParams(n=2, logprobs=1, max_tokens=5)
-        key = client.add([7, 8], params, feed, Quiet(), terms=CacheOptions(b"salt"))
+        first, replies, params = engines.all[0], ReplyQueue(), SamplingParams(n=2, logprobs=1, max_tokens=5)
+        key = client.add([7, 8], params, replies, Quiet(), cache_options=CacheOptions(b"salt"))
         gone = client.add([9], SamplingParams(seed=3), ReplyQueue(), Quiet())
         ended = client.add([9], SamplingParams(), ReplyQueue(), Quiet())
         asked = [first.asked() for _ in range(3)]
@@ -171,7 +170,7 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         assert (new.key, new.resumed) == (late, [])
         assert not client.state.recovering
         second.say(grown(key, 0, [2], "e", [[(2, -1.0, 1)]], finish_reason="length", times=TIMES))
-        assert await all_of(feed, 5) == {0: [4, 5, 3, 2], 1: [6]}
+        assert await all_of(replies, 5) == {0: [4, 5, 3, 2], 1: [6]}
         assert client.failure is None
 
     play(work)
@@ -230,7 +229,7 @@ def test_a_question_about_sessions_that_crosses_a_death_is_not_waited_for() -> N
     """No other engine hears of it."""
 
     async def work(client: EngineClient, engines: Engines) -> None:
-        asked = asyncio.create_task(client.sessions(b"tenant"))
+        asked = asyncio.create_task(client.query(SessionsRequest(0, b"tenant")))
         assert isinstance(await asyncio.to_thread(engines.all[0].asked), SessionsRequest)
         engines.all[0].link.close()
         with pytest.raises(EngineGoneError, match="was killed by SIGKILL"):
@@ -239,26 +238,26 @@ def test_a_question_about_sessions_that_crosses_a_death_is_not_waited_for() -> N
         second = engines.all[-1]
         second.link.send(READY)
         await until(lambda: client._is_ready)
-        asked = asyncio.create_task(client.sessions(b"tenant"))
+        asked = asyncio.create_task(client.query(SessionsRequest(0, b"tenant")))
         number = (await asyncio.to_thread(second.asked)).number
         second.link.send(SessionsReply(number, []))
-        assert await asyncio.wait_for(asked, LIMIT_S) == []
+        assert await asyncio.wait_for(asked, LIMIT_S) == SessionsReply(number, [])
 
     async def last(client: EngineClient, engines: Engines) -> None:
-        asked = asyncio.create_task(client.sessions(b"tenant"))
+        asked = asyncio.create_task(client.query(SessionsRequest(0, b"tenant")))
         await asyncio.to_thread(engines.all[0].asked)
         engines.all[0].link.send(Failed(text="out of order"))
         with pytest.raises(EngineGoneError, match="out of order"):
             await asyncio.wait_for(asked, LIMIT_S)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_queries, "ANSWER_S", 10 * LIMIT_S)
+        patch.setattr(engine_client, "ANSWER_S", 10 * LIMIT_S)
         play(work)
         play(last)
 
 
 READY_TWICE = msgspec.structs.replace(READY, num_blocks=[[5, 3], [4, 9]])
-STATE = EngineState(running=1, waiting=2, free_blocks=[3, 2], evictable_blocks=[1, 1], preemptions=4, steps=5)
+STATE = EngineState(running=1, waiting=2, free_blocks=[3, 2], evictable_blocks=[1, 1], steps=5)
 
 
 @pytest.mark.parametrize("before", [None, STATE])
@@ -276,7 +275,7 @@ def test_what_is_known_while_another_one_starts(before: EngineState | None, capl
         with contextlib.suppress(OSError):
             first.sock.shutdown(socket.SHUT_RD)
         second = await engines.next(client)
-        known = before or EngineState(running=0, waiting=0, free_blocks=[3, 4], preemptions=0, steps=0)
+        known = before or EngineState(running=0, waiting=0, free_blocks=[3, 4], steps=0)
         assert client.state == msgspec.structs.replace(known, recovering=True)
         assert old.is_closing()
         key = client.add([7], SamplingParams(), ReplyQueue(), Quiet())
@@ -304,8 +303,8 @@ def test_the_log_says_that_requests_go_on_and_after_how_long(
 
     async def work(client: EngineClient, engines: Engines) -> None:
         both = ReplyQueue()  # of a request with two prompts
-        for feed in (both, both, ReplyQueue()):
-            client.add([7], SamplingParams(), feed, Quiet())
+        for replies in (both, both, ReplyQueue()):
+            client.add([7], SamplingParams(), replies, Quiet())
         engines.all[0].link.close()
         second = await engines.next(client)
         now[0] += 2.0
@@ -359,15 +358,15 @@ def test_one_that_dies_whenever_it_starts_is_not_started_for_ever() -> None:
 
 def final(how: Callable[[Engines], None], words: str, **options: Any) -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
-        feed = ReplyQueue()
-        client.add([7], SamplingParams(), feed, Quiet())
+        replies = ReplyQueue()
+        client.add([7], SamplingParams(), replies, Quiet())
         how(engines)
         await until(client.lost.is_set)
         assert client.failure is not None
         assert words in client.failure
         assert len(engines.all) == 1
         with pytest.raises(EngineGoneError) as told:
-            await asyncio.wait_for(feed.get(), LIMIT_S)
+            await asyncio.wait_for(replies.get(), LIMIT_S)
         assert words in str(told.value)
         joins = list(engines.all[0].joins)
         await client.close()
@@ -556,8 +555,8 @@ def with_workers(engines: Engines, count: int) -> EngineConfig:
 
 def test_by_plan_another_engine_goes_on_with_other_workers_and_no_recovery_is_spent() -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
-        feed = ReplyQueue()
-        key = client.add([7], SamplingParams(), feed, Quiet())
+        replies = ReplyQueue()
+        key = client.add([7], SamplingParams(), replies, Quiet())
         await asyncio.to_thread(engines.all[0].asked)
         changing = asyncio.create_task(client.replace_engine(with_workers(engines, 3)))
         assert isinstance(await asyncio.to_thread(engines.all[0].asked), Stop)

@@ -168,10 +168,10 @@ class ServersEnd:
 
     async def tokens(self, hit: signal.Signals | None = None) -> list[int]:
         """Of one stream, in the midst of which the engine gets that signal."""
-        feed, told = ReplyQueue(), list[int]()
-        self.client.add([5, 6, 7], PARAMS, feed, Quiet())
+        replies, told = ReplyQueue(), list[int]()
+        self.client.add([5, 6, 7], PARAMS, replies, Quiet())
         while len(told) < PARAMS.max_tokens:
-            told += [t for delta in await asyncio.wait_for(feed.get(), SOON_S) for t in delta.token_ids]
+            told += [t for delta in await asyncio.wait_for(replies.get(), SOON_S) for t in delta.token_ids]
             if hit is not None and len(told) > 5:
                 os.kill(self.pid, hit)
                 hit = None

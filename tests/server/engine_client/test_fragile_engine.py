@@ -29,10 +29,10 @@ INNOCENT = [[5, 6, n] for n in range(7, 11)]
 
 async def answer(client: EngineClient, prompt: list[int]) -> tuple[list[int], Any]:
     """All tokens of a prompt, and its end."""
-    feed, told = ReplyQueue(), list[int]()
-    client.add(prompt, PARAMS, feed, Quiet(), name="cmpl-0123")
+    replies, told = ReplyQueue(), list[int]()
+    client.add(prompt, PARAMS, replies, Quiet(), name="cmpl-0123")
     while True:
-        for delta in await asyncio.wait_for(feed.get(), SOON_S):
+        for delta in await asyncio.wait_for(replies.get(), SOON_S):
             told += delta.token_ids
             if delta.finish_reason is not None:
                 return told, delta

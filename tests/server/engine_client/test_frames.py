@@ -18,7 +18,7 @@ from lamina.models import tokenizer as tokens
 from lamina.protocol.control import ControlLink, Stop
 from lamina.request import ErrorOrigin, SamplingParams
 from lamina.scheduler.kv_manager.session_cache import SessionCache
-from lamina.server.engine_client.engine_client import FROM_ENGINE, EngineClient, QuestionFailedError
+from lamina.server.engine_client.engine_client import FROM_ENGINE, EngineClient, QueryFailedError
 from lamina.server.engine_client.frames import LENGTH, framed, in_place_of
 from lamina.server.engine_client.messages import (
     AddPrompt,
@@ -38,7 +38,7 @@ SOON_S = 20.0
 NO_UTF8 = "\ud800"
 ERROR = OverflowError("too large")
 BODY = {"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True}
-STATE = EngineState(running=1, waiting=2, free_blocks=[3], preemptions=4, steps=5)
+STATE = EngineState(running=1, waiting=2, free_blocks=[3], steps=5)
 
 
 class Halves(tokens.Detokenizer):
@@ -193,8 +193,8 @@ def test_a_request_that_cannot_be_sent_ends_by_an_error_and_others_go_on(
         assert (end.finish_reason, end.blame) == ("error", ErrorOrigin.SERVER)
         assert "the request cannot be sent to the engine: it cannot be encoded" in str(end.stop_reason)
         assert (await asyncio.to_thread(engine.recv, SOON_S)).key == key
-        with pytest.raises(QuestionFailedError, match="cannot be sent"):
-            await client.sessions(b"", NO_UTF8)
+        with pytest.raises(QueryFailedError, match="cannot be sent"):
+            await client.query(SessionsRequest(0, b"", NO_UTF8))
         assert client.failure is None
 
     with_client(work)
@@ -241,10 +241,10 @@ def test_an_answer_that_cannot_be_read_ends_its_request_and_others_go_on(caplog:
         assert [delta.text for delta in await good.get()] == ["a"]
         told = [await asyncio.to_thread(engine.recv, SOON_S) for _ in range(3)]
         assert told[2] == CancelPrompt(keys[0]), "the engine need not go on with it"
-        asked = asyncio.create_task(client.sessions(b""))
+        asked = asyncio.create_task(client.query(SessionsRequest(0, b"")))
         question = await asyncio.to_thread(engine.recv, SOON_S)
         sock.sendall(packed(SessionsReply(question.number, []), "sessions", value=5))
-        with pytest.raises(QuestionFailedError, match="cannot be read"):
+        with pytest.raises(QueryFailedError, match="cannot be read"):
             await asked
         assert client.failure is None
 

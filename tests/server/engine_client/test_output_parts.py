@@ -42,8 +42,8 @@ def test_parts_are_short_and_the_whole_again(most: int) -> None:
     assert len(parts) > 1
     assert max(len(encode(part)) for part in parts) <= max(most, 1200), "one token's are not parted"
     held = OutputAssembler()
-    heard = [held.add(decode(encode(part), type=Outputs)) for part in parts]
-    assert heard == [None] * (len(parts) - 1) + [many()]
+    received = [held.add(decode(encode(part), type=Outputs)) for part in parts]
+    assert received == [None] * (len(parts) - 1) + [many()]
     assert held.add(Outputs([])) == Outputs([]), "nothing is left of it"
 
 
@@ -70,8 +70,8 @@ def test_an_engine_parts_what_a_frame_does_not_hold(monkeypatch: pytest.MonkeyPa
 
 def test_readers_get_the_whole_and_nothing_of_an_engine_that_died_in_its_midst() -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
-        feed, meter = ReplyQueue(), Quiet()
-        key = client.add([7], SamplingParams(n=2, logprobs=0), feed, meter)
+        replies, meter = ReplyQueue(), Quiet()
+        key = client.add([7], SamplingParams(n=2, logprobs=0), replies, meter)
         first, *_, last = split_outputs(Outputs([grown(key, n, [n], "a", [ENTRY]) for n in (0, 1)]), 1)
         engines.all[0].link.send(first)
         engines.all[0].link.close()
@@ -80,9 +80,9 @@ def test_readers_get_the_whole_and_nothing_of_an_engine_that_died_in_its_midst()
         again = await asyncio.to_thread(second.asked)
         assert again.resumed == [], "nobody has what did not come whole"
         second.link.send(Outputs([grown(key, 0, [5], "a", [ENTRY])]))
-        assert [d.token_ids for d in await asyncio.wait_for(feed.get(), LIMIT_S)] == [[5]]
+        assert [d.token_ids for d in await asyncio.wait_for(replies.get(), LIMIT_S)] == [[5]]
         for part in (first, last):
             second.link.send(part)
-        assert [d.token_ids for d in await asyncio.wait_for(feed.get(), LIMIT_S)] == [[0], [1]]
+        assert [d.token_ids for d in await asyncio.wait_for(replies.get(), LIMIT_S)] == [[0], [1]]
 
     play(work)

@@ -27,10 +27,10 @@ async def asked(engine: Scripted, kind: type = AddPrompt) -> Any:
     return message
 
 
-async def ended(feed: ReplyQueue) -> Any:
+async def ended(replies: ReplyQueue) -> Any:
     """How its prompt ended, once it has."""
     while True:
-        for delta in await asyncio.wait_for(feed.get(), LIMIT_S):
+        for delta in await asyncio.wait_for(replies.get(), LIMIT_S):
             if delta.finish_reason is not None:
                 return delta
 
@@ -47,8 +47,8 @@ def fails(engine: Scripted, how: object) -> None:
 
 async def one_prompt(client: EngineClient, engines: Engines, hows: list[object]) -> tuple[ReplyQueue, int]:
     """A prompt in engines that end one after the other."""
-    feed = ReplyQueue()
-    key = client.add([7], SamplingParams(), feed, Quiet())
+    replies = ReplyQueue()
+    key = client.add([7], SamplingParams(), replies, Quiet())
     for how in hows:
         engine = engines.all[-1]
         await asked(engine)
@@ -56,14 +56,14 @@ async def one_prompt(client: EngineClient, engines: Engines, hows: list[object])
         fails(engine, how)
         await until(lambda n=count: len(engines.all) > n or client.lost.is_set())
         engines.all[-1].link.send(READY)
-    return feed, key
+    return replies, key
 
 
 @pytest.mark.parametrize("how", ["told", 1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS], ids=str)
 def test_a_prompt_with_which_two_engines_failed_is_refused(how: object) -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
-        feed, _ = await one_prompt(client, engines, [how, how])
-        end = await ended(feed)
+        replies, _ = await one_prompt(client, engines, [how, how])
+        end = await ended(replies)
         assert (end.finish_reason, end.stop_reason, end.blame) == ("error", GUILTY, ErrorOrigin.SERVER)
         key = client.add([8], SamplingParams(), ReplyQueue(), Quiet())
         assert (await asked(engines.all[-1])).key == key, "the third engine has others alone"
@@ -82,8 +82,8 @@ def test_engines_that_others_end_do_not_count(how: object) -> None:
 
 def test_an_end_in_between_that_does_not_count_changes_nothing() -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
-        feed, _ = await one_prompt(client, engines, ["told", -signal.SIGKILL, -signal.SIGKILL, "told"])
-        assert (await ended(feed)).stop_reason == GUILTY
+        replies, _ = await one_prompt(client, engines, ["told", -signal.SIGKILL, -signal.SIGKILL, "told"])
+        assert (await ended(replies)).stop_reason == GUILTY
 
     play(work)
 

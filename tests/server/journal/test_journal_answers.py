@@ -49,20 +49,20 @@ class KeptClient(FakeClient):
         return params
 
     def add(  # type: ignore[override]
-        self, prompt: list[int], params: SamplingParams, feed: ReplyQueue, meter: DeltaObserver, *, key: int,
-        heard: list[Delta] | None = None, terms: CacheOptions = DEFAULT_CACHE_OPTIONS, name: str = "",
+        self, prompt: list[int], params: SamplingParams, replies: ReplyQueue, meter: DeltaObserver, *, key: int,
+        received: list[Delta] | None = None, cache_options: CacheOptions = DEFAULT_CACHE_OPTIONS, name: str = "",
     ) -> int:  # fmt: skip
         self.keys.append(key)
-        self.terms.append(terms)
+        self.cache_options.append(cache_options)
         self.added.append((prompt, params))
         if self.error is not None:
-            feed.fail(self.error)
+            replies.fail(self.error)
         if key == self.hangs_at:
             self.hanging = key
         for index in range(0 if self.hold or self.error or key == self.hanging else params.n):
             for delta in self._deltas(key, index, params, last=index == params.n - 1):
                 self.journal.add_deltas([delta])
-                feed.push(delta)
+                replies.push(delta)
         return key
 
 
@@ -176,8 +176,10 @@ def test_what_a_server_leaves_is_finished_by_the_next_one(service: Service, tmp_
     assert answer["usage"]["completion_tokens"] == 9
     assert client.keys == [0, 1]
     assert isinstance(service.client, KeptClient)
-    assert client.terms == service.client.terms, "whoever shared their KV then may do so now"
-    assert all(terms.salt and terms.discard_ranges == ((128, 256),) for terms in client.terms)
+    assert client.cache_options == service.client.cache_options, "whoever shared their KV then may do so now"
+    assert all(
+        cache_options.salt and cache_options.discard_ranges == ((128, 256),) for cache_options in client.cache_options
+    )
     assert [params.seed for _, params in client.added] == [prompt.seed for prompt in entry.accepted.prompts]
     assert second.queue_limit.completions == 0
     journal.close()
@@ -302,7 +304,7 @@ def test_streams_of_a_server_that_is_killed_are_finished_by_the_next_one(tmp_pat
     more = {"prompt": "def f(", "max_tokens": 150, "ignore_eos": True}
     flags = ("--dtype=float32", "--journal", f"{tmp_path / 'j'},size=1MiB", "--api-key=k")
     server = Running(tmp_path / "log", *flags)
-    heard: list[tuple[str, dict[int, str]]] = []
+    received: list[tuple[str, dict[int, str]]] = []
 
     async def read(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
         texts: dict[int, str] = {}
@@ -311,10 +313,10 @@ def test_streams_of_a_server_that_is_killed_are_finished_by_the_next_one(tmp_pat
                 if line.startswith("data: {"):
                     chunk = json.loads(line[6:])
                     if not texts:
-                        heard.append((chunk["id"], texts))
+                        received.append((chunk["id"], texts))
                     for choice in chunk["choices"]:
                         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-                if len(heard) == len(STREAMS) and all(len(t) > 15 for _, each in heard for t in each.values()):
+                if len(received) == len(STREAMS) and all(len(t) > 15 for _, each in received for t in each.values()):
                     os.kill(server.process.pid, signal.SIGKILL)
 
     async def read_all() -> list[BaseException | None]:
@@ -335,14 +337,14 @@ def test_streams_of_a_server_that_is_killed_are_finished_by_the_next_one(tmp_pat
                 assert answer.status_code in (200, 202), answer.text
                 return answer.json() if answer.status_code == 200 else {}
 
-            assert eventually(lambda: all(whole(i) for i, _ in heard), 120), (tmp_path / "log2").read_text()
-            assert http.get(f"/v1/completions/{heard[0][0]}", headers={"authorization": ""}).status_code == 401
+            assert eventually(lambda: all(whole(i) for i, _ in received), 120), (tmp_path / "log2").read_text()
+            assert http.get(f"/v1/completions/{received[0][0]}", headers={"authorization": ""}).status_code == 401
             wanted = [http.post("/v1/completions", json={**body, **more}).json() for body in STREAMS]
-            for answer_id, texts in heard:
+            for answer_id, texts in received:
                 told = whole(answer_id)["choices"]
                 assert [c["text"][: len(texts[c["index"]])] for c in told] == [texts[c["index"]] for c in told]
                 assert {c["finish_reason"] for c in told} <= {"length", "stop"}
-            answers = [whole(i) for i, _ in heard]
+            answers = [whole(i) for i, _ in received]
             for want in wanted[:3]:
                 assert any(
                     [(c["text"], c["finish_reason"]) for c in want["choices"]]

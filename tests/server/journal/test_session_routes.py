@@ -119,11 +119,12 @@ def test_metrics_tell_tiers() -> None:
         running=0,
         waiting=0,
         free_blocks=[48],
-        preemptions=0,
         steps=1,
-        sessions={"pool": 3},
-        session_hits={"host": 2},
-        session_waits={"host": 1.5},
+        metrics={
+            "sessions": {"pool": 3},
+            "session_resumed_turns": {"host": 2},
+            "session_wait_seconds": {"host": 1.5},
+        },
     )
     client.state = msgspec.structs.replace(client.state, evictable_blocks=[11])
     client.counters = {"memory-1": {"kv_fetched_pages": 5.0, "kv_saved_bytes": 7.0, "kv_failed_transfers": 3.0}}
@@ -144,7 +145,7 @@ def test_the_tenant_is_the_key_alone() -> None:
     assert isinstance(client, FakeClient)
     (name,) = client.named
     assert name.name == "mine"
-    assert name.tenant != client.terms[0].salt
+    assert name.tenant != client.cache_options[0].salt
     assert name != SessionName(salt_of(b"", None), "mine")
 
 

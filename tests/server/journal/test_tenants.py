@@ -35,7 +35,7 @@ def salts(service: Service, *asked: tuple[str, str | None]) -> list[bytes]:
             headers = {"authorization": f"Bearer {key}"} if key else {}
             response = ask("POST", path, service, json={**body, "cache_salt": salt}, headers=headers)
             assert response.status_code == 200
-    told = [terms.salt for terms in client.terms]
+    told = [cache_options.salt for cache_options in client.cache_options]
     one, other = told[: len(asked)], told[len(asked) :]
     assert one == other
     return one
@@ -62,8 +62,8 @@ def test_what_a_body_says_of_its_cache_is_told() -> None:
         for path, body in ROUTES:
             headers = {"authorization": f"Bearer {key}"}
             assert ask("POST", path, service, json={**body, **more}, headers=headers).is_success
-    told = client.terms
-    assert [terms.retention_s for terms in told] == [86400.0] * 2 + [1800.0] * 2 + [0.0] * 4
+    told = client.cache_options
+    assert [cache_options.retention_s for cache_options in told] == [86400.0] * 2 + [1800.0] * 2 + [0.0] * 4
     one, again, other = (
         {t.affinity_key for t in told[:2]},
         {t.affinity_key for t in told[2:4]},

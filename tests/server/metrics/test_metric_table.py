@@ -36,7 +36,11 @@ def test_the_page_lists_every_metric_and_no_other() -> None:
 def test_a_renamed_metric_is_shown_under_both_names() -> None:
     client = FakeClient()
     client.state = EngineState(
-        running=1, waiting=0, free_blocks=[48], preemptions=0, steps=1, moved_bytes={"weigh": 7}, kv_replicas=3
+        running=1,
+        waiting=0,
+        free_blocks=[48],
+        steps=1,
+        metrics={"kv_migrated_bytes": {"weigh": 7}, "prefill_replicated_pages": 3},
     )
     text = ask("GET", "/metrics", make_service(client)).text
     labels = 'engine="0",model_name="tiny"'

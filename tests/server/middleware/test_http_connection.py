@@ -166,33 +166,33 @@ def test_a_handshake_has_a_deadline(tls: dict[str, str]) -> None:
 class Stub:
     """A connection as the crowd sees it."""
 
-    def __init__(self, crowd: ConnectionLimiter, gone: list[Stub]) -> None:
-        self.crowd, self.gone = crowd, gone
+    def __init__(self, limiter: ConnectionLimiter, gone: list[Stub]) -> None:
+        self.limiter, self.gone = limiter, gone
 
     def close_now(self) -> None:
-        self.crowd.on_request(self)
+        self.limiter.on_request(self)
         self.gone.append(self)
 
 
 @pytest.mark.long
 @given(st.lists(st.sampled_from(["came", "asked", "answered"]), max_size=60), st.integers(1, 5))
 def test_only_those_that_owe_a_request_go_and_the_oldest_first(acts: list[str], limit: int) -> None:
-    crowd, gone = ConnectionLimiter(limit), list[Stub]()
+    limiter, gone = ConnectionLimiter(limit), list[Stub]()
     owing, busy = list[Stub](), list[Stub]()
     for act in acts:
         if act == "came":
-            one = Stub(crowd, gone)
+            one = Stub(limiter, gone)
             owing.append(one)
             expected = owing[0] if len(owing) + len(busy) > limit else None
-            crowd.on_open(one)
+            limiter.on_open(one)
             assert gone == ([] if expected is None else [expected])
             for lost in gone:
                 owing.remove(lost)
-                crowd.on_close(lost)
+                limiter.on_close(lost)
             gone.clear()
         elif act == "asked" and owing:
             busy.append(owing.pop(0))
-            crowd.on_request(busy[-1])
+            limiter.on_request(busy[-1])
         elif act == "answered" and busy:
             owing.append(busy.pop(0))
-            crowd.on_response(owing[-1])
+            limiter.on_response(owing[-1])

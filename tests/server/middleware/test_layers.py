@@ -18,7 +18,6 @@ from fake import FakeClient, http_of, make_service
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
-from lamina.scheduler.sparsity.reference_decode import ErrorState
 from lamina.server.app import make_app
 from lamina.server.engine_client.messages import EngineState
 from lamina.server.metrics.engine_metrics import EngineMetrics
@@ -268,27 +267,9 @@ def test_kept_and_dropped_blocks_are_told_by_tier_of_layers() -> None:
     }
     client.ready = msgspec.structs.replace(client.ready, **blocks)
     client.state = EngineState(
-        running=1, waiting=0, free_blocks=[50, 75, 69], preemptions=0, steps=1, dropped_blocks=40
+        running=1, waiting=0, free_blocks=[50, 75, 69], steps=1, metrics={"kv_evicted_by_sparsity_blocks": 40}
     )
     assert found() == {(names[0], "full"): 11, (names[0], "sparse"): 5, (names[1],): 40}
-
-
-def test_what_shadows_have_shown_is_told() -> None:
-    client = FakeClient()
-
-    def told() -> dict[str, float]:
-        families = EngineMetrics(client, {}).collect()  # type: ignore[arg-type]
-        samples = (s for family in families for s in family.samples)
-        return {s.name: s.value for s in samples if s.name.startswith("lamina:kv_sparsity")}
-
-    assert told() == {}, "there are none"
-    errors = ErrorState(tokens=75, kl=0.25, top1=0.04, budget=2048, rebuilt=3)
-    client.state = EngineState(running=1, waiting=0, free_blocks=[60], preemptions=0, steps=1, errors=errors)
-    assert told() == {
-        "lamina:kv_sparsity_measured_tokens": 75, "lamina:kv_sparsity_kl_nats": 0.25,
-        "lamina:kv_sparsity_top1_disagreement_ratio": 0.04,
-        "lamina:kv_sparsity_budget_tokens": 2048, "lamina:kv_sparsity_recomputed_requests_total": 3,
-    }  # fmt: skip
 
 
 def test_the_cache_says_how_many_tokens_and_sequences_fit() -> None:

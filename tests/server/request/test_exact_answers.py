@@ -176,7 +176,7 @@ def test_who_leaves_before_a_whole_answer_gets_a_status_for_the_log() -> None:
     async def work() -> list[Any]:
         service = make_service(Later())
         body = json.dumps(BODY).encode()
-        heard = asyncio.Event()
+        received = asyncio.Event()
         asked = [{"type": "http.disconnect"}, {"type": "http.request"}, {"type": "http.request", "body": body}]
         sent = list[Any]()
 
@@ -187,7 +187,7 @@ def test_who_leaves_before_a_whole_answer_gets_a_status_for_the_log() -> None:
 
         async def send(message: Any) -> None:
             sent.append(message)
-            heard.set()
+            received.set()
 
         await asyncio.wait_for(with_middleware(make_app(service), service)(scope(body), receive, send), 5)
         assert not asked, "a message that is no end is passed over"

@@ -239,13 +239,13 @@ def test_silence_is_filled_with_comments() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3), st.booleans()), min_size=1, max_size=20))
 def test_what_a_slow_reader_takes_late_adds_up(parts: list[tuple[int, str, bool]]) -> None:
     async def work() -> dict[int, tuple[str, list[int]]]:
-        feed, got = ReplyQueue(), dict[int, tuple[str, list[int]]]()
+        replies, got = ReplyQueue(), dict[int, tuple[str, list[int]]]()
         for number, (index, text, take) in enumerate(parts):
-            feed.push(
+            replies.push(
                 Delta(key=0, index=index, token_ids=[number], text=text, logprobs=[encode_scores([(number, -1.0, 1)])])
             )
             if take or number == len(parts) - 1:
-                for d in await feed.get():
+                for d in await replies.get():
                     before = got.get(d.index, ("", []))
                     got[d.index] = (before[0] + d.text, before[1] + d.token_ids)
                     assert [(decode_scores(x) or [(0,)])[0][0] for x in d.logprobs or []] == d.token_ids
@@ -264,12 +264,13 @@ def test_metrics_are_shown_under_both_names_and_only_if_they_exist() -> None:
         running=1,
         waiting=2,
         free_blocks=[48],
-        preemptions=3,
         steps=10,
-        prefix_queries=9,
-        prefix_hits=4,
-        external_queries=5,
-        external_hits=2,
+        metrics={
+            "prefix_cache_queries": 9,
+            "prefix_cache_hits": 4,
+            "external_prefix_cache_queries": 5,
+            "external_prefix_cache_hits": 2,
+        },
     )
     client.cached = 1
     service = make_service(client, metrics_compat="vllm")

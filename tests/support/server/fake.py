@@ -25,12 +25,6 @@ from lamina.server.engine_client.messages import (
 )
 from lamina.server.engine_client.open_prompts import DeltaObserver
 from lamina.server.engine_client.reply_queue import ReplyQueue
-from lamina.server.metrics.engine_metrics import EngineMetrics
-from lamina.server.metrics.http_metrics import ServerMetrics
-from lamina.server.queue_limit import QueueLimit
-from lamina.server.request.prompt_processing import PromptProcessor
-from lamina.server.request.unsupported_fields import UnknownFields
-from lamina.server.response.openai_logprobs import TokenTexts
 from lamina.server.server_config import ServerConfig
 
 WORD = 300  # the token that every completion consists of
@@ -47,7 +41,7 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.ready = READY
-        self.state: EngineState | None = EngineState(running=1, waiting=2, free_blocks=[48], preemptions=3, steps=10)
+        self.state: EngineState | None = EngineState(running=1, waiting=2, free_blocks=[48], steps=10)
         self.counters: dict[str, dict[str, float]] = {
             "compute-0": {"wait_s": 0.5, "steps": 10.0, "rows": 20.0},
             "memory-0": {"attend_s": 0.25, "refused": 1.0, "bytes_sent": 7.0},
@@ -58,7 +52,7 @@ class FakeClient:
         self.hold = False
         self.cached: int | None = None  # tokens of each prompt
         self.added: list[tuple[list[int], SamplingParams]] = []
-        self.terms: list[CacheOptions] = []  # of what was added
+        self.cache_options: list[CacheOptions] = []  # of what was added
         self.cancelled: list[int] = []
         self.resets = 0
         self.named: dict[SessionName, SessionInfo] = {}
@@ -68,31 +62,33 @@ class FakeClient:
         self,
         prompt: list[int],
         params: SamplingParams,
-        feed: ReplyQueue,
+        replies: ReplyQueue,
         meter: DeltaObserver,
         *,
-        terms: CacheOptions = DEFAULT_CACHE_OPTIONS,
+        key: int | None = None,
+        cache_options: CacheOptions = DEFAULT_CACHE_OPTIONS,
         name: str = "",
     ) -> int:
+        assert key is None, "there is no journal"
         key = len(self.added)
         self.added.append((prompt, params))
-        self.terms.append(terms)
-        if (session := terms.session) is not None:
+        self.cache_options.append(cache_options)
+        if (session := cache_options.session) is not None:
             had = self.named.get(session, SessionInfo(session.name, 0, 0, "pool"))
             self.named[session] = had._replace(turns=had.turns + 1, tokens=len(prompt))
         for index in range(0 if self.hold else params.n):
             for delta in self._deltas(key, index, params, last=index == params.n - 1):
                 meter.on_delta(delta)
-                feed.push(delta)
+                replies.push(delta)
         return key
 
-    async def sessions(self, tenant: bytes, drop: str | None = None) -> list[SessionInfo]:
-        if drop is not None:
-            found = self.named.pop(SessionName(tenant, drop), None)
-            return [] if found is None else [found]
-        return [facts for name, facts in self.named.items() if name.tenant == tenant]
-
     async def query(self, question: SessionsRequest) -> SessionsReply:
+        if question.drop is not None:
+            found = self.named.pop(SessionName(question.tenant, question.drop), None)
+            return SessionsReply(question.number, [] if found is None else [found])
+        if question.copy is None and question.import_ is None:
+            own = [facts for name, facts in self.named.items() if name.tenant == question.tenant]
+            return SessionsReply(question.number, own)
         facts = self.named.get(SessionName(question.tenant, question.copy or ""))
         copy = facts and SessionCopy(identity=b"", name=facts.name, turns=facts.turns, salt=b"", tokens=b"")
         return SessionsReply(question.number, [], copy, self.refusal)
@@ -115,22 +111,7 @@ class FakeClient:
 
 
 def make_service(client: Any = None, **options: Any) -> Service:
-    client = client or FakeClient()
-    config = ServerConfig(**options)
-    tokenizer = load_tokenizer(str(ROOT / MODEL))
-    metrics, fields = (
-        ServerMetrics("tiny", config.conductor_config.limits),
-        UnknownFields(allowed=config.allow_unknown_fields),
-    )
-    gauges = EngineMetrics(client, metrics.labels)
-    metrics.registry.register(gauges)
-    admission = QueueLimit(4, config.max_num_queued_reqs, config.max_num_queued_tokens, metrics.on_rejected)
-    return Service(
-        config=config, names=["tiny"], root="path", client=client, prompt_processor=PromptProcessor(tokenizer,
-        client.ready),
-        token_texts=TokenTexts(tokenizer), metrics=metrics, engine_metrics=gauges, queue_limit=admission,
-        unknown_fields=fields,
-    )  # fmt: skip
+    return Service(ServerConfig(**options), ["tiny"], "path", client or FakeClient(), load_tokenizer(str(ROOT / MODEL)))
 
 
 def http_of(service: Service) -> httpx.AsyncClient:

@@ -38,10 +38,12 @@ class Later(FakeClient):
         super().__init__()
         self._held: list[tuple[int, SamplingParams, ReplyQueue, DeltaObserver]] = []
 
-    def add(self, prompt: list[int], params: SamplingParams, feed: ReplyQueue, meter: DeltaObserver, **_: Any) -> int:
+    def add(
+        self, prompt: list[int], params: SamplingParams, replies: ReplyQueue, meter: DeltaObserver, **_: Any
+    ) -> int:
         key = len(self.added)
         self.added.append((prompt, params))
-        self._held.append((key, params, feed, meter))
+        self._held.append((key, params, replies, meter))
         return key
 
     def grow(self, text: str, *, key: int = 0, **more: Any) -> None:
@@ -53,14 +55,14 @@ class Later(FakeClient):
 
     def finish(self, key: int = 0) -> None:
         (held,) = [h for h in self._held if h[0] == key]
-        _, params, feed, meter = held
+        _, params, replies, meter = held
         for delta in self._deltas(key, 0, params, last=True):
             meter.on_delta(delta)
-            feed.push(delta)
+            replies.push(delta)
 
     def _of(self, key: int) -> ReplyQueue:
-        (feed,) = [feed for k, _, feed, _ in self._held if k == key]
-        return feed
+        (replies,) = [replies for k, _, replies, _ in self._held if k == key]
+        return replies
 
 
 class Place:
