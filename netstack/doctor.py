@@ -22,6 +22,7 @@ from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
 from .gin.compiler import why_no_compiler
 from .gin.nccl import NcclLibrary
 from .host.native_module import mlx5_fault
+from .kernel_files import names, text
 from .rdma.card import MTU_NAMES
 from .rdma.mtu import FRAMES, LARGEST, ROCE_HEADS
 from .rdma.nearest_port import PCI, gpus, nearest_first
@@ -42,18 +43,10 @@ class Machine:
     wanted: str = field(default_factory=named_device)
 
     def text(self, path: str) -> str:
-        """Return a file's text; "" if it cannot be read."""
-        try:
-            return (self.root / path).read_text(errors="replace").strip()
-        except OSError:
-            return ""
+        return text(self.root / path)
 
     def names(self, folder: str) -> list[str]:
-        """Return the sorted names in a folder; none if it does not exist."""
-        try:
-            return sorted(p.name for p in (self.root / folder).iterdir())
-        except OSError:
-            return []
+        return names(self.root / folder)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ NETWORK_STOREYS = (
     ("host",),  # shared memory, TCP, one process
     ("schemes",),  # the table of transports: their names, none of their modules
     ("bootstrap",),  # how peers meet
-    ("cached_file", "contract", "own_python"),
+    ("cached_file", "contract", "kernel_files", "own_python"),
 )
 HOUSES = {"lamina": STOREYS, "netstack": NETWORK_STOREYS}
 FACES = ("__init__", "__main__")

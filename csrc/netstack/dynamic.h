@@ -6,32 +6,36 @@
 #include <cstddef>
 #include <cstdio>
 #include <initializer_list>
-#include <type_traits>
 
 namespace lamina {
 
 class DynamicLibrary {
  public:
   // The first of `names` that this host has. It stays loaded: its functions outlive this object.
-  explicit DynamicLibrary(std::initializer_list<const char*> names) {
+  DynamicLibrary(std::initializer_list<const char*> names) {
     for (const char* name : names)
       if (!file_) file_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     whole_ = file_;
   }
 
+  // A function, of the type that it is assigned to.
+  struct Found {
+    void* address;
+    template <class Function>
+    operator Function() const {
+      return reinterpret_cast<Function>(address);
+    }
+  };
+
   // Null from the first function on that is not there.
-  template <class Function>
-  void find(const char* name, Function* function) {
-    void* const address = whole_ ? dlsym(file_, name) : nullptr;
+  Found find(const char* name) {
+    void* const address = find_newer(name).address;
     whole_ = address;
-    *function = reinterpret_cast<Function>(address);
+    return {address};
   }
 
   // Null where it is not there; the library counts as whole without it.
-  template <class Function>
-  void find_newer(const char* name, Function* function) const {
-    *function = whole_ ? reinterpret_cast<Function>(dlsym(file_, name)) : nullptr;
-  }
+  Found find_newer(const char* name) const { return {whole_ ? dlsym(file_, name) : nullptr}; }
 
   // Why it cannot be used, or nothing. `stranger`: said of a file that has not the functions and gives no reason.
   template <std::size_t kBytes>

@@ -66,41 +66,26 @@ class FloodSide:
         return range(number * self._job.window, (number + 1) * self._job.window)
 
 
-def stream_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
+def window_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:
+    """Put windows; in the pattern ``both`` also take one in each round."""
     (channel,) = channels
-    side = FloodSide(job, senders=0)
+    side = FloodSide(job, senders=int(job.pattern == "both"))
 
     def step(number: int) -> None:
         side.put(channel, number)
-        receive(channel, TIMEOUT_S)
+        if job.pattern == "both":
+            side.take([channel], number)
+        receive(channel, TIMEOUT_S)  # the server has all of the window
 
     return side.time_rounds(step)
 
 
-def stream_server(fabric: Fabric, channel: Channel, job: Job) -> None:
+def window_server(_: Fabric, channel: Channel, job: Job) -> None:
+    """Take windows; in the pattern ``both`` also put one in each round."""
     side = FloodSide(job, senders=1)
     for number in range(job.warm_up + job.rounds):
-        side.take([channel], number)
-        send(channel, b"", TIMEOUT_S)
-        side.check(number)
-
-
-def both_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
-    (channel,) = channels
-    side = FloodSide(job, senders=1)
-
-    def step(number: int) -> None:
-        side.put(channel, number)
-        side.take([channel], number)
-        receive(channel, TIMEOUT_S)  # the server has all of its own, too
-
-    return side.time_rounds(step)
-
-
-def both_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    side = FloodSide(job, senders=1)
-    for number in range(job.warm_up + job.rounds):
-        side.put(channel, number)
+        if job.pattern == "both":
+            side.put(channel, number)
         side.take([channel], number)
         send(channel, b"", TIMEOUT_S)
         side.check(number)

@@ -12,6 +12,7 @@ from typing import Any
 
 from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.contract.fabric import Fabric
+from lamina.netstack.kernel_files import text
 from lamina.netstack.rdma.nearest_port import gpus
 from lamina.netstack.rdma.traffic_class import PARTITION, SERVICE_LEVEL, TIMEOUT, TRAFFIC_CLASS
 
@@ -40,9 +41,9 @@ def machine(cores: Sequence[int] = (), *, root: Path = Path("/")) -> dict[str, A
     facts = {
         "kernel": os.uname().release,
         "cpu": _cpu(root / "proc/cpuinfo"),
-        "governor": _one({_text(cpu / "cpufreq/scaling_governor") for cpu in cpus}),
+        "governor": _one({text(cpu / "cpufreq/scaling_governor") for cpu in cpus}),
         "numa": _one({",".join(sorted(node.name for node in cpu.glob("node*"))) for cpu in cpus}),
-        "clock": _text(sys / "devices/system/clocksource/clocksource0/current_clocksource"),
+        "clock": text(sys / "devices/system/clocksource/clocksource0/current_clocksource"),
         "clock_step_ns": clock_step(),
         "gpus": graphics,
         "rdma": [_rdma(device, nodes, graphics) for device in sorted((sys / "class/infiniband").glob("*"))],
@@ -66,10 +67,10 @@ def _rdma(device: Path, nodes: Sequence[Path], graphics: Sequence[dict[str, Any]
     ports = sorted((device / "ports").glob("*"))
     facts = {
         "device": device.name,
-        "state": _one({_text(port / "state") for port in ports}),
-        "rate": _one({_text(port / "rate") for port in ports}),
-        "link": _one({_text(port / "link_layer") for port in ports}),
-        "mtu": _one({_text(net / "mtu") for net in (device / "device/net").glob("*")}),
+        "state": _one({text(port / "state") for port in ports}),
+        "rate": _one({text(port / "rate") for port in ports}),
+        "link": _one({text(port / "link_layer") for port in ports}),
+        "mtu": _one({text(net / "mtu") for net in (device / "device/net").glob("*")}),
     } | _on_bus(device / "device", nodes)
     own = facts.get("pcie_path", "").split("/")
     facts["shared_with_gpus"] = {gpu["address"]: _shared(own, gpu.get("pcie_path", "").split("/")) for gpu in graphics}
@@ -78,13 +79,13 @@ def _rdma(device: Path, nodes: Sequence[Path], graphics: Sequence[dict[str, Any]
 
 def _on_bus(device: Path, nodes: Sequence[Path]) -> dict[str, Any]:
     """Return a device's place on PCIe, and its distance from ``nodes``, those of the cores."""
-    numa = _text(device / "numa_node")
+    numa = text(device / "numa_node")
     away = {_distance(node, numa) for node in nodes}
     path = [part for part in device.resolve().parts if ADDRESS.fullmatch(part)]
     facts = {
         "numa": numa,
         "numa_distance": _one(away),
-        "pcie": " x".join(t for t in (_text(device / f"current_link_{k}") for k in ("speed", "width")) if t),
+        "pcie": " x".join(t for t in (text(device / f"current_link_{k}") for k in ("speed", "width")) if t),
         "pcie_path": "/".join(path),
     }
     return {name: value for name, value in facts.items() if value}
@@ -92,7 +93,7 @@ def _on_bus(device: Path, nodes: Sequence[Path]) -> dict[str, Any]:
 
 def _distance(node: Path, other: str) -> str:
     """Return the distance of ``other``'s memory from ``node``, as the firmware reports it: 10 is near."""
-    distances = _text(node / "distance").split()
+    distances = text(node / "distance").split()
     return distances[int(other)] if other.isdigit() and int(other) < len(distances) else ""
 
 
@@ -104,16 +105,9 @@ def _shared(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _cpu(cpuinfo: Path) -> str:
-    lines = (line.split(":", 1) for line in _text(cpuinfo).splitlines() if line.startswith("model name"))
+    lines = (line.split(":", 1) for line in text(cpuinfo).splitlines() if line.startswith("model name"))
     return next((value.strip() for _, value in lines), "")
 
 
 def _one(texts: set[str]) -> str:
     return ", ".join(sorted(text for text in texts if text))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

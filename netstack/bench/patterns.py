@@ -177,10 +177,10 @@ PATTERNS: dict[str, Pattern] = {
     "pair": Pattern(pair_client, pair_server, lambda job: [job.query, job.kv, job.query]),
     "fan": Pattern(fan_client, answer_server, _query_and_answer, fans=True),
     "rate": Pattern(rate_client, answer_server, _query_and_answer),
-    "stream": Pattern(floods.stream_client, floods.stream_server, _window),
-    "both": Pattern(floods.both_client, floods.both_server, lambda job: 2 * _window(job)),
+    "stream": Pattern(floods.window_client, floods.window_server, _window),
+    "both": Pattern(floods.window_client, floods.window_server, lambda job: 2 * _window(job)),
     "incast": Pattern(floods.incast_client, floods.incast_server, _window, fans=True),
-    "pairs": Pattern(floods.pairs_client, floods.stream_server, _window, fans=True, threads=True),
+    "pairs": Pattern(floods.pairs_client, floods.window_server, _window, fans=True, threads=True),
 }
 WINDOWED = ("stream", "both", "incast", "pairs")
 NATIVE: dict[str, tuple[Client, Server]] = {

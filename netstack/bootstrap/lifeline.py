@@ -99,8 +99,8 @@ class LinkEvents(Protocol):
         """
         ...
 
-    def is_over(self) -> bool:
-        """Return True if an event has ended the link."""
+    def failure(self) -> str:
+        """Return the words for the event that has ended the link; "" if none has."""
         ...
 
 
@@ -121,7 +121,7 @@ def watch(sock: socket.socket, end_waits: Callable[[], None], events: LinkEvents
     def run() -> None:
         with own:
             while own.fileno() not in {fd for fd, _ in poller.poll(patience_ms)}:  # until a side leaves
-                if events is not None and events.is_over():
+                if events is not None and events.failure():
                     break
             end_waits()
 

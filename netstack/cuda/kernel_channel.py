@@ -90,16 +90,17 @@ class DeviceView:
 
 class KernelChannel(WatchedChannel):
     """A channel of a ``kind`` of link. Owns ``sock`` and ``parts``, which carry its messages, once this returns.
-    ``describe``: returns the structs of its lanes, given the address of the abort word.
+    ``describe``: returns the structs of its lanes, given the address of the abort word. ``events``: of a link that
+    reports its own; what such a link has not sent when it is closed is lost, so it is flushed first.
     """
 
     def __init__(
         self, driver: Driver, kind: LinkKind, parts: ExitStack, describe: Callable[[int], bytes], sock: socket.socket,
-        peer: str, session: Terms, *, listening: bool,
+        peer: str, session: Terms, *, listening: bool, events: LinkEvents | None = None,
     ) -> None:  # fmt: skip
         outbound, inbound = directions(session, listening=listening)
         super().__init__(sock, peer, session.epoch, outbound, inbound, session.peer_name(listening=listening))
-        self._driver, self._kind = driver, kind
+        self._driver, self._kind, self._events = driver, kind, events
         self._lanes = 1 + (kind.has_bulk and session.kernels)
         self._steps = stride(outbound), stride(inbound)
         self._zero = session.epoch << EPOCH_SHIFT
@@ -132,7 +133,7 @@ class KernelChannel(WatchedChannel):
                 def end_waits() -> None:
                     view[0] = 1
 
-                weakref.finalize(self, watch(self._sock, end_waits, self._events()))
+                weakref.finalize(self, watch(self._sock, end_waits, self._events))
                 for kernel in self._kind.at_once:
                     self._driver.load(f"{self._kind.name}_{kernel}")
             return self._view(0, self._view(1, None) if self._lanes > 1 else None)
@@ -161,9 +162,21 @@ class KernelChannel(WatchedChannel):
     def _end_waits(self) -> None:
         self._pinned.view[0] = 1
 
-    def _flush(self) -> None:
-        """Wait until the link no longer needs what was put, at most STALL_NS a lane; not for a peer that left."""
-        if self._peer_end is not None:
+    def _look(self) -> None:
+        super()._look()
+        if self._peer_end is None and self._events is not None and (why := self._events.failure()):
+            self._lose_link(why)
+
+    def _lose_link(self, why: str) -> None:
+        """End the channel and notify the peer, which may only wait."""
+        self._lose(why)
+        self._say(f"aborted: {why}")
+
+    def _finish(self) -> None:
+        """Wait until a link with events no longer needs what was put, at most STALL_NS a lane; not for a peer that
+        left.
+        """
+        if self._events is None or self._peer_end is not None:
             return
         with self._open() as is_open, suppress(CudaError), ExitStack() as parts:
             if not is_open:
@@ -174,10 +187,6 @@ class KernelChannel(WatchedChannel):
             for lane in range(self._lanes):
                 rest = self._lane(lane), at + 8, STALL_NS, at + 16
                 self._driver.launch(stream.number, f"{self._kind.name}_flush", *rest)
-
-    def _events(self) -> LinkEvents | None:
-        """Return the link's events; None if it reports nothing itself."""
-        return None
 
     def _broken(self, status: int) -> str:
         """Return the link's description of a kernel's ``status``."""

@@ -29,7 +29,6 @@ from time import monotonic
 from lamina.netstack.bootstrap.background_call import BackgroundCall, has_disconnected
 from lamina.netstack.bootstrap.card_exchange import exchange_cards
 from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, Wants, exchanged
-from lamina.netstack.bootstrap.lifeline import LinkEvents
 from lamina.netstack.bootstrap.listener import HANDSHAKE_S, Meeting, StreamListener
 from lamina.netstack.contract.channel_terms import EPOCH_SHIFT, MAX_MESSAGE_BYTES, Geometry
 from lamina.netstack.contract.fabric import Channel, Fabric, HandshakeError
@@ -89,8 +88,9 @@ class NcclEvents:
     def fileno(self) -> int:
         return -1
 
-    def is_over(self) -> bool:
-        return bool(self._communicator.fault())
+    def failure(self) -> str:
+        why = self._communicator.fault()
+        return f"NCCL reports: {why}" if why else ""
 
 
 class GinChannel(KernelChannel):
@@ -106,7 +106,7 @@ class GinChannel(KernelChannel):
         *,
         listening: bool,
     ) -> None:
-        self._communicator, zero = link.communicator, session.epoch << EPOCH_SHIFT
+        zero = session.epoch << EPOCH_SHIFT
 
         def describe(abort: int) -> bytes:
             structs = list[bytes]()
@@ -118,20 +118,8 @@ class GinChannel(KernelChannel):
             return b"".join(structs)
 
         sock.setblocking(False)
-        super().__init__(driver, GIN, link.parts, describe, sock, peer, session, listening=listening)
-
-    def _finish(self) -> None:
-        """Flush: what the NIC has not sent is lost with the communicator."""
-        self._flush()
-
-    def _events(self) -> LinkEvents:
-        return NcclEvents(self._communicator)
-
-    def _look(self) -> None:
-        super()._look()
-        if self._peer_end is None and (why := self._communicator.fault()):
-            self._lose(f"NCCL reports: {why}")
-            self._say(f"aborted: NCCL reports: {why}")
+        events = NcclEvents(link.communicator)
+        super().__init__(driver, GIN, link.parts, describe, sock, peer, session, listening=listening, events=events)
 
 
 class GinProvider:

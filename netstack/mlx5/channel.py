@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lamina.netstack.bootstrap.lifeline import LinkEvents
 from lamina.netstack.contract.channel_terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.contract.struct_layout import StructLayout
 from lamina.netstack.cuda.channel_memory import ends_of
@@ -51,10 +50,10 @@ class NicLane:
 
 
 class NicEvents:
-    """The events of queue pairs and of their devices; ``said``: the first that ends one, in libibverbs's words."""
+    """The events of queue pairs and of their devices."""
 
     def __init__(self, pairs: Sequence[KernelPair]) -> None:
-        self._pairs, self.said = pairs, ""
+        self._pairs, self._failure = pairs, ""
         self._any = select.epoll()
         for fd in (fd for pair in pairs for fd in pair.events_fds()):
             self._any.register(fd, select.EPOLLIN)
@@ -62,11 +61,11 @@ class NicEvents:
     def fileno(self) -> int:
         return self._any.fileno()
 
-    def is_over(self) -> bool:
+    def failure(self) -> str:
         for pair in self._pairs:
-            if not self.said and (event := pair.event()):  # several threads poll: none may lose another one's event
-                self.said = event
-        return bool(self.said)
+            if not self._failure and (event := pair.event()):  # several threads poll: none may lose another one's event
+                self._failure = f"our NIC reports: {event}"
+        return self._failure
 
     def close(self) -> None:
         self._any.close()
@@ -81,7 +80,7 @@ class Mlx5Channel(KernelChannel):
         self, driver: Driver, parts: ExitStack, lanes: Sequence[NicLane], theirs: LanedCard, sock: socket.socket,
         peer: str, session: Terms, *, listening: bool,
     ) -> None:  # fmt: skip
-        self._nic = parts.enter_context(closing(NicEvents([lane.pair for lane in lanes])))
+        events = parts.enter_context(closing(NicEvents([lane.pair for lane in lanes])))
 
         def describe(abort: int) -> bytes:
             structs = list[bytes]()
@@ -96,19 +95,7 @@ class Mlx5Channel(KernelChannel):
             return b"".join(structs)
 
         sock.setblocking(False)
-        super().__init__(driver, MLX5, parts, describe, sock, peer, session, listening=listening)
-
-    def _finish(self) -> None:
-        """Flush: what the NIC has not sent is lost with the queue pairs."""
-        self._flush()
-
-    def _events(self) -> LinkEvents:
-        return self._nic
-
-    def _look(self) -> None:
-        super()._look()
-        if self._peer_end is None and self._nic.is_over():
-            self._lose_link(f"our NIC reports: {self._nic.said}")
+        super().__init__(driver, MLX5, parts, describe, sock, peer, session, listening=listening, events=events)
 
     def _broken(self, status: int) -> str:
         if status != FAILED:
@@ -120,8 +107,3 @@ class Mlx5Channel(KernelChannel):
         why = f"the NIC reports error {syndrome:#x} ({SYNDROMES.get(syndrome, 'see the mlx5 manual')})"
         self._lose_link(why)
         return why
-
-    def _lose_link(self, why: str) -> None:
-        """End the channel and notify the peer, which may only wait."""
-        self._lose(why)
-        self._say(f"aborted: {why}")

@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from lamina.netstack.kernel_files import text
+
 from .rdma_ports import CLASS, Port
 
 PCI = "sys/bus/pci/devices"
@@ -56,18 +58,16 @@ def _numa(device: Path) -> int:
     """Return a device's NUMA node. -1: the kernel knows none, as on a host with one node, or for a device
     in software.
     """
-    try:
-        return int((device / "numa_node").read_text())
-    except (OSError, ValueError):
-        return -1
+    node = text(device / "numa_node")
+    return int(node) if node else -1
 
 
 def cores_of(device: str, root: Path = Path("/")) -> list[int]:
     """Return the cores of this process that are next to the RDMA ``device``; none if the kernel knows none."""
+    cores = text(root / CLASS / device / "device/local_cpulist")
     try:
-        text = (root / CLASS / device / "device/local_cpulist").read_text().strip()
-        ranges = [[int(n) for n in part.split("-")] for part in text.split(",")]
-    except (OSError, ValueError):
+        ranges = [[int(n) for n in part.split("-")] for part in cores.split(",")]
+    except ValueError:
         return []
     near = {core for ends in ranges for core in range(ends[0], ends[-1] + 1)}
     return sorted(near & os.sched_getaffinity(0))
@@ -84,8 +84,4 @@ def gpus(root: Path = Path("/")) -> list[str]:
 
 
 def _is_gpu(device: Path) -> bool:
-    try:
-        kind, vendor = (device / "class").read_text(), (device / "vendor").read_text().strip()
-    except OSError:
-        return False
-    return vendor == NVIDIA and kind.startswith(DISPLAYS)
+    return text(device / "vendor") == NVIDIA and text(device / "class").startswith(DISPLAYS)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lamina.netstack.kernel_files import text
+
 BRIDGE = "0x0604"  # class of a bridge from PCI to PCI
 EXTENDED_AT, MOST_CAPABILITIES = 0x100, 960  # of the configuration space, beyond which only root can read
 # PCI Express Base Specification, "ACS Extended Capability": its number, and the offset of its control word.
@@ -15,7 +17,7 @@ REDIRECTS = 0x4 | 0x8  # bits of that word: requests, and completions, to peers 
 
 def bridges_above(device: Path) -> list[Path]:
     """Return the bridges from a device to the root. ``device``: its folder in /sys."""
-    return [folder for folder in device.resolve().parents if _text(folder / "class").startswith(BRIDGE)]
+    return [folder for folder in device.resolve().parents if text(folder / "class").startswith(BRIDGE)]
 
 
 def redirects(bridge: Path) -> bool | None:
@@ -35,10 +37,3 @@ def redirects(bridge: Path) -> bool | None:
         if at < EXTENDED_AT:
             return False
     return False
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lamina.netstack.contract.base import NAMED_BY
 from lamina.netstack.contract.rdma_device_name import Wanted as Wanted
+from lamina.netstack.kernel_files import names, text
 
 from .traffic_class import MEMBERS, PARTITION
 
@@ -82,7 +83,7 @@ def ports(root: Path = Path("/"), gids: Callable[[str, int], Gids] | None = None
     a device's port, if there is a faster way than reading a file for each.
     """
     folder = root / CLASS
-    return [_port(folder / device, n, gids) for device in _names(folder) for n in _numbers(folder / device / "ports")]
+    return [_port(folder / device, n, gids) for device in names(folder) for n in _numbers(folder / device / "ports")]
 
 
 def partition_index(port: Port, key: int | None, root: Path = Path("/")) -> int:
@@ -92,7 +93,7 @@ def partition_index(port: Port, key: int | None, root: Path = Path("/")) -> int:
     if key is None:
         return 0
     folder = root / CLASS / port.device / "ports" / str(port.number) / "pkeys"
-    keys = {index: int(_text(folder / str(index)) or "0", 16) for index in _numbers(folder)}
+    keys = {index: int(text(folder / str(index)) or "0", 16) for index in _numbers(folder)}
     same = [index for index, there in keys.items() if there & MEMBERS == key & MEMBERS]
     if not same:
         known = ", ".join(sorted({f"{there:#06x}" for there in keys.values() if there})) or "none"
@@ -100,10 +101,10 @@ def partition_index(port: Port, key: int | None, root: Path = Path("/")) -> int:
     return max(same, key=lambda index: (keys[index], -index))
 
 
-def why_no_port(local_ports: list[Port], text: str) -> str:
-    """Return why no port serves ``text`` (of --rdma-device, "": any), with a fix after a semicolon; "" if one does."""
+def why_no_port(local_ports: list[Port], named: str) -> str:
+    """Return why no port serves ``named`` (of --rdma-device, "": any), with a fix after a semicolon; "" if one does."""
     try:
-        wanted = Wanted.parse(text)
+        wanted = Wanted.parse(named)
     except ValueError as error:
         return str(error)
     of_name = [p for p in local_ports if wanted.name in ("", p.device)]
@@ -119,38 +120,23 @@ def why_no_port(local_ports: list[Port], text: str) -> str:
 
 def _port(device: Path, number: int, gids: Callable[[str, int], Gids] | None) -> Port:
     folder = device / "ports" / str(number)
-    state = _text(folder / "state").partition(": ")[2]
-    is_iwarp = _text(device / "node_type").endswith("RNIC")
+    state = text(folder / "state").partition(": ")[2]
+    is_iwarp = text(device / "node_type").endswith("RNIC")
     there = gids(device.name, number) if gids else _gids(folder)
-    return Port(device.name, number, state, _text(folder / "link_layer"), is_iwarp, there)
+    return Port(device.name, number, state, text(folder / "link_layer"), is_iwarp, there)
 
 
 def _gids(folder: Path) -> Gids:
     there = {}
     for index in _numbers(folder / "gids"):
         try:
-            gid = IPv6Address(_text(folder / "gids" / str(index)))
+            gid = IPv6Address(text(folder / "gids" / str(index)))
         except ValueError:
             continue
         if int(gid):
-            there[index] = str(gid), _text(folder / "gid_attrs/types" / str(index))
+            there[index] = str(gid), text(folder / "gid_attrs/types" / str(index))  # "" of one that is not set
     return there
 
 
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(p.name for p in folder.iterdir())
-    except OSError:
-        return []
-
-
 def _numbers(folder: Path) -> list[int]:
-    return sorted(int(n) for n in _names(folder) if n.isdigit())
-
-
-def _text(path: Path) -> str:
-    """Return a file's text; "" if it cannot be read, as the kind of a GID that is not set."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
+    return sorted(int(n) for n in names(folder) if n.isdigit())

@@ -18,36 +18,30 @@ constexpr std::uint64_t kCodeBytes = 16;
 
 // What is used of OpenSSL 1.1.1 or newer, whose types are opaque here.
 struct Crypto {
-  void* (*context_new)();
-  void (*context_free)(void*);
-  const void* (*aes_256_gcm)();
-  int (*init)(void*, const void* cipher, void* engine, const std::uint8_t* key, const std::uint8_t* nonce, int seals);
-  int (*update)(void*, std::uint8_t* to, int* count, const std::uint8_t* from, int bytes);
-  int (*final)(void*, std::uint8_t* to, int* count);
-  int (*control)(void*, int what, int number, void* data);
+  DynamicLibrary file = open();
+  void* (*context_new)() = file.find("EVP_CIPHER_CTX_new");
+  void (*context_free)(void*) = file.find("EVP_CIPHER_CTX_free");
+  const void* (*aes_256_gcm)() = file.find("EVP_aes_256_gcm");
+  int (*init)(void*, const void* cipher, void* engine, const std::uint8_t* key, const std::uint8_t* nonce,
+              int seals) = file.find("EVP_CipherInit_ex");
+  int (*update)(void*, std::uint8_t* to, int* count, const std::uint8_t* from,
+                int bytes) = file.find("EVP_CipherUpdate");
+  int (*final)(void*, std::uint8_t* to, int* count) = file.find("EVP_CipherFinal_ex");
+  int (*control)(void*, int what, int number, void* data) = file.find("EVP_CIPHER_CTX_ctrl");
   char fault[256];  // why it cannot be used; empty: it can
 
   // Of this process. LAMINA_LIBCRYPTO names another file.
   static const Crypto& get() {
-    static const Crypto crypto = load();
+    static const Crypto crypto;
     return crypto;
   }
 
  private:
-  static Crypto load() {
-    Crypto crypto{};
+  Crypto() { file.explain(fault, "it is not OpenSSL's"); }
+  static DynamicLibrary open() {
     const char* const named = std::getenv("LAMINA_LIBCRYPTO");
-    DynamicLibrary library = named && *named ? DynamicLibrary({named})
-                                             : DynamicLibrary({"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"});
-    library.find("EVP_CIPHER_CTX_new", &crypto.context_new);
-    library.find("EVP_CIPHER_CTX_free", &crypto.context_free);
-    library.find("EVP_aes_256_gcm", &crypto.aes_256_gcm);
-    library.find("EVP_CipherInit_ex", &crypto.init);
-    library.find("EVP_CipherUpdate", &crypto.update);
-    library.find("EVP_CipherFinal_ex", &crypto.final);
-    library.find("EVP_CIPHER_CTX_ctrl", &crypto.control);
-    library.explain(crypto.fault, "it is not OpenSSL's");
-    return crypto;
+    if (named && *named) return {named};
+    return {"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"};
   }
 };
 

@@ -19,39 +19,42 @@ struct GidEntry {
 };
 
 struct Library {
-  decltype(&::ibv_get_device_list) get_device_list;
-  decltype(&::ibv_free_device_list) free_device_list;
-  decltype(&::ibv_get_device_name) get_device_name;
-  decltype(&::ibv_open_device) open_device;
-  decltype(&::ibv_close_device) close_device;
-  int (*query_port)(ibv_context*, std::uint8_t port, _compat_ibv_port_attr*);
-  decltype(&::ibv_query_gid) query_gid;
-  decltype(&::ibv_alloc_pd) alloc_pd;
-  decltype(&::ibv_dealloc_pd) dealloc_pd;
-  ibv_mr* (*reg_mr)(ibv_pd*, void*, std::size_t, int access);
-  decltype(&::ibv_dereg_mr) dereg_mr;
-  decltype(&::ibv_create_comp_channel) create_comp_channel;
-  decltype(&::ibv_destroy_comp_channel) destroy_comp_channel;
-  decltype(&::ibv_create_cq) create_cq;
-  decltype(&::ibv_destroy_cq) destroy_cq;
-  decltype(&::ibv_get_cq_event) get_cq_event;
-  decltype(&::ibv_ack_cq_events) ack_cq_events;
-  decltype(&::ibv_create_qp) create_qp;
-  decltype(&::ibv_modify_qp) modify_qp;
-  decltype(&::ibv_destroy_qp) destroy_qp;
-  decltype(&::ibv_get_async_event) get_async_event;
-  decltype(&::ibv_ack_async_event) ack_async_event;
-  decltype(&::ibv_event_type_str) event_type_str;
-  decltype(&::ibv_create_ah) create_ah;
-  decltype(&::ibv_destroy_ah) destroy_ah;
+  DynamicLibrary file{"libibverbs.so.1"};
+  decltype(&::ibv_get_device_list) get_device_list = file.find("ibv_get_device_list");
+  decltype(&::ibv_free_device_list) free_device_list = file.find("ibv_free_device_list");
+  decltype(&::ibv_get_device_name) get_device_name = file.find("ibv_get_device_name");
+  decltype(&::ibv_open_device) open_device = file.find("ibv_open_device");
+  decltype(&::ibv_close_device) close_device = file.find("ibv_close_device");
+  int (*query_port)(ibv_context*, std::uint8_t port, _compat_ibv_port_attr*) = file.find("ibv_query_port");
+  decltype(&::ibv_query_gid) query_gid = file.find("ibv_query_gid");
+  decltype(&::ibv_alloc_pd) alloc_pd = file.find("ibv_alloc_pd");
+  decltype(&::ibv_dealloc_pd) dealloc_pd = file.find("ibv_dealloc_pd");
+  ibv_mr* (*reg_mr)(ibv_pd*, void*, std::size_t, int access) = file.find("ibv_reg_mr");
+  decltype(&::ibv_dereg_mr) dereg_mr = file.find("ibv_dereg_mr");
+  decltype(&::ibv_create_comp_channel) create_comp_channel = file.find("ibv_create_comp_channel");
+  decltype(&::ibv_destroy_comp_channel) destroy_comp_channel = file.find("ibv_destroy_comp_channel");
+  decltype(&::ibv_create_cq) create_cq = file.find("ibv_create_cq");
+  decltype(&::ibv_destroy_cq) destroy_cq = file.find("ibv_destroy_cq");
+  decltype(&::ibv_get_cq_event) get_cq_event = file.find("ibv_get_cq_event");
+  decltype(&::ibv_ack_cq_events) ack_cq_events = file.find("ibv_ack_cq_events");
+  decltype(&::ibv_create_qp) create_qp = file.find("ibv_create_qp");
+  decltype(&::ibv_modify_qp) modify_qp = file.find("ibv_modify_qp");
+  decltype(&::ibv_destroy_qp) destroy_qp = file.find("ibv_destroy_qp");
+  decltype(&::ibv_get_async_event) get_async_event = file.find("ibv_get_async_event");
+  decltype(&::ibv_ack_async_event) ack_async_event = file.find("ibv_ack_async_event");
+  decltype(&::ibv_event_type_str) event_type_str = file.find("ibv_event_type_str");
+  decltype(&::ibv_create_ah) create_ah = file.find_newer("ibv_create_ah");
+  decltype(&::ibv_destroy_ah) destroy_ah = file.find_newer("ibv_destroy_ah");
   // Null before rdma-core 34.
-  ibv_mr* (*reg_dmabuf_mr)(ibv_pd*, std::uint64_t offset, std::size_t, std::uint64_t address, int fd, int access);
+  ibv_mr* (*reg_dmabuf_mr)(ibv_pd*, std::uint64_t offset, std::size_t, std::uint64_t address, int fd,
+                           int access) = file.find_newer("ibv_reg_dmabuf_mr");
   // Null before rdma-core 33.
-  ssize_t (*query_gid_table)(ibv_context*, GidEntry*, std::size_t most, std::uint32_t flags, std::size_t entry_bytes);
+  ssize_t (*query_gid_table)(ibv_context*, GidEntry*, std::size_t most, std::uint32_t flags,
+                             std::size_t entry_bytes) = file.find_newer("_ibv_query_gid_table");
   char fault[256];  // why it cannot be used; empty: it can
 
   static const Library& get() {  // of this process
-    static const Library library = load();
+    static const Library library;
     return library;
   }
 
@@ -72,39 +75,7 @@ struct Library {
   }
 
  private:
-  static Library load() {
-    Library library{};
-    DynamicLibrary file({"libibverbs.so.1"});
-    file.find("ibv_get_device_list", &library.get_device_list);
-    file.find("ibv_free_device_list", &library.free_device_list);
-    file.find("ibv_get_device_name", &library.get_device_name);
-    file.find("ibv_open_device", &library.open_device);
-    file.find("ibv_close_device", &library.close_device);
-    file.find("ibv_query_port", &library.query_port);
-    file.find("ibv_query_gid", &library.query_gid);
-    file.find("ibv_alloc_pd", &library.alloc_pd);
-    file.find("ibv_dealloc_pd", &library.dealloc_pd);
-    file.find("ibv_reg_mr", &library.reg_mr);
-    file.find("ibv_dereg_mr", &library.dereg_mr);
-    file.find("ibv_create_comp_channel", &library.create_comp_channel);
-    file.find("ibv_destroy_comp_channel", &library.destroy_comp_channel);
-    file.find("ibv_create_cq", &library.create_cq);
-    file.find("ibv_destroy_cq", &library.destroy_cq);
-    file.find("ibv_get_cq_event", &library.get_cq_event);
-    file.find("ibv_ack_cq_events", &library.ack_cq_events);
-    file.find("ibv_create_qp", &library.create_qp);
-    file.find("ibv_modify_qp", &library.modify_qp);
-    file.find("ibv_destroy_qp", &library.destroy_qp);
-    file.find("ibv_get_async_event", &library.get_async_event);
-    file.find("ibv_ack_async_event", &library.ack_async_event);
-    file.find("ibv_event_type_str", &library.event_type_str);
-    file.find_newer("ibv_create_ah", &library.create_ah);
-    file.find_newer("ibv_destroy_ah", &library.destroy_ah);
-    file.find_newer("ibv_reg_dmabuf_mr", &library.reg_dmabuf_mr);
-    file.find_newer("_ibv_query_gid_table", &library.query_gid_table);
-    file.explain(library.fault, "it is not rdma-core's");
-    return library;
-  }
+  Library() { file.explain(fault, "it is not rdma-core's"); }
 };
 
 }  // namespace lamina::verbs

@@ -37,47 +37,30 @@ constexpr std::uint32_t kPlainPage = 1;  // of doorbells, which does not combine
 
 // libmlx5 (rdma-core), loaded when it is first asked for.
 struct Provider {
-  decltype(&::mlx5dv_init_obj) init_obj;
+  DynamicLibrary file{"libmlx5.so.1"};
+  decltype(&::mlx5dv_init_obj) init_obj = file.find("mlx5dv_init_obj");
   // Commands to the NIC's firmware; the first is null before rdma-core 35.
-  mlx5dv_devx_umem* (*register_rings)(ibv_context*, RingsIn*);
-  decltype(&::mlx5dv_devx_umem_dereg) forget_rings;
-  decltype(&::mlx5dv_devx_alloc_uar) take_page;
-  decltype(&::mlx5dv_devx_free_uar) free_page;
-  decltype(&::mlx5dv_devx_query_eqn) query_events;
-  decltype(&::mlx5dv_devx_obj_create) create;
-  decltype(&::mlx5dv_devx_obj_modify) modify;
-  decltype(&::mlx5dv_devx_obj_destroy) destroy;
-  decltype(&::mlx5dv_devx_create_event_channel) open_events;
-  decltype(&::mlx5dv_devx_destroy_event_channel) close_events;
-  decltype(&::mlx5dv_devx_subscribe_devx_event) subscribe;
-  decltype(&::mlx5dv_devx_get_event) get_event;
+  mlx5dv_devx_umem* (*register_rings)(ibv_context*, RingsIn*) = file.find_newer("mlx5dv_devx_umem_reg_ex");
+  decltype(&::mlx5dv_devx_umem_dereg) forget_rings = file.find_newer("mlx5dv_devx_umem_dereg");
+  decltype(&::mlx5dv_devx_alloc_uar) take_page = file.find_newer("mlx5dv_devx_alloc_uar");
+  decltype(&::mlx5dv_devx_free_uar) free_page = file.find_newer("mlx5dv_devx_free_uar");
+  decltype(&::mlx5dv_devx_query_eqn) query_events = file.find_newer("mlx5dv_devx_query_eqn");
+  decltype(&::mlx5dv_devx_obj_create) create = file.find_newer("mlx5dv_devx_obj_create");
+  decltype(&::mlx5dv_devx_obj_modify) modify = file.find_newer("mlx5dv_devx_obj_modify");
+  decltype(&::mlx5dv_devx_obj_destroy) destroy = file.find_newer("mlx5dv_devx_obj_destroy");
+  decltype(&::mlx5dv_devx_create_event_channel) open_events = file.find_newer("mlx5dv_devx_create_event_channel");
+  decltype(&::mlx5dv_devx_destroy_event_channel) close_events = file.find_newer("mlx5dv_devx_destroy_event_channel");
+  decltype(&::mlx5dv_devx_subscribe_devx_event) subscribe = file.find_newer("mlx5dv_devx_subscribe_devx_event");
+  decltype(&::mlx5dv_devx_get_event) get_event = file.find_newer("mlx5dv_devx_get_event");
   char fault[256];  // why it cannot be used; empty: it can
 
   static const Provider& get() {  // of this process
-    static const Provider provider = load();
+    static const Provider provider;
     return provider;
   }
 
  private:
-  static Provider load() {
-    Provider provider{};
-    DynamicLibrary file({"libmlx5.so.1"});
-    file.find("mlx5dv_init_obj", &provider.init_obj);
-    file.find_newer("mlx5dv_devx_umem_reg_ex", &provider.register_rings);
-    file.find_newer("mlx5dv_devx_umem_dereg", &provider.forget_rings);
-    file.find_newer("mlx5dv_devx_alloc_uar", &provider.take_page);
-    file.find_newer("mlx5dv_devx_free_uar", &provider.free_page);
-    file.find_newer("mlx5dv_devx_query_eqn", &provider.query_events);
-    file.find_newer("mlx5dv_devx_obj_create", &provider.create);
-    file.find_newer("mlx5dv_devx_obj_modify", &provider.modify);
-    file.find_newer("mlx5dv_devx_obj_destroy", &provider.destroy);
-    file.find_newer("mlx5dv_devx_create_event_channel", &provider.open_events);
-    file.find_newer("mlx5dv_devx_destroy_event_channel", &provider.close_events);
-    file.find_newer("mlx5dv_devx_subscribe_devx_event", &provider.subscribe);
-    file.find_newer("mlx5dv_devx_get_event", &provider.get_event);
-    file.explain(provider.fault, "it is not rdma-core's");
-    return provider;
-  }
+  Provider() { file.explain(fault, "it is not rdma-core's"); }
 };
 
 // Of `pair`, to which nobody else posts, and whose completions nobody else polls. False with the cause in `fault`.
