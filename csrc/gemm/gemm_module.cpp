@@ -10,6 +10,7 @@
 
 #include "engine_object.h"
 #include "gemm/calls.h"
+#include "gemm/quantized.h"
 #include "pool.h"
 
 namespace {
@@ -33,7 +34,7 @@ struct Engine {
   // Callers take turns: the buffers below are those of one call.
   void linear(Problem p, const void* x) {
     std::lock_guard<std::mutex> turn(mutex);
-    const Kernel& kernel = p.packed ? variant->packing->kernel : variant->kernels[static_cast<int>(p.type)];
+    const Kernel& kernel = kernel_of(p);
     const Plan plan = kernel.plan(p);
     p.x = static_cast<const float*>(x);
     if (plan.x) {
@@ -66,11 +67,26 @@ struct Engine {
         &job, (p.cols + job.cols - 1) / job.cols);
   }
 
+  // Packs quantized weights; every variant takes the same order.
+  void pack_quantized(const Form& form, const quantized::Plain& from, std::size_t cols, std::size_t k_size, void* to) {
+    std::lock_guard<std::mutex> turn(mutex);
+    const std::size_t panels = (cols + quantized::kCols - 1) / quantized::kCols;
+    pool.each(panels, SIZE_MAX, [&](std::size_t panel, std::size_t) {
+      const std::size_t begin = panel * quantized::kCols, end = std::min(begin + quantized::kCols, cols);
+      quantized::pack(form, from, cols, k_size, begin, end, to);
+    });
+  }
+
   std::mutex mutex;
   Pool pool;
   Calls calls{};
 
  private:
+  const Kernel& kernel_of(const Problem& p) const {
+    if (p.form) return variant->quantized[static_cast<int>(p.type)];
+    return p.packed ? variant->packing->kernel : variant->kernels[static_cast<int>(p.type)];
+  }
+
   struct Job {
     Engine* engine;
     Problem problem;
@@ -146,6 +162,57 @@ PyObject* engine_pack(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+// A Form by six numbers: bits, block, by_channel, type of scales, offsets, address of 16 floats. False with an error set
+// where there is none like that.
+bool form_of(const unsigned long long* v, Form* form) {
+  *form = {v[0], v[1], v[2] != 0, static_cast<Type>(v[3]), v[4] != 0, {}};
+  if ((v[0] != 4 && v[0] != 8) || !v[1] || v[1] % quantized::kCodesTogether || v[3] > 2)
+    return PyErr_Format(PyExc_ValueError, "no weights of %llu bits by blocks of %llu", v[0], v[1]), false;
+  if (v[5]) std::memcpy(form->values, pointer(v[5]), sizeof form->values);
+  return true;
+}
+
+PyObject* engine_quantized_bytes(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[8];
+  Form form;
+  if (!numbers("quantized_bytes", args, count, 8, 5, v) || !form_of(v + 2, &form)) return nullptr;
+  return PyLong_FromSize_t(quantized::bytes(form, v[0], v[1]));
+}
+
+PyObject* engine_pack_quantized(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[12];
+  Form form;
+  if (!numbers("pack_quantized", args, count, 12, 9, v) || !form_of(v + 6, &form)) return nullptr;
+  const quantized::Plain from{static_cast<const std::uint8_t*>(pointer(v[0])), pointer(v[1]), pointer(v[2])};
+  Py_BEGIN_ALLOW_THREADS;
+  Object::engine_of(self).pack_quantized(form, from, v[4], v[5], pointer(v[3]));
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+// Runs a linear layer without the GIL.
+PyObject* run_linear(PyObject* self, const Problem& p, const void* x) {
+  bool fits = true;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    Object::engine_of(self).linear(p, x);
+  } catch (const std::bad_alloc&) {
+    fits = false;
+  }
+  Py_END_ALLOW_THREADS;
+  if (!fits) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+PyObject* engine_linear_quantized(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[14];
+  Form form;
+  if (!numbers("linear_quantized", args, count, 14, 4, v) || !form_of(v + 8, &form)) return nullptr;
+  const auto at = [&](int i) { return pointer(v[i]); };
+  return run_linear(self, {static_cast<Type>(v[4]), nullptr, at(1), at(2), at(3), v[5], v[6], v[7], 0, true, &form},
+                    at(0));
+}
+
 PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   unsigned long long v[9];
   if (!numbers("linear", args, count, 9, 4, v)) return nullptr;
@@ -155,16 +222,7 @@ PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count)
   if (packed && !Object::engine_of(self).packed_bytes(type, v[6], v[7]))
     return PyErr_Format(PyExc_ValueError, "no weights of type %llu are packed here", v[4]);
   const Problem p{type, nullptr, at(1), at(2), at(3), v[5], v[6], v[7], v[8], packed};
-  bool fits = true;
-  Py_BEGIN_ALLOW_THREADS;
-  try {
-    Object::engine_of(self).linear(p, at(0));
-  } catch (const std::bad_alloc&) {
-    fits = false;
-  }
-  Py_END_ALLOW_THREADS;
-  if (!fits) return PyErr_NoMemory();
-  Py_RETURN_NONE;
+  return run_linear(self, p, at(0));
 }
 
 // What other native modules may do with an engine. The capsule does not keep it alive.
@@ -172,13 +230,18 @@ PyObject* engine_calls(PyObject* self, PyObject*) {
   return PyCapsule_New(&Object::engine_of(self).calls, Calls::kName, nullptr);
 }
 
-PyMethodDef engine_methods[] = {
-    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_linear)), METH_FASTCALL, nullptr},
-    {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_pack)), METH_FASTCALL, nullptr},
-    {"packed_bytes", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_packed_bytes)), METH_FASTCALL,
-     nullptr},
-    {"calls", engine_calls, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+PyCFunction method(PyObject* (*of)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(of));
+}
+
+PyMethodDef engine_methods[] = {{"linear", method(engine_linear), METH_FASTCALL, nullptr},
+                                {"pack", method(engine_pack), METH_FASTCALL, nullptr},
+                                {"packed_bytes", method(engine_packed_bytes), METH_FASTCALL, nullptr},
+                                {"quantized_bytes", method(engine_quantized_bytes), METH_FASTCALL, nullptr},
+                                {"pack_quantized", method(engine_pack_quantized), METH_FASTCALL, nullptr},
+                                {"linear_quantized", method(engine_linear_quantized), METH_FASTCALL, nullptr},
+                                {"calls", engine_calls, METH_NOARGS, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
 
 int exec(PyObject* module) { return Object::add_to(module, "lamina.ops.gemm._gemm.Engine", engine_methods); }
 

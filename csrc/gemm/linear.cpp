@@ -1,6 +1,7 @@
 #include "gemm/linear.h"
 
 #include "amx.h"
+#include "gemm/quantized.h"
 
 #include <immintrin.h>
 
@@ -14,20 +15,13 @@
 
 namespace lamina::gemm {
 
-namespace {
-
-std::uint16_t to_bf16(float v) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);  // NaN stays NaN
-  return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
 #pragma GCC push_options
 #pragma GCC target("f16c")
-float half_to_float(std::uint16_t bits) { return _cvtsh_ss(bits); }
-std::uint16_t to_half(float v) { return _cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT); }
+float to_float(Half v) { return _cvtsh_ss(v.bits); }
+Half to_half(float v) { return {_cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT)}; }
 #pragma GCC pop_options
+
+namespace {
 
 // Sums of columns [first, first + cols) to y, with the bias.
 void store(const Problem& p, const float* out, std::size_t ldo, std::size_t first, std::size_t cols) {
@@ -44,15 +38,13 @@ void store(const Problem& p, const float* out, std::size_t ldo, std::size_t firs
       const float v = out[m * ldo + c] + (p.b ? bias(n) : 0.0f);
       switch (p.type) {
         case Type::kFloat: static_cast<float*>(p.y)[at] = v; break;
-        case Type::kBf16: static_cast<Bf16*>(p.y)[at].bits = to_bf16(v); break;
-        case Type::kHalf: static_cast<Half*>(p.y)[at].bits = to_half(v); break;
+        case Type::kBf16: static_cast<Bf16*>(p.y)[at] = to_bf16(v); break;
+        case Type::kHalf: static_cast<Half*>(p.y)[at] = to_half(v); break;
       }
     }
 }
 
 }  // namespace
-
-float to_float(Half v) { return half_to_float(v.bits); }
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
@@ -112,14 +104,20 @@ const Variant* variants() {
                                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   static const bool has_avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  static const Kernel by_pairs[3] = {quantized::kAvx512[0], quantized::kAvx512Bf16, quantized::kAvx512[2]};
   static const Variant all[kVariants] = {
-      {"amx", has_avx512 && amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, nullptr},
+      {"amx", has_avx512 && amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, nullptr, by_pairs},
       {"avx512_bf16",
        has_avx512 && __builtin_cpu_supports("avx512bf16"),
        {avx512::kernel<float>, kAvx512Bf16, avx512::kernel<Half>},
-       &kPanels},
-      {"avx512", has_avx512, {avx512::kernel<float>, avx512::kernel<Bf16>, avx512::kernel<Half>}, nullptr},
-      {"avx2", has_avx2, {avx2::kernel<float>, kAvx2Bf16, kAvx2Half}, &kAvx2Panels},
+       &kPanels,
+       by_pairs},
+      {"avx512",
+       has_avx512,
+       {avx512::kernel<float>, avx512::kernel<Bf16>, avx512::kernel<Half>},
+       nullptr,
+       quantized::kAvx512},
+      {"avx2", has_avx2, {avx2::kernel<float>, kAvx2Bf16, kAvx2Half}, &kAvx2Panels, quantized::kAvx2},
   };
   return all;
 }

@@ -17,6 +17,16 @@ struct Half {
 
 enum class Type { kFloat, kBf16, kHalf };
 
+// Weights of few bits; csrc/gemm/quantized.h says how they are multiplied, and how they lie.
+struct Form {
+  std::size_t bits;  // of a code: 4 or 8
+  std::size_t block;  // numbers of k that are scaled together, a multiple of 8
+  bool by_channel;  // all blocks of a column have one scale and offset
+  Type scales;  // type of scales and offsets
+  bool offsets;  // there are some
+  float values[16];  // of codes of 4 bits, each exact in bf16
+};
+
 // x [rows, k] without gaps, as its kernel prepared it; w [cols, k] of ``type`` with ldw elements from row to row;
 // b [cols] of ``type`` or null; y [rows, cols] of ``type`` without gaps. Sums are fp32; y is rounded once, to nearest even.
 struct Problem {
@@ -27,6 +37,7 @@ struct Problem {
   void* y;
   std::size_t rows, cols, k_size, ldw;
   bool packed = false;  // w is what a Packing made of it; ldw does not count
+  const Form* form = nullptr;  // of w, if it was quantized and packed; ldw does not count
 };
 
 inline float to_float(float v) { return v; }
@@ -37,6 +48,15 @@ inline float to_float(Bf16 v) {
   return f;
 }
 float to_float(Half v);
+
+// To nearest even; NaN stays NaN.
+Half to_half(float v);
+inline Bf16 to_bf16(float v) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  const std::uint32_t near = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return {static_cast<std::uint16_t>((v != v ? bits | 0x400000u : near) >> 16)};
+}
 
 // How a kernel goes about a problem.
 struct Plan {
@@ -67,6 +87,7 @@ struct Variant {
   bool usable;  // on this CPU
   Kernel kernels[3];  // by Type
   const Packing* packing;  // of bf16, or null
+  const Kernel* quantized;  // for weights of few bits, by Type of x, b and y
 };
 
 extern const Kernel kAmx, kAvx512Bf16, kAvx2Bf16;  // bf16

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lamina.converter import SlicedProgram
 
     from .packed_memory import PackedMemory
+    from .quantized import QuantizedLinear, QuantizedWeight
 
 # name -> module of this package with a function open_backend(threads); imported when first used
 BACKENDS: dict[str, str] = {"native": "native", "torch": "torch"}
@@ -55,6 +56,13 @@ class LinearBackend(Protocol):
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """Return x [..., K] times w [N, K] plus b [N], [..., N], all of one dtype."""
+        ...
+
+    def quantized(self, w: QuantizedWeight) -> QuantizedLinear:
+        """Return the linear layer of w, which is copied. ``native`` multiplies by q, and scales sums of groups in fp32:
+        csrc/gemm/quantized.h has the definition. Its results have the same bits for all rows and CPUs, but for numbers
+        below 2^-126.
+        """
         ...
 
 

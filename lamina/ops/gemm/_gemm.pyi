@@ -25,5 +25,65 @@ class Engine:
         The memory is the caller's and is not checked.
         """
 
+    def quantized_bytes(
+        self,
+        cols: int,
+        k_size: int,
+        bits: int,
+        block: int,
+        by_channel: int,
+        type: int,
+        has_offsets: int,
+        values: int,
+        /,
+    ) -> int:
+        """Bytes of quantized w [cols, k_size] in panels (csrc/gemm/quantized.h), the same in every variant.
+
+        The last six arguments are the form of w: ``bits`` of a code (4 or 8), k of a ``block``, and whether the blocks
+        of a column have one scale; ``type`` of scales and offsets, whether there are offsets, and the address of 16
+        floats for which codes of 4 bits stand. Raises ValueError where there is no such form.
+        """
+
+    def pack_quantized(
+        self,
+        codes: int,
+        scales: int,
+        offsets: int,
+        to: int,
+        cols: int,
+        k_size: int,
+        bits: int,
+        block: int,
+        by_channel: int,
+        type: int,
+        has_offsets: int,
+        values: int,
+        /,
+    ) -> None:
+        """Write w to ``to``, a multiple of 64, in this order; the GIL is released.
+
+        ``codes``: bytes [cols, k_size]; ``scales``, ``offsets``: [cols, blocks], or [cols] by channel. No gaps.
+        """
+
+    def linear_quantized(
+        self,
+        x: int,
+        w: int,
+        b: int,
+        y: int,
+        type: int,
+        rows: int,
+        cols: int,
+        k_size: int,
+        bits: int,
+        block: int,
+        by_channel: int,
+        scale_type: int,
+        has_offsets: int,
+        values: int,
+        /,
+    ) -> None:
+        """The same as ``linear`` for w that ``pack_quantized`` wrote."""
+
     def calls(self) -> object:
         """A capsule of csrc/gemm/calls.h, which does not keep the engine."""

@@ -15,9 +15,11 @@ from torch.nn import functional as F
 
 from ._gemm import Engine, usable
 from .packed_memory import PackedMemory, PrivateMemory
+from .quantized import QuantizedWeight
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_LIMIT = (1 << 63) - 1
+CHANNEL_BLOCK = 128  # numbers of k that are summed before they are scaled, by channel
 # The rows of bf16 up to which native is about as fast as torch, by variant, if torch has its own bf16 product
 # (perf/DIARY.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
 MOST_ROWS = {"amx": 128, "avx512_bf16": 128, "avx512": 32, "avx2": 32}
@@ -54,6 +56,10 @@ class NativeLinear:
             self.engine.pack(w.data_ptr(), to.data_ptr(), kind, cols, k_size, w.stride(0))
         return to
 
+    def quantized(self, w: QuantizedWeight) -> NativeQuantized:
+        """Return the linear layer of w, packed in ``packed_memory``."""
+        return NativeQuantized(self.engine, self.packed_memory, w)
+
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """Return x [..., K] times w [N, K] plus b [N], [..., N], all of one dtype; without native code, torch computes
         it.
@@ -71,6 +77,44 @@ class NativeLinear:
         y = torch.empty(*x.shape[:-1], cols, dtype=x.dtype)
         bias = 0 if b is None else b.data_ptr()
         self._run(x.data_ptr(), w.data_ptr(), bias, y.data_ptr(), kind, rows, cols, k_size, w.stride(0))
+        return y
+
+
+class NativeQuantized:
+    """The QuantizedLinear of ``csrc/gemm``, in panels of columns."""
+
+    def __init__(self, engine: Engine, memory: PackedMemory, w: QuantizedWeight) -> None:
+        """Packs w into memory of ``memory``."""
+        self._run = engine.linear_quantized
+        self._cols, self._k_size = w.codes.shape
+        self._values = torch.tensor(w.values)  # the engine reads its address
+        kind, has_offsets = TYPES[w.scales.dtype], w.offsets is not None
+        block = CHANNEL_BLOCK if w.by_channel else w.group
+        self._form = w.bits, block, w.by_channel, kind, has_offsets, self._values.data_ptr()
+        size = engine.quantized_bytes(self._cols, self._k_size, *self._form)
+        self._packed, is_there = memory.allocate(w.codes, size)
+        if not is_there:
+            codes, scales = w.codes.contiguous(), w.scales.contiguous()
+            offsets = torch.empty(0) if w.offsets is None else w.offsets.contiguous()
+            sources = codes.data_ptr(), scales.data_ptr(), offsets.data_ptr()
+            engine.pack_quantized(*sources, self._packed.data_ptr(), self._cols, self._k_size, *self._form)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all panels."""
+        return self._packed.nbytes
+
+    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
+        """Return x [..., K] times w [N, K] plus b [N], [..., N]. Raises ValueError for operands that do not fit."""
+        if x.dtype not in TYPES or not x.is_cpu or x.shape[-1:] != (self._k_size,):
+            raise ValueError(f"x must be [..., {self._k_size}] of fp32, bf16 or fp16, not {x.dtype} {tuple(x.shape)}")
+        if b is not None and (b.dtype != x.dtype or b.shape != (self._cols,)):
+            raise ValueError(f"b must be [{self._cols}] of {x.dtype}, not {b.dtype} {tuple(b.shape)}")
+        x, b = x.contiguous(), None if b is None else b.contiguous()
+        y = torch.empty(*x.shape[:-1], self._cols, dtype=x.dtype)
+        rows = y.numel() // max(1, self._cols)
+        addresses = x.data_ptr(), self._packed.data_ptr(), 0 if b is None else b.data_ptr(), y.data_ptr()
+        self._run(*addresses, TYPES[x.dtype], rows, self._cols, self._k_size, *self._form)
         return y
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .packed_memory import PackedMemory, PrivateMemory
+from .quantized import QuantizedWeight
 
 
 class TorchLinear:
@@ -29,9 +30,31 @@ class TorchLinear:
         """Raise ValueError: torch packs no weights."""
         raise ValueError("torch packs no weights")
 
+    def quantized(self, w: QuantizedWeight) -> TorchQuantized:
+        """Return the linear layer of w, whose fp32 values last for a call."""
+        return TorchQuantized(w)
+
     def max_engine_rows(self, dtype: torch.dtype) -> int:
         """Return 0: there is no engine."""
         return 0
+
+
+class TorchQuantized:
+    """A QuantizedLinear that dequantizes its weight for each call."""
+
+    def __init__(self, w: QuantizedWeight) -> None:
+        offsets = None if w.offsets is None else w.offsets.clone()
+        self._w = QuantizedWeight(w.codes.clone(), w.scales.clone(), offsets, w.values)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of codes, scales and offsets."""
+        w = self._w
+        return w.codes.nbytes + w.scales.nbytes + (0 if w.offsets is None else w.offsets.nbytes)
+
+    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
+        """Return x [..., K] times w [N, K] plus b [N], [..., N], computed in fp32."""
+        return F.linear(x.float(), self._w.dequantized(torch.float32), None if b is None else b.float()).to(x.dtype)
 
 
 def open_backend(threads: int) -> TorchLinear:

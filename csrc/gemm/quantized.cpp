@@ -1,0 +1,47 @@
+#include "gemm/quantized.h"
+
+#include <algorithm>
+
+namespace lamina::gemm::quantized {
+namespace {
+
+// The codes of one block of a column, in its place of a panel. After the end of k codes are 0, and so is x.
+void pack_codes(const Form& form, const std::uint8_t* from, std::size_t count, std::size_t column, char* to) {
+  if (form.bits == 8) {
+    for (std::size_t k = 0; k < form.block; ++k)
+      to[(k / 2 * kCols + column) * 2 + k % 2] = static_cast<char>(k < count ? from[k] : 0);
+    return;
+  }
+  for (std::size_t k = 0; k < form.block; k += kCodesTogether) {
+    std::uint32_t word = 0;
+    for (std::size_t i = 0; i < kCodesTogether && k + i < count; ++i)
+      word |= static_cast<std::uint32_t>(from[k + i] & 15) << (i / 2 * 4 + i % 2 * 16);
+    std::memcpy(to + (k / kCodesTogether * kCols + column) * sizeof word, &word, sizeof word);
+  }
+}
+
+}  // namespace
+
+void pack(const Form& form, const Plain& from, std::size_t cols, std::size_t k_size, std::size_t begin, std::size_t end,
+          void* to) {
+  const Layout layout(form);
+  const std::size_t all = blocks(form, k_size), size = layout.values / kCols, held = form.by_channel ? 1 : all;
+  for (std::size_t first = begin; first < end; first += kCols) {
+    char* const panel = static_cast<char*>(to) + first / kCols * layout.panel(all);
+    std::memset(panel, 0, layout.panel(all));
+    for (std::size_t i = 0; i < std::min(kCols, cols - first); ++i) {
+      const std::size_t n = first + i;
+      for (std::size_t b = 0; b < held; ++b) {
+        char* const at = panel + b * layout.parameters + i * size;
+        std::memcpy(at, static_cast<const char*>(from.scales) + (n * held + b) * size, size);
+        if (form.offsets)
+          std::memcpy(at + layout.values, static_cast<const char*>(from.offsets) + (n * held + b) * size, size);
+      }
+      for (std::size_t b = 0; b < all; ++b)
+        pack_codes(form, from.codes + n * k_size + b * form.block, std::min(form.block, k_size - b * form.block), i,
+                   panel + layout.codes + b * layout.step);
+    }
+  }
+}
+
+}  // namespace lamina::gemm::quantized

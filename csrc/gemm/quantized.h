@@ -1,0 +1,57 @@
+// Weights of few bits: w[n][k] = scale * q + offset. q is an integer of 8 bits, or a 4-bit code that stands for one of 16
+// values. A block of k has one scale and one offset. By channel, all blocks of a column have the same.
+//
+// A product of x and q is exact. The products of a block are added in fp32, then they are scaled:
+// - sum: a block's products in the order k1 k0 k3 k2 k5 k4 ..., each added with one rounding;
+// - y = fma(scale, sum, y), then y = fma(offset, sum of x, y), for one block after the other.
+//
+// Every instruction set does this for every number of rows, so results have the same bits. AVX512-BF16 alone takes
+// numbers below 2^-126 in magnitude for zeros.
+#pragma once
+
+#include "gemm/linear.h"
+
+namespace lamina::gemm::quantized {
+
+constexpr std::size_t kCols = 32;  // of a panel
+constexpr std::size_t kCodesTogether = 8;  // numbers of k whose 4-bit codes are one dword of a column
+
+// Panels of columns, one after the other. By block, a panel is [block] of parameters and codes; by channel, it is
+// parameters, then [block] of codes. Parameters: scales [column], then offsets [column] if there are any.
+// Codes of 4 bits: [k / 8][column] dwords; the lower half has k0 k2 k4 k6 from its lowest bit on, the upper half the
+// others. Codes of 8 bits: [k / 2][column][2].
+struct Layout {
+  explicit Layout(const Form& form)
+      : values(kCols * (form.scales == Type::kFloat ? 4 : 2)), codes(values * (form.offsets ? 2 : 1)),
+        step(kCols * form.block * form.bits / 8 + (form.by_channel ? 0 : codes)),
+        parameters(form.by_channel ? 0 : step) {}
+
+  std::size_t panel(std::size_t blocks) const { return (parameters ? 0 : codes) + blocks * step; }
+
+  std::size_t values;  // bytes of a panel's scales, or offsets
+  std::size_t codes;  // where codes of the first block begin
+  std::size_t step;  // from a block's codes to the next ones
+  std::size_t parameters;  // from a block's parameters to the next ones
+};
+
+inline std::size_t blocks(const Form& form, std::size_t k_size) { return (k_size + form.block - 1) / form.block; }
+
+inline std::size_t bytes(const Form& form, std::size_t cols, std::size_t k_size) {
+  return (cols + kCols - 1) / kCols * Layout(form).panel(blocks(form, k_size));
+}
+
+// What is packed: codes [cols, k], of which 4 bits count or all 8; scales and offsets [cols, blocks], or [cols] by
+// channel, of the form's type, without gaps.
+struct Plain {
+  const std::uint8_t* codes;
+  const void *scales, *offsets;
+};
+
+// Columns [begin, end), begin a multiple of kCols.
+void pack(const Form& form, const Plain& from, std::size_t cols, std::size_t k_size, std::size_t begin, std::size_t end,
+          void* to);
+
+extern const Kernel kAvx512Bf16;  // of bf16
+extern const Kernel kAvx512[3], kAvx2[3];  // by Type
+
+}  // namespace lamina::gemm::quantized

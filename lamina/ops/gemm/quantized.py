@@ -1,0 +1,86 @@
+"""Weights of linear layers that are stored with few bits: w = scale * q + offset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+INT4 = tuple(float(q) for q in range(-8, 8))
+UINT4 = tuple(float(q) for q in range(16))
+GROUPS = {4: (32, 64, 128), 8: (16, 32, 128)}  # numbers of k with one scale, by bits
+SCALES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight [N, K] as checkpoints have it, before a backend packs it.
+
+    ``codes`` [N, K] are int8 for 8 bits, and uint8 below 16 for 4 bits: code c stands for ``values[c]``. ``scales`` and
+    ``offsets`` are [N, K / group], or [N, 1] by channel, of one dtype: fp32, bf16 or fp16. A zero point z of integers
+    is the offset -scale * z, which is exact in fp32. Raises ValueError if tensors do not fit together.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
+    values: tuple[float, ...] = INT4
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype not in (torch.int8, torch.uint8) or self.codes.dim() != 2:
+            raise ValueError(f"codes must be int8 or uint8 [N, K], not {self.codes.dtype} {tuple(self.codes.shape)}")
+        for name, x in (("scales", self.scales), ("offsets", self.offsets)):
+            if x is not None and (x.dtype not in SCALES or x.dtype != self.scales.dtype):
+                raise ValueError(f"{name} must be fp32, bf16 or fp16, and of one dtype, not {x.dtype}")
+            if x is not None and (x.shape != self.scales.shape or x.dim() != 2 or len(x) != len(self.codes)):
+                raise ValueError(f"{name} {tuple(x.shape)} do not fit codes {tuple(self.codes.shape)}")
+        if not self.by_channel and (self.group not in GROUPS[self.bits] or self.codes.shape[1] % self.group):
+            groups = ", ".join(map(str, GROUPS[self.bits]))
+            shapes = f"{tuple(self.scales.shape)} scales of {tuple(self.codes.shape)} codes"
+            raise ValueError(f"{self.bits} bits go by channel or by groups of {groups}, not as {shapes}")
+        if len(self.values) != 16 or torch.tensor(self.values).bfloat16().tolist() != list(self.values):
+            raise ValueError(f"a code of 4 bits stands for one of 16 numbers that bf16 can hold, not {self.values}")
+
+    @cached_property
+    def bits(self) -> int:
+        """The bits of a code: 4 or 8."""
+        return 8 if self.codes.dtype == torch.int8 else 4
+
+    @cached_property
+    def by_channel(self) -> bool:
+        """True if a row of w has one scale."""
+        return self.scales.shape[1] == 1
+
+    @cached_property
+    def group(self) -> int:
+        """The numbers of k that have one scale."""
+        return self.codes.shape[1] // max(1, self.scales.shape[1])
+
+    def q(self) -> Tensor:
+        """Return q [N, K], in fp32, where it is exact."""
+        return self.codes.float() if self.bits == 8 else torch.tensor(self.values)[self.codes.long()]
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return w [N, K], computed in ``dtype``."""
+
+        def spread(x: Tensor) -> Tensor:
+            return x.to(dtype).repeat_interleave(self.group, 1)
+
+        w = spread(self.scales) * self.q().to(dtype)
+        return w if self.offsets is None else w + spread(self.offsets)
+
+
+class QuantizedLinear(Protocol):
+    """A linear layer that holds its quantized weight in a backend's own order."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the weight takes."""
+        ...
+
+    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
+        """Return x [..., K] times w [N, K] plus b [N], [..., N], of x's dtype. b has this dtype too."""
+        ...
