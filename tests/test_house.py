@@ -58,7 +58,7 @@ HOUSES = {"lamina": STOREYS, "netstack": NETWORK_STOREYS}
 FACES = ("__init__", "__main__")
 POLICY = (
     "scheduler/scheduler.py", "scheduler/prefill_dispatch.py", "scheduler/slo_admission.py",
-    "scheduler/scheduler_output.py", "scheduler/kv_manager/early_tokens.py",
+    "scheduler/scheduler_output.py",
     "scheduler/sequence.py",
     "scheduler/rotation/pipeline.py", "engine/tuning/tuner.py", "engine/tuning/round_time_model.py",
     "scheduler/kv_manager/offload_index.py", "scheduler/admission.py", "scheduler/batch.py",

@@ -15,7 +15,6 @@ from lamina.protocol.control import ComputeReady, RunRound, RunStep, SampledToke
 from lamina.protocol.executor import Clock, Done, EpochChanged, Executor, Report
 from lamina.protocol.step_plan import SurvivingKv
 from lamina.request import CompletionOutput, ErrorOrigin, RequestOutput, RequestTimes, ResumedCompletion, SamplingParams
-from lamina.scheduler.kv_manager.early_tokens import EarlyTokens
 from lamina.scheduler.request_validation import (
     check_cache_options,
     check_discard,
@@ -41,7 +40,6 @@ from .scheduler_factory import (
     build_prefix_cache,
     build_scheduler,
     build_slo_admission,
-    build_step_timer,
     drop_session,
     new_block_tables,
     refresh_prefill_stores,
@@ -78,9 +76,8 @@ class Engine:
         )
         stripe = self.worker_info.stripe * self.worker_info.block_size * self._accounting.num_kv_shards
         self._overflow = build_context_overflow(config.overflow, self.worker_info.max_model_len, stripe)
-        self._timing = build_step_timer(self.scheduler, self.slo_admission)
         self._in_flight: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
-        self._early_tokens, self._seeds = EarlyTokens(), random.Random(config.batching.seed)
+        self._seeds = random.Random(config.batching.seed)
         self._next_round = self._next_request = 0
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
         # For room, when idle: "" = some may come; else why none.
@@ -311,8 +308,6 @@ class Engine:
             if scores is not None:
                 request.sequences[0].num_scored_prompt_tokens = len(scores) - 1
         steps, self._in_flight = self._in_flight, {}
-        self._early_tokens.reset()
-        self._timing.reset()
         kept = SurvivingTokens(self._accounting, self.worker_info.holders, change.surviving)
         keep = self.scheduler.roll_back(steps.values(), kept.count)
         if change.capacity:
@@ -330,9 +325,10 @@ class Engine:
         transfer = self.scheduler.on_report(report)
         if transfer is None or transfer.loaded_sequence is None:
             return self._failed(transfer) if transfer is not None and transfer.error else []
-        self._timing.on_kv_loaded(transfer.loaded_sequence, self._clock())
-        counts = self._early_tokens.on_load_done(transfer.loaded_sequence, failed=bool(transfer.error))
-        return self._failed(transfer) if transfer.error else self._append_sampled(counts)
+        if transfer.error:
+            return self._failed(transfer)
+        early, transfer.loaded_sequence.early_tokens = transfer.loaded_sequence.early_tokens, []
+        return self._append_sampled((transfer.loaded_sequence, drawn) for drawn in early)
 
     def _failed(self, transfer: TransferResult) -> list[RequestOutput]:
         log.warning("%s", transfer.error)
@@ -371,7 +367,6 @@ class Engine:
         if steps:
             self.executor.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))
             self._next_round += 1
-            self._timing.on_round_sent(steps, self._clock())
         for chunk in self.scheduler.take_prefill_steps():
             if chunk.prefill_worker is not None:
                 new = RunRound(round=chunk.plan.step, steps=[self._prepare(chunk)])
@@ -400,17 +395,16 @@ class Engine:
     def _postprocess(self, done: StepDone | None) -> list[RequestOutput]:
         if done is None:
             return []
-        step, now = self._in_flight.pop((done.batch, done.step)), self._clock()
+        step = self._in_flight.pop((done.batch, done.step))
         step.fetch_s = done.fetch_s
         for sequence, drawn in zip(step.prompt_logprob_requests, done.sampled_tokens, strict=False):
             if request := self._requests.get(sequence.request_id):
                 request.append_prompt_logprob(drawn)
-        outputs = self._append_sampled(
-            zip(step.sampled_sequences, done.sampled_tokens[len(step.prompt_logprob_requests) :], strict=True)
-        )
+        step.drawn = done.sampled_tokens[len(step.prompt_logprob_requests) :]
+        outputs = self._append_sampled(zip(step.sampled_sequences, step.drawn, strict=True))
         finished = self.scheduler.on_step_done(step)
-        if finished:
-            self._timing.on_round_done(step.plan.step, finished, now)
+        for line in step.warnings:
+            log.warning("%s", line)
         if finished and self._tuner and self._tuner.observe(finished):
             self.set_tuner(self._tuner)
         return outputs
@@ -419,9 +413,7 @@ class Engine:
         """Take drawn tokens in; the requests that got some."""
         touched = {}
         for sequence, drawn in each:
-            for line in self.scheduler.features.on_sampled(sequence, drawn) if sequence.is_hidden else ():
-                log.warning("%s", line)
-            if self._early_tokens.hold_back(sequence, drawn):
+            if sequence.hold_back(drawn):
                 continue
             request = self._requests.get(sequence.request_id)
             if sequence.finished or request is None:

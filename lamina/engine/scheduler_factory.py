@@ -134,10 +134,10 @@ def _features(
     """The table of features, in the order in which the scheduler asks them. A feature uses only those before it."""
     tier = _tier(config, tables, info)
     budget = parse_error_budget(config.kv.kv_error_budget)
-    prefill = _prefill(config, info, slo_admission, prefixes)
+    prefill, swap = _prefill(config, info, slo_admission, prefixes), _swaps(config, tier)
     table = [
         prefill,
-        _swaps(config, tier),
+        swap,
         ReferenceDecoder(config.kv, budget) if budget else None,
         prefixes,
         SessionCache(prefixes, tables, tier),
@@ -147,6 +147,7 @@ def _features(
         Prefetcher(tier, prefixes) if tier else None,
         PrefillPlacement(prefill, prefixes),
         KvMigration(tables, allocator, prefixes, config.topology.tensor_parallel_size if config.migrates_kv else 0),
+        StepTimer(slo_admission, swap),
     ]
     return [feature for feature in table if feature is not None]
 
@@ -238,11 +239,6 @@ def build_slo_admission(
         shared_tokens_of=prefix_cache.num_shared_tokens,
         decision_log=DecisionLog(trace.note, stages) if trace.notes is not None else None,
     )
-
-
-def build_step_timer(scheduler: Scheduler, slo_admission: SloAdmission) -> StepTimer:
-    """The clock of steps and loads, for the features that choose by time."""
-    return StepTimer(scheduler.features.get(SwapPolicy), slo_admission)
 
 
 def drop_session(scheduler: Scheduler, name: SessionName) -> bool:

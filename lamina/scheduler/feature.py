@@ -12,13 +12,13 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lamina.protocol.control import ComputeReady, SampledToken
+from lamina.protocol.control import ComputeReady
 from lamina.protocol.executor import Report
 from lamina.protocol.step_plan import RowRange, SequenceOp, StepPlan, SurvivingKv
 
 from .batch import Batch
 from .kv_manager.block_accounting import BlockAccounting
-from .scheduler_output import ScheduledStep, TransferResult
+from .scheduler_output import Round, ScheduledStep, TransferResult
 from .sequence import Sequence
 from .starts import Candidates, KvStart
 
@@ -44,27 +44,35 @@ class Scheduling(Protocol):
         """Free the KV of a running sequence of ``batch``, which runs no more; the caller has it wait."""
         ...
 
+    def add_pending_ops(self, ops: Ops) -> None:
+        """Have the first plan of the next round begin with ``ops``, after those that were given before."""
+        ...
+
 
 @dataclass
-class Ending:
-    """The way in which a finished sequence leaves its batch. ``op``: frees it; or truncates it, which retains it and is
-    an op of the round's first plan. ``first``: further ops of that plan. ``own``: further ops of its batch's plan.
+class Leaving:
+    """A sequence that leaves its batch, or the queue. ``op``: frees it; or truncates it, which retains it and is an op
+    of the round's first plan; None: it has no KV. ``is_preempted``: it will wait again, unless it is hidden. ``first``:
+    further ops of the first plan of the round, or of the next one. ``own``: further ops of its batch's plan: before
+    ``op`` if it is preempted, else after.
     """
 
     sequence: Sequence
-    op: SequenceOp
+    op: SequenceOp | None = None
+    is_preempted: bool = False
     first: list[SequenceOp] = field(default_factory=list)
     own: list[SequenceOp] = field(default_factory=list)
 
 
 @dataclass
 class PlanDraft:
-    """The next plan of a batch, whose rows are picked. Features change ``batch.ops``, which are the plan's. ``build``:
-    makes the plan as it is now. ``evict_for``: gives up a retained sequence whose blocks help such rows; whether
-    there was one. ``prefill_steps``: steps of prefill workers that begin with this plan.
+    """The next plan of a batch, whose rows are picked. Features change ``batch.ops``, which are the plan's. ``round``:
+    its number. ``build``: makes the plan as it is now. ``evict_for``: gives up a retained sequence whose blocks help
+    such rows; whether there was one. ``prefill_steps``: steps of prefill workers that begin with this plan.
     """
 
     batch: Batch
+    round: int
     picked: Mapping[Sequence, int]
     accounting: BlockAccounting
     build: Callable[[], StepPlan]
@@ -72,11 +80,28 @@ class PlanDraft:
     prefill_steps: list[ScheduledStep]
 
 
+@dataclass
+class Loss:
+    """All that is in flight is taken back, and no report of it will come. ``sequences``: all that run or wait.
+    ``surviving``: the tokens that are left of some KV. ``distrusted``: sequences of whose KV nothing can be kept.
+    ``kept``: the retained KV that stays.
+    """
+
+    sequences: Several[Sequence]
+    surviving: Callable[[SurvivingKv], int]
+    distrusted: set[int] = field(default_factory=set)
+    kept: list[SurvivingKv] = field(default_factory=list)
+
+    def count(self, keep: SurvivingKv) -> int:
+        """Return the tokens that are left of ``keep`` and can be trusted."""
+        return 0 if keep.sequence in self.distrusted else self.surviving(keep)
+
+
 class Feature:
     """A feature of the scheduler. Each hook does nothing here, so a feature has those alone that it needs.
 
-    The features are asked in the order of their table. Where hooks return ops, these follow one another in that order
-    too. An op that is returned goes with a plan, unless workers are lost before.
+    The features are asked in the order of their table, after a loss in the opposite order. Where hooks return ops,
+    these follow one another in that order too. An op that is returned goes with a plan, unless workers are lost before.
     """
 
     # What the engine may ask at any time:
@@ -87,7 +112,7 @@ class Feature:
 
     @property
     def has_pending_ops(self) -> bool:
-        """True if ``first_ops`` has ops that are to be sent even if nothing runs."""
+        """True if ``begin_round`` has ops that are to be sent even if nothing runs."""
         return False
 
     # Sequences come and go:
@@ -97,31 +122,16 @@ class Feature:
         """
         return None
 
-    def on_cancelled(self, sequence: Sequence) -> Ops:
-        """A sequence has ended that has no KV: it waited, or a loss came. Ops of the next round's first plan."""
-        return ()
-
-    def on_preempted(self, sequence: Sequence) -> Ops:
-        """A running sequence is about to be freed, with the next plan of its batch. Ops of that plan before this."""
-        return ()
-
-    def on_finished(self, ending: Ending) -> None:
-        """A finished sequence leaves its batch. May replace ``ending.op`` and add ops."""
+    def on_leave(self, leaving: Leaving) -> None:
+        """A sequence has ended, or is preempted. May replace ``leaving.op`` if it has ended, and add ops."""
 
     # A round is planned, in this order:
     def begin_round(self, scheduling: Scheduling) -> None:
         """Nothing of the round is planned yet; cancelled sequences still wait, and finished ones run."""
 
-    def first_ops(self) -> Ops:
-        """Ops of the round's first plan, before those of ``batch_ops``."""
-        return ()
-
     def batch_ops(self, running: Several[Sequence]) -> Ops:
         """Ops of the next plan of a batch, in which ``running`` are left."""
         return ()
-
-    def begin_admission(self, waiting: Several[Sequence]) -> None:
-        """Sequences of ``waiting`` that find room are about to join batches."""
 
     def may_start(self, sequence: Sequence) -> bool:
         """False if a waiting sequence surely begins without stored tokens of this feature. A quick look."""
@@ -157,19 +167,12 @@ class Feature:
         """All KV of a sequence that could be loaded is there. Ops of the next round's first plan."""
         return ()
 
-    def on_step_done(self, step: ScheduledStep) -> None:
-        """A step is done, of a batch or of a prefill worker, and its tokens have been appended."""
-
-    def on_sampled(self, sequence: Sequence, drawn: SampledToken) -> str:
-        """A token of a hidden sequence was drawn, before its step counts as done. A line for the log, or nothing."""
-        return ""
+    def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
+        """A step is done, of a batch or of a prefill worker, and its tokens have been appended. ``done``: its round, if
+        that is done now.
+        """
 
     # What is retained of finished sequences, by their numbers:
-    @property
-    def num_retained(self) -> int:
-        """The number of retained sequences."""
-        return 0
-
     @property
     def eviction_order(self) -> list[int]:
         """The retained sequences, in the order in which they give way."""
@@ -180,17 +183,10 @@ class Feature:
         raise NotImplementedError
 
     # Workers are lost or change:
-    def roll_back(self, sequences: Several[Sequence]) -> Iterable[int]:
-        """All that is in flight is taken back, and no report of it will come; ``sequences``: all that run or wait.
-        Those, by number, of whose KV nothing can be kept.
-        """
-        return ()
+    def roll_back(self, loss: Loss) -> None:
+        """Forget what was in flight. May distrust sequences, and has to name retained KV that stays."""
 
-    def keep_surviving(self, surviving: Callable[[SurvivingKv], int]) -> Iterable[SurvivingKv]:
-        """After ``roll_back``: the retained KV that stays. ``surviving``: how many tokens of such KV are there."""
-        return ()
-
-    def relocate(self, kept: Iterable[SurvivingKv]) -> None:
+    def relocate(self, kept: Several[SurvivingKv]) -> None:
         """After that: memory workers are other ones, KV lies where ``kept`` says, and nothing else is left."""
 
     def resume(self, ready: ComputeReady) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from lamina.protocol.step_plan import Free, RowRange
 
 from .batch import Batch
+from .feature import Leaving
 from .feature_table import FeatureTable
 from .kv_manager.allocator import KvAllocator, next_rows
 from .kv_manager.block_accounting import BlockAccounting
@@ -79,8 +80,8 @@ class Preemption:
     def preempt(self, batch: Batch, victim: Sequence) -> None:
         """Its KV is freed with the batch's next plan, or kept beside the pool."""
         batch.running.remove(victim)
-        batch.ops += self._features.on_preempted(victim)
-        batch.ops.append(Free(victim.id))
+        leaving = self._features.on_leave(Leaving(victim, Free(victim.id), is_preempted=True))
+        batch.ops += [*leaving.own, Free(victim.id)]
         victim.num_preemptions += 1
         victim.reset_computed()
         if not victim.finished:

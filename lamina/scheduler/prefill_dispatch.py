@@ -11,10 +11,10 @@ from functools import partial
 from lamina.protocol.step_plan import GRANTS_AHEAD, Free, New, PrefillGrant, SequenceOp, StepPlan
 
 from .conductor.routing import NO_WORKER
-from .feature import Ending, Feature, PlanDraft
+from .feature import Feature, Leaving, Loss, PlanDraft
 from .kv_manager.prompt_store import PromptCache
 from .prefill_grants import grant_chunks
-from .scheduler_output import ScheduledStep
+from .scheduler_output import Round, ScheduledStep
 from .sequence import Sequence
 from .slo_admission import SloAdmission
 from .starts import Candidates, Verdict
@@ -166,19 +166,9 @@ class PrefillDispatcher(Feature):
         if self.waits_for_own_worker(sequence):
             candidates.verdict = Verdict.STEPS_ASIDE
 
-    def on_cancelled(self, sequence: Sequence) -> tuple[SequenceOp, ...]:
-        """Expect a sequence no more that waited."""
-        self.slo_admission.remove(sequence)
-        return ()
-
-    def on_preempted(self, sequence: Sequence) -> tuple[SequenceOp, ...]:
-        """Its worker, if it has one, computes its prompt no more."""
-        self.remove(sequence)
-        return ()
-
-    def on_finished(self, ending: Ending) -> None:
-        """Its worker, if it has one, computes its prompt no more."""
-        self.remove(ending.sequence)
+    def on_leave(self, leaving: Leaving) -> None:
+        """Have its worker, if it has one, compute its prompt no more."""
+        self.remove(leaving.sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has no chunk in flight."""
@@ -194,7 +184,7 @@ class PrefillDispatcher(Feature):
                 self._start_next(worker)
             sequence.prefill_worker = None
 
-    def roll_back(self, sequences: Several[Sequence] = ()) -> tuple[int, ...]:
+    def roll_back(self, loss: Loss) -> None:
         """Take all prompts from the workers, in flight or to come; nobody expects those of finished ``sequences`` any
         more. Numbers of steps never go back.
         """
@@ -205,10 +195,9 @@ class PrefillDispatcher(Feature):
             worker.held_sequence, worker.computing = NO_STEP, None
             if worker.prompt_cache:
                 worker.prompt_cache.reset()
-        for sequence in (s for s in sequences if s.finished):
+        for sequence in (s for s in loss.sequences if s.finished):
             self.slo_admission.remove(sequence)
         self.slo_admission.reset_prefill()
-        return ()
 
     def reset_caches(self, stores: Several[PromptCache]) -> None:
         """Behind ``roll_back``: workers have these stores from now on, which are empty; none of them: nothing."""
@@ -270,7 +259,7 @@ class PrefillDispatcher(Feature):
                 worker.prompt_cache.invalidate()
         return ()
 
-    def on_step_done(self, step: ScheduledStep) -> None:
+    def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
         """A worker's chunk is stored, or a step of compute workers has drawn tokens."""
         if step.prefill_worker is not None:
             self.on_chunk_stored(step, step.prefill_worker)

@@ -23,7 +23,7 @@ from .batch import (
     requeue,
     roll_back_batches,
 )
-from .feature import Ending, Feature, PlanDraft
+from .feature import Feature, Leaving, Loss, PlanDraft
 from .feature_table import FeatureTable
 from .kv_manager.allocator import NO_SHARDS, KvAllocator, next_rows
 from .kv_manager.block_accounting import BlockAccounting, Blocks
@@ -109,7 +109,7 @@ class Scheduler:
     def free_blocks(self) -> Blocks:
         """KV blocks that sequences can still have: free ones, and those of retained or finished sequences."""
         running = self.running
-        if not self.features.num_retained and not any(s.finished for s in running):
+        if not self.features.eviction_order and not any(s.finished for s in running):
             return self._accounting.free_blocks
         held = self._accounting.count_blocks(s.id for s in running if not s.finished)
         return tuple(total - n for total, n in zip(self._accounting.num_blocks, held, strict=True))
@@ -178,12 +178,11 @@ class Scheduler:
             self.batches = balance_batches(self.running, self._num_batches)
         self.features.begin_round(self)
         self.drop_cancelled()
-        self.batches[0].ops += [*self._pending_ops, *self.features.first_ops()]
+        self.batches[0].ops += self._pending_ops
         self._pending_ops = []
         for batch in self.batches:
             self._drop_finished(batch)
             batch.ops += self.features.batch_ops(batch.running)
-        self.features.begin_admission(self.waiting)
         if self.waiting:
             self._admission.admit(self.waiting, self.batches)
         self.features.after_admission(self)
@@ -204,7 +203,7 @@ class Scheduler:
 
     def _drop_kept(self, sequence: Sequence) -> None:
         """Give up what is kept for a sequence that has ended without KV in the pool."""
-        self._pending_ops += self.features.on_cancelled(sequence)
+        self._pending_ops += self.features.on_leave(Leaving(sequence)).first
 
     @property
     def next_round(self) -> int:
@@ -226,9 +225,11 @@ class Scheduler:
 
     def on_step_done(self, step: ScheduledStep) -> Round | None:
         """The step is done and its tokens have been appended; returns its round if that is done now."""
-        self.features.on_step_done(step)
-        if step.prefill_worker is not None:
-            return None
+        done = None if step.prefill_worker is not None else self._take_done(step)
+        self.features.on_step_done(step, done)
+        return done
+
+    def _take_done(self, step: ScheduledStep) -> Round | None:
         flight = next(r for r in self._in_flight if step in r.unfinished_steps)
         flight.unfinished_steps.discard(step)
         if flight.unfinished_steps:
@@ -251,14 +252,10 @@ class Scheduler:
         sequences = [*self.waiting, *self.running]
         for sequence in sequences:
             sequence.interrupt()
-        distrusted, self._pending_ops = self.features.roll_back(sequences), []
-
-        def count(keep: SurvivingKv) -> int:
-            return 0 if keep.sequence in distrusted else surviving(keep)
-
-        keep = self.features.keep_surviving(count)
-        running, gone = roll_back_batches(self.batches, count, self._drop_kept)
-        keep += running
+        loss, self._pending_ops = Loss(sequences, surviving), []
+        self.features.roll_back(loss)
+        running, gone = roll_back_batches(self.batches, loss.count, self._drop_kept)
+        keep = [*loss.kept, *running]
         self._accounting.reconcile(keep)
         self._reset_sequences([*self.waiting, *gone, *find_overwritten(self._accounting, self.batches, keep)])
         return keep
@@ -317,6 +314,7 @@ class Scheduler:
         self.features.extend_plan(
             PlanDraft(
                 batch,
+                self._next_round,
                 picked,
                 self._accounting,
                 lambda: self._build_plan(batch, picked),
@@ -339,12 +337,12 @@ class Scheduler:
         ]
         first = self.batches[0].ops
         for sequence in ended:
-            ending = Ending(sequence, Free(sequence.id))
-            self.features.on_finished(ending)
-            retained = isinstance(ending.op, Truncate)  # and the first plan may evict it
-            (first if retained else batch.ops).append(ending.op)
-            first += ending.first
-            batch.ops += ending.own
+            op = Free(sequence.id)
+            leaving = self.features.on_leave(Leaving(sequence, op))
+            retained = isinstance(leaving.op, Truncate)  # and the first plan may evict it
+            (first if retained else batch.ops).append(leaving.op or op)
+            first += leaving.first
+            batch.ops += leaving.own
         batch.running = [s for s in batch.running if s not in ended]
 
     def _pick_rows(self, batch: Batch) -> tuple[dict[Sequence, int], StepPlan]:

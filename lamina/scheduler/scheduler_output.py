@@ -7,16 +7,18 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from lamina.protocol.control import SampledToken
 from lamina.protocol.step_plan import StepPlan
 
 from .sequence import Sequence
 
 
 class ScheduledStep:
-    """A StepPlan and who its rows belong to: ``parts[i]`` owns ``plan.rows[i]``; ``sampled_sequences`` sample behind
-    their last row. ``prompt_logprob_requests``: owners of the log-probabilities of prompt tokens that come before the
-    draws; the engine fills it. ``prefill_worker``: who runs it; None = the compute workers. ``fetch_s``: what its Fetch
-    took, once it is done.
+    """A StepPlan and the sequences of its rows: ``sequences[i]`` owns ``plan.rows[i]``; ``sampled_sequences`` sample
+    after their last row. ``prompt_logprob_requests``: owners of the log-probabilities of prompt tokens that come before
+    the draws; the engine fills it. ``prefill_worker``: the one that runs it; None: the compute workers do. Once it is
+    done: ``fetch_s``, the seconds of its prefix fetch; ``drawn``, the tokens of ``sampled_sequences``; ``warnings``,
+    lines for the log.
     """
 
     def __init__(
@@ -27,6 +29,8 @@ class ScheduledStep:
         self.sampled_sequences = draws
         self.prefill_worker, self.fetch_s = prefill_worker, 0.0
         self.prompt_logprob_requests: list[Sequence] = []
+        self.drawn: Several[SampledToken] = ()
+        self.warnings: list[str] = []
         self.tokens = list[int]()
         for sequence, row in zip(parts, plan.rows, strict=True):
             self.tokens += sequence.tokens_at(row.first, row.count)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from lamina.kv.sparsity import BlockScores
+from lamina.protocol.control import SampledToken
 from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
 from lamina.request import CompletionOutput, SamplingParams
 
@@ -49,8 +50,9 @@ class Sequence:
     awaits_block_scores: bool = False  # so it has no rows before memory workers have told and its blocks are dropped
     num_loading_tokens: int = 0  # tokens whose KV is being loaded; until then it has no rows, or only the first ones
     num_output_placeholders: int = 0  # tokens being drawn by steps in flight
-    # Tokens that steps in flight draw from KV that was not there: they count for nothing.
-    num_discarded_samples: int = 0
+    # Tokens drawn while its KV is still being loaded. If the load fails, their rows have attended KV that never came.
+    early_tokens: list[SampledToken] = field(default_factory=list)
+    num_discarded_samples: int = 0  # tokens that steps in flight draw after a failed load: they count for nothing
     prefill_worker: int | None = None  # the one that computes its prompt; until then the sequence has no rows
     do_not_cache: bool = False  # it has outlived a reset of the prefix cache: its KV serves no other prompt
     num_pending_prefill_chunks: int = 0  # chunks there whose K and V are not stored yet
@@ -126,11 +128,20 @@ class Sequence:
     def start_after_load(self, valid: int) -> None:
         """So many tokens of what was to be loaded are there, and no more. What rows have seen of it counts not."""
         self.num_computed_tokens = self.num_cached_tokens = valid
-        self.num_discarded_samples, self.num_output_placeholders = (
-            self.num_discarded_samples + self.num_output_placeholders,
-            0,
-        )
+        self.num_discarded_samples += self.num_output_placeholders - len(self.early_tokens)
+        self.num_output_placeholders = 0
+        self.early_tokens.clear()
         self.num_tokens_in_penalties = -1
+
+    def hold_back(self, drawn: SampledToken) -> bool:
+        """Keep a token until the load of its KV has ended, or drop it. Return False for one that counts now."""
+        if self.num_discarded_samples:
+            self.num_discarded_samples -= 1
+            return True
+        if self.num_loading_tokens:
+            self.early_tokens.append(drawn)
+            return True
+        return False
 
     def append(self, token: int) -> None:
         """Take a drawn token and decide whether it ends the sequence by token or by length."""
@@ -172,6 +183,7 @@ class Sequence:
         self.num_output_placeholders = self.num_pending_prefill_chunks = self.num_loading_tokens = (
             self.num_discarded_samples
         ) = 0
+        self.early_tokens.clear()
         self.logits_stale = self.is_migrating = False
         self.prefill_worker = None
 

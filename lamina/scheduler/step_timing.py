@@ -1,11 +1,10 @@
-"""How long KV takes to be computed and to be loaded, and a step to decode: what choices are made by. Pure."""
+"""Measures how long prompts are computed and KV is loaded, and how long a step decodes. Pure policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from lamina.protocol.step_plan import LoadKv
 
+from .feature import Feature, Loss, PlanDraft
 from .kv_manager.swap import SwapPolicy
 from .scheduler_output import Round, ScheduledStep
 from .sequence import Sequence
@@ -14,45 +13,47 @@ from .slo_admission import SloAdmission
 PROMPT_ROUND_SHARE = 0.5  # of a round's rows are of prompts, where its time counts as theirs
 
 
-class StepTimer:
-    """Tells Swaps and Promises of what a clock has shown. Times are of one clock, in seconds."""
+class StepTimer(Feature):
+    """Measures rounds and loads for the features that choose by time."""
 
-    def __init__(self, swap: SwapPolicy | None, slo_admission: SloAdmission) -> None:
-        self._swaps, self._promises = swap, slo_admission
-        self._began: dict[int, float] = {}  # round -> when it was sent
+    def __init__(self, slo_admission: SloAdmission, swap: SwapPolicy | None) -> None:
+        self._swap, self._slo_admission, self._clock = swap, slo_admission, slo_admission.now_s
+        self._began: dict[int, float] = {}  # round -> when it was planned
         self._loads: dict[int, float] = {}  # sequence -> the same
         self._mixed = set[int]()  # rounds that may have waited for what is loaded
         self._last = 0.0  # when the last round was done
 
-    def on_round_sent(self, steps: Iterable[ScheduledStep], now: float) -> None:
-        """A round is on its way."""
-        for step in steps:
-            self._began[step.plan.step] = now
-            if self._swaps and any(sequence.num_loading_tokens for sequence in step.sequences):
-                self._mixed.add(step.plan.step)
-            for op in step.plan.ops:
-                if isinstance(op, LoadKv):
-                    self._loads[op.sequence] = now
+    def extend_plan(self, draft: PlanDraft) -> None:
+        """Note when a round, and each of its loads, began."""
+        now = self._clock()
+        self._began[draft.round] = now
+        if self._swap and any(sequence.num_loading_tokens for sequence in draft.picked):
+            self._mixed.add(draft.round)
+        self._loads |= {op.sequence: now for op in draft.batch.ops if isinstance(op, LoadKv)}
 
-    def on_round_done(self, number: int, done: Round, now: float) -> None:
-        """A round is no longer on its way: its last step is done."""
+    def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
+        """Measure a round that is done: from its beginning, or from the end of the one before."""
+        if done is None:
+            return
+        number, now = step.plan.step, self._clock()
         seconds = now - max(self._began.pop(number, now), self._last)
         self._last = now
         mixed = number in self._mixed
         self._mixed.discard(number)
         if not done.prompt_rows:
-            self._promises.on_round_done(done.rows, done.tokens, seconds)
-        elif self._swaps and done.prompt_rows > PROMPT_ROUND_SHARE * done.rows and not mixed:
-            self._swaps.record_prefill(done.rows, seconds)
+            self._slo_admission.on_round_done(done.rows, done.tokens, seconds)
+        elif self._swap and done.prompt_rows > PROMPT_ROUND_SHARE * done.rows and not mixed:
+            self._swap.record_prefill(done.rows, seconds)
 
-    def on_kv_loaded(self, sequence: Sequence, now: float) -> None:
-        """All KV of a sequence that could be loaded is there."""
+    def on_loaded(self, sequence: Sequence) -> tuple[()]:
+        """Measure a load."""
         began = self._loads.pop(sequence.id, None)
-        if self._swaps and began is not None and sequence.num_cached_tokens:
-            self._swaps.record_load(sequence.num_cached_tokens, now - began)
+        if self._swap and began is not None and sequence.num_cached_tokens:
+            self._swap.record_load(sequence.num_cached_tokens, self._clock() - began)
+        return ()
 
-    def reset(self) -> None:
-        """No round and no load is under way any more."""
+    def roll_back(self, loss: Loss) -> None:
+        """Forget rounds and loads, none of which will be done."""
         self._began.clear()
         self._mixed.clear()
         self._loads.clear()

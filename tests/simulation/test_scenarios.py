@@ -18,7 +18,6 @@ from lamina.protocol.control import StepDone
 from lamina.protocol.migration_ops import CopyStripes
 from lamina.scheduler import scheduler as scheduler_module
 from lamina.scheduler.kv_manager.allocator import KvAllocator
-from lamina.scheduler.kv_manager.early_tokens import EarlyTokens
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
@@ -306,8 +305,11 @@ MISTAKES = {
     ),
     "retained KV": replacing(
         PrefixCache,
-        "keep_surviving",
-        lambda self, kept, right=PrefixCache.keep_surviving: right(self, lambda keep: keep.length),
+        "roll_back",
+        lambda self, loss, right=PrefixCache.roll_back: (
+            setattr(loss, "surviving", lambda keep: keep.length),
+            right(self, loss),
+        ),
     ),
     "shared blocks": replacing(BlockPool, "share", lambda self, blocks: None),
     "KV of another preempted one": replacing(
@@ -323,9 +325,7 @@ MISTAKES = {
         ),
     ),
     "KV that is being loaded": rows_too_early,
-    "KV that was not loaded behind an open gate": replacing(
-        EarlyTokens, "hold_back", lambda self, sequence, drawn: False
-    ),
+    "KV that was not loaded behind an open gate": replacing(Sequence, "hold_back", lambda self, drawn: False),
     "KV that was not loaded": replacing(
         OffloadIndex,
         "on_transfer_done",
@@ -333,7 +333,7 @@ MISTAKES = {
             self, msgspec.structs.replace(said, num_pages=64)
         ),
     ),
-    "transfers of an older epoch": replacing(OffloadIndex, "cancel_transfers", lambda self: None),
+    "transfers of an older epoch": replacing(OffloadIndex, "roll_back", lambda self, loss: None),
     "a beginning that was given back": replacing(
         OffloadIndex,
         "keys_of",

@@ -347,7 +347,7 @@ class SimExecutor:
             self._go_on(number)
 
     def _score(self, number: int, op: ScoreBlocks) -> None:
-        """Of some weight for each block of a sequence; for none of one that has gone."""
+        """Report some weight for each block of a sequence, for none if it has gone."""
         tables = self.memory[number].tables
         if self._lives("memory", number):
             length = tables.length(op.sequence) if op.sequence in tables.sequences else 0

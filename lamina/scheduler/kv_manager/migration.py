@@ -20,8 +20,8 @@ from lamina.protocol.loan_placement import relocated
 from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
 from lamina.protocol.step_plan import Fork, Free, SequenceOp, SurvivingKv
 from lamina.scheduler.batch import Batch
-from lamina.scheduler.feature import Feature, Scheduling
-from lamina.scheduler.scheduler_output import ScheduledStep
+from lamina.scheduler.feature import Feature, Loss, Scheduling
+from lamina.scheduler.scheduler_output import Round, ScheduledStep
 from lamina.scheduler.sequence import Sequence
 
 from .allocator import KvAllocator, subtract
@@ -88,7 +88,7 @@ class KvMigration(Feature):
             self._failed |= bool(report.error)
             self._stored += report.nbytes > 0
 
-    def on_step_done(self, step: ScheduledStep) -> None:
+    def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
         """Memory workers with rows of a batch's step that is done know where these sequences lie."""
         if not self._unsure or step.prefill_worker is not None:
             return
@@ -96,11 +96,10 @@ class KvMigration(Feature):
             if self._unsure.get(rows.sequence, step.plan.step + 1) <= step.plan.step:
                 del self._unsure[rows.sequence]
 
-    def roll_back(self, sequences: Several[Sequence]) -> list[int]:
-        """Steps in flight are taken back. Sequences that not all memory workers know to lie elsewhere keep nothing."""
-        unsure = list(self._unsure)
+    def roll_back(self, loss: Loss) -> None:
+        """Distrust sequences that not all memory workers know to lie elsewhere."""
+        loss.distrusted.update(self._unsure)
         self._copy, self._unsure, self._fails, self._stuck = None, {}, not self._ranks, False
-        return unsure
 
     def relocate(self, kept: Iterable[SurvivingKv]) -> None:
         """The memory workers that were to go have gone."""

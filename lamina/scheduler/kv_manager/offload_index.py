@@ -31,7 +31,7 @@ from lamina.protocol.step_plan import (
     SetRetention,
     Transfer,
 )
-from lamina.scheduler.feature import Feature, PlanDraft
+from lamina.scheduler.feature import Feature, Loss, PlanDraft, Scheduling
 from lamina.scheduler.scheduler_output import TransferResult
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.token_ranges import count_tokens
@@ -340,13 +340,8 @@ class OffloadIndex(Feature):
             for low in range(0, len(keys), MAX_PAGES_PER_TRANSFER)
         ]
 
-    def roll_back(self, sequences: Several[Sequence]) -> tuple[int, ...]:
-        """No transfer under way will be done."""
-        self.cancel_transfers()
-        return ()
-
-    def cancel_transfers(self) -> None:
-        """Behind a loss: no transfer under way will be done."""
+    def roll_back(self, loss: Loss) -> None:
+        """Forget all transfers, none of which will be done."""
         self._drops.restart()
         self._moving.clear()
         self._saving.clear()
@@ -372,9 +367,9 @@ class OffloadIndex(Feature):
         if ready.storage is not None:
             self.sync(ready.storage, ready.holders)
 
-    def first_ops(self) -> list[DeletePages]:
-        """For the next plan, of pages that nobody will find any more."""
-        return self._drops.next_ops()
+    def begin_round(self, scheduling: Scheduling) -> None:
+        """Have the media give up pages that no sequence will find any more."""
+        scheduling.add_pending_ops(self._drops.next_ops())
 
     def _loaded(self, moving: PageTransfer) -> TransferResult | None:
         op, loading = moving.op, self._loading[moving.op.sequence]

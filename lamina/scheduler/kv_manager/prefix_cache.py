@@ -20,7 +20,7 @@ from typing import NamedTuple
 from lamina.kv.fetch_window import eviction_order
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import Free, SequenceOp, SurvivingKv, Truncate
-from lamina.scheduler.feature import Ending, Feature
+from lamina.scheduler.feature import Feature, Leaving, Loss
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import Sessions, SessionState
 from lamina.scheduler.starts import Candidates, KvStart, Verdict
@@ -208,15 +208,13 @@ class PrefixCache(Feature):
         if start.source in self._retained:
             self._retained.move_to_end(start.source)
 
-    def on_finished(self, ending: Ending) -> None:
-        """Retain it, in place of those whose pages it has too; or have it freed."""
-        ending.op, *freed = self.retain_or_free(ending.sequence)
-        ending.own += freed
-
-    def on_preempted(self, sequence: Sequence) -> tuple[SequenceOp, ...]:
-        """A sequence has no KV any more."""
-        self.forget_sequence(sequence)
-        return ()
+    def on_leave(self, leaving: Leaving) -> None:
+        """Retain a finished sequence, in place of those whose pages it has too; or have it freed."""
+        if leaving.is_preempted:
+            self.forget_sequence(leaving.sequence)
+        elif leaving.op is not None:
+            leaving.op, *freed = self.retain_or_free(leaving.sequence)
+            leaving.own += freed
 
     def reset(self, era: bytes, sequences: Several[Sequence]) -> list[Free]:
         """Give up all that is retained."""
@@ -338,26 +336,20 @@ class PrefixCache(Feature):
                 yield from known.sequence.page_keys
                 yield from known.sequence.partial_page_keys.values()
 
-    def keep_surviving(self, surviving: Callable[[SurvivingKv], int]) -> list[SurvivingKv]:
-        """Behind a change of the epoch nobody runs, and of what is retained that stays which is there whole: it is
-        returned; a shifted leaf does not,
-        as nobody can tell whether it lies as before. ``surviving``: how many tokens are
-        there of what is to be kept.
-        """
-        keep = list[SurvivingKv]()
+    def roll_back(self, loss: Loss) -> None:
+        """Keep the retained sequences that are there whole, but no shifted one: it may lie as before its shift."""
         for number, (sequence, pages, shifted) in list(self._indexed.items()):
             owner = self.sessions.session_of_sequence(number)
             each = SurvivingKv(number, sum(map(len, pages)) or (owner.length if owner else 0), sequence.location)
             if number not in self._retained:
                 self._forget(number)
-            elif each.length and not shifted and surviving(each) == each.length:
-                keep.append(each)
+            elif each.length and not shifted and loss.count(each) == each.length:
+                loss.kept.append(each)
             else:
                 self.evict(number)
-        return keep
 
     def relocate(self, surviving: Iterable[SurvivingKv]) -> None:
-        """Behind ``keep_surviving``: what is retained lies where ``surviving`` says now, or nowhere any more."""
+        """After ``roll_back``: what is retained lies where ``surviving`` says now, or nowhere any more."""
         places = {each.sequence: each.location for each in surviving}
         for number in list(self._retained):
             if number not in places:

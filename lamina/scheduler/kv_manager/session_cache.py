@@ -8,14 +8,13 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from collections.abc import Sequence as Several
 
 from lamina.config.conflicts import SESSION_FILE, need_text
 from lamina.kv.page_keys import tenant_of
 from lamina.protocol.blocks.extent_after_op import sequences_of_op
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import ContextShift, Free, SequenceOp, Truncate
-from lamina.scheduler.feature import Ending, Feature
+from lamina.scheduler.feature import Feature, Leaving, Scheduling
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import (
     NOWHERE,
@@ -77,8 +76,9 @@ class SessionCache(Feature):
         self.num_shifts += 1
         return op
 
-    def begin_admission(self, waiting: Several[Sequence]) -> None:
-        """The sessions of waiting turns give way after all others."""
+    def begin_round(self, scheduling: Scheduling) -> None:
+        """Have the sessions of waiting turns give way after all others."""
+        waiting = [s for s in scheduling.waiting if not s.finished]
         if waiting or (self._offload_index and self._offload_index.hints):
             self._prefix_cache.pinned = [s.session for s in waiting if s.session is not None]
 
@@ -119,9 +119,10 @@ class SessionCache(Feature):
             self._sessions.on_turn_began(sequence.session, tier)
         return ()
 
-    def on_finished(self, ending: Ending) -> None:
-        """Save, delete or keep offloaded pages of a sequence, by what becomes of its KV in the pool."""
-        ending.first += self.on_turn_end(ending.sequence, ending.op)
+    def on_leave(self, leaving: Leaving) -> None:
+        """Save, delete or keep offloaded pages of a finished sequence, by what becomes of its KV in the pool."""
+        if leaving.op is not None and not leaving.is_preempted:
+            leaving.first += self.on_turn_end(leaving.sequence, leaving.op)
 
     def on_turn_end(self, sequence: Sequence, op: SequenceOp) -> list[SequenceOp]:
         """Ops for the pages beside the pool of a sequence that has ended, behind the op of its end. Of a sequence that

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import DeletePages, SaveKv
-from lamina.scheduler.feature import Feature
+from lamina.scheduler.feature import Feature, Leaving
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.starts import Candidates, KvStart, Verdict
 
@@ -80,14 +80,16 @@ class SwapPolicy(Feature):
         """Its KV is given up, unless it is being loaded."""
         return [] if start is not None and start.is_swapped else self.drop(candidates.sequence)
 
-    def on_preempted(self, sequence: Sequence) -> list[SaveKv]:
-        """The exports of a sequence that has computed some KV of its own, and goes on later with all of it."""
-        goes_on = not sequence.evicts_kv and not sequence.finished
-        return self.save_ops(sequence) if goes_on and sequence.num_computed_tokens > sequence.num_cached_tokens else []
-
-    def on_cancelled(self, sequence: Sequence) -> list[DeletePages]:
-        """Its KV is given up."""
-        return self.drop(sequence)
+    def on_leave(self, leaving: Leaving) -> None:
+        """Save a preempted sequence that has computed some KV of its own, and goes on later with all of it. Give up
+        what was saved of one that has ended.
+        """
+        sequence = leaving.sequence
+        goes_on = leaving.is_preempted and not sequence.evicts_kv and not sequence.finished
+        if goes_on and sequence.num_computed_tokens > sequence.num_cached_tokens:
+            leaving.own += self.save_ops(sequence)
+        elif leaving.op is None:
+            leaving.first += self.drop(sequence)
 
     def on_loaded(self, sequence: Sequence) -> list[DeletePages]:
         """Its KV is in the pool again, and is given up elsewhere."""

@@ -15,7 +15,7 @@ from lamina.kv.sparsity import OBSERVED_DECODE_ROWS, BlockScores, KvBudget, kv_b
 from lamina.protocol.executor import Report
 from lamina.protocol.sparse_ops import BlockScoresReport, ScoreBlocks
 from lamina.protocol.step_plan import DropBlocks
-from lamina.scheduler.feature import Feature, PlanDraft
+from lamina.scheduler.feature import Feature, Loss, PlanDraft
 from lamina.scheduler.sequence import Sequence
 
 
@@ -113,8 +113,7 @@ class BlockPruner(Feature):
         self.num_dropped += sum(len(op.blocks) for op in ops)
         return ops
 
-    def roll_back(self, sequences: Several[Sequence]) -> tuple[int, ...]:
-        """No report will come, and whatever was dropped is computed again."""
+    def roll_back(self, loss: Loss) -> None:
+        """Expect no report, as whatever was dropped is computed again."""
         self._requested.clear()
         self._due.clear()
-        return ()

@@ -8,6 +8,8 @@ computed again with all KV, behind the tokens that they have.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from lamina.config.sparsity import ErrorBudget, SparsityOptions
@@ -15,6 +17,7 @@ from lamina.protocol.control import SampledToken
 from lamina.scheduler.batch import requeue
 from lamina.scheduler.feature import Feature, Scheduling
 from lamina.scheduler.request_validation import FULL_ATTENTION_SALT
+from lamina.scheduler.scheduler_output import Round, ScheduledStep
 from lamina.scheduler.sequence import ReferenceSequence, Sequence
 
 from .error_budget import ErrorMonitor
@@ -75,18 +78,20 @@ class ReferenceDecoder(Feature):
         self._keep_all(shadow)
         return shadow
 
-    def on_sampled(self, sequence: Sequence, drawn: SampledToken) -> str:
-        """Take in a shadow's token. What follows from it, in a line; empty: nothing."""
-        shadow = sequence
-        if not isinstance(shadow, ReferenceSequence) or shadow.finished or drawn.divergence is None or self._stale:
-            return ""
-        different, kl = drawn.divergence
-        if not self.monitor.add(shadow.errors, top1_changed=different, kl=kl):
-            return ""
+    def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
+        """Take in the tokens of shadows. What follows from them is a warning."""
+        for sequence, drawn in zip(step.sampled_sequences, step.drawn, strict=False):
+            if isinstance(sequence, ReferenceSequence) and not sequence.finished and not self._stale:
+                self._compare(step, sequence, drawn)
+
+    def _compare(self, step: ScheduledStep, shadow: ReferenceSequence, drawn: SampledToken) -> None:
+        different, kl = drawn.divergence or (False, math.nan)
+        if drawn.divergence is None or not self.monitor.add(shadow.errors, top1_changed=different, kl=kl):
+            return
         why, self._budget_step = self.monitor.alarm, self._budget_step + 1
         self._stale, self.monitor = True, ErrorMonitor(self._budget)
         now = f"{self.budget_tokens} tokens" if self.budget_tokens else "all"
-        return (
+        step.warnings.append(
             f"--kv-sparsity evict:max-top1=: {why}: running completions begin anew with all KV, new ones have {now} "
             f"of it in sparse layers"
         )

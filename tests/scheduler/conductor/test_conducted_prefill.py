@@ -8,6 +8,7 @@ from scheduled import make, with_prefill
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.scheduler.conductor import ConductorConfig, routing
 from lamina.scheduler.conductor.overload import SloLimits
+from lamina.scheduler.feature import Loss
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
@@ -99,7 +100,7 @@ def test_what_is_dropped_counts_no_more_and_what_is_rolled_back_waits_anew() -> 
     assert long.prefill_worker is None
     (short, to) = given(prefill, 2, 5)
     assert to == at
-    prefill.roll_back()
+    prefill.roll_back(Loss([], lambda keep: 0))
     assert prefill.slo_admission.conductor.num_waiting == 2
     prefill.remove(short)
     assert prefill.slo_admission.conductor.num_waiting == 1

@@ -14,6 +14,8 @@ from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
 from lamina.protocol.offload_messages import OffloadFacts, TransferDone
 from lamina.protocol.step_plan import DeletePages, Free, LoadKv, New, RowRange, SaveKv, StepPlan, Transfer
+from lamina.scheduler.batch import Batch
+from lamina.scheduler.feature import Loss, PlanDraft
 from lamina.scheduler.kv_manager.offload_index import LoadableKv, OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
@@ -262,7 +264,7 @@ def test_what_steps_have_drawn_that_were_never_told_is_drawn_again(drawing: int)
     keys = list(swaps._swapped[sequence].keys)
     sequence.reset_computed()
     sequence.roll_back(0)
-    tier.cancel_transfers()
+    tier.roll_back(Loss([], lambda keep: 0))
     tier.sync(structs.replace(facts, pages=[keys]), [[0]])
     assert swaps.find_loadable(sequence) == LoadableKv(8, (FIRST_LOCATION,), tuple(keys[:2]), is_swapped=True)
 
@@ -277,31 +279,43 @@ def test_where_bits_count_no_clock_decides() -> None:
 
 def test_times_are_those_of_rounds_of_prompts_and_of_loads() -> None:
     house = TierHouse(99, "auto")
-    swaps, timing = house.swaps, StepTimer(house.swaps, SloAdmission())
+    swaps, now = house.swaps, [0.0]
+    timing = StepTimer(SloAdmission(clock=lambda: now[0]), swaps)
+
+    def begin(plan: StepPlan, at_s: float, *sequences: Sequence) -> ScheduledStep:
+        now[0] = at_s
+        batch = Batch(0, ops=list(plan.ops))
+        timing.extend_plan(
+            PlanDraft(batch, plan.step, dict.fromkeys(sequences, 1), house.ledger, lambda: plan, lambda *_: False, [])
+        )
+        return ScheduledStep(plan, [], [])
+
+    def end(step: ScheduledStep, prompt_rows: int, at_s: float) -> None:
+        now[0] = at_s
+        timing.on_step_done(step, Round(set(), 1, 40, prompt_rows, 0, is_decode_only=False))
+
     sequence = make(1, 40, 4)
     sequence.id = 7
-    steps = [ScheduledStep(StepPlan(step=n, ops=[], rows=[]), [], []) for n in range(3)]
-    timing.on_round_sent(steps[:1], 1.0)
-    timing.on_round_sent(steps[1:2], 1.5)
-    timing.on_round_done(0, Round(set(), 1, 40, 39, 0, is_decode_only=False), 3.0)
+    first, second = (begin(StepPlan(step=n, ops=[], rows=[]), at_s) for n, at_s in ((0, 1.0), (1, 1.5)))
+    end(first, 39, 3.0)
     assert swaps._compute_s == 2.0 / 40
-    timing.on_round_done(1, Round(set(), 1, 40, 0, 0, is_decode_only=False), 9.0)
+    end(second, 0, 9.0)
     assert swaps._compute_s == 2.0 / 40, "a round of decoding says nothing"
     sequence.num_loading_tokens = 32
-    timing.on_round_sent([ScheduledStep(StepPlan(step=2, ops=[], rows=[RowRange(7, 0, 40)]), [sequence], [])], 9.0)
-    timing.on_round_done(2, Round(set(), 1, 40, 39, 0, is_decode_only=False), 99.0)
+    end(begin(StepPlan(step=2, ops=[], rows=[]), 9.0, sequence), 39, 99.0)
     assert swaps._compute_s == 2.0 / 40, "nor does one that may have waited for a load"
     sequence.num_loading_tokens = 0
-    load = StepPlan(step=3, ops=[LoadKv(7, 1, 0, 8, [b"k"])], rows=[])
-    timing.on_round_sent([ScheduledStep(load, [], [])], 10.0)
+    begin(StepPlan(step=3, ops=[LoadKv(7, 1, 0, 8, [b"k"])], rows=[]), 10.0)
     sequence.num_cached_tokens = 8
-    timing.on_kv_loaded(sequence, 14.0)
-    timing.on_kv_loaded(sequence, 99.0)
+    now[0] = 14.0
+    timing.on_loaded(sequence)
+    now[0] = 99.0
+    timing.on_loaded(sequence)
     assert swaps._load_s == 0.5
 
 
 def test_a_swap_needs_a_place() -> None:
-    with pytest.raises(ValueError, match="^--preemption-mode swap keeps KV beside the pool: say where, .*$"):
+    with pytest.raises(ValueError, match="^--preemption-mode swap needs --kv-offloading-size .*$"):
         LLM("nowhere", preemption_mode="swap")
 
 

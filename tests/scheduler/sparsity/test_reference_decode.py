@@ -79,17 +79,19 @@ class Run:
     def serve(self, steps: list[ScheduledStep]) -> None:
         for step in steps:
             for sequence in step.sampled_sequences:
+                drawn = SampledToken(sequence.id, 0)
                 if isinstance(sequence, ReferenceSequence):
                     sequence.num_output_placeholders -= 1
                     self.compared += not sequence.finished
                     self.witnesses[sequence.target.request_id] = sequence.errors
                     drawn = SampledToken(sequence.id, 0, divergence=self.apart)
-                    self.said += self.scheduler.features.on_sampled(sequence, drawn)
                 elif sequence.finished:
                     sequence.num_output_placeholders -= 1
                 else:
                     sequence.append(len(sequence.tokens))
+                step.drawn = [*step.drawn, drawn]
             self.scheduler.on_step_done(step)
+            self.said += step.warnings
 
 
 @given(
