@@ -53,7 +53,7 @@ from .storage_ops import PrefetchHint as PrefetchHint
 from .storage_ops import SetRetention as SetRetention
 from .storage_ops import StorageOp as StorageOp
 
-VERSION = 19
+VERSION = 20
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MAX_PAGES_PER_TRANSFER = 64

@@ -25,8 +25,7 @@ from lamina.workers.compute.compute_worker import ComputeWorker
 from lamina.workers.compute.main import ComputeServer
 from lamina.workers.epoch_channels import SILENT_S
 from lamina.workers.memory.kv_store import KvStore
-from lamina.workers.memory.kv_transfer import reshard
-from lamina.workers.memory.kv_transfer.parity_rebuild import ParityRebuilder
+from lamina.workers.memory.kv_transfer import block_parts, parity_rebuild
 from lamina.workers.memory.main import MemoryServer
 from lamina.workers.prefill.prefill_worker import PrefillWorker
 from simulation.play import ScenarioError, is_broken
@@ -229,12 +228,16 @@ def test_a_loss_that_counters_show_as_memory_workers_come_or_go(monkeypatch: pyt
     assert struck
 
 
+def blocks_of_each(store: KvStore, group: int, keep: Iterable[SurvivingKv]) -> list[int]:
+    return [block for each in keep for block in store.tables.block_table(group, each.sequence)[1]]
+
+
 @pytest.mark.parametrize("mistake", ["", "what sequences share comes for each of them"])
 def test_kv_comes_back_by_parity_in_however_many_messages(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a block each, as many as long prompts take: these are short."""
-    monkeypatch.setattr(reshard, "SLOT_BYTES", 1)
+    monkeypatch.setattr(block_parts, "PART_BYTES", 1)
     if mistake:
-        monkeypatch.setattr(ParityRebuilder, "_transfer_strip", lambda self, layer, strip: strip)
+        monkeypatch.setattr(parity_rebuild, "distinct_blocks", blocks_of_each)
     assert is_broken(check_fleet, planned_fleet(9)) == bool(mistake)
 
 

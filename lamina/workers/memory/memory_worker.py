@@ -37,7 +37,8 @@ from .epoch_server import EpochServer
 from .kv_store import KvStore, check_bind
 from .kv_transfer.live_migration import LiveMigration
 from .kv_transfer.parity_rebuild import ParityRebuilder
-from .kv_transfer.reshard import KvTransfer
+from .kv_transfer.reshard import KvReshard
+from .kv_transfer.transfer_mesh import TransferMesh
 from .lease_limits import check_allowed_for_guest
 from .memory_bandwidth import measure_read_bandwidth
 from .offload.page_capacity import page_capacity
@@ -190,24 +191,25 @@ class MemoryWorker:
         """
         self._end_transfers()
         old, self._store = self._store, None  # this also stops _settle for it
-        view, begun = self._enter_epoch(order.epoch, fabric), time.thread_time()
+        mesh = TransferMesh(order, self._enter_epoch(order.epoch, fabric), self._runtime)
+        begun = time.process_time()
         try:
             with _ended_by_damage(self._runtime.exit_process), self._counters.time("move_s"), torch.inference_mode():
-                self._store, nbytes = self._reshard(listener, view, order, old)
+                self._store = self._reshard(listener, mesh, order, old)
         finally:
             self._preallocation.arena.clear()
-            view.close()
-        self._counters.add("move_cpu_s", time.thread_time() - begun)
+            mesh.close()
+        self._counters.add("move_cpu_s", time.process_time() - begun)
         if self._store is not None:
             self._runtime.start_background(partial(self._settle, self._store), "lamina-touch")
-        self._counters.add("moved_bytes", nbytes)
-        return nbytes
+        self._counters.add("moved_bytes", mesh.nbytes)
+        return mesh.nbytes
 
     def rebuild(self, listener: EpochListener, fabric: Fabric, order: RebuildKv) -> int:
         """Send the KV from which a lost worker's KV is rebuilt, or receive it into a new store. Returns the bytes
         received. Raises ChannelError, ProtocolError, PlanError, CorruptedMemoryError, and as KvStore.
         """
-        view, store = self._enter_epoch(order.epoch, fabric), None
+        mesh, store = TransferMesh(order, self._enter_epoch(order.epoch, fabric), self._runtime), None
         try:
             with _ended_by_damage(self._runtime.exit_process), self._counters.time("move_s"), torch.inference_mode():
                 if order.bind is not None:
@@ -216,17 +218,14 @@ class MemoryWorker:
                     self._store.reconcile(order.surviving)
                     if self._store.checksums:
                         self._store.checksums.verify_surviving(order.surviving)
-                rebuilder = ParityRebuilder(order, None if store else self._store, store, self._clock)
-                rebuilder.connect(view, listener)
-                for layer in range(rebuilder.num_layers):
-                    rebuilder.transfer_layer(layer)
+                ParityRebuilder(order, store or self._store, mesh).run(listener)
         finally:
-            view.close()
+            mesh.close()
         if store is not None:
             store.committed.reconcile(order.surviving)
             self._store = store
-        self._counters.add("moved_bytes", rebuilder.nbytes)
-        return rebuilder.nbytes
+        self._counters.add("moved_bytes", mesh.nbytes)
+        return mesh.nbytes
 
     def prepare(self, bind: BindRequest | None, offload: OffloadConfig | None = None, *, ahead: bool = False) -> None:
         """Allocate memory ahead of time for the store of ``bind``: for a ``reshard``, or with ``ahead`` for a first
@@ -242,16 +241,16 @@ class MemoryWorker:
         prefault(each if self.device == CPU else [], lambda: self._store is store)
 
     def _reshard(
-        self, listener: EpochListener, view: EpochFabric, order: Reshard, old: KvStore | None
-    ) -> tuple[KvStore | None, int]:
+        self, listener: EpochListener, mesh: TransferMesh, order: Reshard, old: KvStore | None
+    ) -> KvStore | None:
         new, given = None, old.nbytes if old else 0
         if old is not None and old.checksums:
             old.checksums.verify_surviving(order.surviving)
         if order.bind is not None:
             new = self._preallocation.open_resharded_store(order.bind, given)
             new.tables.reconcile(order.surviving, moved=True)
-        mover = KvTransfer(order, old, new, self._clock)
-        mover.connect(view, listener)
+        mover = KvReshard(order, old, new, mesh)
+        mover.connect(listener)
         for layer in range(mover.num_layers):
             if new is not None:
                 new.allocate_next_layer()
@@ -262,9 +261,10 @@ class MemoryWorker:
                     tensor.zero_()
                 self._preallocation.arena.release(tensors)
                 old.layers[layer] = []
+        mesh.finish()
         if new is not None:
             new.committed.reconcile(order.surviving)
-        return new, mover.nbytes
+        return new
 
     def _enter_epoch(self, epoch: int, fabric: Fabric | None = None) -> EpochFabric:
         entered = EpochFabric(epoch, fabric, self._clock)

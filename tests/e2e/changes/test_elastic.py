@@ -23,7 +23,7 @@ from lamina.kv import arena, paged_cache
 from lamina.protocol.executor import WorkerError
 from lamina.protocol.step_plan import SurvivingKv
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
-from lamina.workers.memory.kv_transfer import reshard
+from lamina.workers.memory.kv_transfer import transfer_link
 from lamina.workers.memory.memory_worker import MemoryWorker
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
@@ -294,11 +294,11 @@ def test_a_spare_takes_any_of_the_places_that_there_are_by_then(tiny_lm: Path) -
 @pytest.mark.no_retry
 @pytest.mark.long
 def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = reshard.checksum
+    right = transfer_link.checksum
     with open_llm(tiny_lm, transport="loopback", dtype="float32") as llm:
         wanted, _ = run(llm)
         sums = iter([bytes(16)])
-        monkeypatch.setattr(reshard, "checksum", lambda data: next(sums, None) or right(data))
+        monkeypatch.setattr(transfer_link, "checksum", lambda data: next(sums, None) or right(data))
         found, (outcome,) = run(llm, [(1, [])])
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
         assert (outcome.error, outcome.moved_bytes) == ("", 0)

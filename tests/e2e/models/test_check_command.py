@@ -29,7 +29,8 @@ from lamina.tools.check.matrix import BASE, BASE_OPTIONS, FIXED, LENDING, Exactn
 from lamina.tools.check.runner import Check
 from lamina.workers.compute.compute_worker import ComputeWorker
 from lamina.workers.memory import main as memory_main
-from lamina.workers.memory.kv_transfer.reshard import KvTransfer
+from lamina.workers.memory.kv_transfer import reshard
+from lamina.workers.memory.kv_transfer.block_parts import scatter
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 NAMES = ("gpt2", "llama-gqa", "gemma2", "falcon-mqa", "mixtral")
@@ -275,15 +276,13 @@ PLANNED = Setting(
 
 @pytest.mark.long
 def test_kv_that_is_damaged_as_it_moves_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = KvTransfer._put
-
-    def forget(self: KvTransfer, run: Any, blocks: Any) -> None:
-        put(self, run, [x * 0 for x in blocks])
+    def forget(stored: Any, ids: Any, message: Any, staging: Any) -> None:
+        scatter(stored, ids, message * 0, staging)
 
     (sound,) = based.run([PLANNED])
     assert (sound.held, sound.exactness) == (True, "bitwise"), sound.note
     assert re.fullmatch("bytes of KV moved: [1-9][0-9]*", sound.note), sound.note
-    monkeypatch.setattr(KvTransfer, "_put", forget)
+    monkeypatch.setattr(reshard, "scatter", forget)
     (found,) = based.run([PLANNED])
     assert (found.held, found.exactness) == (False, "nothing")
 

@@ -51,7 +51,7 @@ def block_parts(
     """Yield the parts that have blocks of one piece of a layer: K, V and their scales, if there are any. ``heads``: the
     first head, and the one after the last, counted from the piece's first one; None: all.
     """
-    tensors = _integers(store, layer, piece, heads)
+    tensors = integers(store, layer, piece, heads)
     block_bytes = sum(prod(x.shape[1:]) * x.itemsize for x in tensors)
     step = max(1, PART_BYTES // block_bytes)
     for low in range(0, len(ids), step):
@@ -64,6 +64,15 @@ def layer_parts(store: KvStore, ids: Sequence[Sequence[int]], copy: CopyBlocks) 
     for layer, pieces in enumerate(store.layers):
         for number, piece in enumerate(pieces):
             yield from block_parts(store, layer, number, ids[piece.group], copy)
+
+
+def integers(store: KvStore, layer: int, piece: int, heads: tuple[int, int] | None = None) -> list[Tensor]:
+    """Return a piece's tensors as integers, [N + 1, H, block_size, D] and so on, as numpy lacks some of their dtypes.
+    ``heads``: as of block_parts.
+    """
+    start, stop = heads or (0, store.pieces[layer][piece].kv_heads)
+    kv = store.layers[layer][piece].kv
+    return [x.view(INTEGERS[x.itemsize]).narrow(1, start, stop - start) for x in kv.tensors]
 
 
 def whole_blocks(store: KvStore, sequence: int, first: int, count: int) -> list[Sequence[int]] | None:
@@ -82,13 +91,6 @@ def max_block_bytes(store: KvStore) -> int:
     """Return the most bytes of a block of one layer, with all heads."""
     bind = store.bind_request
     return max(bind.kv.block_size * x.kv_heads * head_bytes(x.qk_dim, x.v_dim, store.kv_dtype) for x in bind.layers)
-
-
-def _integers(store: KvStore, layer: int, piece: int, heads: tuple[int, int] | None) -> list[Tensor]:
-    """Return a piece's tensors as integers [N + 1, H, block_size, D], and so on: numpy lacks some of their dtypes."""
-    start, stop = heads or (0, store.pieces[layer][piece].kv_heads)
-    kv = store.layers[layer][piece].kv
-    return [x.view(INTEGERS[x.itemsize]).narrow(1, start, stop - start) for x in kv.tensors]
 
 
 def _copy_all(

@@ -1,113 +1,74 @@
 """Rebuilding the KV of a lost memory worker as the exclusive or of all other workers' KV, one of which is the parity.
 
-Each worker sends its KV of each layer to the worker that replaces the lost one, like KV of a reshard
-(workers.memory.kv_transfer.reshard). The order of arrival does not matter.
+The first worker sends the sequences' block tables. Then each one sends its KV of each layer to the worker that replaces
+the lost one. The order of arrival does not matter.
 """
 
 from __future__ import annotations
 
+import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from lamina.config.partition import by_head
-from lamina.netstack.checksum import checksum
-from lamina.protocol.reshard import HeadTransfer, HeadTransfers
-from lamina.protocol.step_plan import ProtocolError
-from lamina.workers.epoch_channels import EpochFabric, EpochListener
+from lamina.protocol.reshard import RebuildKv
+from lamina.protocol.step_plan import ProtocolError, SurvivingKv
+from lamina.workers.epoch_channels import EpochListener
 from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.staging import Staging
 
-from .reshard import SLOT_BYTES, KvTransfer, TransferKind, TransferPart, TransferTag, as_integers
+from .block_parts import block_parts, gather, integers
+from .transfer_link import parts_from, parts_into
+from .transfer_mesh import TransferMesh
 
 
-class ParityRebuilder(KvTransfer):
+class ParityRebuilder:
     """The part of one worker in one RebuildKv. Workers have one piece of each layer, of equal sizes, and equally many
-    blocks.
+    blocks. ``store``: the worker's own, or the new one to fill. Raises ProtocolError if there is none.
     """
 
-    def connect(self, fabric: EpochFabric, listener: EpochListener) -> None:
-        """Connect to all workers to or from which this one sends KV. The first sender also sends the sequences' block
-        tables. Raises ChannelError, ProtocolError, PlanError.
-        """
-        super().connect(fabric, listener)
-        (first, *_), (taker,) = self._order.sources, self._order.targets
-        if self._order.own_index == first and self._old is not None and taker in self._links:
-            self._send_tables(taker, self._old)
-        if self._new is not None:
-            self._take_tables(first, self._new)
+    def __init__(self, order: RebuildKv, store: KvStore | None, mesh: TransferMesh) -> None:
+        if store is None:
+            raise ProtocolError("a memory worker without KV cannot send any")
+        self._order, self._store, self._mesh = order, store, mesh
+        (self._target,) = order.targets
+        self._receives = order.own_index == self._target
+        self._adding = threading.Lock()  # several workers' KV arrives at a time
 
-    def _send_tables(self, taker: int, store: KvStore) -> None:
-        data, channel = store.tables.surviving_block_ids(self._order.surviving).tobytes(), self._links[taker]
-        for part, low in enumerate(range(0, len(data), SLOT_BYTES)):
-            some = data[low : low + SLOT_BYTES]
-            slot = channel.reserve(len(some), timeout_s=self._order.timeout_s)
-            slot.data[:] = some
-            channel.put_signal(slot, TransferTag(TransferKind.TABLES, 0, 0, part, checksum(slot.data)).pack())
+    def run(self, listener: EpochListener) -> None:
+        """Send this worker's KV, or receive that of all others. Raises ChannelError, ProtocolError, PlanError."""
+        order, tables = self._order, self._store.tables
+        first = order.sources[0]
+        self._mesh.connect(order.sources if self._receives else [self._target], self._store, listener)
+        if self._receives:
+            ids = bytearray(array("q").itemsize * tables.num_surviving_blocks(order.surviving))
+            self._mesh.exchange({}, {first: parts_into(ids)})
+            tables.restore(order.surviving, array("q", bytes(ids)))
+        else:
+            sent = tables.surviving_block_ids(order.surviving).tobytes() if order.own_index == first else b""
+            self._mesh.exchange({self._target: parts_from(sent)}, {})
+        for layer in range(len(self._store.layers)):
+            self._transfer_layer(layer)
+        self._mesh.finish()
 
-    def _take_tables(self, giver: int, store: KvStore) -> None:
-        ids, keep = array("q"), self._order.surviving
-        nbytes, part, data = store.tables.num_surviving_blocks(keep) * ids.itemsize, 0, bytearray()
-        while len(data) < nbytes:
-            arrival = self._links[giver].wait_signal(timeout_s=self._order.timeout_s)
-            tag = TransferTag(TransferKind.TABLES, 0, 0, part, checksum(arrival.data)).pack()
-            if bytes(arrival.tag[: len(tag)]) != tag or arrival.data.nbytes != min(SLOT_BYTES, nbytes - len(data)):
-                raise ProtocolError(f"the message of {self._links[giver].peer_name} is damaged, or is no block table")
-            data += arrival.data
-            self._links[giver].release(arrival)
-            part += 1
-        ids.frombytes(bytes(data))
-        store.tables.restore(keep, ids)
-
-    def transfer_layer(self, layer: int) -> None:
-        """Send and receive all of this worker's KV of a layer. Raises ChannelError, ProtocolError."""
-        strips = self._of_layer(layer)
-        for run in self._runs(layer, 0, strips[0]) if self._new is not None and strips else []:
-            assert self._new is not None
-            ids = self._block_ids(self._new, run, 0).numpy()
-            for part in self._place(self._new, run, 0):
-                part.numpy()[ids] = 0
-        super().transfer_layer(layer)
-
-    def _peers(self) -> set[int]:
-        (taker,) = self._order.targets
-        return set(self._order.sources) if self._order.own_index == taker else {taker}
-
-    def _strips(self, windows: Sequence[int]) -> Callable[[int], Sequence[HeadTransfer]]:
-        """Return a function that lists the transfers of a layer: the same blocks from each sender, each block once. A
-        block sent twice would cancel itself. Heads are counted from a worker's first one. The receiver has its block
-        tables after ``connect``.
-        """
-        heads = [piece.kv_heads for (piece,) in self._store.pieces]
-        whole = by_head(heads, [1.0], 0)
-        ours = HeadTransfers(whole, whole, windows, self._order.surviving, self._store.bind_request.kv.block_size)
-        known = dict[int, list[HeadTransfer]]()
-
-        def of_layer(layer: int) -> list[HeadTransfer]:
-            own = ours.of_layer(layer)
-            if id(own) not in known:
-                once, givers = [self._transfer_strip(layer, strip) for strip in own], range(len(self._order.sources))
-                known[id(own)] = [strip._replace(source=giver) for giver in givers for strip in once]
-            return known[id(own)]
-
-        return of_layer
-
-    def _transfer_strip(self, layer: int, strip: HeadTransfer) -> HeadTransfer:
-        """Return the transfer without blocks that an earlier sequence also has: all workers share the same blocks."""
+    def _transfer_layer(self, layer: int) -> None:
         store = self._store
-        (piece,), tables, seen = store.pieces[layer], store.tables, set[int]()
-        blocks = dict[int, list[int]]()
-        for sequence, numbers in strip.blocks.items():
-            ids = {n: tables.block_ids(piece.group, sequence, n, n + 1)[0] for n in numbers}
-            blocks[sequence] = [n for n in numbers if ids[n] not in seen]
-            seen |= {*ids.values()}
-        return strip._replace(blocks=blocks)
+        (piece,) = store.pieces[layer]
+        blocks = distinct_blocks(store, piece.group, self._order.surviving)
+        if not self._receives:
+            self._mesh.exchange({self._target: block_parts(store, layer, 0, blocks, gather)}, {})
+            return
+        for stored in integers(store, layer, 0):
+            stored.numpy()[blocks] = 0
+        parts = {source: block_parts(store, layer, 0, blocks, self._add) for source in self._order.sources}
+        self._mesh.exchange({}, parts)
 
-    def _put(self, run: TransferPart, blocks: Sequence[Tensor]) -> None:
-        assert self._new is not None
-        ids = self._block_ids(self._new, run, run.strip.target_piece).numpy()
-        for part, came in zip(self._place(self._new, run, run.strip.target_piece), blocks, strict=True):
-            part.numpy()[ids] ^= came.numpy()
+    def _add(self, stored: Tensor, ids: Sequence[int], message: Tensor, staging: Staging) -> None:
+        with self._adding:
+            stored.numpy()[list(ids)] ^= message.numpy()
 
-    def _place(self, store: KvStore, run: TransferPart, piece: int) -> list[Tensor]:
-        return as_integers(store, run.tag.layer, piece, 0, store.pieces[run.tag.layer][piece].kv_heads)
+
+def distinct_blocks(store: KvStore, group: int, keep: Sequence[SurvivingKv]) -> list[int]:
+    """Return the blocks of ``keep``, those that sequences share only once: sent twice, a block would cancel itself."""
+    return list(dict.fromkeys(block for each in keep for block in store.tables.block_table(group, each.sequence)[1]))

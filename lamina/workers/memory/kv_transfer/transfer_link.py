@@ -31,7 +31,7 @@ from lamina.workers.staging import Staging, open_staging
 
 log = logging.getLogger(__name__)
 SLOTS, PART_BYTES = 4, 1 << 20  # slots of an inbox; bytes of a part, unless a block is larger
-POLL_S = 1.0  # seconds of a wait for the next message, before a check for a silent peer
+POLL_S = 1.0  # seconds of a wait for the next message, at most, before a check for a silent peer
 CONNECT_TIMEOUT_S = 5.0  # seconds that a transfer to a peer waits for its channel
 END_S = 0.5  # seconds for the threads of a link that is stopped
 _HEADER = struct.Struct(f"<IIQ{CHECKSUM_BYTES}s")  # MessageType, number of the part, number of the transfer, checksum
@@ -254,11 +254,11 @@ class TransferLink:
     # Receive.
     def _receive_all(self, staging: Staging) -> None:
         """Receive messages until the channel ends."""
-        channel, heard = self._attached_channel(), self._clock()
+        channel, heard, poll_s = self._attached_channel(), self._clock(), min(POLL_S, self._silence_s / 8)
         try:
             while True:
                 try:
-                    arrival = channel.wait_signal(timeout_s=POLL_S)
+                    arrival = channel.wait_signal(timeout_s=poll_s)
                 except ChannelTimeout:
                     self._check_for_silence(heard)
                     continue
@@ -322,6 +322,7 @@ class TransferLink:
                 raise ProtocolError(f"{name} with {data.nbytes} bytes, not part {transfer.index} of {part.nbytes}")
             else:
                 part.copy(data, staging)
+                staging.record_event()()  # others use other queues of the device
                 transfer.advance()
             if is_done := transfer.error is not None or transfer.next_part is None:
                 del self._incoming[number]

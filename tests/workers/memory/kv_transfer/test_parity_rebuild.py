@@ -25,9 +25,10 @@ from lamina.workers.compute.kv_parity import parity_bind, parity_layers
 from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
-from lamina.workers.memory.kv_transfer import reshard
+from lamina.workers.memory.kv_transfer import block_parts
+from lamina.workers.memory.kv_transfer.block_parts import integers
 from lamina.workers.memory.kv_transfer.parity_rebuild import ParityRebuilder
-from lamina.workers.memory.kv_transfer.reshard import as_integers
+from lamina.workers.memory.kv_transfer.transfer_mesh import TransferMesh
 
 pytestmark = pytest.mark.no_retry
 
@@ -90,7 +91,7 @@ def kept(store: KvStore) -> Iterator[tuple[Any, Tensor]]:
     """Of each token that is kept, K and V of all heads that a worker has, as integers."""
     for layer in range(len(LAYERS)):
         (piece,) = store.layers[layer]
-        k_and_v = as_integers(store, layer, 0, 0, piece.operator.kv_heads)
+        k_and_v = integers(store, layer, 0)
         for each in KEEP:
             start, ids = store.tables.block_table(piece.group, each.sequence)
             for at, block in enumerate(ids):
@@ -121,17 +122,13 @@ def rebuilt(x: Guarded, lost: int) -> KvStore:
             targets=[lost],
             timeout_s=WAIT_S,
         )
-        view = EpochFabric(VIEW, fabric)
+        mesh = TransferMesh(order, EpochFabric(VIEW, fabric))
         try:
-            store = x.sides[me].store
-            rebuilder = ParityRebuilder(order, None if me == lost else store, fresh if me == lost else None)
-            rebuilder.connect(view, doors[me])
-            for layer in range(rebuilder.num_layers):
-                rebuilder.transfer_layer(layer)
+            ParityRebuilder(order, fresh if me == lost else x.sides[me].store, mesh).run(doors[me])
         except Exception as error:  # noqa: BLE001
             failures.append(error)
         finally:
-            view.close()
+            mesh.close()
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(WORKERS + 1)]
     for thread in threads:
@@ -143,13 +140,13 @@ def rebuilt(x: Guarded, lost: int) -> KvStore:
     return fresh
 
 
-@pytest.mark.parametrize("slot_bytes", [reshard.SLOT_BYTES, 1], ids=["one message", "a message for each block"])
+@pytest.mark.parametrize("slot_bytes", [block_parts.PART_BYTES, 1], ids=["one message", "a message for each block"])
 @pytest.mark.parametrize("lost", range(WORKERS + 1))
 def test_what_any_one_had_comes_back_to_the_last_bit(
     lost: int, slot_bytes: int, guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block once, also one that two sequences have, in whichever messages it comes."""
-    monkeypatch.setattr(reshard, "SLOT_BYTES", slot_bytes)
+    monkeypatch.setattr(block_parts, "PART_BYTES", slot_bytes)
     had, fresh = guarded.sides[lost].store, rebuilt(guarded, lost)
     wanted, came = dict(kept(had)), dict(kept(fresh))
     assert wanted.keys() == came.keys()
