@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ from lamina.protocol.step_plan import BindRequest, FetchPrefix, Free, LayerShape
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.prefill.prefix_fetch import PrefixFetch, prefix_listener_terms
-from lamina.workers.staging import open_staging
 
 CPU, BLOCK, WAIT_S = torch.device("cpu"), 16, 60.0
 PEER = Path(__file__).parent / "peers" / "mooncake_engine.py"
@@ -58,7 +55,7 @@ class Prefiller:
         self._door = EpochListener(
             netstack.open("tcp", key=b"k" * 32).listen("", prefix_listener_terms(f"p{number}", 2))
         )
-        self._own = PrefixFetch(self._store, open_staging(CPU), WAIT_S, _start)
+        self._own = PrefixFetch(self._store, WAIT_S)
         self.url = self._door.url
         if number == 0:
             self._begin([New(1)], [RowRange(1, 0, most)])
@@ -84,10 +81,6 @@ class Prefiller:
         self._own.request(plan)
         self._store.apply_plan(plan)
         self._own.begin_step(plan)
-
-
-def _start(work: Callable[[], None], name: str) -> None:
-    threading.Thread(target=work, name=name, daemon=True).start()
 
 
 def _hold(pipe: Connection, layers: int, most: int) -> None:

@@ -14,7 +14,9 @@ from lamina import LLM, SamplingParams
 from lamina.observe.failpoints import FAILPOINT, Failpoint
 from lamina.observe.trace import Event
 from lamina.scheduler.conductor import ConductorConfig
-from lamina.workers.memory.offload.block_bytes import BlockBytes
+from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.memory.kv_transfer.block_parts import whole_blocks
+from lamina.workers.prefill import prefix_fetch
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -105,13 +107,13 @@ def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory that is wrong: the prompt is computed instead, what decodes goes on, and nobody is replaced."""
-    prompts, had, gone = asked(1, 5), BlockBytes.ids, list[int]()
+    prompts, gone = asked(1, 5), list[int]()
 
-    def forgetful(blocks: BlockBytes, sequence: int, first: int, count: int) -> list[Sequence[int]] | None:
-        if threading.current_thread().name == "lamina-answer" and not gone:
+    def forgetful(store: KvStore, sequence: int, first: int, count: int) -> list[Sequence[int]] | None:
+        if threading.current_thread().name == "lamina-receive" and not gone:
             gone.append(sequence)
             return None
-        return had(blocks, sequence, first, count)
+        return whole_blocks(store, sequence, first, count)
 
     with LLM(str(llama_path), transport="loopback", prefill_workers=2, prefill_chunk=32, deterministic=True) as llm:
         llm.engine.slo_admission.set_config(ConductorConfig(policy="mooncake"))
@@ -120,7 +122,7 @@ def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
             llm.reset_prefix_cache()
             begun = llm.generate(prompts[:1], GREEDY)
             if patched:
-                monkeypatch.setattr(BlockBytes, "ids", forgetful)
+                monkeypatch.setattr(prefix_fetch, "whole_blocks", forgetful)
             runs.append([o.outputs[0].token_ids for o in begun + llm.generate(prompts[1:], GREEDY)])
         assert gone
         assert runs[0] == runs[1]

@@ -325,14 +325,14 @@ def deaf_to_halts(self: MemoryServer, message: object) -> None:
 MISTAKES: dict[str, tuple[Mistake, int]] = {
     "plans are of an older epoch": (OF_THE_ENGINE["the epoch"], 0),
     "no epoch is looked at": (replacing(WorkerRegistry, "_is_old", lambda self, message: False), 11),
-    "the inbox is not drained": (inbox_kept, 12),
+    "the inbox is not drained": (inbox_kept, 16),
     "turns are kept": (turns_kept, 3),
     "grants are kept": (chunks_kept, 2),
     "prompts are kept": (OF_THE_ENGINE["prompts"], 0),
     "the last tokens are kept": (OF_THE_ENGINE["num_output_placeholders"], 1),
     "no truncation": (replacing(KvStore, "reconcile", lambda self, keep: None), 0),
     "a block is used twice": (OF_THE_ENGINE["shared blocks"], 13),
-    "a delta twice": (OF_THE_ENGINE["a delta twice"], 12),
+    "a delta twice": (OF_THE_ENGINE["a delta twice"], 27),
     "a Halt is ignored": (replacing(MemoryServer, "_on_message", deaf_to_halts), 0),
     "steps are sent again": (steps_sent_again, 0),
 }

@@ -112,8 +112,7 @@ class PrefillServer(ModelServer):
                 ring, ring.can_receive, self.start.replica % self.start.topology.prefill_pipeline
             )
         if order.peers and self._prefix_listener is not None:
-            timeout_s, start = deadlines.step_timeout_s, self.runtime.start
-            beginnings = PrefixFetch(self._store, self.staging, timeout_s, start, self.trace)
+            beginnings = PrefixFetch(self._store, deadlines.step_timeout_s, self.runtime, self.trace)
             beginnings.connect(order, fabric, self._prefix_listener, deadlines.start_timeout_s)
             self._attention.set_prefix_fetch(beginnings)
 

@@ -64,6 +64,8 @@ class LocalAttention:
 
     def connect(self, pool: Attention, keep: Sequence[SurvivingKv] | None = None) -> None:
         """Send K and V by ``pool`` from now on. ``keep``: the KV of the store to keep; None for all."""
+        if self._prefix_fetch:
+            self._prefix_fetch.stop()
         if keep is not None:
             self._store.reconcile(keep)
         self._past_s, self._client, self._step, self._prefix_fetch = self.sending_s, pool, None, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from secrets import token_bytes
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +21,12 @@ from lamina.protocol.step_plan import FetchPrefix, Fork, New, ProtocolError, Row
 from lamina.workers.compute.memory_worker_client import MissingKvError
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
-from lamina.workers.memory.offload.block_bytes import BlockBytes
+from lamina.workers.memory.kv_transfer import block_parts, transfer_link
+from lamina.workers.memory.kv_transfer.transfer_link import MessageType, pack_header
 from lamina.workers.prefill import prefix_fetch
 from lamina.workers.prefill.prefill_worker import LocalAttention
 from lamina.workers.prefill.prefix_fetch import PrefixFetch, prefix_listener_name, prefix_listener_terms
-from lamina.workers.staging import open_staging
+from lamina.workers.runtime import Runtime
 
 CPU = torch.device("cpu")
 LAYERS = [shape(), shape(dim=32), shape(kv_heads=2)]
@@ -43,7 +45,7 @@ class Prefiller:
         self.view = EpochFabric(1, self.fabric)
         self.door = EpochListener(self.fabric.listen("", prefix_listener_terms(f"p{number}", count)))
         self.lenders: list[threading.Thread] = []
-        self.own = PrefixFetch(self.store, open_staging(CPU), WAIT_S, self._start)
+        self.own = PrefixFetch(self.store, WAIT_S, Runtime(start=self._start))
         self.step = 0
 
     def _start(self, work: Callable[[], None], name: str) -> None:
@@ -114,7 +116,7 @@ def same(worker: Prefiller, sequence: int, of: Prefiller, low: int, high: int) -
 @pytest.mark.parametrize("fields", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
 def test_what_comes_has_the_same_bits(part: int, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all workers from each that has it, in one part of a layer and in several."""
-    monkeypatch.setattr(prefix_fetch, "PART_BYTES", part)
+    monkeypatch.setattr(block_parts, "PART_BYTES", part)
     with met(3, **fields) as workers:
         whole = workers[2].fetch(FetchPrefix(5, 0, STORED, 0, 1))
         assert same(workers[2], 5, workers[0], 0, STORED)
@@ -145,7 +147,7 @@ def test_what_has_come_counts_under_all_views_and_for_no_slice() -> None:
 @pytest.mark.parametrize(("sequence", "count"), [(2, 16), (1, STORED + 16)])
 def test_what_is_not_there_is_told_by_whoever_is_asked(sequence: int, count: int) -> None:
     """As where a directory would name what is gone: nobody goes on with other K and V."""
-    with met(2) as workers, pytest.raises(MissingKvError, match="prefill worker 0 has no such tokens"):
+    with met(2) as workers, pytest.raises(MissingKvError, match="prefill worker 0: there are no such tokens"):
         workers[1].fetch(FetchPrefix(5, 0, count, 0, sequence))
 
 
@@ -162,15 +164,17 @@ def test_nobody_is_fetched_from_who_is_not_there() -> None:
 
 
 def test_a_damaged_part_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = prefix_fetch._tag
-    monkeypatch.setattr(prefix_fetch, "_tag", lambda kind, layer, part, said: told(kind, layer, part, bytes(16)))
+    def wrong(message: int, index: int, number: int, right: bytes) -> bytes:
+        return pack_header(message, index, number, token_bytes(16) if message == MessageType.PART else right)
+
+    monkeypatch.setattr(transfer_link, "pack_header", wrong)
     with met(2) as workers, pytest.raises(PeerFault, match="is damaged"):
         workers[1].fetch(FetchPrefix(5, 0, STORED, 0, 1))
 
 
 def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """More parts than the channel holds: the epoch of the one that has them ends before the rest."""
-    monkeypatch.setattr(prefix_fetch, "PART_BYTES", 1)
+    monkeypatch.setattr(block_parts, "PART_BYTES", 1)
     with met(2) as workers:
         workers[1].begin([New(5), FetchPrefix(5, 0, STORED, 0, 1)], [RowRange(5, STORED, 1)])
         workers[1].own.receive_layer(0)
@@ -182,26 +186,26 @@ def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("scheme", ["loopback", "shm", "tcp"])
 def test_a_view_ends_while_a_part_is_filled(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot's memory stays until it is filled: whoever fills it ends then, by itself."""
-    gather, filling, closed = BlockBytes.gather, threading.Event(), threading.Event()
+    filling, closed = threading.Event(), threading.Event()
 
     def slow(*args: Any) -> None:
         filling.set()
         assert closed.wait(WAIT_S)
-        gather(*args)
+        block_parts.gather(*args)
         filled.append(args)
 
     filled = list[Any]()
-    monkeypatch.setattr(BlockBytes, "gather", slow)
+    monkeypatch.setattr(prefix_fetch, "gather", slow)
     with met(2, scheme=scheme) as workers:
         workers[1].begin([New(5), FetchPrefix(5, 0, STORED, 0, 1)], [RowRange(5, STORED, 1)])
         assert filling.wait(WAIT_S)
         for worker in workers:
             worker.view.close()
         closed.set()
-        (lender,) = workers[0].lenders
-        lender.join(WAIT_S)
-        assert not lender.is_alive()
-        assert len(filled) == 1
+        for lender in workers[0].lenders:
+            lender.join(WAIT_S)
+            assert not lender.is_alive()
+        assert len(filled) == 2, "K and V of one part"
 
 
 def test_a_stranger_is_not_taken_for_a_prefill_worker() -> None:
