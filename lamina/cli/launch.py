@@ -44,7 +44,10 @@ COMMANDS = {
         "tools.plan.reproduce",
         "put a figure of the paper beside the same numbers by the cost model of `plan`",
     ),
-    "timeline": ("tools.timeline.command", "say what kept each pool from working, from a trace of a run; draw it"),
+    "timeline": (
+        "tools.timeline.command",
+        "say what kept each pool from working, from a trace of a run",
+    ),
     "bench": ("tools.bench", "measure a server, an engine or a transport"),
     "check": ("tools.check", "run a model in many settings and say which give the same tokens, or the same bits"),
     "drill": ("tools.drill", "hit processes of a server while streams are read, and compare each stream"),

@@ -3,52 +3,53 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from lamina.cli.common.flags import check_writable
 from lamina.observe.perfetto import read
 from lamina.observe.trace import Note
 from lamina.scheduler.conductor.decision_log import AFTER_PREFILL, CHOICE
 
 from .analysis import Report, analyse
 from .device_states import STATES
-from .timeline_page import page, report_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     parser.add_argument("trace", help="a file that was written with --trace or LAMINA_TRACE")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--html", metavar="FILE", help="write a page with the picture to FILE; it needs no other file")
     parser.add_argument(
         "--choices",
         action="store_true",
         help="print for each request which worker computed its prompt and why, and where it decoded",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check the trace, print what would be written, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check the trace, print its size, and exit")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns exit status 0; raises ValueError or OSError for bad input."""
-    check_writable(args.html, "--html")
     recording = read(args.trace)
     report = analyse(recording)
     if args.dry_run:
         print(f"{args.trace}: {len(recording.spans)} spans, {report.steps} steps; would report on them")
-        print(f"would write {args.html}" if args.html else "would write no file")
         return 0
-    if args.html:
-        Path(args.html).write_text(page(recording, report, Path(args.trace).name))
     if args.json:
         choices = [{"at_s": note.at, "event": note.name, **note.fields} for note in recording.notes]
         print(json.dumps({**report_json(report), "choices": choices}, indent=2))
     else:
         print("\n".join([report_text(report), *choices_text(recording.notes, each=args.choices)]))
     return 0
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """Return the report as plain data for JSON."""
+    return {
+        **dataclasses.asdict(report),
+        "hidden": [{**dataclasses.asdict(h), "share": h.share} for h in report.hidden],
+    }
 
 
 def choices_text(notes: Sequence[Note], *, each: bool) -> list[str]:

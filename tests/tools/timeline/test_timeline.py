@@ -1,20 +1,14 @@
-"""A real run, its trace, the report on it and the page; and files that are no traces."""
+"""A real run, its trace and the report on it; and files that are no traces."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import re
-import shutil
 import statistics
-import struct
-import subprocess
-import zlib
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lamina.cli.launch import main
@@ -23,11 +17,9 @@ from lamina.observe.trace import ClockOffset, Event, Recording, Span
 from lamina.observe.trace_collection import span_cost_s
 from lamina.tools.timeline.analysis import analyse
 from lamina.tools.timeline.device_states import BUSY, STATES
-from lamina.tools.timeline.timeline_page import page
 
 pytestmark = pytest.mark.timeout(400)  # a whole run comes first, on a busy machine
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model"
-SLICE_BLUE, STORED_GREEN = (0x2F, 0x6F, 0xB5), (0x0F, 0x8B, 0x6D)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +113,7 @@ def test_recording_costs_little(trace: Path) -> None:
     assert 0 < report.recording_share <= 0.03
 
 
-def test_report_of_the_run(trace: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_report_of_the_run(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(trace), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report["pools"]) == {"compute", "memory"}
@@ -136,12 +128,6 @@ def test_report_of_the_run(trace: Path, capsys: pytest.CaptureFixture[str], tmp_
     for words in ("compute pool", "memory-1", "busy", "waiting for Q", "waiting for O", "network", "last to send O",
                   "before K, V had been sent", "recording took at most", "clocks"):  # fmt: skip
         assert words in text
-    target = tmp_path / "page.html"
-    assert main(["timeline", str(trace), "--html", str(target), "--dry-run"]) == 0
-    assert "would write" in capsys.readouterr().out
-    assert not target.exists()
-    assert main(["timeline", str(trace), "--html", str(target)]) == 0
-    assert target.exists()
 
 
 def test_without_overlap_nothing_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,77 +193,3 @@ def test_other_files_are_refused(
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
-
-
-def test_the_page_needs_nothing_else(trace: Path) -> None:
-    recording = read(str(trace))
-    text = page(recording, analyse(recording), "</script><script>alert(1)</script>.json")
-    assert "alert(1)" in text
-    assert "</script><script>alert" not in text
-    assert text.count("</script>") == 1
-    assert not re.search(r"""(src|href)=|url\(|@import|https?://""", text)
-
-
-@pytest.mark.slow
-def test_the_page_in_a_browser(trace: Path, tmp_path: Path) -> None:
-    """No error, all lanes drawn, and the picture has slices and attention in it."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no chromium: apt-get install chromium")
-    recording, html, shot = read(str(trace)), tmp_path / "page.html", tmp_path / "shot.png"
-    html.write_text(page(recording, analyse(recording), "run.json"))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900", "--force-device-scale-factor=1"]
-    for action in ("--dump-dom", f"--screenshot={shot}"):
-        command = [browser, *flags, action, f"file://{html}"]
-        run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=50)
-        if action == "--dump-dom":
-            assert "data-error" not in run.stdout
-            assert 'data-ready="11"' in run.stdout, "2 lanes of the engine, 3 of each worker"
-    pixels = png(shot.read_bytes())
-    assert pixels.shape == (900, 1200, 3)
-    lanes = pixels[300:]  # below the bars, whose colours are the same
-    for colour in (SLICE_BLUE, STORED_GREEN):
-        assert (lanes == colour).all(axis=2).sum() > 200
-
-
-def png(data: bytes) -> np.ndarray:
-    """The picture [height, width, 3] of an 8-bit RGB or RGBA file without interlace (RFC 2083)."""
-    at, parts, width, height, channels = 8, b"", 0, 0, 3
-    while at < len(data):
-        length, kind = struct.unpack(">I4s", data[at : at + 8])
-        chunk, at = data[at + 8 : at + 8 + length], at + 12 + length
-        if kind == b"IHDR":
-            width, height, depth, colour, _, _, interlace = struct.unpack(">IIBBBBB", chunk)
-            assert (depth, interlace) == (8, 0)
-            channels = {2: 3, 6: 4}[colour]
-        elif kind == b"IDAT":
-            parts += chunk
-    rows = np.frombuffer(zlib.decompress(parts), np.uint8).reshape(height, 1 + width * channels)
-    out = np.zeros((height, width, channels), np.int64)
-    above = np.zeros((width, channels), np.int64)
-    for y, row in enumerate(rows):
-        line = row[1:].reshape(width, channels).astype(np.int64)
-        out[y] = above = unfilter(int(row[0]), line, above)
-    return out[:, :, :3]
-
-
-def unfilter(kind: int, line: np.ndarray, above: np.ndarray) -> np.ndarray:
-    if kind == 0:
-        return line
-    if kind == 1:
-        return np.cumsum(line, axis=0) % 256
-    if kind == 2:
-        return (line + above) % 256
-    out, left, corner = np.empty_like(line), [0] * line.shape[1], [0] * line.shape[1]
-    for x, (values, ups) in enumerate(zip(line.tolist(), above.tolist(), strict=True)):
-        left = [
-            (v + ((a + b) // 2 if kind == 3 else paeth(a, b, c))) % 256
-            for v, a, b, c in zip(values, left, ups, corner, strict=True)
-        ]
-        corner, out[x] = ups, left
-    return out
-
-
-def paeth(a: int, b: int, c: int) -> int:
-    return min((abs(b - c), 0, a), (abs(a - c), 1, b), (abs(a + b - 2 * c), 2, c))[2]
