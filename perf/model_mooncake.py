@@ -16,7 +16,6 @@ prefill. Nothing is computed. Prints a table; --write appends JSON lines to perf
 from __future__ import annotations
 
 import argparse
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from lamina.scheduler.conductor.overload import DecodeLoadModel, StepLatency
 from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
 from lamina.tools.plan.simulator.clock import VirtualClock
 from lamina.tools.plan.simulator.conducted_run import SimulatedPools, SimulatedPoolSpec, TracedPrompt
-from lamina.tools.plan.simulator.lossless import RoundLoad, SimulatedPool, fast_forward
+from lamina.tools.plan.simulator.lossless import RoundLoad, SimulatedPool
 
 CARDS, FLOPS_SHARE, READ_SHARE, IN_USE = 8, 0.5, 0.8, 0.9  # of a host; of peak; of memory
 PARAMETERS, LAYERS, WIDTH, KV_WIDTH = 70e9, 80, 8192, 1024  # of LLaMA2-70B, bf16
@@ -233,7 +232,7 @@ def coupled(host: HostLaws, hosts: int, chunk: int, limits: Limits, arrivals: li
 
 def _alone(pool: SimulatedPool, host: HostLaws, arrivals: list[TracedPrompt], limits: Limits) -> Lateness:
     clock = VirtualClock()
-    engine, wire = pool.engine(clock, host.round_s)
+    engine, _ = pool.engine(clock, host.round_s)
     told: dict[int, tuple[TracedPrompt, list[float]]] = {}
     left = deque(arrivals)
     while left or engine.has_work:
@@ -244,9 +243,6 @@ def _alone(pool: SimulatedPool, host: HostLaws, arrivals: list[TracedPrompt], li
             told[engine.add([0] * left[0].prompt.tokens, params)] = left.popleft(), []
         for output in engine.step():
             told[output.request_id][1].append(clock.now)
-        times = fast_forward(engine, wire, left[0].at_s if left else math.inf)  # rounds that are all alike
-        for sequence in engine.scheduler.running if times else []:
-            told[sequence.request_id][1].extend(times)
     late = Lateness([], [], [])
     for arrival, times in told.values():
         ttft_s, tbt_s = limits(arrival)

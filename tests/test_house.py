@@ -77,7 +77,7 @@ POLICY = (
     "request/sampling_params.py", "request/unsupported_options.py", "request/outputs.py",
     "config/flat_options.py", "utils/cpu_cores.py", "executor/hosts/worker_placement.py", "executor/restart_budget.py",
     "executor/stall_detector.py", "kv/page_keys.py", "kv/pages.py", "kv/eviction_policy.py",
-    "tools/plan/simulator/leap.py", "scheduler/sessions/session_table.py", "scheduler/sessions/session_turns.py",
+    "scheduler/sessions/session_table.py", "scheduler/sessions/session_turns.py",
     "scheduler/kv_manager/session_cache.py", "scheduler/kv_manager/prefetch.py",
     "scheduler/kv_manager/spill_placement.py", "protocol/loan_placement.py", "scheduler/conductor/__init__.py",
     "scheduler/conductor/routing.py", "scheduler/conductor/prefix_directory.py", "scheduler/conductor/latency_model.py",

@@ -16,14 +16,14 @@ from dataclasses import replace
 from itertools import count, pairwise
 from typing import NamedTuple
 
+from lamina.engine.engine import Engine
 from lamina.request import RequestOutput, SamplingParams
 
 from .cost_model import BatchLoad, CostModel
 from .deployment import Deployment, DeviceMemory
 from .request_traces import RequestTrace
 from .simulator.clock import VirtualClock
-from .simulator.leap import FastForwardEngine
-from .simulator.lossless import PREFILL_WORKERS, RoundLoad, SimulatedExecutor, SimulatedPool, fast_forward
+from .simulator.lossless import PREFILL_WORKERS, RoundLoad, SimulatedExecutor, SimulatedPool
 
 BLOCK = 16  # tokens of a KV block
 CHUNK = 512  # tokens of a prompt in a round, if prompts take time
@@ -39,8 +39,7 @@ class NotSimulatableError(ValueError):
 class ReplayResult(NamedTuple):
     """The result of a replay, after its first tokens. batch: sequences that decode in a round, on average; tbt: seconds
     between two tokens of a sequence. first: from a request to its first token, 0 if all requests wait at once. rounds:
-    all; skipped: those that were skipped, since all alike (simulator.leap). preemptions: of the scheduler; requests: of
-    the trace.
+    all; preemptions: of the scheduler; requests: of the trace.
     """
 
     tokens: int
@@ -52,7 +51,6 @@ class ReplayResult(NamedTuple):
     first_p99_s: float
     rounds: int
     preemptions: int
-    skipped: int
     requests: int
 
     @property
@@ -91,7 +89,7 @@ def simulated(
     most: int = 0,
     chunk: int = 0,
     took: Callable[[float], float] = lambda expected_s: expected_s,
-) -> tuple[FastForwardEngine, SimulatedExecutor]:
+) -> tuple[Engine, SimulatedExecutor]:
     """Return an engine with so many KV blocks, whose pools take ``took`` of the cost model's times; the rest as for
     ``replay``.
     """
@@ -122,7 +120,7 @@ def spread_arrivals(trace: RequestTrace, seed: int) -> RequestTrace:
 class _Asking:
     """Passes requests to the engine."""
 
-    def __init__(self, engine: FastForwardEngine, clock: VirtualClock, trace: RequestTrace, *, paced: bool) -> None:
+    def __init__(self, engine: Engine, clock: VirtualClock, trace: RequestTrace, *, paced: bool) -> None:
         self._engine, self._clock, self._paced = engine, clock, paced
         self._left, self.count = deque(trace.requests), len(trace.requests)
         self.came: dict[int, float] = {}  # request -> when it came, until its first token
@@ -157,11 +155,11 @@ class _Asking:
 
 
 class _Replay:
-    def __init__(self, engine: FastForwardEngine, executor: SimulatedExecutor, asking: _Asking) -> None:
+    def __init__(self, engine: Engine, executor: SimulatedExecutor, asking: _Asking) -> None:
         self._engine, self._wire, self._asking = engine, executor, asking
         self._last: dict[int, tuple[int, float]] = {}  # request -> its tokens, and when the last one came
         self._gaps, self._firsts = Counter[float](), Counter[float]()
-        self._tokens = self._skipped = 0
+        self._tokens = 0
         # Time, tokens, rounds at the first and the last one that counts:
         self._measured: list[tuple[float, int, int]] = []
 
@@ -170,7 +168,6 @@ class _Replay:
             if not self._asking.ask():
                 break
             self._take(self._engine.step())
-            self._leap()
             if turn % _TELL == 0:
                 on_progress(self._tokens, self._asking.tokens)
         if len(self._measured) < 2 or not self._gaps:
@@ -189,7 +186,6 @@ class _Replay:
             first_p99_s=_quantile(self._firsts, 99),
             rounds=len(self._wire.decoding),
             preemptions=self._engine.scheduler.num_preemptions,
-            skipped=self._skipped,
             requests=self._asking.count,
         )
 
@@ -208,20 +204,6 @@ class _Replay:
                 del self._last[output.request_id]
         if outputs:
             self._count(now, gaps, tokens, len(self._wire.decoding))
-
-    def _leap(self) -> None:
-        """Skip rounds, and count their results as ``_take`` does: each step of each."""
-        rounds = len(self._wire.decoding)
-        times = fast_forward(self._engine, self._wire, self._asking.next_s)
-        self._skipped += len(times)
-        batches = [[s.request_id for s in b.running] for b in self._engine.scheduler.batches if b.running]
-        for number, now in enumerate(times, 1):
-            for batch in batches:
-                gap = now - times[number - 2]
-                gaps = Counter({gap: len(batch)} if number > 1 else Counter(now - self._last[r][1] for r in batch))
-                self._count(now, gaps, len(batch), rounds + number)
-        if times:
-            self._last |= {r: (self._last[r][0] + len(times), times[-1]) for batch in batches for r in batch}
 
     def _count(self, now: float, gaps: Counter[float], tokens: int, rounds: int) -> None:
         """Count the results of a step at ``now``, when so many rounds were begun."""

@@ -60,17 +60,6 @@ def bursts(count: int) -> RequestTrace:
     return RequestTrace("bursts", tuple(TracedRequest(60.0 * (i // 40), 2000, 150) for i in range(count)))
 
 
-@pytest.mark.long(but=["alone-waiting", "alone-paced", "split-waiting"])
-@pytest.mark.parametrize("paced", [False, True], ids=["waiting", "paced"])
-@pytest.mark.parametrize("where", [ALONE, SPLIT], ids=["alone", "split"])
-def test_skipped_rounds_change_no_number(where: Deployment, paced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, trace = planner(), bursts(120) if paced else uneven(120)
-    found = replay(mine.costs, mine.memory, where, trace, most=24, paced=paced)
-    assert found.skipped > 0
-    monkeypatch.setattr("lamina.tools.plan.replay.fast_forward", lambda *args: [])
-    assert replay(mine.costs, mine.memory, where, trace, most=24, paced=paced) == found._replace(skipped=0)
-
-
 def test_a_burst_shows_in_the_99th_percentile() -> None:
     """A few requests at a time, and then many at once: their rounds are longer than the mean."""
     mine = planner()

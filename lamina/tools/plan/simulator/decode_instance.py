@@ -7,13 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
 
 from lamina.request import RequestOutput, SamplingParams
 from lamina.scheduler.conductor.overload import StepLatency
 
 from .clock import VirtualClock
-from .lossless import RoundLoad, SimulatedPool, fast_forward, num_skippable_rounds
+from .lossless import RoundLoad, SimulatedPool
 
 # More capacity than requests fill: only times limit here.
 ROOM = SimulatedPool(layers=1, blocks=1 << 18, block=128, longest=1 << 20, most=1 << 14, prefill=8)
@@ -30,24 +29,15 @@ class SimulatedInstance:
         def seconds(load: RoundLoad) -> float:
             return model.seconds(load.rows, sum(step.stored for step in load.steps) - load.rows)
 
-        def rounds_s(load: RoundLoad, rounds: range) -> list[float]:
-            """Return the same for later rounds, each of which reads as many tokens more as it has rows."""
-            rows, stored = load.rows, sum(step.stored for step in load.steps) - load.rows
-            fixed_s, token_s = model.a + model.b * rows, model.c
-            return [fixed_s + token_s * (stored + n * rows) for n in rounds]
-
         self._clock, self._ended = clock, ended
         self._engine, self._wire = room.engine(clock, seconds)
-        self._wire.rounds_s = rounds_s
         self._names = dict[int, int]()  # request of the engine -> completion
         self._longest = dict[int, float]()  # request -> seconds
         self._since_s = 0.0  # when the round in flight began
         self._change = 0  # number of changes of the requests that decode
-        self._alike = 0  # rounds that can be skipped, as long as nothing changes
 
     def add_request(self, request: int, stored: int, answer: int) -> None:
         """Let ``request`` decode ``answer`` tokens after ``stored`` ones, as soon as the engine admits it."""
-        self._catch_up()
         number = self._engine.add([0] * stored, _params_of(answer + 1))
         self._names[number], self._longest[number] = request, 0.0
         self._go_on()
@@ -61,26 +51,15 @@ class SimulatedInstance:
             self._await()
 
     def _await(self) -> None:
-        """Wait for the first round after which the next one is not predictable now."""
+        """Wait for the end of the round in flight, unless another request comes before."""
         self._change += 1
         change = self._change
-        self._alike = num_skippable_rounds(self._engine, self._wire)
-        due = self._wire.foreseen_s(self._alike) if self._alike > 0 else self._wire.next_event_s
 
         def done() -> None:
             if change == self._change:
-                self._catch_up()
                 self._go_on()
 
-        self._clock.later(due - self._clock.now, done)
-
-    def _catch_up(self) -> None:
-        """Catch up with rounds that are over by now, except one that ends now."""
-        times = fast_forward(self._engine, self._wire, self._clock.now, self._alike) if self._engine.has_work else []
-        if times:
-            longest = max(b - a for a, b in pairwise([self._since_s, *times]))
-            self._longest = {number: max(before, longest) for number, before in self._longest.items()}
-            self._since_s = times[-1]
+        self._clock.later(self._wire.next_event_s - self._clock.now, done)
 
     def _note(self, outputs: list[RequestOutput]) -> None:
         took = self._clock.now - self._since_s

@@ -4,24 +4,22 @@ function gives that time: the cost model's, or none at all if only the engine is
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
 
 from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
+from lamina.engine.engine import Engine
 from lamina.netstack import HERE
 from lamina.protocol.control import ComputeReady, RunRound, RunStep, SampledToken, StepDone
 from lamina.protocol.executor import EpochChanged
 from lamina.protocol.step_plan import BindReply, FetchPrefix, SurvivingKv
 
 from .clock import VirtualClock
-from .leap import FastForwardEngine
 
 TOKEN = 1  # the token that every row draws
 PREFILL_WORKERS = 64  # they take no time: only so many prompts begin in a round
@@ -54,14 +52,8 @@ class RoundLoad(NamedTuple):
         """Rows that belong to no chunk of a prompt."""
         return sum(step.rows - step.prompt for step in self.steps)
 
-    def later(self, rounds: int) -> RoundLoad:
-        """Return the load so many rounds later, if all rows are of sequences that decode."""
-        more = ((step, rounds * step.rows) for step in self.steps)
-        return RoundLoad(tuple(s._replace(stored=s.stored + m, pairs=s.pairs + m) for s, m in more))
-
 
 class _Flight(NamedTuple):
-    load: RoundLoad
     due: float
     done: list[StepDone]
 
@@ -81,21 +73,19 @@ class SimulatedExecutor:
         """``chunk_s``: seconds of a chunk on a prefill worker; None = it takes no time."""
         self.clock, self.ready = clock, ready
         self._seconds, self._chunk_s = seconds, chunk_s
-        self.rounds_s = self._each_s  # seconds of later rounds, if all rows of a load decode
         self._chunks = list[tuple[float, int, list[StepDone]]]()  # on prefill workers, a heap: when each is done
         self._chunks_free_at, self._num_chunks = dict[int, float](), 0
         self.tokens_per_s = float("inf")  # from one prefill worker to another
         self._done: deque[StepDone] = deque()
         self._flights: deque[_Flight] = deque()
         self._free_at = 0.0
-        self._ahead: tuple[_Flight | None, list[float]] = None, []  # after that flight: seconds of rounds like it
         self.decoding: list[int] = []  # decoding rows of each round
 
     def submit(self, new: RunRound) -> None:
         load = RoundLoad(tuple(_load(step) for step in new.steps if step.plan.rows))
         self._free_at = max(self.clock.now, self._free_at) + (self._seconds(load) if load.steps else 0.0)
         self.decoding.append(load.decoding)
-        self._flights.append(_Flight(load, self._free_at, [_done(step) for step in new.steps]))
+        self._flights.append(_Flight(self._free_at, [_done(step) for step in new.steps]))
 
     def submit_prefill(self, worker: int, new: RunRound) -> None:
         done = [_done(step) for step in new.steps]
@@ -122,55 +112,12 @@ class SimulatedExecutor:
         return self._done.popleft()
 
     @property
-    def has_one_round_in_flight(self) -> bool:
-        """True if one round is in flight, and no result waits to be read."""
-        return len(self._flights) == 1 and not self._done and not self._chunks
-
-    @property
     def next_event_s(self) -> float:
         """The time at which ``wait`` has a result; infinite if nothing is in flight."""
         if self._done:
             return self.clock.now
         flight = self._flights[0].due if self._flights else float("inf")
         return min(flight, self._chunks[0][0]) if self._chunks else flight
-
-    def foreseen_s(self, rounds: int) -> float:
-        """Return when the last of so many rounds after the only one in flight will be done, if all are like it."""
-        return self._free_at + sum(self._behind(rounds)[:rounds])
-
-    def _each_s(self, load: RoundLoad, rounds: range) -> list[float]:
-        return [self._seconds(load.later(n)) for n in rounds]
-
-    def _behind(self, rounds: int) -> list[float]:
-        """Return the seconds of at least so many rounds after the only one in flight, if all are like it."""
-        (flight,) = self._flights
-        known, ahead = self._ahead
-        if known is not flight:
-            self._ahead = flight, (ahead := [])
-        if len(ahead) < rounds:
-            ahead += self.rounds_s(flight.load, range(len(ahead) + 1, rounds + 1))
-        return ahead
-
-    def fast_forward(self, most: int, until: float) -> list[float]:
-        """Skip rounds like the only one in flight: at most ``most``, and those that are done before ``until``. Returns
-        when each of them is done, the one in flight first; the last skipped one is in flight then.
-        """
-        if most < 1 or not self._free_at < until:
-            return []
-        (flight,) = self._flights
-        ahead, ends = self._behind(min(most, 16)), [self._free_at]
-        while len(ends) <= most and ends[-1] < until:
-            ahead = self._behind(min(most, 4 * len(ends)))
-            ends = [*accumulate(ahead, initial=self._free_at)]
-        count = min(most, bisect_left(ends, until))
-        times, self._free_at = ends[:count], ends[count]
-        self.decoding += [flight.load.decoding] * len(times)
-        done = [msgspec.structs.replace(d, step=d.step + len(times)) for d in flight.done]
-        self._flights[0] = _Flight(flight.load.later(len(times)), self._free_at, done)
-        self._ahead = self._flights[0], ahead[len(times) :]
-        while self.clock.advance(times[-1]):
-            pass
-        return times
 
     def check_workers(self) -> EpochChanged | None:
         return None
@@ -186,27 +133,6 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         return None
-
-
-def fast_forward(
-    engine: FastForwardEngine, executor: SimulatedExecutor, until: float = float("inf"), most: int | None = None
-) -> list[float]:
-    """Skip equal rounds of requests without texts that are done before ``until``. Returns when each of them is done;
-    each gives all running sequences a token. Empty if none can be skipped. ``most``: number of such rounds, if known.
-    """
-    if most is None:
-        most = num_skippable_rounds(engine, executor)
-    if most < 1:
-        return []
-    times = executor.fast_forward(most, until)
-    if times:
-        engine.leap(len(times), TOKEN)
-    return times
-
-
-def num_skippable_rounds(engine: FastForwardEngine, executor: SimulatedExecutor) -> int:
-    """Return how many rounds can be skipped now."""
-    return engine.scheduler.rounds_alike(TOKEN) if executor.has_one_round_in_flight else 0
 
 
 class SimulatedPool(NamedTuple):
@@ -231,7 +157,7 @@ class SimulatedPool(NamedTuple):
         clock: VirtualClock,
         seconds: Callable[[RoundLoad], float],
         chunk_s: Callable[[StepLoad], float] | None = None,
-    ) -> tuple[FastForwardEngine, SimulatedExecutor]:
+    ) -> tuple[Engine, SimulatedExecutor]:
         """Return the real engine, unchanged, on an executor with such workers. ``seconds``: of a round; ``chunk_s``: of
         a chunk on a prefill worker.
         """
@@ -249,7 +175,7 @@ class SimulatedPool(NamedTuple):
         )
         ready = msgspec.structs.replace(ready, prefill_stores=[store] * self.prefill if self.kept else [])
         wire = SimulatedExecutor(clock, ready, seconds, chunk_s)
-        return FastForwardEngine(wire, make_config(options), clock), wire
+        return Engine(wire, make_config(options), clock), wire
 
 
 def simulated_ready(*, num_layers: int, num_blocks: int, block_size: int, max_len: int) -> ComputeReady:
