@@ -36,7 +36,7 @@ from lamina.tools.plan.calibrate.load_driver import RunShape, RunSpeed, run_requ
 from lamina.tools.plan.calibrate.prediction import predict, predict_shape
 from lamina.tools.plan.calibrate.recorded_run import steps_of
 from lamina.tools.plan.model_facts import model_facts
-from lamina.tools.plan.request_traces import TracedRequest
+from lamina.tools.request_traces import TracedRequest
 from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
 SHAPE = {

@@ -24,7 +24,7 @@ from lamina import LLM
 from lamina.engine.engine import Engine
 from lamina.scheduler.conductor import ConductorConfig
 from lamina.scheduler.conductor.routing import POLICIES
-from lamina.tools.plan.request_traces import HASHED, RequestTrace, read_trace
+from lamina.tools.request_traces import HASHED, RequestTrace, read_trace
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "tiny_lm" / "model"
 LONGEST = 2048  # tokens of the model

@@ -7,8 +7,8 @@ from lamina.tools.plan.cost_model import CostModel
 from lamina.tools.plan.deployment import DeviceMemory, Inventory
 from lamina.tools.plan.model_facts import paper_models
 from lamina.tools.plan.ranking import Planner
-from lamina.tools.plan.request_traces import RequestTrace, TracedRequest
 from lamina.tools.plan.tables import baseline, constants, network_link, price_book
+from lamina.tools.request_traces import RequestTrace, TracedRequest
 
 STOCK = {"h100": Inventory(DEVICES["h100"], 4), "h20": Inventory(DEVICES["h20"], 8)}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from .openai_client import Answer
@@ -21,11 +22,7 @@ TITLES = {
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile by linear interpolation between the sorted values; 0 for none."""
-    if not values:
-        return 0.0
-    ordered, at = sorted(values), (len(values) - 1) * percent / 100
-    low, high = math.floor(at), math.ceil(at)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    return float(np.percentile(values, percent)) if len(values) else 0.0
 
 
 def spread_ms(name: str, seconds: Sequence[float]) -> dict[str, float]:
@@ -85,7 +82,7 @@ def table(result: dict[str, Any]) -> str:
         _line("tokens/s", result["total_token_throughput"]),
     ]
     if "dropped" in result:
-        lines.insert(3, _line("rows dropped: too long", result["dropped"]))
+        lines.insert(3, _line("dropped, since too long", result["dropped"]))
     heads = ["mean", *(f"p{p}" for p in PERCENTILES)]
     lines.append(f"{'milliseconds':<44}" + "".join(f"{h:>11}" for h in heads))
     for name, title in TITLES.items():

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.facts.report import count_text
+from lamina.tools.request_traces import RequestTrace, read_trace, spread_arrivals
 
-from .request_trace import READERS, TraceRow, load_trace, rows_that_fit
 from .workload import (
     DATASETS,
     LoadRequest,
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--output-len", type=int, default=0, help="tokens of each answer, for sharegpt and custom")
     load.add_argument("--request-rate", type=float, default=float("inf"), help="requests/s, Poisson (default: inf)")
     load.add_argument("--max-concurrency", type=int, default=0, help="requests under way at most; 0 = any number")
-    load.add_argument("--trace", nargs=2, metavar=("KIND", "FILE"), help=f"replay a trace: {' or '.join(READERS)}")
+    load.add_argument("--trace", default="", metavar="FILE", help="replay Azure's CSV or Mooncake's JSON lines, or .gz")
     load.add_argument("--speed-up", type=float, default=1.0, help="replay the trace so many times as fast (default: 1)")
     load.add_argument("--spread-ticks", action=argparse.BooleanOptionalAction, default=True,
                       help="spread arrivals that a trace rounds to ticks (default: yes)")  # fmt: skip
@@ -83,13 +83,13 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, not {getattr(args, name)}")
     url = args.base_url.rstrip("/").removesuffix("/v1") or f"http://{args.host}:{args.port}"
-    rows = _rows(args)
+    trace = _trace(args)
     if args.dry_run:
-        asks, dropped = _asks(args, rows, args.max_model_len or sys.maxsize)
+        asks, dropped = _asks(args, trace, args.max_model_len or sys.maxsize)
         tokens = sum(a.output_len for a in asks)
         count, last_s = count_text(len(asks), "request"), asks[-1].arrival_s
         print(f"would send {count} to {url}{args.endpoint}, the last {last_s:.1f} s after the")
-        of_trace = f"; {count_text(dropped, 'row')} of the trace dropped" if rows is not None else ""
+        of_trace = f"; {count_text(dropped, 'request')} of the trace dropped" if trace is not None else ""
         print(f"first, for {tokens} output tokens{of_trace}")
         return 0
     try:
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as e:
         raise ImportError(f"bench serve needs {e.name}: pip install 'lamina[serve]'") from e
     try:
-        result = uvloop.run(_measure(args, url, rows))
+        result = uvloop.run(_measure(args, url, trace))
     except aiohttp.ClientConnectorError as e:
         raise OSError(_unreachable(e)) from e
     except (aiohttp.ClientError, TimeoutError) as e:
@@ -114,19 +114,19 @@ def _unreachable(error: aiohttp.ClientConnectorError) -> str:
     return f"nothing answers at {error.host}:{error.port}: {cause}: is the server up? {where}"
 
 
-def _rows(args: argparse.Namespace) -> list[TraceRow] | None:
-    if args.trace is None:
+def _trace(args: argparse.Namespace) -> RequestTrace | None:
+    if not args.trace:
         return None
-    kind, path = args.trace
-    return load_trace(kind, path, limit=args.num_prompts, seed=args.seed, spread=args.spread_ticks)
+    trace = read_trace(args.trace).first(args.num_prompts or None)
+    return spread_arrivals(trace, args.seed) if args.spread_ticks else trace
 
 
-def _asks(args: argparse.Namespace, rows: list[TraceRow] | None, limit: int) -> tuple[list[LoadRequest], int]:
-    if rows is not None:
-        kept, dropped = rows_that_fit(rows, limit)
-        if not kept:
-            raise ValueError(f"--trace: all {dropped} rows are longer than {limit} tokens")
-        return trace_requests(kept, args.speed_up), dropped
+def _asks(args: argparse.Namespace, trace: RequestTrace | None, limit: int) -> tuple[list[LoadRequest], int]:
+    if trace is not None:
+        kept = trace.within(limit)
+        if not kept.requests:
+            raise ValueError(f"--trace: all {kept.dropped} requests are longer than {limit} tokens")
+        return trace_requests(kept, args.speed_up), kept.dropped
     count, seed = args.num_prompts or 100, args.seed
     if args.dataset_name == "random":
         lengths = (args.random_input_len, args.random_output_len)
@@ -136,14 +136,14 @@ def _asks(args: argparse.Namespace, rows: list[TraceRow] | None, limit: int) -> 
     return at_rate(asks, args.request_rate, seed), 0
 
 
-async def _measure(args: argparse.Namespace, url: str, rows: list[TraceRow] | None) -> dict[str, Any]:
+async def _measure(args: argparse.Namespace, url: str, trace: RequestTrace | None) -> dict[str, Any]:
     from .bench_report import summary
     from .openai_client import open_client, send_all
 
     key = args.api_key or os.environ.get("LAMINA_API_KEY", "")
     async with open_client(url, key, args.timeout_s) as http:
         model, limit = await _model(http, args.model)
-        asks, dropped = _asks(args, rows, args.max_model_len or limit or sys.maxsize)
+        asks, dropped = _asks(args, trace, args.max_model_len or limit or sys.maxsize)
         requests = await _requests(args, http, model, asks)
         warm = await send_all(http, args.endpoint, [requests[0]] * args.num_warmups, 1)
         if bad := [a for a in warm if not a.ok]:
@@ -159,7 +159,7 @@ async def _measure(args: argparse.Namespace, url: str, rows: list[TraceRow] | No
         "max_concurrency": args.max_concurrency or None,
         "seed": args.seed,
     }
-    traced = {"trace": args.trace, "speed_up": args.speed_up, "dropped": dropped} if rows is not None else {}
+    traced = {"trace": args.trace, "speed_up": args.speed_up, "dropped": dropped} if trace is not None else {}
     return {**settings, **traced, **summary(answers, details=args.save_detailed)}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .request_trace import BLOCK_TOKENS, TraceRow
+from lamina.tools.request_traces import HASHED, RequestTrace
 
 DATASETS = ("random", "sharegpt", "custom")
 
@@ -74,11 +74,11 @@ def _sharegpt(rows: list[Any]) -> Iterator[LoadRequest]:
             yield LoadRequest(0.0, 0, 0, text=str(turns[0]["value"]), answer=str(turns[1]["value"]))
 
 
-def trace_requests(rows: list[TraceRow], speed_up: float) -> list[LoadRequest]:
+def trace_requests(trace: RequestTrace, speed_up: float) -> list[LoadRequest]:
     """Return a trace's requests, ``speed_up`` times as fast as they came."""
     if speed_up <= 0:
         raise ValueError(f"--speed-up must be positive, not {speed_up}")
-    return [LoadRequest(r.arrival_s / speed_up, r.input_len, r.output_len, r.blocks) for r in rows]
+    return [LoadRequest(r.at_s / speed_up, r.prompt, r.answer, r.blocks) for r in trace.requests]
 
 
 def at_rate(asks: list[LoadRequest], rate: float, seed: int) -> list[LoadRequest]:
@@ -100,5 +100,5 @@ def tokens_of(ask: LoadRequest, number: int, pool: list[int], seed: int) -> list
         return random.Random(f"{seed}/{number}").choices(pool, k=ask.input_len)
     tokens: list[int] = []
     for block in ask.blocks:
-        tokens += random.Random(f"{seed}/block/{block}").choices(pool, k=BLOCK_TOKENS)
+        tokens += random.Random(f"{seed}/block/{block}").choices(pool, k=HASHED)
     return tokens[: ask.input_len]

@@ -11,6 +11,7 @@ from pathlib import Path
 def calibrated(args: argparse.Namespace) -> int:
     """Run the command. Returns exit status 0; raises ValueError for bad input."""
     from lamina.observe.perfetto import read
+    from lamina.tools.request_traces import read_trace
 
     from . import tables
     from .calibrate.fit import calibrate
@@ -18,7 +19,6 @@ def calibrated(args: argparse.Namespace) -> int:
     from .calibrate.prediction import ANSWER, calibration_json, calibration_text, predict, predict_shape
     from .calibrate.recorded_run import steps_of
     from .model_facts import model_facts
-    from .request_traces import read_trace
 
     shapes = shapes_of(args.predict, "--predict") if args.predict else []
     trace = read_trace(args.trace).first(args.simulate or None) if args.trace else None

@@ -20,9 +20,10 @@ from .calibrate_command import calibrated
 from .plan_flags import add_arguments
 
 if TYPE_CHECKING:
+    from lamina.tools.request_traces import RequestTrace
+
     from .deployment import Inventory
     from .ranking import Planner
-    from .request_traces import RequestTrace
 
 __all__ = ["add_arguments", "run"]
 
@@ -134,7 +135,7 @@ def _planner(args: argparse.Namespace, stock: Mapping[str, Inventory]) -> Planne
 
 
 def _trace(path: str) -> RequestTrace:
-    from .request_traces import read_trace
+    from lamina.tools.request_traces import read_trace
 
     return read_trace(path)
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
+from lamina.tools.request_traces import RequestTrace
+
 from .cost_model import BatchLoad, CostModel, split_load
 from .deployment import Deployment, DeviceMemory
 from .model_facts import ModelFacts
-from .request_traces import RequestTrace
 from .tables import PriceBook, dollars_of
 
 _BISECTIONS = 20

@@ -9,19 +9,17 @@ With a chunk, the compute workers compute them, next to the rows that decode.
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count
 from typing import NamedTuple
 
 from lamina.engine.engine import Engine
 from lamina.request import RequestOutput, SamplingParams
+from lamina.tools.request_traces import RequestTrace
 
 from .cost_model import BatchLoad, CostModel
 from .deployment import Deployment, DeviceMemory
-from .request_traces import RequestTrace
 from .simulator.clock import VirtualClock
 from .simulator.lossless import PREFILL_WORKERS, RoundLoad, SimulatedExecutor, SimulatedPool
 
@@ -104,17 +102,6 @@ def simulated(
     layers, seconds = costs.model.num_layers, _seconds(costs, deployment)
     pool = SimulatedPool(layers, blocks, BLOCK, trace.longest, most or blocks, deployment.batches, chunk)
     return pool.engine(VirtualClock(), lambda load: took(seconds(load)))
-
-
-def spread_arrivals(trace: RequestTrace, seed: int) -> RequestTrace:
-    """Return the trace with random arrivals within a tick, where several requests have the time of one tick of its
-    clock.
-    """
-    rng, times = random.Random(seed), sorted({r.at_s for r in trace.requests})
-    tick = min((b - a for a, b in pairwise(times)), default=0.0)
-    several = Counter(r.at_s for r in trace.requests)
-    moved = (r._replace(at_s=r.at_s + rng.random() * tick) if several[r.at_s] > 1 else r for r in trace.requests)
-    return replace(trace, requests=tuple(sorted(moved, key=lambda r: r.at_s)))
 
 
 class _Asking:

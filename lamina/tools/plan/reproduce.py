@@ -12,8 +12,9 @@ from lamina.cli.common.flags import check_writable
 from lamina.facts.report import table
 
 if TYPE_CHECKING:
+    from lamina.tools.request_traces import RequestTrace
+
     from .figures import FigureValue, PaperFigure
-    from .request_traces import RequestTrace
 
 _RUNS = ("table4", "fig10", "fig11")
 _NAMES = ("fig2", "fig3", "fig4", "fig10", "fig11", "fig12", "fig13", "fig14", "table3", "table4", "table5")
@@ -87,8 +88,9 @@ def _figure(args: argparse.Namespace, traces: dict[str, RequestTrace]) -> PaperF
 
 
 def _traces(figure: str, folder: str | None) -> dict[str, RequestTrace]:
+    from lamina.tools.request_traces import read_trace
+
     from .figures.runs import TRACES
-    from .request_traces import read_trace
 
     if folder is None:
         raise ValueError(

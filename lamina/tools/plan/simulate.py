@@ -31,7 +31,8 @@ from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
 from lamina.scheduler.conductor.routing import POLICIES
 
 if TYPE_CHECKING:
-    from .request_traces import RequestTrace
+    from lamina.tools.request_traces import RequestTrace
+
     from .simulator.conducted_run import SimulatedPools, TracedPrompt
     from .simulator.simulation_report import PoolsReport
 
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns exit status 0; raises ValueError for bad input."""
-    from .request_traces import read_trace
+    from lamina.tools.request_traces import read_trace
 
     _check(args)
     runs = [_rules(args, policy, overload) for policy in _listed(args.policy) for overload in _listed(args.overload)]
@@ -147,8 +148,8 @@ def _uncollected() -> Iterator[None]:
 
 def _arrivals(trace: RequestTrace, args: argparse.Namespace) -> list[TracedPrompt]:
     from lamina.scheduler.conductor import PromptInfo
+    from lamina.tools.request_traces import HASHED
 
-    from .request_traces import HASHED
     from .simulator.conducted_run import TracedPrompt
 
     rng = random.Random(args.seed)

@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lamina.facts.report import table
+from lamina.tools.request_traces import spread_arrivals
 from lamina.utils.progress import OnProgress
 
 from .ranking import OperatingPoint, Planner, Ranking
-from .replay import NotSimulatableError, ReplayResult, replay, spread_arrivals
+from .replay import NotSimulatableError, ReplayResult, replay
 from .report.plan_report import dollars_text, shortlist
 from .tables import dollars_of
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from lamina.tools.request_traces import RequestTrace
+
 from .cost_model import CostModel
 from .deployment import Deployment
 from .ranking import OperatingPoint, Planner, Ranking
-from .request_traces import RequestTrace
 from .tables import modelling_errors
 
 _RANGE = 32.0 * (1 + 1e-9)  # turning points are searched up to this factor, both ways

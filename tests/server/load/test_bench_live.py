@@ -197,7 +197,7 @@ def test_a_trace_is_replayed_and_a_result_saved(
     names = ("timestamp", "input_length", "output_length", "hash_ids")
     (tmp_path / "trace").write_text("\n".join(json.dumps(dict(zip(names, r, strict=True))) for r in rows))
     found = _bench(
-        capsys, server.url, "--trace", "mooncake", str(tmp_path / "trace"), "--no-spread-ticks", "--speed-up=100",
+        capsys, server.url, "--trace", str(tmp_path / "trace"), "--no-spread-ticks", "--speed-up=100",
         "--save-result", f"--result-dir={tmp_path}", "--result-filename=out.json", "--save-detailed",
         "--endpoint=/v1/chat/completions",
     )  # fmt: skip

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lamina.cli.launch import main
 from lamina.tools.bench import bench_serve
 from lamina.tools.bench.bench_report import percentile
-from lamina.tools.bench.request_trace import load_trace, rows_that_fit
 from lamina.tools.bench.workload import at_rate, file_requests, random_requests, tokens_of, trace_requests
+from lamina.tools.request_traces import read_trace
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n"
@@ -37,59 +37,29 @@ def mooncake(path: Path, rows: list[dict[str, object]]) -> str:
 
 def test_azure_rows(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(AZURE.encode())
-    rows = load_trace("azure", str(tmp_path / "a.csv"))
-    assert [(r.input_len, r.output_len) for r in rows] == [(374, 44), (396, 109), (4000, 9)]
-    assert [r.arrival_s for r in rows] == pytest.approx([0, 4.314579, 13.31941], abs=1e-5)
-    kept, dropped = rows_that_fit(rows, 505)
-    assert (len(kept), dropped) == (2, 1)
+    trace = read_trace(str(tmp_path / "a.csv"))
+    assert [(r.prompt, r.answer) for r in trace.requests] == [(374, 44), (396, 109), (4000, 9)]
+    assert [r.at_s for r in trace.requests] == pytest.approx([0, 4.314579, 13.31941], abs=1e-5)
+    kept = trace.within(505)
+    assert (len(kept.requests), kept.dropped) == (2, 1)
     assert [a.arrival_s for a in trace_requests(kept, 10)] == pytest.approx([0, 0.4314579], abs=1e-6)
 
 
-def test_mooncake_rows_share_prefixes_and_leave_their_ticks(tmp_path: Path) -> None:
-    path = mooncake(tmp_path / "m.jsonl.gz", MOONCAKE)
-    exact = load_trace("mooncake", path, spread=False)
-    assert [r.arrival_s for r in exact] == [0, 3, 3]
-    spread = load_trace("mooncake", path, seed=1)
-    assert spread == load_trace("mooncake", path, seed=1) != load_trace("mooncake", path, seed=2)
-    assert spread[0].arrival_s == 0
-    assert len({r.arrival_s for r in spread}) == 3
-    a, b, c = (tokens_of(x, i, list(range(100)), 0) for i, x in enumerate(trace_requests(exact, 1.0)))
+def test_mooncake_rows_share_prefixes(tmp_path: Path) -> None:
+    trace = read_trace(mooncake(tmp_path / "m.jsonl.gz", MOONCAKE))
+    assert [r.at_s for r in trace.requests] == [0, 3, 3]
+    a, b, c = (tokens_of(x, i, list(range(100)), 0) for i, x in enumerate(trace_requests(trace, 1.0)))
     assert (len(a), len(b), len(c)) == (1000, 513, 512)
     assert a[:512] == b[:512] == c
     assert a[512] != b[512] or a[513:] != b[513:]
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "words"),
-    [
-        ("azure", "TIMESTAMP,Tokens\n", "line 1"),
-        ("azure", AZURE + "\r\n2023-11-16 18:15:00.0,1,1", "go back"),
-        ("azure", AZURE.replace("374", "0"), "at least 1"),
-        ("azure", AZURE.replace("374", "x"), "line 2"),
-        ("azure", AZURE.splitlines()[0], "no rows"),
-        ("mooncake", json.dumps({**MOONCAKE[0], "hash_ids": [0]}), "hash ids"),
-        ("mooncake", json.dumps({**MOONCAKE[0], "more": 1}), "fields"),
-        ("mooncake", json.dumps({**MOONCAKE[0], "input_length": "9"}), "line 1"),
-        ("mooncake", "[]", "line 1"),
-        ("pigeon", "", "--trace"),
-    ],
-)
-def test_bad_traces_are_one_line_and_status_2(
-    kind: str, text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "trace").write_text(text)
-    assert main(["bench", "serve", "--dry-run", "--trace", kind, str(tmp_path / "trace")]) == 2
-    err = capsys.readouterr().err
-    assert words in err
-    assert err.count("\n") == 1
-
-
 def test_dry_run_says_what_would_be_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = mooncake(tmp_path / "m.jsonl.gz", MOONCAKE)
-    assert main(["bench", "serve", "--dry-run", "--trace", "mooncake", path, "--max-model-len", "600"]) == 0
+    assert main(["bench", "serve", "--dry-run", "--trace", path, "--max-model-len", "600"]) == 0
     out = capsys.readouterr().out
     assert "2 requests" in out
-    assert "13 output tokens; 1 row of the trace dropped" in out
+    assert "13 output tokens; 1 request of the trace dropped" in out
 
 
 def test_dry_run_without_a_trace_speaks_of_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,9 @@ from lamina.facts.hardware import DEVICES, read_devices
 from lamina.tools.plan.cost_model import BatchLoad, split_load
 from lamina.tools.plan.deployment import Deployment, deployments
 from lamina.tools.plan.operators import OperatorTables
-from lamina.tools.plan.request_traces import RequestTrace, TracedRequest
 from lamina.tools.plan.tables import network_link, price_book
 from lamina.tools.plan.verdict import decide_split
+from lamina.tools.request_traces import RequestTrace, TracedRequest
 
 H100, H20 = DEVICES["h100"], DEVICES["h20"]
 HEAD = "op,device,dtype,shape,seconds,source\n"

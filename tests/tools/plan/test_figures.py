@@ -31,8 +31,8 @@ from lamina.tools.plan.figures import (
 from lamina.tools.plan.figures.runs import figure10, figure11, table4
 from lamina.tools.plan.model_facts import paper_models
 from lamina.tools.plan.replay import replay
-from lamina.tools.plan.request_traces import read_trace
 from lamina.tools.plan.tables import constants
+from lamina.tools.request_traces import read_trace
 
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "traces"
 KIMI = ("mooncake_fast25_conversation.jsonl", "kimi_ta_SURROGATE.jsonl")

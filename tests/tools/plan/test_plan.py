@@ -21,9 +21,9 @@ from lamina.facts.hardware import DEVICES
 from lamina.tools.plan.cost_model import BatchLoad, split_load
 from lamina.tools.plan.deployment import Deployment, deployments
 from lamina.tools.plan.ranking import MeanStoredTokens
-from lamina.tools.plan.request_traces import RequestTrace, TracedRequest
 from lamina.tools.plan.tables import network_link
 from lamina.tools.plan.verdict import _turn, decide_by_simulation, decide_split
+from lamina.tools.request_traces import RequestTrace, TracedRequest
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -199,7 +199,7 @@ def test_nothing_is_ranked_that_does_not_fit() -> None:
 
 
 def test_long_requests_are_left_out_for_all_and_counted() -> None:
-    from lamina.tools.plan.request_traces import RequestTrace, TracedRequest
+    from lamina.tools.request_traces import RequestTrace, TracedRequest
 
     mine = planner("llama-33b")
     trace = RequestTrace("mixed", (*even(40, 1000, 100).requests, TracedRequest(99.0, 100_000, 10)))

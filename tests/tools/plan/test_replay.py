@@ -12,8 +12,8 @@ from planned import even, planner
 from lamina.facts.hardware import DEVICES
 from lamina.tools.plan.deployment import Deployment
 from lamina.tools.plan.ranking import MeanStoredTokens
-from lamina.tools.plan.replay import replay, spread_arrivals
-from lamina.tools.plan.request_traces import RequestTrace, TracedRequest
+from lamina.tools.plan.replay import replay
+from lamina.tools.request_traces import RequestTrace, TracedRequest, spread_arrivals
 
 ALONE, SPLIT = Deployment(DEVICES["h100"], 4), Deployment(DEVICES["h100"], 2, DEVICES["h20"], 4, 2)
 

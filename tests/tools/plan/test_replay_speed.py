@@ -13,7 +13,7 @@ from planned import even, planner
 from lamina.facts.hardware import DEVICES
 from lamina.tools.plan.deployment import Deployment
 from lamina.tools.plan.replay import replay
-from lamina.tools.plan.request_traces import RequestTrace, read_trace
+from lamina.tools.request_traces import RequestTrace, read_trace
 
 TRACE = Path(__file__).resolve().parents[4] / "shared" / "traces" / "mooncake_fast25_conversation.jsonl.gz"
 WHERE = Deployment(DEVICES["h100"], 2, DEVICES["h20"], 4, 2)

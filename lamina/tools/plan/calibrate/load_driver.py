@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lamina.engine.engine import Engine
 from lamina.request import RequestOutput, SamplingParams
-from lamina.tools.plan.request_traces import TracedRequest
+from lamina.tools.request_traces import TracedRequest
 
 _MOST = 4096  # sequences of a shape
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lamina.facts.report import table
 from lamina.tools.plan.replay import BLOCK, CHUNK, simulated
-from lamina.tools.plan.request_traces import RequestTrace, TracedRequest
+from lamina.tools.request_traces import RequestTrace, TracedRequest
 
 from .fit import Calibration
 from .load_driver import RunShape, RunSpeed, run_requests

@@ -9,8 +9,8 @@ from lamina.tools.plan.cost_model import BatchLoad
 from lamina.tools.plan.deployment import Deployment, DeviceMemory
 from lamina.tools.plan.model_facts import paper_models
 from lamina.tools.plan.replay import ReplayResult, replay
-from lamina.tools.plan.request_traces import RequestTrace
 from lamina.tools.plan.tables import constants, dollars_of, price_book
+from lamina.tools.request_traces import RequestTrace
 
 from . import GAINS, H20, H100, NO_H20, FigureValue, PaperFigure, best_round_seconds, capacities, costs_of, table5_pair
 

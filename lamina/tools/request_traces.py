@@ -8,10 +8,13 @@ import csv
 import gzip
 import json
 import math
+import random
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,6 +117,17 @@ def read_trace(path: str) -> RequestTrace:
     if not requests:
         raise ValueError(f"--trace {path} has no requests")
     return RequestTrace(name, requests)
+
+
+def spread_arrivals(trace: RequestTrace, seed: int) -> RequestTrace:
+    """Return the trace with random arrivals within a tick, where several requests have the time of one tick of its
+    clock.
+    """
+    rng, times = random.Random(seed), sorted({r.at_s for r in trace.requests})
+    tick = min((b - a for a, b in pairwise(times)), default=0.0)
+    several = Counter(r.at_s for r in trace.requests)
+    moved = (r._replace(at_s=r.at_s + rng.random() * tick) if several[r.at_s] > 1 else r for r in trace.requests)
+    return replace(trace, requests=tuple(sorted(moved, key=lambda r: r.at_s)))
 
 
 def _seen(request: TracedRequest, window: int) -> float:
