@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.cli.common.flags import check_writable
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import parse_seconds
 from lamina.facts.hardware import DEVICES, Device, device, read_devices
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 _PLANNED = (  # flags of a plan by devices
-    "devices", "device_file", "html", "operators", "rate", "slo_tbt", "prices", "link", "baseline", "gigabyte",
+    "devices", "device_file", "operators", "rate", "slo_tbt", "prices", "link", "baseline", "gigabyte",
     "prompts",
 )  # fmt: skip
 MOST_DEVICES = 64  # of a kind: so many deployments are ranked in seconds
@@ -39,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from lamina.utils.progress import progress_bar
 
     from .deployment import deployments
-    from .report.plan_page import plan_page
-    from .report.plan_report import Plan, plan_json, plan_text
+    from .plan_report import Plan, plan_json, plan_text
     from .simulated import filled_rows, simulate_rows, simulated_text
     from .verdict import best_reachable, decide_by_simulation, decide_split
 
@@ -64,8 +62,6 @@ def run(args: argparse.Namespace) -> int:
     if rate is None:
         verdict = decide_by_simulation(planner, verdict, filled_rows(played))
     plan = Plan(planner, ranking, verdict, played, args.rows, rate)
-    if args.html:
-        Path(args.html).write_text(plan_page(plan))
     if args.json:
         sys.stdout.write(json.dumps(plan_json(plan), indent=2) + "\n")
     else:
@@ -81,7 +77,6 @@ def _check(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} must be at least {int(name == 'rows')}, not {getattr(args, name)}"
             )
     OPTIONS["dtype"].check(args.dtype)
-    check_writable(args.html, "--html")
     if args.calibrate:
         add_arguments(unset := argparse.ArgumentParser())
         for name in _PLANNED:

@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_played(parser)
     _add_recorded(parser)
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="deployments to show (5)")
-    parser.add_argument("--html", metavar="FILE", help="write a page with plots to FILE; it needs no other file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be planned")
 

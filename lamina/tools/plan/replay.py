@@ -37,7 +37,7 @@ class NotSimulatableError(ValueError):
 class ReplayResult(NamedTuple):
     """The result of a replay, after its first tokens. batch: sequences that decode in a round, on average; tbt: seconds
     between two tokens of a sequence. first: from a request to its first token, 0 if all requests wait at once. rounds:
-    all; preemptions: of the scheduler; requests: of the trace.
+    all. preemptions: of the scheduler. requests: of the trace.
     """
 
     tokens: int

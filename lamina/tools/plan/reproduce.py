@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.cli.common.flags import check_writable
 from lamina.facts.report import table
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="", metavar="NAME", help="of fig10 one model alone: llama-33b, llama-65b, llama3-70b"
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with plots to FILE; it needs no other file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be computed")
 
@@ -53,16 +51,11 @@ def run(args: argparse.Namespace) -> int:
     if args.model and args.model not in SPLITS:
         raise ValueError(f"--model {args.model} is not one of {', '.join(SPLITS)}")
     baseline(args.baseline)
-    check_writable(args.html, "--html")
     traces = _traces(args.figure, args.traces) if args.figure in _RUNS else {}
     if args.dry_run:
         print(f"would compute {args.figure}" + (f" on {', '.join(traces)}" if traces else ""))
         return 0
     figure = _figure(args, traces)
-    if args.html:
-        from .report.plan_page import figure_page
-
-        Path(args.html).write_text(figure_page(args.figure, figure))
     if args.json:
         lines = [{**line._asdict(), "gap": line.gap} for line in figure.lines]
         result = {"figure": args.figure, "title": figure.title, "lines": lines, "cannot": figure.not_reproduced}

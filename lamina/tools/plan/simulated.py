@@ -10,9 +10,9 @@ from lamina.facts.report import table
 from lamina.tools.request_traces import spread_arrivals
 from lamina.utils.progress import OnProgress
 
+from .plan_report import dollars_text, shortlist
 from .ranking import OperatingPoint, Planner, Ranking
 from .replay import NotSimulatableError, ReplayResult, replay
-from .report.plan_report import dollars_text, shortlist
 from .tables import dollars_of
 
 MIN_REQUESTS_PER_SEQUENCE = (

@@ -171,13 +171,6 @@ def _turn(what: str, of: Callable[[float], float], describe: Callable[[float], s
     return TurningPoint(what, factor, describe(factor) + (f", and back at {describe(back)}" if back else ""), low, high)
 
 
-def gain_by_price(planner: Planner, ranking: Ranking, device: str, factor: float) -> float:
-    """Return the gain of splitting if the price of one device is multiplied by ``factor``; NaN if there is no such
-    gain.
-    """
-    return _gain(planner.costs, _repriced(planner, ranking.points, device, factor))[0]
-
-
 def _repriced(planner: Planner, points: Sequence[OperatingPoint], device: str, factor: float) -> list[OperatingPoint]:
     return [planner.repriced(p, device, factor) for p in points]
 

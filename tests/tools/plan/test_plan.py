@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
-from html import escape
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from planned import STOCK, even, planner
@@ -232,8 +229,6 @@ def test_long_requests_are_left_out_for_all_and_counted() -> None:
         (["--prompts", "there"], "--prompts there is not one of elsewhere, here"),
         (["--dtype", "int8"], "--dtype must be one of auto, float32, bfloat16, float16, not 'int8'"),
         (["--dtype", "float32"], "--dtype float32: llama3-70b is known by the paper's sizes alone"),
-        (["--html", "/nowhere/at/all.html"], "--html /nowhere/at/all.html: there is no folder /nowhere/at"),
-        (["--html", "/"], "--html / cannot be written"),
         (["--trace", "/nowhere.csv"], "--trace /nowhere.csv: No such file"),
     ],
 )
@@ -301,39 +296,15 @@ def test_too_few_requests_to_play_are_said(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.long
-def test_pages_need_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = write_trace(tmp_path / "<b>&.csv", [(1000, 60)] * 60)
-    arguments = ("llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4", "--rate", "3", "--rows", "2")
-    assert main(["plan", *arguments, "--html", str(tmp_path / "plan.html")]) == 0
-    for figure in ("fig2", "fig4", "fig14", "table5"):
-        assert main(["reproduce", figure, "--html", str(tmp_path / f"{figure}.html")]) == 0
-    told = capsys.readouterr().out
-    for file in tmp_path.glob("*.html"):
-        text = file.read_text()
-        drawn = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
-        assert drawn, file
-        assert all(float(r.get("width", "")) > 0 for d in drawn for r in d.iter("rect"))
-        assert not re.search(r"(?:src|href)=|<script|url\(|nan|<b>&", text), file
-    bandwidth = (tmp_path / "fig4.html").read_text()
-    assert "</i>paper" not in bandwidth, "a colour that no bar has"
-    assert "dashed: 30 GB/s" in bandwidth
-    assert "</i>paper" in (tmp_path / "fig14.html").read_text()
-    plan = (tmp_path / "plan.html").read_text()
-    assert "&lt;b&gt;&amp;.csv" in plan
-    assert all(escape(line) in plan for line in told.splitlines()[:20])
-    assert plan.count("<svg") == 5, "dollars, price, parts of a step, time between tokens, time to the first one"
-
-
-@pytest.mark.long
 def test_a_surrogate_is_named_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [0, 1]})
     with gzip.open(tmp_path / "kimi_ta_SURROGATE.jsonl.gz", "wt") as file:
         file.write("\n".join([line] * 20))
     write_trace(tmp_path / "azure_llm_2023_conv.csv", [(600, 50)] * 20)
-    trace, page = str(tmp_path / "kimi_ta_SURROGATE.jsonl.gz"), tmp_path / "plan.html"
+    trace = str(tmp_path / "kimi_ta_SURROGATE.jsonl.gz")
     plan = ["plan", "llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4", "--simulate", "0"]
     for command in (
-        [*plan, "--html", str(page)],
+        plan,
         [*plan, "--json"],
         ["plan", "simulate", "--trace", trace, "--policy", "random"],
         ["plan", "simulate", "--trace", trace, "--policy", "random", "--json"],
@@ -341,7 +312,6 @@ def test_a_surrogate_is_named_everywhere(tmp_path: Path, capsys: pytest.CaptureF
     ):
         assert main(command) == 0
         assert "SURROGATE" in capsys.readouterr().out, command
-    assert "(SURROGATE)" in page.read_text()
 
 
 @pytest.mark.long

@@ -14,7 +14,6 @@ from lamina.facts.roofline import min_bandwidth
 from lamina.tools.plan.cost_model import BatchLoad, CostModel, split_load
 from lamina.tools.plan.deployment import GIB, Deployment, DeviceMemory
 from lamina.tools.plan.model_facts import ModelFacts, paper_models
-from lamina.tools.plan.report.plots import Series
 from lamina.tools.plan.tables import baseline, constants, network_link, price_book
 
 H100, H20 = DEVICES["h100"], DEVICES["h20"]
@@ -42,25 +41,15 @@ class FigureValue(NamedTuple):
         return self.modelled / self.paper - 1 if self.paper else None
 
 
-class Curves(NamedTuple):
-    """Curves of numbers with one unit; ``x``: the quantity on the other axis."""
-
-    unit: str
-    x: str
-    series: Sequence[Series]
-    mark: float | None = None  # a level that the paper states
-
-
 @dataclass(frozen=True)
 class PaperFigure:
-    """``not_reproduced``: what cannot be reproduced, and why. ``curves``: the numbers of one unit as the paper draws
-    them, None if they are bars. ``measured``: which of the numbers were measured, on the devices of the figure.
+    """``not_reproduced``: what cannot be reproduced, and why. ``measured``: which of the numbers were measured, on the
+    devices of the figure.
     """
 
     title: str
     lines: Sequence[FigureValue]
     not_reproduced: str = ""
-    curves: Curves | None = None
     measured: str = "nothing of it: no H100, no H20 and no card of 400 Gbps was here"
 
 
@@ -82,21 +71,16 @@ def batch_load(batch: float, length: float) -> BatchLoad:
 
 def figure2() -> PaperFigure:
     """Return the share of peak FLOP/s of everything except attention."""
-    costs, lines, series = costs_of(paper_models()["llama3-70b"]), [], []
+    costs, lines = costs_of(paper_models()["llama3-70b"]), []
     for ranks in (2, 4, 8):
-        points = []
         for batch in (16, 100, 256, 512):
             step = costs.step(Deployment(H100, ranks), batch_load(batch, 1))
             flops = sum(p.work(batch)[1] for p in costs.model.products)
             share = flops / (step.model_s * ranks * H100.tflops * 1e12)
             note = "the paper: below 20 % for batches below 100" if batch == 100 else ""
             lines.append(FigureValue(f"MFU, {ranks} H100, batch {batch}", "%", None, 100 * share, note))
-            points.append((float(batch), 100 * share))
-        series.append(Series(f"{ranks} H100", points))
-    return PaperFigure(
-        "LLaMA3-70B, all but attention: share of peak FLOP/s", lines, "curves are drawn, without numbers",
-        Curves("%", "sequences", series),
-    )  # fmt: skip
+    cannot = "curves are drawn, without numbers"
+    return PaperFigure("LLaMA3-70B, all but attention: share of peak FLOP/s", lines, cannot)
 
 
 def figure3() -> PaperFigure:
@@ -123,15 +107,13 @@ def figure3() -> PaperFigure:
 def figure4() -> PaperFigure:
     """Return the least bandwidth between one H100 and one H20, at peak rates."""
     notes = {4096: "30 does not hold up to 4096 at peak", 8192: "within the paper's 30", 16384: "within the paper's 30"}
-    points = [(float(n), peak_bandwidth(n) / 1e9) for n in (1024, 2048, 4096, 8192, 16384)]
     lines = [
-        FigureValue(f"300 requests of {n:.0f}", "GB/s", None, rate, notes.get(int(n), "above the paper's 30"))
-        for n, rate in points
+        FigureValue(f"300 requests of {n}", "GB/s", None, peak_bandwidth(n) / 1e9, notes.get(n, "above the paper's 30"))
+        for n in (1024, 2048, 4096, 8192, 16384)
     ]
     return PaperFigure(
         "LLaMA3-70B on one H100 + one H20: least bandwidth for messages to take 20 % of a step", lines,
         'the paper says "at most 30 GB/s at 300 requests" and states neither lengths nor the devices\' efficiency',
-        Curves("GB/s", "tokens of a request", [Series("300 requests", points)], 30.0),
     )  # fmt: skip
 
 
@@ -226,7 +208,7 @@ def figure13() -> PaperFigure:
 
 def figure14() -> PaperFigure:
     """Return the time that sending Q early hides, at 4096 tokens and n = 1."""
-    most, lines, series = {"llama-65b": 13.2, "llama3-70b": 3.5}, [], []
+    most, lines = {"llama-65b": 13.2, "llama3-70b": 3.5}, []
     for name, stated in most.items():
         costs, where = costs_of(paper_models()[name]), table5_pair(name, 1)[0]
         savings = {}
@@ -238,12 +220,10 @@ def figure14() -> PaperFigure:
                 total = with_it.model_s + with_it.attention_s
                 savings[batch] = 100 * (1 - (total + with_it.network_s) / (total + late))
         lines += [FigureValue(f"{name}, {b} requests", "%", None, share) for b, share in savings.items()]
-        series.append(Series(name, [(float(b), share) for b, share in savings.items()]))
         lines.append(FigureValue(f"{name}, the most", "%", stated, max(savings.values())))
     return PaperFigure(
         "time of a token that overlap saves", lines,
         f"the trend: in the paper the gain grows with the batch, by this model it falls for 65B; {NO_H20}",
-        Curves("%", "requests of 4096", series),
     )  # fmt: skip
 
 

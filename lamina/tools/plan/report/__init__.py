@@ -1,1 +1,0 @@
-"""A plan as text, as JSON, as a page with plots."""
