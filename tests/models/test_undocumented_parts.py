@@ -34,11 +34,9 @@ PARTS = [
     "transformers.utils.logging:set_tqdm_hook",
     # Families whose attention does not go through the attention interface.
     "transformers.models.bloom.modeling_bloom:BloomAttention._reshape",
-    "transformers.models.codegen.modeling_codegen:CodeGenAttention._attn",
     "transformers.models.falcon.modeling_falcon:FalconAttention._split_heads",
     "transformers.models.falcon.modeling_falcon:apply_rotary_pos_emb",
     "transformers.models.gpt_neo.modeling_gpt_neo:GPTNeoSelfAttention._attn",
-    "transformers.models.gptj.modeling_gptj:GPTJAttention._attn",
     "transformers.models.mpt.modeling_mpt:MptAttention.forward",
     # A decode step is captured, read again from a file, and cut.
     "torch._C:_dispatch_has_kernel_for_dispatch_key",
@@ -60,6 +58,15 @@ def test_an_undocumented_part_is_there(part: str) -> None:
     found: object = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name)
+
+
+@pytest.mark.parametrize("name", ["gptj:GPTJAttention", "codegen:CodeGenAttention"])
+def test_attention_has_a_method_to_replace_or_goes_through_the_interface(name: str) -> None:
+    """It goes through the interface from transformers 5.24 on."""
+    module_name, _, class_name = name.partition(":")
+    module = importlib.import_module(f"transformers.models.{module_name}.modeling_{module_name}")
+    attention = getattr(module, class_name)
+    assert hasattr(attention, "_attn") or "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(attention)
 
 
 def test_a_decoding_loop_can_be_passed_to_generate() -> None:
