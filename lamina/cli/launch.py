@@ -40,10 +40,6 @@ COMMANDS = {
     "plan": ("tools.plan.command", "say which devices to buy for a trace of requests, and whether to split at all"),
     "plan simulate": ("tools.plan.simulate", "conduct a trace of prompts over prefill workers on a virtual clock"),
     "plan pipeline": ("tools.plan.pipeline", "print the rotation of n batches over n - 1 replicas"),
-    "reproduce": (
-        "tools.plan.reproduce",
-        "put a figure of the paper beside the same numbers by the cost model of `plan`",
-    ),
     "timeline": (
         "tools.timeline.command",
         "say what kept each pool from working, from a trace of a run",
@@ -56,7 +52,11 @@ COMMANDS = {
     "kv": ("cli.operate.kv", "show the contents of a directory of stored KV, verify it, or purge it"),
     "explain": ("tools.explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
 }
-RENAMED = {"simulate": "plan simulate", "plan-pipeline": "plan pipeline"}  # before -> now
+RENAMED = {  # before -> now
+    "simulate": "plan simulate",
+    "plan-pipeline": "plan pipeline",
+    "reproduce": "python perf/model_figures.py, in the sources",
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""``lamina-launch plan`` and ``reproduce`` as a user calls them; verdicts both ways."""
+"""``lamina-launch plan`` as a user calls it; verdicts both ways."""
 
 from __future__ import annotations
 
@@ -308,7 +308,6 @@ def test_a_surrogate_is_named_everywhere(tmp_path: Path, capsys: pytest.CaptureF
         [*plan, "--json"],
         ["plan", "simulate", "--trace", trace, "--policy", "random"],
         ["plan", "simulate", "--trace", trace, "--policy", "random", "--json"],
-        ["reproduce", "table4", "--traces", str(tmp_path)],
     ):
         assert main(command) == 0
         assert "SURROGATE" in capsys.readouterr().out, command
@@ -330,16 +329,3 @@ def test_facts_of_a_configuration_are_kept(
     assert len(list((tmp_path / "cache" / "facts").glob("*.json"))) == 1
     monkeypatch.setattr("lamina.tools.plan.model_facts._captured", None)
     assert plan_json(capsys, *arguments) == first
-
-
-def test_reproduce(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "fig4"]) == 0
-    text = capsys.readouterr().out
-    assert "30 does not hold up to 4096 at peak" in text
-    assert "measured: nothing of it: no H100" in text
-    assert main(["reproduce", "table5", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["lines"][0]["paper"] == 20.32
-    assert main(["reproduce", "fig9"]) == 2
-    assert "fig9 is not one of" in capsys.readouterr().err
-    assert main(["reproduce", "fig10"]) == 2
-    assert "needs --traces FOLDER" in capsys.readouterr().err

@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
+from paper_figures import (
+    GAINS,
+    H20,
+    H100,
+    NO_H20,
+    FigureValue,
+    PaperFigure,
+    best_round_seconds,
+    capacities,
+    costs_of,
+    table5_pair,
+)  # fmt: skip
+
 from lamina.tools.plan.cost_model import BatchLoad
 from lamina.tools.plan.deployment import Deployment, DeviceMemory
 from lamina.tools.plan.model_facts import paper_models
 from lamina.tools.plan.replay import ReplayResult, replay
 from lamina.tools.plan.tables import constants, dollars_of, price_book
 from lamina.tools.request_traces import RequestTrace
-
-from . import GAINS, H20, H100, NO_H20, FigureValue, PaperFigure, best_round_seconds, capacities, costs_of, table5_pair
 
 # the paper's names of its traces -> the files of those that were published
 TRACES = {

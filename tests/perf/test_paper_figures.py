@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import pytest
-from planned import even
-
-from lamina.tools.plan.cost_model import BatchLoad
-from lamina.tools.plan.deployment import Deployment, DeviceMemory
-from lamina.tools.plan.figures import (
+from model_figures import main
+from paper_figures import (
     FIGURES,
     H20,
     H100,
@@ -28,13 +26,17 @@ from lamina.tools.plan.figures import (
     table5,
     table5_pair,
 )
-from lamina.tools.plan.figures.runs import figure10, figure11, table4
+from paper_runs import figure10, figure11, table4
+from planned import even
+
+from lamina.tools.plan.cost_model import BatchLoad
+from lamina.tools.plan.deployment import Deployment, DeviceMemory
 from lamina.tools.plan.model_facts import paper_models
 from lamina.tools.plan.replay import replay
 from lamina.tools.plan.tables import constants
 from lamina.tools.request_traces import read_trace
 
-FOLDER = Path(__file__).resolve().parents[4] / "shared" / "traces"
+FOLDER = Path(__file__).resolve().parents[3] / "shared" / "traces"
 KIMI = ("mooncake_fast25_conversation.jsonl", "kimi_ta_SURROGATE.jsonl")
 
 
@@ -176,3 +178,27 @@ def test_sequences_beside_a_homogeneous_engine() -> None:
     print(f"{mean(free):.3f} and {mean(capped):.3f} times")
     assert mean(free) == pytest.approx(2.27, abs=0.05)
     assert mean(capped) == pytest.approx(2.39, abs=0.05)
+
+
+def test_a_figure_is_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fig4"])
+    text = capsys.readouterr().out
+    assert "30 does not hold up to 4096 at peak" in text
+    assert "measured: nothing of it: no H100" in text
+    main(["table5", "--json"])
+    assert json.loads(capsys.readouterr().out)["lines"][0]["paper"] == 20.32
+
+
+@pytest.mark.parametrize(("figure", "words"), [("fig9", "invalid choice: 'fig9'"), ("fig10", "needs --traces FOLDER")])
+def test_a_figure_that_cannot_be_is_refused(figure: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([figure])
+    assert words in capsys.readouterr().err
+
+
+def test_a_surrogate_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [0, 1]})
+    for name in ("conversation_trace.jsonl", "kimi_ta_SURROGATE.jsonl", "AzureLLMInferenceTrace_conv.csv"):
+        (tmp_path / name).write_text("\n".join([line] * 20))
+    main(["table4", "--traces", str(tmp_path)])
+    assert "SURROGATE" in capsys.readouterr().out
