@@ -118,8 +118,8 @@ SHIMS = {
 
 
 def shim_for(module: object) -> Shim | None:
-    """Return the shim for a module's class or one of its bases; None if there is none. Releases of transformers in which
-    a class calls the attention interface no longer have its method.
+    """Return the shim for a module's class or one of its bases; None if there is none. Where a release of transformers
+    calls the attention interface instead, the method is gone.
     """
     shim = next((SHIMS[c.__name__] for c in type(module).__mro__ if c.__name__ in SHIMS), None)
     return shim if shim is not None and hasattr(module, shim.method) else None
