@@ -75,8 +75,8 @@ class Frontend:
             self.pools = WorkerExecutor(model, config, on_progress)
             try:
                 self.tokenizer = loading.result(limit_s)
-                self.engine = Engine(self.pools, config, trace=self.pools.tracer.recorder)
-                self.pools.set_engine(self.engine)
+                trace, features = self.pools.tracer.recorder, self.pools.engine_features
+                self.engine = Engine(self.pools, config, trace=trace, features=features)
                 tune_num_batches(self.engine, on_progress)
             except BaseException:
                 self.pools.close()

@@ -13,6 +13,7 @@ from typing import Any
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import flat_options
+from lamina.engine.tuning.tuner import Tuner
 from lamina.facts.report import count_text
 from lamina.request import RequestOutput, SamplingParams
 
@@ -79,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
                 show(output)
         finally:
             text.end()
-        if reason := llm.engine.worker_info.summary.get("plan"):
-            print(f"--pipeline auto: {reason}", file=sys.stderr)
+        if (tuner := llm.engine.feature(Tuner)) and tuner.reason:
+            print(f"--pipeline auto: {tuner.reason}", file=sys.stderr)
     return 0
 
 

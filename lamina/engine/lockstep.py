@@ -54,7 +54,7 @@ class Lockstep:
         Raises ValueError where the sequences have no room together, WorkerError where a worker is lost.
         """
         with self._use():
-            while not all(logits := [self._engine.get_logits(i) for i in self._ids]):
+            while not all(logits := [self._engine.request(i).pending_logits() for i in self._ids]):
                 self._step()
                 if self._engine.idle:
                     raise ValueError(
@@ -66,8 +66,11 @@ class Lockstep:
     def choose(self, tokens: Sequence[int]) -> None:
         """The next token of every sequence, behind ``logits``. Raises ValueError for one that is no token."""
         with self._use():
+            vocab = self._engine.worker_info.vocab_size
+            if wrong := [token for token in tokens if not 0 <= token < vocab]:
+                raise ValueError(f"token id {wrong[0]} is out of vocabulary: it has {vocab} tokens")
             for request_id, token in zip(self._ids, tokens, strict=True):
-                self._engine.set_token(request_id, token)
+                self._engine.request(request_id).set_token(token)
 
     def __enter__(self) -> Lockstep:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from lamina.protocol.control import ALL_TOKENS_BANNED, SampledToken
-from lamina.request import ErrorOrigin, Refusal, RequestOutput, refusal_text
+from lamina.request import ErrorOrigin, Refusal, RequestOutput, ResumedCompletion, refusal_text
 from lamina.scheduler.request_validation import NOT_FINITE, all_tokens_banned_message
 from lamina.scheduler.sequence import Sequence
 
@@ -30,6 +30,11 @@ class Request:
         self.text_streams = texts
         self.logits = b""  # of a held one that waits, see SampledToken
 
+    @property
+    def id(self) -> int:
+        """The number of the request, in the order of arrival."""
+        return self.sequences[0].request_id
+
     def on_scheduled(self, sequence: Sequence, now: float) -> None:
         """The first rows of a sequence are on their way."""
         output = self.output
@@ -38,6 +43,33 @@ class Request:
         output.times.scheduled_s = output.times.scheduled_s or now
         if output.num_cached_tokens is None:
             output.num_cached_tokens = min(sequence.num_cached_tokens, len(sequence.prompt))
+
+    def replay(self, resumed: ResumedCompletion) -> None:
+        """Take the tokens that one completion had in an earlier engine, as if they were drawn now. The prompt's scores
+        were reported with the first of them.
+        """
+        sequence = self.sequences[resumed.index]
+        if resumed.index == 0 and resumed.token_ids:
+            self.output.prompt_logprobs, sequence.num_scored_prompt_tokens = None, len(sequence.prompt) - 1
+        for token in resumed.token_ids:
+            sequence.num_output_placeholders += 1
+            self.append(sequence, SampledToken(sequence.id, token))
+
+    def roll_back(self) -> None:
+        """All that is in flight is taken back: scores of the prompt that have not come are requested again."""
+        if (scores := self.output.prompt_logprobs) is not None:
+            self.sequences[0].num_scored_prompt_tokens = len(scores) - 1
+
+    def pending_logits(self) -> bytes:
+        """Of a request with external sampling: the logits after its last token, see SampledToken; empty until they have
+        come.
+        """
+        return self.logits if self.sequences[0].awaits_external_token else b""
+
+    def set_token(self, token: int) -> None:
+        """Set the next token of such a request, whose logits have come."""
+        self.sequences[0].set_external_token(token)
+        self.output.outputs[0].token_ids.append(token)
 
     def end_sequence(self, sequence: Sequence, reason: str, why: str | None = None) -> None:
         """A sequence ends that is not finished: not by its last token. Its text ends with all that was held back."""
@@ -51,8 +83,12 @@ class Request:
     def refuse(self, why: str) -> None:
         """All of it ends, by no fault of its own."""
         for sequence in self.sequences:
-            sequence.output.blame = ErrorOrigin.SERVER
-            self.end_sequence(sequence, "error", why)
+            self.fail(sequence, why)
+
+    def fail(self, sequence: Sequence, why: str) -> None:
+        """One of its sequences ends, by no fault of its own."""
+        sequence.output.blame = ErrorOrigin.SERVER
+        self.end_sequence(sequence, "error", why)
 
     def refuse_late(self, refusal: Refusal) -> None:
         """Its prompt is computed and there is no room to decode: what has no end yet ends."""

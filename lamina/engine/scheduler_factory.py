@@ -40,6 +40,10 @@ from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 from lamina.scheduler.sparsity.selection import BlockSelection
 from lamina.scheduler.step_timing import StepTimer
 
+from .feature import EngineFeature
+from .slo import SloGate
+from .tuning.tuner import Tuner
+
 NONCE_BYTES = 16
 INITIAL_TRANSFER_BYTES_PER_S = 1e9  # from one prefill worker to another, until some were sent
 
@@ -96,12 +100,11 @@ def build_scheduler(
     config: EngineConfig,
     info: ComputeReady,
     tables: BlockTables,
-    num_batches: int,
     slo_admission: SloAdmission,
     prefixes: PrefixCache,
     scheduler_class: type[Scheduler] = Scheduler,
 ) -> Scheduler:
-    """A scheduler with its table of features. ``num_batches``: that take turns at first."""
+    """A scheduler with its table of features."""
     batching, topology = config.batching, config.topology
     allocator = KvAllocator(
         tables,
@@ -114,7 +117,7 @@ def build_scheduler(
         max_num_seqs=batching.max_num_seqs,
         prefill_chunk=batching.prefill_chunk,
         aligned=config.model.deterministic,
-        num_batches=num_batches,
+        num_batches=1 if topology.measures_pipeline else topology.max_batches,
         num_layers=info.num_layers,
         allocator=allocator,
         features=_features(config, info, tables, allocator, slo_admission, prefixes),
@@ -239,6 +242,16 @@ def build_slo_admission(
         shared_tokens_of=prefix_cache.num_shared_tokens,
         decision_log=DecisionLog(trace.note, stages) if trace.notes is not None else None,
     )
+
+
+def build_engine_features(
+    config: EngineConfig, scheduler: Scheduler, slo_admission: SloAdmission
+) -> list[EngineFeature]:
+    """The engine's own features, in the order in which it asks them."""
+    features: list[EngineFeature] = [SloGate(slo_admission, scheduler)]
+    if config.topology.measures_pipeline:
+        features.append(Tuner(config.topology.max_batches, scheduler.set_num_batches))
+    return features
 
 
 def drop_session(scheduler: Scheduler, name: SessionName) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from lamina.config.engine_config import EngineConfig
+from lamina.engine.feature import EngineFeature
 from lamina.observe.trace import Event, Recorder
 from lamina.observe.trace_collection import ROUND_TRIPS, Tracer
 from lamina.protocol.control import ClockRequest, ClockTime, ComputeReady, RunRound, Stats, StatsRequest, StepDone
@@ -38,8 +39,6 @@ from .worker_registry import (
 )
 
 if TYPE_CHECKING:
-    from lamina.engine.engine import Engine
-
     from .lending.borrower import Borrower
 
 STATS_S = 5.0
@@ -95,10 +94,10 @@ class WorkerExecutor:
             self.close()
             raise
 
-    def set_engine(self, engine: Engine) -> None:
-        """Name the engine that uses these pools from now on, so that memory may be borrowed for it."""
-        if self.borrower is not None:
-            self.borrower.set_engine(engine)
+    @property
+    def engine_features(self) -> Sequence[EngineFeature]:
+        """The features that an engine of these workers has in addition to its own: loans, if memory may be borrowed."""
+        return [] if self.borrower is None else [self.borrower]
 
     def connect(self) -> ComputeReady:
         """Reconnect all workers under the next epoch; they keep all that they have loaded and stored. No step may be in
@@ -195,7 +194,6 @@ class WorkerExecutor:
         """Return EpochChanged if a worker has been lost, without waiting. Raises WorkerError as ``wait`` does."""
         with self._lock:
             if self._loss is None:
-                self._update_loans()
                 with self._note_loss():
                     self._registry.check()
                     self._supervisor.check_health(self._waited_for())
@@ -341,12 +339,7 @@ class WorkerExecutor:
 
     def _check_health(self) -> None:
         self._supervisor.check_health(self._waited_for())
-        self._update_loans()
         self._meanwhile()
-
-    def _update_loans(self) -> None:
-        if self.borrower is not None and not self.is_recovering:
-            self.borrower.update()
 
     def _waited_for(self) -> list[RegisteredWorker]:
         """The workers that owe a step, a transfer or counters. All other workers may be stopped without harm."""

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from lamina import LLM, SamplingParams, netstack
-from lamina.engine.tuning.round_time_model import RoundTimeModel
 from lamina.engine.tuning.tuner import Tuner
 from lamina.netstack import SCHEMES
-from lamina.scheduler.scheduler_output import Round
+from lamina.request import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -82,25 +81,19 @@ def test_batches_that_take_turns_give_the_same_bits(
     assert steps[0] < steps[2] < steps[1], "each batch takes steps of its own"
 
 
-class Restless(Tuner):
-    """Another number of batches every few rounds."""
-
-    def observe(self, done: Round) -> bool:
-        self.num_batches, self.rounds = 1 + getattr(self, "rounds", 0) // 7 % 3, getattr(self, "rounds", 0) + 1
-        return True
-
-
 @pytest.mark.no_retry
 @pytest.mark.long
 def test_batches_are_dealt_anew_and_the_bits_stay(llama_path: Path, prompts: list[list[int]]) -> None:
     params, found = SamplingParams(temperature=0.0, max_tokens=60, logprobs=2, ignore_eos=True), []
     for options in ({"pipeline": 1}, {"plan": "auto:3"}):
         with LLM(str(llama_path), transport="loopback", deterministic=True, prefill_chunk=32, **options) as llm:
-            planned = llm.engine.worker_info.summary.get("plan", "")
-            if planned:
-                llm.engine.set_tuner(Restless(3, RoundTimeModel((1.0, 0.0), (1.0, 0.0, 0.0), 0.0, 2, {})))
-            begun = llm.stats()
-            found.append([o.outputs[0].logprobs for o in llm.generate(prompts, params)])
+            tuner, begun, outputs = llm.engine.feature(Tuner), llm.stats(), dict[int, RequestOutput]()
+            planned = tuner.reason if tuner else ""
+            for number, output in enumerate(llm.stream(prompts, params)):
+                outputs[output.request_id] = output
+                if tuner:
+                    llm.engine.scheduler.set_num_batches(1 + number // 7 % 3)
+            found.append([outputs[i].outputs[0].logprobs for i in sorted(outputs)])
             ended = llm.stats()
     assert found[0] == found[1]
     assert re.match(r"1 batch until requests come; measured at the start: slices [0-9.]+ ms", planned)

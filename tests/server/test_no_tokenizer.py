@@ -66,7 +66,7 @@ class NoExecutor:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def set_engine(self, engine: Any) -> None: ...
+    engine_features = ()
 
     def close(self) -> None:
         NoExecutor.closed += 1
@@ -80,7 +80,11 @@ def test_it_is_given_up_and_workers_end(
 ) -> None:
     monkeypatch.setattr(module, "WorkerExecutor", NoExecutor)
     before, config = NoExecutor.closed, make_config({"transport": transport, "start_timeout_s": 0.2})
-    monkeypatch.setattr(module, "Engine", lambda *_, **__: SimpleNamespace(config=config, slo_admission=SloAdmission()))
+    monkeypatch.setattr(
+        module,
+        "Engine",
+        lambda *_, **__: SimpleNamespace(config=config, feature=lambda kind: None, slo_admission=SloAdmission()),
+    )
     with pytest.raises(TimeoutError) as error:
         start_up(module, stuck, config)
     assert str(error.value) == f"{GIVEN_UP} 0.2 s"

@@ -94,7 +94,7 @@ class WireExecutor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wire, name)
 
-    def set_engine(self, engine: Any) -> None: ...
+    engine_features = ()
 
     def call_periodically(self, call: Any) -> None: ...
 

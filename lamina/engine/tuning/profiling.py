@@ -25,8 +25,8 @@ def tune_num_batches(engine: Engine, on_progress: OnProgress, clock: Callable[[]
     """Where the options have a plan made: measure, and have the engine take as many batches as are the fastest.
     ``on_progress`` is given the shapes that are done. Raises ValueError where sequences are too short, WorkerError.
     """
-    topology = engine.config.topology
-    if not topology.measures_pipeline or topology.max_batches == 1:
+    topology, tuner = engine.config.topology, engine.feature(Tuner)
+    if tuner is None or topology.max_batches == 1:
         return
     shapes, measured = _shapes(engine), list[RoundMeasurement]()
     total = len(shapes) + topology.max_batches - 1
@@ -38,7 +38,7 @@ def tune_num_batches(engine: Engine, on_progress: OnProgress, clock: Callable[[]
         on_progress("measuring", len(measured) + n - 2, total)
         took = _measured(engine, last.rows, shapes[-1][1], n, clock).round_s
         laws.extra_batch_s[n] = took / laws.seconds(n, last.rows, last.tokens)
-    engine.set_tuner(Tuner(topology.max_batches, laws))
+    tuner.use(laws)
 
 
 def _shapes(engine: Engine) -> list[tuple[int, int]]:

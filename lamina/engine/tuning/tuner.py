@@ -1,4 +1,4 @@
-"""How many batches take turns, by the laws of both pools: a pure function of the load.
+"""How many batches take turns, by the laws of both pools and the load. Pure policy.
 
 Two batches read the weights twice as often as one, and keep both pools busy. Which is the faster depends on the
 devices, the model and the load; so the laws are measured at the start, and asked again when the load has changed.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 
+from lamina.engine.feature import EngineFeature
 from lamina.scheduler.scheduler_output import Round
 
 from .round_time_model import RoundTimeModel
@@ -18,40 +20,47 @@ MIN_GAIN = 0.02  # a gain too small for more batches, which wait longer for each
 RETUNE_FACTOR = 1.1  # within this factor of those that were looked at last, nobody looks again
 
 
-class Tuner:
-    """``num_batches``: the batches that are wanted now. ``reason``: what was chosen last and why, in one line."""
+class Tuner(EngineFeature):
+    """Chooses the number of batches after each round. ``reason``: the last choice and why, in one line; "" before
+    anything was measured.
+    """
 
-    def __init__(self, most: int, model: RoundTimeModel) -> None:
-        """``most``: batches."""
-        self._most, self._laws = most, model
-        self._rows, self._tokens = 0, 0  # that were looked at last
-        self.num_batches = 1
-        self.reason = f"1 batch until requests come; measured at the start: {model.describe()}"
-        log.info("--pipeline auto: %s", self.reason)
+    def __init__(self, most: int, set_num_batches: Callable[[int], None]) -> None:
+        """``most``: batches. ``set_num_batches``: called with each choice."""
+        self._most, self._set_num_batches = most, set_num_batches
+        self._laws: RoundTimeModel | None = None
+        self._rows, self._tokens = 0, 0  # of the load that was looked at last
+        self._num_batches, self.reason = 1, ""
 
-    def observe(self, done: Round) -> bool:
-        """A round was done; whether another choice has been made by that."""
-        if not done.is_decode_only or not self._load_changed(done):
-            return False
+    def use(self, laws: RoundTimeModel) -> None:
+        """Choose by these laws from now on, beginning with one batch."""
+        self._laws = laws
+        self._choose(1, f"1 batch until requests come; measured at the start: {laws.describe()}")
+
+    def on_round_done(self, done: Round) -> None:
+        if self._laws is None or not done.is_decode_only or not self._load_changed(done):
+            return
         first, self._rows, self._tokens = not self._rows, done.rows, done.tokens
         seconds = round_seconds(self._laws, self._most, done.rows, done.tokens)
         wanted = (
-            self.num_batches
-            if seconds.get(self.num_batches, math.inf) <= min(seconds.values()) * (1 + MIN_GAIN)
+            self._num_batches
+            if seconds.get(self._num_batches, math.inf) <= min(seconds.values()) * (1 + MIN_GAIN)
             else choose_num_batches(seconds)
         )
-        if wanted == self.num_batches and not first:
-            return False
-        self.num_batches = wanted
+        if wanted == self._num_batches and not first:
+            return
         text = ", ".join(f"{s * 1e3:.1f} ms with {n}" for n, s in seconds.items())
         sequences = f"{done.rows} sequence" + "s" * (done.rows != 1)
-        self.reason = (
-            f"{self.num_batches} batch{'es' * (self.num_batches > 1)}: a token of {sequences}, {done.tokens} tokens "
-            f"long together, takes "
-            f"{text}; measured at the start: {self._laws.describe()}"
+        self._choose(
+            wanted,
+            f"{wanted} batch{'es' * (wanted > 1)}: a token of {sequences}, {done.tokens} tokens long together, takes "
+            f"{text}; measured at the start: {self._laws.describe()}",
         )
-        log.info("--pipeline auto: %s", self.reason)
-        return True
+
+    def _choose(self, num_batches: int, reason: str) -> None:
+        self._num_batches, self.reason = num_batches, reason
+        log.info("--pipeline auto: %s", reason)
+        self._set_num_batches(num_batches)
 
     def _load_changed(self, done: Round) -> bool:
         same = self._tokens / RETUNE_FACTOR <= done.tokens <= self._tokens * RETUNE_FACTOR

@@ -13,10 +13,11 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flag_groups import flag_name
+from lamina.engine.engine import Engine
+from lamina.engine.feature import EngineFeature
 from lamina.engine.scheduler_factory import check_kv_capacity
 from lamina.executor.elastic import MemoryResizer
 from lamina.executor.worker_group import WorkerGroup
@@ -28,19 +29,16 @@ from .colocated_lender import ColocatedLender, overload_reason
 from .lender_service import BLOCK_BYTES
 from .lending_listener import key_of, parse_address
 
-if TYPE_CHECKING:
-    from lamina.engine.engine import Engine
-
 log = logging.getLogger(__name__)
 LOOK_S = 0.1
 MOMENT_S = 0.01
 SPARE = 1.1  # times the lacking memory is requested, as layers with windows need some of it
 UNUSED_S = 3.0  # for which loans stay after they are not needed
-STRANDED_S = 1.0  # between calls of ``probe_capacity``, after which the wait begins anew
+STRANDED_S = 1.0  # between two calls of ``on_idle``, after which the wait begins anew
 
 
-class Borrower:
-    """Borrows memory for one engine. ``update`` is for the engine's thread, between steps."""
+class Borrower(EngineFeature):
+    """Borrows memory for one engine, of which it is a feature: between steps it adds and releases guests."""
 
     def __init__(
         self,
@@ -56,14 +54,9 @@ class Borrower:
         self._registry, self._workers, self._resizer, self._links = registry, worker_group, elastic, links
         self._most = config.topology.borrow_bytes // BLOCK_BYTES  # blocks of other deployments
         self._homes, self._wait_s = config.topology.memory_workers, config.launch.borrow_wait_s
-        self._engine: Engine | None = None
         self._looked = self._asked = self._stranded = 0.0
         self._unused: float | None = None  # the time since which loans are unused
         self._pause: Callable[[], object] = lambda: time.sleep(MOMENT_S)
-
-    def set_engine(self, engine: Engine) -> None:
-        """Borrow for this engine from now on."""
-        self._engine, engine.capacity_probe = engine, self.probe_capacity
 
     @property
     def by_creditor(self) -> dict[str, int]:
@@ -79,29 +72,27 @@ class Borrower:
         """The number of debt cycles among all deployments, as the ledger last reported; None: no report yet."""
         return self._links.debt_cycles
 
-    def probe_capacity(self) -> str | None:
-        """Return "" while memory may still come, else why none will. For requests that do not fit while none run."""
-        if self._engine is None or not self._engine.scheduler.waiting:
+    def on_idle(self, engine: Engine) -> str | None:
+        if not engine.scheduler.waiting:
             return None
         now = time.monotonic()
         if now - self._asked > STRANDED_S:
             self._stranded = now
         self._asked = now
-        self.update()
         if self._resizer.in_progress or now - self._stranded < self._wait_s:
             self._pause()
             return ""
         self._stranded = now
         limit = f"{flag_name('borrow_wait_s')} {self._wait_s:g}"
         return (
-            f"it does not fit into the memory here, and no deployment has lent {self._lacking()} MiB more in time "
-            f"({limit})"
+            f"it does not fit into the memory here, and no deployment has lent {self._lacking(engine)} MiB more in "
+            f"time ({limit})"
         )
 
-    def update(self) -> None:
+    def before_step(self, engine: Engine) -> None:
         """Add or release guests, if that is due."""
         now = time.monotonic()
-        if self._engine is None or now - self._looked < LOOK_S:
+        if now - self._looked < LOOK_S:
             return
         self._looked = now
         self._resizer.reap()
@@ -112,7 +103,7 @@ class Borrower:
         elif self._links.arrived:
             self._add_guests([self._links.arrived.popleft() for _ in range(len(self._links.arrived))])
         else:
-            self._ask(now)
+            self._ask(engine, now)
 
     @property
     def lent_blocks(self) -> dict[str, int] | None:
@@ -168,15 +159,14 @@ class Borrower:
         except (ValueError, OSError) as error:
             log.warning("memory worker %d stays: %s", index, error)
 
-    def _ask(self, now: float) -> None:
+    def _ask(self, engine: Engine, now: float) -> None:
         """Request what the first waiting sequence lacks, of other deployments only after all usable memory of its own.
         Loans that are not needed go back after a while.
         """
-        assert self._engine is not None
-        lacking, guests = self._lacking(), len(self._registry.memory) - self._homes
+        lacking, guests = self._lacking(engine), len(self._registry.memory) - self._homes
         if self._own is not None:  # a borrower lends nothing, so debts form no cycles
             borrows = "it borrows itself" if lacking or self._links.is_seeking else ""
-            self._own.local_need = borrows or overload_reason(self._engine.slo_admission.counts())
+            self._own.local_need = borrows or overload_reason(engine.slo_admission.counts())
         coming = self._links.borrowed_blocks - sum(self._workers.kv_bytes[0][self._homes :]) // BLOCK_BYTES
         wanted = lacking if coming <= 0 else 0
         own = min(wanted, self._links.own_unrequested)
@@ -191,7 +181,7 @@ class Borrower:
             self._unused = now
         elif now - self._unused > UNUSED_S:
             self._unused, last = now, self._first_to_go()
-            if self._fits_without(last):
+            if self._fits_without(engine, last):
                 self._release(last, "return")
 
     def _first_to_go(self) -> int:
@@ -202,21 +192,18 @@ class Borrower:
         ]
         return self._homes + (others or range(len(handles)))[-1]
 
-    def _fits_without(self, index: int) -> bool:
-        assert self._engine is not None
+    def _fits_without(self, engine: Engine, index: int) -> bool:
         try:
             capacity = self._resizer.plan_borrowed([], [index]).capacity
-            check_kv_capacity(self._engine.scheduler, self._engine.worker_info, capacity)
+            check_kv_capacity(engine.scheduler, engine.worker_info, capacity)
         except ValueError:
             return False
         return True
 
-    def _lacking(self) -> int:
+    def _lacking(self, engine: Engine) -> int:
         """Return the blocks to borrow for the next sequence, in whole stripes, beyond those that are free here; 0: it
         waits for something else.
         """
-        assert self._engine is not None
-        engine = self._engine
         first = next((s for s in engine.scheduler.waiting if not s.finished), None)
         if first is None:
             return 0

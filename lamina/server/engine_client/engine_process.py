@@ -116,8 +116,7 @@ def _serve(link: ControlLink, start: StartEngine) -> None:
 
     pools = WorkerExecutor(start.model, config, progress, launch=partial(open_launcher, without=start.lost_hosts))
     try:
-        engine = Engine(pools, config, trace=pools.tracer.recorder)
-        pools.set_engine(engine)
+        engine = Engine(pools, config, trace=pools.tracer.recorder, features=pools.engine_features)
         tune_num_batches(engine, progress)
         if start.is_first:
             check_slo(engine, start.conductor_config.limits, progress)

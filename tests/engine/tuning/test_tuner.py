@@ -148,20 +148,28 @@ def test_pools_that_share_cores_do_not_take_turns() -> None:
 
 
 def test_the_choice_follows_the_load() -> None:
-    tuner = Tuner(2, RoundTimeModel((1.0, 0.0), (0.0, 0.0, 1e-3), 0.0, 1, {}))
+    chosen = list[int]()
+    tuner = Tuner(2, chosen.append)
+    tuner.on_round_done(Round(set(), 1, 8, 0, 4000, is_decode_only=True))
+    assert not chosen, "nothing is measured yet"
+    tuner.use(RoundTimeModel((1.0, 0.0), (0.0, 0.0, 1e-3), 0.0, 1, {}))
     assert "until requests come; measured at the start: slices 1000.00 ms" in tuner.reason
-    assert tuner.observe(Round(set(), 1, 8, 0, 200, is_decode_only=True))
-    assert tuner.num_batches == 1
-    assert not tuner.observe(Round(set(), 1, 8, 0, 300, is_decode_only=True)), "nothing else is better now"
-    assert not tuner.observe(Round(set(), 1, 8, 0, 90000, is_decode_only=False)), "prompts say nothing of decoding"
-    assert tuner.observe(Round(set(), 1, 8, 0, 4000, is_decode_only=True))
-    assert tuner.num_batches == 2
+    done = lambda tokens, decodes=True: tuner.on_round_done(  # noqa: E731
+        Round(set(), 1, 8, 0, tokens, is_decode_only=decodes)
+    )
+    done(200)
+    assert chosen == [1, 1]
+    done(300)
+    assert chosen == [1, 1], "nothing else is better now"
+    done(90000, decodes=False)
+    assert chosen == [1, 1], "prompts say nothing of decoding"
+    done(4000)
+    assert chosen == [1, 1, 2]
     assert tuner.reason.startswith(
         "2 batches: a token of 8 sequences, 4000 tokens long together, takes 5000.0 ms with 1"
     )
-    assert not tuner.observe(Round(set(), 2, 8, 0, 1000, is_decode_only=True)), (
-        "as good as the best, so no pause for a change"
-    )
+    done(1000)
+    assert chosen == [1, 1, 2], "as good as the best, so no pause for a change"
 
 
 def test_the_reason_is_told_and_nothing_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,7 +180,8 @@ def test_the_reason_is_told_and_nothing_stays(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level("INFO", logger="lamina"):
         engine.add([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
         run(engine)
-    reason = engine.worker_info.summary["plan"]
+    tuner = engine.feature(Tuner)
+    reason = tuner.reason if tuner else ""
     assert re.match(
         r"1 batch: a token of 1 sequence, \d+ tokens long together, takes 2\d\d\.\d ms with 1; measured", reason
     )
@@ -190,4 +199,6 @@ def test_sequences_that_are_too_short_are_said() -> None:
 
 def test_small_pools_and_few_sequences_are_measured_too() -> None:
     wire = TimedWire(lambda rows, tokens: (0.1 * rows, 0.1 * rows), blocks=12)
-    assert engine_of(wire, plan="auto", max_num_seqs=2).worker_info.summary["plan"].startswith("1 batch until")
+    tuner = engine_of(wire, plan="auto", max_num_seqs=2).feature(Tuner)
+    assert tuner
+    assert tuner.reason.startswith("1 batch until")

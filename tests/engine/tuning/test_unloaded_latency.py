@@ -71,20 +71,18 @@ def test_nothing_of_it_stays() -> None:
     host, told = Host(), list[str]()
     engine = host.engine
     engine.slo_admission.decision_log = reasons = DecisionLog(lambda name, said: told.append(name))
-    free, seeds, law = (
-        engine.free_blocks,
-        engine._seeds.getstate(),
-        engine.slo_admission.conductor.prefill_latency.model,
-    )
+    free, law = engine.free_blocks, engine.slo_admission.conductor.prefill_latency.model
     host.check(SloLimits(1.0, 1.0))
-    assert (engine.free_blocks, engine._seeds.getstate(), engine.has_work) == (free, seeds, False)
+    assert (engine.free_blocks, engine.has_work) == (free, False)
     assert engine.slo_admission.conductor.prefill_latency.model == law
     assert (
         engine.slo_admission.conductor.num_waiting == engine.slo_admission.conductor.decode_load_model.num_running == 0
     )
     assert engine.slo_admission.decision_log is reasons
     engine.slo_admission.set_config(ConductorConfig(limits=SloLimits(1.0, 1.0)))
-    engine.add([1, 2], SamplingParams(max_tokens=1, ignore_eos=True))
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    drawn, fresh = (e.request(e.add([1, 2], params)).sequences[0].seed for e in (engine, Host().engine))
+    assert drawn == fresh
     while engine.has_work:
         engine.step()
     assert told == ["choice"]

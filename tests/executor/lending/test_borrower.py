@@ -34,17 +34,19 @@ class Elastic:
         self.begun = [change, [m.nbytes for m in coming]]
 
 
+def engine_with(free: tuple[int, int] = (32, 32), *max_lens: int) -> Any:
+    """``max_lens``: of the sequences that wait."""
+    info = SimpleNamespace(num_blocks=[[32], [32]], windows=[0, 0], stripe=8, block_size=16)
+    scheduler = SimpleNamespace(waiting=[SimpleNamespace(finished=False, max_len=max_len) for max_len in max_lens])
+    promises = SimpleNamespace(counts=lambda: None)
+    return SimpleNamespace(worker_info=info, free_blocks=list(free), scheduler=scheduler, slo_admission=promises)
+
+
 def borrower(elastic: Any = None) -> Borrower:
     """Of two memory workers of 8 MiB, each with four stripes of 8 blocks of 16 tokens."""
     cohort: Any = SimpleNamespace(kv_bytes=[[8 << 20, 8 << 20]])
     members: Any = SimpleNamespace(memory=[1, 2])
-    made = Borrower(make_config(OPTIONS), members, cohort, elastic, SimpleNamespace(arrived=deque()))  # type: ignore[arg-type]
-    info = SimpleNamespace(num_blocks=[[32], [32]], windows=[0, 0], stripe=8, block_size=16)
-    promises = SimpleNamespace(counts=lambda: None)
-    scheduler = SimpleNamespace(waiting=[])
-    engine: Any = SimpleNamespace(worker_info=info, free_blocks=[32, 32], scheduler=scheduler, slo_admission=promises)
-    made.set_engine(engine)
-    return made
+    return Borrower(make_config(OPTIONS), members, cohort, elastic, SimpleNamespace(arrived=deque()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -60,11 +62,7 @@ def borrower(elastic: Any = None) -> Borrower:
 )
 def test_it_asks_for_whole_stripes(max_len: int, free: tuple[int, int], stripes: int) -> None:
     """Blocks of a part of a stripe are no room for one."""
-    one = borrower()
-    assert one._engine is not None
-    one._engine.free_blocks = list(free)
-    one._engine.scheduler.waiting = [SimpleNamespace(finished=False, max_len=max_len)]  # type: ignore[assignment]
-    lacking = one._lacking() * BLOCK_BYTES
+    lacking = borrower()._lacking(engine_with(free, max_len)) * BLOCK_BYTES
     of_block = (16 << 20) / 64
     assert bool(lacking) == bool(stripes)
     if stripes:
@@ -97,8 +95,8 @@ def test_its_own_is_asked_for_before_that_of_others(
         told.append,
     )
     links.request_blocks, links.is_seeking = told.append, of_others > 0
-    one._own, one._lacking = own, lambda: lacking  # type: ignore[method-assign,assignment]
-    one._ask(0.0)
+    one._own, one._lacking = own, lambda engine: lacking  # type: ignore[method-assign,assignment]
+    one._ask(engine_with(), 0.0)
     assert told == [*reclaimed, wanted]
     assert own.local_need == ("it borrows itself" if lacking or of_others else "")
 

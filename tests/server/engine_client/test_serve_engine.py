@@ -139,7 +139,7 @@ class Executor(Workers):
         progress("load", 1, 2)
         Executor.made.append(self)
 
-    def set_engine(self, engine: Any) -> None: ...
+    engine_features = ()
 
     def submit(self, new: Any) -> None:
         self.wire.submit(new)
