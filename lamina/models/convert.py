@@ -28,7 +28,6 @@ def convert_model(
     *,
     max_model_len: int,
     hoist: bool = False,
-    check_rows: bool = True,
     deterministic: bool = False,
     part: WeightShard = WHOLE_MODEL,
     keep: bool = False,
@@ -37,7 +36,7 @@ def convert_model(
     """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was.
 
     ``max_model_len``: the most tokens of a text; a model whose attention or rotary embedding changes with longer texts
-    is served up to there. ``hoist``, ``check_rows``: see lamina.converter.convert. ``deterministic``: experts compute
+    is served up to there. ``hoist``: see lamina.converter.convert. ``deterministic``: experts compute
     each row by itself, so that a row does not depend on others; slower. ``part``: of the model's weights.
 
     ``keep``: use the capture of an earlier start, or make one for later starts. It is for a model that packages made
@@ -61,14 +60,13 @@ def convert_model(
                 ATTENTION_OP,
                 expect=expect,
                 hoist=hoist,
-                check_rows=check_rows,
                 shown=shown,
                 max_positions=max_model_len,
                 cache=kept,
             )
         except ConversionError as error:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be cut: {error}") from error
-        if proof and check_rows and not shown:
+        if proof and not shown:
             proof.write(PROOF_TEXT)
     return program
 

@@ -95,12 +95,12 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32)
 
 
-def mpt_slopes(num_heads: int, bias_max: float = 8.0) -> Tensor:
+def mpt_slopes(num_heads: int) -> Tensor:
     """Return [num_heads] fp32. MPT takes the next power of two and, of that series, the odd entries first. transformers
     builds them with the default ``alibi_bias_max`` of 8 whatever the configuration says.
     """
     whole = 2 ** math.ceil(math.log2(num_heads))
-    slopes = [2.0 ** (-bias_max * i / whole) for i in range(1, whole + 1)]
+    slopes = [2.0 ** (-8.0 * i / whole) for i in range(1, whole + 1)]
     if whole != num_heads:
         slopes = (slopes[1::2] + slopes[::2])[:num_heads]
     return torch.tensor(slopes, dtype=torch.float32)

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 from lamina.facts.host_memory import memory_bytes
-from lamina.request import SamplingParams
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.sessions.session_turns import SessionTurns
@@ -122,40 +121,35 @@ class Call:
     def __init__(
         self,
         service: Service,
+        record: AcceptedRecord,
         prompts: list[Prompt],
-        params: SamplingParams,
         ticket: QueueTicket,
         arrival_s: float,
         *,
-        only_prompt: bool = False,
         cache_options: CacheOptions = DEFAULT_CACHE_OPTIONS,
         entry: JournalEntry | None = None,
         turn: SessionTurn | None = None,
-        answer_id: str = "",
     ) -> None:
-        """``ticket``: the queue's ticket for all completions; the call closes it. ``only_prompt``: the client wants no
-        tokens, so the one token that is drawn is not counted. ``entry``: the request's entry in the journal, if there
-        is one. ``turn``: the session's turn, which ends with the call. ``answer_id``: the part of the reply's id that
-        may be logged. Raises ApiError if there is no space for so many tokens, or no engine.
+        """``ticket``: the queue's ticket for all completions; the call closes it. ``entry``: the request's entry in the
+        journal, if there is one. ``turn``: the session's turn, which ends with the call. Raises ApiError if there is no
+        space for so many tokens, or no engine.
         """
+        self.record = record
         self.prompts = prompts
-        self.params = params
-        self.only_prompt = only_prompt
-        self.answer_id = answer_id
         self.completion_tokens = 0
         self.cached_tokens = 0  # cached tokens of the prompts
         self._service, self._entry, self._cache_options, self._turn = service, entry, cache_options, turn
         self._ended_well = True  # False once a completion has ended other than by "stop" or "length"
         self._is_left_to_next_server = False  # True: the journal keeps the request for the next server
         self._replies = ReplyQueue()
-        self._open = len(prompts) * params.n
+        self._open = len(prompts) * record.params.n
         self._waiting: set[int] = set()  # keys of prompts without a first token
         self._numbers: dict[int, int] = {}
         if service.client.failure is not None:
             raise engine_gone(service.client.failure)
         self._ticket = ticket
         ticket.set_prompt_tokens(self.prompt_tokens)
-        self.meters = [PromptMeter(service.metrics, arrival_s, len(p.ids), params) for p in prompts]
+        self.meters = [PromptMeter(service.metrics, arrival_s, len(p.ids), record.params) for p in prompts]
         service.active_calls.add(self)
         try:
             self._add_all()
@@ -166,10 +160,12 @@ class Call:
     def _add_all(self) -> None:
         for number, (prompt, meter) in enumerate(zip(self.prompts, self.meters, strict=True)):
             entry = self._entry
-            params, known = (self.params, None) if entry is None else (entry.params_of(number), entry.keys[number])
+            params, known = self.record.params, None
+            if entry is not None:
+                params, known = entry.params_of(number), entry.keys[number]
             key = self._service.client.add(
                 prompt.ids, params, self._replies, meter, key=known,
-                cache_options=self._cache_options, name=self.answer_id,
+                cache_options=self._cache_options, name=self.record.log_name,
             )  # fmt: skip
             self._numbers[key] = number
             self._waiting.add(key)
@@ -223,7 +219,7 @@ class Call:
             raise slo_error(str(delta.stop_reason), delta.refusal)
 
     def _count_delta(self, delta: Delta) -> Delta:
-        self.completion_tokens += 0 if self.only_prompt else len(delta.token_ids)
+        self.completion_tokens += 0 if self.record.only_prompt else len(delta.token_ids)
         self.cached_tokens += delta.num_cached_tokens or 0
         if delta.key in self._waiting:
             self._waiting.discard(delta.key)
@@ -266,5 +262,5 @@ class Call:
         """
         firsts = [m.first_s for m in self.meters if m.first_s is not None]
         first = {"ttft_s": round(min(firsts), 4)} if firsts else {}
-        named = {"answer_id": self.answer_id} if self.answer_id else {}
-        return {**named, "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, **first}
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
+        return {"answer_id": self.record.log_name, **counts, **first}

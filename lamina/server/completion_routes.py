@@ -24,7 +24,7 @@ from .request.openai_protocol import ChatRequest, CompletionRequest, Sampling, S
 from .request.prompt_processing import Prompt, echoed_text, split_prompts
 from .request.sampling_request import chat_params, completion_params
 from .response.event_stream import EventStream, json_response_of, run_until_disconnect
-from .response.openai_shapes import ChatResponse, CompletionResponse, ResponseShape
+from .response.openai_shapes import response_shape
 from .response.response_head import new_accepted_request
 from .response.room import answer_costs, take_room
 from .session_routes import begin_turn
@@ -57,7 +57,7 @@ async def completions(request: Request) -> Response:
         prompts = await service.prompt_processor.completions(parts, max_tokens, room, special=special, cut=cut)
         await service.prompt_processor.set_bad_words(params)
         call = await _call(request, body, asked, prompts, ticket, turn)
-    return await _answer(request, body, call, CompletionResponse(call, service.texts_of(asked), asked))
+    return await _answer(request, body, call)
 
 
 @router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest), responses=_ANSWERS)
@@ -79,7 +79,7 @@ async def chat(request: Request) -> Response:
         prompt = await service.prompt_processor.chat(body.messages, most, variables, room, special=special, cut=cut)
         await service.prompt_processor.set_bad_words(params)
         call = await _call(request, body, asked, [replace(prompt, text=echo)], ticket, turn)
-    return await _answer(request, body, call, ChatResponse(call, service.texts_of(asked), asked))
+    return await _answer(request, body, call)
 
 
 @contextmanager
@@ -113,15 +113,13 @@ async def _call(
     try:
         call = Call(
             service,
+            record,
             prompts,
-            record.params,
             ticket,
             request.state.arrival_s,
-            only_prompt=record.only_prompt,
             cache_options=cache_options_of(request.state.key_id, record.salt, turn.name if turn else None, body),
             entry=entry,
             turn=turn,
-            answer_id=record.log_name,
         )
     except BaseException:
         if service.journal is not None:
@@ -144,8 +142,9 @@ async def _journaled(service: Service, record: AcceptedRecord, prompts: list[Pro
         raise ApiError(503, text, code="journal_unwritable", retry_after_s=JOURNAL_RETRY_S) from e
 
 
-async def _answer(request: Request, body: Sampling, call: Call, shape: ResponseShape) -> Response:
+async def _answer(request: Request, body: Sampling, call: Call) -> Response:
     service: Service = request.app.state.service
+    shape = response_shape(call.record, call.prompts, service.texts_of(call.record))
     if not body.stream:
         return await json_response_of(request, call, shape, service.encoder)
     config = service.config

@@ -66,7 +66,7 @@ async def scale(request: Request) -> Response:
     service: Service = request.app.state.service
     body, before = await parse(ScaleRequest, request), service.client.config
     asked = {name: value for name in SCALE_FIELDS if (value := getattr(body, name)) is not None}
-    if not asked or before is None:
+    if not asked:
         raise ApiError(400, f"name what to change: {', '.join(SCALE_FIELDS)}", code="invalid_value")
     had = _sizes(before)
     if had == had | asked:
@@ -130,8 +130,6 @@ def workers_on_host(ready: EngineReady, host: str) -> list[int]:
 async def _dismiss(service: Service, workers: Sequence[int], asked: str) -> dict[str, Any]:
     """Remove memory workers. ``asked``: the flag that named them. Returns the reply. Raises ApiError."""
     before = service.client.config
-    if before is None:
-        raise ApiError(400, f"{asked}: this engine cannot be changed while it runs", code="invalid_value")
     count = before.topology.memory_workers
     left = count - len(workers)
     if not all(0 <= worker < count for worker in workers) or not left:

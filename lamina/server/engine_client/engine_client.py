@@ -87,10 +87,8 @@ class QueryFailedError(Exception):
 class EngineClient:
     """The connection to the engine. All methods belong to the event loop's thread."""
 
-    def __init__(self, handle: EngineHandle, restarts: EngineRestarts | None, records: DeltaSink | None = None) -> None:
-        """``restarts``: None = the first engine is never replaced. ``records``: gets all deltas before
-        their readers.
-        """
+    def __init__(self, handle: EngineHandle, restarts: EngineRestarts, records: DeltaSink | None = None) -> None:
+        """``records``: gets all deltas before their readers."""
         self.ready: EngineReady
         self.on_step: Callable[[int], None] = lambda tokens: None  # called with the tokens of each step, see Outputs
         self.state: EngineState | None = None
@@ -104,7 +102,7 @@ class EngineClient:
         self._hangs = False  # whether the engine was ended because it hung
         self._workers: set[int] = set()  # process ids of the engine's workers
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
-        self.prompts = OpenPrompts(self._send, records, is_restartable=restarts is not None)
+        self.prompts = OpenPrompts(self._send, records)
         self._requests = EngineRequests(self._send)
         self._closing, self._next_key, self._next_query = False, 0, 0
         self._state_at = time.monotonic()
@@ -115,7 +113,7 @@ class EngineClient:
         cls,
         handle: EngineHandle,
         on_progress: Callable[[Progress], None],
-        restarts: EngineRestarts | None = None,
+        restarts: EngineRestarts,
         records: DeltaSink | None = None,
     ) -> EngineClient:
         """Wait until a launched engine is ready. Raises ValueError for bad input, EngineGoneError if the
@@ -146,8 +144,8 @@ class EngineClient:
         return time.monotonic() - self._state_at
 
     def with_seed(self, params: SamplingParams) -> SamplingParams:
-        """Return ``params`` with a seed if another engine may continue the request."""
-        return self._restarts.with_seed(params) if self._restarts else params
+        """Return ``params`` with a seed, as another engine may continue the request."""
+        return self._restarts.with_seed(params)
 
     def add(
         self,
@@ -181,7 +179,7 @@ class EngineClient:
 
     def reset_prefix_cache(self) -> None:
         """Make prompts that are added later find no KV of earlier ones."""
-        reset = self._restarts.request_reset() if self._restarts else ResetPrefixCache()
+        reset = self._restarts.request_reset()
         if self._is_ready:
             self._send(reset)
 
@@ -205,9 +203,9 @@ class EngineClient:
         return answer
 
     @property
-    def config(self) -> EngineConfig | None:
-        """The configuration of the engine, or of the one that replaces it; None if the engine is never replaced."""
-        return self._restarts.config if self._restarts else None
+    def config(self) -> EngineConfig:
+        """The configuration of the engine, or of the one that replaces it."""
+        return self._restarts.config
 
     async def replace_engine(self, config: EngineConfig, leaving: Sequence[int] = ()) -> float:
         """Replace the engine by one with ``config``; all open prompts continue there from their tokens so far. If only
@@ -252,7 +250,7 @@ class EngineClient:
             done: ScaleReply = await self._requests.ask(_RESIZE, wanted)
         except EngineGoneError as e:
             return ScaleReply(error=str(e))
-        if not done.error and self._restarts is not None:
+        if not done.error:
             self._restarts.set_config(config)
         return done
 
@@ -260,7 +258,7 @@ class EngineClient:
         """Return ``restarts``. Raises EngineGoneError, or EngineBusyError if the engine cannot be changed now."""
         if self.failure is not None:
             raise EngineGoneError(self.failure)
-        if self._restarts is None or not self._is_ready or self._restarts.is_planned or self._closing:
+        if not self._is_ready or self._restarts.is_planned or self._closing:
             raise EngineBusyError("the engine is being replaced, or ended: request it again once /health reports ok")
         if _RESIZE in self._requests:
             raise EngineBusyError("its memory workers are already changing: request it again after that")
@@ -325,8 +323,7 @@ class EngineClient:
                 reason = f"the server cannot continue with its engine: {type(e).__name__}: {e}"
         self._is_ready, self.failure = False, reason
         self._requests.fail(EngineGoneError(reason))
-        if self._restarts is not None:
-            self._restarts.forbid(reason)
+        self._restarts.forbid(reason)
         if not self._closing:
             log.error("the engine is gone, requests get 503: %s", reason)
             self.lost.set()
@@ -334,13 +331,11 @@ class EngineClient:
 
     async def _watch(self) -> None:
         """Kill an engine that is stopped or hangs, even an idle one: otherwise clients and health checks would wait."""
-        watch = EngineWatchdog(self._restarts.config.deadlines) if self._restarts else None
-        while watch is not None and self._restarts is not None and not self.lost.is_set():
+        watch = EngineWatchdog(self._restarts.config.deadlines)
+        while not self.lost.is_set():
             await asyncio.sleep(WATCH_S)
-            wanted, recovering = (
-                self._is_ready and self._restarts.is_allowed,
-                bool(self.state and self.state.recovering),
-            )
+            wanted = self._is_ready and self._restarts.is_allowed
+            recovering = bool(self.state and self.state.recovering)
             if words := watch.check(self._handle, wanted=wanted, recovering=recovering):
                 log.warning("the engine process (pid %d) %s", self._handle.pid, words)
                 self._hangs = watch.hangs
@@ -356,11 +351,9 @@ class EngineClient:
                 if isinstance(message, EngineDefect):
                     return await self._restart(message.text, by_defect=True)
                 if isinstance(message, Failed):
-                    next_one, left = self._restarts, message.workers_that_fit
-                    goes_on = next_one is not None and (
-                        next_one.shrink(left, message.lost_hosts) or next_one.is_planned
-                    )
-                    return await self._restart(message.text) if goes_on else message.text
+                    shrinks = self._restarts.shrink(message.workers_that_fit, message.lost_hosts)
+                    continues = shrinks or self._restarts.is_planned
+                    return await self._restart(message.text) if continues else message.text
                 self._handle_message(message)
         except EngineGoneError as e:
             return await self._restart(str(e), by_defect=e.by_defect)
@@ -372,7 +365,7 @@ class EngineClient:
         restarts, self._is_ready = self._restarts, False
         self._leave(by_defect=by_defect)
         self._requests.fail(EngineGoneError(reason))
-        while restarts is not None and not self._closing:
+        while not self._closing:
             if not (restarts.is_planned or restarts.is_allowed):
                 return restarts.exit_message(reason)
             words = f"the engine ends, as planned ({reason})" if restarts.is_planned else reason
@@ -401,9 +394,9 @@ class EngineClient:
         recovery, as long as some prompt has finished since the last such find. Otherwise a server whose engines all
         fail would never end.
         """
-        defect = by_defect and self._restarts is not None and not self._restarts.is_planned and not self._closing
+        defect = by_defect and not self._restarts.is_planned and not self._closing
         known = self.prompts.pause(by_defect=defect, at_once=self.ready.max_num_seqs)
-        if known and self._restarts is not None and self.prompts.some_ended:
+        if known and self.prompts.some_ended:
             self._restarts.excuse()
         if known:
             self.prompts.some_ended = False
@@ -448,7 +441,7 @@ class EngineClient:
             self.ready = msgspec.structs.replace(self.ready, hosts=message.hosts or self.ready.hosts)
         elif isinstance(message, SessionsReply):
             self._requests.on_reply(message.number, message)
-        elif isinstance(message, ResetPrefixCache) and self._restarts is not None:
+        elif isinstance(message, ResetPrefixCache):
             self._restarts.on_reset_done(message)
         elif isinstance(message, PromptRefused):
             self.prompts.refuse(message)

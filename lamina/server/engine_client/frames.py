@@ -52,10 +52,10 @@ def framed(message: msgspec.Struct) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def failed(key: int, text: str, index: int = 0) -> Delta:
+def failed(key: int, text: str) -> Delta:
     """Return the end of a whole prompt by an error that is not the client's."""
     return Delta(
-        key=key, index=index, token_ids=[], text="", finish_reason="error", stop_reason=text, blame=ErrorOrigin.SERVER,
+        key=key, index=0, token_ids=[], text="", finish_reason="error", stop_reason=text, blame=ErrorOrigin.SERVER,
         times=PromptTimes(0.0, 0.0, 0.0),
     )  # fmt: skip
 

@@ -62,13 +62,9 @@ class OpenPrompt:
 class OpenPrompts:
     """All prompts that have not ended, by key. All methods belong to the event loop's thread."""
 
-    def __init__(
-        self, send: Callable[[msgspec.Struct], None], records: DeltaSink | None, *, is_restartable: bool = True
-    ) -> None:
-        """``send``: sends a message to the engine; raises UnsendableError. ``records``: gets all deltas first.
-        ``is_restartable``: whether another engine may have to continue the prompts.
-        """
-        self._send, self._records, self._is_restartable = send, records, is_restartable
+    def __init__(self, send: Callable[[msgspec.Struct], None], records: DeltaSink | None) -> None:
+        """``send``: sends a message to the engine; raises UnsendableError. ``records``: gets all deltas first."""
+        self._send, self._records = send, records
         self._open: dict[int, OpenPrompt] = {}
         self._sent: dict[int, int] = {}  # key in the present engine -> key
         self._withdrawn = set[int]()  # keys that the present engine knows and must not get again
@@ -126,7 +122,7 @@ class OpenPrompts:
         self._withdrawn.clear()
         for prompt in self._open.values():
             prompt.sent_as = None
-        if not by_defect or not self._is_restartable or not had:
+        if not by_defect or not had:
             return False
         if (guilty := self._suspects.failed(had)) is None:
             log.warning(
@@ -232,7 +228,7 @@ class OpenPrompts:
             del self._open[key]
             if prompt.sent_as is not None:
                 del self._sent[prompt.sent_as]
-        elif self._is_restartable:
+        else:
             prompt.progress.take(delta)
         prompt.meter.on_delta(delta)
         prompt.replies.push(delta)

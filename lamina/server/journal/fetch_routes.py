@@ -12,9 +12,7 @@ from lamina.server.errors import ApiError, engine_error, json_response
 from lamina.server.openapi import responses_of
 from lamina.server.request.sampling_request import PARAMS
 from lamina.server.response.event_stream import json_answer, whole_answer
-from lamina.server.response.openai_shapes import ChatResponse, CompletionResponse, ResponseShape
-
-from .journal_entry import JournalEntry
+from lamina.server.response.openai_shapes import response_shape
 
 router = APIRouter()
 RETRY_AFTER_S = 1
@@ -40,14 +38,10 @@ def _answer(service: Service, answer_id: str, kind: str) -> Response:
         raise ApiError(entry.refusal.status, entry.refusal.message, code=entry.refusal.code)
     if (failed := entry.failed) is not None:
         raise engine_error(str(failed.stop_reason), failed.blame, PARAMS)
+    shape = response_shape(entry.accepted, entry.prompts, service.texts_of(entry.accepted))
     if not entry.ended:
-        head = {**_shape(service, entry).head(stream=False), "status": "in_progress"}
+        head = {**shape.head(stream=False), "status": "in_progress"}
         return json_response(head, 202, {"Retry-After": str(RETRY_AFTER_S)})
     deltas = sorted(entry.deltas, key=lambda delta: (entry.prompt_index(delta.key), delta.index))
     numbered = [(entry.prompt_index(delta.key), delta) for delta in deltas]
-    return json_answer(whole_answer(_shape(service, entry), numbered, entry.usage), service.encoder)
-
-
-def _shape(service: Service, entry: JournalEntry) -> ResponseShape:
-    asked = entry.accepted
-    return (ChatResponse if asked.kind == "chatcmpl" else CompletionResponse)(entry, service.texts_of(asked), asked)
+    return json_answer(whole_answer(shape, numbered, entry.usage), service.encoder)

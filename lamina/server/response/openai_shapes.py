@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from msgspec import Raw
 
-from lamina.request import SamplingParams
 from lamina.server.engine_client.messages import Delta, encode_scores
 from lamina.server.journal.journal_records import AcceptedRecord
 from lamina.server.request.prompt_processing import Prompt
@@ -15,14 +14,6 @@ from .openai_logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, join
 from .response_head import head_of
 
 NO_SCORES = encode_scores(None)
-
-
-class AnsweredRequest(Protocol):
-    """A request that gets a reply: a Call, or a JournalEntry."""
-
-    prompts: list[Prompt]
-    params: SamplingParams
-    only_prompt: bool
 
 
 class ResponseShape(Protocol):
@@ -52,9 +43,11 @@ class ResponseShape(Protocol):
 class CompletionResponse:
     """Replies of /v1/completions."""
 
-    def __init__(self, call: AnsweredRequest, texts: TokenTexts, record: AcceptedRecord) -> None:
-        self._call = call
+    def __init__(self, record: AcceptedRecord, prompts: list[Prompt], texts: TokenTexts) -> None:
+        self._prompts = prompts
+        self._params = record.params
         self._texts = texts
+        self._only_prompt = record.only_prompt
         self._head = head_of(record)
         self._echo = record.echo
         self._ids = record.token_ids
@@ -69,20 +62,20 @@ class CompletionResponse:
         return []
 
     def choice(self, number: int, delta: Delta) -> dict[str, Any]:
-        index = number * self._call.params.n + delta.index
+        index = number * self._params.n + delta.index
         first = index not in self._begun
         self._begun.add(index)
         tokens, text, entries = delta.token_ids, delta.text, delta.logprobs
-        if self._call.only_prompt:
+        if self._only_prompt:
             tokens, text, entries = [], "", [] if entries is not None else None
         if first and self._echo:
             text = self._prompt_text(number) + text
         self.note(number, delta)
         logprobs = None if entries is None else self._block(number, index, tokens, entries, first=first)
-        reason = "length" if self._call.only_prompt and delta.finish_reason else delta.finish_reason
+        reason = "length" if self._only_prompt and delta.finish_reason else delta.finish_reason
         ids: dict[str, Any] = {"token_ids": tokens} if self._ids else {}
         if first and self._ids:
-            ids["prompt_token_ids"] = self._call.prompts[number].ids
+            ids["prompt_token_ids"] = self._prompts[number].ids
         return {
             "index": index,
             "text": text,
@@ -108,11 +101,11 @@ class CompletionResponse:
 
     def _prompt_text(self, number: int) -> str:
         """Return the text of a prompt, with special tokens, as a client's own text has them too."""
-        prompt = self._call.prompts[number]
+        prompt = self._prompts[number]
         return prompt.text or str(self._texts.tokenizer.decode(prompt.ids))
 
     def _block(self, number: int, index: int, tokens: list[int], entries: list[Raw], *, first: bool) -> dict[str, Any]:
-        ids, skip = self._call.prompts[number].ids, self._call.params.skip_special_tokens
+        ids, skip = self._prompts[number].ids, self._params.skip_special_tokens
         blocks = []
         if first:
             start = len(self._prompt_text(number)) if self._echo else 0
@@ -126,29 +119,30 @@ class CompletionResponse:
 class ChatResponse:
     """Replies of /v1/chat/completions."""
 
-    def __init__(self, call: AnsweredRequest, texts: TokenTexts, record: AcceptedRecord) -> None:
-        self._call = call
+    def __init__(self, record: AcceptedRecord, prompts: list[Prompt], texts: TokenTexts) -> None:
+        self._prompts = prompts
+        self._params = record.params
         self._texts = texts
         self._head = head_of(record)
         self._ids = record.token_ids
-        self._echo = call.prompts[0].text if record.echo else ""
+        self._echo = prompts[0].text if record.echo else ""
         self._entries: list[Raw] | None = None  # log-probabilities of the prompt
 
     def head(self, *, stream: bool) -> dict[str, Any]:
         if stream:
             return {**self._head, "object": "chat.completion.chunk"}
         scores = None if self._entries is None else prompt_logprobs_of(self._texts, self._entries)
-        ids = self._call.prompts[0].ids if self._ids else None
+        ids = self._prompts[0].ids if self._ids else None
         return {**self._head, "object": "chat.completion", "prompt_logprobs": scores, "prompt_token_ids": ids}
 
     def first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        ids = {"prompt_token_ids": self._call.prompts[0].ids} if self._ids else {}
+        ids = {"prompt_token_ids": self._prompts[0].ids} if self._ids else {}
         chunks = [(delta, ids), *([({"content": self._echo}, {})] if self._echo else [])]
         return [
             {"choices": [{"index": i, "delta": part, "logprobs": None, "finish_reason": None}], **more}
             for part, more in chunks
-            for i in range(self._call.params.n)
+            for i in range(self._params.n)
         ]
 
     def choice(self, number: int, delta: Delta) -> dict[str, Any]:
@@ -174,3 +168,8 @@ class ChatResponse:
     def note(self, number: int, delta: Delta) -> None:
         if delta.prompt_logprobs is not None:
             self._entries = delta.prompt_logprobs
+
+
+def response_shape(record: AcceptedRecord, prompts: list[Prompt], texts: TokenTexts) -> ResponseShape:
+    """Return the shape of the reply to a request."""
+    return (ChatResponse if record.kind == "chatcmpl" else CompletionResponse)(record, prompts, texts)

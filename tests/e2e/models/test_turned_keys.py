@@ -19,7 +19,7 @@ from lamina.protocol.step_plan import LayerShape
 def proved(name: str, frequencies: float = 1.0) -> list[LayerShape]:
     """``frequencies``: by which those that the model's modules tell are wrong."""
     model: Any = next(f for f in FAMILIES if f.name == name).build()
-    program = convert_model(model, max_model_len=MAX_LEN, check_rows=False)
+    program = convert_model(model, max_model_len=MAX_LEN)
     told = copy.deepcopy(model)
     for module_name, buffer in told.named_buffers():
         if module_name.endswith("inv_freq"):

@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 import uvloop
+from fake import no_restarts
 
 from lamina.request import SamplingParams
 from lamina.server.engine_client.engine_client import EngineClient
@@ -18,7 +19,7 @@ def test_a_request_is_kept_where_the_link_has_just_ended() -> None:
 
     async def add() -> int:
         here, there = socket.socketpair()
-        client: Any = EngineClient(None, None)  # type: ignore[arg-type]
+        client: Any = EngineClient(None, no_restarts())  # type: ignore[arg-type]
         client._reader, client._writer = await asyncio.open_connection(sock=here)
         client.prompts.resume()
         there.close()

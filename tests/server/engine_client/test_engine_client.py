@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake import no_restarts
 from test_engine_link import READY, Quiet
 from test_flow import until
 
@@ -41,7 +42,7 @@ from lamina.server.errors import ApiError
 from lamina.server.operator_routes import workers_on_host
 
 SOON_S = 20.0
-PARAMS = SamplingParams(max_tokens=3)
+PARAMS = SamplingParams(max_tokens=3, seed=1)
 STATE = EngineState(running=1, waiting=2, free_blocks=[3], steps=5)
 
 
@@ -79,7 +80,7 @@ class Bench:
 
     async def connect(self) -> EngineClient:
         self.engine.send(READY)
-        self.client = await EngineClient.connect(self.handle, lambda progress: None)
+        self.client = await EngineClient.connect(self.handle, lambda progress: None, no_restarts())
         return self.client
 
 
@@ -162,7 +163,7 @@ def test_a_start_is_followed_and_its_failure_told() -> None:
         for stage in ("loading", "cutting"):
             bench.engine.send(Progress(stage=stage, done=1, total=2))
         bench.engine.send(READY)
-        bench.client = await EngineClient.connect(bench.handle, received.append)
+        bench.client = await EngineClient.connect(bench.handle, received.append, no_restarts())
         assert [p.stage for p in received] == ["loading", "cutting"]
         assert bench.client.ready == READY
         assert (bench.client.state, bench.client.counters, bench.client.failure) == (None, {}, None)
@@ -173,7 +174,7 @@ def test_a_start_is_followed_and_its_failure_told() -> None:
         async def fails(bench: Bench, user_error: bool = user_error, kind: type[Exception] = kind) -> None:
             bench.engine.send(Failed(text="no weights", user_error=user_error))
             with pytest.raises(kind, match="^no weights$"):
-                await EngineClient.connect(bench.handle, lambda progress: None)
+                await EngineClient.connect(bench.handle, lambda progress: None, no_restarts())
 
         run(fails)
 
@@ -210,7 +211,7 @@ def test_prompts_are_added_cancelled_refused_and_ended_by_their_keys() -> None:
         client.cancel(0)
         client.cancel(3)
         client.reset_prefix_cache()
-        assert await asyncio.to_thread(bench.engine.recv, SOON_S) == ResetPrefixCache()
+        assert await asyncio.to_thread(bench.engine.recv, SOON_S) == ResetPrefixCache(1)
         client.add([4], PARAMS, ReplyQueue(), Quiet())
         assert await asyncio.to_thread(bench.engine.recv, SOON_S) == AddPrompt(4, [4], PARAMS)
 
@@ -223,7 +224,9 @@ def test_silence_lasts_from_the_last_state_or_output(monkeypatch: pytest.MonkeyP
     async def work(bench: Bench) -> None:
         bench.engine.send(Progress(stage="loading", done=0, total=1))
         bench.engine.send(READY)
-        bench.client = client = await EngineClient.connect(bench.handle, lambda _: now.__setitem__(0, 103.0))
+        bench.client = client = await EngineClient.connect(
+            bench.handle, lambda _: now.__setitem__(0, 103.0), no_restarts()
+        )
         assert client.seconds_without_progress == 0.0
         now[0] = 110.0
         assert client.seconds_without_progress == 7.0
@@ -365,7 +368,7 @@ SPILLED = {"spilled_blocks": {"memory-1": 3.0, "memory-2": 3.0}}
 
 def test_state_and_pool_are_of_the_same_memory_workers() -> None:
     """Those on loan come and go, and what is told of them comes one message after the other."""
-    client = EngineClient(Handle(socket.socket()), None)  # type: ignore[arg-type]
+    client = EngineClient(Handle(socket.socket()), no_restarts())  # type: ignore[arg-type]
     client.ready = READY
     grown = msgspec.structs.replace(READY, num_blocks=[[1], [7, 5]], holders=[[0], [1, 2]])
     client._handle_message(msgspec.structs.replace(STATE, free_blocks=[1, 2], metrics=SPILLED))
@@ -379,7 +382,7 @@ def test_state_and_pool_are_of_the_same_memory_workers() -> None:
 
 def test_who_is_on_which_host_is_what_was_told_last() -> None:
     """So a host is drained by those that are there now, not by those that were lost there."""
-    client = EngineClient(Handle(socket.socket()), None)  # type: ignore[arg-type]
+    client = EngineClient(Handle(socket.socket()), no_restarts())  # type: ignore[arg-type]
     client.ready = msgspec.structs.replace(READY, hosts={"memory-0": "10.0.0.3"})
     client._handle_message(WorkerCounters({}, [], {"memory-0": "10.0.0.4"}))
     client._handle_message(WorkerCounters({}))

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from fake import no_restarts
 from running import MODEL, ROOT
 
 from lamina.config.flat_options import make_config
@@ -56,7 +57,7 @@ def with_engine(monkeypatch: pytest.MonkeyPatch, work: Callable[[Any], Awaitable
     handle = launch_engine(StartEngine(model=MODEL, tokenizer="", config=CONFIG))
 
     async def run() -> None:
-        client = await Watched.connect(handle, lambda progress: None)
+        client = await Watched.connect(handle, lambda progress: None, no_restarts())
         try:
             await work(client)
         finally:
@@ -139,7 +140,7 @@ def test_an_answer_that_the_server_cannot_handle_is_an_error_of_its_request_alon
 
     async def work() -> None:
         engine.send(READY)
-        client = await EngineClient.connect(Silent(ours), lambda progress: None)
+        client = await EngineClient.connect(Silent(ours), lambda progress: None, no_restarts())
         bad, good = ReplyQueue(), ReplyQueue()
         keys = [client.add([1], SamplingParams(), bad, Broken()), client.add([1], SamplingParams(), good, Quiet())]
         engine.send(Outputs([Delta(key=key, index=0, token_ids=[1], text="a") for key in keys]))

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake import no_restarts
 from test_engine_link import READY, Quiet, Silent
 from wired import ThreadEngine, WiredServer, over_a_wire
 
@@ -167,7 +168,7 @@ def with_client(work: Callable[[EngineClient, ControlLink, socket.socket], Await
 
     async def whole() -> None:
         engine.send(READY)
-        client = await EngineClient.connect(Silent(ours), lambda progress: None)
+        client = await EngineClient.connect(Silent(ours), lambda progress: None, no_restarts())
         try:
             await asyncio.wait_for(work(client, engine, theirs), SOON_S)
         finally:

@@ -21,7 +21,9 @@ from lamina.server.engine_client.engine_client import EngineGoneError
 from lamina.server.engine_client.open_prompts import PromptRefusedError
 from lamina.server.errors import ApiError
 from lamina.server.queue_limit import QueueLimit
+from lamina.server.request.openai_protocol import Sampling
 from lamina.server.request.prompt_processing import Prompt
+from lamina.server.response.response_head import new_accepted_request
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 HEAD = {"id": "", "object": "text_completion", "created": 0, "model": "tiny", "system_fingerprint": "lamina-0.1.0"}
@@ -275,7 +277,8 @@ def test_an_engine_that_was_gone_before() -> None:
 def call(service: Service, *prompts: list[int], **params: Any) -> Call:
     found = SamplingParams(**params)
     ticket = service.queue_limit.admit(len(prompts) * found.n)
-    return Call(service, [Prompt(p, "") for p in prompts], found, ticket, 0.0)
+    record = new_accepted_request("cmpl", "tiny", found, Sampling.model_validate({}), b"")
+    return Call(service, record, [Prompt(p, "") for p in prompts], ticket, 0.0)
 
 
 def test_prompt_tokens_wait_until_their_own_first_token() -> None:
@@ -315,10 +318,11 @@ def test_a_call_that_is_closed_early_counts_as_aborted_and_another_does_not() ->
 
 def test_what_the_log_says_of_a_call() -> None:
     one = call(make_service(Later()), [1, 2], [3])
-    assert one.log_fields() == {"prompt_tokens": 3, "completion_tokens": 0}
+    counts = {"answer_id": one.record.log_name, "prompt_tokens": 3, "completion_tokens": 0}
+    assert one.log_fields() == counts
     for meter, first_s in zip(one.meters, (0.25, 0.123456), strict=True):
         meter.first_s = first_s
-    assert one.log_fields() == {"prompt_tokens": 3, "completion_tokens": 0, "ttft_s": 0.1235}
+    assert one.log_fields() == {**counts, "ttft_s": 0.1235}
     one.meters[1].first_s = None
     assert one.log_fields()["ttft_s"] == 0.25
 

@@ -8,12 +8,15 @@ from typing import Any
 import httpx
 from shipped import MODEL, ROOT
 
+from lamina.config.flat_options import make_config
 from lamina.models.tokenizer import load_tokenizer
 from lamina.request import SamplingParams
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, SessionName
 from lamina.server.app import make_app, with_middleware
 from lamina.server.call import Service
+from lamina.server.engine_client.engine_restarts import EngineRestarts
+from lamina.server.engine_client.engine_watchdog import EngineHandle
 from lamina.server.engine_client.messages import (
     Delta,
     EngineReady,
@@ -21,6 +24,7 @@ from lamina.server.engine_client.messages import (
     PromptTimes,
     SessionsReply,
     SessionsRequest,
+    StartEngine,
     encode_scores,
 )
 from lamina.server.engine_client.open_prompts import DeltaObserver
@@ -108,6 +112,16 @@ class FakeClient:
         end = Delta(key=key, index=index, token_ids=[WORD], text="cd", logprobs=logprobs and list(logprobs),
                     finish_reason="length", times=times)  # fmt: skip
         return [first, end]
+
+
+def no_restarts() -> EngineRestarts:
+    """No other engine replaces the first one."""
+    config = make_config({"transport": "shm", "max_recoveries": 0})
+
+    def launch(start: StartEngine) -> EngineHandle:
+        raise AssertionError("another engine was started")
+
+    return EngineRestarts(StartEngine(model="m", tokenizer="", config=config), launch)
 
 
 def make_service(client: Any = None, **options: Any) -> Service:
