@@ -24,8 +24,8 @@ from lamina.server.engine_client.messages import Delta
 from lamina.server.journal.journal import Journal
 from lamina.server.journal.journal_records import AcceptedRecord, JournalPrompt
 from lamina.server.journal.segment import frame_record
+from lamina.server.request.accepted_request import new_accepted_request
 from lamina.server.request.openai_protocol import Sampling
-from lamina.server.response.response_head import new_accepted_request
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from .request.prompt_processing import Prompt, PromptProcessor
 from .request.sampling_request import PARAMS
 from .request.unsupported_fields import UnknownFields
 from .response.openai_logprobs import TokenNumbers, TokenTexts
-from .response.response_head import usage_of
+from .response.openai_shapes import usage_of
 from .server_config import ServerConfig
 
 RECOVERING = "recovering"  # a worker was lost and is being replaced; its requests continue after that

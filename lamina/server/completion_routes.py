@@ -20,12 +20,12 @@ from .middleware.intake import TextRoom
 from .middleware.request_bodies import parse
 from .openapi import body_of, responses_of
 from .queue_limit import QueueTicket
+from .request.accepted_request import new_accepted_request
 from .request.openai_protocol import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from .request.prompt_processing import Prompt, echoed_text, split_prompts
 from .request.sampling_request import chat_params, completion_params
 from .response.event_stream import EventStream, json_response_of, run_until_disconnect
 from .response.openai_shapes import response_shape
-from .response.response_head import new_accepted_request
 from .response.room import answer_costs, take_room
 from .session_routes import begin_turn
 from .tenants import cache_options_of, salt_of

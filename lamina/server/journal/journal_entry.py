@@ -10,7 +10,7 @@ import msgspec
 from lamina.request import SamplingParams
 from lamina.server.engine_client.messages import Delta, merge_delta
 from lamina.server.request.prompt_processing import Prompt
-from lamina.server.response.response_head import usage_of
+from lamina.server.response.openai_shapes import usage_of
 
 from .journal_records import AcceptedRecord, FailedRecord
 

@@ -6,14 +6,15 @@ from typing import Any, Protocol
 
 from msgspec import Raw
 
+from lamina import __version__
 from lamina.server.engine_client.messages import Delta, encode_scores
 from lamina.server.journal.journal_records import AcceptedRecord
 from lamina.server.request.prompt_processing import Prompt
 
 from .openai_logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, joined_logprobs, prompt_logprobs_of
-from .response_head import head_of
 
 NO_SCORES = encode_scores(None)
+FINGERPRINT = f"lamina-{__version__}"
 
 
 class ResponseShape(Protocol):
@@ -48,7 +49,7 @@ class CompletionResponse:
         self._params = record.params
         self._texts = texts
         self._only_prompt = record.only_prompt
-        self._head = head_of(record)
+        self._head = _head_of(record)
         self._echo = record.echo
         self._ids = record.token_ids
         self._logprobs: dict[int, CompletionLogprobs] = {}
@@ -123,7 +124,7 @@ class ChatResponse:
         self._prompts = prompts
         self._params = record.params
         self._texts = texts
-        self._head = head_of(record)
+        self._head = _head_of(record)
         self._ids = record.token_ids
         self._echo = prompts[0].text if record.echo else ""
         self._entries: list[Raw] | None = None  # log-probabilities of the prompt
@@ -173,3 +174,23 @@ class ChatResponse:
 def response_shape(record: AcceptedRecord, prompts: list[Prompt], texts: TokenTexts) -> ResponseShape:
     """Return the shape of the reply to a request."""
     return (ChatResponse if record.kind == "chatcmpl" else CompletionResponse)(record, prompts, texts)
+
+
+def usage_of(prompt: int, completion: int, cached: int, *, details_always: bool = False) -> dict[str, Any]:
+    """Return token counts in OpenAI's format. ``cached``: prompt tokens whose KV was cached; a count of 0 is left out
+    without ``details_always``.
+    """
+    details = {"prompt_tokens_details": {"cached_tokens": cached}} if cached or details_always else {}
+    total = prompt + completion
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total, **details}
+
+
+def _head_of(record: AcceptedRecord) -> dict[str, Any]:
+    """Return the fields that begin the reply and each of its chunks; the caller fills in ``object``."""
+    return {
+        "id": record.id,
+        "object": "",
+        "created": record.created,
+        "model": record.model,
+        "system_fingerprint": FINGERPRINT,
+    }

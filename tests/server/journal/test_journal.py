@@ -24,8 +24,8 @@ from lamina.server.journal.journal import Journal
 from lamina.server.journal.journal_directory import model_digest
 from lamina.server.journal.journal_entry import JournalEntry
 from lamina.server.journal.journal_records import FORMAT, AcceptedRecord, FailedRecord, JournalPrompt
+from lamina.server.request.accepted_request import new_accepted_request
 from lamina.server.request.openai_protocol import Sampling
-from lamina.server.response.response_head import new_accepted_request
 
 PATH = str(ROOT / MODEL)
 SIZE = 1 << 20

@@ -21,9 +21,9 @@ from lamina.server.engine_client.engine_client import EngineGoneError
 from lamina.server.engine_client.open_prompts import PromptRefusedError
 from lamina.server.errors import ApiError
 from lamina.server.queue_limit import QueueLimit
+from lamina.server.request.accepted_request import new_accepted_request
 from lamina.server.request.openai_protocol import Sampling
 from lamina.server.request.prompt_processing import Prompt
-from lamina.server.response.response_head import new_accepted_request
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 HEAD = {"id": "", "object": "text_completion", "created": 0, "model": "tiny", "system_fingerprint": "lamina-0.1.0"}

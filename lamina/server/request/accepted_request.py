@@ -1,18 +1,16 @@
-"""The facts of a reply that are known before it begins: its id, its kind, and the request."""
+"""The record of a request: all that its reply depends on. A journal keeps it."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from typing import Any, Literal
+from typing import Literal
 
-from lamina import __version__
 from lamina.request import SamplingParams
 from lamina.scheduler.sessions.token_ranges import parse_ranges
 from lamina.server.journal.journal_records import AcceptedRecord
-from lamina.server.request.openai_protocol import Sampling
 
-FINGERPRINT = f"lamina-{__version__}"
+from .openai_protocol import Sampling
 
 
 def new_accepted_request(
@@ -44,23 +42,3 @@ def new_accepted_request(
         priority=body.priority or 0,
         discard=parse_ranges(body.kv_discard or ()),
     )
-
-
-def usage_of(prompt: int, completion: int, cached: int, *, details_always: bool = False) -> dict[str, Any]:
-    """Return token counts in OpenAI's format. ``cached``: prompt tokens whose KV was cached; a count of 0 is left out
-    without ``details_always``.
-    """
-    details = {"prompt_tokens_details": {"cached_tokens": cached}} if cached or details_always else {}
-    total = prompt + completion
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total, **details}
-
-
-def head_of(record: AcceptedRecord) -> dict[str, Any]:
-    """Return the fields that begin the reply and each of its chunks; the caller fills in ``object``."""
-    return {
-        "id": record.id,
-        "object": "",
-        "created": record.created,
-        "model": record.model,
-        "system_fingerprint": FINGERPRINT,
-    }
