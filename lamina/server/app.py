@@ -25,7 +25,7 @@ from .middleware.auth import Auth
 from .middleware.head_requests import HeadRequests
 from .middleware.root_path import RootPath
 from .middleware.trusted_hosts import TrustedHosts
-from .middleware.unsupported_routes import route_not_found, unsupported_route
+from .unsupported_routes import route_not_found, unsupported_route
 
 
 def make_app(service: Service) -> FastAPI:

@@ -23,9 +23,9 @@ from .errors import ApiError, engine_error, engine_gone, slo_error
 from .journal.journal import Journal
 from .journal.journal_entry import JournalEntry
 from .journal.journal_records import AcceptedRecord
+from .memory_budget import MemoryBudget
 from .metrics.engine_metrics import EngineMetrics
 from .metrics.http_metrics import PromptMeter, ServerMetrics
-from .middleware.budget import MemoryBudget
 from .queue_limit import QueueLimit, QueueTicket
 from .request.prompt_processing import Prompt, PromptProcessor
 from .request.sampling_request import PARAMS

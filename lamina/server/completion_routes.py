@@ -15,18 +15,18 @@ from .call import Call, Service, SessionTurn
 from .errors import ApiError
 from .journal.journal_entry import JournalEntry
 from .journal.journal_records import AcceptedRecord, JournalPrompt
-from .limits import PROMPT_TOKEN
-from .middleware.intake import TextRoom
-from .middleware.request_bodies import parse
+from .memory_limits import PROMPT_TOKEN
 from .openapi import body_of, responses_of
 from .queue_limit import QueueTicket
 from .request.accepted_request import new_accepted_request
+from .request.intake import TextRoom
 from .request.openai_protocol import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from .request.prompt_processing import Prompt, echoed_text, split_prompts
+from .request.request_bodies import parse
 from .request.sampling_request import chat_params, completion_params
+from .response.answer_memory import answer_costs, reserve_answer
 from .response.event_stream import EventStream, json_response_of, run_until_disconnect
 from .response.openai_shapes import response_shape
-from .response.room import answer_costs, take_room
 from .session_routes import begin_turn
 from .tenants import cache_options_of, salt_of
 
@@ -107,7 +107,7 @@ async def _call(
     lengths = [len(p.ids) for p in prompts]
     request.state.intake.add(PROMPT_TOKEN * sum(lengths), "the prompt")
     costs = answer_costs(record, lengths, service.client.ready)
-    room = take_room(service.answers, costs, service.metrics.on_rejected)
+    room = reserve_answer(service.answers, costs, service.metrics.on_rejected)
     request.state.at_end.callback(room.close)
     entry = await _journaled(service, record, prompts)
     try:

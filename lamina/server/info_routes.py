@@ -12,11 +12,11 @@ from lamina import __version__
 
 from .call import Service
 from .errors import ApiError, json_response
-from .limits import LIST_TOKEN, TOKEN_NAME
-from .middleware.intake import TextRoom
-from .middleware.request_bodies import parse
+from .memory_limits import LIST_TOKEN, TOKEN_NAME
 from .openapi import body_of, responses_of
+from .request.intake import TextRoom
 from .request.openai_protocol import DetokenizeRequest, TokenizeRequest
+from .request.request_bodies import parse
 from .response.event_stream import json_answer
 from .response.rows import Rows
 

@@ -22,9 +22,9 @@ from lamina.models.checkpoint import peek_config
 from .call import Service
 from .engine_client.messages import EngineReady
 from .errors import ApiError, json_response
-from .middleware.request_bodies import parse
 from .openapi import body_of, responses_of
 from .request.openai_protocol import Int, Strict, Word
+from .request.request_bodies import parse
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 ELEMENT_BYTES = {"float32": 4}

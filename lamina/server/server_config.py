@@ -13,7 +13,7 @@ from lamina.scheduler.conductor import ConductorConfig
 from lamina.scheduler.conductor.overload import NO_LIMITS, OVERLOAD_POLICIES, SloLimits
 from lamina.scheduler.conductor.routing import POLICIES
 
-from .limits import MemoryLimits, memory_limits
+from .memory_limits import MemoryLimits, memory_limits
 
 
 def option(default: Any, help: str) -> Any:

@@ -26,9 +26,9 @@ from lamina.scheduler.sessions.session_turns import (
 from .call import Service, SessionTurn
 from .engine_client.messages import SessionsReply, SessionsRequest
 from .errors import ApiError, json_response
-from .middleware.request_bodies import parse
 from .openapi import body_of, responses_of
 from .request.openai_protocol import ChatRequest, CompletionRequest, Strict, Text
+from .request.request_bodies import parse
 from .tenants import salt_of
 
 PARAM = "session_id"

@@ -1,1 +1,1 @@
-"""Checks of a request before its fields are read: keys, hosts and limits."""
+"""Layers that every connection and every request passes: limits, TLS, keys, hosts."""

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from lamina.server.errors import ApiError, error_response
+from lamina.server.memory_budget import MemoryBudget
 
-from .budget import MemoryBudget
 from .connection_limit import ConnectionLimiter
 
 MAX_HEAD = 1 << 16  # bytes without a part of a body: request line, headers, framing of chunks

@@ -29,9 +29,9 @@ from lamina.server.engine_client.messages import Delta, Outputs, PromptTimes, de
 from lamina.server.errors import ApiError
 from lamina.server.journal.journal import Journal
 from lamina.server.journal.journal_records import AcceptedRecord
-from lamina.server.middleware.budget import MemoryBudget
+from lamina.server.memory_budget import MemoryBudget
 from lamina.server.response import event_stream, rows
-from lamina.server.response.room import answer_costs, take_room
+from lamina.server.response.answer_memory import answer_costs, reserve_answer
 from lamina.server.response.rows import Rows, encode, pieces
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -278,10 +278,10 @@ def test_room_for_answers_is_never_given_twice(asked: list[tuple[int, bool]]) ->
             held.pop(0).close()
         free = 1000 - sum(holding.size for holding in held)
         if nbytes <= free:
-            held.append(take_room(budget, {"n": nbytes}, refused.append))
+            held.append(reserve_answer(budget, {"n": nbytes}, refused.append))
         else:
             with pytest.raises(ApiError, match="answer-total") as error:
-                take_room(budget, {"n": nbytes}, refused.append)
+                reserve_answer(budget, {"n": nbytes}, refused.append)
             assert error.value.status == 503
         assert budget.used == sum(holding.size for holding in held) <= 1000
     for holding in held:

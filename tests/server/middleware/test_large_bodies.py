@@ -14,8 +14,8 @@ from fake import FakeClient, http_of, make_service
 from test_flow import until
 from test_layers import JSON, ask, error_of, run
 
-from lamina.server.middleware.request_bodies import INLINE_BYTES
 from lamina.server.request import json_decoding
+from lamina.server.request.request_bodies import INLINE_BYTES
 
 SIZE = 8 << 20
 STRETCH_S = 0.1  # for which nobody else may be kept waiting, of a slow processor's time; a fast one needs 0.02 at most

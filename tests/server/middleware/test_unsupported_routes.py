@@ -8,7 +8,7 @@ from fake import FakeClient, http_of, make_service
 from test_layers import ask, error_of, routes, run
 
 from lamina.server.app import make_app
-from lamina.server.middleware.unsupported_routes import unsupported_route
+from lamina.server.unsupported_routes import unsupported_route
 
 
 @pytest.mark.parametrize(

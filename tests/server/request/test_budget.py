@@ -19,8 +19,8 @@ from test_layers import JSON, ask, error_of, run
 from lamina.config.flag_groups import GROUP_OF
 from lamina.facts.host_memory import memory_bytes
 from lamina.server.app import make_app, with_middleware
-from lamina.server.limits import decoding_bytes, memory_limits
-from lamina.server.middleware.budget import Holding, MemoryBudget
+from lamina.server.memory_budget import Holding, MemoryBudget
+from lamina.server.memory_limits import decoding_bytes, memory_limits
 from lamina.server.server_config import ServerConfig
 
 LIMIT = 1000

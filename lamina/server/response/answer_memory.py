@@ -9,8 +9,8 @@ from lamina.facts.report import size_text
 from lamina.server.engine_client.messages import EngineReady
 from lamina.server.errors import ApiError
 from lamina.server.journal.journal_records import AcceptedRecord
-from lamina.server.limits import ANSWER_TOKEN, PROMPT_SCORE, SCORE
-from lamina.server.middleware.budget import Holding, MemoryBudget
+from lamina.server.memory_budget import Holding, MemoryBudget
+from lamina.server.memory_limits import ANSWER_TOKEN, PROMPT_SCORE, SCORE
 
 RETRY_AFTER_S = 1
 
@@ -39,7 +39,7 @@ def _alternatives(count: int, ready: EngineReady) -> int:
     return 1 + (ready.vocab_size if count < 0 else count)
 
 
-def take_room(budget: MemoryBudget, costs: dict[str, int], refused: Callable[[str], None]) -> Holding:
+def reserve_answer(budget: MemoryBudget, costs: dict[str, int], refused: Callable[[str], None]) -> Holding:
     """Take memory for a reply, until the holding is closed. ``refused``: gets the reason of a 503, in one word. Raises
     ApiError: 400 for a reply that never fits, 503 if other replies take the memory now.
     """

@@ -12,14 +12,14 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from lamina.server.errors import CLIENT_CLOSED_REQUEST, ApiError
-from lamina.server.limits import decoding_bytes, held_bytes
-from lamina.server.request import json_decoding
-from lamina.server.request.generation_config import fields_of
-from lamina.server.request.openai_protocol import PromptCacheOptions
-from lamina.server.request.unsupported_fields import IGNORED, MESSAGE, PART, STREAM_OPTIONS, UNSUPPORTED, check_neutral
+from lamina.server.memory_limits import decoding_bytes, held_bytes
 from lamina.server.server_config import ServerConfig
 
+from . import json_decoding
+from .generation_config import fields_of
 from .intake import SMALL, Intake
+from .openai_protocol import PromptCacheOptions
+from .unsupported_fields import IGNORED, MESSAGE, PART, STREAM_OPTIONS, UNSUPPORTED, check_neutral
 
 if TYPE_CHECKING:
     from lamina.server.call import Service

@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from lamina.config.flag_groups import flag_name
 from lamina.facts.report import size_text
 from lamina.server.errors import ApiError
-from lamina.server.limits import SPARE, TOKENIZING
-
-from .budget import MemoryBudget
+from lamina.server.memory_budget import MemoryBudget
+from lamina.server.memory_limits import SPARE, TOKENIZING
 
 SMALL = 1 << 14  # bytes of a body that may use the whole budget; larger bodies leave a part of it to small ones
 ALONE = 1 << 16  # bytes of text from which on only one request at a time is tokenized
