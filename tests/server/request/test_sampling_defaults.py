@@ -15,7 +15,7 @@ SAYS = {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", TALK)])
 def test_what_a_request_does_not_say(path: str, body: dict[str, Any]) -> None:
     service = make_service()
-    service.defaults.update(SAYS)
+    service.defaults = SAYS
     for fields, expected in (
         ({}, (0.6, 20, 9)),
         ({"temperature": 0.0, "top_k": -1, "max_tokens": 4}, (0.0, -1, 4)),
