@@ -124,15 +124,25 @@ class MemoryWorker:
         """
         fabric = self._enter_epoch(meeting.epoch, net)
         self._counters.add("connects", 1)
-        peers = self._peers = RemotePages(
-            fabric, fabric.listener_for(listener), meeting.peers, self._counters, self._clock
-        )
+        peers = self._peers = RemotePages(fabric, listener.url, meeting.peers, self._counters, self._runtime)
         copies = LiveMigration(fabric, meeting.migration_peers, self._report, self._counters, self._runtime)
+        expected = peers.expected, copies.expected
+
+        def accept() -> Channel | None:
+            """Return the channel of the next compute or prefill worker; None if another one came, or none."""
+            with suppress(ChannelTimeout):
+                channel = fabric.accept(listener, POLL_S)
+                return None if any(each.accept(channel) for each in expected) else channel
+            return None
+
         try:
             with _ended_by_damage(self._runtime.exit_process), torch.inference_mode():
                 open_store = partial(self._open_store, meeting)
+                first = None
+                while first is None:  # as long as the driver lives
+                    first = accept()
                 server = EpochServer(
-                    _first(peers, copies),
+                    first,
                     open_store,
                     self._counters,
                     self._trace,
@@ -144,8 +154,11 @@ class MemoryWorker:
                 if meeting.migration_peers and self._store is not None:
                     copies.start(self._store)
                     server.live_migration = copies
-                while server.num_missing or peers.num_missing or copies.num_missing:
-                    self._join(server, peers, copies)
+                while server.num_missing or any(each.num_missing for each in expected):
+                    if server.num_missing:  # else steps may come while other memory workers are still to come
+                        server.check_channels()
+                    if (channel := accept()) is not None:
+                        server.add_channel(channel)
                 self._tell_pages()
                 server.run()
         except ProtocolError as e:
@@ -276,13 +289,6 @@ class MemoryWorker:
             entered.end_epoch(reason)
         return entered
 
-    def _join(self, server: EpochServer, peers: RemotePages, copies: LiveMigration) -> None:
-        if server.num_missing:  # else steps may come while other memory workers are still to come
-            server.check_channels()
-        with suppress(ChannelTimeout):
-            if (channel := _next(peers, copies)) is not None:
-                server.add_channel(channel)
-
     def _tell_pages(self) -> None:
         """Report to the driver which pages can be loaded, after all workers that may hold pages have connected."""
         stored, self._stored = self._stored, None
@@ -376,17 +382,3 @@ def _ended_by_damage(end: Callable[[str], None]) -> Iterator[None]:
 
 def _epoch_over(epoch: int, newer: int) -> str:
     return f"epoch {epoch} is over: epoch {newer} begins"
-
-
-def _first(peers: RemotePages, copies: LiveMigration) -> Channel:
-    """Return the channel of the first worker, which binds. Waits as long as the driver lives."""
-    while True:
-        with suppress(ChannelTimeout):
-            if (channel := _next(peers, copies)) is not None:
-                return channel
-
-
-def _next(peers: RemotePages, copies: LiveMigration) -> Channel | None:
-    """Accept the next connection; None if it is another memory worker's. Raises ChannelTimeout."""
-    channel = peers.accept(POLL_S)
-    return None if channel is None or copies.accept(channel) else channel

@@ -27,6 +27,7 @@ from lamina.workers.memory.kv_transfer.transfer_link import (
     TransferLink,
     TransferPart,
     TransferRefusedError,
+    decode_request,
     inbox,
 )
 from lamina.workers.runtime import RUNTIME, Runtime
@@ -149,10 +150,7 @@ class PrefixFetch:
         """Yield the parts of a request. The driver ensures that the blocks are not written meanwhile. Raises
         TransferRefusedError, ProtocolError.
         """
-        try:
-            ask = _decode(data)
-        except msgspec.MsgspecError as e:
-            raise ProtocolError(f"a request is not valid: {e}") from None
+        ask = decode_request(_decode, data)
         ids = whole_blocks(self._store, ask.sequence, ask.first, ask.count)
         if ids is None:
             raise TransferRefusedError(f"there are no such tokens: {ask}")

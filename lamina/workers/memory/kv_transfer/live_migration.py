@@ -5,11 +5,10 @@ See protocol.migration_ops. Two workers have one channel for it in an epoch, wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from lamina.netstack import Channel, ChannelError, Terms
+from lamina.netstack import ChannelError, Terms
 from lamina.protocol.control import LinkClosedError
 from lamina.protocol.migration_ops import CommitMigration, CopyStripes, MigrationPeer, StripesCopied
 from lamina.protocol.step_plan import Free, ProtocolError, StepPlan
@@ -19,6 +18,7 @@ from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.runtime import RUNTIME, Runtime
 
 from .block_parts import gather, layer_parts, max_block_bytes, scatter
+from .expected_peers import ExpectedPeers
 from .transfer_link import CONNECT_TIMEOUT_S, Transfer, TransferLink, inbox
 
 SILENCE_S = 30.0  # seconds without a message of a peer that has a copy to send, or without room for one
@@ -39,40 +39,18 @@ class LiveMigration:
     ) -> None:
         """``peers``: all workers of the partition, by number, including this one."""
         self._view, self._peers, self._report, self._meter = view, peers, report, meter
-        self._runtime, self._clock, self._deadline = around, around.clock, math.inf
-        self._due = {peer.name for peer in peers if peer.is_awaited}
-        self._waiting_channels: list[Channel] = []  # not used before there is a store
+        self._runtime = around
+        self.expected = ExpectedPeers([peer.name for peer in peers if peer.is_awaited], around.clock)
         self._links: dict[str, TransferLink] = {}
         self._last = -1  # the copy that a plan has named last
         self._store: KvStore | None = None
 
-    @property
-    def num_missing(self) -> int:
-        """The number of workers that are still to connect; 0 after a time limit. Without them nothing is copied, and
-        all else continues.
-        """
-        if self._due and self._clock() > self._deadline:
-            self._due.clear()
-        return len(self._due)
-
-    def accept(self, channel: Channel) -> bool:
-        """Keep ``channel`` if it belongs to another worker that copies stripes, and return whether it does."""
-        if not any(peer.is_awaited and peer.name == channel.peer_name for peer in self._peers):
-            return False
-        self._due.discard(channel.peer_name)
-        if self._store is None:
-            self._waiting_channels.append(channel)
-        else:
-            self._links[channel.peer_name].attach(channel)
-        return True
-
     def start(self, store: KvStore) -> None:
         """Begin to receive copies into ``store`` and to send them from it."""
-        self._store, self._deadline = store, self._clock() + CONNECT_TIMEOUT_S
+        self._store = store
         for peer in self._peers:
             self._links[peer.name] = TransferLink(peer.name, SILENCE_S, store.device, around=self._runtime)
-        for channel in self._waiting_channels:
-            self._links[channel.peer_name].attach(channel)
+        self.expected.serve(lambda channel: self._links[channel.peer_name].attach(channel), CONNECT_TIMEOUT_S)
         if any(peer.connects for peer in self._peers):
             self._runtime.start_background(self._connect, "lamina-meet")
 

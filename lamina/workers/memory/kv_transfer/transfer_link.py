@@ -17,8 +17,9 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -30,6 +31,7 @@ from lamina.workers.runtime import RUNTIME, Runtime
 from lamina.workers.staging import Staging, open_staging
 
 log = logging.getLogger(__name__)
+Request = TypeVar("Request")
 SLOTS, PART_BYTES = 4, 1 << 20  # slots of an inbox; bytes of a part, unless a block is larger
 POLL_S = 1.0  # seconds of a wait for the next message, at most, before a check for a silent peer
 CONNECT_TIMEOUT_S = 5.0  # seconds that a transfer to a peer waits for its channel
@@ -137,8 +139,11 @@ class TransferLink:
         return transfer
 
     def request(self, number: int, data: bytes) -> None:
-        """Request a transfer of the peer. Raises ChannelError."""
-        self._put(MessageType.REQUEST, number, 0, len(data), partial(_copy_bytes, data))
+        """Request a transfer of the peer. Raises TransferError, ValueError if ``data`` does not fit its inbox."""
+        try:
+            self._put(MessageType.REQUEST, number, 0, len(data), partial(_copy_bytes, data))
+        except ChannelError as e:
+            raise TransferError(f"{e} (transfer {number} of {self.peer})") from e
 
     def expect(self, transfer: Transfer) -> Transfer:
         """Receive a transfer from now on. ``cancel`` and ``stop`` end it without ``on_end``."""
@@ -351,6 +356,14 @@ def parts_into(data: bytearray) -> Iterator[TransferPart]:
     for low in range(0, len(data), PART_BYTES):
         some = memoryview(data)[low : low + PART_BYTES]
         yield TransferPart(len(some), partial(_take_bytes, some))
+
+
+def decode_request(decode: Callable[[bytes], Request], data: bytes) -> Request:
+    """Return a decoded request. Raises ProtocolError."""
+    try:
+        return decode(data)
+    except msgspec.MsgspecError as e:
+        raise ProtocolError(f"a request is not valid: {e}") from None
 
 
 def inbox(block_bytes: int = 0) -> Geometry:

@@ -1,51 +1,46 @@
 """Pages that lie on another host: a worker that lacks a fragment requests it from the memory workers there.
 
-In an epoch each worker connects to each other one and sends requests. The other one replies from its storage backend,
-on a thread of its own. A request is a PageRequest in msgpack. The reply to one with a key is the bytes of the
-fragments, one after another, in parts; or that they are lost. The reply to one without a key is the keys of pages that
-have all of the fragments, in parts that end with an empty one. Received pages are used, and not stored here: the driver
-counts them as available as long as the other host has them.
+In an epoch each worker connects to each other one and sends requests. The other one replies from its storage backend:
+with the bytes of a page's fragments, one after another, or with the keys of pages that have all of the fragments.
+Received pages are used, and not stored here: the driver counts them as available as long as the other host has them.
 """
 
 from __future__ import annotations
 
-import enum
+import itertools
 import logging
-import math
-import struct
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from lamina.kv.pages import PageFragment
 from lamina.kv.storage import FragmentLostError, StorageBackend, StorageError
-from lamina.netstack import Channel, ChannelError, ChannelTimeout, Geometry, Terms
-from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
+from lamina.netstack import Channel, ChannelError, Terms
 from lamina.protocol.control import Address
 from lamina.protocol.offload_messages import MAX_LISTED_PAGES
 from lamina.protocol.step_plan import KEY_BYTES, ProtocolError
 from lamina.utils.background_thread import LowPriorityCall
-from lamina.workers.epoch_channels import EpochFabric, SingleEpochListener
+from lamina.workers.epoch_channels import EpochFabric
+from lamina.workers.memory.kv_transfer.expected_peers import ExpectedPeers
+from lamina.workers.memory.kv_transfer.transfer_link import (
+    Transfer,
+    TransferLink,
+    TransferPart,
+    TransferRefusedError,
+    decode_request,
+    inbox,
+    parts_from,
+    parts_into,
+)
 from lamina.workers.memory.worker_counters import Counters
-from lamina.workers.rpc import serve_requests
+from lamina.workers.runtime import RUNTIME, Runtime
 
 log = logging.getLogger(__name__)
-PART_BYTES = 1 << 20  # bytes of one part of a reply
-SLOTS = 4
 # Seconds to connect and for the first reply: the other worker may still start; the epoch's end also ends it.
 CONNECT_S = 600.0
-ANSWER_S = 10.0  # seconds for a later part of a reply: the other end waits for its disk
-# Seconds for other workers to connect, after they can be served: pages of theirs are useful, but not necessary.
-ACCEPT_TIMEOUT_S = 60.0
-END_S = 0.5  # seconds for a reply that is under way as the epoch ends
-_TAG = struct.Struct(f"<I{CHECKSUM_BYTES}s")
-
-
-class PageReplyKind(enum.IntEnum):
-    PART = 1
-    MISSING = 2
+ANSWER_S = 10.0  # seconds for a later reply, and for each part: the other end waits for its disk
+ACCEPT_TIMEOUT_S = 60.0  # seconds for other workers to connect, after they can be served
+SIZE_BYTES = 8  # bytes of the length of a list of keys
 
 
 class PageRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -64,62 +59,34 @@ class RemotePages:
     """
 
     def __init__(
-        self,
-        view: EpochFabric,
-        listener: SingleEpochListener,
-        peers: Sequence[Address],
-        meter: Counters,
-        clock: Callable[[], float] = time.monotonic,
+        self, view: EpochFabric, own_url: str, peers: Sequence[Address], meter: Counters, around: Runtime = RUNTIME
     ) -> None:
         """``peers``: all workers that have pages for each other, including this one; empty if there are none."""
-        self._view, self._listener, self._meter, self._clock = view, listener, meter, clock
-        self._peers = [peer for peer in peers if peer.url != listener.url]
-        self._name = next((peer.name for peer in peers if peer.url == listener.url), "")
-        self._names = {peer.name for peer in self._peers}
-        self._due, self._until = set(self._names), math.inf  # the workers that are still to connect
-        self._waiting_channels: list[Channel] = []  # not served before there is a storage backend
+        self._view, self._meter, self._runtime = view, meter, around
+        self._peers = [peer for peer in peers if peer.url != own_url]
+        self._name = next((peer.name for peer in peers if peer.url == own_url), "")
+        self.expected = ExpectedPeers([peer.name for peer in self._peers], around.clock)
         self._medium: StorageBackend | None = None
-        self._locations: dict[bytes, _PageSource] = {}
-        self._threads: list[threading.Thread] = []
-        self._reading = threading.Lock()
-        self._connecting = LowPriorityCall(self._connect, "lamina-peers") if self._due else None
-
-    @property
-    def num_missing(self) -> int:
-        """The number of workers that are still to connect; 0 after a time limit."""
-        if self._due and self._clock() > self._until:
-            log.warning("%s did not connect for pages in %g s", ", ".join(sorted(self._due)), ACCEPT_TIMEOUT_S)
-            self._due.clear()
-        return len(self._due)
-
-    def accept(self, timeout_s: float) -> Channel | None:
-        """Accept the next worker and return its channel; None if it connected to request pages. Raises as
-        SingleEpochListener.
-        """
-        channel = self._listener.accept(timeout_s=timeout_s)
-        if channel.peer_name not in self._names:
-            return channel
-        self._due.discard(channel.peer_name)
-        self._waiting_channels.append(channel)
-        self._hear()
-        return None
+        self._numbers = itertools.count()  # of transfers
+        self._locations: dict[bytes, TransferLink] = {}
+        self._links: list[TransferLink] = []
+        self._connecting = LowPriorityCall(self._connect, "lamina-peers") if self._peers else None
 
     def serve(self, medium: StorageBackend) -> None:
         """Reply to requests from ``medium`` from now on."""
-        self._medium, self._until = medium, self._clock() + ACCEPT_TIMEOUT_S
-        self._hear()
+        self._medium = medium
+        self.expected.serve(lambda channel: self._link(channel, self._answer), ACCEPT_TIMEOUT_S)
 
     def set_locations(self, share: frozenset[PageFragment], own: Sequence[bytes] = ()) -> list[bytes]:
         """Return keys of pages of which another host has all of ``share``, followed by ``own``, which are here. These
         are at most MAX_LISTED_PAGES. All workers have connected before.
         """
-        sources = self._reached() if share else {}
-        for name, asked in sources.items():
+        for source in self._sources() if share else ():
             try:
-                for key in asked.keys(share):
-                    self._locations.setdefault(key, asked)
-            except StorageError as e:  # a lost worker ends the epoch anyway
-                log.warning("pages of %s are not found: %s", name, e)
+                for key in self._keys(source, share):
+                    self._locations.setdefault(key, source)
+            except ChannelError as e:  # a lost worker ends the epoch anyway
+                log.warning("pages of %s are not found: %s", source.peer, e)
         here = set(own)
         return [*(key for key in self._locations if key not in here), *own][-MAX_LISTED_PAGES:]
 
@@ -131,160 +98,98 @@ class RemotePages:
         try:
             self._medium.read(key, into)
         except FragmentLostError:
-            if (asked := self._locations.get(key)) is None:
+            if (source := self._locations.get(key)) is None:
                 raise
             try:
-                with self._reading:
-                    asked.page(key, into)
-            except FragmentLostError:
-                raise
-            except StorageError as e:
-                self._locations = {key: source for key, source in self._locations.items() if source is not asked}
+                self._request(source, PageRequest(key, list(into)), _parts_of(into), ANSWER_S)
+            except ChannelError as e:
+                if not isinstance(e, TransferRefusedError):
+                    self._locations = {key: link for key, link in self._locations.items() if link is not source}
                 raise FragmentLostError(str(e)) from e
             self._meter.add("kv_peer_bytes", sum(memoryview(buffer).nbytes for buffer in into.values()))
 
     def stop(self) -> None:
         """Stop replying. After that the epoch's channels may be closed."""
-        if self._connecting is None:
-            return
-        self._view.end_epoch(f"epoch {self._view.epoch} is over")
-        for thread in self._threads:
-            thread.join(END_S)
-        if self._reading.acquire(timeout=END_S):
-            self._reading.release()
+        for link in self._links:
+            link.stop()
+        if self._connecting is not None:
+            self._view.end_epoch(f"epoch {self._view.epoch} is over")
+        for link in self._links:
+            link.join()
 
-    def _reached(self) -> dict[str, _PageSource]:
+    def _link(self, channel: Channel, answer: Callable[[bytes], Iterator[TransferPart]] | None = None) -> TransferLink:
+        link = TransferLink(channel.peer_name, ANSWER_S, answer=answer, around=self._runtime)
+        self._links.append(link)
+        link.attach(channel)
+        return link
+
+    def _sources(self) -> list[TransferLink]:
         if self._connecting is None:
-            return {}
+            return []
         try:
             return self._connecting.result(CONNECT_S)
         except TimeoutError as e:
             log.warning("no pages are requested of other workers: %s", e)
-            return {}
+            return []
 
-    def _connect(self) -> dict[str, _PageSource]:
-        inbox, opened = Geometry(slots=SLOTS, slot_bytes=PART_BYTES), dict[str, _PageSource]()
+    def _connect(self) -> list[TransferLink]:
+        sources = list[TransferLink]()
         for peer in self._peers:
-            terms = Terms(outbound=inbox, inbound=inbox, name=self._name, peer=peer.name, key=peer.key)
+            terms = Terms(outbound=inbox(), inbound=inbox(), name=self._name, peer=peer.name, key=peer.key)
             try:
-                opened[peer.name] = _PageSource(self._view.connect(peer.url, terms, timeout_s=CONNECT_S))
+                sources.append(self._link(self._view.connect(peer.url, terms, timeout_s=CONNECT_S)))
             except ChannelError as e:  # a lost worker ends the epoch anyway
                 log.warning("%s does not serve pages: %s", peer.name, e)
-        return opened
+        return sources
 
-    def _hear(self) -> None:
-        while self._medium is not None and self._waiting_channels:
-            work = _PageServer(self._waiting_channels.pop(), self._medium).run
-            self._threads.append(threading.Thread(target=work, name="lamina-answer", daemon=True))
-            self._threads[-1].start()
+    def _request(self, source: TransferLink, ask: PageRequest, parts: Iterator[TransferPart], silence_s: float) -> None:
+        """Receive what is requested. Raises ChannelError."""
+        number = next(self._numbers)
+        source.request(number, msgspec.msgpack.encode(ask))
+        source.wait(source.expect(Transfer(number, parts, silence_s)))
 
+    def _keys(self, source: TransferLink, share: frozenset[PageFragment]) -> list[bytes]:
+        """Return the keys of pages that another worker has. Raises ChannelError."""
+        keys = bytearray()
 
-class _PageSource:
-    """Sends requests to one other worker. One thread uses it."""
+        def parts() -> Iterator[TransferPart]:
+            size = bytearray(SIZE_BYTES)
+            yield from parts_into(size)
+            nbytes = int.from_bytes(size, "little")
+            if nbytes % KEY_BYTES or nbytes > MAX_LISTED_PAGES * KEY_BYTES:
+                raise ProtocolError(f"{nbytes} bytes of keys")
+            keys.extend(bytes(nbytes))
+            yield from parts_into(keys)
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self._request(source, PageRequest(b"", sorted(share)), parts(), CONNECT_S)
+        return [bytes(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
-    def keys(self, share: frozenset[PageFragment]) -> list[bytes]:
-        """Return the keys of pages that it has. Raises StorageError."""
-        keys, part = list[bytes](), self._ask(PageRequest(b"", sorted(share)), CONNECT_S)
-        while part:
-            if len(part) % KEY_BYTES or len(keys) > MAX_LISTED_PAGES:
-                raise self._broken(f"{len(part)} bytes of keys after {len(keys)} keys")
-            keys += [part[at : at + KEY_BYTES] for at in range(0, len(part), KEY_BYTES)]
-            part = self._next(ANSWER_S)
-        return keys
-
-    def page(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
-        """Fill the buffers with fragments of a page. Raises StorageError."""
-        views = [memoryview(buffer).cast("B") for buffer in into.values()]
-        wanted, data = sum(view.nbytes for view in views), bytearray(self._ask(PageRequest(key, list(into)), ANSWER_S))
-        while len(data) < wanted and (part := self._next(ANSWER_S)):
-            data += part
-        if len(data) != wanted:
-            raise self._broken(f"{len(data)} bytes of fragments in place of {wanted}")
-        at = 0
-        for view in views:
-            view[:] = data[at : at + view.nbytes]
-            at += view.nbytes
-
-    def _ask(self, ask: PageRequest, limit_s: float) -> bytes:
-        data = msgspec.msgpack.encode(ask)
-        try:
-            slot = self._channel.reserve(len(data), timeout_s=ANSWER_S)
-            slot.data[:] = data
-            self._channel.put_signal(slot, b"")
-        except (ChannelError, ValueError) as e:
-            raise StorageError(f"{self._channel.peer_name} cannot be reached: {e}") from e
-        return self._next(limit_s)
-
-    def _next(self, limit_s: float) -> bytes:
-        try:
-            arrival = self._channel.wait_signal(timeout_s=limit_s)
-        except ChannelTimeout as e:
-            raise self._broken(str(e)) from e  # a late part would pass for another reply
-        except ChannelError as e:
-            raise StorageError(f"{self._channel.peer_name} does not reply: {e}") from e
-        data = bytes(arrival.data)
-        kind, sent_checksum = _TAG.unpack(arrival.tag[: _TAG.size])
-        self._channel.release(arrival)
-        if kind == PageReplyKind.MISSING and not data:
-            raise FragmentLostError(f"{self._channel.peer_name} no longer has it")
-        if kind != PageReplyKind.PART or sent_checksum != checksum(data):
-            raise self._broken("a reply is damaged, or is no valid reply")
-        return data
-
-    def _broken(self, why: str) -> StorageError:
-        """Abort the channel, so that later messages are ignored, and return the error."""
-        self._channel.abort(why)
-        return StorageError(f"{self._channel.peer_name}: {why}")
-
-
-class _PageServer:
-    """Replies to requests of one other worker, on a thread of its own."""
-
-    def __init__(self, channel: Channel, medium: StorageBackend) -> None:
-        self._channel, self._medium = channel, medium
-
-    def run(self) -> None:
-        """Reply to requests until the channel ends."""
-        try:
-            for ask in serve_requests(self._channel, _decode):
-                self._check(ask)
-                self._answer(ask)
-        except (
-            ProtocolError,
-            StorageError,
-            ChannelError,
-        ) as e:  # half of a reply would pass for that of another request
-            self._channel.abort(str(e))
-
-    def _check(self, ask: PageRequest) -> None:
+    def _answer(self, data: bytes) -> Iterator[TransferPart]:
+        """Yield the parts of a reply. Raises TransferRefusedError, ProtocolError."""
+        assert self._medium is not None
+        ask = decode_request(_decode, data)
         if len(ask.key) not in (0, KEY_BYTES) or not ask.fragments:
-            raise ProtocolError(
-                f"{self._channel.peer_name} requests {len(ask.fragments)} fragments of a page without a valid key"
-            )
+            raise ProtocolError(f"{len(ask.fragments)} fragments of a page without a valid key are requested")
         if len({*ask.fragments}) < len(ask.fragments):  # a small request would have a reply of any size
-            raise ProtocolError(f"{self._channel.peer_name} requests a fragment more than once")
-
-    def _answer(self, ask: PageRequest) -> None:
-        if not ask.key:
-            self._send(b"".join(self._medium.keys(frozenset(ask.fragments), MAX_LISTED_PAGES)))
-            self._put(PageReplyKind.PART, b"")
-            return
+            raise ProtocolError("a fragment is requested more than once")
         try:
-            _, there = self._medium.read_page(ask.key, frozenset(ask.fragments))
-            data = b"".join(there[fragment] for fragment in ask.fragments)
-        except (StorageError, KeyError):
-            self._put(PageReplyKind.MISSING, b"")
-        else:
-            self._send(data)
+            if ask.key:
+                _, there = self._medium.read_page(ask.key, frozenset(ask.fragments))
+                found = b"".join(there[fragment] for fragment in ask.fragments)
+            else:
+                found = b"".join(self._medium.keys(frozenset(ask.fragments), MAX_LISTED_PAGES))
+                yield from parts_from(len(found).to_bytes(SIZE_BYTES, "little"))
+        except (StorageError, KeyError) as e:
+            raise TransferRefusedError(f"it is no longer there: {e}") from e
+        yield from parts_from(found)
 
-    def _send(self, data: bytes) -> None:
-        for at in range(0, len(data), PART_BYTES):
-            self._put(PageReplyKind.PART, data[at : at + PART_BYTES])
 
-    def _put(self, kind: PageReplyKind, data: bytes) -> None:
-        slot = self._channel.reserve(len(data), timeout_s=ANSWER_S)
-        slot.data[:] = data
-        self._channel.put_signal(slot, _TAG.pack(kind, checksum(data)))
+def _parts_of(into: Mapping[PageFragment, bytearray | memoryview]) -> Iterator[TransferPart]:
+    """Yield the parts that fill the buffers, one after another."""
+    views = [memoryview(buffer).cast("B") for buffer in into.values()]
+    data = bytearray(sum(view.nbytes for view in views))
+    yield from parts_into(data)
+    at = 0
+    for view in views:
+        view[:] = data[at : at + view.nbytes]
+        at += view.nbytes

@@ -100,9 +100,9 @@ def met(workers: list[Worker], doors: list[EpochListener]) -> None:
     for worker in workers:
         worker.copies.start(worker.store)
     for worker, door in zip(workers, doors, strict=True):
-        while worker.copies.num_missing:
+        while worker.copies.expected.num_missing:
             with suppress(ChannelTimeout):
-                assert worker.copies.accept(worker.view.accept(door, 0.5))
+                assert worker.copies.expected.accept(worker.view.accept(door, 0.5))
 
 
 @pytest.fixture

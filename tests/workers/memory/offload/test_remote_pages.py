@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -12,16 +12,20 @@ import pytest
 
 from lamina import netstack
 from lamina.kv.pages import PAGE, Page, PageFragment, Provenance
-from lamina.kv.storage import FragmentLostError, StorageConfig, StorageError
+from lamina.kv.storage import FragmentLostError, StorageConfig
 from lamina.kv.storage.host import HostStorage
 from lamina.netstack import Channel, ChannelError, Geometry, ListenTerms, Terms
 from lamina.netstack.checksum import checksum
 from lamina.protocol.control import Address
+from lamina.protocol.offload_messages import MAX_LISTED_PAGES
+from lamina.protocol.step_plan import KEY_BYTES
 from lamina.utils.background_thread import LowPriorityCall
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
+from lamina.workers.memory.kv_transfer.transfer_link import PART_BYTES, MessageType, inbox, pack_header
 from lamina.workers.memory.offload import remote_pages as peers_module
-from lamina.workers.memory.offload.remote_pages import PART_BYTES, PageReplyKind, PageRequest, RemotePages
+from lamina.workers.memory.offload.remote_pages import PageRequest, RemotePages
 from lamina.workers.memory.worker_counters import Counters
+from lamina.workers.runtime import Runtime
 
 VIEW, WAIT_S = 3, 30.0
 NAMES = "one", "other"
@@ -59,18 +63,18 @@ def pair() -> Iterator[Hosts]:
     doors = [EpochListener(fabric.listen("", ListenTerms(name=name))) for name in NAMES]
     addresses = [Address(door.url, name) for door, name in zip(doors, NAMES, strict=True)]
     views, meters = [EpochFabric(VIEW, fabric) for _ in doors], [Counters() for _ in doors]
-    workers = [RemotePages(v, v.listener_for(d), addresses, m) for v, d, m in zip(views, doors, meters, strict=True)]
+    workers = [RemotePages(v, d.url, addresses, m) for v, d, m in zip(views, doors, meters, strict=True)]
     media = [HostStorage(StorageConfig(1 << 24)) for _ in doors]
-    for worker in workers:
-        while worker.num_missing:
-            assert worker.accept(WAIT_S) is None
+    for worker, view, door in zip(workers, views, doors, strict=True):
+        while worker.expected.num_missing:
+            assert worker.expected.accept(view.accept(door, WAIT_S))
     yield Hosts(fabric, doors, workers, media, meters)
     for worker, view in zip(workers, views, strict=True):
         worker.stop()
         view.close()
     fabric.close()
     for thread in threading.enumerate():
-        if thread.name in ("lamina-answer", "lamina-peers"):
+        if thread.name in ("lamina-receive", "lamina-peers"):
             thread.join(WAIT_S)
             assert not thread.is_alive()
 
@@ -129,20 +133,21 @@ def test_who_does_not_come_for_pages_is_waited_for_no_longer_than_a_limit() -> N
         door = EpochListener(fabric.listen("", ListenTerms(name="one")))
         addresses = [Address(door.url, "one"), Address("loopback://nowhere", "other")]
         view = EpochFabric(VIEW, fabric)
-        worker = RemotePages(view, view.listener_for(door), addresses, Counters(), lambda: now[0])
+        worker = RemotePages(view, door.url, addresses, Counters(), Runtime(clock=lambda: now[0]))
+        expected = worker.expected
         now[0] = 2 * peers_module.ACCEPT_TIMEOUT_S
-        assert worker.num_missing == 1, "its store may take long to be there, and nobody is taken meanwhile"
+        assert expected.num_missing == 1, "its store may take long to be there, and nobody is taken meanwhile"
         worker.serve(HostStorage(StorageConfig(1 << 20)))
         now[0] += peers_module.ACCEPT_TIMEOUT_S
-        assert worker.num_missing == 1
+        assert expected.num_missing == 1
         now[0] += 0.1
-        assert worker.num_missing == 0
+        assert expected.num_missing == 0
         assert worker.set_locations(SHARE, [page(1).key]) == [page(1).key]
         geometry = Geometry(slots=2, slot_bytes=64)
         terms = Terms(outbound=geometry, inbound=geometry, epoch=VIEW, name="other", peer="one")
         for _ in range(2):
             knock = LowPriorityCall(lambda: fabric.connect(door.url, terms), "lamina-knock")
-            assert worker.accept(WAIT_S) is None
+            assert expected.accept(view.accept(door, WAIT_S))
             knock.result(WAIT_S).close()
         worker.stop()
         view.close()
@@ -157,7 +162,7 @@ def test_of_workers_that_are_not_reached_in_time_no_page_counts(monkeypatch: pyt
             fabric.listen("", ListenTerms(name="other")),
         )
         view, addresses = EpochFabric(VIEW, fabric), [Address(door.url, "one"), Address(silent.url, "other")]
-        worker = RemotePages(view, view.listener_for(door), addresses, Counters())
+        worker = RemotePages(view, door.url, addresses, Counters())
         assert worker.set_locations(SHARE, [page(1).key]) == [page(1).key]
         worker.stop()
         view.close()
@@ -183,10 +188,10 @@ def test_others_than_those_who_ask_come_as_ever(hosts: Hosts) -> None:
     came = list[Channel]()
     knock = threading.Thread(target=lambda: came.append(hosts.fabric.connect(hosts.doors[0].url, terms)))
     knock.start()
-    channel = hosts.workers[0].accept(WAIT_S)
+    channel = hosts.doors[0].accept(VIEW, timeout_s=WAIT_S)
     knock.join(WAIT_S)
     assert channel is not None
-    assert channel.peer_name == "compute-0"
+    assert not hosts.workers[0].expected.accept(channel)
     for each in (channel, *came):
         each.close()
 
@@ -201,30 +206,32 @@ def test_nobody_is_waited_for_once_the_view_is_over(hosts: Hosts) -> None:
         filled(hosts.workers[0], 0)
 
 
-def lying() -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Tags and bytes of answers to an ask for ATOMS."""
-    data = b"".join(ATOMS.values())
-    good = peers_module._TAG.pack(PageReplyKind.PART, checksum(data))
-    empty = peers_module._TAG.pack(PageReplyKind.PART, checksum(b""))
-    yield [good], [data[:-1] + b"x"]
-    yield [peers_module._TAG.pack(PageReplyKind.PART, checksum(data * 2))], [data * 2]
-    yield [peers_module._TAG.pack(PageReplyKind.PART, checksum(data[:9])), empty], [data[:9], b""]
-    yield [peers_module._TAG.pack(7, checksum(data))], [data]
-    yield [peers_module._TAG.pack(PageReplyKind.MISSING, checksum(data))], [data]
-
-
-@pytest.mark.parametrize(("tags", "parts"), list(lying()))
-def test_an_answer_that_is_none_is_an_error_and_so_are_all_behind_it(tags: list[bytes], parts: list[bytes]) -> None:
+@contextmanager
+def asked(share: frozenset[PageFragment]) -> Iterator[tuple[Channel, LowPriorityCall[list[bytes]]]]:
+    """The channel by which a worker asks for the keys of pages, and its call."""
     with closing(netstack.open("loopback", key=b"k" * 32)) as fabric:
-        asked, channel = talking(fabric)
-        for tag, part in zip(tags, parts, strict=True):
-            slot = channel.reserve(len(part))
-            slot.data[:] = part
-            channel.put_signal(slot, tag)
-        for _ in range(2):
-            with pytest.raises(StorageError) as error:
-                asked.page(page(0).key, {fragment: bytearray(len(data)) for fragment, data in ATOMS.items()})
-            assert not isinstance(error.value, FragmentLostError)
+        door, there = (EpochListener(fabric.listen("", ListenTerms(name=name))) for name in NAMES)
+        view, addresses = EpochFabric(VIEW, fabric), [Address(door.url, "one"), Address(there.url, "other")]
+        worker = RemotePages(view, door.url, addresses, Counters())
+        call = LowPriorityCall(lambda: worker.set_locations(share), "lamina-learn")
+        channel = there.accept(VIEW, timeout_s=WAIT_S)
+        assert channel is not None
+        yield channel, call
+        worker.stop()
+        view.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, KEY_BYTES * (MAX_LISTED_PAGES + 1)])
+def test_keys_that_cannot_be_are_no_keys(nbytes: int) -> None:
+    with asked(SHARE) as (channel, call):
+        channel.release(channel.wait_signal(timeout_s=WAIT_S))
+        size = nbytes.to_bytes(8, "little")
+        slot = channel.reserve(len(size))
+        slot.data[:] = size
+        channel.put_signal(slot, pack_header(MessageType.PART, 0, 0, checksum(size)))
+        assert call.result(WAIT_S) == []
+        with pytest.raises(ChannelError, match=f"{nbytes} bytes of keys"):
+            channel.wait_signal(timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -242,43 +249,17 @@ def test_an_answer_that_is_none_is_an_error_and_so_are_all_behind_it(tags: list[
         ),
     ],
 )
-def test_who_asks_for_what_nobody_has_is_not_heard_any_more(said: bytes) -> None:
-    with closing(netstack.open("loopback", key=b"k" * 32)) as fabric:
-        asked, channel = talking(fabric)
-        answers = peers_module._PageServer(channel, HostStorage(StorageConfig(1 << 20)))
-        slot = asked._channel.reserve(len(said))
-        slot.data[:] = said
-        asked._channel.put_signal(slot, b"")
-        answers.run()
-        with pytest.raises(ChannelError):
-            channel.reserve(1)
-        with pytest.raises(StorageError):
-            asked.keys(SHARE)
-
-
-def test_who_takes_no_answer_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half of it would pass for a part of the next one."""
-    monkeypatch.setattr(peers_module, "ANSWER_S", 0.0)
-    medium, fragment = HostStorage(StorageConfig(1 << 25)), PageFragment(0, 0)
-    medium.write(page(0), {fragment: bytes(6 * PART_BYTES)})
-    with closing(netstack.open("loopback", key=b"k" * 32)) as fabric:
-        asked, channel = talking(fabric)
-        said = msgspec.msgpack.encode(PageRequest(page(0).key, [fragment]))
-        slot = asked._channel.reserve(len(said))
-        slot.data[:] = said
-        asked._channel.put_signal(slot, b"")
-        peers_module._PageServer(channel, medium).run()
-        with pytest.raises(StorageError, match="does not reply"):
-            [asked._next(WAIT_S) for _ in range(6)]
-
-
-def talking(fabric: netstack.Fabric) -> tuple[peers_module._PageSource, Channel]:
-    """Who asks, and the channel of who is asked."""
-    listener, geometry = fabric.listen(), Geometry(slots=4, slot_bytes=PART_BYTES)
-    ends = list[Channel]()
-    terms = Terms(outbound=geometry, inbound=geometry)
-    knock = threading.Thread(target=lambda: ends.append(fabric.connect(listener.url, terms)))
-    knock.start()
-    channel = listener.accept(timeout_s=WAIT_S)
-    knock.join(WAIT_S)
-    return peers_module._PageSource(ends[0]), channel
+def test_who_asks_for_what_nobody_has_is_not_heard_any_more(said: bytes, hosts: Hosts) -> None:
+    terms = Terms(outbound=inbox(), inbound=inbox(), epoch=VIEW, name=NAMES[1], peer=NAMES[0])
+    knock = LowPriorityCall(lambda: hosts.fabric.connect(hosts.doors[0].url, terms), "lamina-knock")
+    came = hosts.doors[0].accept(VIEW, timeout_s=WAIT_S)
+    assert came is not None
+    channel = knock.result(WAIT_S)
+    assert hosts.workers[0].expected.accept(came)
+    slot = channel.reserve(len(said))
+    slot.data[:] = said
+    channel.put_signal(slot, pack_header(MessageType.REQUEST, 0, 0, checksum(said)))
+    with pytest.raises(ChannelError):
+        channel.wait_signal(timeout_s=WAIT_S)
+    came.close()
+    channel.close()
