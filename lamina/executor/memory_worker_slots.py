@@ -10,8 +10,7 @@ from lamina.config.conflicts import RESIZE, REWEIGH, conflicts_of
 from lamina.config.engine_config import EngineConfig
 from lamina.config.topology import TopologyOptions
 from lamina.protocol.capacity import partition_of
-from lamina.protocol.control import Address
-from lamina.protocol.migration_ops import MigrationPeer
+from lamina.protocol.control import Address, TransferPeer
 from lamina.protocol.step_plan import BindReply, BindRequest
 
 from .worker_registry import RegisteredWorker
@@ -61,18 +60,19 @@ def visible_addresses(own: Address, addresses: Sequence[Address]) -> list[Addres
     return [structs.replace(each, key=b"") for each in addresses] if own.key else list(addresses)
 
 
-def migration_peers(workers: Sequence[Address], own: Address) -> list[MigrationPeer]:
-    """Return the memory workers of a rank, by number, as described to the worker at ``own`` for migrations.
+def transfer_peers(workers: Sequence[Address], own: Address, most: int) -> list[TransferPeer]:
+    """Return memory workers, by number, as described to the worker at ``own`` for transfers of KV.
 
     It connects to workers with keys of their own, and to those before it; the others connect to it. With more than
-    MAX_MIGRATION_WORKERS workers none connect, and no migration succeeds.
+    ``most`` workers none connect, and no transfer succeeds.
     """
     order = {each: (not each.key, number) for number, each in enumerate(workers)}
-    peers, is_small = list[MigrationPeer](), len(workers) <= MAX_MIGRATION_WORKERS
+    peers, is_small = list[TransferPeer](), len(workers) <= most
     for each in workers:
         meets, first = is_small and each != own and not (each.key and own.key), order[each] < order[own]
-        reached = MigrationPeer(each.name, connects=True, url=each.url, key=each.key)
-        peers.append(reached if meets and first else MigrationPeer(each.name, is_awaited=meets))
+        reached = TransferPeer(each.name, connects=True, url=each.url, key=each.key)
+        waited_for = TransferPeer(each.name, is_awaited=meets, is_receiver=each == own)
+        peers.append(reached if meets and first else waited_for)
     return peers
 
 

@@ -33,6 +33,7 @@ from lamina.protocol.control import (
     RateRequest,
     StartCompute,
     StartMemory,
+    TransferPeer,
 )
 from lamina.protocol.executor import Clock
 from lamina.protocol.offload_messages import StoredPages
@@ -44,7 +45,7 @@ from .kv_storage import KvStorage
 from .launchers import Launcher, WorkerHandle, open_launcher
 from .launchers.local import ThreadWorker
 from .load_balance import weights_across_ranks
-from .memory_worker_slots import migration_peers
+from .memory_worker_slots import MAX_MIGRATION_WORKERS, transfer_peers
 from .model_consistency import check_same_model, merged_ready
 from .rendezvous import RendezvousState, num_weight_copies, prefill_connections
 from .spare_workers import SpareWorkers
@@ -292,21 +293,23 @@ class WorkerGroup:
     def _connect_memory(self, keep: Sequence[SurvivingKv] | None) -> None:
         """Send memory workers the order to close old channels, and to wait for the peers of this epoch."""
         left, memory = None if keep is None else list(keep), self._registry.memory
-        peers = [self.address_of(m) for m in memory] if self.storage.is_per_host else []
         for member in memory:
             rank = member.handle.index % self._size
             joining = [
                 self._name(m.handle) for m in self._registry.compute[rank :: self._size] + self._registry.prefill
             ]
             place = self.storage.config_for(member.handle.index, len(memory), self.identity)
-            movers = migration_peers(self._memory_of(rank), self.address_of(member)) if self.moves_stripes else []
+            peers, own = list[TransferPeer](), self.address_of(member)
+            if self.storage.is_per_host:
+                peers = transfer_peers([self.address_of(m) for m in memory], own, len(memory))
+            elif self.moves_stripes:
+                peers = transfer_peers(self._memory_of(rank), own, MAX_MIGRATION_WORKERS)
             message = Connect(
                 epoch=self.epoch,
                 joining_names=joining,
                 surviving=left,
                 storage=place,
                 peers=peers,
-                migration_peers=movers,
             )
             self._registry.send(member, message)
 

@@ -20,7 +20,6 @@ from lamina.config.partition import KvShards
 from lamina.config.topology import TopologyOptions
 from lamina.request import FILTERS, Score
 
-from .migration_ops import MigrationPeer
 from .offload_messages import OffloadConfig, OffloadFacts
 from .step_plan import BindReply, BindRequest, StepPlan, SurvivingKv
 
@@ -147,6 +146,21 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     key: bytes = b""
 
 
+class TransferPeer(msgspec.Struct, frozen=True, array_like=True):
+    """A memory worker with which another one transfers KV in an epoch, as described to that one.
+
+    ``connects``: the receiver connects to it at ``url``, by its own ``key`` if it has one. ``is_awaited``: it connects
+    to the receiver. Two workers with keys of their own do not connect. ``is_receiver``: it is the receiver itself.
+    """
+
+    name: str
+    connects: bool = False
+    is_awaited: bool = False
+    is_receiver: bool = False
+    url: str = ""
+    key: bytes = b""
+
+
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     """Driver -> any worker: the peers to connect to in an epoch. It may come again with a higher epoch: the worker
     closes all channels, and keeps its weights or KV. All workers but memory workers reply with ComputeReady or Failed.
@@ -166,8 +180,9 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     surviving: list[SurvivingKv] | None = None
     kv_bytes: list[int] = []  # to compute workers: KV memory of each of these memory workers; empty: not yet known
     storage: OffloadConfig | None = None  # to a memory worker; None: no offload
-    peers: list[Address] = []  # to a memory worker: all workers that exchange pages, itself too; empty: none do
-    migration_peers: list[MigrationPeer] = []  # to a memory worker: all of its rank, by number; empty: no stripes move
+    # To a memory worker: with ``storage``, all workers that exchange pages, itself too; else those of its rank, by
+    # number, whose stripes may move. Empty: there are none.
+    peers: list[TransferPeer] = []
 
 
 class Quiesce(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):

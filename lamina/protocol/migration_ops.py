@@ -35,20 +35,6 @@ class CommitMigration(msgspec.Struct, frozen=True, array_like=True, tag="adopt")
     location: KvLocation
 
 
-class MigrationPeer(msgspec.Struct, frozen=True, array_like=True):
-    """A memory worker, as described to another one of its rank, or to itself.
-
-    ``connects``: the receiver connects to it at ``url``, by its own ``key`` if it has one. ``is_awaited``: it connects
-    to the receiver. Two workers with keys of their own do not connect.
-    """
-
-    name: str
-    connects: bool = False
-    is_awaited: bool = False
-    url: str = ""
-    key: bytes = b""
-
-
 class StripesCopied(msgspec.Struct, frozen=True, kw_only=True, tag="stripes-copied"):
     """Memory worker -> driver: its part of the CopyStripes of ``sequence`` is done. ``nbytes``: K and V received, with
     right checksums; ``error``: the reason for a failure.

@@ -37,6 +37,7 @@ from .epoch_server import EpochServer
 from .kv_store import KvStore, check_bind
 from .kv_transfer.live_migration import LiveMigration
 from .kv_transfer.parity_rebuild import ParityRebuilder
+from .kv_transfer.peer_links import PeerLinks
 from .kv_transfer.reshard import KvReshard
 from .kv_transfer.transfer_mesh import TransferMesh
 from .lease_limits import check_allowed_for_guest
@@ -73,7 +74,8 @@ class MemoryWorker:
         self._tier: OffloadConfig | None = None  # the options that it was opened with
         self._transfers: PageTransfers | None = None  # this epoch's transfers
         self._stored: StoredPages | None = None  # pages to report to the driver in this epoch
-        self._peers: RemotePages | None = None  # this epoch's peers
+        self._links: PeerLinks | None = None  # this epoch's links to other memory workers
+        self._pages: RemotePages | None = None  # this epoch's pages of other hosts
         self._lock = threading.Lock()
         self._fabric: EpochFabric | None = None  # this epoch's fabric
         self._next_epoch = -1  # the newest epoch that the driver has named
@@ -124,15 +126,14 @@ class MemoryWorker:
         """
         fabric = self._enter_epoch(meeting.epoch, net)
         self._counters.add("connects", 1)
-        peers = self._peers = RemotePages(fabric, listener.url, meeting.peers, self._counters, self._runtime)
-        copies = LiveMigration(fabric, meeting.migration_peers, self._report, self._counters, self._runtime)
-        expected = peers.expected, copies.expected
+        links = self._links = PeerLinks(fabric, meeting.peers, self._runtime)
+        self._pages = None
 
         def accept() -> Channel | None:
             """Return the channel of the next compute or prefill worker; None if another one came, or none."""
             with suppress(ChannelTimeout):
                 channel = fabric.accept(listener, POLL_S)
-                return None if any(each.accept(channel) for each in expected) else channel
+                return None if links.accept(channel) else channel
             return None
 
         try:
@@ -151,10 +152,11 @@ class MemoryWorker:
                     self._clock,
                 )
                 server.page_transfers, server.report = self._transfers, self._report
-                if meeting.migration_peers and self._store is not None:
-                    copies.start(self._store)
-                    server.live_migration = copies
-                while server.num_missing or any(each.num_missing for each in expected):
+                if meeting.peers and self._transfers is None and self._store is not None:
+                    server.live_migration = LiveMigration(
+                        self._store, links, meeting.epoch, self._report, self._counters
+                    )
+                while server.num_missing or links.num_missing:
                     if server.num_missing:  # else steps may come while other memory workers are still to come
                         server.check_channels()
                     if (channel := accept()) is not None:
@@ -165,8 +167,7 @@ class MemoryWorker:
             fabric.abort(str(e))
             raise
         finally:
-            peers.stop()
-            copies.stop()
+            links.stop()
             fabric.close()
 
     def reject_until_next_epoch(self, listener: EpochListener, epoch: int) -> None:
@@ -292,10 +293,10 @@ class MemoryWorker:
     def _tell_pages(self) -> None:
         """Report to the driver which pages can be loaded, after all workers that may hold pages have connected."""
         stored, self._stored = self._stored, None
-        if stored is not None and self._peers is not None and self._transfers is not None:
+        if stored is not None and self._pages is not None and self._transfers is not None:
             self._report(
                 structs.replace(
-                    stored, keys=self._peers.set_locations(self._transfers.whole_page_fragments, stored.keys)
+                    stored, keys=self._pages.set_locations(self._transfers.whole_page_fragments, stored.keys)
                 )
             )
 
@@ -329,10 +330,11 @@ class MemoryWorker:
         medium, gone = self._medium_of(offload)
         recipe = Provenance(PROMPT, offload.chunk_tokens, build_id(), offload.ranks)
         report, meter, trace = self._report, self._counters, self._trace
-        assert self._peers is not None
-        self._peers.serve(medium)
-        read = self._peers.read
-        self._transfers = PageTransfers(medium, store, report, meter, epoch, offload.rank, recipe, trace, read=read)
+        assert self._links is not None
+        self._pages = self._pages or RemotePages(medium, self._links, meter)  # a Bind may come again
+        self._transfers = PageTransfers(
+            medium, store, report, meter, epoch, offload.rank, recipe, trace, read=self._pages.read
+        )
         try:
             keys = self._transfers.listed_pages(MAX_LISTED_PAGES)
         except StorageError as e:

@@ -21,9 +21,8 @@ from lamina.config.partition import PARTITIONS, Partition
 from lamina.netstack import Channel, ChannelError, Geometry, Terms
 from lamina.ops.attention import get
 from lamina.ops.attention.spec import AttentionSpec
-from lamina.protocol.control import Connect
+from lamina.protocol.control import Connect, TransferPeer
 from lamina.protocol.kv_placement import KvLocation
-from lamina.protocol.migration_ops import MigrationPeer
 from lamina.protocol.step_plan import (
     BindReply,
     BindRequest,
@@ -143,7 +142,7 @@ class Pool:
         view: int = 0,
         names: Sequence[str] = (),
         inbound: Geometry = GEOMETRY,
-        movers: Sequence[MigrationPeer] = (),
+        movers: Sequence[TransferPeer] = (),
     ) -> Channel:
         """The channel to a new worker, which serves ``view`` and lets ``names`` in."""
         self.workers.append(MemoryWorker(report=self.said.append))
@@ -151,12 +150,12 @@ class Pool:
         self.serve(-1, view, names, movers)
         return self.knock(-1, view, name, inbound)
 
-    def serve(self, worker: int, view: int, names: Sequence[str] = (), movers: Sequence[MigrationPeer] = ()) -> None:
+    def serve(self, worker: int, view: int, names: Sequence[str] = (), movers: Sequence[TransferPeer] = ()) -> None:
         """Have a worker serve an epoch, on a thread of its own."""
 
         def serve() -> None:
             try:
-                server.serve(door, Connect(epoch=view, joining_names=list(names), migration_peers=list(movers)))
+                server.serve(door, Connect(epoch=view, joining_names=list(names), peers=list(movers)))
             except (ChannelError, ProtocolError) as e:
                 self.ends.append(e)
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from lamina.netstack import ChannelError, Terms
 from lamina.protocol.control import LinkClosedError
-from lamina.protocol.migration_ops import CommitMigration, CopyStripes, MigrationPeer, StripesCopied
+from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
 from lamina.protocol.step_plan import Free, ProtocolError, StepPlan
-from lamina.workers.epoch_channels import EpochFabric
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.worker_counters import Counters
-from lamina.workers.runtime import RUNTIME, Runtime
 
 from .block_parts import gather, layer_parts, max_block_bytes, scatter
-from .expected_peers import ExpectedPeers
-from .transfer_link import CONNECT_TIMEOUT_S, Transfer, TransferLink, inbox
+from .peer_links import PeerLinks
+from .transfer_link import CONNECT_TIMEOUT_S, Transfer
 
 SILENCE_S = 30.0  # seconds without a message of a peer that has a copy to send, or without room for one
 
@@ -31,28 +28,18 @@ class LiveMigration:
 
     def __init__(
         self,
-        view: EpochFabric,
-        peers: Sequence[MigrationPeer],
+        store: KvStore,
+        links: PeerLinks,
+        epoch: int,
         report: Callable[[StripesCopied], None],
         meter: Counters,
-        around: Runtime = RUNTIME,
     ) -> None:
-        """``peers``: all workers of the partition, by number, including this one."""
-        self._view, self._peers, self._report, self._meter = view, peers, report, meter
-        self._runtime = around
-        self.expected = ExpectedPeers([peer.name for peer in peers if peer.is_awaited], around.clock)
-        self._links: dict[str, TransferLink] = {}
+        """``links``: to all workers of the partition; opened here."""
+        self._store, self._links, self._epoch, self._report, self._meter = store, links, epoch, report, meter
         self._last = -1  # the copy that a plan has named last
-        self._store: KvStore | None = None
-
-    def start(self, store: KvStore) -> None:
-        """Begin to receive copies into ``store`` and to send them from it."""
-        self._store = store
-        for peer in self._peers:
-            self._links[peer.name] = TransferLink(peer.name, SILENCE_S, store.device, around=self._runtime)
-        self.expected.serve(lambda channel: self._links[channel.peer_name].attach(channel), CONNECT_TIMEOUT_S)
-        if any(peer.connects for peer in self._peers):
-            self._runtime.start_background(self._connect, "lamina-meet")
+        links.open(
+            SILENCE_S, CONNECT_TIMEOUT_S, CONNECT_TIMEOUT_S, block_bytes=max_block_bytes(store), device=store.device
+        )
 
     def drop_cancelled(self, plan: StepPlan) -> None:
         """Stop receiving copies that end with a plan, before it is applied. Reports them to the driver, which waits for
@@ -61,7 +48,7 @@ class LiveMigration:
         for op in plan.ops:
             if isinstance(op, Free | CommitMigration):
                 number = op.copy if isinstance(op, CommitMigration) else op.sequence
-                if any(link.cancel(number) for link in self._links.values()):
+                if any(link.cancel(number) for link in self._links):
                     self._report_end(number)
 
     def begin(self, plan: StepPlan) -> None:
@@ -70,18 +57,8 @@ class LiveMigration:
             if isinstance(op, CopyStripes):
                 self._begin(op)
 
-    def stop(self) -> None:
-        """Stop writing to the store. After that the epoch's channels may be closed."""
-        for link in self._links.values():
-            link.stop()
-        if self._links:
-            self._view.end_epoch(f"epoch {self._view.epoch} is over")
-        for link in self._links.values():
-            link.join()
-
     def _begin(self, op: CopyStripes) -> None:
         store = self._store
-        assert store is not None
         if op.sequence <= self._last:
             raise ProtocolError(f"copy {op.sequence} comes after copy {self._last}")
         self._last, tables = op.sequence, store.tables
@@ -102,34 +79,21 @@ class LiveMigration:
             self._report_end(op.sequence, error=error)
         elif takes:
             parts, (giver,) = layer_parts(store, blocks(op.sequence), scatter), source
-            self._links[self._peers[giver].name].expect(Transfer(op.sequence, parts, SILENCE_S, self._report_received))
+            self._links[giver].expect(Transfer(op.sequence, parts, SILENCE_S, self._report_received))
         elif gives:
             parts = layer_parts(store, blocks(op.source), gather)
-            self._links[self._peers[target].name].send(Transfer(op.sequence, parts, on_end=self._report_sent))
+            self._links[target].send(Transfer(op.sequence, parts, on_end=self._report_sent))
         else:
             self._report_end(op.sequence)
 
     def _sources(self, op: CopyStripes) -> set[int]:
-        assert self._store is not None
         placement, place = self._store.placement, self._store.tables.location(op.source)
         return {self._owner(placement.kv_shard_of(place, n)) for n in range(op.stripe, op.stripe + max(1, op.count))}
 
     def _owner(self, kv_shard: int) -> int:
-        assert self._store is not None
         partition = self._store.bind_request.partition
         owners = partition.tables[partition.layer_table[0]][0].owners
         return owners[kv_shard if len(owners) > 1 else 0]
-
-    def _connect(self) -> None:
-        assert self._store is not None
-        geometry = inbox(max_block_bytes(self._store))
-        name = self._peers[self._store.bind_request.worker].name
-        for peer in self._peers:
-            terms = Terms(outbound=geometry, inbound=geometry, name=name, peer=peer.name, key=peer.key)
-            with suppress(ChannelError):  # nothing is copied there, which is reported to the driver
-                if peer.connects:
-                    channel = self._view.connect(peer.url, terms, timeout_s=CONNECT_TIMEOUT_S)
-                    self._links[peer.name].attach(channel)
 
     def _report_received(self, copy: Transfer) -> None:
         if copy.error is None:
@@ -141,4 +105,4 @@ class LiveMigration:
 
     def _report_end(self, sequence: int, nbytes: int = 0, error: str = "") -> None:
         with suppress(LinkClosedError):
-            self._report(StripesCopied(epoch=self._view.epoch, sequence=sequence, nbytes=nbytes, error=error))
+            self._report(StripesCopied(epoch=self._epoch, sequence=sequence, nbytes=nbytes, error=error))

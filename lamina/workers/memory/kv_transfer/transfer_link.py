@@ -96,8 +96,8 @@ class Transfer:
 
 
 class TransferLink:
-    """The transfers between this worker and one peer in an epoch. One thread receives. Another one sends, except for
-    requests and the replies to them: a link has either these, or ``send``, in one direction.
+    """The transfers between this worker and one peer in an epoch, in both directions. One thread receives messages, and
+    another one sends them.
     """
 
     def __init__(
@@ -107,56 +107,51 @@ class TransferLink:
         device: torch.device = CPU,
         answer: Callable[[bytes], Iterable[TransferPart]] | None = None,
         around: Runtime = RUNTIME,
+        connect_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """``peer``: its name. ``silence_s``: seconds that a peer may be silent while it has to send or to receive.
-        ``device``: of the KV. ``answer``: returns what a request wants. Raises ProtocolError for a request that is not
-        valid, TransferRefusedError if this worker lacks the KV.
+        ``device``: of the KV. ``answer``: returns what a request wants, on the thread that sends. Raises ProtocolError
+        for a request that is not valid, TransferRefusedError if this worker lacks the KV. ``connect_s``: seconds that a
+        message waits for the channel.
         """
         self.peer, self._silence_s, self._device, self._answer = peer, silence_s, device, answer
-        self._runtime, self._clock = around, around.clock
+        self._runtime, self._clock, self._connect_s = around, around.clock, connect_s
         self._changed = around.condition()  # also protects the memory into which parts are copied
         self._channel: Channel | None = None
         self._incoming: dict[int, Transfer] = {}
+        self._outgoing: dict[int, Transfer] = {}
         self._last = -1  # the highest number that was expected
         self._error = ""
         self._is_over = self._sends = False
-        self._jobs = around.queue()  # items are Transfer; None ends the thread
+        self._jobs = around.queue()  # items are calls that send; None ends the thread
         self._num_threads = 0
 
     def attach(self, channel: Channel) -> None:
-        """Use ``channel``, which has connected, from now on."""
+        """Use ``channel``, which has connected, from now on. It is aborted if there is another one, or was to be."""
         with self._changed:
-            self._channel = channel
+            is_late = self._channel is not None or bool(self._error)
+            if not is_late:
+                self._channel = channel
             self._changed.notify_all()
-        self._start(self._receive_all, "lamina-receive")
+        if is_late:
+            channel.abort(f"{self.peer} connects late, or again")
+        else:
+            self._start(self._receive_all, "lamina-receive")
 
     def send(self, transfer: Transfer) -> Transfer:
         """Begin to send a transfer, after earlier ones."""
-        if not self._sends:
-            self._sends = True
-            self._start(self._send_all, "lamina-send")
-        self._jobs.put(transfer)
+        if self._begin(transfer, self._outgoing):
+            self._enqueue(lambda staging: self._send(transfer, staging))
         return transfer
-
-    def request(self, number: int, data: bytes) -> None:
-        """Request a transfer of the peer. Raises TransferError, ValueError if ``data`` does not fit its inbox."""
-        try:
-            self._put(MessageType.REQUEST, number, 0, len(data), partial(_copy_bytes, data))
-        except ChannelError as e:
-            raise TransferError(f"{e} (transfer {number} of {self.peer})") from e
 
     def expect(self, transfer: Transfer) -> Transfer:
         """Receive a transfer from now on. ``cancel`` and ``stop`` end it without ``on_end``."""
-        with self._changed:
-            transfer.started_at, self._last = self._clock(), max(self._last, transfer.number)
-            transfer.error = self._failure(transfer) if self._error else None
-            is_open = transfer.next_part is not None and transfer.error is None
-            if is_open:
-                self._incoming[transfer.number] = transfer
-            self._changed.notify_all()
-        if not is_open:
-            transfer.on_end(transfer)
+        self._begin(transfer, self._incoming)
         return transfer
+
+    def request(self, number: int, data: bytes) -> None:
+        """Request a transfer of the peer, which is to be expected. ``data``: must fit the peer's inbox."""
+        self._enqueue(lambda staging: self._put(MessageType.REQUEST, number, 0, len(data), partial(_copy_bytes, data)))
 
     def cancel(self, number: int) -> bool:
         """Drop what still comes of a transfer, and return whether it was expected. Nothing is copied any more when this
@@ -175,11 +170,25 @@ class TransferLink:
         if not transfer.has_layer(wanted):
             raise TransferError(f"the epoch is over (transfer {transfer.number} of {self.peer})")
 
+    def give_up(self, error: str) -> None:
+        """Abort the channel, and fail all transfers, also later ones."""
+        with self._changed:
+            self._error = self._error or error
+            lost = [*self._incoming.values(), *self._outgoing.values()]
+            self._incoming, self._outgoing = {}, {}
+            if self._channel is not None:
+                self._channel.abort(error)
+            for transfer in lost:
+                transfer.error = self._failure(transfer)
+            self._changed.notify_all()
+        for transfer in lost:
+            transfer.on_end(transfer)
+
     def stop(self) -> None:
         """Copy nothing into memory from now on, and begin nothing."""
         with self._changed:
             self._is_over = True
-            self._incoming.clear()
+            self._incoming, self._outgoing = {}, {}
             self._changed.notify_all()
         self._jobs.put(None)
 
@@ -188,11 +197,30 @@ class TransferLink:
         with self._changed:
             self._changed.wait_for(lambda: not self._num_threads, END_S)
 
+    def _begin(self, transfer: Transfer, transfers: dict[int, Transfer]) -> bool:
+        """Add a transfer to ``transfers``. Returns whether it is under way: it has parts, and has not failed."""
+        with self._changed:
+            transfer.started_at = self._clock()
+            transfer.error = self._failure(transfer) if self._error else None
+            is_open = transfer.next_part is not None and transfer.error is None
+            if is_open:
+                transfers[transfer.number] = transfer
+            if transfers is self._incoming:
+                self._last = max(self._last, transfer.number)
+            self._changed.notify_all()
+        if not is_open:
+            transfer.on_end(transfer)
+        return is_open
+
     def _start(self, work: Callable[[Staging], None], name: str) -> None:
         def run() -> None:
             try:
                 with torch.inference_mode():  # the store was made in this mode, too
                     work(open_staging(self._device))
+            except Exception as e:  # any error: else a consumer would wait for ever
+                if not isinstance(e, ChannelError | ProtocolError):
+                    log.exception("a transfer with %s has failed", self.peer)
+                self.give_up(str(e))
             finally:
                 with self._changed:
                     self._num_threads -= 1
@@ -205,38 +233,27 @@ class TransferLink:
     def _failure(self, transfer: Transfer) -> TransferError:
         return TransferError(f"{self._error} (transfer {transfer.number} of {self.peer})")
 
-    def _give_up(self, error: str) -> None:
-        """Abort the channel, and fail all transfers that are expected."""
-        with self._changed:
-            self._error = self._error or error
-            lost, self._incoming = list(self._incoming.values()), {}
-            if self._channel is not None:
-                self._channel.abort(error)
-            for transfer in lost:
-                transfer.error = self._failure(transfer)
-            self._changed.notify_all()
-        for transfer in lost:
-            transfer.on_end(transfer)
-
     # Send.
+    def _enqueue(self, job: Callable[[Staging], None]) -> None:
+        with self._changed:
+            starts, self._sends = not self._sends, True
+        if starts:
+            self._start(self._send_all, "lamina-send")
+        self._jobs.put(job)
+
     def _send_all(self, staging: Staging) -> None:
-        transfer: Transfer | None
-        while (transfer := self._jobs.get()) is not None:
-            try:
-                self._send(transfer, staging)
-            except Exception as e:  # noqa: BLE001 - any error: else the driver would wait for ever
-                self._give_up(str(e))
-                with self._changed:
-                    transfer.error = self._failure(transfer)
-                    self._changed.notify_all()
-            transfer.on_end(transfer)
+        while (job := self._jobs.get()) is not None:
+            job(staging)
 
     def _send(self, transfer: Transfer, staging: Staging) -> None:
         while (part := transfer.next_part) is not None:
             self._put_part(transfer, part, staging)
             with self._changed:
                 transfer.advance()
+                if transfer.next_part is None:
+                    self._outgoing.pop(transfer.number, None)
                 self._changed.notify_all()
+        transfer.on_end(transfer)
 
     def _put_part(self, transfer: Transfer, part: TransferPart, staging: Staging) -> None:
         self._put(MessageType.PART, transfer.number, transfer.index, part.nbytes, lambda data: part.copy(data, staging))
@@ -251,28 +268,23 @@ class TransferLink:
 
     def _attached_channel(self) -> Channel:
         with self._changed:
-            self._changed.wait_for(lambda: self._channel is not None or self._is_over, CONNECT_TIMEOUT_S)
+            self._changed.wait_for(lambda: self._channel is not None or self._is_over or self._error, self._connect_s)
             if self._channel is None:
-                raise ChannelTimeout(f"{self.peer} is not there")
+                raise ChannelTimeout(self._error or f"{self.peer} is not there")
             return self._channel
 
     # Receive.
     def _receive_all(self, staging: Staging) -> None:
         """Receive messages until the channel ends."""
         channel, heard, poll_s = self._attached_channel(), self._clock(), min(POLL_S, self._silence_s / 8)
-        try:
-            while True:
-                try:
-                    arrival = channel.wait_signal(timeout_s=poll_s)
-                except ChannelTimeout:
-                    self._check_for_silence(heard)
-                    continue
-                self._receive(channel, arrival, staging)
-                heard = self._clock()
-        except Exception as e:  # any error: else the receiver would wait for ever
-            if not isinstance(e, ChannelError | ProtocolError):
-                log.exception("a transfer with %s has failed", self.peer)
-            self._give_up(str(e))
+        while True:
+            try:
+                arrival = channel.wait_signal(timeout_s=poll_s)
+            except ChannelTimeout:
+                self._check_for_silence(heard)
+                continue
+            self._receive(channel, arrival, staging)
+            heard = self._clock()
 
     def _check_for_silence(self, heard: float) -> None:
         """Raise ProtocolError if the peer was silent for too long during a transfer. ``heard``: the time of its last
@@ -290,21 +302,21 @@ class TransferLink:
             name = f"part {index} of transfer {number}"
             if sent_checksum != checksum(arrival.data):
                 raise ProtocolError(f"{name} is damaged")
-            if message == MessageType.REQUEST and self._answer is not None:
+            if message == MessageType.REQUEST and (answer := self._answer) is not None:
                 wanted = bytes(arrival.data)
+                self._enqueue(lambda staging: self._reply(number, answer, wanted, staging))
             elif message in (MessageType.PART, MessageType.REFUSED):
                 self._take(name, message, index, number, arrival.data, staging)
-                return
             else:
                 raise ProtocolError(f"{name} is a message of type {message}")
         finally:
             channel.release(arrival)
-        self._reply(number, wanted, staging)
 
-    def _reply(self, number: int, wanted: bytes, staging: Staging) -> None:
-        assert self._answer is not None
+    def _reply(
+        self, number: int, answer: Callable[[bytes], Iterable[TransferPart]], wanted: bytes, staging: Staging
+    ) -> None:
         try:
-            transfer = Transfer(number, self._answer(wanted))
+            transfer = Transfer(number, answer(wanted))
         except TransferRefusedError as e:
             reason = str(e).encode()
             self._put(MessageType.REFUSED, number, 0, len(reason), partial(_copy_bytes, reason))

@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from lamina.kv.pages import PageFragment
 from lamina.kv.storage import FragmentLostError, StorageBackend, StorageError
-from lamina.netstack import Channel, ChannelError, Terms
-from lamina.protocol.control import Address
+from lamina.netstack import ChannelError
 from lamina.protocol.offload_messages import MAX_LISTED_PAGES
 from lamina.protocol.step_plan import KEY_BYTES, ProtocolError
-from lamina.utils.background_thread import LowPriorityCall
-from lamina.workers.epoch_channels import EpochFabric
-from lamina.workers.memory.kv_transfer.expected_peers import ExpectedPeers
+from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.kv_transfer.transfer_link import (
     Transfer,
     TransferLink,
     TransferPart,
     TransferRefusedError,
     decode_request,
-    inbox,
     parts_from,
     parts_into,
 )
 from lamina.workers.memory.worker_counters import Counters
-from lamina.workers.runtime import RUNTIME, Runtime
 
 log = logging.getLogger(__name__)
 # Seconds to connect and for the first reply: the other worker may still start; the epoch's end also ends it.
@@ -58,30 +53,20 @@ class RemotePages:
     ``read``.
     """
 
-    def __init__(
-        self, view: EpochFabric, own_url: str, peers: Sequence[Address], meter: Counters, around: Runtime = RUNTIME
-    ) -> None:
-        """``peers``: all workers that have pages for each other, including this one; empty if there are none."""
-        self._view, self._meter, self._runtime = view, meter, around
-        self._peers = [peer for peer in peers if peer.url != own_url]
-        self._name = next((peer.name for peer in peers if peer.url == own_url), "")
-        self.expected = ExpectedPeers([peer.name for peer in self._peers], around.clock)
-        self._medium: StorageBackend | None = None
+    def __init__(self, medium: StorageBackend, links: PeerLinks, meter: Counters) -> None:
+        """``links``: to all workers that have pages for each other; opened here, to reply to requests from
+        ``medium``.
+        """
+        self._medium, self._links, self._meter = medium, links, meter
         self._numbers = itertools.count()  # of transfers
         self._locations: dict[bytes, TransferLink] = {}
-        self._links: list[TransferLink] = []
-        self._connecting = LowPriorityCall(self._connect, "lamina-peers") if self._peers else None
-
-    def serve(self, medium: StorageBackend) -> None:
-        """Reply to requests from ``medium`` from now on."""
-        self._medium = medium
-        self.expected.serve(lambda channel: self._link(channel, self._answer), ACCEPT_TIMEOUT_S)
+        links.open(ANSWER_S, CONNECT_S, ACCEPT_TIMEOUT_S, self._answer)
 
     def set_locations(self, share: frozenset[PageFragment], own: Sequence[bytes] = ()) -> list[bytes]:
         """Return keys of pages of which another host has all of ``share``, followed by ``own``, which are here. These
         are at most MAX_LISTED_PAGES. All workers have connected before.
         """
-        for source in self._sources() if share else ():
+        for source in self._links if share else ():
             try:
                 for key in self._keys(source, share):
                     self._locations.setdefault(key, source)
@@ -94,7 +79,6 @@ class RemotePages:
         """Read a page like StorageBackend.read, from another host if this one lacks fragments. For one thread.
         Fragments of a host that does not reply are lost.
         """
-        assert self._medium is not None
         try:
             self._medium.read(key, into)
         except FragmentLostError:
@@ -107,40 +91,6 @@ class RemotePages:
                     self._locations = {key: link for key, link in self._locations.items() if link is not source}
                 raise FragmentLostError(str(e)) from e
             self._meter.add("kv_peer_bytes", sum(memoryview(buffer).nbytes for buffer in into.values()))
-
-    def stop(self) -> None:
-        """Stop replying. After that the epoch's channels may be closed."""
-        for link in self._links:
-            link.stop()
-        if self._connecting is not None:
-            self._view.end_epoch(f"epoch {self._view.epoch} is over")
-        for link in self._links:
-            link.join()
-
-    def _link(self, channel: Channel, answer: Callable[[bytes], Iterator[TransferPart]] | None = None) -> TransferLink:
-        link = TransferLink(channel.peer_name, ANSWER_S, answer=answer, around=self._runtime)
-        self._links.append(link)
-        link.attach(channel)
-        return link
-
-    def _sources(self) -> list[TransferLink]:
-        if self._connecting is None:
-            return []
-        try:
-            return self._connecting.result(CONNECT_S)
-        except TimeoutError as e:
-            log.warning("no pages are requested of other workers: %s", e)
-            return []
-
-    def _connect(self) -> list[TransferLink]:
-        sources = list[TransferLink]()
-        for peer in self._peers:
-            terms = Terms(outbound=inbox(), inbound=inbox(), name=self._name, peer=peer.name, key=peer.key)
-            try:
-                sources.append(self._link(self._view.connect(peer.url, terms, timeout_s=CONNECT_S)))
-            except ChannelError as e:  # a lost worker ends the epoch anyway
-                log.warning("%s does not serve pages: %s", peer.name, e)
-        return sources
 
     def _request(self, source: TransferLink, ask: PageRequest, parts: Iterator[TransferPart], silence_s: float) -> None:
         """Receive what is requested. Raises ChannelError."""
@@ -166,7 +116,6 @@ class RemotePages:
 
     def _answer(self, data: bytes) -> Iterator[TransferPart]:
         """Yield the parts of a reply. Raises TransferRefusedError, ProtocolError."""
-        assert self._medium is not None
         ask = decode_request(_decode, data)
         if len(ask.key) not in (0, KEY_BYTES) or not ask.fragments:
             raise ProtocolError(f"{len(ask.fragments)} fragments of a page without a valid key are requested")

@@ -14,13 +14,13 @@ from memory_peer import Peer, RefusedError, memory_pool, shape
 
 from lamina import netstack
 from lamina.config.engine_config import KVOptions
-from lamina.executor.memory_worker_slots import MAX_MIGRATION_WORKERS, migration_peers
+from lamina.executor.memory_worker_slots import MAX_MIGRATION_WORKERS, transfer_peers
 from lamina.netstack import ChannelError, ChannelTimeout, ListenTerms
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.capacity import partition_of
-from lamina.protocol.control import Address
+from lamina.protocol.control import Address, TransferPeer
 from lamina.protocol.kv_placement import KvLocation, StripeRun
-from lamina.protocol.migration_ops import CommitMigration, CopyStripes, MigrationPeer, StripesCopied
+from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
 from lamina.protocol.step_plan import (
     BindRequest,
     Free,
@@ -41,6 +41,7 @@ from lamina.workers.memory.kv_transfer import block_parts
 from lamina.workers.memory.kv_transfer import live_migration as copies
 from lamina.workers.memory.kv_transfer.block_parts import scatter
 from lamina.workers.memory.kv_transfer.live_migration import LiveMigration
+from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.worker_process import CorruptedMemoryError
 
@@ -61,6 +62,7 @@ def bind(worker: int) -> BindRequest:
 class Worker(NamedTuple):
     store: KvStore
     copies: LiveMigration
+    links: PeerLinks
     view: EpochFabric
     said: queue.SimpleQueue[StripesCopied]
 
@@ -87,22 +89,20 @@ def opened(keys: tuple[bytes, bytes, bytes]) -> tuple[list[Worker], list[EpochLi
     torch.manual_seed(0)
     for number, address in enumerate(addresses):
         said, view = queue.SimpleQueue[StripesCopied](), EpochFabric(VIEW, fabric)
-        copies = LiveMigration(view, migration_peers(addresses, address), said.put, Counters())
+        links = PeerLinks(view, transfer_peers(addresses, address, MAX_MIGRATION_WORKERS))
         store = KvStore(bind(number), torch.device("cpu"))
         store.apply_plan(StepPlan(step=0, ops=[New(1)], rows=[RowRange(1, 0, LENGTH, PLACE)]))
         for tensor in (x for layer in store.layers for piece in layer for x in piece.kv.tensors):
             tensor.copy_(torch.randn(tensor.shape))
-        workers.append(Worker(store, copies, view, said))
+        workers.append(Worker(store, LiveMigration(store, links, VIEW, said.put, Counters()), links, view, said))
     return workers, doors
 
 
 def met(workers: list[Worker], doors: list[EpochListener]) -> None:
-    for worker in workers:
-        worker.copies.start(worker.store)
     for worker, door in zip(workers, doors, strict=True):
-        while worker.copies.expected.num_missing:
+        while worker.links.num_missing:
             with suppress(ChannelTimeout):
-                assert worker.copies.expected.accept(worker.view.accept(door, 0.5))
+                assert worker.links.accept(worker.view.accept(door, 0.5))
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def street(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
     met(workers, doors)
     yield workers
     for worker in workers:
-        worker.copies.stop()
+        worker.links.stop()
         worker.view.close()
 
 
@@ -185,7 +185,7 @@ def test_damage_is_not_copied_and_what_was_known_of_the_blocks_is_forgotten(stre
 
 def test_whoever_waits_for_a_lost_one_hears_of_it(street: list[Worker]) -> None:
     street[0].plan(1, CopyStripes(5, 1, 1, 1, 0))
-    street[1].copies.stop()
+    street[1].links.stop()
     assert street[0].heard().error
     street[0].plan(2, Free(5), CopyStripes(6, 1, 1, 1, 0))
 
@@ -227,7 +227,7 @@ def test_stripes_of_several_or_for_their_owner_are_not_copied(op: CopyStripes, s
 
 def test_two_who_have_keys_of_their_own_do_not_meet_and_nobody_waits_for_them() -> None:
     addresses = [Address(f"u{n}", str(n), key) for n, key in enumerate((b"", b"a" * 32, b"", b"b" * 32))]
-    told = [migration_peers(addresses, own) for own in addresses]
+    told = [transfer_peers(addresses, own, MAX_MIGRATION_WORKERS) for own in addresses]
     for n, each in enumerate(told):
         assert not each[n].connects
         assert not each[n].is_awaited
@@ -236,14 +236,14 @@ def test_two_who_have_keys_of_their_own_do_not_meet_and_nobody_waits_for_them() 
             assert not (other.key and addresses[n].key), "a guest hears of no other's key"
             assert (other.connects or other.is_awaited) == (n != m and {n, m} != {1, 3})
     for others in addresses[:1], [Address(f"u{n}", str(n)) for n in range(MAX_MIGRATION_WORKERS + 1)]:
-        assert migration_peers(others, others[-1]) == [MigrationPeer(x.name) for x in others], (
-            "of one, or of too many, none meet"
-        )
+        alone = transfer_peers(others, others[-1], MAX_MIGRATION_WORKERS)
+        assert not any(each.connects or each.is_awaited for each in alone), "of one, or of too many, none meet"
+        assert [each.is_receiver for each in alone] == [x == others[-1] for x in others]
 
 
 def test_steps_may_come_while_other_workers_are_still_to_come() -> None:
     """The driver may begin as soon as those who compute are there."""
-    movers = [MigrationPeer("here"), *(MigrationPeer(name, is_awaited=True) for name in NAMES)]
+    movers = [TransferPeer("here", is_receiver=True), *(TransferPeer(name, is_awaited=True) for name in NAMES)]
     with memory_pool() as pool:
         peer = Peer(pool.open(view=VIEW, movers=movers), memory_peer.bind([shape()], epoch=VIEW))
         peer.plan(StepPlan(epoch=VIEW, step=0, ops=[Free(9)], rows=[]))

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -64,6 +64,25 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
     fabric.close()
 
 
+@pytest.fixture
+def linked() -> Iterator[Callable[..., TransferLink]]:
+    """Makes links, which end with the test."""
+    made = list[TransferLink]()
+
+    def link(*args: Any, **named: Any) -> TransferLink:
+        made.append(TransferLink(*args, **named))
+        return made[-1]
+
+    yield link
+    for each in made:
+        each.give_up("the test is over")
+        each.stop()
+        each.join()
+
+
+Linked = Callable[..., TransferLink]
+
+
 @contextmanager
 def ends(answer: Answer | None = None) -> Iterator[Ends]:
     now = [time.monotonic()]
@@ -99,11 +118,11 @@ def into(data: bytearray, size: int = 5000) -> list[TransferPart]:
     ]
 
 
-def test_transfers_of_both_directions_bring_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_of_both_directions_bring_what_was_sent(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any order of expecting, more parts than the channel holds."""
     monkeypatch.setattr(transfer_link, "PART_BYTES", 100)
     with channels() as (one, other):
-        links = [TransferLink(name, SILENCE_S) for name in ("other", "one")]
+        links = [linked(name, SILENCE_S) for name in ("other", "one")]
         for link, channel in zip(links, (one, other), strict=True):
             link.attach(channel)
         for number in (1, 2):
@@ -114,8 +133,6 @@ def test_transfers_of_both_directions_bring_what_was_sent(monkeypatch: pytest.Mo
                 data = bytearray(len(DATA) * number)
                 link.wait(link.expect(Transfer(number, parts_into(data), SILENCE_S)))
                 assert data == DATA * number
-        for link in links:
-            link.stop()
 
 
 def test_a_consumer_begins_with_a_layer_before_the_rest_is_there(pair: Ends) -> None:
@@ -191,18 +208,18 @@ def test_a_peer_that_has_nothing_to_send_may_be_silent(pair: Ends) -> None:
     assert data == DATA[:5000]
 
 
-def test_a_transfer_that_nobody_expects_ends_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_that_nobody_expects_ends_the_channel(linked: Linked) -> None:
     with channels() as (own, peer):
-        link = TransferLink("peer", 0.01)
+        link = linked("peer", 0.01)
         link.attach(own)
         Ends(link, peer, []).put(MessageType.PART, 0, 5, b"x")
         with pytest.raises(ChannelError, match="part 0 of transfer 5 came, and is not expected"):
             peer.wait_signal(timeout_s=SOON_S)
 
 
-def test_who_receives_nothing_is_sent_no_more() -> None:
+def test_who_receives_nothing_is_sent_no_more(linked: Linked) -> None:
     with channels() as (own, peer):
-        link, ended = TransferLink("peer", 0.01), queue.SimpleQueue[Transfer]()
+        link, ended = linked("peer", 0.01), queue.SimpleQueue[Transfer]()
         link.attach(own)
         link.send(Transfer(5, parts(DATA * 10, 1000), on_end=ended.put))
         error = ended.get(timeout=SOON_S).error
@@ -213,21 +230,20 @@ def test_who_receives_nothing_is_sent_no_more() -> None:
             peer.wait_signal(timeout_s=SOON_S)
 
 
-def test_a_transfer_to_a_peer_that_never_connects_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_link, "CONNECT_TIMEOUT_S", 0.01)
-    link, ended = TransferLink("peer", SILENCE_S), queue.SimpleQueue[Transfer]()
+def test_a_transfer_to_a_peer_that_never_connects_fails(linked: Linked) -> None:
+    link, ended = linked("peer", SILENCE_S, connect_s=0.01), queue.SimpleQueue[Transfer]()
     link.send(Transfer(5, parts(DATA), on_end=ended.put))
     assert str(ended.get(timeout=SOON_S).error) == "peer is not there (transfer 5 of peer)"
 
 
-def test_what_is_requested_comes_or_is_refused_and_the_next_one_comes() -> None:
+def test_what_is_requested_comes_or_is_refused_and_the_next_one_comes(linked: Linked) -> None:
     def answer(wanted: bytes) -> Iterator[TransferPart]:
         if wanted == b"nothing":
             raise TransferRefusedError("it is gone")
         yield from parts(DATA)
 
     with channels() as (one, other):
-        asks, answers = TransferLink("other", SILENCE_S), TransferLink("one", SILENCE_S, answer=answer)
+        asks, answers = linked("other", SILENCE_S), linked("one", SILENCE_S, answer=answer)
         asks.attach(one)
         answers.attach(other)
         for number, wanted in enumerate((b"all", b"nothing", b"all")):
