@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -53,7 +54,7 @@ from .storage_ops import PrefetchHint as PrefetchHint
 from .storage_ops import SetRetention as SetRetention
 from .storage_ops import StorageOp as StorageOp
 
-VERSION = 20
+VERSION = 21
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MAX_PAGES_PER_TRANSFER = 64
@@ -356,52 +357,30 @@ class ProtocolError(Exception):
     """A message breaks the contract: wrong version, key, size, or an op that this worker cannot do."""
 
 
-T = TypeVar("T", StepPlan, BindRequest, JoinRequest, DevicePathRequest)
-_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
-_bind_decoder = msgspec.msgpack.Decoder(BindRequest)
-_join_decoder = msgspec.msgpack.Decoder(JoinRequest)
-_direct_decoder = msgspec.msgpack.Decoder(DevicePathRequest)
-_bound_decoder = msgspec.msgpack.Decoder(BindReply)
+T = TypeVar("T", bound=msgspec.Struct)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode_plan(data: bytes | memoryview) -> StepPlan:
-    """Decode a StepPlan. Raises ProtocolError for anything else, or another version."""
-    return _checked(_plan_decoder, data)
+def decode(form: type[T], data: bytes | memoryview) -> T:
+    """Decode a message of type ``form``. Raises ProtocolError for anything else, or another version."""
+    try:
+        message: T = _decoder(form).decode(data)
+    except msgspec.MsgspecError as e:
+        raise ProtocolError(f"not a {form.__name__}: {e}") from e
+    if (version := getattr(message, "version", VERSION)) != VERSION:
+        raise ProtocolError(f"{form.__name__} of version {version}, this worker speaks {VERSION}")
+    return message
 
 
-def decode_bind(data: bytes | memoryview) -> BindRequest:
-    """Decode a BindRequest. Raises ProtocolError for anything else, or another version."""
-    return _checked(_bind_decoder, data)
-
-
-def decode_join(data: bytes | memoryview) -> JoinRequest:
-    """Decode a JoinRequest. Raises ProtocolError for anything else, or another version."""
-    return _checked(_join_decoder, data)
-
-
-def decode_device_path(data: bytes | memoryview) -> DevicePathRequest:
-    """Decode a DevicePathRequest. Raises ProtocolError for anything else, or another version."""
-    return _checked(_direct_decoder, data)
+@cache
+def _decoder(form: type[T]) -> msgspec.msgpack.Decoder[T]:
+    return msgspec.msgpack.Decoder(form)
 
 
 def decode_bind_reply(data: bytes | memoryview) -> BindReply:
     """Decode a BindReply. Raises ProtocolError for anything else."""
-    try:
-        bound = _bound_decoder.decode(data)
-    except msgspec.MsgspecError as e:
-        raise ProtocolError(f"not a Bound: {e}") from e
+    bound = decode(BindReply, data)
     sizes = {len(x) for x in (bound.windows, bound.kv_shards, bound.num_blocks, bound.sparse or bound.windows)}
     if len(sizes) > 1 or not all(x.pattern for x in bound.kv_shards):
         raise ProtocolError(f"not a Bound: groups of {bound.windows}, {bound.kv_shards}, {bound.num_blocks}")
     return bound
-
-
-def _checked(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
-    try:
-        message = decoder.decode(data)
-    except msgspec.MsgspecError as e:
-        raise ProtocolError(f"not a {decoder.type.__name__}: {e}") from e
-    if message.version != VERSION:
-        raise ProtocolError(f"{decoder.type.__name__} of version {message.version}, this worker speaks {VERSION}")
-    return message

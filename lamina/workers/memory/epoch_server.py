@@ -22,6 +22,8 @@ from lamina.protocol.step_plan import (
     BindRequest,
     CommitMigration,
     CopyStripes,
+    DevicePathRequest,
+    JoinRequest,
     LoadKv,
     MessageKey,
     MessageKind,
@@ -29,10 +31,7 @@ from lamina.protocol.step_plan import (
     SaveKv,
     StepPlan,
     StorageOp,
-    decode_bind,
-    decode_device_path,
-    decode_join,
-    decode_plan,
+    decode,
     encode,
 )
 from lamina.workers.device_transport import DeviceTransport, can_use_device_path
@@ -114,7 +113,7 @@ class EpochServer:
             return
         if key.kind != MessageKind.JOIN:
             raise ProtocolError(f"{key} in place of a join")
-        join = decode_join(arrival.data)
+        join = decode(JoinRequest, arrival.data)
         channel.release(arrival)
         if join.epoch != self._epoch:
             self._send(channel, MessageKey(MessageKind.REFUSED), self._other_epoch_error("join", join.epoch).encode())
@@ -132,7 +131,7 @@ class EpochServer:
 
     def _join_direct(self, channel: Channel, arrival: Arrival) -> None:
         self._check_name(channel, 0)
-        order = decode_device_path(arrival.data)
+        order = decode(DevicePathRequest, arrival.data)
         channel.release(arrival)
         self._send(channel, MessageKey(MessageKind.BOUND), encode(self._store.bind_reply))
         self._awaits_host_channel = False
@@ -212,7 +211,7 @@ class EpochServer:
         plan = None
         try:
             with self._meter.time("plan_s"):
-                plan = decode_plan(data)
+                plan = decode(StepPlan, data)
                 if key != MessageKey.for_step(MessageKind.PLAN, plan):
                     raise ProtocolError(f"the plan of step {plan.step} came as {key}")
                 if plan.epoch != self._epoch:
@@ -261,7 +260,7 @@ class EpochServer:
             if key.kind != MessageKind.BIND:
                 raise ProtocolError(f"{key} in place of a bind")
             try:
-                bind = decode_bind(arrival.data)
+                bind = decode(BindRequest, arrival.data)
                 if bind.epoch != self._epoch:
                     raise ProtocolError(self._other_epoch_error("bind", bind.epoch))
                 self._check_name(channel, 0)

@@ -11,12 +11,10 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import msgspec
-
 from lamina.netstack import Geometry, ListenTerms, PeerFault, Terms
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers, PrefixRequest
-from lamina.protocol.step_plan import GRANTS_AHEAD, FetchPrefix, ProtocolError, StepPlan
+from lamina.protocol.step_plan import GRANTS_AHEAD, FetchPrefix, ProtocolError, StepPlan, decode, encode
 from lamina.workers.compute.memory_worker_client import MissingKvError
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
@@ -27,13 +25,11 @@ from lamina.workers.memory.kv_transfer.transfer_link import (
     TransferLink,
     TransferPart,
     TransferRefusedError,
-    decode_request,
     inbox,
 )
 from lamina.workers.runtime import RUNTIME, Runtime
 
 REQUEST_BYTES = 1 << 8  # bytes of a request
-_decode = msgspec.msgpack.Decoder(PrefixRequest).decode
 
 
 def prefix_listener_name(worker: str) -> str:
@@ -106,7 +102,7 @@ class PrefixFetch:
         """Request the KV that a coming step fetches. Raises ChannelError, ProtocolError."""
         for op in plan.ops:
             if isinstance(op, FetchPrefix):
-                data = msgspec.msgpack.encode(PrefixRequest(op.source, op.first, op.count, plan.batch, plan.step))
+                data = encode(PrefixRequest(op.source, op.first, op.count, plan.batch, plan.step))
                 self._source(op).request(plan.step, data)
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -150,7 +146,7 @@ class PrefixFetch:
         """Yield the parts of a request. The driver ensures that the blocks are not written meanwhile. Raises
         TransferRefusedError, ProtocolError.
         """
-        ask = decode_request(_decode, data)
+        ask = decode(PrefixRequest, data)
         ids = whole_blocks(self._store, ask.sequence, ask.first, ask.count)
         if ids is None:
             raise TransferRefusedError(f"there are no such tokens: {ask}")

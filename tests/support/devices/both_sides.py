@@ -13,7 +13,7 @@ from torch import Tensor
 from lamina.config.partition import Partition
 from lamina.ops.attention import AttentionBackend
 from lamina.ops.attention.merge import Partial
-from lamina.protocol.step_plan import BindRequest, MessageKey, MessageKind, StepPlan, decode_plan, encode
+from lamina.protocol.step_plan import BindRequest, MessageKey, MessageKind, StepPlan, decode, encode
 from lamina.workers.compute.attention_client import AttentionClient
 from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
 from lamina.workers.memory.attention_step import AttentionStep
@@ -99,7 +99,7 @@ class Both:
 
     def begin(self, plan: StepPlan) -> StepPlan:
         """Every worker takes the plan, as it comes over the wire."""
-        plan = decode_plan(encode(plan))
+        plan = decode(StepPlan, encode(plan))
         for side in self.sides:
             side.begin(plan)
         self.pool.begin_step(plan)

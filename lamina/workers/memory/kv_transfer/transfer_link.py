@@ -17,9 +17,8 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
@@ -31,7 +30,6 @@ from lamina.workers.runtime import RUNTIME, Runtime
 from lamina.workers.staging import Staging, open_staging
 
 log = logging.getLogger(__name__)
-Request = TypeVar("Request")
 SLOTS, PART_BYTES = 4, 1 << 20  # slots of an inbox; bytes of a part, unless a block is larger
 POLL_S = 1.0  # seconds of a wait for the next message, at most, before a check for a silent peer
 CONNECT_TIMEOUT_S = 5.0  # seconds that a transfer to a peer waits for its channel
@@ -368,14 +366,6 @@ def parts_into(data: bytearray) -> Iterator[TransferPart]:
     for low in range(0, len(data), PART_BYTES):
         some = memoryview(data)[low : low + PART_BYTES]
         yield TransferPart(len(some), partial(_take_bytes, some))
-
-
-def decode_request(decode: Callable[[bytes], Request], data: bytes) -> Request:
-    """Return a decoded request. Raises ProtocolError."""
-    try:
-        return decode(data)
-    except msgspec.MsgspecError as e:
-        raise ProtocolError(f"a request is not valid: {e}") from None
 
 
 def inbox(block_bytes: int = 0) -> Geometry:

@@ -17,14 +17,13 @@ from lamina.kv.pages import PageFragment
 from lamina.kv.storage import FragmentLostError, StorageBackend, StorageError
 from lamina.netstack import ChannelError
 from lamina.protocol.offload_messages import MAX_LISTED_PAGES
-from lamina.protocol.step_plan import KEY_BYTES, ProtocolError
+from lamina.protocol.step_plan import KEY_BYTES, ProtocolError, decode, encode
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.kv_transfer.transfer_link import (
     Transfer,
     TransferLink,
     TransferPart,
     TransferRefusedError,
-    decode_request,
     parts_from,
     parts_into,
 )
@@ -43,9 +42,6 @@ class PageRequest(msgspec.Struct, frozen=True, array_like=True):
 
     key: bytes
     fragments: list[PageFragment]
-
-
-_decode = msgspec.msgpack.Decoder(PageRequest).decode
 
 
 class RemotePages:
@@ -95,7 +91,7 @@ class RemotePages:
     def _request(self, source: TransferLink, ask: PageRequest, parts: Iterator[TransferPart], silence_s: float) -> None:
         """Receive what is requested. Raises ChannelError."""
         number = next(self._numbers)
-        source.request(number, msgspec.msgpack.encode(ask))
+        source.request(number, encode(ask))
         source.wait(source.expect(Transfer(number, parts, silence_s)))
 
     def _keys(self, source: TransferLink, share: frozenset[PageFragment]) -> list[bytes]:
@@ -116,7 +112,7 @@ class RemotePages:
 
     def _answer(self, data: bytes) -> Iterator[TransferPart]:
         """Yield the parts of a reply. Raises TransferRefusedError, ProtocolError."""
-        ask = decode_request(_decode, data)
+        ask = decode(PageRequest, data)
         if len(ask.key) not in (0, KEY_BYTES) or not ask.fragments:
             raise ProtocolError(f"{len(ask.fragments)} fragments of a page without a valid key are requested")
         if len({*ask.fragments}) < len(ask.fragments):  # a small request would have a reply of any size
@@ -124,13 +120,13 @@ class RemotePages:
         try:
             if ask.key:
                 _, there = self._medium.read_page(ask.key, frozenset(ask.fragments))
-                found = b"".join(there[fragment] for fragment in ask.fragments)
+                reply = b"".join(there[fragment] for fragment in ask.fragments)
             else:
-                found = b"".join(self._medium.keys(frozenset(ask.fragments), MAX_LISTED_PAGES))
-                yield from parts_from(len(found).to_bytes(SIZE_BYTES, "little"))
+                reply = b"".join(self._medium.keys(frozenset(ask.fragments), MAX_LISTED_PAGES))
+                yield from parts_from(len(reply).to_bytes(SIZE_BYTES, "little"))
         except (StorageError, KeyError) as e:
             raise TransferRefusedError(f"it is no longer there: {e}") from e
-        yield from parts_from(found)
+        yield from parts_from(reply)
 
 
 def _parts_of(into: Mapping[PageFragment, bytearray | memoryview]) -> Iterator[TransferPart]:
