@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from lamina.config.engine_config import EngineConfig
@@ -18,7 +17,7 @@ from lamina.executor.hosts.worker_placement import (
 )
 from lamina.executor.launchers.remote_links import any_port
 from lamina.facts.hardware import DEVICES
-from lamina.facts.report import count_text
+from lamina.facts.report import count_text, size_text, table
 
 from .phrases import collective_text
 
@@ -58,7 +57,7 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
         )
         rows.append((f"memory-{i}", at.host.address, *_kv(token * part, config, _used("memory", at, config)), came))
     head = ("worker", "host", "device", "memory of the device", "listens at, for")
-    return "\n".join([title, *meeting, *_table(head, rows), *_by_hand(config, places)])
+    return "\n".join([title, *meeting, *table([head, *rows], left=range(len(head))), *_by_hand(config, places)])
 
 
 def _places(config: EngineConfig) -> dict[str, list[HostAssignment]]:
@@ -128,7 +127,7 @@ def _weights(nbytes: int, on: _Used) -> tuple[str, str]:
             f"{nbytes / _GB:.1f} GB of weights do not fit in the {on.memory / _GB:g} GB of {on.title}: every compute "
             f"worker holds all of them, or a part with --tensor-parallel-size"
         )
-    return on.title, f"{_size(nbytes)} of weights" + ("" if on.memory is None else f" of {on.memory / _GB:g} GB")
+    return on.title, f"{size_text(nbytes)} of weights" + ("" if on.memory is None else f" of {on.memory / _GB:g} GB")
 
 
 def _kv(token: float, config: EngineConfig, on: _Used) -> tuple[str, str]:
@@ -138,11 +137,11 @@ def _kv(token: float, config: EngineConfig, on: _Used) -> tuple[str, str]:
             f"--kv-cache-memory-bytes {config.devices.kv_memory} exceeds the {limit / _GB:g} GB of {on.title}"
         )
     if asked:
-        room = f"{_size(asked)} for KV" + ("" if limit is None else f" of {limit / _GB:g} GB")
+        room = f"{size_text(asked)} for KV" + ("" if limit is None else f" of {limit / _GB:g} GB")
         return on.title, f"{room}: {int(asked / token)} tokens"
     if limit is not None:
         return on.title, f"up to {limit / _GB:g} GB for KV: {int(limit / token)} tokens"
-    return on.title, f"{_size(token)} of KV a token"
+    return on.title, f"{size_text(token)} of KV a token"
 
 
 def _url(config: EngineConfig, at: HostAssignment) -> str:
@@ -153,15 +152,3 @@ def _ring(config: EngineConfig, role: str, at: HostAssignment) -> str:
     if role == "compute" and config.topology.replicas > 1:
         return f"{_url(config, at)} from the compute worker before it"
     return "-"
-
-
-def _size(nbytes: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return f"{nbytes:g} B"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]

@@ -5,14 +5,11 @@ clock.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import random
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lamina.config.flag_groups import flag_name
@@ -33,7 +30,7 @@ from lamina.scheduler.conductor.routing import POLICIES
 if TYPE_CHECKING:
     from lamina.tools.request_traces import RequestTrace
 
-    from .simulator.conducted_run import SimulatedPools, TracedPrompt
+    from .simulator.conducted_run import TracedPrompt
     from .simulator.simulation_report import PoolsReport
 
 DECODE_S = 20.0  # assumed time of decoding a completion, until some have ended
@@ -61,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-law", default="0,2e-4,2e-9", metavar="A,B,C", help="seconds of a prompt: A + B tokens + C tokens^2")
     add("--transfer-rate", type=float, default=31000.0, metavar="T", help="tokens per second from one sender (31000)")
     add("--kvcache-balancing-threshold", type=float, default=1.5, metavar="X", help="of the policy mooncake (1.5)")
-    add("--expected", type=float, default=1.0, metavar="X", help="prefill is first thought to take X times as long (1)")
     add("--instances", type=int, default=0, metavar="N", help="instances that decode; 0 = nothing is decoded (0)")
     add("--decode-law", default="0.02,2e-3,4e-7", metavar="A,B,C", help="seconds of a step: A + B rows + C tokens read")
     add(
@@ -75,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slo-ttft", default="", metavar="TIME", help="to the first token at most, else a request is refused: 30s")
     add("--slo-tbt", default="", metavar="TIME", help="between two tokens at most, else a request is refused: 100ms")
     add("--seed", type=int, default=0, help="of all that is by chance (0)")
-    add("--draw", action="store_true", help="draw the loads of both pools over time")
     add("--json", action="store_true", help="print everything as JSON")
     add("--dry-run", action="store_true", help="check everything, print what would be simulated")
 
@@ -104,12 +99,11 @@ def run(args: argparse.Namespace) -> int:
 def conductor_of(args: argparse.Namespace, rules: ConductorConfig) -> Conductor:
     """Return a new conductor, which knows nothing yet."""
     stages = args.prefill_pipeline
-    a, b, c = (x * args.expected for x in _stage_law(args))
     groups, pages = args.prefill_workers // stages, args.pages * stages
     decoding = DecodeLoadModel(max(1, args.instances), StepLatency(*_law(args.decode_law, "--decode-law")), DECODE_S)
     return Conductor(
         config=rules, directory=PrefixDirectory(groups, pages),
-        prefill_latency=PrefillLatencyEstimator(PrefillLatency(a, b, c)),
+        prefill_latency=PrefillLatencyEstimator(_stage_law(args)),
         transfer_latency=TransferLatencyEstimator(_transfer_law(args)), decode_load_model=decoding,
         num_workers=groups, seed=args.seed,
         staged=PrefillPipelineShape(stages, args.prefill_chunk),
@@ -118,7 +112,7 @@ def conductor_of(args: argparse.Namespace, rules: ConductorConfig) -> Conductor:
 
 def _one(
     args: argparse.Namespace, rules: ConductorConfig, arrivals: list[TracedPrompt]
-) -> tuple[ConductorConfig, PoolsReport, SimulatedPools, float]:
+) -> tuple[ConductorConfig, PoolsReport, float]:
     from .simulator.conducted_run import SimulatedPools, SimulatedPoolSpec
     from .simulator.simulation_report import report
 
@@ -127,23 +121,8 @@ def _one(
         _stage_law(args), _transfer_law(args), args.instances, StepLatency(*_law(args.decode_law, "--decode-law")),
     )  # fmt: skip
     pools = SimulatedPools(conductor, truth, sample_s=1.0 if args.instances else 0.0)
-    with _uncollected():
-        pools.run(arrivals)
-    return rules, report(pools, conductor), pools, time.process_time() - begun
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Switch the garbage collector off: a run makes next to no cycles, and scanning all its tokens takes a
-    tenth of it.
-    """
-    looked = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if looked:
-            gc.enable()
+    pools.run(arrivals)
+    return rules, report(pools, conductor), time.process_time() - begun
 
 
 def _arrivals(trace: RequestTrace, args: argparse.Namespace) -> list[TracedPrompt]:
@@ -196,7 +175,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--prefill-pipeline {stages} does not divide --prefill-workers {args.prefill_workers}: use one that does"
         )
-    for name in ("speed", "transfer_rate", "expected"):
+    for name in ("speed", "transfer_rate"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name):g}")
     if not 0 <= args.spread < math.inf:
@@ -207,8 +186,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--slo-tbt is of what decodes: say how many --instances do")
     if args.instances and 0 < tbt_s < first:
         raise ValueError(f"--slo-tbt {args.slo_tbt} is below a step of one completion alone, {first:g} s: raise it")
-    if args.draw and not args.instances:
-        raise ValueError("--draw shows the loads of both pools: say how many --instances decode")
 
 
 def _check_first_token(args: argparse.Namespace, arrivals: list[TracedPrompt]) -> None:
@@ -247,7 +224,7 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def _told(rules: ConductorConfig, report: PoolsReport, pools: SimulatedPools, cpu_s: float) -> dict[str, Any]:
+def _told(rules: ConductorConfig, report: PoolsReport, cpu_s: float) -> dict[str, Any]:
     return {"policy": rules.policy, "overload": rules.overload, "cpu_s": round(cpu_s, 2), **report.to_json()}
 
 
@@ -268,12 +245,10 @@ def _head(args: argparse.Namespace, trace: RequestTrace, count: int) -> str:
 def _text(
     args: argparse.Namespace,
     trace: RequestTrace,
-    told: list[tuple[ConductorConfig, PoolsReport, SimulatedPools, float]],
+    told: list[tuple[ConductorConfig, PoolsReport, float]],
 ) -> str:
-    from .simulator.simulation_report import loads_text
-
     lines = [_head(args, trace, told[0][1].requests), _COLUMNS]
-    for rules, report, pools, cpu_s in told:
+    for rules, report, cpu_s in told:
         lines.append(
             f"{rules.policy:13}{report.mean_ttft_s:10.2f}{report.p50_ttft_s:8.2f}{report.p90_ttft_s:8.2f}"
             f"{report.p99_ttft_s:8.2f}{report.hit:6.3f}{report.moved_tokens:9}{report.kv_replicas:8}"
@@ -290,6 +265,4 @@ def _text(
                 f"  loads of the pools: correlation {report.correlation:.2f}, decode deviates by "
                 f"{report.decode_deviation:.3f}"
             )
-        if args.draw:
-            lines.append(loads_text(pools).rstrip("\n"))
     return "\n".join(lines) + "\n"

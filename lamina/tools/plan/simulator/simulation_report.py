@@ -85,18 +85,3 @@ def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
     if len(x) < 2 or statistics.pstdev(x) == 0 or statistics.pstdev(y) == 0:
         return 0.0
     return statistics.correlation(x, y)
-
-
-def loads_text(pools: SimulatedPools, width: int = 72) -> str:
-    """Return the loads of both pools over time, a row of characters each: 0 to 9, tenths of the limit, and
-    + above it.
-    """
-    if not pools.samples:
-        return ""
-    lines = []
-    for name in ("prefill", "decode"):
-        loads = [getattr(sample, name) for sample in pools.samples]
-        size = max(1, -(-len(loads) // width))
-        means = [statistics.fmean(loads[at : at + size]) for at in range(0, len(loads), size)]
-        lines.append(f"  {name:8}" + "".join("+" if x > 1 else str(min(9, int(x * 10))) for x in means))
-    return "\n".join(lines) + "\n"
