@@ -51,12 +51,12 @@ class SavingJobs:
         )  # fmt: skip
         self._draw, tier = random.Random(1), self._llm.engine.scheduler.features.get(OffloadIndex)
         assert tier is not None
-        self._tier, self._fill = tier, tier.save_filled
+        self._tier, self._fill = tier, tier.batch_ops
 
     def run(self, jobs: int, length: int, *, as_they_fill: bool) -> float:
         """Seconds for so many jobs, until all of their KV is saved. Raises BrokenError where some is not."""
         engine, before = self._llm.engine, self._saved()
-        vars(self._tier)["save_filled"] = self._fill if as_they_fill else lambda running: []
+        vars(self._tier)["batch_ops"] = self._fill if as_they_fill else lambda running: []
         start = time.perf_counter()
         for _ in range(jobs):
             engine.add(tokens(self._draw, length), PARAMS)

@@ -64,7 +64,7 @@ POLICY = (
     "scheduler/kv_manager/offload_index.py", "scheduler/admission.py", "scheduler/batch.py",
     "scheduler/feature.py", "scheduler/feature_table.py", "scheduler/starts.py", "scheduler/prefill_placement.py",
     "scheduler/kv_manager/prefix_cache.py",
-    "scheduler/kv_manager/prefetcher.py", "scheduler/sparsity/selection.py",
+    "scheduler/sparsity/selection.py",
     "scheduler/kv_manager/allocator.py", "scheduler/preemption.py", "scheduler/prefill_grants.py",
     "scheduler/kv_manager/swap.py", "scheduler/step_timing.py", "scheduler/sampling_requests.py",
     "scheduler/kv_manager/block_accounting.py", "scheduler/sparsity/pruning.py",

@@ -25,7 +25,6 @@ from lamina.scheduler.feature import Feature
 from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
-from lamina.scheduler.kv_manager.prefetcher import Prefetcher
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.prompt_store import PromptCache, PromptPageKeys
 from lamina.scheduler.kv_manager.session_cache import SessionCache
@@ -135,7 +134,7 @@ def _features(
     prefixes: PrefixCache,
 ) -> list[Feature]:
     """The table of features, in the order in which the scheduler asks them. A feature uses only those before it."""
-    tier = _tier(config, tables, info)
+    tier = _tier(config, tables, info, prefixes)
     budget = parse_error_budget(config.kv.kv_error_budget)
     prefill, swap = _prefill(config, info, slo_admission, prefixes), _swaps(config, tier)
     table = [
@@ -147,7 +146,6 @@ def _features(
         BlockSelection() if config.kv.is_sparse else None,
         _evictions(config, info),
         tier,
-        Prefetcher(tier, prefixes) if tier else None,
         PrefillPlacement(prefill, prefixes),
         KvMigration(tables, allocator, prefixes, config.topology.tensor_parallel_size if config.migrates_kv else 0),
         StepTimer(slo_admission, swap),
@@ -277,7 +275,7 @@ def _evictions(config: EngineConfig, info: ComputeReady) -> BlockPruner | None:
     return BlockPruner(config.kv, info.block_size, len({w for group in info.holders for w in group}))
 
 
-def _tier(config: EngineConfig, tables: BlockTables, info: ComputeReady) -> OffloadIndex | None:
+def _tier(config: EngineConfig, tables: BlockTables, info: ComputeReady, prefixes: PrefixCache) -> OffloadIndex | None:
     """None: nothing is kept beside the pools. Where bits count, a prompt is loaded as it is forked."""
     if info.storage is None:
         return None
@@ -285,7 +283,14 @@ def _tier(config: EngineConfig, tables: BlockTables, info: ComputeReady) -> Offl
         raise ValueError(conflict_text("--decode-only", WINDOWED_LAYERS))
     fixed = config.model.deterministic
     whole = math.lcm(info.storage.page_size, config.batching.prefill_chunk if fixed else 1)
-    return OffloadIndex(info.storage, tables, info.holders, whole=whole, prompts_only=fixed)
+    return OffloadIndex(
+        info.storage,
+        tables,
+        info.holders,
+        whole=whole,
+        prompts_only=fixed,
+        cached_tokens_of=prefixes.num_cached_tokens,
+    )
 
 
 def _swaps(config: EngineConfig, offload_index: OffloadIndex | None) -> SwapPolicy | None:

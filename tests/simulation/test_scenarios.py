@@ -94,7 +94,7 @@ def test_every_stream_goes_on_while_memory_workers_come_and_go(part: int) -> Non
 @pytest.mark.parametrize("mistake", ["", "nothing is copied", "where it lies is sure at once"])
 def test_sequences_leave_memory_workers_one_by_one(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of whom die in the midst of that."""
-    took, take, tend = list[int](), SimCopies._take, KvMigration.add_ops
+    took, take, tend = list[int](), SimCopies._take, KvMigration.after_admission
 
     def taken(self: SimCopies, worker: SimMemory, op: CopyStripes) -> int:
         took.append(take(self, worker, op) if mistake != "nothing is copied" else 4)
@@ -106,7 +106,7 @@ def test_sequences_leave_memory_workers_one_by_one(mistake: str, monkeypatch: py
 
     monkeypatch.setattr(SimCopies, "_take", taken)
     if mistake == "where it lies is sure at once":
-        monkeypatch.setattr(KvMigration, "add_ops", tended)
+        monkeypatch.setattr(KvMigration, "after_admission", tended)
     if mistake:
         assert any(is_broken(check, leaving(seed)) for seed in range(ENOUGH))
         return

@@ -9,7 +9,7 @@ are to go, one after the other: each has no rows while it is copied, and all oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from itertools import islice
 from typing import NamedTuple
@@ -107,24 +107,14 @@ class KvMigration(Feature):
 
     def after_admission(self, scheduling: Scheduling) -> None:
         """Add the ops that are due to the next plans."""
-        self.add_ops(
-            scheduling.batches,
-            scheduling.next_round,
-            scheduling.new_sequence_id,
-            crowded=bool(scheduling.waiting),
-        )
-
-    def add_ops(self, batches: Several[Batch], step: int, new_sequence_id: Callable[[], int], *, crowded: bool) -> None:
-        """Add the ops that are due to the plans of ``step``, the next ones. ``new_sequence_id``: gives the number of a
-        new sequence; ``crowded``: whether sequences wait for room.
-        """
+        batches = scheduling.batches
         self._unsure = {s: at for s, at in self._unsure.items() if any(self._accounting.count_blocks([s]))}
-        idle = not self.closing_shards and (crowded or self._allocator.spill is None)
+        idle = not self.closing_shards and (bool(scheduling.waiting) or self._allocator.spill is None)
         if self._copy is None and (self._fails or idle):
             return
         running = {s.id: (s, batch) for batch in batches for s in batch.running if not s.finished}
         if self._copy is not None:
-            self._end(self._copy, batches[0], step, running.get(self._copy.source))
+            self._end(self._copy, batches[0], scheduling.next_round, running.get(self._copy.source))
             return
         sequences = [s for s, _ in running.values()]
         due = (
@@ -134,7 +124,8 @@ class KvMigration(Feature):
         )
         if due is not None:
             sequence, run = due
-            self._copy, self._stored, self._failed = _StripeCopy(new_sequence_id(), sequence.id, run), 0, False
+            self._copy = _StripeCopy(scheduling.new_sequence_id(), sequence.id, run)
+            self._stored, self._failed = 0, False
             op = CopyStripes(self._copy.number, sequence.id, run.start, run.stop - run.start, run.kv_shard)
             running[sequence.id][1].ops.append(op)
 

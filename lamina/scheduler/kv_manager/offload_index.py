@@ -1,7 +1,7 @@
-"""KV beside the memory workers' pools, by pages: the pages that exist, and the pages on their way. Pure policy: no
+"""KV outside of the memory workers' pools, by pages: the pages that exist, and the pages on their way. Pure policy: no
 torch, no I/O, no clock.
 
-A sequence is saved as its pages fill. Once it is retained, the rest is saved: pages that no medium has yet, the last
+A sequence is saved as its pages fill. Once it is retained, the rest is saved: pages that no storage has yet, the last
 one in part. A prompt that begins with existing pages is loaded, if that brings at least a page more than the pool has.
 Memory workers report the end of each transfer; a page exists once all of them have.
 """
@@ -9,7 +9,7 @@ Memory workers report the end of each transfer; a page exists once all of them h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from itertools import groupby
 
@@ -47,7 +47,7 @@ MAX_PAGES_PER_SAVE = 8  # pages of one Export, so that a worker whose disk is sl
 
 
 class OffloadIndex(Feature):
-    """The driver's index of all media. Transfers of one sequence are loads or saves."""
+    """The driver's index of all offloaded pages. The transfers of one sequence are loads or saves, not both."""
 
     def __init__(
         self,
@@ -57,10 +57,12 @@ class OffloadIndex(Feature):
         *,
         whole: int = 1,
         prompts_only: bool = False,
+        cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
     ) -> None:
-        """``holders``: group -> memory workers. A prompt is loaded up to a multiple of ``whole_page_tokens`` tokens; of
-        sequences nothing but their prompts is saved with ``prompts_only``.
+        """``holders``: group -> memory workers. A prompt is loaded up to a multiple of ``whole`` tokens.
+        ``prompts_only``: completions are not saved. ``cached_tokens_of``: tokens that the pool has of a waiting one.
         """
+        self._cached_tokens_of = cached_tokens_of
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
         self.backend, self.is_complete = facts.backend, facts.is_complete
         self._exact = not prompts_only  # whether a page is kept, too, that is not whole
@@ -83,11 +85,11 @@ class OffloadIndex(Feature):
 
     @property
     def has_transfers(self) -> bool:
-        """Whether some transfer is under way."""
+        """True while a transfer is under way."""
         return bool(self._moving)
 
     def sync(self, facts: OffloadFacts, holders: Several[Several[int]]) -> None:
-        """Workers have met, perhaps other ones than before: the pages that they have told of exist, and no others."""
+        """Take in the pages that workers list, as they meet: these exist, and no others."""
         ledger = self._ledger
         self._num_holders = [
             {w for lanes, group in zip(ledger.kv_shards, holders, strict=True) if lane in lanes for w in group}
@@ -96,7 +98,7 @@ class OffloadIndex(Feature):
         self._num_workers = 1 + max(w for group in holders for w in group)
         self.hints = PrefetchHints(
             0 if self.is_complete else self._room(facts.capacities)
-        )  # workers have been told of no waiting turn yet
+        )  # workers have no hint of a waiting turn yet
         self._kv_shards: dict[bytes, set[int]] = {}  # page -> KV shards whose workers can load it
         page_keys = [self._drops.exclude_deleted(keys) for keys in facts.pages]
         self._keys.era = facts.era
@@ -113,8 +115,8 @@ class OffloadIndex(Feature):
         return len(self._num_holders) * min(rooms[w] // lanes_of[w] for owners in self._num_holders for w in owners)
 
     def find_loadable(self, sequence: Sequence, beyond: int) -> LoadableKv | None:
-        """What can be loaded of a waiting sequence, more than ``beyond`` tokens. Its last token has to be computed: a
-        row has to draw.
+        """Return what can be loaded of a waiting sequence, more than ``beyond`` tokens. Its last token has to be
+        computed: a row has to draw.
         """
         tokens = len(sequence.tokens)
         if self._found is None or self._found[:3] != (sequence, beyond, tokens):
@@ -143,8 +145,8 @@ class OffloadIndex(Feature):
         return LoadableKv(length, able, tuple(self.keys_of(sequence, length, parts=True)))
 
     def find_shifted(self, sequence: Sequence) -> LoadableKv | None:
-        """What can be loaded of a turn that has lost tokens: pages of its whole conversation, which were saved before,
-        and whose K is rotated as they come. What has been computed behind the loss was never saved.
+        """Return what can be loaded of a turn that has lost tokens: pages of its whole conversation, which were saved
+        before, and whose K is rotated as they come. Pages that were computed after tokens were lost are never saved.
         """
         beyond, tokens = -1, len(sequence.original_prompt)
         if self._found is None or self._found[:3] != (sequence, beyond, tokens):
@@ -179,7 +181,7 @@ class OffloadIndex(Feature):
         return there.index(False) if False in there else len(there)
 
     def _with_part(self, sequence: Sequence, whole: int, location: KvLocation, stop: int) -> int:
-        """Behind its ``whole`` tokens that are there, how far a page goes that is there and not whole."""
+        """Return the stop of the longest stored partial page after its ``whole`` stored tokens."""
         lane, most = self._kv_shard(location, whole // self.page_size), min(stop, whole + self.page_size - 1)
         lengths = range(most, whole, -1) if self._exact and (whole or self.is_complete) else ()
         keys = ((n, self._keys.partial_page_key(sequence, n)) for n in lengths)
@@ -203,11 +205,11 @@ class OffloadIndex(Feature):
 
     @property
     def has_pending_ops(self) -> bool:
-        """Whether the media are to be told of pages that nobody will find any more."""
+        """True if storage is to delete pages."""
         return bool(self._drops.pending)
 
     def is_saving(self, number: int) -> bool:
-        """Whether some page of a sequence is on its way to a medium."""
+        """Return whether some page of a sequence is on its way to storage."""
         return number in self._saving
 
     def begin_load(self, sequence: Sequence, wanted: LoadableKv, spare_s: float = 0.0) -> list[LoadKv]:
@@ -226,12 +228,8 @@ class OffloadIndex(Feature):
         return ops
 
     def batch_ops(self, running: Several[Sequence]) -> list[SaveKv]:
-        """The saves of pages that running sequences have filled."""
-        return self.save_filled(running)
-
-    def save_filled(self, running: Iterable[Sequence]) -> list[SaveKv]:
-        """Of pages that sequences have filled since they were offered: rows behind these go on meanwhile. Where some
-        layers have a window nothing is saved before the end, as its blocks may go at any time.
+        """Save pages that running sequences have filled, while their next rows go on. If some layers have a window,
+        nothing is saved before the end, as its blocks may go at any time.
         """
         ops = list[SaveKv]()
         for sequence in running:
@@ -247,13 +245,13 @@ class OffloadIndex(Feature):
         return not (self._most or alone or sequence.finished or sequence.num_loading_tokens)
 
     def save_ops(self, sequence: Sequence, length: int) -> list[SaveKv]:
-        """What is not there yet of the first ``length`` tokens of a sequence, which have been scheduled."""
+        """Save the pages that are not there yet of the first ``length`` tokens of a sequence, which are scheduled."""
         if self._prompts_only:
             length = min(length, len(sequence.prompt))
         if self._most:
             length = min(length, self._most)
             if any(self._ledger.block_table(group, sequence.id)[0] for group in range(len(self._ledger.windows))):
-                return []  # its beginning was given back behind a window
+                return []  # the window has passed its beginning
         coming = set[bytes]().union(*(x.keys for x in self._saving.values()))
         keys = self.keys_of(sequence, length, parts=True)
         lanes = [self._kv_shard(sequence.location, number) for number in range(len(keys))]
@@ -261,8 +259,8 @@ class OffloadIndex(Feature):
         return self._export(sequence, keys, missing, length)
 
     def save_all_ops(self, sequence: Sequence, length: int, root: bytes) -> tuple[list[bytes], list[SaveKv]]:
-        """All of ``length`` tokens of a running sequence that is preempted, the last page as far as it goes, under keys
-        that nobody else has: ``root_key`` tells apart. No keys where a window has passed some of it.
+        """Save all ``length`` tokens of a preempted sequence, the last page as far as it goes, under keys that no other
+        sequence has, by their ``root``. No keys if a window has passed some of it.
         """
         here = all(self._ledger.block_table(group, sequence.id)[0] == 0 for group in range(len(self._ledger.windows)))
         if not here or length > (self._most or length):
@@ -290,19 +288,15 @@ class OffloadIndex(Feature):
         return ops
 
     def on_report(self, report: Report) -> TransferResult | None:
-        """A memory worker has begun to have enough of a load, or has ended a transfer; see `on_transfer_done`."""
-        if isinstance(report, LoadReady):
-            self.on_load_ready(report)
-        return self.on_transfer_done(report) if isinstance(report, TransferDone) else None
-
-    def on_load_ready(self, report: LoadReady) -> None:
-        """A memory worker has enough of a load. Once all have, the sequence may have its first rows; those behind them
-        wait for the load's end.
+        """A memory worker has enough of a load, or has ended a transfer. Once all have enough, the sequence may have
+        its first rows; later ones wait for the load's end.
         """
-        loading = self._loading[self._moving[report.transfer_id].op.sequence]
-        loading.num_not_ready -= 1
-        if not loading.num_not_ready:
-            loading.sequence.num_computed_tokens = loading.sequence.num_cached_tokens = loading.loadable.length
+        if isinstance(report, LoadReady):
+            loading = self._loading[self._moving[report.transfer_id].op.sequence]
+            loading.num_not_ready -= 1
+            if not loading.num_not_ready:
+                loading.sequence.num_computed_tokens = loading.sequence.num_cached_tokens = loading.loadable.length
+        return self.on_transfer_done(report) if isinstance(report, TransferDone) else None
 
     def on_transfer_done(self, report: TransferDone) -> TransferResult | None:
         """A memory worker has ended a transfer; None while others of its sequence are under way."""
@@ -318,20 +312,20 @@ class OffloadIndex(Feature):
         return self._loaded(moving) if isinstance(moving.op, LoadKv) else self._saved(moving)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Pages that are to be found no more."""
+        """Find pages no more."""
         for key in keys:
             self._kv_shards.pop(key, None)
             self._found = None
 
     def delete_ops(self, sequence: int, keys: Several[bytes]) -> list[DeletePages]:
-        """Have the media forget pages, those too that are on their way there. ``sequence``: whose they were."""
+        """Delete pages of ``sequence`` from storage, also those on their way there."""
         self.remove(keys)
         if self._saving:
             self._removed.update(keys)
         return self._drops.delete_ops(sequence, keys)
 
     def retention_ops(self, sequence: Sequence, length: int) -> list[SetRetention]:
-        """Have the media keep the pages of its first ``length`` tokens for as long as it asks for."""
+        """Have storage keep the pages of its first ``length`` tokens for as long as it asks for."""
         if not (seconds := min(sequence.retention_s, MAX_RETENTION_S)):
             return []
         keys = self.keys_of(sequence, min(length, len(sequence.prompt)) if self._prompts_only else length, parts=True)
@@ -350,7 +344,7 @@ class OffloadIndex(Feature):
 
     def reset(self, era: bytes, sequences: Several[Sequence]) -> tuple[SequenceOp, ...]:
         """Find none of the present pages again, nor those on their way: later pages are of another ``era``, pages of
-        ``sequences`` too. The media give the old pages up bit by bit, but for pages that are being loaded.
+        ``sequences`` too. Storage deletes the old pages bit by bit, but for pages that are being loaded.
         """
         for sequence in sequences:
             self._keys.drop(sequence)
@@ -368,8 +362,21 @@ class OffloadIndex(Feature):
             self.sync(ready.storage, ready.holders)
 
     def begin_round(self, scheduling: Scheduling) -> None:
-        """Have the media give up pages that no sequence will find any more."""
+        """Have storage delete pages that no sequence will find any more."""
         scheduling.add_pending_ops(self._drops.next_ops())
+
+    def after_admission(self, scheduling: Scheduling) -> None:
+        """Hint at the pages that waiting sequences will load."""
+        if scheduling.waiting or self.hints:
+            scheduling.batches[0].ops += self.hints.next_ops([*scheduling.waiting], self._to_load)
+
+    def _to_load(self, sequence: Sequence) -> LoadableKv | None:
+        """Return what a sequence will load. Preempted ones come back soon, and truncated ones begin with their
+        session's KV alone.
+        """
+        if sequence.discarded_ranges or sequence.num_preemptions:
+            return None
+        return self.find_loadable(sequence, self._cached_tokens_of(sequence))
 
     def _loaded(self, moving: PageTransfer) -> TransferResult | None:
         op, loading = moving.op, self._loading[moving.op.sequence]
@@ -456,23 +463,23 @@ class OffloadIndex(Feature):
         return op
 
     def keys_of(self, sequence: Sequence, length: int, *, parts: bool = False) -> list[bytes]:
-        """Of the whole pages of its first ``length`` tokens; ``parts``: and of one with which they end."""
+        """Return the keys of the whole pages of its first ``length`` tokens; ``parts``: and of a partial last one."""
         return [
             *self._keys.whole_page_keys(sequence, length),
             *(self._keys.partial_page_key(sequence, length) if parts and self._exact else ()),
         ]
 
     def keys_after(self, salt: bytes, tokens: Several[int]) -> list[bytes]:
-        """Of the whole pages of ``tokens``, of a prompt with ``salt``."""
+        """Return the keys of the whole pages of ``tokens``, of a prompt with ``salt``."""
         return self._keys.keys_after(salt, tokens)
 
     def _kv_shard(self, location: KvLocation, number: int) -> int:
-        """Of a page."""
+        """Return the KV shard of a page."""
         return self._ledger.placement.kv_shard_at(location, number * self.page_size // self._ledger.block_size)
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Of numbers that follow one another, at most MAX_PAGES_PER_SAVE each."""
+    """Divide ``numbers`` into runs of consecutive ones, at most MAX_PAGES_PER_SAVE each."""
     runs = list[list[int]]()
     for number in numbers:
         if not runs or number != runs[-1][-1] + 1 or len(runs[-1]) == MAX_PAGES_PER_SAVE:

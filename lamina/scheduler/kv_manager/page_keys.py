@@ -10,7 +10,7 @@ from lamina.scheduler.sequence import Sequence
 
 
 class PageKeys:
-    """Of one store. Those of a sequence stay with it, as its tokens do not change."""
+    """The keys of one store. Those of a sequence stay with it, as its tokens do not change."""
 
     def __init__(self, facts: OffloadFacts) -> None:
         self._secret, self._identity, self._page = facts.secret, facts.identity, facts.page_size
@@ -19,7 +19,7 @@ class PageKeys:
         self.era = facts.era  # of keys that are made from now on
 
     def whole_page_keys(self, sequence: Sequence, length: int) -> list[bytes]:
-        """Of the whole pages of its first ``length`` tokens."""
+        """Return the keys of the whole pages of its first ``length`` tokens."""
         keys, page = sequence.page_keys, self._page
         while len(keys) < length // page:
             at = len(keys) * page
@@ -28,7 +28,7 @@ class PageKeys:
         return keys[: length // page]
 
     def keys_after(self, salt: bytes, tokens: Several[int]) -> list[bytes]:
-        """Of the whole pages of ``tokens``, of a prompt with ``salt``."""
+        """Return the keys of the whole pages of ``tokens``, of a prompt with ``salt``."""
         keys, parent = list[bytes](), self.root_key(salt, salt)
         for at in range(0, len(tokens) // self._page * self._page, self._page):
             parent = page_key(parent, at // self._page, tokens[at : at + self._page])
@@ -36,8 +36,8 @@ class PageKeys:
         return keys
 
     def partial_page_key(self, sequence: Sequence, length: int) -> list[bytes]:
-        """Of the page with which its first ``length`` tokens end, where that is not whole; not of the first one,
-        where a store keeps what others have left.
+        """Return the key of the partial page with which its first ``length`` tokens end, if there is one. A first page
+        has none, unless the store has all prompts.
         """
         number, more = divmod(length, self._page)
         if number < self._first or not more:
@@ -58,7 +58,7 @@ class PageKeys:
         return root_key(self._secret, self._identity, self.tenant_tag(owner), salt, self.era)
 
     def tenant_tag(self, salt: bytes) -> bytes:
-        """Of the tenant of a prompt with ``salt``."""
+        """Return the tag of the tenant of a prompt with ``salt``."""
         tenant = tenant_of(salt)
         if tenant not in self._tags:
             self._tags[tenant] = tenant_tag(self._secret, tenant)

@@ -1,8 +1,8 @@
-"""Pages that the media are to give up, and those of which they were told last. Pure policy: no torch, no I/O, no clock.
+"""Pages that storage is to delete. Pure policy: no torch, no I/O, no clock.
 
-Nobody hears what became of a Drop. So behind a loss all that media were told to give up under the epoch before, and
-have not been given again since, are told once more: until then nobody finds them, although memory workers may have
-them yet.
+Memory workers do not report a deletion. After a loss the driver cannot know which pages of the last epoch were deleted:
+all that were not saved again are deleted once more. No sequence finds them until then, although memory workers may list
+them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ MAX_REMEMBERED_PAGES = 1 << 16  # pages; the last ones
 
 
 class PendingDeletes:
-    """Of one engine."""
+    """The deletions of one engine."""
 
     def __init__(self) -> None:
-        self.pending: list[bytes] = []  # that no plan has told of yet, or none that all have surely done
+        self.pending: list[bytes] = []  # pages that no plan has deleted yet, or that may still be there
         self._deleted: dict[bytes, None] = {}
 
     def delete_ops(self, sequence: int, keys: Several[bytes]) -> list[DeletePages]:
-        """The ops of the next plan. ``sequence``: whose pages they were."""
+        """Return the ops of the next plan that delete pages of ``sequence``."""
         self._deleted |= dict.fromkeys(keys)
         for key in list(self._deleted)[: max(0, len(self._deleted) - MAX_REMEMBERED_PAGES)]:
             del self._deleted[key]
@@ -34,20 +34,20 @@ class PendingDeletes:
         ]
 
     def next_ops(self) -> list[DeletePages]:
-        """For the next plan, of those that are due."""
+        """Return the ops of the next plan that delete pending pages."""
         some, self.pending = self.pending[:MAX_DELETES_PER_PLAN], self.pending[MAX_DELETES_PER_PLAN:]
         return self.delete_ops(-1, some)
 
     def on_saved(self, keys: Collection[bytes]) -> None:
-        """These are saved behind that."""
+        """Note that pages are saved after they were deleted."""
         for key in self._deleted.keys() & keys:
             del self._deleted[key]
 
     def restart(self) -> None:
-        """Behind a loss."""
+        """Delete all pages once more, after a loss."""
         self.pending += self._deleted
         self._deleted.clear()
 
     def exclude_deleted(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Those of ``keys`` that may be found."""
+        """Return those of ``keys`` that sequences may find."""
         return set(keys).difference(self.pending)

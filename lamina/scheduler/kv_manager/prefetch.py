@@ -1,8 +1,8 @@
-"""What turns that wait will load, told before they do: so memory workers have it in memory by then, and give up other
-pages first (CachedAttention section 3.3, arXiv 2403.19708). Pure policy: no torch, no I/O, no clock.
+"""Hints at the pages that waiting turns will load: so storage has them in memory by then, and evicts other pages first
+(CachedAttention section 3.3, arXiv 2403.19708). Pure policy: no torch, no I/O, no clock.
 
-Told are the turns whose pages memory and disk hold together, the eviction window: who is behind it has no claim yet.
-Which of them are fetched is the medium's affair, which knows how large its memory is (kv.fetch_window).
+The hints are of turns whose pages memory and disk hold together, the eviction window. Storage knows how large its
+memory is, and decides which of these it fetches (kv.fetch_window).
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ class _HintedSequence(NamedTuple):
 
 
 class PrefetchHints:
-    """The pages that memory workers were told to expect in one epoch. In the next epoch they expect nothing, and
-    another Ahead tells them.
-    """
+    """The hints that memory workers have in one epoch. Another object begins anew in the next one."""
 
     def __init__(self, room: int) -> None:
         """``room``: pages that memory and disk hold."""
@@ -58,11 +56,11 @@ class PrefetchHints:
         self._queue: tuple[object, ...] = ()  # the ends of the queue, as it was last
 
     def __len__(self) -> int:
-        """Turns that were told, and still wait or load."""
+        """The number of turns with hints that still wait or load."""
         return len(self._hinted)
 
     def next_ops(self, waiting: Several[Sequence], find: Callable[[Sequence], LoadableKv | None]) -> list[PrefetchHint]:
-        """For the next plan. ``waiting``: the first one is next. ``find``: what can be loaded of one."""
+        """Return the next plan's hints. ``waiting``: the first one is next. ``find``: what can be loaded of one."""
         loading = [s for s in self._hinted if s.num_loading_tokens]
         line = (len(waiting), waiting[:1], waiting[-1:], len(loading))
         if line == self._queue:

@@ -2,9 +2,9 @@
 clock comes in.
 
 A sequence that begins with the tokens of another one is forked from it: both hold the blocks, and nothing is computed
-or moved. What they have in common is looked up in whole pages, and behind these to the token. The other one may still
-run, or it is *retained*: it has no more rows, and gives its blocks back as soon as others need them, the least recently
-used first. Sequences of different salts have nothing in common, whatever their tokens.
+or moved. Common tokens are looked up in whole pages, then to the token. The other one may still run, or it is
+*retained*: it has no more rows, and gives its blocks back as soon as others need them, the least recently used first.
+Sequences of different salts have nothing in common, whatever their tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PrefixNode:
     last_sequence: int | None = None  # a retained one that has no more pages
 
     def partial_matches(self, page: Page) -> list[tuple[int, PrefixNode]]:
-        """What has the most in common with ``page``, the best last: so many tokens, one at least."""
+        """Return the children that have most tokens in common with ``page``, one at least; the best last."""
         at = bisect_left(self.child_order, page)
         alike = [
             (_common_length(other, page), self.children[other]) for other in self.child_order[max(0, at - 1) : at + 1]
@@ -79,7 +79,7 @@ class CommonPrefix(NamedTuple):
 class _IndexedSequence(NamedTuple):
     sequence: Sequence
     pages: list[Page]
-    shifted: bool = False  # a plan has said so; whether memory workers have done it is not known
+    shifted: bool = False  # by a plan; memory workers may have applied it or not
 
 
 class PrefixCache(Feature):
@@ -96,7 +96,7 @@ class PrefixCache(Feature):
         sessions: Sessions | None = None,
     ) -> None:
         """``page``: tokens, a multiple of the block size; 0 = nothing is retained. ``prompts_only``: completions
-        are not. ``exact``: what is in common goes on behind whole pages, to the token. ``clock``: seconds.
+        are not. ``exact``: common tokens are counted beyond whole pages. ``clock``: seconds.
         """
         self._accounting = accounting
         self._page = page
@@ -135,7 +135,7 @@ class PrefixCache(Feature):
         return commons
 
     def num_cached_or_pending(self, sequence: Sequence) -> int:
-        """Of a waiting sequence, the tokens that somebody has already or will have soon: what need not be computed."""
+        """Return the tokens of a waiting sequence that need not be computed: KV of them is there, or will be soon."""
         beginnings = self.lookup(sequence)
         return beginnings[-1].length if beginnings else 0
 
@@ -165,6 +165,11 @@ class PrefixCache(Feature):
                     return PrefixHit(number, length, place, blocks)
         return None
 
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Return the tokens of a waiting sequence whose KV is in the pool."""
+        hit = self.longest_cached(self.lookup(sequence))
+        return hit.length if hit else 0
+
     def pending_match(self, beginnings: list[CommonPrefix], hit: PrefixHit | None) -> Sequence | None:
         """A running sequence that is about to have more pages of ``beginnings``."""
         node, length = next((x for x in reversed(beginnings) if x.length % self._page == 0), (None, 0))
@@ -191,22 +196,18 @@ class PrefixCache(Feature):
             candidates.starts.append(hit)
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
-        """Later prompts may begin with its tokens."""
-        self.add_running(candidates.sequence, start)
-        return ()
-
-    def add_running(self, sequence: Sequence, start: KvStart | None) -> None:
-        """Index an admitted sequence, which has its id and place."""
+        """Index an admitted sequence: later prompts may begin with its tokens."""
+        sequence = candidates.sequence
         self.num_queried_tokens += sequence.num_tokens_with_placeholders
         if self._page and (sequence.discarded_ranges or sequence.evicts_kv):
             self._add(sequence, [])
         elif self._page:
             self._add(sequence, self._all_pages(sequence.tokens, len(sequence.prompt)))
-        if start is None or start.source is None:
-            return
-        self.num_hit_tokens += start.length
-        if start.source in self._retained:
-            self._retained.move_to_end(start.source)
+        if start is not None and start.source is not None:
+            self.num_hit_tokens += start.length
+            if start.source in self._retained:
+                self._retained.move_to_end(start.source)
+        return ()
 
     def on_leave(self, leaving: Leaving) -> None:
         """Retain a finished sequence, in place of those whose pages it has too; or have it freed."""
@@ -304,9 +305,9 @@ class PrefixCache(Feature):
 
     @property
     def eviction_order(self) -> list[int]:
-        """The retained sequences in the order in which they give way: those without a name that are not prolonged, then
-        the others that nobody waits for, each the least recently used first; then those of waiting turns, from the end
-        of the queue on.
+        """The retained sequences in the order in which they give way. First come those without a name that are not
+        prolonged, then the others that no turn waits for, each the least recently used first. Last come those of
+        waiting turns, from the end of the queue on.
         """
         named = dict.fromkeys([*self.evictable_first(), *self._retained])
         queue = [s.retained_sequence for s in self.pinned if s.retained_sequence is not None]
@@ -330,7 +331,7 @@ class PrefixCache(Feature):
         return [n - empty for n, empty in zip(free, self._accounting.free_blocks, strict=True)]
 
     def retained_page_keys(self) -> Iterator[bytes]:
-        """Of the pages of sequences that are retained, or run and leave something, as far as they were asked for."""
+        """Yield the keys of stored pages of sequences that are retained, or will be, as far as keys are known."""
         for known in self._indexed.values():
             if not known.sequence.do_not_cache:
                 yield from known.sequence.page_keys
@@ -367,24 +368,24 @@ class PrefixCache(Feature):
         return ops
 
     def _has(self, number: int, length: int) -> bool:
-        """Whether KV of so many tokens is there once the plans of this round come."""
+        """Return whether KV of so many tokens is there once the plans of this round come."""
         sequence = self._indexed[number].sequence
         # And memory workers have not all of it.
         comes = sequence.num_loading_tokens or sequence.prefill_worker is not None
         return number in self._retained or (sequence.num_computed_tokens >= length and not comes)
 
     def _pages(self, tokens: list[int], stop: int) -> Iterator[Page]:
-        """Those that are whole in the first ``stop`` tokens."""
+        """Yield the whole pages of the first ``stop`` tokens."""
         for at in range(self._page, stop + 1, self._page):
             yield tuple(tokens[at - self._page : at])
 
     def _all_pages(self, tokens: list[int], stop: int) -> list[Page]:
-        """Those in the first ``stop`` tokens, and behind some what is left of these."""
+        """Return the pages of the first ``stop`` tokens, the last of which may be partial."""
         pages, whole = list(self._pages(tokens, stop)), stop // self._page * self._page
         return [*pages, tuple(tokens[whole:stop])] if pages and self._exact and stop > whole else pages
 
     def _parts(self, way: list[PrefixNode], pages: list[Page]) -> Iterator[PrefixNode]:
-        """Those whose last page is not whole, and is the beginning of one of ``pages``."""
+        """Yield the nodes of partial pages with which one of ``pages`` begins."""
         for node, page in zip(way, pages[1:], strict=False):
             for count in range(1, len(page)) if node.num_partial_children else ():
                 if (part := node.children.get(page[:count])) is not None:
@@ -424,7 +425,7 @@ class PrefixCache(Feature):
         for page in pages:
             child = node.children[page]
             del child.sequences[number]
-            if not child.sequences:  # nobody goes this way
+            if not child.sequences:
                 del node.children[page], node.child_order[bisect_left(node.child_order, page)]
                 node.num_partial_children -= len(page) < self._page
                 if not root.children:

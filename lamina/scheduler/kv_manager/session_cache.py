@@ -1,5 +1,5 @@
-"""What sessions have left in the pool and beside it: where it is, and how it is given up. Pure policy: no torch, no
-I/O, no clock.
+"""KV of sessions, in the pool and offloaded: where it is, and how it is given up. Pure policy: no torch, no I/O, no
+clock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .prefix_cache import PrefixCache
 
 
 class SessionCache(Feature):
-    """Of all sessions, whose leaves ``prefixes`` retains."""
+    """The KV of all sessions, whose last turns the prefix cache retains."""
 
     def __init__(
         self, prefix_cache: PrefixCache, accounting: BlockAccounting, offload_index: OffloadIndex | None
@@ -43,19 +43,19 @@ class SessionCache(Feature):
         self.num_shifts = 0
 
     def list_tenant(self, tenant: bytes) -> list[SessionInfo]:
-        """What a tenant is told of its sessions."""
+        """List the sessions of a tenant."""
         sessions = self._sessions.list_tenant(tenant)
         return [SessionInfo(s.name.name, s.turns, s.length, self._tier_of(s)) for s in sessions]
 
     @property
     def count_by_tier(self) -> Counter[str]:
-        """How many sessions of all tenants."""
+        """The number of sessions of all tenants, by tier."""
         return Counter(map(self._tier_of, self._sessions.list_all()))
 
     def shift_op(self, sequence: Sequence) -> ContextShift | None:
-        """The op that brings the leaf of a waiting turn's session nearer to the positions that its tokens have in that
-        turn, by one range of discarded ones; in the next round the turn can begin, or another range goes. None: it is
-        there, or there is none. A leaf that cannot be moved is not found. No op of this round may be about the leaf.
+        """Return the op that discards one more range of a session's KV, which its waiting turn has lost. In the next
+        round the turn can begin, or another range goes. None: nothing is to be shifted, or it cannot be. No other op
+        of this round may be about that KV.
         """
         session = sequence.session
         if (
@@ -121,43 +121,31 @@ class SessionCache(Feature):
 
     def on_leave(self, leaving: Leaving) -> None:
         """Save, delete or keep offloaded pages of a finished sequence, by what becomes of its KV in the pool."""
-        if leaving.op is not None and not leaving.is_preempted:
-            leaving.first += self.on_turn_end(leaving.sequence, leaving.op)
+        if self._offload_index and leaving.op is not None and not leaving.is_preempted:
+            leaving.first += self._page_ops(self._offload_index, leaving.sequence, leaving.op)
 
-    def on_turn_end(self, sequence: Sequence, op: SequenceOp) -> list[SequenceOp]:
-        """Ops for the pages beside the pool of a sequence that has ended, behind the op of its end. Of a sequence that
-        failed nothing stays, not even pages that were saved before.
+    def _page_ops(self, index: OffloadIndex, sequence: Sequence, op: SequenceOp) -> list[SequenceOp]:
+        """Return the ops for a finished sequence's pages, after ``op`` which ends it. Of one that failed nothing stays,
+        not even pages that were saved before.
         """
-        if self._offload_index is None:
-            return []
         if sequence.output.went_wrong and not sequence.do_not_cache:
-            return [
-                *self._offload_index.delete_ops(
-                    sequence.id, self._offload_index.keys_of(sequence, sequence.num_tokens_offloaded)
-                )
-            ]
+            return [*index.delete_ops(sequence.id, index.keys_of(sequence, sequence.num_tokens_offloaded))]
         if sequence.discarded_ranges or sequence.evicts_kv or sequence.do_not_cache:
             return []
         if not isinstance(op, Truncate):  # others have all of it, or the op frees others
+            length = min(sequence.num_computed_tokens, len(sequence.tokens))
             own = isinstance(op, Free) and op.sequence == sequence.id
-            return (
-                [*self._offload_index.retention_ops(sequence, min(sequence.num_computed_tokens, len(sequence.tokens)))]
-                if own
-                else []
-            )
+            return [*index.retention_ops(sequence, length)] if own else []
         if (session := sequence.session_to_retain) is not None:
-            keys = self._offload_index.keys_of(sequence, op.length, parts=True)
+            keys = index.keys_of(sequence, op.length, parts=True)
             still = set(keys)
             session.stale_page_keys |= {key: None for key in session.keys if key not in still}
             session.keys, session.salt = keys, sequence.salt
-            session.tokens = array("I", sequence.tokens[: len(keys) * self._offload_index.page_size])
-        return [
-            *self._offload_index.save_ops(sequence, op.length),
-            *self._offload_index.retention_ops(sequence, op.length),
-        ]
+            session.tokens = array("I", sequence.tokens[: len(keys) * index.page_size])
+        return [*index.save_ops(sequence, op.length), *index.retention_ops(sequence, op.length)]
 
     def export_session(self, name: SessionName) -> SessionCopy | None:
-        """For another engine; None: there is no such session. Raises ValueError where it would find no KV."""
+        """Export a session for another engine; None: there is none. Raises ValueError if that would find no KV."""
         session, tier = self._sessions.get(name), self._with_tier()
         if session is None:
             return None

@@ -1,7 +1,7 @@
-"""KV of preempted sequences, beside the pool until they go on. Pure policy: no torch, no I/O, no clock.
+"""KV of preempted sequences, offloaded until they go on. Pure policy: no torch, no I/O, no clock.
 
-All of it is saved, under keys that nobody else finds: what others have computed of the same tokens may differ in its
-last bits. So a sequence that comes back goes on as if it had never been away, bit for bit.
+All of it is saved, under keys that no other sequence finds: KV that others have computed of the same tokens may differ
+in its last bits. So a sequence that comes back goes on as if it had never been away, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lamina.scheduler.starts import Candidates, KvStart, Verdict
 from .offload_index import OffloadIndex
 from .prefetch import LoadableKv
 
-DECAY = 0.7  # the weight of earlier measures beside each new one
+DECAY = 0.7  # the weight of earlier measures; a new one has the rest
 
 
 @dataclass
@@ -51,14 +51,12 @@ class SwapPolicy(Feature):
         self._load_s = _moving_average(self._load_s, seconds / tokens)
 
     def prefill_estimate_s(self, tokens: int) -> float:
-        """How long tokens of a prompt will take; 0: nothing is known yet."""
+        """Return the seconds that tokens of a prompt will take; 0: nothing is known yet."""
         return tokens * (self._compute_s or 0.0)
 
     @property
     def is_worthwhile(self) -> bool:
-        """Whether the next one that is preempted is to be saved. Where nothing is known yet, it is: so that it will
-        be.
-        """
+        """True if the next preempted sequence is to be saved: also if nothing is known yet, so that it will be."""
         if self._always or self._never:
             return self._always
         return self._load_s is None or self._compute_s is None or self._load_s < self._compute_s
@@ -96,7 +94,7 @@ class SwapPolicy(Feature):
         return self.drop(sequence)
 
     def save_ops(self, sequence: Sequence) -> list[SaveKv]:
-        """The exports of a sequence that is preempted, in the plan that frees it. A row is left to draw behind."""
+        """Save a preempted sequence in the plan that frees it, but for its last token, whose row has to draw."""
         length = min(sequence.num_computed_tokens, sequence.num_tokens_with_placeholders - 1)
         if length < 1 or not self.is_worthwhile:
             return []
@@ -108,13 +106,13 @@ class SwapPolicy(Feature):
         return ops
 
     def is_saving(self, sequence: Sequence) -> bool:
-        """Whether KV of the sequence is still on its way to the medium."""
+        """Return whether KV of the sequence is still on its way to storage."""
         kept = self._swapped.get(sequence)
         return kept is not None and self._offload_index.is_saving(kept.number)
 
     def find_loadable(self, sequence: Sequence) -> LoadableKv | None:
-        """The sequence's own KV, as far as the medium has it. Behind a loss some is of tokens that were drawn and never
-        told: not of these, which are drawn again.
+        """Return the sequence's own KV, as far as storage has it. After a loss some is of tokens that no reader has
+        seen: these are drawn again, so their KV is left out.
         """
         kept = self._swapped.get(sequence)
         if kept is None:

@@ -59,12 +59,8 @@ class ReferenceDecoder(Feature):
         )
 
     def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> ReferenceSequence | None:
-        """A new sequence may get a shadow, which waits after it."""
-        return self.on_admitted(sequence) if is_new else None
-
-    def on_admitted(self, sequence: Sequence) -> ReferenceSequence | None:
         """Have a new sequence keep or attend as many tokens as the budget. Returns its shadow, if it gets one."""
-        if not self._is_approximate(sequence):
+        if not is_new or not self._is_approximate(sequence):
             return None
         if not self.budget_tokens:
             self._keep_all(sequence)

@@ -170,7 +170,7 @@ def test_one_that_was_lost_loses_the_same_blocks_again_and_goes_on_with_the_same
         want, once = tokens_of(llm.generate(LONG, params)), dropped(llm)
         evictions, before = llm.engine.scheduler.features.get(BlockPruner), list[int]()
         assert evictions is not None
-        report = evictions.on_scores
+        report = evictions.on_report
 
         def kill() -> None:
             if not before:
@@ -182,7 +182,7 @@ def test_one_that_was_lost_loses_the_same_blocks_again_and_goes_on_with_the_same
             if evictions._due and when.startswith("scores"):
                 kill()
 
-        monkeypatch.setattr(evictions, "on_scores", told)
+        monkeypatch.setattr(evictions, "on_report", told)
         got = dict[int, list[int]]()
         with llm.stream(LONG, params) as stream:
             for output in stream:

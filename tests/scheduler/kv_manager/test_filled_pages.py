@@ -239,10 +239,10 @@ def test_a_page_whose_last_token_is_being_drawn_waits_for_it() -> None:
     """Its key stands for all of its tokens."""
     house, sequence = TierHouse(40), make(1, 2 * PAGE - 1, 4)
     sequence.id, sequence.num_computed_tokens = 0, 2 * PAGE
-    (first,) = house.tier.save_filled([sequence])
+    (first,) = house.tier.batch_ops([sequence])
     assert (first.first, first.count) == (0, PAGE)
     sequence.tokens.append(7)
-    (second,) = house.tier.save_filled([sequence])
+    (second,) = house.tier.batch_ops([sequence])
     assert (second.first, second.count) == (PAGE, PAGE)
     assert [*first.keys, *second.keys] == house.tier.keys_of(sequence, 2 * PAGE)
 
@@ -256,9 +256,9 @@ def test_a_page_on_loan_is_found_where_it_lies() -> None:
     )
     sequence = make(1, 2 * PAGE + 1, 4)
     sequence.id, sequence.num_computed_tokens = 0, PAGE
-    ops = tier.save_filled([sequence])
+    ops = tier.batch_ops([sequence])
     sequence.num_computed_tokens, sequence.location = 2 * PAGE, KvLocation(0, (StripeRun(1, 2, 1),))
-    ops += tier.save_filled([sequence])
+    ops += tier.batch_ops([sequence])
     for op in tier.assign_ids([*ops]):
         for _ in range(2):
             tier.on_transfer_done(TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=1))  # type: ignore[union-attr]

@@ -12,12 +12,13 @@ from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import FIRST_LOCATION
 from lamina.protocol.step_plan import Fork, Free, New, RowRange, SequenceOp, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
+from lamina.scheduler.batch import ChunkPolicy
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache, PrefixHit
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import SessionName
-from lamina.scheduler.starts import start_op
+from lamina.scheduler.starts import Candidates, start_op
 
 SIZE = 4
 
@@ -40,7 +41,7 @@ class Desk:
         return self.prefixes.longest_cached(self.prefixes.lookup(sequence))
 
     def start_op(self, sequence: Sequence, hit: PrefixHit | None) -> SequenceOp:
-        self.prefixes.add_running(sequence, hit)
+        self.prefixes.on_started(Candidates(sequence, [], ChunkPolicy(1, False), alone=True), hit)
         return start_op(sequence, hit)
 
     def is_coming(self, sequence: Sequence, hit: PrefixHit | None) -> bool:

@@ -13,6 +13,7 @@ from lamina.cli.operate.session_files import read_session, write_session
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.offload_messages import OffloadFacts
 from lamina.protocol.step_plan import Truncate
+from lamina.scheduler.feature import Leaving
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
@@ -38,7 +39,7 @@ def spoken(of: tuple[SessionCache, PrefixCache, OffloadIndex]) -> list[int]:
     sequence.id, sequence.session, sequence.salt = 1, of[1].sessions.get_or_create(NAME), TENANT
     of[1].sessions.on_turn_began(sequence.session, "none")
     sequence.finish("stop")
-    of[0].on_turn_end(sequence, Truncate(1, 2 * PAGE))
+    of[0].on_leave(Leaving(sequence, Truncate(1, 2 * PAGE)))
     return sequence.tokens
 
 

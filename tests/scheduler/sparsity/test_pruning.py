@@ -18,12 +18,12 @@ PROMPT, SIZE = 300, 16
 
 def told(evictions: BlockPruner, sequence: Sequence, scores: list[int]) -> None:
     for _ in range(2):
-        evictions.on_scores(BlockScoresReport(epoch=0, step=0, sequence=sequence.id, scores=scores))
+        evictions.on_report(BlockScoresReport(epoch=0, step=0, sequence=sequence.id, scores=scores))
 
 
 def rows(evictions: BlockPruner, sequence: Sequence, most: int) -> tuple[int, list[ScoreBlocks], list[DropBlocks]]:
     """Of its next step: how many, and what else the plan says."""
-    prunes = evictions.prune_ops([sequence])
+    prunes = evictions.batch_ops([sequence])
     count = min(most, sequence.num_schedulable_tokens({}))
     ops = evictions.score_ops({sequence: count})
     sequence.num_computed_tokens += count
@@ -52,16 +52,16 @@ def test_what_is_due_of_a_sequence_that_went_is_forgotten(way: str) -> None:
         sequence.id = 8
     elif way == "ends":
         sequence.finish("abort")
-    assert evictions.prune_ops([]) == []
+    assert evictions.batch_ops([]) == []
     sequence.id = 7
-    due = evictions.prune_ops([sequence])
+    due = evictions.batch_ops([sequence])
     if way == "stays":
         (prune,) = due
         assert prune == DropBlocks(7, list(range(6, 17))), "the best and the last ones stay"
         assert evictions.num_dropped == 11
     else:
         assert due == []
-    assert evictions.prune_ops([sequence]) == []
+    assert evictions.batch_ops([sequence]) == []
 
 
 def test_one_that_begins_anew_loses_the_same_blocks_at_the_same_tokens() -> None:

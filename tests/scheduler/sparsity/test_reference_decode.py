@@ -147,11 +147,11 @@ def test_over_budget_new_ones_climb_and_those_that_run_begin_anew_with_all() -> 
 
 def test_a_share_of_sequences_has_a_shadow() -> None:
     shadows = ReferenceDecoder(SELECT, ErrorBudget(shadow=0.25))
-    count = sum(shadows.on_admitted(make(i, 5, 5)) is not None for i in range(40))
+    count = sum(shadows.on_arrival(make(i, 5, 5)) is not None for i in range(40))
     assert count == 10
     dense = make(0, 5, 5)
     dense.full_attention = True
-    assert all(shadows.on_admitted(dense) is None for _ in range(40)), "nothing is to be measured there"
+    assert all(shadows.on_arrival(dense) is None for _ in range(40)), "nothing is to be measured there"
 
 
 def test_an_answer_that_ends_early_counts_by_the_tokens_that_it_has() -> None:
