@@ -246,7 +246,7 @@ def test_the_plan_names_the_device_that_workers_would_use(
 ) -> None:
     """Whatever else their host has."""
     assert main(["serve", MODEL, "--cluster", PAPER, "--kv-cache-memory-bytes", "8GiB", *DRY_RUN, *flags]) == 0
-    lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()[2:5]]
+    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()[2:5]]
     assert [line[2] for line in lines] == [compute, memory, memory]
     assert [" of 80 GB" in lines[0][3], " of 96 GB" in lines[1][3]] == ["GB" in compute, "GB" in memory]
 
