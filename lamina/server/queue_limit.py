@@ -51,18 +51,12 @@ class QueueLimit:
     ) -> None:
         """``refused`` gets the reason of each refusal, as one word."""
         self._limit = max_running + max_queued
-        self._max_running = max_running
         self._max_tokens = max_queued_tokens
         self._refused = refused
         self.completions = 0  # running and waiting ones
         self.tokens = 0  # tokens of prompts that wait for their first token
         self.is_draining = False  # True until the server ends
         self.is_closed = False  # set by the operator, for a time
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of completions above those that can decode."""
-        return max(0, self.completions - self._max_running)
 
     def check(self, completions: int) -> None:
         """Check that ``completions`` more may enter. Raises ApiError: 503 while draining or closed, 429 if the queue is

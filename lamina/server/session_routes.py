@@ -53,7 +53,7 @@ def begin_turn(
         raise ApiError(400, f"{PARAM} goes with one prompt and n of 1", param=PARAM, code="invalid_value")
     name = SessionName(salt_of(request.state.key_id, None), body.session_id)
     with _refusals():
-        service.session_turns.begin(name, _said(body))
+        service.session_turns.begin(name, _transcript_of(body))
     try:
         yield SessionTurn(service.session_turns, name)
     except BaseException:
@@ -145,7 +145,7 @@ def _refusals() -> Iterator[None]:
         raise ApiError(400, str(e), param=PARAM, code="session_mismatch") from e
 
 
-def _said(body: ChatRequest | CompletionRequest) -> TurnTranscript:
+def _transcript_of(body: ChatRequest | CompletionRequest) -> TurnTranscript:
     if isinstance(body, ChatRequest):
         return messages_transcript([m.model_dump(exclude_none=True) for m in body.messages])
     prompt = body.prompt

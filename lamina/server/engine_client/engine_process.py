@@ -81,17 +81,17 @@ def serve_engine(sock: socket.socket) -> None:
     except LinkClosedError:
         pass  # the server is gone, so this process ends too
     except (ValueError, OSError, ImportError) as e:
-        _tell(link, Failed(text=str(e), user_error=True))
+        _send(link, Failed(text=str(e), user_error=True))
     except ReducedCapacityError as e:
-        _tell(link, Failed(text=str(e), workers_that_fit=e.workers_that_fit, lost_hosts=e.lost_hosts))
+        _send(link, Failed(text=str(e), workers_that_fit=e.workers_that_fit, lost_hosts=e.lost_hosts))
     except WorkerError as e:
-        _tell(link, Failed(text=str(e)))
+        _send(link, Failed(text=str(e)))
     except EngineDefectError as e:
-        _tell(link, EngineDefect(text=f"engine: {e}"))
+        _send(link, EngineDefect(text=f"engine: {e}"))
         raise
     except Exception as e:
         write_error()
-        _tell(link, Failed(text=f"engine: {type(e).__name__}: {e}"))
+        _send(link, Failed(text=f"engine: {type(e).__name__}: {e}"))
         raise
     finally:
         link.close()
@@ -379,13 +379,13 @@ class _EngineLoop:
         try:
             while (message := self._outbox.get()) is not None:
                 for part in split_outputs(message) if isinstance(message, Outputs) else (message,):
-                    self._tell(part)
+                    self._send(part)
         except LinkClosedError:
             pass  # the reader reports it
         except Exception as e:  # noqa: BLE001 - as in ``_read``
             self._inbox.put(e)
 
-    def _tell(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         """Send a message, or an error in place of a reply that cannot be encoded. Raises what ``send`` raises."""
         try:
             self._link.send(message)
@@ -403,6 +403,6 @@ class _EngineLoop:
                 self._inbox.put(CancelPrompt(key))
 
 
-def _tell(link: ControlLink, message: Failed | EngineDefect) -> None:
+def _send(link: ControlLink, message: Failed | EngineDefect) -> None:
     with contextlib.suppress(LinkClosedError):
         link.send(message)

@@ -80,11 +80,6 @@ class OpenPrompts:
         return {*self._open}
 
     @property
-    def begun(self) -> set[int]:
-        """The keys of open prompts that have a token."""
-        return {key for key, prompt in self._open.items() if prompt.progress.begun}
-
-    @property
     def requests(self) -> int:
         """The number of requests to which the open prompts belong."""
         return len({id(each.replies) for each in self._open.values()})
@@ -148,7 +143,7 @@ class OpenPrompts:
             self._refused.popitem(last=False)
         for key in [key for key, prompt in self._open.items() if prompt.progress.digest == digest]:
             log.error("request %s is refused for good: two engines have failed with it", self._open[key].name)
-            self._tell([failed(key, GUILTY)])
+            self._pass_on([failed(key, GUILTY)])
 
     def _is_refused(self, prompt: OpenPrompt) -> bool:
         if not self._refused:  # computing the digest of a long prompt takes time
@@ -167,9 +162,9 @@ class OpenPrompts:
         known = [delta for delta in deltas if delta.key in self._sent]  # the rest belong to withdrawn prompts
         for delta in known:
             delta.key = self._sent[delta.key]
-        self._tell(known)
+        self._pass_on(known)
 
-    def _tell(self, deltas: Sequence[Delta]) -> None:
+    def _pass_on(self, deltas: Sequence[Delta]) -> None:
         """Pass deltas to the journal and to readers: the results of a step, or the end of a request by an error."""
         if self._records is not None:
             self._records.add_deltas(deltas)
@@ -211,7 +206,7 @@ class OpenPrompts:
             prompt.sent_as, self._sent[sent_as] = sent_as, key
         except UnsendableError as e:
             log.error("a prompt of request %s cannot be sent to the engine: %s", prompt.name, e)
-            self._tell([failed(key, f"the request cannot be sent to the engine: {e}")])
+            self._pass_on([failed(key, f"the request cannot be sent to the engine: {e}")])
 
     def _withdraw(self, key: int) -> None:
         """Cancel a prompt in the engine; its replies that are still on their way are ignored."""
@@ -236,14 +231,14 @@ class OpenPrompts:
             self.some_ended = self.some_ended or delta.finish_reason in ("stop", "length")
             self._ended(key)
         elif self._suspects.grown(key, len(delta.token_ids) / prompt.progress.completions):
-            self._go_on()
+            self._rearrange()
 
     def _ended(self, key: int) -> None:
         self._withdrawn.discard(key)
         if self._suspects.ended(key):
-            self._go_on()
+            self._rearrange()
 
-    def _go_on(self) -> None:
+    def _rearrange(self) -> None:
         """Arrange prompts anew, after a suspect was cleared or has ended."""
         if not self._suspects.searching:
             log.warning("no prompt makes the engine fail alone: all continue together")

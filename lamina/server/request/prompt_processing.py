@@ -117,7 +117,7 @@ class PromptProcessor:
         elif effort not in (None, "none"):
             text = f"{param} is not supported: the model's chat template does not take it; leave it out"
             raise ApiError(400, text, param=param, code="unsupported_value")
-        return variables | _turn(body)
+        return variables | _speaker_variables(body)
 
     async def chat(
         self,
@@ -237,7 +237,7 @@ def _is_ids(value: list[Any]) -> bool:
     return type(value[0]) is int  # then all are: lists have been decoded by type
 
 
-def _turn(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+def _speaker_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Return the template's variables that decide which role speaks next. Raises ApiError."""
     goes_on, begins = bool(body.continue_final_message), body.add_generation_prompt
     if goes_on and begins:

@@ -110,7 +110,7 @@ def test_suspects_are_tried_alone_and_newcomers_wait_until_all_are_cleared() -> 
         for _ in range(2):
             await asked(engines.all[0])
         engines.all[0].say(grown(second, 0, [1, 2], "ab"))
-        await until(lambda: client.prompts.begun == {second})
+        await asyncio.wait_for(feeds[1].wait_any(), LIMIT_S)
         engines.all[0].link.send(BROKEN)
         engine = await engines.next(client)
         late = client.add([2], SamplingParams(), feeds[2], Quiet())
