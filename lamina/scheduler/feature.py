@@ -51,10 +51,10 @@ class Scheduling(Protocol):
 
 @dataclass
 class Leaving:
-    """A sequence that leaves its batch, or the queue. ``op``: frees it; or truncates it, which retains it and is an op
-    of the round's first plan; None: it has no KV. ``is_preempted``: it will wait again, unless it is hidden. ``first``:
-    further ops of the first plan of the round, or of the next one. ``own``: further ops of its batch's plan: before
-    ``op`` if it is preempted, else after.
+    """A sequence that leaves its batch, or the queue. ``op``: frees it; None: it has no KV. Or it truncates the
+    sequence, which retains it; then it is an op of the round's first plan. ``is_preempted``: it will wait again, unless
+    it is hidden. ``first``: further ops of the first plan of the round, or of the next one. ``own``: further ops of its
+    batch's plan: before ``op`` if it is preempted, else after.
     """
 
     sequence: Sequence

@@ -1,4 +1,4 @@
-"""Which sequence gives way where KV blocks run out for running sequences. Pure policy: no torch, no I/O, no clock."""
+"""Chooses sequences that give way when KV blocks run out for running ones. Pure policy: no torch, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sequence import Sequence
 
 
 class Preemption:
-    """Makes room. Nobody waits for KV that is being saved: memory workers copy it, or do not save it."""
+    """Makes room, without a wait for KV that is being saved: memory workers copy it, or do not save it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Preemption:
         return self._evict_retained(batch, self._test_rows(rows))
 
     def _test_rows(self, rows: Iterable[RowRange]) -> Callable[[Iterable[int]], bool]:
-        """Whether blocks, by layer group, are of use where such rows lack some; where they lack none, any are."""
+        """Return a test of blocks, by layer group: whether they help rows that lack some. If none lack, all do."""
         needed, free = self._accounting.blocks_needed(rows), self._accounting.free_blocks
         short = [n > f for n, f in zip(needed, free, strict=True)]
         anywhere = not any(short)
@@ -78,7 +78,7 @@ class Preemption:
         return number is not None
 
     def preempt(self, batch: Batch, victim: Sequence) -> None:
-        """Its KV is freed with the batch's next plan, or kept beside the pool."""
+        """Free its KV with the batch's next plan; a feature may save it."""
         batch.running.remove(victim)
         leaving = self._features.on_leave(Leaving(victim, Free(victim.id), is_preempted=True))
         batch.ops += [*leaving.own, Free(victim.id)]

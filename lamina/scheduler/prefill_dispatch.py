@@ -1,4 +1,4 @@
-"""Which prompt each prefill worker computes next, chunk by chunk. Pure policy: no torch, no I/O; the clock comes in."""
+"""Deals prompts to prefill workers, chunk by chunk. Pure policy: no torch, no I/O; the clock comes in."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class _PrefillWorkerState:
     in_flight: list[Sequence] = field(default_factory=list)  # of each chunk, its sequence
     computing: Sequence | None = None  # of the chunks that are computed now
     chunk_began_s: float = 0.0  # it is
-    is_waiting_for_prefix: bool = False  # it came behind another one, which kept all stages at work
+    is_waiting_for_prefix: bool = False  # it came after another one, which kept all stages at work
 
 
 class PrefillDispatcher(Feature):
-    """Deals prompts to prefill workers: the Conductor has said at the arrival of a prompt which one computes it
-    (scheduler.slo_admission). Each worker has one prompt after the other, first come, first served, and of each
-    computes what neither the memory workers have nor its own store.
+    """Deals prompts to the prefill workers that the Conductor chooses as they arrive (scheduler.slo_admission). Each
+    worker computes one prompt after the other, first come, first served: the tokens whose KV neither the memory workers
+    have nor its own store.
 
-    A chunk is a step of a batch that is the worker's own. The memory workers are told of it by a Grant, in the plan of
-    the batch in which the sequence will decode; so blocks for a chunk are held from then on. GRANTS_AHEAD chunks of
-    a worker at most are computed or stored at a time: where attention has a window, the blocks of a chunk may be given
-    back only once the next but one is granted, and then it has been stored.
+    A chunk is a step of a batch that is the worker's own. Memory workers hold blocks for it from its PrefillGrant on,
+    an op in the plan of the batch in which the sequence will decode. At most GRANTS_AHEAD chunks of a worker are
+    computed or stored at a time. So a chunk is stored before a window lets its blocks be given back, which is once the
+    next but one is granted.
 
-    A worker may be a group of them, each with some of the layers (--prefill-pipeline): all have the same chunks, which
+    A worker may be a group of them, each with some of the layers (--prefill-pipeline). All have the same chunks, which
     go from one to the next, and more of them at a time (protocol.prefill_stages).
     """
 
@@ -79,16 +79,15 @@ class PrefillDispatcher(Feature):
         self.slo_admission = slo_admission or SloAdmission(num_workers)
 
     def is_for_prefill_worker(self, sequence: Sequence, known: int = 0) -> bool:
-        """Whether a new sequence, of which so many tokens have KV on the memory workers, is for prefill workers. Where
-        the rest of it is one chunk at most, which leaves others their time, it is computed where they decode: nobody
-        need compute or move what is there.
+        """Return whether a new sequence is for prefill workers. ``known``: its tokens with KV on the memory workers. If
+        the rest is one chunk at most, and others keep their SLO, compute workers do it: so no known KV is moved.
         """
         rest = sequence.num_tokens_with_placeholders - known
         here = rest <= 1 or (known > 0 and rest <= self._chunk and self.slo_admission.keeps_slo(rest))
         return bool(self._workers) and not here
 
     def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> None:
-        """A sequence waits: it has a worker from now on, where somebody wants to know."""
+        """Choose the worker of a sequence that waits, if that matters."""
         if self.slo_admission.routes_prompts and (
             not self._workers or self.is_for_prefill_worker(sequence, self.slo_admission.cached_tokens_of(sequence))
         ):
@@ -100,21 +99,21 @@ class PrefillDispatcher(Feature):
             self.slo_admission.on_decode_without_prefill(sequence)
 
     def waits_for_own_worker(self, sequence: Sequence) -> bool:
-        """Whether a sequence waits for its worker alone, and others need not wait behind it."""
+        """Return whether a sequence waits for its worker alone, so that later ones need not wait for it."""
         return self.has_free_worker and self.slo_admission.has_reservation(sequence) and not self.can_accept(sequence)
 
     @property
     def has_free_worker(self) -> bool:
-        """Whether some worker can take a prompt."""
+        """True if some worker can take a prompt."""
         return any(len(w.prompts) < self.MAX_PROMPTS_PER_WORKER for w in self._workers)
 
     def can_accept(self, sequence: Sequence) -> bool:
-        """Whether the worker of a sequence can take its prompt."""
+        """Return whether the worker of a sequence can take its prompt."""
         return len(self._workers[self.slo_admission.reserve(sequence)].prompts) < self.MAX_PROMPTS_PER_WORKER
 
     def num_cached_tokens(self, sequence: Sequence, most: int) -> int:
-        """Of a sequence that is to be computed, the first tokens that its worker has already or is to have from
-        another one, ``most`` at most.
+        """Return the first tokens of a sequence that its worker has or is to have from another one, at most
+        ``most``.
         """
         store = self._workers[self.slo_admission.reserve(sequence)].prompt_cache
         own = store.num_cached_tokens(sequence, most) if store else 0
@@ -122,8 +121,8 @@ class PrefillDispatcher(Feature):
         return max(own, lender.num_sendable_tokens(sequence, most)) if lender else own
 
     def _prefix_source(self, sequence: Sequence, most: int) -> PromptCache | None:
-        """Who has the most of a sequence, where the Conductor has said that its worker has it from another one: the
-        one that it has named, unless that has given up some since.
+        """Return the store with the most of a sequence, if the Conductor wants its worker to fetch a prefix. That is
+        of the worker that it has chosen, unless that has given up some since.
         """
         source = self.slo_admission.prefix_source(sequence)
         if source == NO_WORKER:
@@ -137,8 +136,8 @@ class PrefillDispatcher(Feature):
         return max(stores, key=lambda store: store.num_sendable_tokens(sequence, most), default=None)
 
     def will_be_cached(self, sequence: Sequence, known: int) -> bool:
-        """Whether more of it will soon be there than its ``known`` first tokens, which the memory workers have: by a
-        prompt that its worker computes, or will before.
+        """Return whether its worker will soon have more than its ``known`` first tokens, which the memory workers have:
+        by a prompt that the worker computes before it.
         """
         worker = self._workers[self.slo_admission.reserve(sequence)]
         before = [*worker.in_flight, *worker.prompts]
@@ -185,8 +184,8 @@ class PrefillDispatcher(Feature):
             sequence.prefill_worker = None
 
     def roll_back(self, loss: Loss) -> None:
-        """Take all prompts from the workers, in flight or to come; nobody expects those of finished ``sequences`` any
-        more. Numbers of steps never go back.
+        """Take all prompts from the workers, in flight or to come, and forget those of finished sequences. Numbers of
+        steps never go back.
         """
         self._lenders.clear()
         for worker in self._workers:
@@ -200,7 +199,7 @@ class PrefillDispatcher(Feature):
         self.slo_admission.reset_prefill()
 
     def reset_caches(self, stores: Several[PromptCache]) -> None:
-        """Behind ``roll_back``: workers have these stores from now on, which are empty; none of them: nothing."""
+        """Give workers new, empty stores after ``roll_back``; none: they keep nothing of prompts."""
         for worker in self._workers:
             worker.prompt_cache = stores[worker.index] if stores else None
 
@@ -210,7 +209,7 @@ class PrefillDispatcher(Feature):
             draft.prefill_steps += grant_chunks(self, draft)
 
     def next_grant(self, sequence: Sequence) -> PrefillGrant | None:
-        """For the next chunk of ``sequence``, if it is its turn."""
+        """Return a grant for the next chunk of ``sequence``, if it is its turn."""
         if sequence.prefill_worker is None:
             return None
         worker = self._workers[sequence.prefill_worker]
@@ -244,7 +243,7 @@ class PrefillDispatcher(Feature):
         return step
 
     def _ops(self, worker: _PrefillWorkerState, sequence: Sequence) -> list[SequenceOp]:
-        """Of the worker's next plan, for a chunk of a sequence."""
+        """Return the ops of the worker's next plan, for a chunk of a sequence."""
         if worker.prompt_cache:
             return worker.prompt_cache.begin_ops(sequence)
         before, worker.held_sequence = worker.held_sequence, sequence.id

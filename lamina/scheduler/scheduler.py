@@ -1,5 +1,5 @@
-"""Who is in the next round: continuous batching, chunked prefill, preemption, n batches. Pure policy: no torch, no I/O,
-no clock.
+"""Chooses the rows of the next round: continuous batching, chunked prefill, preemption, n batches. Pure policy: no
+torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Scheduler:
     round, in the order given; so the blocks that a plan gives back are free for the next plan.
 
     First come, first served, of one priority. A new sequence joins the batch whose attention reads least, and in it the
-    KV shard whose memory workers read least. The newest sequence of a batch is preempted when KV blocks run out: its
-    blocks are freed; when there is room again its KV is loaded, or rebuilt from its tokens, so nothing is lost.
+    KV shard whose memory workers read least. When KV blocks run out, the newest sequence of a batch is preempted: its
+    blocks are freed. When there is room again, its KV is loaded, or computed again from its tokens.
 
     Membership of a step is fixed before the tokens of the step before are known. A sequence that turns out to be
     finished thus runs one row too many, whose token is dropped; its blocks are freed by the next plan.
     """
 
-    LOOKAHEAD = 1  # rounds that may be queued behind the running one
+    LOOKAHEAD = 1  # rounds that may be queued after the running one
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without rows that are not finished: a cancelled one stays in line until the next round. Shadows are
-        nobody's.
+        """Sequences without rows that are not finished: a cancelled one stays in line until the next round. Hidden ones
+        do not count.
         """
         return _num_unfinished(self.waiting)
 
@@ -98,7 +98,7 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Of those that run: a finished one leaves with the next round."""
+        """Running sequences that are not finished: a finished one leaves with the next round."""
         return _num_unfinished(self.running)
 
     @property
@@ -128,7 +128,7 @@ class Scheduler:
         self._allocator.cordoned.difference_update(groups)
 
     def max_sequences_of(self, length: int) -> float:
-        """How many of ``length`` tokens have room for their KV at once."""
+        """Return how many sequences of ``length`` tokens have room for their KV at once."""
         return self._allocator.max_sequences(length)
 
     def add(self, sequence: Sequence) -> None:
@@ -139,17 +139,17 @@ class Scheduler:
 
     @property
     def can_schedule_ahead(self) -> bool:
-        """Whether one more round can be queued before a step is done."""
+        """True if one more round can be queued before a step is done."""
         return len(self._in_flight) <= self.LOOKAHEAD
 
     @property
     def has_transfers(self) -> bool:
-        """Whether KV is being saved, loaded, scored or copied."""
+        """True while KV is being saved, loaded, scored or copied."""
         return self.features.has_transfers
 
     @property
     def must_wait_for_transfer(self) -> bool:
-        """Whether somebody has to wait for that, if nothing else is under way."""
+        """True if some sequence has to wait for that, should nothing else be under way."""
         waits = (
             s.num_loading_tokens or s.awaits_block_scores or s.is_migrating or s.is_schedulable for s in self.running
         )
@@ -271,8 +271,9 @@ class Scheduler:
     def adopt_blocks(
         self, blocks: BlockAccounting, keep: Iterable[SurvivingKv], new_shards: Mapping[int, int] = NO_SHARDS
     ) -> list[SurvivingKv]:
-        """Have other blocks, behind ``roll_back``. Where KV is to lie, what runs first (``new_shards``: see
-        EpochChanged)."""
+        """Adopt other blocks after ``roll_back``. Returns where KV is to lie; running sequences are placed first.
+        ``new_shards``: see EpochChanged.
+        """
         self._accounting.replace_with(blocks)
         kept = self._allocator.reassign(keep, self.features.eviction_order[::-1], new_shards)
         self.features.relocate(kept)
@@ -300,7 +301,7 @@ class Scheduler:
         return bool(self._pending_ops) or self.features.has_pending_ops
 
     def evict_retained(self) -> None:
-        """The same of the pools alone: what is kept beside them can be loaded."""
+        """Give up what is retained in the pools alone: offloaded pages can still be loaded."""
         self._pending_ops += [self.features.evict(number) for number in self.features.eviction_order]
 
     def resend_penalties(self) -> None:
@@ -331,7 +332,7 @@ class Scheduler:
         return commit(plan, picked)
 
     def _drop_finished(self, batch: Batch) -> None:
-        """Those whose K and V are still on their way stay until these have come."""
+        """Have finished sequences leave, but those whose K and V are still on their way."""
         ended = [
             s for s in batch.running if s.finished and not s.num_pending_prefill_chunks and not s.num_loading_tokens
         ]
@@ -346,7 +347,7 @@ class Scheduler:
         batch.running = [s for s in batch.running if s not in ended]
 
     def _pick_rows(self, batch: Batch) -> tuple[dict[Sequence, int], StepPlan]:
-        """What it wants, as far as there are blocks, and the plan for it."""
+        """Pick the rows that a batch wants, as far as there are blocks. Returns these and their plan."""
         picked = self._chunk_policy.rows_of_batch(batch)
         stuck = self._allocator.spill_next_stripes(picked, lambda: (self.running, self.features.eviction_order))
         plan = self._build_plan(batch, picked)

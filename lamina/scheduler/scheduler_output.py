@@ -1,4 +1,4 @@
-"""What the scheduler hands out: steps, and rounds of them. Pure data."""
+"""Steps, and rounds of them, as the scheduler returns them. Pure data."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ScheduledStep:
     """A StepPlan and the sequences of its rows: ``sequences[i]`` owns ``plan.rows[i]``; ``sampled_sequences`` sample
     after their last row. ``prompt_logprob_requests``: owners of the log-probabilities of prompt tokens that come before
     the draws; the engine fills it. ``prefill_worker``: the one that runs it; None: the compute workers do. Once it is
-    done: ``fetch_s``, the seconds of its prefix fetch; ``drawn``, the tokens of ``sampled_sequences``; ``warnings``,
-    lines for the log.
+    done it has ``fetch_s``, the seconds of its prefix fetch, and ``drawn``, the tokens of ``sampled_sequences``.
+    ``warnings``: lines for the log.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Round:
     unfinished_steps: set[ScheduledStep]  # not done yet
     num_batches: int  # that the sequences were dealt to
     rows: int
-    prompt_rows: int  # behind which nothing is drawn
+    prompt_rows: int  # after which nothing is drawn
     tokens: int  # that its attention reads
     is_decode_only: bool  # every row continues a sequence that decodes, and another round was under way already
 

@@ -35,7 +35,7 @@ class Sequence:
     salt: bytes = b""  # it shares KV with sequences of the same salt only
     affinity_key: bytes = b""  # where there is room it begins where others of its kin did
     priority: int = 0  # who waits with a lower number comes first
-    retention_s: float = 0.0  # for which its pages are not given up behind its end, as long as others can be
+    retention_s: float = 0.0  # after its end, for which its pages are not given up as long as others can be
     discarded_ranges: TokenRanges = ()  # tokens that a longer prompt has lost: it shares KV with its session alone
     original_prompt: list[int] = field(default_factory=list)  # that longer prompt, where it has lost some
     session: SessionState | None = None  # of which it is a turn
@@ -43,11 +43,11 @@ class Sequence:
     location: KvLocation = FIRST_LOCATION  # of its KV on the memory workers
     num_computed_tokens: int = 0  # positions whose KV is stored or on its way
     num_cached_tokens: int = 0  # how many of these had their KV stored at its admission
-    evicts_kv: bool = False  # in most layers it keeps some of its KV alone: nobody else may begin with that
+    evicts_kv: bool = False  # in most layers it keeps only some of its KV: no other sequence may begin with that
     full_attention: bool = False  # its rows attend all of its KV, where sparse sequences attend a part
     kv_budget: int = 0  # tokens that it keeps or attends; 0: as many as the engine's options say
     block_scores: BlockScores | None = None  # of a sparse one that has had rows
-    awaits_block_scores: bool = False  # so it has no rows before memory workers have told and its blocks are dropped
+    awaits_block_scores: bool = False  # so it has no rows before memory workers report and its blocks are dropped
     num_loading_tokens: int = 0  # tokens whose KV is being loaded; until then it has no rows, or only the first ones
     num_output_placeholders: int = 0  # tokens being drawn by steps in flight
     # Tokens drawn while its KV is still being loaded. If the load fails, their rows have attended KV that never came.
@@ -65,9 +65,9 @@ class Sequence:
     is_migrating: bool = False  # to another memory worker: it has no rows before it is there
     # Its tokens are chosen elsewhere, by ``set_external_token``; else workers draw them.
     external_sampling: bool = False
-    awaits_external_token: bool = False  # a held one whose logits are known, behind its last token, and no token yet
-    logits_stale: bool = False  # the logits on their way are those behind the token before the last
-    # Tokens of the pages that were to be saved as they filled, where pages are kept beside the pool.
+    awaits_external_token: bool = False  # the logits after its last token are known, and its next token is not
+    logits_stale: bool = False  # the logits on their way are those after the token before the last
+    # Tokens of the pages that were to be saved as they filled, if pages are offloaded.
     num_tokens_offloaded: int = 0
     page_keys: list[bytes] = field(default_factory=list)  # of its whole pages, as far as they were asked for
     partial_page_keys: dict[int, bytes] = field(default_factory=dict)  # so, by length, of pages that are not whole
@@ -83,7 +83,7 @@ class Sequence:
 
     @property
     def session_to_retain(self) -> SessionState | None:
-        """The session that goes on behind it, a turn that has come to its end; None of one that was broken off."""
+        """The session that continues after it, if it is a turn that has ended by itself."""
         ended = self.output.finish_reason in ("stop", "length")
         return self.session if ended and not self.do_not_cache else None
 
@@ -94,9 +94,9 @@ class Sequence:
 
     @property
     def is_schedulable(self) -> bool:
-        """False while a prefill worker has it, its blocks are scored or its KV is being loaded, but for its first rows
-        once there is enough of that; once the last token that it may have is known or being drawn, and where its next
-        token is not drawn but chosen, until it is.
+        """True if it may have rows. It has none while a prefill worker computes it, its blocks are scored, or its KV is
+        being loaded, but for its first rows once enough is there. Nor has it once its last token is known or being
+        drawn, nor until a token that is chosen by the caller is known.
         """
         promised = len(self.tokens) + self.num_output_placeholders
         ended = (
@@ -108,7 +108,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its rows come one by one: its prompt is stored, or will be by steps in flight."""
+        """True if its rows come one by one: its prompt is stored, or will be by steps in flight."""
         return self.num_computed_tokens > 0 and self.num_tokens_with_placeholders - self.num_computed_tokens <= 1
 
     def num_schedulable_tokens(self, picked: Mapping[Sequence, int]) -> int:
@@ -171,8 +171,8 @@ class Sequence:
             self.output.stop_reason = stop_reason
 
     def roll_back(self, kept: int) -> None:
-        """Forget all that is in flight; ``kept`` tokens of its KV are there. Behind prefill workers it begins anew. A
-        row is left to draw: whatever was drawn while KV was loaded, and told to nobody, is drawn again.
+        """Forget all that is in flight; ``kept`` tokens of its KV are there. On prefill workers it begins anew. A
+        row is left to draw: tokens that were drawn while KV was loaded, and are not in its output, are drawn again.
         """
         self.awaits_external_token = False
         kept = min(kept, len(self.tokens) - 1)
@@ -208,14 +208,14 @@ class Sequence:
 class ReferenceSequence(Sequence):
     """A sequence with all KV, which is given the tokens of another one that has not: so one sees how far they are
     apart. It is computed as others are until it has come as far as that one; then it has its rows in the same steps.
-    It belongs to no request, and nobody sees it.
+    It belongs to no request, and no client sees it.
     """
 
     is_hidden = True
 
     def __init__(self, of: Sequence) -> None:
         output = CompletionOutput(-1)
-        params = replace(of.params, prompt_logprobs=None, logprobs=None)  # nobody reads them
+        params = replace(of.params, prompt_logprobs=None, logprobs=None)  # they are not read
         super().__init__(-1, params, 0, of.prompt, output, of.max_len, of.stop_tokens, of.salt)
         self.target, self.tokens, self.do_not_cache, self.priority = of, of.tokens, True, of.priority
         self._attempt = of.num_preemptions
@@ -232,11 +232,11 @@ class ReferenceSequence(Sequence):
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether there is nothing left to go on beside."""
+        """True if the other one has ended, or begins anew."""
         return self.target.finished or self.target.num_preemptions != self._attempt
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """Whoever ends before the other one has not seen all of it."""
+        """End; before the end of the other one it has not seen all of that."""
         if not self.finished:
             self.errors.end(whole=self.target.finished)
         super().finish(reason, stop_reason)
@@ -252,9 +252,7 @@ class ReferenceSequence(Sequence):
         )
 
     def num_schedulable_tokens(self, picked: Mapping[Sequence, int]) -> int:
-        """Up to where the other one is behind this step; its last token may still be on its way, those before are
-        known.
-        """
+        """Return the rows up to where the other one is after this step. Its last token may still be on its way."""
         of = self.target
         upto = of.num_computed_tokens + picked[of] if of in picked else min(of.num_computed_tokens, len(self.tokens))
         return max(upto, len(self.prompt) - 1, self.num_computed_tokens) - self.num_computed_tokens

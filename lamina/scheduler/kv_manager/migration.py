@@ -1,10 +1,9 @@
-"""Which stripes go to another memory worker while their sequences decode, and when. Pure policy: no torch, no I/O, no
-clock.
+"""Moves stripes to other memory workers while their sequences decode. Pure policy: no torch, no I/O, no clock.
 
-What lies on loan goes home once home has room for it and nobody waits; what is retained there gives way, unless it was
-asked to stay. One copy is under way at a time, of few stripes: so no more than these lie twice. While it is, the
-sequence lies as it did; if anything fails, it goes on so. Where sequences lie whole, they leave the memory workers that
-are to go, one after the other: each has no rows while it is copied, and all others go on.
+Stripes on loan go home once home has room for them and no sequence waits. What is retained there gives way, unless a
+request wants it to stay. One copy is under way at a time, of few stripes: so no more than these lie twice. Until it
+ends, the sequence lies as it did; if anything fails, it goes on so. Where sequences lie whole, they leave the memory
+workers that are to go, one after the other: each has no rows while it is copied, and all others go on.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ class KvMigration(Feature):
 
     @property
     def in_flight(self) -> bool:
-        """Whether memory workers copy something, or have not been told to have it."""
+        """True while memory workers copy something, or do not know yet where it lies."""
         return self._copy is not None or bool(self._unsure) or bool(self.closing_shards)
 
     @property
     def has_transfers(self) -> bool:
-        """Whether a memory worker has yet to say that a copy is there, or is not."""
+        """True while a memory worker has yet to report on a copy."""
         return self._copy is not None and not self._failed and self._stored < self._ranks
 
     def close(self, groups: Iterable[int]) -> None:
@@ -77,7 +76,7 @@ class KvMigration(Feature):
         self.closing_shards.difference_update(groups)
 
     def is_drained(self, running: Iterable[Sequence]) -> bool:
-        """Whether all have left who can, and all know where they lie."""
+        """Return whether all sequences that can have left, and all memory workers know where they lie."""
         there = [s for s in running if not s.finished]
         sure = self._unsure.keys().isdisjoint(s.id for s in there)
         return self._copy is None and sure and (self._fails or self._stuck or not any(map(self._is_leaving, there)))
@@ -139,7 +138,7 @@ class KvMigration(Feature):
         return due
 
     def _next_leaving(self, running: list[Sequence], batches: Several[Batch]) -> tuple[Sequence, StripeRun] | None:
-        """Who leaves next, and where to: the first one that finds room. What is retained there gives way."""
+        """Choose the sequence that leaves next, the first one that finds room. What is retained there gives way."""
         there = [s for s in running if self._is_leaving(s)]
         ready = [s for s in there if self._can_move(s)]
         left = self._allocator.free_after(running, {})
@@ -201,8 +200,8 @@ class KvMigration(Feature):
             self._copy, sequence.is_migrating = None, False
 
     def _next_copy(self, running: list[Sequence], blocks: list[int]) -> tuple[Sequence, StripeRun] | None:
-        """What may be copied next into so many ``blocks``: the last stripes of a run, as many as fit at home. What
-        others share stays.
+        """Choose what may be copied next into so many ``blocks``: the last stripes of a run, as many as fit at home.
+        Shared stripes stay.
         """
         assert self._allocator.spill is not None
         room = self._allocator.spill.free_stripes(blocks)
@@ -239,7 +238,7 @@ class KvMigration(Feature):
         return relocated(sequence.location, run, -(-sequence.num_computed_tokens // self._stripe_tokens))
 
     def _whole(self, sequence: Sequence, run: StripeRun) -> int:
-        """Behind its last stripe that is wholly written, or will be by steps in flight; 0: it has none."""
+        """Return the stop of the stripes that are wholly written, or will be by steps in flight; 0: there are none."""
         stop = min(run.stop, sequence.num_computed_tokens // self._stripe_tokens)
         return stop if stop > run.start else 0
 

@@ -3,7 +3,8 @@ clock comes in.
 
 A sequence that begins with the tokens of another one is forked from it: both hold the blocks, and nothing is computed
 or moved. Common tokens are looked up in whole pages, then to the token. The other one may still run, or it is
-*retained*: it has no more rows, and gives its blocks back as soon as others need them, the least recently used first.
+*retained*: it has no more rows, and gives its blocks back as soon as others need them. The least recently used goes
+first.
 Sequences of different salts have nothing in common, whatever their tokens.
 """
 

@@ -1,7 +1,7 @@
 """Conversations that have a name: whose KV is where. Pure policy: no torch, no I/O, no clock.
 
 A session is a named leaf of what is retained (blocks.prefixes). Between two turns it *sleeps*: its KV stays in the pool
-behind all that has no name, and where there is a medium beside the pool, its whole pages are there too. It *wakes* with
+longer than KV without a name. With offload, its whole pages are stored, too. It *wakes* with
 its next turn, which forks or loads them. Who has no KV any more is computed anew: a session is never lost for lack of
 room, it only wakes more slowly. After CachedAttention (arXiv 2403.19708).
 """
@@ -22,18 +22,18 @@ from lamina.request.bounds import MOST_COUNT, Count, Identity, Salt, TokenBytes,
 from .token_ranges import TokenRanges
 
 MAX_SESSIONS = 1 << 14  # beyond these, the sessions whose last turn was the longest ago are forgotten
-POOL, NOWHERE = "pool", "none"  # tiers, beside the media's names
+POOL, NOWHERE = "pool", "none"  # tiers, in addition to the names of storage backends
 
 
 class SessionName(NamedTuple):
-    """``tenant``: salt_of its API key; nobody else finds the name."""
+    """``tenant``: salt_of its API key, without which no request finds the name."""
 
     tenant: bytes
     name: str
 
 
 class SessionInfo(NamedTuple):
-    """The facts of a session that its owner is told. ``tokens``: of the KV that its last turn has left; ``tier``: where
+    """The facts of a session that its owner sees. ``tokens``: of the KV that its last turn has left; ``tier``: where
     that is now, the fastest place of several.
     """
 
@@ -85,7 +85,7 @@ class Sessions:
     def __init__(self) -> None:
         self._by_name: OrderedDict[SessionName, SessionState] = OrderedDict()
         self._by_sequence: dict[int, SessionState] = {}
-        self.hits = Counter[str]()  # turns behind the first one of a session, by the tier that had its KV
+        self.hits = Counter[str]()  # turns after the first one of a session, by the tier that had its KV
         self.waits = dict[str, float]()  # seconds for which these waited for their first row
 
     def get_or_create(self, name: SessionName) -> SessionState:
@@ -106,7 +106,7 @@ class Sessions:
         return [session for name, session in self._by_name.items() if name.tenant == tenant]
 
     def list_all(self) -> Iterable[SessionState]:
-        """Of every tenant."""
+        """Return the sessions of all tenants."""
         return self._by_name.values()
 
     def on_turn_began(self, session: SessionState, tier: str) -> None:
@@ -119,8 +119,8 @@ class Sessions:
     def on_turn_ended(
         self, session: SessionState, leaf: int, length: int, location: KvLocation, discarded: TokenRanges = ()
     ) -> int | None:
-        """A turn has ended: its KV is that of the retained sequence ``retained_sequence``. Returns the one before,
-        which nobody needs any more.
+        """Note that a turn has ended, whose KV is that of the retained sequence ``leaf``. Returns the one before, which
+        is of no use any more.
         """
         before = session.retained_sequence
         self._forget_sequence(session)

@@ -2,8 +2,8 @@
 kept. Pure policy: no torch, no I/O, no clock.
 
 Of a share of completions a shadow is computed with all KV; compute workers tell how far the distributions of both are
-apart. Over budget, later sequences keep or attend twice as many tokens, on the last rung all; running sequences are
-computed again with all KV, behind the tokens that they have.
+apart. Over budget, later sequences keep or attend twice as many tokens, on the last rung all. Running sequences are
+computed again with all KV, and keep the tokens that they have drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lamina.scheduler.sequence import ReferenceSequence, Sequence
 
 from .error_budget import ErrorMonitor
 
-NUM_BUDGETS = 3  # budgets, each twice the one below it; behind them all KV
+NUM_BUDGETS = 3  # budgets, each twice the one below it; the step after them is all KV
 
 
 class ErrorState(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class ErrorState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReferenceDecoder(Feature):
-    """Of one engine, whose sequences keep or attend some of their KV."""
+    """Measures the errors of an engine whose sequences keep or attend some of their KV."""
 
     def __init__(self, options: SparsityOptions, budget: ErrorBudget) -> None:
         self._options, self._budget = options, budget
@@ -48,7 +48,7 @@ class ReferenceDecoder(Feature):
 
     @property
     def budget_tokens(self) -> int:
-        """That a sequence keeps or attends which begins now; 0: all."""
+        """The tokens that a sequence keeps or attends which begins now; 0: all."""
         return self._options.kv_budget << self._budget_step if self._budget_step < NUM_BUDGETS else 0
 
     @property
