@@ -99,6 +99,14 @@ fuzz:
 clean:
 	rm -rf build *.egg-info netstack/*/*.so lamina/*/*/*.so tests/soft_nic/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# The pages of docs/ and of this folder as a site with search: build/site/index.html. A broken link fails.
+.PHONY: docs
+docs: $(READY)
+	test -x $(BIN)/mkdocs || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	rm -rf build/docs && mkdir -p build/docs
+	git ls-files -co --exclude-standard docs perf examples '*.md' | grep -vE '^(tests|lamina)/|\.(py|jsonl)$$' | xargs cp --parents -t build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # The mlx5 headers with one mistake each, against the software NIC: minutes.
 .PHONY: mutants
 mutants: $(READY)

@@ -22,11 +22,24 @@ from lamina.ops import gemm
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*sorted(ROOT.glob("*.md")), *DOCS)}
 ALL = "\n".join(PAGES.values())
+LOOKED_UP = ("README", "conflicts", "flags", "glossary", "metrics", "wrap-features")
+LISTS = {f"docs/{name}.md" for name in LOOKED_UP}
 SNIPPETS = re.findall(r"```python\n(.*?)```", ALL, re.DOTALL)
 ADDRESS = "http://127.0.0.1:8000"  # of the server, as printed; the tests take a free port
-COMMANDS = list(dict.fromkeys(re.findall(r"^lamina-launch (.+)$", ALL, re.MULTILINE)))
+BLOCKS = [
+    re.findall(r"^lamina-launch (.+)$", code, re.MULTILINE) for code in re.findall(r"```\w*\n(.*?)```", ALL, re.DOTALL)
+]
+SERVERS = list(
+    dict.fromkeys(line for lines in BLOCKS for line in lines if line.startswith("serve ") and "--dry-run" not in line)
+)
+COMMANDS = [
+    list(lines)
+    for lines in dict.fromkeys(tuple(line for line in block if line not in SERVERS) for block in BLOCKS)
+    if lines
+]
 
 
 Printed = Callable[[], str]
@@ -67,14 +80,17 @@ def test_python(code: str, printed: Printed) -> None:
     assert "import os" in printed()
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("serve ")])
-def test_command_lines(command: str, printed: Printed) -> None:
-    assert main(shlex.split(command)) == 0
-    assert printed().strip()
+@pytest.mark.long(but=[" ".join(lines) for lines in COMMANDS if all("--dry-run" in line for line in lines)])
+@pytest.mark.parametrize("commands", COMMANDS, ids=" ".join)
+def test_command_lines(commands: list[str], printed: Printed) -> None:
+    """Those of a block run one after another, as a later one may read what an earlier one has written."""
+    for command in commands:
+        assert main(shlex.split(command)) == 0
+        assert printed().strip()
 
 
 @pytest.mark.long(but=["serve examples/tiny_lm/model --port 8000"])
-@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("serve ")])
+@pytest.mark.parametrize("command", SERVERS)
 def test_servers(command: str, printed: Printed) -> None:
     anywhere = re.sub(r"--port \d+", "--port 0", command)
     server = ForkedProgram(shlex.split(anywhere))
@@ -100,24 +116,69 @@ def test_servers(command: str, printed: Printed) -> None:
 
 
 def test_the_tree_names_what_is_there() -> None:
-    for line in README[README.index("## The tree") :].splitlines():
+    for line in PAGES["ARCHITECTURE.md"].splitlines():
         name = line.split("  ")[0].strip()
         if name.endswith("/"):
             assert (ROOT / name).is_dir(), name
 
 
 def test_readme_is_short_and_its_links_lead_somewhere() -> None:
-    assert len(README.splitlines()) <= 180
+    assert len(README.splitlines()) <= 120
     for name, text in PAGES.items():
-        home = ROOT if name == "README.md" else ROOT / "docs"
-        for target in re.findall(r"\]\(([^)#:]+)\)", text):
-            assert (home / target).exists(), f"{name}: {target}"
+        for target, heading in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", text):
+            page = (ROOT / name).parent / target if target else ROOT / name
+            assert page.exists(), f"{name}: {target}"
+            assert not heading or heading in headings(page.read_text()), f"{name}: {target}#{heading}"
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/") and name not in LISTS])
+def test_a_page_begins_with_an_example_that_is_run(name: str) -> None:
+    first = re.search(r"```(\w*)\n(.*?)```", PAGES[name], re.DOTALL)
+    assert first, "no example"
+    assert first[1] == "python" or re.search("^lamina-launch ", first[2], re.MULTILINE), first[0]
+    assert len(PAGES[name][: first.start()].split()) <= 100
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in LISTS])
+def test_tables_are_read_at_a_glance(name: str) -> None:
+    tables = re.findall(r"(?:^ *\|.*\n)+", PAGES[name], re.MULTILINE)
+    assert [table for table in tables if len(table.splitlines()) > 14] == []  # with a head and a rule
+
+
+def test_the_index_leads_to_a_page_that_explains_the_flag() -> None:
+    rows = re.findall(r"^\| (\[.*?) \| (`--.*) \|$", PAGES["docs/README.md"], re.MULTILINE)
+    listed = {
+        flag: re.findall(r"\]\((.*?)\)", links) for links, cell in rows for flag in re.findall(r"`--([a-z-]+)`", cell)
+    }
+    assert {*listed} == {*re.findall(r"^\| `--([a-z-]+)`", PAGES["docs/flags.md"], re.MULTILINE)}
+    for flag, links in listed.items():
+        pages = [((ROOT / "docs" / link).resolve()).read_text() for link in links]
+        assert any(re.search(rf"--(?:no-)?{flag}(?![\w-])", page) for page in pages), flag
+
+
+def test_documents_are_short() -> None:
+    pages = {*PAGES} - LISTS | {"docs/README.md"}
+    assert sum(len(PAGES[name].split()) for name in pages) <= 28_000
+
+
+def test_the_ranking_of_devices_is_a_true_print(printed: Printed) -> None:
+    page = PAGES["docs/planner.md"]
+    command, shown = page.split("```")[1], page.split("```")[3]
+    assert main(shlex.split(command)[1:]) == 0
+    found = printed().splitlines()
+    assert [line for line in shown.splitlines() if line not in (*found, "")] == []
 
 
 def test_paths_that_pages_name_are_there() -> None:
     """Programs of perf/ may lack their ending."""
     named = r"(?<![\w/.-])((?:lamina|converter|netstack|csrc|tests|perf|docs|examples)/[\w/.-]*\w)"
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("perf/*.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("perf/*.md")):
         assert not [name for name in re.findall(named, page.read_text()) if not [*ROOT.glob(f"{name}*")]], page
 
 

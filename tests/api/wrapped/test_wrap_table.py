@@ -1,4 +1,4 @@
-"""docs/wrap.md says of every feature of ``generate`` what a wrapped model does with it; here all of them are tried."""
+"""Every feature of ``generate`` that docs/wrap-features.md lists is tried on a wrapped model."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ FEATURES["Prompts"] = {
     "position_ids (0, 1, 2, ...)": positions(0),
     "position_ids (others)": positions(1),
     "token_type_ids": lambda m, d: d.one(m, token_type_ids=torch.zeros_like(d.ids)),
-    "a keyword that nobody knows": single(max_new_tokns=4),
+    "an unknown keyword": single(max_new_tokns=4),
     "under inference_mode": lambda m, d: torch.inference_mode()(d.one)(m),
 }
 FEATURES["Where settings come from"] = {
@@ -115,7 +115,7 @@ FEATURES["Logits"] = {
     "logits_processor (an own one)": processor(),
     "logits_processor (a function)": batched(logits_processor=[odd]),
     "logits_processor, filtered end": lambda m, d: d.all(m, logits_processor=[odd], eos_token_id=[7, 9, 11, 13]),
-    "logits_processor beside others": processor(no_repeat_ngram_size=2, repetition_penalty=1.2),
+    "logits_processor with others": processor(no_repeat_ngram_size=2, repetition_penalty=1.2),
     "logits_processor=[]": batched(logits_processor=[]),
     "logits_processor that raises": raises,
     "logits_processor that calls generate": within_a_processor,
@@ -175,7 +175,7 @@ FEATURES["What comes back"] = {
     "past_key_values of the dict": lambda m, d: type(d.one(m, return_dict_in_generate=True).past_key_values).__name__,
     "output_attentions": as_dict("sequences", "attentions", output_attentions=True),
     "output_hidden_states": as_dict("sequences", "hidden_states", output_hidden_states=True),
-    "attentions that nobody asked for": as_dict("attentions", "hidden_states"),
+    "attentions, not requested": as_dict("attentions", "hidden_states"),
     "keys of the dict": lambda m, d: sorted(
         k for k in d.one(m, return_dict_in_generate=True, output_logits=True) if k != cache_name()
     ),

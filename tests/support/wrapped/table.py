@@ -1,9 +1,8 @@
-"""The table of docs/wrap.md: every feature, tried on a model and on its wrap. Run this file to write it anew."""
+"""Writes docs/wrap-features.md: every feature, tried on a model and on its wrap."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from transformers import logging as their_logging
 import lamina
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "wrap.md"
+PAGE = ROOT / "docs" / "wrap-features.md"
 MODEL = ROOT / "examples" / "tiny_lm" / "model"
 BEGIN = "<!-- tried by tests/support/wrapped/table.py -->\n"
 Found = dict[str, dict[str, tuple[str, Tried]]]
@@ -47,23 +46,13 @@ def written(found: Found) -> str:
         BEGIN,
         f"Of {len(classes)} features:\n",
         *(f"- {classes.count(c)} {c}" for c in (SAME, BOTH, ALONE, ACCEPTED, DIFFERENT)),
-        "",
-        "| | the same | refused by both |",
-        "|---|---|---|",
     ]
     for group, calls in found.items():
-        cells = (_list(name for name, (outcome, _) in calls.items() if outcome == c) for c in (SAME, BOTH))
-        lines.append(f"| {group} | {' | '.join(cells)} |")
-    for c in (ALONE, ACCEPTED, DIFFERENT):
-        rows = [(n, here) for calls in found.values() for n, (outcome, here) in calls.items() if outcome == c]
-        if rows:
-            lines += ["", f"| {c} | it says |", "|---|---|"]
-            lines += [f"| {_cell(name)} | {_cell(str(here.error or ''))} |" for name, here in rows]
+        lines += ["", f"## {group}", "", "| feature | result |", "|---|---|"]
+        for name, (outcome, here) in calls.items():
+            result = outcome if outcome in (SAME, BOTH) else f"{outcome}: `{here.error or ''}`"
+            lines.append(f"| {_cell(name)} | {_cell(result)} |")
     return "\n".join(lines) + "\n"
-
-
-def _list(names: Iterable[str]) -> str:
-    return "; ".join(map(_cell, names))  # they have commas of their own
 
 
 def _cell(text: str) -> str:
