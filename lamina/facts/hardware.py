@@ -7,13 +7,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from lamina.config.option import parse_size
 
-_RATES = ("tflops", "bandwidth")
-_WORDS = ("title", "memory", "source")
-_CARDS = ("network", "interconnect")
+_T = TypeVar("_T")
+Above0 = Annotated[float, Meta(gt=0, le=1e18)]
+Words = Annotated[str, Meta(min_length=1)]
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    title: Words
+    tflops: Above0
+    memory: Words
+    bandwidth: Above0
+    source: Words
+    network: Above0 | None = None
+    interconnect: Above0 | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,43 +66,25 @@ def entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, entry
 
 
-def check_fields(entry: Mapping[str, Any], known: Mapping[str, type], optional: Mapping[str, type], where: str) -> None:
-    """Raise ValueError, prefixed by ``where``, unless ``entry`` has all fields of ``known`` and no others than these
-    and ``optional`` ones. Numbers must be positive, and no field empty.
-    """
-    for field in known.keys() - entry.keys():
-        raise ValueError(f"{where}: {field} is missing")
-    for field, value in entry.items():
-        kind = {**known, **optional}.get(field)
-        if kind is None:
-            raise ValueError(f"{where}: {field} is not one of {', '.join([*known, *optional])}")
-        accepted = isinstance(value, int | float) and not isinstance(value, bool) if kind is float else True
-        if not accepted or (kind is str and not isinstance(value, str)):
-            raise ValueError(f"{where}: {field} must be a {'number' if kind is float else 'text'}, not {value!r}")
-        if not value or (kind is float and not 0 < value < float("inf")):
-            raise ValueError(f"{where}: {field} must be {'above 0' if kind is float else 'a text'}, not {value!r}")
+def entry_of(entry: Mapping[str, Any], kind: type[_T], where: str) -> _T:
+    """Return ``entry`` as a struct. Raises ValueError, prefixed by ``where``, for a field that it cannot have."""
+    try:
+        return msgspec.convert(entry, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
-def _device(name: str, entry: dict[str, Any], path: Path) -> Device:
+def _device(name: str, table: dict[str, Any], path: Path) -> Device:
     where = f"{path}: [{name}]"
-    check_fields(
-        entry, {**dict.fromkeys(_WORDS, str), **dict.fromkeys(_RATES, float)}, dict.fromkeys(_CARDS, float), where
-    )
-    memory = entry["memory"].strip()
+    entry = entry_of(table, _Entry, where)
+    memory = entry.memory.strip()
     if memory.rstrip("Bb") == memory:
         raise ValueError(f"{where}: memory {memory} has no unit: write GB (10^9 bytes) or GiB (2^30)")
-    network, interconnect = (None if entry.get(c) is None else float(entry[c]) for c in _CARDS)
     return Device(
-        name=name,
-        title=entry["title"],
-        tflops=float(entry["tflops"]),
-        memory=memory,
-        memory_gb=parse_size(memory, f"{where}: memory") / 1e9,
-        bandwidth_gbs=float(entry["bandwidth"]),
-        network_gbs=network,
-        interconnect_gbs=interconnect,
-        source=entry["source"],
-    )
+        name=name, title=entry.title, tflops=entry.tflops, memory=memory,
+        memory_gb=parse_size(memory, f"{where}: memory") / 1e9, bandwidth_gbs=entry.bandwidth,
+        network_gbs=entry.network, interconnect_gbs=entry.interconnect, source=entry.source,
+    )  # fmt: skip
 
 
 DEVICES: Mapping[str, Device] = MappingProxyType(read_devices(Path(__file__).parent / "data" / "devices.toml"))

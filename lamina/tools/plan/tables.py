@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from lamina.facts.hardware import Device, check_fields, entries
+import msgspec
+
+from lamina.facts.hardware import Above0, Device, Words, entries, entry_of
 
 DATA = Path(__file__).parent / "data"
 BOOKS = DATA / "prices"
@@ -29,6 +30,17 @@ class Constants:
     def moved(self, name: str, factor: float) -> Constants:
         """Return the constants with one of them multiplied by ``factor``, to see its effect."""
         return replace(self, values={**self.values, name: self.values[name] * factor})
+
+
+class _Book(msgspec.Struct, forbid_unknown_fields=True):
+    date: Words
+    currency: Words
+    source: Words
+
+
+class _Price(msgspec.Struct, forbid_unknown_fields=True):
+    hour: Above0
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,6 @@ def constants(path: Path = DATA / "constants.toml") -> Constants:
     """Read the constants. Raises ValueError for a bad table."""
     values, origins = {}, {}
     for name, entry in entries(path):
-        check_fields(entry, {"value": float, "unit": str, "origin": str}, {}, f"{path}: [{name}]")
         values[name], origins[name] = float(entry["value"]), f"{entry['origin']} ({entry['unit']})"
     return Constants(values, origins)
 
@@ -116,22 +127,15 @@ def price_book(name: str) -> PriceBook:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in BOOKS.glob("*.toml")))
         raise ValueError(f"--prices {name} is neither a file nor one of {known}")
-    head: dict[str, Any] = {}
-    hours, sources = {}, {}
-    for device, entry in entries(path):
-        where = f"--prices {path}: [{device}]"
-        if device == "book":
-            check_fields(entry, {"date": str, "currency": str, "source": str}, {}, where)
-            head = entry
-            continue
-        check_fields(entry, {"hour": float}, {"source": str}, where)
-        hours[device.lower()] = float(entry["hour"])
-        sources[device.lower()] = entry.get("source", "")
-    if not head:
+    tables = dict(entries(path))
+    if "book" not in tables:
         raise ValueError(f"--prices {path}: [book] is missing, with date, currency and source")
-    if head["currency"] != "USD":
-        raise ValueError(f"--prices {path}: currency {head['currency']} is not USD, in which all sums are")
-    return PriceBook(name, head["date"], hours, {k: v or head["source"] for k, v in sources.items()})
+    head = entry_of(tables.pop("book"), _Book, f"--prices {path}: [book]")
+    if head.currency != "USD":
+        raise ValueError(f"--prices {path}: currency {head.currency} is not USD, in which all sums are")
+    prices = {k.lower(): entry_of(entry, _Price, f"--prices {path}: [{k}]") for k, entry in tables.items()}
+    sources = {device: price.source or head.source for device, price in prices.items()}
+    return PriceBook(name, head.date, {device: price.hour for device, price in prices.items()}, sources)
 
 
 def network_link(text: str) -> NetworkLink:
@@ -144,7 +148,6 @@ def network_link(text: str) -> NetworkLink:
     if stack not in stacks:
         raise ValueError(f"--link {text}: {stack} is not one of {', '.join(stacks)}")
     entry = stacks[stack]
-    check_fields(entry, {"share": float, "round_trip": float, "source": str}, {}, stack)
     rate = float(match[1]) * 1e9 / (1 if match[2] == "GB/s" else 8)
     return NetworkLink(text, rate, float(entry["share"]), float(entry["round_trip"]) * 1e-6, entry["source"])
 
@@ -162,8 +165,6 @@ def baseline(name: str) -> Baseline:
 def modelling_errors(path: Path = DATA / "errors.toml") -> Constants:
     """Return the relative errors of a step's time; see data/errors.toml."""
     sections = dict(entries(path))
-    for name, entry in sections.items():
-        check_fields(entry, {"share": float, "origin": str}, {}, f"{path}: [{name}]")
     return Constants(
         {name: float(e["share"]) for name, e in sections.items()}, {name: e["origin"] for name, e in sections.items()}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,12 +112,16 @@ def test_a_bad_table_names_its_line(text: str, words: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("memory", "words"),
-    [('"80"', "has no unit"), ("80", "memory must be a text"), ('"80 GB"\ncores = 3', "cores is not one of")],
+    [
+        ('"80"', "has no unit"),
+        ("80", "Expected `str`, got `int` - at `$.memory`"),
+        ('"80 GB"\ncores = 3', "unknown field `cores`"),
+    ],
 )
 def test_a_bad_device_names_its_field(memory: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "d.toml"
     path.write_text(f'[mine]\ntitle = "x"\ntflops = 1\nbandwidth = 1\nsource = "me"\nmemory = {memory}\n')
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=re.escape(words)):
         read_devices(path)
 
 
