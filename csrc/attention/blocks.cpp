@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "attention/engine.h"
+#include "attributes.h"
 
 namespace lamina::attention {
 namespace {
@@ -45,26 +46,45 @@ int64_t tally_all(Engine& engine, const Tallying& of, int64_t* to, int threads) 
   return pairs;
 }
 
+bool read_operator(PyObject* from, Operator* op) {
+  static const Name q_heads("q_heads"), kv_heads("kv_heads"), qk_dim("qk_dim"), v_dim("v_dim"), spec("spec"),
+      window("window"), scale("scale"), softcap("softcap"), sinks("sinks"), slopes("slopes");
+  const Attribute of(from), meaning = of[spec];
+  op->q_heads = of[q_heads].integer(), op->kv_heads = of[kv_heads].integer();
+  op->qk_dim = of[qk_dim].integer(), op->v_dim = of[v_dim].integer();
+  op->window = meaning[window].integer(), op->scale = meaning[scale].real(), op->softcap = meaning[softcap].real();
+  op->sinks = of[sinks].address<float>(), op->slopes = of[slopes].address<float>();
+  if (PyErr_Occurred()) return false;
+  if (op->kv_heads > 0 && op->q_heads > 0 && op->q_heads % op->kv_heads == 0 && op->qk_dim > 0 && op->v_dim > 0)
+    return true;
+  PyErr_Format(PyExc_ValueError, "attention of %lld query heads, %lld KV heads, %lld and %lld dims",
+               (long long)op->q_heads, (long long)op->kv_heads, (long long)op->qk_dim, (long long)op->v_dim);
+  return false;
+}
+
+// select(op, bounds, choices, blocks, q, table, width, threads)
 PyObject* kernels_select(PyObject* object, PyObject* args) {
   Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
-  long long q_heads, kv_heads, qk_dim, width;
-  float scale;
+  PyObject *operand, *q, *least, *most, *table;
+  long long width;
   int threads;
-  unsigned long long q, least, most, table;
+  Operator op;
   Py_buffer numbers, blocks;
-  if (!PyArg_ParseTuple(args, "(LLLf)KKKy*y*KLi", &q_heads, &kv_heads, &qk_dim, &scale, &q, &least, &most, &numbers,
-                        &blocks, &table, &width, &threads))
+  if (!PyArg_ParseTuple(args, "OOOy*y*OOLi", &operand, &least, &most, &numbers, &blocks, &q, &table, &width, &threads))
     return nullptr;
   enum { kFine, kWrong, kNoMemory } outcome = kWrong;
-  if (kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0 && qk_dim > 0 && width > 0) {
+  Selecting of{};
+  if (read_operator(operand, &op)) {
+    of.op = &op, of.width = width, of.q = Attribute(q).address<void>(), of.table = Attribute(table).address<int64_t>();
+    of.least = Attribute(least).address<void>(), of.most = Attribute(most).address<void>();
+  }
+  const bool read = !PyErr_Occurred();
+  if (read && width > 0) {
     Py_BEGIN_ALLOW_THREADS;
     try {
       std::vector<Choice> choices;
       if (read_choices(ints_of(numbers), count_of(numbers) / 6, ints_of(blocks), count_of(blocks), width, &choices)) {
-        const Operator op{q_heads, kv_heads, qk_dim, qk_dim, 0, scale, 0, nullptr, nullptr};
-        const Selecting of{
-            &op,  pointer<void>(q), pointer<void>(least), pointer<void>(most), choices.data(), pointer<int64_t>(table),
-            width};
+        of.choices = choices.data();
         select_all(engine, of, choices.size(), threads);
         outcome = kFine;
       }
@@ -74,39 +94,43 @@ PyObject* kernels_select(PyObject* object, PyObject* args) {
     Py_END_ALLOW_THREADS;
   }
   PyBuffer_Release(&numbers), PyBuffer_Release(&blocks);
+  if (!read) return nullptr;
   if (outcome == kNoMemory) return PyErr_NoMemory();
   if (outcome == kWrong) return PyErr_Format(PyExc_ValueError, "no blocks can be selected so");
   Py_RETURN_NONE;
 }
 
+// tally(op, k, k_scale, block_size, blocks, q, seen, to, threads)
 PyObject* kernels_tally(PyObject* object, PyObject* args) {
   Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
-  long long q_heads, kv_heads, qk_dim, block_size;
-  float scale, softcap;
+  PyObject *operand, *q, *k, *k_scale, *to;
+  long long block_size;
   int threads;
-  unsigned long long sinks, q, k, k_scale, to;
+  Operator op;
   Py_buffer ids, seen;
-  if (!PyArg_ParseTuple(args, "(LLLffK)KKKy*y*LKi", &q_heads, &kv_heads, &qk_dim, &scale, &softcap, &sinks, &q, &k,
-                        &k_scale, &ids, &seen, &block_size, &to, &threads))
+  if (!PyArg_ParseTuple(args, "OOOLy*Oy*Oi", &operand, &k, &k_scale, &block_size, &ids, &q, &seen, &to, &threads))
     return nullptr;
-  const bool sense = kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0 && qk_dim > 0 && block_size > 0 &&
-                     !k_scale == (engine.stored == kAsQueries);
+  Tallying of{};
+  int64_t pairs = 0, *sums = nullptr;
+  if (read_operator(operand, &op)) {
+    of.op = &op, of.q = Attribute(q).address<void>(), of.k = Attribute(k).address<void>();
+    of.k_scale = Attribute(k_scale).address<float>(), sums = Attribute(to).address<int64_t>();
+    of.ids = ints_of(ids), of.seen = ints_of(seen), of.rows = count_of(seen), of.blocks = count_of(ids);
+    of.block_size = block_size;
+  }
+  const bool read = !PyErr_Occurred(), sense = block_size > 0 && !of.k_scale == (engine.stored == kAsQueries);
   bool enough = true;
-  int64_t pairs = 0;
-  if (sense) {
+  if (read && sense) {
     Py_BEGIN_ALLOW_THREADS;
-    const Operator op{q_heads, kv_heads, qk_dim, qk_dim, 0, scale, softcap, pointer<float>(sinks), nullptr};
-    const Tallying of{&op,          pointer<void>(q), pointer<void>(k), pointer<float>(k_scale),
-                      ints_of(ids), ints_of(seen),    count_of(seen),   count_of(ids),
-                      block_size};
     try {
-      pairs = tally_all(engine, of, pointer<int64_t>(to), threads);
+      pairs = tally_all(engine, of, sums, threads);
     } catch (const std::bad_alloc&) {
       enough = false;
     }
     Py_END_ALLOW_THREADS;
   }
   PyBuffer_Release(&ids), PyBuffer_Release(&seen);
+  if (!read) return nullptr;
   if (!enough) return PyErr_NoMemory();
   if (!sense) return PyErr_Format(PyExc_ValueError, "no rows can be counted so");
   return PyLong_FromLongLong(pairs);

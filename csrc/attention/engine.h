@@ -41,14 +41,12 @@ inline std::size_t threads_of(Pool& pool, std::size_t wanted) {
   return std::min(wanted, pool.size());
 }
 
-template <class T>
-T* pointer(unsigned long long address) {
-  return reinterpret_cast<T*>(std::uintptr_t(address));
-}
-
 // As Calls says.
 void select_all(Engine&, const Selecting&, std::size_t choices, int threads);
 int64_t tally_all(Engine&, const Tallying&, int64_t* to, int threads);
+
+// Of a lamina.ops.attention.Operator. False with an exception.
+bool read_operator(PyObject* from, Operator* op);
 
 PyObject* kernels_select(PyObject* kernels, PyObject* args);
 PyObject* kernels_tally(PyObject* kernels, PyObject* args);

@@ -11,6 +11,7 @@
 #include <new>
 
 #include "attention/engine.h"
+#include "attributes.h"
 #include "module_types.h"
 
 namespace {
@@ -39,8 +40,10 @@ struct Step {
   Plans* tasks;  // by what they depend on besides the rows
 };
 
+using lamina::Attribute;
 using lamina::free_object;
 using lamina::ModuleTypes;
+using lamina::Name;
 using lamina::slot;
 using Types = ModuleTypes<2>;  // kernels, step
 
@@ -51,17 +54,23 @@ void step_dealloc(PyObject* object) {
   free_object(object);
 }
 
+// Step(rows), of a lamina.kv.paged_cache.RowTable.
 PyObject* step_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject* arrays[kTables];
-  long long block_size;
-  if (!PyArg_ParseTuple(args, "OOOOOOOL", arrays, arrays + 1, arrays + 2, arrays + 3, arrays + 4, arrays + 5,
-                        arrays + 6, &block_size))
-    return nullptr;
+  static const Name names[kTables] = {Name("row"),  Name("first"),  Name("count"), Name("seen"),
+                                      Name("stop"), Name("origin"), Name("table")},
+                    block_size("block_size");
+  PyObject* rows;
+  if (!PyArg_ParseTuple(args, "O", &rows)) return nullptr;
   auto* self = reinterpret_cast<Step*>(type->tp_alloc(type, 0));
   if (!self) return nullptr;
-  for (PyObject* array : arrays) {
+  const int64_t size_of_block = Attribute(rows)[block_size].integer();
+  if (PyErr_Occurred()) return Py_DECREF(self), nullptr;
+  for (const Name& name : names) {
+    PyObject* const array = PyObject_GetAttr(rows, name);
     Py_buffer& table = self->tables[self->held];
-    if (PyObject_GetBuffer(array, &table, PyBUF_C_CONTIGUOUS)) return Py_DECREF(self), nullptr;
+    const bool failed = !array || PyObject_GetBuffer(array, &table, PyBUF_C_CONTIGUOUS);
+    Py_XDECREF(array);
+    if (failed) return Py_DECREF(self), nullptr;
     ++self->held;
     if (table.itemsize != sizeof(int64_t)) {
       PyErr_SetString(PyExc_TypeError, "the tables of a step are int64");
@@ -78,7 +87,7 @@ PyObject* step_new(PyTypeObject* type, PyObject* args, PyObject*) {
     }
   const int64_t width = sequences ? size(kTables - 1) / sequences : 0;
   self->rows = {numbers(0), numbers(1), numbers(2), numbers(3), numbers(4),
-                numbers(5), numbers(6), sequences,  width,      block_size};
+                numbers(5), numbers(6), sequences,  width,      size_of_block};
   self->tasks = new (std::nothrow) Plans;
   if (!self->tasks) return Py_DECREF(self), PyErr_NoMemory();
   return reinterpret_cast<PyObject*>(self);
@@ -173,55 +182,49 @@ void kernels_dealloc(PyObject* object) {
   free_object(object);
 }
 
+// The attributes of a lamina.ops.attention.merge.Partial.
+Partial read_partial(PyObject* of) {
+  static const Name o("o"), lse("lse");
+  const Attribute part(of);
+  return {part[o].address<float>(), part[lse].address<float>()};
+}
+
+// attend(step, op, stored, q, kv, part, out, threads)
 PyObject* kernels_attend(PyObject* object, PyObject* args) {
+  static const Name k("k"), v("v"), scales("scales");
   Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
-  PyObject* of;
-  long long q_heads, kv_heads, qk_dim, v_dim, window;
-  float scale, softcap;
+  PyObject *of, *operand, *q, *kv, *part, *out;
   int stored, threads;
-  unsigned long long sinks, slopes, q, k, v, k_scale, v_scale, o, lse, out;
-  if (!PyArg_ParseTuple(args, "O(LLLLLffKK)pKKKKKKKKi", &of, &q_heads, &kv_heads, &qk_dim, &v_dim, &window, &scale,
-                        &softcap, &sinks, &slopes, &stored, &q, &k, &v, &k_scale, &v_scale, &o, &lse, &out, &threads))
+  Operator op;
+  if (!PyArg_ParseTuple(args, "OOpOOOOi", &of, &operand, &stored, &q, &kv, &part, &out, &threads) ||
+      !read_operator(operand, &op))
     return nullptr;
-  if (engine.stored && !(k_scale && v_scale))
-    return PyErr_Format(PyExc_ValueError, "k and v of '%s' without scales", kStoredNames[engine.stored]);
   if (Py_TYPE(of) != Types::of(Py_TYPE(object))[1])
     return PyErr_Format(PyExc_TypeError, "the first argument is a Step");
-  if (q_heads < 1 || kv_heads < 1 || q_heads % kv_heads || qk_dim < 1 || v_dim < 1)
-    return PyErr_Format(PyExc_ValueError, "attention of %lld query heads, %lld KV heads, %lld and %lld dims", q_heads,
-                        kv_heads, qk_dim, v_dim);
-  const Operator op{
-      q_heads, kv_heads, qk_dim, v_dim, window, scale, softcap, pointer<float>(sinks), pointer<float>(slopes)};
   auto* step = reinterpret_cast<Step*>(of);
-  const Tasks* tasks;
-  try {
-    tasks = &tasks_of(step, stored, op, threads);  // other threads may ask the same step: not without the GIL
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+  const Attribute rows(kv), factors = rows[scales];
+  const Partial result = read_partial(part);
+  Call call{};
+  call.op = &op, call.rows = &step->rows, call.stored = stored;
+  call.q = Attribute(q).address<void>(), call.k = rows[k].address<void>(), call.v = rows[v].address<void>();
+  if (!factors.is_none()) call.k_scale = factors[k].address<float>(), call.v_scale = factors[v].address<float>();
+  call.o = result.o, call.lse = result.lse, call.out = Attribute(out).address<void>();
+  if (PyErr_Occurred()) return nullptr;
+  if (engine.stored && !(call.k_scale && call.v_scale))
+    return PyErr_Format(PyExc_ValueError, "k and v of '%s' without scales", kStoredNames[engine.stored]);
   bool enough = true;
-  Py_BEGIN_ALLOW_THREADS;
   try {
-    const Call call{&op,
-                    &step->rows,
-                    nullptr,
-                    nullptr,
-                    bool(stored),
-                    pointer<void>(q),
-                    pointer<void>(k),
-                    pointer<void>(v),
-                    pointer<float>(k_scale),
-                    pointer<float>(v_scale),
-                    pointer<float>(o),
-                    pointer<float>(lse),
-                    pointer<void>(out),
-                    nullptr,
-                    nullptr};
-    attend(engine, call, *tasks, threads);
+    const Tasks& tasks = tasks_of(step, stored, op, threads);  // with the GIL: other threads may ask the same step
+    Py_BEGIN_ALLOW_THREADS;
+    try {
+      attend(engine, call, tasks, threads);
+    } catch (const std::bad_alloc&) {
+      enough = false;
+    }
+    Py_END_ALLOW_THREADS;
   } catch (const std::bad_alloc&) {
     enough = false;
   }
-  Py_END_ALLOW_THREADS;
   if (!enough) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
@@ -237,37 +240,40 @@ PyObject* kernels_read(PyObject* object, PyObject* args) {
   const std::size_t pieces = std::size_t((bytes + piece - 1) / piece);
   engine.pool.each(pieces, threads_of(engine.pool, std::size_t(std::max(threads, 1))), [&](std::size_t i, std::size_t) {
     const unsigned long long at = i * piece;
-    all ^= engine.variant->read(pointer<char>(address + at), std::min(piece, bytes - at));
+    all ^= engine.variant->read(reinterpret_cast<char*>(std::uintptr_t(address + at)), std::min(piece, bytes - at));
   });
   Py_END_ALLOW_THREADS;
   return PyLong_FromUnsignedLongLong(all);
 }
 
+// merge(parts, left, right, pairs, q_heads, v_dim)
 PyObject* kernels_merge(PyObject* object, PyObject* args) {
   const Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
-  unsigned long long o, lse, left, right;
+  PyObject *parts, *left, *right;
   long long pairs, q_heads, v_dim;
-  if (!PyArg_ParseTuple(args, "KKKKLLL", &o, &lse, &left, &right, &pairs, &q_heads, &v_dim)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OOOLLL", &parts, &left, &right, &pairs, &q_heads, &v_dim)) return nullptr;
+  const Partial all = read_partial(parts);
+  const auto *to = Attribute(left).address<int64_t>(), *from = Attribute(right).address<int64_t>();
+  if (PyErr_Occurred()) return nullptr;
   Py_BEGIN_ALLOW_THREADS;
-  const auto row = [&](int64_t at) {
-    return Partial{pointer<float>(o) + at * q_heads * v_dim, pointer<float>(lse) + at * q_heads};
-  };
-  for (int64_t i = 0; i < pairs; ++i)
-    engine.variant->merge(row(pointer<int64_t>(left)[i]), row(pointer<int64_t>(right)[i]), q_heads, v_dim);
+  const auto row = [&](int64_t at) { return Partial{all.o + at * q_heads * v_dim, all.lse + at * q_heads}; };
+  for (int64_t i = 0; i < pairs; ++i) engine.variant->merge(row(to[i]), row(from[i]), q_heads, v_dim);
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
 
+// close(stored, fresh, sinks, queries, q_heads, v_dim, out)
 PyObject* kernels_close(PyObject* object, PyObject* args) {
   const Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
-  unsigned long long a_o, a_lse, b_o, b_lse, sinks, out;
+  PyObject *stored, *fresh, *sinks, *out;
   long long queries, q_heads, v_dim;
-  if (!PyArg_ParseTuple(args, "KKKKKLLLK", &a_o, &a_lse, &b_o, &b_lse, &sinks, &queries, &q_heads, &v_dim, &out))
-    return nullptr;
+  if (!PyArg_ParseTuple(args, "OOOLLLO", &stored, &fresh, &sinks, &queries, &q_heads, &v_dim, &out)) return nullptr;
+  const Partial a = read_partial(stored), b = read_partial(fresh);
+  const auto* const sink = Attribute(sinks).address<float>();
+  void* const to = Attribute(out).address<void>();
+  if (PyErr_Occurred()) return nullptr;
   Py_BEGIN_ALLOW_THREADS;
-  engine.variant->finish[engine.dtype]({pointer<float>(a_o), pointer<float>(a_lse)},
-                                       {pointer<float>(b_o), pointer<float>(b_lse)}, pointer<float>(sinks), queries,
-                                       q_heads, v_dim, pointer<void>(out));
+  engine.variant->finish[engine.dtype](a, b, sink, queries, q_heads, v_dim, to);
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }

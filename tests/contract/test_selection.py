@@ -228,9 +228,7 @@ def test_the_last_rows_of_a_prompt_are_scored_for_a_tenth_of_its_pairs() -> None
         kernels, pairs = NativeAttention(torch.bfloat16, variant).kernels, 0
         for rows in (range(100), range(100, window)):
             seen = np.array([length - window + 1 + r for r in rows])
-            shape = (op.q_heads, op.kv_heads, DIM, op.spec.scale, 0.0, 0)
-            of = (q[rows.start :].data_ptr(), store.k.data_ptr(), 0, blocks, seen, SIZE)
-            pairs += kernels.tally(shape, *of, to.data_ptr(), 1)
+            pairs += kernels.tally(op, store.k, None, SIZE, blocks, q[rows.start :], seen, to, 1)
         each = pairs / op.q_heads
         assert (round(each / length**2, 3), round(each / (length * (length + 1) / 2), 3)) == (0.05, 0.1)
         assert each < window * length

@@ -1,23 +1,18 @@
-from lamina.kv.paged_cache import Ints
+from torch import Tensor
+
+from lamina.kv.paged_cache import Ints, LayerCache, RowTable
+from lamina.kv.stored_format import StoredRows
+
+from . import Operator
+from .merge import Partial
 
 VARIANTS: tuple[str, ...]
 """Instruction sets that this CPU runs, the fastest first."""
 
 class Step:
-    """The arrays of a ``lamina.kv.paged_cache.RowTable`` (int64), kept as they are, and the tasks that follow from
-    them."""
+    """The arrays of ``rows`` (int64), kept as they are, and the tasks that follow from them."""
 
-    def __new__(
-        cls,
-        row: Ints,
-        first: Ints,
-        count: Ints,
-        seen: Ints,
-        stop: Ints,
-        origin: Ints,
-        table: Ints,
-        block_size: int,
-    ) -> Step: ...
+    def __new__(cls, rows: RowTable, /) -> Step: ...
 
 class Kernels:
     """The kernels of one variant, dtype of queries and of stored numbers ("" = the same), and their threads.
@@ -29,78 +24,72 @@ class Kernels:
     def attend(
         self,
         step: Step,
-        operator: tuple[int, int, int, int, int, float, float, int, int],
+        op: Operator,
         stored: bool,
-        q: int,
-        k: int,
-        v: int,
-        k_scale: int,
-        v_scale: int,
-        o: int,
-        lse: int,
-        out: int,
+        q: Tensor,
+        kv: LayerCache | StoredRows,
+        part: Partial,
+        out: Tensor | None,
         threads: int,
+        /,
     ) -> None:
         """Attention of a step's rows over stored tokens, or over each other.
 
-        ``operator``: query heads, KV heads, qk_dim, v_dim, window, scale, softcap, addresses of sinks and slopes (0 =
-        none). k and v: a store's blocks if ``stored``, else the step's rows; k_scale and v_scale: theirs, 0 where they
-        are not of 8 bits. All tensors by address, contiguous. Without ``out`` the result goes to o and lse. With it, o
-        and lse hold the stored part, which is merged with the result and the sinks into out.
+        ``kv``: a store's blocks if ``stored``, else the step's rows. Tensors are contiguous; their types and shapes are
+        not checked. Without ``out`` the result goes to ``part``. With it, ``part`` holds the stored part, which is
+        merged with the result and the sinks into out. Raises AttributeError and TypeError for other objects.
         """
 
-    def merge(self, o: int, lse: int, left: int, right: int, pairs: int, q_heads: int, v_dim: int) -> None:
+    def merge(self, parts: Partial, left: Tensor, right: Tensor, pairs: int, q_heads: int, v_dim: int, /) -> None:
         """o [rows, q_heads, v_dim], lse [rows, q_heads]: rows left[i] become their merge with rows right[i]; int64."""
 
     def close(
         self,
-        stored_o: int,
-        stored_lse: int,
-        new_o: int,
-        new_lse: int,
-        sinks: int,
+        stored: Partial,
+        new: Partial,
+        sinks: Tensor | None,
         queries: int,
         q_heads: int,
         v_dim: int,
-        out: int,
+        out: Tensor,
+        /,
     ) -> None:
-        """Merge both and the sinks, [q_heads] or none (0), into out [queries, v_dim]; queries are q_heads by row."""
+        """Merge both and the sinks, [q_heads] or none, into out [queries, v_dim]; queries are q_heads by row."""
 
     def select(
         self,
-        operator: tuple[int, int, int, float],
-        q: int,
-        least: int,
-        most: int,
+        op: Operator,
+        least: Tensor,
+        most: Tensor,
         choices: Ints,
         blocks: Ints,
-        table: int,
+        q: Tensor,
+        table: Tensor,
         width: int,
         threads: int,
+        /,
     ) -> None:
-        """Fill a table [choices, KV heads, width] with the blocks that rows attend; what is behind them is left.
+        """Fill a table [choices, KV heads, width] with the blocks that rows attend; what follows them is left.
 
-        ``operator``: query heads, KV heads, qk_dim, scale. ``choices``, ``blocks``: of
-        lamina.ops.attention.block_selection. Tensors by address. Raises ValueError where these make no sense.
+        ``choices``, ``blocks``: of lamina.ops.attention.block_selection. Raises ValueError where these make no sense.
         """
 
     def tally(
         self,
-        operator: tuple[int, int, int, float, float, int],
-        q: int,
-        k: int,
-        k_scale: int,
-        blocks: Ints,
-        seen: Ints,
+        op: Operator,
+        k: Tensor,
+        k_scale: Tensor | None,
         block_size: int,
-        to: int,
+        blocks: Ints,
+        q: Tensor,
+        seen: Ints,
+        to: Tensor,
         threads: int,
+        /,
     ) -> int:
         """Add what rows attend each block to ``to`` [KV heads, blocks] int64: lamina.ops.attention.block_scores.
 
-        ``operator``: query heads, KV heads, qk_dim, scale, softcap, address of sinks (0 = none). q, k and its scales (0
-        where it has none) by address. Returns the products of a query and a key that it took. Raises ValueError where
-        these make no sense.
+        Returns the products of a query and a key that it took. Raises ValueError where these make no sense.
         """
 
     def read(self, address: int, nbytes: int, threads: int) -> int:
