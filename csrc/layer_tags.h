@@ -1,4 +1,5 @@
-// The tags of a step's layer messages: protocol.step_plan.Key of layer 0, in which the layer's number is put.
+// The tags of a step's layer messages: protocol.step_plan.Key of layer 0, in which the layer's number is put. Included
+// behind Python.h.
 #pragma once
 
 #include <array>
@@ -16,11 +17,13 @@ enum MessageKind { kQ, kKV, kO, kMessageKinds };
 
 class LayerTags {
  public:
-  LayerTags() = default;
-  // `keys`: of Q, K and V, and O, one behind the other.
-  explicit LayerTags(const char* keys) {
+  // `keys`: of Q, K and V, and O, one behind the other. False with an exception.
+  bool read(const char* keys, Py_ssize_t bytes) {
+    if (bytes != kMessageKinds * Py_ssize_t(kKeyBytes))
+      return PyErr_Format(PyExc_ValueError, "tags of %zd bytes", bytes) != nullptr;
     for (std::size_t kind = 0; kind < kMessageKinds; ++kind)
       std::memcpy(tags_[kind].data(), keys + kind * kKeyBytes, kKeyBytes);
+    return true;
   }
   std::array<std::uint8_t, kTagBytes> of(MessageKind kind, std::size_t layer) const {
     auto tag = tags_[kind];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <new>
 
 namespace lamina {
 
@@ -20,6 +21,38 @@ inline void free_object(PyObject* self) {
   type->tp_free(self);
   Py_DECREF(type);
 }
+
+// A Python object that owns a `T`, and up to `count` references to what that refers to.
+template <class T, std::size_t count>
+struct Holder {
+  PyObject_HEAD T* value;
+  PyObject* kept[count];
+
+  static Holder* of(PyObject* object) { return reinterpret_cast<Holder*>(object); }
+
+  void keep(std::size_t place, PyObject* object) { Py_XSETREF(kept[place], Py_NewRef(object)); }
+
+  // A new one, whose value `fill(holder)` completes. Null with an exception, where that is false or memory is short.
+  template <class Fill>
+  static PyObject* make(PyTypeObject* type, Fill fill) {
+    PyObject* const object = type->tp_alloc(type, 0);
+    if (!object) return nullptr;
+    try {
+      of(object)->value = new T;
+      if (fill(*of(object))) return object;
+    } catch (const std::bad_alloc&) {
+      PyErr_NoMemory();
+    }
+    Py_DECREF(object);
+    return nullptr;
+  }
+
+  static void dealloc(PyObject* object) {
+    delete of(object)->value;
+    for (PyObject* each : of(object)->kept) Py_XDECREF(each);
+    free_object(object);
+  }
+};
 
 // The state of a module: its types, in the order in which `add` was given them.
 template <std::size_t count>

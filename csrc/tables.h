@@ -11,16 +11,23 @@ namespace lamina {
 
 constexpr std::int64_t kMost = std::int64_t{1} << 40;  // of whatever a table counts
 
-inline Reader reader(const Py_buffer& table) {
-  const auto* numbers = static_cast<const std::int64_t*>(table.buf);
-  return {numbers, numbers + table.len / 8};
-}
+// An argument y* of 64-bit numbers.
+struct Table {
+  Py_buffer view{};
 
-// Sets the exception for a table at whose number `in` has failed. Returns null.
-inline PyObject* nonsense(const Reader& in, const Py_buffer& table) {
-  return PyErr_Format(PyExc_ValueError, "number %zd of the table makes no sense",
-                      Py_ssize_t(in.at - static_cast<const std::int64_t*>(table.buf)));
-}
+  ~Table() { PyBuffer_Release(&view); }
+
+  // Whether `read(reader)` takes all numbers, and they make sense to it; else an exception is set.
+  template <class Read>
+  bool read(Read read) const {
+    const auto* const numbers = static_cast<const std::int64_t*>(view.buf);
+    Reader in{numbers, numbers + view.len / 8};
+    read(in);
+    if (!in.failed && in.at == in.end) return true;
+    PyErr_Format(PyExc_ValueError, "number %zd of the table makes no sense", Py_ssize_t(in.at - numbers));
+    return false;
+  }
+};
 
 // What the capsule of `object.calls()` points to; null with an exception.
 template <class Calls>

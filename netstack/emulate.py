@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from dataclasses import dataclass, fields, replace
 from time import monotonic, monotonic_ns
-from typing import Protocol, cast
 from urllib.parse import parse_qsl
 
 from .contract.base import BaseChannel, BaseFabric
@@ -88,19 +87,11 @@ class EmulatedWire:
         return self._last_ns
 
 
-class _Sized(Channel, Protocol):
-    """A channel with its geometries, which every transport's channel has beyond the protocol."""
-
-    outbound: Geometry
-    inbound: Geometry
-
-
 class EmulatedChannel(BaseChannel):
     """The channel of another transport, with an EmulatedWire for the messages that this end sends."""
 
     def __init__(self, inner: Channel, wire: EmulatedWire) -> None:
-        sized = cast("_Sized", inner)
-        out, into = _without_trailer(sized.outbound), _without_trailer(sized.inbound)
+        out, into = _without_trailer(inner.outbound), _without_trailer(inner.inbound)
         super().__init__(inner.peer, inner.epoch, out, into, inner.peer_name)
         self._inner = inner
         self._wire = wire

@@ -14,20 +14,16 @@ namespace {
 using namespace lamina;
 using namespace lamina::compute;
 
-struct PoolObject {
-  PyObject_HEAD Pool* pool;
-  PyObject *channels, *step, *traces;  // kept
+struct SendingPool : Pool {
   rows::Send send;
 };
 
-struct StepObject {
-  PyObject_HEAD Step* step;
-};
-
+enum { kChannels, kTraces, kStep, kKept };
+using PoolObject = Holder<SendingPool, kKept>;
+using StepObject = Holder<Step, 1>;
 using Types = ModuleTypes<2>;  // pool, step
 
-PoolObject* object_of(PyObject* object) { return reinterpret_cast<PoolObject*>(object); }
-Pool& pool_of(PyObject* object) { return *object_of(object)->pool; }
+SendingPool& pool_of(PyObject* object) { return *PoolObject::of(object)->value; }
 Pool& pool_of(void* self) { return *static_cast<Pool*>(self); }
 
 rows::Send sender(Pool* pool) {
@@ -47,41 +43,24 @@ rows::Send sender(Pool* pool) {
 
 // Pool(channels, alike, timeout_s, traces)
 PyObject* pool_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject* channels;
-  Py_buffer alike;
+  PyObject *channels, *traces;
+  Table alike;
   double timeout_s;
-  PyObject* traces;
-  if (!PyArg_ParseTuple(args, "O!y*dO", &PyTuple_Type, &channels, &alike, &timeout_s, &traces)) return nullptr;
-  auto* self = reinterpret_cast<PoolObject*>(type->tp_alloc(type, 0));
-  bool good = self && (self->pool = new (std::nothrow) Pool);
-  if (self && !good) PyErr_NoMemory();
-  good = good && or_no_memory([&] {
-           Pool& pool = *self->pool;
-           self->channels = Py_NewRef(channels);
-           self->send = sender(&pool);
-           self->traces = Py_NewRef(traces);
-           pool.timeout_s = timeout_s;
-           if (!open_spans(pool.spans, traces)) return false;
-           for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(channels); ++i) {
-             const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
-             if (!calls) return false;
-             pool.links.push_back(calls);
-           }
-           Reader in = reader(alike);
-           for (std::int64_t i = 0; in.at != in.end && !in.failed; ++i)
-             pool.alike.push_back(std::size_t(in.next(0, i)));
-           return !in.failed || nonsense(in, alike);
-         });
-  PyBuffer_Release(&alike);
-  if (!good) Py_CLEAR(self);
-  return reinterpret_cast<PyObject*>(self);
-}
-
-void pool_dealloc(PyObject* object) {
-  PoolObject* self = object_of(object);
-  delete self->pool;
-  for (PyObject* each : {self->channels, self->step, self->traces}) Py_XDECREF(each);
-  free_object(object);
+  if (!PyArg_ParseTuple(args, "O!y*dO", &PyTuple_Type, &channels, &alike.view, &timeout_s, &traces)) return nullptr;
+  return PoolObject::make(type, [&](PoolObject& self) {
+    SendingPool& pool = *self.value;
+    self.keep(kChannels, channels), self.keep(kTraces, traces);
+    pool.send = sender(&pool), pool.timeout_s = timeout_s;
+    if (!open_spans(pool.spans, traces)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(channels); ++i) {
+      const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
+      if (!calls) return false;
+      pool.links.push_back(calls);
+    }
+    return alike.read([&](Reader& in) {
+      for (std::int64_t i = 0; in.at != in.end && !in.failed; ++i) pool.alike.push_back(std::size_t(in.next(0, i)));
+    });
+  });
 }
 
 void read_copies(MessageKind kind, std::vector<Copy>& copies, std::size_t bytes, std::int64_t all, Reader& in) {
@@ -121,49 +100,31 @@ void read_step(Step& step, Reader& in, const Pool& pool) {
   }
   for (const std::size_t like : pool.alike)
     if (step.shares[like].size() != pool.links.size()) in.failed = true;
-  if (in.at != in.end) in.failed = true;
 }
 
 // step(table, tags)
 PyObject* pool_step(PyObject* object, PyObject* args) {
-  Py_buffer table;
+  Table table;
   const char* tags;
   Py_ssize_t tag_bytes;
-  if (!PyArg_ParseTuple(args, "y*y#", &table, &tags, &tag_bytes)) return nullptr;
-  auto* type = Types::of(Py_TYPE(object))[1];
-  auto* self = reinterpret_cast<StepObject*>(type->tp_alloc(type, 0));
-  bool good = self && (self->step = new (std::nothrow) Step);
-  if (self && !good) PyErr_NoMemory();
-  good = good && or_no_memory([&] {
-           Reader in = reader(table);
-           read_step(*self->step, in, pool_of(object));
-           if (in.failed) return nonsense(in, table) != nullptr;
-           if (tag_bytes != kMessageKinds * Py_ssize_t(kKeyBytes))
-             return PyErr_Format(PyExc_ValueError, "tags of %zd bytes", tag_bytes) != nullptr;
-           self->step->tags = LayerTags(tags);
-           return true;
-         });
-  PyBuffer_Release(&table);
-  if (!good) Py_CLEAR(self);
-  return reinterpret_cast<PyObject*>(self);
-}
-
-void step_dealloc(PyObject* object) {
-  delete reinterpret_cast<StepObject*>(object)->step;
-  free_object(object);
+  if (!PyArg_ParseTuple(args, "y*y#", &table.view, &tags, &tag_bytes)) return nullptr;
+  return StepObject::make(Types::of(Py_TYPE(object))[1], [&](StepObject& self) {
+    return table.read([&](Reader& in) { read_step(*self.value, in, pool_of(object)); }) &&
+           self.value->tags.read(tags, tag_bytes);
+  });
 }
 
 PyObject* pool_select(PyObject* object, PyObject* step) {
   if (Py_TYPE(step) != Types::of(Py_TYPE(object))[1]) return PyErr_Format(PyExc_TypeError, "a step is one of the pool");
-  const Step* const chosen = reinterpret_cast<StepObject*>(step)->step;
+  const Step* const chosen = StepObject::of(step)->value;
   if (chosen->pool != &pool_of(object)) return PyErr_Format(PyExc_ValueError, "a step of another pool");
   pool_of(object).step = chosen;
-  Py_XSETREF(object_of(object)->step, Py_NewRef(step));
+  PoolObject::of(object)->keep(kStep, step);
   Py_RETURN_NONE;
 }
 
 PyObject* pool_send(PyObject* object, PyObject*) {
-  return PyCapsule_New(&object_of(object)->send, rows::Send::kName, nullptr);
+  return PyCapsule_New(&pool_of(object).send, rows::Send::kName, nullptr);
 }
 
 // receive(rows, layer, first, *tensors)
@@ -216,9 +177,11 @@ PyMethodDef pool_methods[] = {{"step", pool_step, METH_VARARGS, nullptr},
                               {"spans", pool_spans, METH_NOARGS, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot pool_slots[] = {
-    {Py_tp_new, slot(pool_new)}, {Py_tp_dealloc, slot(pool_dealloc)}, {Py_tp_methods, pool_methods}, {0, nullptr}};
-PyType_Slot step_slots[] = {{Py_tp_dealloc, slot(step_dealloc)}, {0, nullptr}};
+PyType_Slot pool_slots[] = {{Py_tp_new, slot(pool_new)},
+                            {Py_tp_dealloc, slot(PoolObject::dealloc)},
+                            {Py_tp_methods, pool_methods},
+                            {0, nullptr}};
+PyType_Slot step_slots[] = {{Py_tp_dealloc, slot(StepObject::dealloc)}, {0, nullptr}};
 PyType_Spec pool_spec = {"lamina.workers.compute._compute.Pool", sizeof(PoolObject), 0, Py_TPFLAGS_DEFAULT, pool_slots};
 PyType_Spec step_spec = {"lamina.workers.compute._compute.StepMessages", sizeof(StepObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, step_slots};

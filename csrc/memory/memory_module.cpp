@@ -12,112 +12,68 @@ namespace {
 using namespace lamina;
 using namespace lamina::memory_worker;
 
-struct LoopObject {
-  PyObject_HEAD Loop* loop;
-  PyObject *kernels, *channels, *steps, *traces;  // kept, as the loop refers to them
-};
-
-struct StepObject {
-  PyObject_HEAD Step* step;
-  PyObject *prepared, *loop;
-};
-
+enum { kKernels, kChannels, kTraces, kSteps, kKeptByLoop };
+enum { kPrepared, kLoop, kKeptByStep };
+using LoopObject = Holder<Loop, kKeptByLoop>;
+using StepObject = Holder<Step, kKeptByStep>;
 using Types = ModuleTypes<2>;  // loop, step
 
-LoopObject* loop_of(PyObject* object) { return reinterpret_cast<LoopObject*>(object); }
-StepObject* step_of(PyObject* object) { return reinterpret_cast<StepObject*>(object); }
+Loop& loop_of(PyObject* object) { return *LoopObject::of(object)->value; }
 
 PyObject* loop_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *kernels, *channels;
-  Py_buffer table;
+  PyObject *kernels, *channels, *traces;
+  Table table;
   double reserve_s;
-  PyObject* traces;
-  if (!PyArg_ParseTuple(args, "OO!y*dO", &kernels, &PyTuple_Type, &channels, &table, &reserve_s, &traces))
+  if (!PyArg_ParseTuple(args, "OO!y*dO", &kernels, &PyTuple_Type, &channels, &table.view, &reserve_s, &traces))
     return nullptr;
-  auto* self = reinterpret_cast<LoopObject*>(type->tp_alloc(type, 0));
-  bool good = self && (self->loop = new (std::nothrow) Loop);
-  if (self && !good) PyErr_NoMemory();
-  good = good && or_no_memory([&] {
-           Loop& loop = *self->loop;
-           self->kernels = Py_NewRef(kernels), self->channels = Py_NewRef(channels);
-           self->traces = Py_NewRef(traces);
-           loop.reserve_s = reserve_s;
-           if (!open_spans(loop.spans, traces)) return false;
-           if (!(loop.store.attention = calls_of<const attention::Calls>(kernels))) return false;
-           for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(channels); ++i) {
-             const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
-             if (!calls) return false;
-             loop.links.push_back({calls});
-           }
-           Reader in = reader(table);
-           read_store(loop.store, in);
-           if (in.failed) return nonsense(in, table) != nullptr;
-           return !loop.links.empty() || PyErr_Format(PyExc_ValueError, "a loop without channels");
-         });
-  PyBuffer_Release(&table);
-  if (!good) Py_CLEAR(self);
-  return reinterpret_cast<PyObject*>(self);
-}
-
-void loop_dealloc(PyObject* object) {
-  LoopObject* self = loop_of(object);
-  delete self->loop;
-  for (PyObject* each : {self->kernels, self->channels, self->steps, self->traces}) Py_XDECREF(each);
-  free_object(object);
+  return LoopObject::make(type, [&](LoopObject& self) {
+    Loop& loop = *self.value;
+    self.keep(kKernels, kernels), self.keep(kChannels, channels), self.keep(kTraces, traces);
+    loop.reserve_s = reserve_s;
+    if (!open_spans(loop.spans, traces)) return false;
+    if (!(loop.store.attention = calls_of<const attention::Calls>(kernels))) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(channels); ++i) {
+      const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
+      if (!calls) return false;
+      loop.links.push_back({calls});
+    }
+    if (!table.read([&](Reader& in) { read_store(loop.store, in); })) return false;
+    return !loop.links.empty() || PyErr_Format(PyExc_ValueError, "a loop without channels");
+  });
 }
 
 // step(prepared, table, tags)
 PyObject* loop_step(PyObject* object, PyObject* args) {
-  const Loop& loop = *loop_of(object)->loop;
+  const Loop& loop = loop_of(object);
   PyObject* prepared;
-  Py_buffer table;
+  Table table;
   const char* tags;
   Py_ssize_t tag_bytes;
-  if (!PyArg_ParseTuple(args, "O!y*y#", &PyTuple_Type, &prepared, &table, &tags, &tag_bytes)) return nullptr;
-  auto* type = Types::of(Py_TYPE(object))[1];
-  auto* self = reinterpret_cast<StepObject*>(type->tp_alloc(type, 0));
-  bool good = self && (self->step = new (std::nothrow) Step);
-  if (self && !good) PyErr_NoMemory();
-  good = good && or_no_memory([&] {
-           self->prepared = Py_NewRef(prepared), self->loop = Py_NewRef(object);
-           Reader in = reader(table);
-           read_step(*self->step, in, loop);
-           if (in.failed) return nonsense(in, table) != nullptr;
-           if (tag_bytes != kMessageKinds * Py_ssize_t(kKeyBytes))
-             return PyErr_Format(PyExc_ValueError, "tags of %zd bytes", tag_bytes) != nullptr;
-           self->step->tags = LayerTags(tags);
-           return prepare(*self->step, loop.store, prepared);
-         });
-  PyBuffer_Release(&table);
-  if (!good) Py_CLEAR(self);
-  return reinterpret_cast<PyObject*>(self);
-}
-
-void step_dealloc(PyObject* object) {
-  StepObject* self = step_of(object);
-  delete self->step;
-  Py_XDECREF(self->prepared);
-  Py_XDECREF(self->loop);
-  free_object(object);
+  if (!PyArg_ParseTuple(args, "O!y*y#", &PyTuple_Type, &prepared, &table.view, &tags, &tag_bytes)) return nullptr;
+  return StepObject::make(Types::of(Py_TYPE(object))[1], [&](StepObject& self) {
+    Step& step = *self.value;
+    self.keep(kPrepared, prepared), self.keep(kLoop, object);
+    return table.read([&](Reader& in) { read_step(step, in, loop); }) && step.tags.read(tags, tag_bytes) &&
+           prepare(step, loop.store, prepared);
+  });
 }
 
 PyObject* loop_begin(PyObject* object, PyObject* steps) {
-  LoopObject* self = loop_of(object);
   auto* type = Types::of(Py_TYPE(object))[1];
   if (!PyTuple_Check(steps)) return PyErr_Format(PyExc_TypeError, "steps are a tuple");
   const bool good = or_no_memory([&] {
     std::vector<Step*> all;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); ++i) {
       PyObject* step = PyTuple_GET_ITEM(steps, i);
-      if (Py_TYPE(step) != type || step_of(step)->loop != object)
+      if (Py_TYPE(step) != type || StepObject::of(step)->kept[kLoop] != object)
         return PyErr_Format(PyExc_TypeError, "a step is one of this loop") != nullptr;
-      all.push_back(step_of(step)->step);
+      all.push_back(StepObject::of(step)->value);
     }
-    self->loop->begin(std::move(all));
+    loop_of(object).begin(std::move(all));
     return true;
   });
   if (!good) return nullptr;
-  Py_XSETREF(self->steps, Py_NewRef(steps));
+  LoopObject::of(object)->keep(kSteps, steps);
   Py_RETURN_NONE;
 }
 
@@ -140,7 +96,7 @@ PyObject* loop_run(PyObject* object, PyObject* args) {
   double patience_s, overdue_s;
   Py_ssize_t limit;
   if (!PyArg_ParseTuple(args, "ddn", &patience_s, &overdue_s, &limit)) return nullptr;
-  Loop& loop = *loop_of(object)->loop;
+  Loop& loop = loop_of(object);
   std::size_t entered = 0;
   while (entered < loop.links.size() && loop.links[entered].calls->enter(loop.links[entered].calls->channel)) ++entered;
   bool good = entered == loop.links.size();
@@ -175,12 +131,12 @@ PyObject* loop_run(PyObject* object, PyObject* args) {
 }
 
 PyObject* loop_at(PyObject* object, PyObject*) {
-  const Loop& loop = *loop_of(object)->loop;
+  const Loop& loop = loop_of(object);
   return Py_BuildValue("ni", Py_ssize_t(loop.turn()), int(loop.waits_for()));
 }
 
 PyObject* loop_counts(PyObject* object, PyObject*) {
-  Loop& loop = *loop_of(object)->loop;
+  Loop& loop = loop_of(object);
   const Counts counts = loop.counts;
   loop.counts = {};
   const auto seconds = [](std::uint64_t ns) { return double(ns) / 1e9; };
@@ -190,7 +146,7 @@ PyObject* loop_counts(PyObject* object, PyObject*) {
                        Number(counts.sent_bytes));
 }
 
-PyObject* loop_spans(PyObject* object, PyObject*) { return spans_of(loop_of(object)->loop->spans); }
+PyObject* loop_spans(PyObject* object, PyObject*) { return spans_of(loop_of(object).spans); }
 
 PyMethodDef loop_methods[] = {{"step", loop_step, METH_VARARGS, nullptr},
                               {"begin", loop_begin, METH_O, nullptr},
@@ -200,9 +156,11 @@ PyMethodDef loop_methods[] = {{"step", loop_step, METH_VARARGS, nullptr},
                               {"spans", loop_spans, METH_NOARGS, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot loop_slots[] = {
-    {Py_tp_new, slot(loop_new)}, {Py_tp_dealloc, slot(loop_dealloc)}, {Py_tp_methods, loop_methods}, {0, nullptr}};
-PyType_Slot step_slots[] = {{Py_tp_dealloc, slot(step_dealloc)}, {0, nullptr}};
+PyType_Slot loop_slots[] = {{Py_tp_new, slot(loop_new)},
+                            {Py_tp_dealloc, slot(LoopObject::dealloc)},
+                            {Py_tp_methods, loop_methods},
+                            {0, nullptr}};
+PyType_Slot step_slots[] = {{Py_tp_dealloc, slot(StepObject::dealloc)}, {0, nullptr}};
 PyType_Spec loop_spec = {"lamina.workers.memory._memory.Loop", sizeof(LoopObject), 0, Py_TPFLAGS_DEFAULT, loop_slots};
 PyType_Spec step_spec = {"lamina.workers.memory._memory.RoundStep", sizeof(StepObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, step_slots};

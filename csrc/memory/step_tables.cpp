@@ -42,7 +42,6 @@ void read_store(Store& store, Reader& in) {
       in.failed = true;
     store.layers.push_back(std::move(layer));
   }
-  if (in.at != in.end) in.failed = true;
 }
 
 namespace {

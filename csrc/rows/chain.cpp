@@ -32,10 +32,7 @@ struct Chain {
   std::vector<Link> links;
 };
 
-struct ChainObject {
-  PyObject_HEAD Chain* chain;
-  PyObject* programs;  // kept
-};
+using ChainObject = Holder<Chain, 1>;  // keeps the programs
 
 enum class End { kGood, kGaveUp, kLookUp };
 
@@ -91,46 +88,29 @@ void read_links(Chain& chain, Reader& in, const std::vector<const Program*>& pro
       in.failed = true;
     chain.links.push_back(std::move(link));
   }
-  if (in.at != in.end) in.failed = true;
 }
 
 // Chain(programs, table)
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* programs;
-  Py_buffer table;
+  Table table;
   PyTypeObject* const program_type = Types::of(type)[0];
-  if (!PyArg_ParseTuple(args, "O!y*", &PyTuple_Type, &programs, &table)) return nullptr;
-  auto* self = reinterpret_cast<ChainObject*>(type->tp_alloc(type, 0));
-  bool good = self && (self->chain = new (std::nothrow) Chain);
-  if (self && !good) PyErr_NoMemory();
-  good = good && or_no_memory([&] {
-           std::vector<const Program*> known;
-           for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(programs); ++i) {
-             PyObject* each = PyTuple_GET_ITEM(programs, i);
-             if (Py_TYPE(each) != program_type)
-               return PyErr_Format(PyExc_TypeError, "a chain is of Programs") != nullptr;
-             known.push_back(reinterpret_cast<ProgramObject*>(each)->program);
-           }
-           self->programs = Py_NewRef(programs);
-           Reader in = reader(table);
-           read_links(*self->chain, in, known);
-           return !in.failed || nonsense(in, table);
-         });
-  PyBuffer_Release(&table);
-  if (!good) Py_CLEAR(self);
-  return reinterpret_cast<PyObject*>(self);
-}
-
-void dealloc(PyObject* object) {
-  auto* self = reinterpret_cast<ChainObject*>(object);
-  delete self->chain;
-  Py_XDECREF(self->programs);
-  free_object(object);
+  if (!PyArg_ParseTuple(args, "O!y*", &PyTuple_Type, &programs, &table.view)) return nullptr;
+  return ChainObject::make(type, [&](ChainObject& self) {
+    std::vector<const Program*> known;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(programs); ++i) {
+      PyObject* each = PyTuple_GET_ITEM(programs, i);
+      if (Py_TYPE(each) != program_type) return PyErr_Format(PyExc_TypeError, "a chain is of Programs") != nullptr;
+      known.push_back(ProgramObject::of(each)->value);
+    }
+    self.keep(0, programs);
+    return table.read([&](Reader& in) { read_links(*self.value, in, known); });
+  });
 }
 
 // run(send, rows, arena, *outside)
 PyObject* chain_run(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-  const Chain& chain = *reinterpret_cast<ChainObject*>(object)->chain;
+  const Chain& chain = *ChainObject::of(object)->value;
   if (count != Py_ssize_t(3 + chain.outside))
     return PyErr_Format(PyExc_TypeError, "run takes %zu arguments, not %zd", 3 + chain.outside, count);
   const Send* send = nullptr;
@@ -165,7 +145,7 @@ PyObject* chain_run(PyObject* object, PyObject* const* args, Py_ssize_t count) {
 
 PyMethodDef methods[] = {{"run", method(chain_run), METH_FASTCALL, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyType_Slot type_slots[] = {
-    {Py_tp_new, slot(make)}, {Py_tp_dealloc, slot(dealloc)}, {Py_tp_methods, methods}, {0, nullptr}};
+    {Py_tp_new, slot(make)}, {Py_tp_dealloc, slot(ChainObject::dealloc)}, {Py_tp_methods, methods}, {0, nullptr}};
 
 }  // namespace
 

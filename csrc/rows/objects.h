@@ -7,10 +7,7 @@
 
 namespace lamina::rows {
 
-struct ProgramObject {
-  PyObject_HEAD Program* program;
-  PyObject* engine;  // kept for its threads
-};
+using ProgramObject = Holder<Program, 1>;  // keeps the engine, for its threads
 
 using Types = ModuleTypes<2>;  // program, chain
 

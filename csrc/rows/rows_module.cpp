@@ -13,57 +13,30 @@ namespace {
 using namespace lamina;
 using namespace lamina::rows;
 
+// Program(engine, table, variant)
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* engine;
-  Py_buffer table;
+  Table table;
   const char* variant;
-  if (!PyArg_ParseTuple(args, "Oy*s", &engine, &table, &variant)) return nullptr;
-  PyObject* const capsule = PyObject_CallMethod(engine, "calls", nullptr);
-  const auto* calls =
-      capsule ? static_cast<const gemm::Calls*>(PyCapsule_GetPointer(capsule, gemm::Calls::kName)) : nullptr;
-  Py_XDECREF(capsule);
+  if (!PyArg_ParseTuple(args, "Oy*s", &engine, &table.view, &variant)) return nullptr;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  ProgramObject* self = nullptr;
   const std::string name = variant;
-  const bool known = name.empty() ? avx2 : name == "avx2" ? avx2 : name == "avx512" && avx512;
-  if (!calls) {
-  } else if (!known) {
-    PyErr_Format(PyExc_ValueError, "this CPU has no %s", *variant ? variant : "AVX2, FMA and F16C");
-  } else if ((self = reinterpret_cast<ProgramObject*>(type->tp_alloc(type, 0)))) {
-    self->program = new (std::nothrow) Program;
-    self->engine = Py_NewRef(engine);
-    const auto* numbers = static_cast<const std::int64_t*>(table.buf);
-    Reader in{numbers, numbers + table.len / 8};
-    if (self->program) {
-      self->program->calls = calls;
-      self->program->run = avx512 && name != "avx2" ? kAvx512 : kAvx2;
-      read(*self->program, in);
-    }
-    if (!self->program || in.failed) {
-      if (self->program)
-        PyErr_Format(PyExc_ValueError, "number %zd of the table makes no sense",
-                     static_cast<Py_ssize_t>(in.at - numbers));
-      else
-        PyErr_NoMemory();
-      Py_CLEAR(self);
-    }
-  }
-  PyBuffer_Release(&table);
-  return reinterpret_cast<PyObject*>(self);
-}
-
-void dealloc(PyObject* object) {
-  auto* const self = reinterpret_cast<ProgramObject*>(object);
-  delete self->program;
-  Py_XDECREF(self->engine);
-  free_object(object);
+  return ProgramObject::make(type, [&](ProgramObject& self) {
+    Program& program = *self.value;
+    self.keep(0, engine);
+    if (!(program.calls = calls_of<const gemm::Calls>(engine))) return false;
+    if (!(name.empty() || name == "avx2" ? avx2 : name == "avx512" && avx512))
+      return PyErr_Format(PyExc_ValueError, "this CPU has no %s", *variant ? variant : "AVX2, FMA and F16C") != nullptr;
+    program.run = avx512 && name != "avx2" ? kAvx512 : kAvx2;
+    return table.read([&](Reader& in) { read(program, in); });
+  });
 }
 
 // run(rows, first, last, arena, *given)
 PyObject* program_run(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-  const Program& program = *reinterpret_cast<ProgramObject*>(object)->program;
+  const Program& program = *ProgramObject::of(object)->value;
   if (count != static_cast<Py_ssize_t>(4 + program.given))
     return PyErr_Format(PyExc_TypeError, "run takes %zu arguments, not %zd", 4 + program.given, count);
   long long head[3];
@@ -107,8 +80,10 @@ PyObject* program_run(PyObject* object, PyObject* const* args, Py_ssize_t count)
 }
 
 PyMethodDef program_methods[] = {{"run", method(program_run), METH_FASTCALL, nullptr}, {nullptr, nullptr, 0, nullptr}};
-PyType_Slot program_slots[] = {
-    {Py_tp_new, slot(make)}, {Py_tp_dealloc, slot(dealloc)}, {Py_tp_methods, program_methods}, {0, nullptr}};
+PyType_Slot program_slots[] = {{Py_tp_new, slot(make)},
+                               {Py_tp_dealloc, slot(ProgramObject::dealloc)},
+                               {Py_tp_methods, program_methods},
+                               {0, nullptr}};
 PyType_Spec program_spec = {"lamina.ops.rows._rows.Program", sizeof(ProgramObject), 0, Py_TPFLAGS_DEFAULT,
                             program_slots};
 

@@ -101,7 +101,6 @@ void read(Program& program, Reader& in) {
     program.instructions.push_back(read_instruction(in, slots));
     if (!in.failed && !fits(program.instructions.back(), program.row_bytes)) in.failed = true;
   }
-  if (in.at != in.end) in.failed = true;
 }
 
 bool execute(const Program& program, const Slot* slots, std::int64_t rows, std::size_t first, std::size_t last) {

@@ -36,7 +36,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from .channel_terms import DEFAULT_LISTEN_TERMS, ListenTerms, Terms
+from .channel_terms import DEFAULT_LISTEN_TERMS, Geometry, ListenTerms, Terms
 
 DEATH_NOTICED_S = 2.0
 CONNECT_S = 10.0  # default time in which a listener must accept a connector
@@ -97,6 +97,8 @@ class Channel(Protocol):
     peer: str  # URL or address of the other side, for messages to people
     peer_name: str  # the name that the other side has proven
     epoch: int
+    outbound: Geometry  # the peer's inbox
+    inbound: Geometry  # this side's
 
     def reserve(self, nbytes: int, *, timeout_s: float = 0.0) -> Slot:
         """Grant the next slot of the peer's inbox, for a message of exactly ``nbytes``."""
