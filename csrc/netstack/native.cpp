@@ -198,10 +198,8 @@ bool fill_names(State* state) {
                                                       {&state->timeout, "ChannelTimeout"},
                                                       {&state->peer_fault, "PeerFault"},
                                                       {&state->aborted, "ChannelAborted"}};
-  const std::pair<PyObject**, const char*> interned[] = {{&state->name_data, "data"},
-                                                         {&state->name_slots, "slots"},
-                                                         {&state->name_slot_bytes, "slot_bytes"},
-                                                         {&state->name_timeout_s, "timeout_s"}};
+  const std::pair<PyObject**, const char*> interned[] = {
+      {&state->name_slots, "slots"}, {&state->name_slot_bytes, "slot_bytes"}, {&state->name_timeout_s, "timeout_s"}};
   bool filled = find_record(fabric, "Slot", {"data", "index", nullptr}, &state->slot) &&
                 find_record(fabric, "Arrival", {"seqno", "tag", "data"}, &state->arrival);
   for (const auto& [place, name] : taken) filled = filled && (*place = PyObject_GetAttrString(fabric, name));
@@ -227,7 +225,7 @@ int module_clear(PyObject* module) {
                               &state->kernel_pair_type, &state->slot.type, &state->arrival.type})
     Py_CLEAR(*type);
   for (PyObject** object : {&state->no_resource, &state->timeout, &state->peer_fault, &state->aborted,
-                            &state->name_data, &state->name_slots, &state->name_slot_bytes, &state->name_timeout_s})
+                            &state->name_slots, &state->name_slot_bytes, &state->name_timeout_s})
     Py_CLEAR(*object);
   return 0;
 }

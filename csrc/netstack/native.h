@@ -19,6 +19,10 @@ class Teller;
 struct Record {
   PyTypeObject* type;
   Py_ssize_t offsets[3];
+
+  PyObject** field(PyObject* made, std::size_t i) const {
+    return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(made) + offsets[i]);
+  }
 };
 
 struct State {
@@ -26,7 +30,7 @@ struct State {
   PyTypeObject *memory_type, *view_type, *channel_type, *rdma_end_type, *kernel_pair_type;
   PyObject *no_resource, *timeout, *peer_fault, *aborted;               // errors of lamina.netstack.contract.fabric
   Record slot, arrival;                                                 // its dataclasses
-  PyObject *name_data, *name_slots, *name_slot_bytes, *name_timeout_s;  // interned
+  PyObject *name_slots, *name_slot_bytes, *name_timeout_s;  // interned
 };
 
 using Number = unsigned long long;  // what the %llu of PyErr_Format and the K of Py_BuildValue take
@@ -66,7 +70,7 @@ PyObject* make_record(const Record& record, PyObject* const (&values)[count]) {
   PyObject* made = whole ? record.type->tp_alloc(record.type, 0) : nullptr;
   for (std::size_t i = 0; i < count; ++i) {
     if (made)
-      *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(made) + record.offsets[i]) = values[i];
+      *record.field(made, i) = values[i];
     else
       Py_XDECREF(values[i]);
   }

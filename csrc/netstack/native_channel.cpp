@@ -62,13 +62,12 @@ Status send(Channel* self, std::uint64_t nbytes, const char* tag, Py_ssize_t tag
   return status;
 }
 
-Py_ssize_t slot_bytes(State* state, PyObject* slot) {
-  PyObject* view = PyObject_GetAttr(slot, state->name_data);
-  if (!view) return -1;
-  const Py_ssize_t bytes = PyMemoryView_Check(view) ? PyMemoryView_GET_BUFFER(view)->len : -1;
-  Py_DECREF(view);
-  if (bytes < 0) PyErr_SetString(PyExc_TypeError, "a slot's data is the view that reserve gave");
-  return bytes;
+// Of a slot that reserve has made.
+Py_ssize_t slot_bytes(const State* state, PyObject* slot) {
+  PyObject* const view = *state->slot.field(slot, 0);
+  if (view && PyMemoryView_Check(view)) return PyMemoryView_GET_BUFFER(view)->len;
+  PyErr_SetString(PyExc_TypeError, "a slot's data is the view that reserve gave");
+  return -1;
 }
 
 PyObject* channel_put_signal(PyObject* object, PyObject* const* args, Py_ssize_t count) {
