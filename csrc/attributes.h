@@ -1,4 +1,4 @@
-// Arguments of Python, read by the names of their attributes. Included behind Python.h.
+// Arguments of Python, read by the names of their attributes. Included after Python.h.
 #pragma once
 
 #include <cstdint>

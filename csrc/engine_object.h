@@ -1,4 +1,4 @@
-// An engine of threads as a Python object, `Engine(threads, variant)`. Included behind Python.h.
+// An engine of threads as a Python object, `Engine(threads, variant)`. Included after Python.h.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What native modules write alike of Python's objects. Included behind Python.h.
+// What native modules write alike of Python's objects. Included after Python.h.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// How other native modules use the kernels of lamina.ops.attention. Included behind Python.h.
+// How other native modules use the kernels of lamina.ops.attention. Included after Python.h.
 #pragma once
 
 #include "attention/attention.h"

@@ -1,4 +1,4 @@
-// What the parts of lamina.ops.attention._attention share. Included behind Python.h.
+// What the parts of lamina.ops.attention._attention share. Included after Python.h.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // All memory workers as one, without Python: Q, K and V to their inboxes, O from them. The same messages as
-// lamina/workers/compute/attention_client.py, whose words are used here. Included behind Python.h.
+// lamina/workers/compute/attention_client.py, whose words are used here. Included after Python.h.
 #pragma once
 
 #include <array>

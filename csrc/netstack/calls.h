@@ -1,4 +1,4 @@
-// How other native modules use a channel: its engine, without Python in between. Included behind Python.h.
+// How other native modules use a channel: its engine, without Python in between. Included after Python.h.
 #pragma once
 
 #include "netstack/engine.h"

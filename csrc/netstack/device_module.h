@@ -1,5 +1,5 @@
 // What a native module tells Python of device.h: statuses, where things lie in an inbox, the layout of a channel.
-// Included behind Python.h.
+// Included after Python.h.
 #pragma once
 
 #include "netstack/layout.h"

@@ -1,4 +1,4 @@
-// What the Python objects of lamina.ops.rows._rows have in common. Included behind Python.h.
+// What the Python objects of lamina.ops.rows._rows have in common. Included after Python.h.
 #pragma once
 
 #include "module_types.h"
