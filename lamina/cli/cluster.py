@@ -118,7 +118,7 @@ def _take_back(cluster: Cluster, hosts: Sequence[HostEntry], call: str) -> None:
 
 
 def _keeps(host: HostEntry) -> str:
-    """What to say where Ray runs with other arguments than the file asks for now."""
+    """Return a warning where Ray runs with other arguments than the file asks for now."""
     entries = {name: getattr(host, name) for name in ("compute", "memory", "device", "rack", "cores")}
     asked = ", ".join(f"{name} {value}" for name, value in entries.items() if value) or "nothing for Lamina"
     return f": Ray keeps what it was started with, not {asked}"
@@ -165,7 +165,7 @@ def _down(cluster: Cluster) -> int:
 
 
 def ray_arguments(cluster: Cluster, host: HostEntry) -> list[str]:
-    """Of ``ray start``. The dashboard stays on loopback; tokens are a matter of the environment."""
+    """Return the arguments of ``ray start``. The dashboard stays on loopback; the environment has tokens."""
     head = host is cluster.hosts[0]
     where = ["--head", "--port", str(cluster.port), "--dashboard-host", "127.0.0.1"]
     arguments = [*(where if head else ["--address", cluster.head]), "--node-ip-address", host.ip_or_name]

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lines(finding: Finding) -> str:
-    """For a terminal of COLUMNS: what was found, and the fix below it, wrap in the last column."""
+    """Return a table for a terminal of COLUMNS: what was found, and the fix below it, wrap in the last column."""
     entries = [f"{', '.join(finding.transports)}: {finding.detail}"]
     if finding.fix and not finding.ok:
         entries.append(f"fix: {finding.fix}")

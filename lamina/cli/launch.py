@@ -60,14 +60,14 @@ RENAMED = {  # before -> now
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 = done, 1 = a worker was lost, 2 = bad input (one line on stderr), 130 = interrupted, 141 = nobody
-    reads the output any more, 143 = SIGTERM.
+    """Exit status: 0 = done, 1 = a worker was lost, 2 = bad input (one line on stderr), 130 = interrupted, 141 = the
+    output has no reader any more, 143 = SIGTERM.
     """
     try:
         try:
             return _main(sys.argv[1:] if argv is None else argv)
         finally:
-            sys.stdout.flush()  # here, where it can still be told
+            sys.stdout.flush()  # here, where an error can still be printed
     except BrokenPipeError:  # the reader has enough, as in `| head`: end without a word
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
         return 128 + signal.SIGPIPE
@@ -115,7 +115,7 @@ def _guarded(run: object, args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends a command like Ctrl-C does: its workers are told, instead of finding out."""
+    """SIGTERM ends a command like Ctrl-C does: its workers end in order."""
 
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)

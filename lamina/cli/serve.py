@@ -201,7 +201,7 @@ def _unix_listener(path: str) -> Iterator[socket.socket]:
 
 
 def _is_left_behind(path: str) -> bool:
-    """Whether ``path`` is a socket of this user's where nobody listens."""
+    """Return True if ``path`` is a socket of this user's without a listener."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:

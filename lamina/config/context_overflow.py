@@ -14,12 +14,12 @@ OVERFLOWS = ("refuse", "truncate")
 
 
 class OverflowOptions(Options, frozen=True, kw_only=True):
-    """What becomes of a prompt that is too long, and of its session's KV."""
+    """The options for a prompt that is too long, and for its session's KV."""
 
     context_overflow: Annotated[
         str,
         Choices(OVERFLOWS),
-        "a prompt that is longer than the context: refuse it, or truncate it, which discards a part behind its "
+        "a prompt that is longer than the context: refuse it, or truncate it, which discards a part after its "
         "beginning; a session keeps the rest of its KV, which moves",
     ] = "refuse"
     truncate_ratio: Annotated[float, Meta(gt=0.0, lt=0.75), "part of the context that is discarded at once"] = 0.5
@@ -36,5 +36,5 @@ class OverflowOptions(Options, frozen=True, kw_only=True):
 
     @property
     def truncates_context(self) -> bool:
-        """Whether too long a prompt is served."""
+        """True if a prompt that is too long is served."""
         return self.context_overflow == "truncate"

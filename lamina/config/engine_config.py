@@ -57,7 +57,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
 
 
 class KVOptions(SparsityOptions, frozen=True, kw_only=True):
-    """How memory workers store K and V and attend them."""
+    """The options of stored K and V, and of attention."""
 
     kv_cache_dtype: Annotated[
         str,
@@ -88,7 +88,7 @@ class KVOptions(SparsityOptions, frozen=True, kw_only=True):
 
 
 class BatchingOptions(Options, frozen=True, kw_only=True):
-    """How requests are put together into steps."""
+    """The options by which requests share steps."""
 
     max_num_seqs: Annotated[int, Meta(ge=1), "sequences that decode at once"] = 64
     prefill_chunk: Annotated[
@@ -116,12 +116,12 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
 
     @property
     def max_rows(self) -> int:
-        """Rows of a step at most: every sequence decodes one token, beside one prefill chunk."""
+        """Rows of a step at most: every sequence decodes one token, and one prefill chunk comes with them."""
         return self.max_num_seqs + self.prefill_chunk
 
 
 class DeviceOptions(Options, frozen=True, kw_only=True):
-    """What workers take of their hosts: devices, memory, threads, cores."""
+    """The devices, memory, threads and cores that workers take of their hosts."""
 
     compute_device: Annotated[
         str,
@@ -178,7 +178,7 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
 
 
 class LaunchOptions(Options, frozen=True, kw_only=True):
-    """Where workers are started, and how they talk."""
+    """The places where workers start, and their transport."""
 
     transport: Annotated[
         str,
@@ -276,12 +276,12 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
 
     @property
     def may_span_hosts(self) -> bool:
-        """Whether workers may be on other hosts."""
+        """True if workers may be on other hosts."""
         return self.launcher_name != "local"
 
     @property
     def is_static(self) -> bool:
-        """Whether people start the workers, each once."""
+        """True if people start the workers, each once."""
         return self.launcher_name == "static"
 
     @property
@@ -292,7 +292,7 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
 
 
 class Deadlines(Options, frozen=True, kw_only=True):
-    """How long anybody waits."""
+    """The longest waits."""
 
     start_timeout_s: Annotated[float, "seconds for loading, cutting and binding"] = 600.0
     step_timeout_s: Annotated[float, "seconds for one step before a worker counts as hung"] = 60.0
@@ -319,27 +319,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether the KV of finished requests serves prompts that begin alike."""
+        """True if the KV of finished requests serves prompts that begin alike."""
         return self.batching.enable_prefix_caching is not False
 
     @property
     def migrates_stripes(self) -> bool:
-        """Whether stripes may go to another memory worker while their sequence decodes."""
+        """True if stripes may go to another memory worker while their sequence decodes."""
         return self.topology.partition == "spill" and self._copies
 
     @property
     def migrates_sequences(self) -> bool:
-        """Whether whole sequences may go from a memory worker that is to go, while all others decode."""
+        """True if whole sequences may go from a memory worker that is to go, while all others decode."""
         return self.topology.partition == "request" and self._copies
 
     @property
     def migrates_kv(self) -> bool:
-        """Whether either may."""
+        """True if either may."""
         return self.migrates_stripes or self.migrates_sequences
 
     @property
     def _copies(self) -> bool:
-        """Whether memory workers may copy KV to each other while they serve."""
+        """True if memory workers may copy KV to each other while they serve."""
         plain = not (
             self.offload.backend or self.overflow.truncates_context or self.kv.drops_blocks or self.kv.selects_blocks
         )

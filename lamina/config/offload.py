@@ -1,4 +1,4 @@
-"""The options of KV that is kept beside the memory workers' pools."""
+"""The options of KV that is kept outside of the memory workers' pools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POLICIES = ("lru", "fifo", "lfu", "length")  # see kv.eviction_policy, which has
 
 
 class OffloadOptions(Options, frozen=True, kw_only=True):
-    """Where the KV of finished requests is kept besides, for prompts that begin like them."""
+    """The places that keep the KV of finished requests after it has left the pool, for prompts that begin like them."""
 
     kv_offloading_size: Annotated[
         str,
@@ -58,7 +58,7 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
 
     @property
     def backend(self) -> str:
-        """By its name in kv.storage.MEDIA; empty: none."""
+        """The name of the storage in kv.storage.MEDIA; empty: none."""
         if self.kv_store_dir:
             return "layered" if self.kv_offloading_size else "file"
         return "host" if self.kv_offloading_size else "zeros" if self.decode_only else ""

@@ -1,4 +1,4 @@
-"""How an option is declared, once, as a field of a struct whose annotation says the rest; and how its value is read."""
+"""Options: each is declared once, as a field of a struct whose annotation has its range, choices, help and parser."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Choices(NamedTuple):
 
 
 class ParsedBy(NamedTuple):
-    """How an option is made of what people write; other values are left to the check of the option's type."""
+    """The parser of an option's text; other values are left to the check of the option's type."""
 
     parse: Callable[[Any], Any]
 
 
 class Option(NamedTuple):
-    """One field of a struct of options. Its annotation has, behind the type, its range, its choices and its help."""
+    """One field of a struct of options. Its annotation has, after the type, its range, its choices and its help."""
 
     name: str
     types: tuple[type, ...]  # of which a value has one exactly

@@ -1,8 +1,8 @@
-"""How attention is spread over memory workers. A partition is data: it gives every message its layout.
+"""The partition of attention over memory workers. It is data, and gives every message its layout.
 
 A layer's KV heads are split into ranges. One memory worker keeps a range for all tokens, or several deal the tokens out
 among them: the *KV shard* of a token tells whose it is. A sequence begins in one KV shard and goes on to the next one
-behind each *stripe*, or stays in it, but for stripes on loan (protocol.kv_placement). So any number of memory workers,
+after each *stripe*, or stays in it, but for stripes on loan (protocol.kv_placement). So any number of memory workers,
 of any weights, can share any number of KV heads, and the scheduler balances with the KV shards in which sequences
 begin.
 """
@@ -177,13 +177,13 @@ def _table(sizes: list[int], lanes: int, weights: Sequence[float]) -> list[HeadS
 
 
 def _cuts(cells: int, weights: Sequence[float]) -> list[int]:
-    """Where each worker's cells begin, and the end of all."""
+    """Return the beginning of each worker's cells, and the end of all."""
     total = sum(weights)
     return [0, *(round(cells * upto / total) for upto in accumulate(weights))]
 
 
 def _fits(cells: int, weights: Sequence[float]) -> bool:
-    """Whether cells that cannot be divided come close enough to the weights."""
+    """Return True if cells that cannot be divided come close enough to the weights."""
     exact = [cells * w / sum(weights) for w in weights]
     got = [high - low for low, high in pairwise(_cuts(cells, weights))]
     return all(abs(g - e) <= MAX_SHARE_ERROR * e for g, e in zip(got, exact, strict=True))

@@ -1,4 +1,4 @@
-"""Which options go together. Policy: no torch, no I/O; what a host or a model has is handed in."""
+"""The checks of an engine's options, together and for a model. Policy: no torch, no I/O."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check_model(config: EngineConfig, model: ModelLimits) -> int:
 
 
 class LayerPath(enum.Enum):
-    """How the messages of a layer go between a compute worker and its memory workers."""
+    """The way of a layer's messages between a compute worker and its memory workers."""
 
     HOST = enum.auto()  # hosts send them, and bring tensors there and back
     DEVICE = enum.auto()  # kernels send them

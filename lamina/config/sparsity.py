@@ -11,12 +11,12 @@ from lamina.request.sampling_params import KV_SPARSITY_MODES
 from .flag_groups import ERROR_BUDGET, flag_name
 from .option import Choices, Options
 
-SCORE_TOKENS = 128  # behind the prompt: so many tokens come before blocks are scored and dropped again
+SCORE_TOKENS = 128  # after the prompt: so many tokens come before blocks are scored and dropped again
 
 
 class ErrorBudget(NamedTuple):
-    """How far answers may be from answers with all KV, in means over tokens, and the share of completions that measure
-    it.
+    """The distance that answers may have from answers with all KV, in means over tokens. A share of the completions
+    measures it.
     """
 
     top1: float = 0.1  # share of tokens whose most likely one may be another
@@ -44,7 +44,7 @@ def parse_error_budget(text: str) -> ErrorBudget | None:
 
 
 class SparsityOptions(Options, frozen=True, kw_only=True):
-    """Which blocks of a sequence are kept in which layers."""
+    """The options of the blocks that a sequence keeps, by layers."""
 
     kv_sparsity: Annotated[
         str,
@@ -77,17 +77,17 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
 
     @property
     def drops_blocks(self) -> bool:
-        """Whether blocks are dropped at all."""
+        """True if blocks are dropped."""
         return self.kv_sparsity == "evict"
 
     @property
     def is_sparse(self) -> bool:
-        """Whether there is either."""
+        """True if blocks are dropped or selected."""
         return self.kv_sparsity != "none"
 
     @property
     def selects_blocks(self) -> bool:
-        """Whether queries attend some blocks only."""
+        """True if queries attend some blocks only."""
         return self.kv_sparsity == "select"
 
     def check_budget(self, block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""How many workers of each kind there are, and how they share the work."""
+"""The numbers of workers of each kind, and the division of work among them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLLECTIVES = ("auto", "mesh", "nccl")  # of collective, which is a room above
 
 
 class TopologyOptions(Options, frozen=True, kw_only=True):
-    """How many workers of each kind there are, and how they share the work."""
+    """The numbers of workers of each kind, and the division of work among them."""
 
     memory_workers: Annotated[
         int, Meta(ge=1, le=MAX_WORKERS), "memory workers, which share the KV cache and the attention over it"
@@ -114,34 +114,34 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
 
     @property
     def may_borrow(self) -> bool:
-        """Whether memory workers on loan may come, of other deployments or of what this one lends them."""
+        """True if memory workers on loan may come, of other deployments or of what this one lends them."""
         return bool(self.borrow) or self.lend > 0.0
 
     @property
     def loan_flag(self) -> str:
-        """By which they may."""
+        """The option by which they may."""
         return flag_name("borrow" if self.borrow else "lend")
 
     def lent_bytes(self, kv_bytes: int) -> int:
-        """Of ``kv_bytes`` on each memory worker, what lies outside of the pool for others to have, all together."""
+        """Return the bytes that all memory workers keep outside of the pool, for others. ``kv_bytes``: of each."""
         return self.memory_workers * int(self.lend * kv_bytes)
 
     def pool_bytes(self, kv_bytes: int) -> int:
-        """Of ``kv_bytes`` of a memory worker, its part of the pool."""
+        """Return a memory worker's part of the pool, of its ``kv_bytes``."""
         return kv_bytes - int(self.lend * kv_bytes)
 
     def extra_kv_bytes(self, kv_bytes: int) -> int:
-        """That may come beside the pool, of others or of what is lent, with ``kv_bytes`` on each memory worker."""
+        """Return the bytes that may join the pool: of others, or lent ones that return. ``kv_bytes``: of each."""
         return self.borrow_bytes + self.lent_bytes(kv_bytes)
 
     @property
     def measures_pipeline(self) -> bool:
-        """Whether the number of batches and the parts of the work are measured."""
+        """True if the number of batches and the parts of the work are measured."""
         return bool(self.plan)
 
     @property
     def measures_weights(self) -> bool:
-        """Whether the memory workers' parts of the work are measured."""
+        """True if the memory workers' parts of the work are measured."""
         several = self.memory_workers > self.tensor_parallel_size
         return self.memory_weights == MEASURED or (self.measures_pipeline and several and not self.memory_weights)
 
@@ -157,12 +157,12 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
 
     @property
     def overlaps_pools(self) -> bool:
-        """Whether both pools work at the same time, and not in turns."""
+        """True if both pools work at the same time, and not in turns."""
         return self.max_batches > 1 or self.prefill_workers > 0
 
     @property
     def prefill_groups(self) -> int:
-        """How many prompts prefill workers compute at a time: each by a group of ``prefill_pipeline`` of them."""
+        """The number of prompts that are computed at a time: each by ``prefill_pipeline`` prefill workers."""
         return self.prefill_workers // self.prefill_pipeline
 
     @property
@@ -184,5 +184,5 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         return list(self.memory_weights)
 
     def of_rank(self, each: Sequence[_T], rank: int) -> list[_T]:
-        """Of ``each``, which has an entry for each memory worker, the entries of the memory workers of ``rank``."""
+        """Return the entries of ``rank``'s memory workers; ``each`` has an entry for each memory worker."""
         return list(each[rank :: self.tensor_parallel_size])

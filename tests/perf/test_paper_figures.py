@@ -142,8 +142,8 @@ STORED = {"llama-33b": (1227, 2131, 10794), "llama-65b": (1227, 2131, 11348), "l
 
 @pytest.mark.parametrize(("base", "least", "most", "middle"), [("ideal", -20, 45, 20), ("calibrated", 10, 95, 60)])
 def test_gains_lie_in_wide_bands_the_ideal_baseline_first(base: str, least: float, most: float, middle: float) -> None:
-    """Throughput of both deployments of equal price, closed form, by the tokens that a running request of Azure-Conv,
-    Azure-Code and Kimi-Conv stores; the paper has 16 to 90 %, beside a vLLM that it does not describe.
+    """Throughput of both deployments of equal price, closed form, by the stored tokens of a running request of each
+    trace. The paper has 16 to 90 % more than a vLLM that it does not describe.
     """
     gains = []
     for model, lengths in STORED.items():

@@ -108,10 +108,10 @@ def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
 
 
 class _Used(NamedTuple):
-    """What a worker computes on, whatever else its host has."""
+    """The device that a worker computes on."""
 
     title: str
-    memory: float | None  # bytes; None = nobody has said, or the host's own is meant
+    memory: float | None  # bytes; None = not stated, or the host's own
 
 
 def _used(role: str, at: HostAssignment, config: EngineConfig) -> _Used:

@@ -81,7 +81,7 @@ def check_writable(path: str | None, flag: str) -> None:
 
 
 def _kind(option: Option) -> dict[str, Any]:
-    """How argparse reads the option's text; a list stays text, which the option parses."""
+    """Return the parser of the option's text for argparse; a list stays text, which the option parses."""
     if bool in option.types:
         return {"action": argparse.BooleanOptionalAction}
     return {"type": _parser_of(option)}

@@ -1,9 +1,8 @@
-"""What the workers of a run have in memory, from the configuration and the headers of the weights alone.
+"""The memory of a run's workers, from the configuration and the headers of the weights alone.
 
-Slots, blocks and partitions come from the functions that the workers call. What Python, torch and transformers take is
-measured: of compute and prefill workers in this process once it has cut the model without its weights, and what cutting
-one with weights leaves behind is added; of memory workers in a process that starts as they do and has imported what
-they import.
+Slots, blocks and partitions come from the functions that the workers call. The memory of Python, torch and transformers
+is measured. For compute and prefill workers it is that of this process, once it has cut the model without its weights,
+and CUT_WITH_WEIGHTS. For memory workers it is that of a process that starts as they do and has the same imports.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Measured = Callable[[], ResidentMemory]
 
 
 class _RankFacts(NamedTuple):
-    """Of a rank's model; all ranks have the like."""
+    """Facts about a rank's model; those of other ranks are alike."""
 
     weights: WeightBytes
     program: SlicedProgram
@@ -52,8 +51,8 @@ class _RankFacts(NamedTuple):
 
 
 def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMemory]:
-    """Of every worker on this host, which has ``free`` bytes. Raises ValueError where KV blocks do not fit
-    --kv-cache-memory-bytes, or all of them no sequence of --max-model-len; OSError where nothing can be measured.
+    """Return the memory of every worker on this host, which has ``free`` bytes. Raises ValueError if KV blocks do not
+    fit --kv-cache-memory-bytes, or all of them no sequence of --max-model-len; OSError if nothing can be measured.
     """
     from lamina import netstack
 
@@ -81,7 +80,7 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
 
 
 def _spare(like: WorkerMemory, number: int) -> WorkerMemory:
-    """Which has met nobody, and computes nothing."""
+    """Return the memory of a spare, which has no channels and computes nothing."""
     role = like.name.partition("-")[0]
     return replace(like, name=f"{role}-spare-{number}", slots=0, workspace=0)
 
@@ -259,7 +258,7 @@ def _memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> W
 
 
 def _pool(facts: _RankFacts, config: EngineConfig, worker: int, free: int) -> BlockSplit:
-    """Of a memory worker, by its number among those of its rank; ``free`` as of ``_memory``."""
+    """Return a memory worker's blocks, by its number among those of its rank; ``free`` as of ``_memory``."""
     from lamina.workers.compute.kv_capacity import choose_kv_bytes
 
     kv_bytes = config.topology.pool_bytes(config.devices.kv_bytes()) or choose_kv_bytes(
@@ -304,8 +303,8 @@ def _device(flag: str, asked: str, number: int) -> str:
 
 
 def _slices(facts: _RankFacts, config: EngineConfig) -> int:
-    """Tensors of a step on a compute worker: activations of a slice, then the logits of all that decode, which sampling
-    copies in fp32 and, of one row at a time, in fp64.
+    """Return the bytes of a step's tensors on a compute worker: activations of a slice, and logits of all that decode.
+    Sampling copies logits in fp32 and, one row at a time, in fp64.
     """
     from lamina.models.activation_memory import peak_activation_bytes
 
@@ -331,8 +330,8 @@ def _split(facts: _RankFacts, config: EngineConfig, partition: Partition, worker
 
 
 def _tokens(facts: _RankFacts, config: EngineConfig, worker: int, kv: int) -> int:
-    """Of one sequence, in whole stripes, that ``kv`` bytes of blocks on ``worker`` hold beside their null block. Where
-    layers have a window it holds more.
+    """Return the tokens of one sequence, in whole stripes, that ``kv`` bytes of blocks on ``worker`` hold without
+    their null block. If layers have a window, it holds more.
     """
     from lamina.kv.stored_format import head_bytes
     from lamina.ops.attention.merge import CHUNK_TOKENS

@@ -61,5 +61,5 @@ class Parser(argparse.ArgumentParser):
 
 
 def _name(action: argparse.Action) -> str:
-    """As its user writes it."""
+    """Return the flag as its user writes it."""
     return "/".join(action.option_strings) or str(action.metavar or action.dest)

@@ -8,7 +8,7 @@ from lamina.config.engine_config import EngineConfig
 
 
 def collective_text(config: EngineConfig, hosts: Sequence[str] = ()) -> list[str]:
-    """How ranks would meet, in a line; in several where not all replicas do alike. ``hosts``: of the compute workers in
+    """Return how ranks would meet, in a line, or in several if replicas differ. ``hosts``: of the compute workers in
     their order, none where all are on one. Raises ValueError for what ranks would refuse.
     """
     from lamina.ops.collective.expected_collective import expected_collective

@@ -1,4 +1,4 @@
-"""What can be checked of a model and a configuration before anything is started; for ``--dry-run``."""
+"""Checks of a model and a configuration before anything is started; for ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _open(scheme: str, rdma_device: str) -> None:
 
 
 def _check_checkpoint(directory: Path, config: EngineConfig) -> int:
-    """Imports torch and transformers, seconds that nobody waits for whom ``check`` has refused by now."""
+    """Imports torch and transformers, which takes seconds, after ``check`` has refused what it can without them."""
     from lamina.executor.kv_storage import check_store
     from lamina.models.checkpoint import check_one_dtype, check_room, check_weights, read_config
     from lamina.models.load import max_model_len
@@ -105,7 +105,7 @@ def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limi
 
 
 def truncation_message(tokenizer: Any, prompts: Sequence[str], max_tokens: int, limit: int) -> str:
-    """What to say of ``max_tokens`` that not all of the prompts leave room for; "" where they do."""
+    """Return a warning about ``max_tokens`` that not all of the prompts leave room for; "" where they do."""
     from lamina.models.tokenizer import token_ids
 
     longest = max(len(token_ids(tokenizer, prompt)) for prompt in prompts)
@@ -178,7 +178,9 @@ def _facts(model: Any, max_len: int) -> ModelLimits:
 
 
 def _kv_heads(config: Any) -> int:
-    """By the names that configurations have for it; 0 where it has another (the workers check the real shapes)."""
+    """Return the KV heads, by the names that configurations have for them; 0 if it has another name. The workers check
+    the real shapes.
+    """
     text = config.get_text_config()
     for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head"):
         if isinstance(value := getattr(text, name, None), int):

@@ -99,13 +99,13 @@ def ledger_json(reply: DebtsReply) -> dict[str, Any]:
 
 
 def remote_share(rows: Sequence[LenderRow]) -> float:
-    """Of all that could be lent, the part that is."""
+    """Return the part that is lent, of all that could be."""
     cap = sum(row.cap for row in rows)
     return round(sum(row.num_lent for row in rows) / cap, 4) if cap else 0.0
 
 
 def ledger_table(reply: DebtsReply) -> str:
-    """For people: MiB."""
+    """Return the ledger as a table for people, in MiB."""
     lines = [f"{'creditor':40} {'free':>8} {'lent':>8} {'cap':>8}  debtors"]
     for row in reply.lenders:
         debtors = ", ".join(f"{d.debtor} {d.blocks}" for d in row.lent) or "-"

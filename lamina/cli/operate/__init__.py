@@ -1,1 +1,1 @@
-"""What an operator asks of a server that runs, or of the KV that one has stored."""
+"""Requests of an operator to a running server, and to the KV that one has stored."""

@@ -1,4 +1,4 @@
-"""What an operator asks of a server that runs: the flags for it, the question, and what a refusal means."""
+"""Requests of an operator to a running server: the flags for it, the question, and what a refusal means."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_worker(number: int) -> None:
 
 
 def request(args: argparse.Namespace, path: str, body: Mapping[str, Any], limit_s: float, *has: str) -> dict[str, Any]:
-    """What the server answers, which ``has`` these fields, within so many seconds. Raises ValueError where the asker
+    """Return the server's answer, which ``has`` these fields, within so many seconds. Raises ValueError where the asker
     can put it right, OSError where nobody answers, WorkerError where the server cannot.
     """
     key = args.admin_key or os.environ.get("LAMINA_ADMIN_KEY", "")
@@ -70,7 +70,7 @@ def send_request(
     body: Mapping[str, Any] | None = None,
     missing: str = "",
 ) -> dict[str, Any]:
-    """As ``request``, with ``key`` where it is not empty. ``method``: None = POST with a body, else GET; ``missing``:
+    """Do as ``request``, with ``key`` if it is not empty. ``method``: None = POST with a body, else GET; ``missing``:
     how the server comes to have ``path``.
     """
     url, headers = server.rstrip("/") + path, {"Content-Type": "application/json"}

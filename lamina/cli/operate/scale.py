@@ -52,5 +52,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _listed(sizes: dict[str, int | str]) -> str:
-    """As flags of ``serve``; a word is the plan by which batches are chosen."""
+    """Return them as flags of ``serve``; a word is the plan by which batches are chosen."""
     return ", ".join(f"{flag_name(name)} {n}" for name, n in sizes.items())

@@ -26,7 +26,7 @@ def write_session(path: str, key_file: str, data: bytes) -> None:
 
 
 def read_session(path: str, key_file: str) -> bytes:
-    """What was written. Raises ValueError for another file, or another key."""
+    """Return the session that was written. Raises ValueError for another file, or another key."""
     from cryptography.exceptions import InvalidTag
 
     cipher = _cipher(key_file)

@@ -1,5 +1,5 @@
-"""How long a prefill worker takes for a prompt, a transfer for a part of it, and decoding for a step: laws of a few
-coefficients, and their refinement by what was measured.
+"""Predicted times of prompts on prefill workers, of transfers and of decoding steps. Each is a law of a few
+coefficients, which follow what is measured.
 
     seconds(tokens, prefix) = a + b (tokens - prefix) + c (tokens^2 - prefix^2)
     seconds(tokens moved)   = a + b tokens
@@ -63,21 +63,21 @@ class TransferLatency(NamedTuple):
 
 
 class PrefillPipelineShape(NamedTuple):
-    """``stages`` workers compute a prompt together, in chunks of so many tokens: a law then says how long each of them
-    is at it, which is how long others wait for it.
+    """``stages`` workers compute a prompt together, in chunks of so many tokens. A law then is of the time that each of
+    them needs, for which other prompts wait.
     """
 
     stages: int = 1
     chunk: int = 1
 
     def fill_s(self, tokens: int, prefix: int, seconds: float) -> float:
-        """Until the last stage can begin with a prompt that takes it so many seconds, where all have nothing to do: N
-        chunks end after N + X - 1 of a stage's times.
+        """Return the seconds until the last stage begins with a prompt, if all stages are idle. It takes each of them
+        ``seconds``, and N chunks end after N + X - 1 of a stage's times.
         """
         return (self.stages - 1) * seconds / self._chunks(tokens, prefix)
 
     def stage_share(self, tokens: int, prefix: int) -> float:
-        """Of the time from a prompt's beginning, where all had nothing to do, to its end: what one stage was at it."""
+        """Return the share of a prompt's time that one stage needs, if all stages were idle at its beginning."""
         chunks = self._chunks(tokens, prefix)
         return chunks / (chunks + self.stages - 1)
 
@@ -146,9 +146,10 @@ class PrefillLatencyEstimator:
 
 
 class TransferLatencyEstimator:
-    """A law of transfers that follows what is measured. The first one is a guess, worth next to nothing. One that is
-    too high is not found out by whoever never tries: so the more prompts in a row are computed since a transfer seems
-    too dear, the cheaper one is thought to be, until it is tried; if that tells the same, the next time is later.
+    """A law of transfers that follows what is measured. The first one is a guess, worth next to nothing.
+
+    Without transfers, a law that is too high would stay. So the more prompts in a row are computed in place of a
+    transfer, the cheaper a transfer seems, until one is tried. If that confirms the law, the next try comes later.
     """
 
     def __init__(self, model: TransferLatency) -> None:
@@ -168,13 +169,13 @@ class TransferLatencyEstimator:
         self._passed += 1
 
     def observe(self, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
-        """A transfer of so many tokens was waited for so long, and had gone on for ``ahead_s`` before, while others
-        were computed: so it took that long at least, and at most as long as both.
+        """Follow a transfer, for which a worker waited ``seconds``. It had run for ``ahead_s`` before,
+        while other prompts were computed, so it took ``seconds`` at least and both together at most.
         """
         expected, most_s = self.model.seconds(tokens), seconds + ahead_s
         if tokens <= 0 or most_s <= 0:
             return
-        if seconds * _AS_GOOD <= expected <= most_s / _AS_GOOD:  # nobody saw it take anything else
+        if seconds * _AS_GOOD <= expected <= most_s / _AS_GOOD:  # nothing shows that it took another time
             self._tried(confirmed=not ahead_s)
             return
         took_s = seconds if expected < seconds else most_s
