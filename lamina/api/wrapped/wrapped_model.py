@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import StopStringCriteria
+from transformers.utils import ModelOutput
 
 from lamina.api.llm import LLM
+from lamina.models.cache_name import cache_name
 
 from .generate_call import GenerateCall
-from .generate_output import SplitOutput
 from .sampling_mapping import assemble_output, sampling_params_of
 from .stepwise_generate import generate_by_step
 from .unsupported_arguments import check_arguments, check_prepared, generation_setting
@@ -25,6 +27,28 @@ _READ = frozenset({
     "name_or_path", "named_buffers", "named_modules", "named_parameters", "num_parameters", "output_modalities",
     "parameters", "save_pretrained", "state_dict", "training", "vocab_size", "warnings_issued",
 })  # fmt: skip
+
+
+@dataclass
+class SplitOutput(ModelOutput):  # type: ignore[misc]
+    """The fields of transformers' GenerateDecoderOnlyOutput without its KV cache, which is on the memory workers.
+
+    ``sequences`` [rows, length]; ``scores`` and ``logits`` have a tensor [rows, vocabulary] fp32 for each step, after
+    all processors and before them.
+    """
+
+    sequences: Tensor | None = None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    attentions: None = None
+    hidden_states: None = None
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("past_key_values", cache_name()):
+            raise AttributeError(
+                f"{name} is not here: the KV cache lies on the memory workers; pass the whole text again"
+            )
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
 
 def wrap(model: nn.Module, **options: Any) -> WrappedModel:
