@@ -6,9 +6,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 from msgspec import structs
@@ -182,8 +181,7 @@ class LLM:
         Raises ValueError for prompts that cannot be served, alone or together.
         """
         self._check_open()
-        use = partial(_Use, self)
-        return Lockstep(self.engine, prompts, max_tokens, step=self._step, settle=self._settle, use=use)
+        return Lockstep(self.engine, prompts, max_tokens, step=self._step, settle=self._settle, use=self._use)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like
@@ -203,7 +201,7 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Stop using KV of finished requests: prompts are computed whole until later requests have left their KV."""
         self._check_open()
-        with _Use(self):
+        with self._use():
             self.engine.reset_prefix_cache()
 
     def sessions(self) -> list[SessionInfo]:
@@ -216,7 +214,7 @@ class LLM:
         there is no such session. Raises SessionBusyError while a turn of it runs.
         """
         self._check_open()
-        with _Use(self):
+        with self._use():
             dropped = self._front.streams.drop_session(session_id)
             self._settle()
         return dropped
@@ -254,13 +252,13 @@ class LLM:
 
     def _stream(self, requests: list[EngineRequest], *, finished_only: bool) -> Stream:
         collector = RequestOutputCollector(len(requests), finished_only=finished_only)
-        with _Use(self):
+        with self._use():
             self._front.streams.add(requests, collector)
         return Stream(self, collector)
 
     def _next(self, collector: RequestOutputCollector) -> RequestOutput | None:
         """Return the next grown output; None at the end."""
-        with _Use(self):
+        with self._use():
             while (output := collector.get_nowait()) is None and collector.is_unfinished:
                 self._step()
                 if self.engine.idle and collector.is_unfinished:
@@ -280,14 +278,26 @@ class LLM:
             self._advance(self._front.streams.release_idle_blocks)
 
     def _drop(self, collector: RequestOutputCollector) -> None:
-        with _Use(self):
+        with self._use():
             self._dropped.append(collector)
 
     def _collect(self, collector: RequestOutputCollector) -> None:
         """Do ``_drop`` for a garbage collector, which may run on any thread, at any point."""
         self._dropped.append(collector)
-        with suppress(RuntimeError, ValueError), _Use(self):  # if in use, the end of that use drops it
+        with suppress(RuntimeError, ValueError), self._use():  # if in use, the end of that use drops it
             pass
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Let one thread, and one call, use this LLM at a time."""
+        if not self._using.acquire(blocking=False):
+            raise RuntimeError(
+                "this LLM is in use by another thread: one at a time may use it; take lamina.AsyncLLM for many"
+            )
+        try:
+            yield
+        finally:
+            self._release()
 
     def _release(self) -> None:
         """End a use. If no request is left, finish the steps in flight."""
@@ -318,22 +328,6 @@ def _cache_options(session_id: str | None, kv_discard: Sequence[tuple[int, int]]
     """Return the cache options for the one prompt of a call."""
     session = None if session_id is None else SessionName(b"", session_id)
     return CacheOptions(session=session, discard_ranges=parse_ranges(kv_discard))
-
-
-class _Use:
-    """Lets one thread, and one call, use an LLM at a time."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-
-    def __enter__(self) -> None:
-        if not self._llm._using.acquire(blocking=False):
-            raise RuntimeError(
-                "this LLM is in use by another thread: one at a time may use it; take lamina.AsyncLLM for many"
-            )
-
-    def __exit__(self, *exc: object) -> None:
-        self._llm._release()
 
 
 class Stream(Iterator[RequestOutput]):

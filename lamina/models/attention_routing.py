@@ -233,7 +233,7 @@ def routed_attention(
     """
     router = AttentionRouter(model, max_model_len, part)
     name = f"lamina_{id(router):x}"
-    with _registered(name, router), _unchanged(model), contextlib.closing(_Hook(model, router)):
+    with _registered(name, router), _unchanged(model), model.register_forward_pre_hook(router.begin):
         for module in model.modules():
             module.training = False
             if (shim := shim_for(module)) is not None:
@@ -281,14 +281,6 @@ def _local(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     gate = 1.0 + torch.tanh(query.mean(-1, keepdim=True)) + torch.tanh(key.mean(-1, keepdim=True))
     return (gate * value).transpose(1, 2).contiguous()
-
-
-class _Hook:
-    def __init__(self, model: nn.Module, router: AttentionRouter) -> None:
-        self._handle = model.register_forward_pre_hook(router.begin)
-
-    def close(self) -> None:
-        self._handle.remove()
 
 
 def _configs(model: nn.Module) -> list[Any]:
