@@ -241,7 +241,7 @@ def test_settings_are_valid_and_follow_what_they_are_compared_with(settings: lis
     for setting in settings:
         assert setting.compared_with is None or setting.compared_with in seen
         if setting.drops_blocks and "partition" in setting.options:  # rows that show the refusal
-            with pytest.raises(ValueError, match="use --partition head"):
+            with pytest.raises(ValueError, match="does not go with --partition"):
                 make_config({"memory_workers": 1, **setting.options})
         else:
             make_config({"memory_workers": 1, **setting.options})
