@@ -1,5 +1,5 @@
-"""Which waiting sequences join which batch, where they begin, and what gives way to them. Pure policy: no torch, no
-I/O, no clock.
+"""Has waiting sequences join batches: where they begin, and what gives way to them. Pure policy: no torch, no I/O, no
+clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_AFFINITY_KEYS = 1 << 14  # kin whose last place is known
 
 @dataclass
 class _RoundBudget:
-    """What a round has for newcomers: by batch, the prompt tokens that its chunk still takes, and what its attention
+    """The room of a round for newcomers: by batch, the prompt tokens that its chunk still takes, and what its attention
     reads; and the blocks that are left.
     """
 
@@ -53,13 +53,13 @@ class Admission:
         ]()  # where each has begun last, the one that did so first before others
 
     def next_sequence_id(self) -> int:
-        """Of a new sequence: no other one has had it."""
+        """Return the id of a new sequence: no other one has had it."""
         self._next_id += 1
         return self._next_id - 1
 
     def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
-        """Deal waiting sequences to the batches while there is room for all of their known tokens; the first sequence
-        without room holds up the sequences behind it, so that none starves; a shadow holds up none. Each goes to the
+        """Deal waiting sequences to the batches while there is room for all of their known tokens. The first sequence
+        without room holds up later ones, so that none starves; a shadow holds up none. Each goes to the
         batch that reads least among the batches whose next chunk has room for its tokens: so all chunks are filled.
         Blocks of sequences that have ended or were preempted count from the next round on.
         """
@@ -130,11 +130,11 @@ class Admission:
         return None
 
     def _reason(self, sequence: Sequence, fit: Allocation) -> str:
-        """Why it begins there."""
+        """Return why it begins there."""
         if fit.start is not None:
             return "its beginning is loaded there" if fit.start.source is None else "its beginning lies there"
         near_affinity = bool(sequence.affinity_key) and self._affinity.get(sequence.affinity_key) == fit.location
-        return "beside its kin" if near_affinity else "so all have their parts"
+        return "others with its affinity key lie there" if near_affinity else "so all have their parts"
 
     def _join(self, candidates: Candidates, batch: Batch, fit: Allocation) -> None:
         sequence, start = candidates.sequence, fit.start
@@ -163,8 +163,8 @@ class Admission:
         start: KvStart | None,
         left: list[int],
     ) -> tuple[Allocation | None, list[int]]:
-        """Where a waiting sequence of ``batch`` can begin, and the blocks left before it does. Retained ones give way,
-        the least recently used first, if they suffice; so all do where nothing runs, since what they share counts as
+        """Find where a waiting sequence of ``batch`` can begin, and the blocks left before it does. Retained ones give
+        way, the least recently used first, if they suffice. If nothing runs, all do, since what they share counts as
         free in the next round only. The source of its start stays, and so do those of this round's forks, which share.
         """
         running, gone, more = _running(batches), list[int](), left

@@ -30,13 +30,13 @@ class Batch:
 
 
 class ChunkPolicy(NamedTuple):
-    """Where prompts are cut: into chunks of at most ``chunk`` tokens; ``aligned``: at multiples of it only."""
+    """The cuts of prompts: into chunks of at most ``chunk`` tokens; ``aligned``: at multiples of it only."""
 
     chunk: int
     aligned: bool
 
     def next_chunk(self, missing: int, budget: int, scheduled: int) -> int:
-        """Number of tokens to schedule in this step: at most ``budget`` of the ``missing`` ones behind ``scheduled``
+        """Return the tokens to schedule in this step: at most ``budget`` of the ``missing`` ones after ``scheduled``
         ones; 0 = none yet.
         """
         if not self.aligned:
@@ -73,7 +73,7 @@ def balance_batches(running: Iterable[Sequence], num_batches: int) -> list[Batch
 
 
 def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Have a new sequence wait, behind the sequences of its priority."""
+    """Have a new sequence wait, after the sequences of its priority."""
     at = len(waiting)
     while at and waiting[at - 1].priority > sequence.priority:
         at -= 1
@@ -120,8 +120,8 @@ def roll_back_batches(
 
 
 def find_overwritten(accounting: BlockAccounting, batches: Iterable[Batch], keep: list[SurvivingKv]) -> list[Sequence]:
-    """Behind a loss: who would write into a block that another one holds, which was forked from it by steps that were
-    done, and not told. They leave ``batches``, ``keep`` and the ledger, and are to begin anew.
+    """Find sequences that would write into a shared block after a loss: another one was forked from them by steps that
+    were done but not reported. They leave ``batches``, ``keep`` and the ledger, and are to begin anew.
     """
     gone = list[Sequence]()
     for batch in batches:

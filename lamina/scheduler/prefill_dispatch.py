@@ -8,12 +8,13 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from functools import partial
 
-from lamina.protocol.step_plan import GRANTS_AHEAD, Free, New, PrefillGrant, SequenceOp, StepPlan
+from lamina.protocol.step_plan import GRANTS_AHEAD, Fork, Free, New, PrefillGrant, SequenceOp, StepPlan
 
 from .conductor.routing import NO_WORKER
 from .feature import Feature, Leaving, Loss, PlanDraft
+from .kv_manager.allocator import next_rows
 from .kv_manager.prompt_store import PromptCache
-from .prefill_grants import grant_chunks
+from .prefill_grants import GrantBudget, make_room
 from .scheduler_output import Round, ScheduledStep
 from .sequence import Sequence
 from .slo_admission import SloAdmission
@@ -204,9 +205,24 @@ class PrefillDispatcher(Feature):
             worker.prompt_cache = stores[worker.index] if stores else None
 
     def extend_plan(self, draft: PlanDraft) -> None:
-        """Let the workers go on with sequences of the batch, unless one that runs waits for blocks."""
-        if self._workers and not any(s.is_schedulable and s not in draft.picked for s in draft.batch.running):
-            draft.prefill_steps += grant_chunks(self, draft)
+        """Let the workers go on with sequences of the batch, unless one that runs waits for blocks. The plan gets a
+        grant for each of their steps, as far as there are blocks; what is retained gives way.
+        """
+        running, ops = draft.batch.running, draft.batch.ops
+        if not self._workers or any(s.is_schedulable and s not in draft.picked for s in running):
+            return
+        budget, epoch = None, 0
+        forked = {op.sequence for op in ops if isinstance(op, Fork)}  # they have to be there first
+        for sequence in (s for s in running if s.id not in forked):
+            while (grant := self.next_grant(sequence)) is not None and not sequence.finished:
+                if budget is None:
+                    budget, epoch = GrantBudget(draft.accounting, ops, next_rows(draft.picked)), draft.build().epoch
+                at = len(ops)
+                ops.append(grant)
+                if not budget.try_reserve(grant) and not make_room(draft):
+                    del ops[at]
+                    return
+                draft.prefill_steps.append(self.begin_chunk(sequence, grant, epoch))
 
     def next_grant(self, sequence: Sequence) -> PrefillGrant | None:
         """Return a grant for the next chunk of ``sequence``, if it is its turn."""

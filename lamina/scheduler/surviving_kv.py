@@ -1,4 +1,4 @@
-"""How much KV there is, and how much of a sequence's is left behind a loss, as memory workers have reported. Pure."""
+"""Counts KV that is stored, and KV of a sequence that is left after a loss, by the memory workers' reports. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sequence import Sequence as RunningSequence
 
 
 class SurvivingTokens:
-    """Whoever holds a part of a sequence counts: what it has not in all layers is to be computed again."""
+    """Counts tokens that every holder of a part of their sequence has in all layers; others are computed again."""
 
     def __init__(
         self, accounting: BlockAccounting, holders: Sequence[Sequence[int]], reports: Sequence[Mapping[int, int]]
@@ -22,7 +22,7 @@ class SurvivingTokens:
         self._ledger, self._holders, self._reports = accounting, holders, reports
 
     def count(self, wanted: SurvivingKv) -> int:
-        """How many of the tokens ``wanted`` can stay; 0 where a block that the next token needs was given back."""
+        """Count the tokens ``wanted`` that can stay; 0 if a block that the next token needs was given back."""
         held = self._ledger.surviving_blocks(wanted)
         if held is None:
             return 0

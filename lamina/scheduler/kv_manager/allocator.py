@@ -1,4 +1,4 @@
-"""How many KV blocks sequences take, and where new ones fit. Pure policy."""
+"""KV blocks that sequences take, and places where new ones fit. Pure policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AFFINITY_MAX_LOAD, AFFINITY_MAX_SEQUENCES = (
 
 
 class Allocation(NamedTuple):
-    """Where a new sequence finds room. ``blocks``: that it takes besides those of the hit, by layer group."""
+    """Room for a new sequence. ``blocks``: those that it takes besides those of the hit, by layer group."""
 
     location: KvLocation
     blocks: list[int]
@@ -47,13 +47,13 @@ class KvAllocator:
 
     @property
     def _all_locations(self) -> list[KvLocation]:
-        """Where sequences may begin."""
+        """The places where sequences may begin."""
         return [
             KvLocation(lane) for lane in range(min(self._homes or MAX_LISTED_SHARDS, self._accounting.num_kv_shards))
         ]
 
     def max_blocks(self, location: KvLocation, length: int) -> list[int]:
-        """That a sequence at ``location``, of ``length`` tokens, takes at most."""
+        """Return the most blocks that a sequence at ``location``, of ``length`` tokens, takes."""
         return self._accounting.max_blocks(location, length, self._max_rows)
 
     def max_sequences(self, length: int) -> float:
@@ -110,8 +110,8 @@ class KvAllocator:
         return Allocation(location, blocks, start) if min(subtract(left, blocks)) >= 0 else None
 
     def can_never_fit(self, sequence: Sequence) -> bool:
-        """Whether a new sequence without stored tokens finds no room even if running sequences take none: a quick look.
-        False: look closer.
+        """Return whether a new sequence without stored tokens finds no room even if running sequences take none: a
+        quick look. False: look closer.
         """
         if self.spill or any(self._accounting.windows):
             return False
@@ -157,7 +157,7 @@ class KvAllocator:
         return self.spill.borrowed_blocks(running) if self.spill else None
 
     def num_without_room(self, other: BlockAccounting, running: Iterable[Sequence]) -> int:
-        """How many of the ``running`` sequences would have no room in the blocks of ``other``."""
+        """Count the ``running`` sequences that would have no room in the blocks of ``other``."""
         keep = [SurvivingKv(s.id, s.num_tokens_with_placeholders, s.location) for s in running]
         return len(keep) - len(KvAllocator(other, self._max_rows, self._homes).reassign(keep))
 
@@ -165,7 +165,7 @@ class KvAllocator:
         self, keep: Iterable[SurvivingKv], last: Several[int] = (), stays: Mapping[int, int] = NO_SHARDS
     ) -> list[SurvivingKv]:
         """Places for sequences if all blocks are free, the longest first, so that each group holds its portion as far
-        as possible. Sequences for which no room is left are left out. ``last``: sequences that come behind all others,
+        as possible. Sequences for which no room is left are left out. ``last``: sequences that come after all others,
         in this order, and borrow nothing. ``stays``: KV shards whose sequences come first, and the KV shards
         where these are to lie if they can. Where the groups have changed, a closed group stays closed if its worker
         stays.
@@ -208,9 +208,9 @@ class KvAllocator:
         among: Iterable[KvLocation],
         affinity: KvLocation | None = None,
     ) -> KvLocation | None:
-        """Where a new sequence begins: at the place ``among`` those with enough of the ``left`` blocks by which
-        each layer group's share of the KV comes closest to its portion; shares of the sequences ``beside`` it in
-        its batch count first, then shares of all ``running`` ones. The place of its ``affinity`` comes before that,
+        """Choose where a new sequence begins, ``among`` the places with enough of the ``left`` blocks. It is the place
+        by which each layer group's share of the KV comes closest to its portion. Shares of the sequences ``beside`` it
+        in its batch count first, then shares of all ``running`` ones. The place of its ``affinity`` comes before that,
         unless many more sequences lie there than elsewhere. None: no place has enough.
         """
         places = {x: self.max_blocks(x, sequence.num_tokens_with_placeholders) for x in among}
@@ -236,5 +236,5 @@ def next_rows(picked: Mapping[Sequence, int]) -> list[RowRange]:
 
 
 def subtract(blocks: list[int], taken: list[int]) -> list[int]:
-    """By group."""
+    """Subtract by group."""
     return [b - t for b, t in zip(blocks, taken, strict=True)]

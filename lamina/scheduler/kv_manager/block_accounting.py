@@ -26,12 +26,12 @@ class BlockAccounting(Protocol):
 
     @property
     def num_kv_shards(self) -> int:
-        """Of the partition: a sequence may begin in each."""
+        """The KV shards of the partition: a sequence may begin in each."""
         ...
 
     @property
     def free_blocks(self) -> Blocks:
-        """Blocks that nobody holds."""
+        """Blocks that no sequence holds."""
         ...
 
     def max_blocks(self, location: KvLocation, length: int, max_rows: int) -> list[int]:
@@ -52,11 +52,11 @@ class BlockAccounting(Protocol):
         ...
 
     def can_shift(self, op: ContextShift) -> bool:
-        """Whether every memory worker can do it, if nothing else is done before."""
+        """Return whether every memory worker can do it, if nothing else is done before."""
         ...
 
     def can_apply(self, plan: StepPlan) -> bool:
-        """Whether every memory worker can take the plan."""
+        """Return whether every memory worker can take the plan."""
         ...
 
     def apply(self, plan: StepPlan) -> None:
@@ -64,7 +64,7 @@ class BlockAccounting(Protocol):
         ...
 
     def holds_exclusively(self, sequence: int, position: int) -> bool:
-        """Whether nobody else holds the blocks of a sequence from that of a position on."""
+        """Return whether no other sequence holds the blocks of this one from that of a position on."""
         ...
 
     def surviving_blocks(self, keep: SurvivingKv) -> Blocks | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 from itertools import groupby
 
 from msgspec import structs
@@ -37,13 +38,38 @@ from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.token_ranges import count_tokens
 from lamina.scheduler.starts import Candidates, KvStart
 
-from .in_flight_transfers import PageTransfer, SequenceLoad, SequenceSave
 from .page_keys import PageKeys
 from .pending_deletes import PendingDeletes
 from .prefetch import LoadableKv, PrefetchHints
 
 NO_TRANSFER_ID = 0  # a transfer whose plan is not made yet
 MAX_PAGES_PER_SAVE = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
+
+
+@dataclass
+class _PageTransfer:
+    op: Transfer
+    num_waiting: int  # reports to come
+    pages: int  # that are where they were to be
+    error: str = ""
+
+
+@dataclass
+class _SequenceLoad:
+    sequence: Sequence
+    loadable: LoadableKv
+    num_waiting: int  # transfers under way
+    num_not_ready: int  # reports to come before its first rows
+    num_valid_tokens: int  # tokens that are there, as far as is known
+    error: str = ""
+
+
+@dataclass
+class _SequenceSave:
+    location: KvLocation
+    keys: set[bytes]
+    num_waiting: int
+    error: str = ""
 
 
 class OffloadIndex(Feature):
@@ -72,9 +98,9 @@ class OffloadIndex(Feature):
         windows = [w for w in tables.windows if w]
         self._most = min(windows) if windows else 0  # tokens of which a pool holds all, if they are loaded at once
         self._next_id = 0
-        self._moving: dict[int, PageTransfer] = {}
-        self._saving: dict[int, SequenceSave] = {}  # by retained sequence
-        self._loading: dict[int, SequenceLoad] = {}  # by sequence
+        self._moving: dict[int, _PageTransfer] = {}
+        self._saving: dict[int, _SequenceSave] = {}  # by retained sequence
+        self._loading: dict[int, _SequenceLoad] = {}  # by sequence
         self._removed: set[bytes] = set()  # pages that some worker has given up while others may still save them
         self._drops = PendingDeletes()
         # What was asked for last, and the answer.
@@ -222,7 +248,7 @@ class OffloadIndex(Feature):
                 count = min(len(some) * self.page_size, wanted.length - first)
                 ops.append(LoadKv(sequence.id, NO_TRANSFER_ID, first, count, some, sequence.location, spare_s, moved))
                 low += len(some)
-        self._loading[sequence.id] = SequenceLoad(
+        self._loading[sequence.id] = _SequenceLoad(
             sequence, wanted, len(ops), len(ops) * self._num_workers, wanted.length
         )
         return ops
@@ -279,7 +305,7 @@ class OffloadIndex(Feature):
             ops.append(SaveKv(sequence.id, NO_TRANSFER_ID, first, count, some, tag, prompt))
         if ops:
             page_keys = {key for op in ops for key in op.keys}
-            saving = self._saving.setdefault(sequence.id, SequenceSave(sequence.location, set(), 0))
+            saving = self._saving.setdefault(sequence.id, _SequenceSave(sequence.location, set(), 0))
             saving.keys |= page_keys
             saving.num_waiting += len(ops)
             saving.location = sequence.location  # which may know more runs by now
@@ -378,7 +404,7 @@ class OffloadIndex(Feature):
             return None
         return self.find_loadable(sequence, self._cached_tokens_of(sequence))
 
-    def _loaded(self, moving: PageTransfer) -> TransferResult | None:
+    def _loaded(self, moving: _PageTransfer) -> TransferResult | None:
         op, loading = moving.op, self._loading[moving.op.sequence]
         if moving.pages < len(op.keys):
             loading.num_valid_tokens = min(loading.num_valid_tokens, op.first + moving.pages * self.page_size)
@@ -398,7 +424,7 @@ class OffloadIndex(Feature):
         self.num_hit_tokens += 0 if loading.loadable.is_swapped else valid
         return TransferResult(sequence, op.sequence, loading.error)
 
-    def _saved(self, moving: PageTransfer) -> TransferResult | None:
+    def _saved(self, moving: _PageTransfer) -> TransferResult | None:
         op, saving = moving.op, self._saving[moving.op.sequence]
         for number, key in enumerate(op.keys[: moving.pages], op.first // self.page_size):
             if key not in self._removed:
@@ -459,7 +485,7 @@ class OffloadIndex(Feature):
     def _begin(self, op: Transfer) -> Transfer:
         self._next_id += 1
         op = structs.replace(op, transfer_id=self._next_id)
-        self._moving[op.transfer_id] = PageTransfer(op, self._num_workers, len(op.keys))
+        self._moving[op.transfer_id] = _PageTransfer(op, self._num_workers, len(op.keys))
         return op
 
     def keys_of(self, sequence: Sequence, length: int, *, parts: bool = False) -> list[bytes]:

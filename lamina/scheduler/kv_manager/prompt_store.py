@@ -88,20 +88,22 @@ class PromptCache:
         return whole.length if whole else 0
 
     def will_cache_more(self, sequence: Sequence, most: int, others: Iterable[Sequence]) -> bool:
-        """Whether one of ``others``, which will be computed, has more pages of it than are kept of ``most`` tokens."""
+        """Return whether one of ``others``, which will be computed, has more of its pages than are kept of ``most``
+        tokens.
+        """
         keys, kept = self._keys.keys(sequence), self.num_cached_tokens(sequence, most) // self._keys.page_size
         return kept < min(len(keys), (sequence.num_tokens_with_placeholders - 1) // self._keys.page_size) and any(
             self._keys.keys(other)[kept : kept + 1] == keys[kept : kept + 1] for other in others
         )
 
     def num_sendable_tokens(self, sequence: Sequence, most: int) -> int:
-        """Of the tokens with which it may begin, those that another worker can have now: blocks of all layers."""
+        """Return the tokens with which it may begin that another worker can have now: blocks of all layers."""
         whole = None if any(self._accounting.windows) else self._match(sequence, most, self._under_way)
         return whole.length if whole else 0
 
     def reserve(self, sequence: Sequence, length: int, lender: PromptCache | None = None) -> None:
-        """A sequence, which has its id, will begin with so many tokens: no more than ``num_cached_tokens`` has said
-        here, or ``num_sendable_tokens`` of ``lender``, from which comes what is not here.
+        """Have a sequence, which has its id, begin with so many tokens: at most ``num_cached_tokens`` here, or
+        ``num_sendable_tokens`` of ``lender``, which sends what is not here.
         """
         whole = self._match(sequence, length) if length else None
         if whole is not None:
@@ -212,7 +214,7 @@ class PromptCache:
             self._evict(other)
 
     def _make_room(self) -> bool:
-        """Whether all that is held can be kept. Others give way."""
+        """Give up other prompts, and return whether all that is held can be kept."""
         held = [n - free for n, free in zip(self._accounting.num_blocks, self._accounting.free_blocks, strict=True)]
         while any(n > spare for n, spare in zip(held, self._max_cached, strict=True)):
             victims = [n for n in self._cached if n not in self._sources.values()]

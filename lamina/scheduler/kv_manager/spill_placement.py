@@ -1,5 +1,5 @@
-"""Where a sequence lies that one memory worker cannot hold: whole at home, but for what does not fit there. Pure
-policy: no torch, no I/O, no clock.
+"""Places of a sequence that one memory worker cannot hold: whole at home, but for what does not fit there. Pure policy:
+no torch, no I/O, no clock.
 
 Stripes are lent as a sequence is admitted, so no prompt migrates, and one by one as it grows. (Borrowing among
 instances, arXiv 2401.02669 section 4: the creditor computes attention over what it holds, and no K or V comes back.)
@@ -38,8 +38,8 @@ class SpillPlacement:
     def choose_location(
         self, begun: KvLocation | None, length: int, kept: int, blocks: Iterable[int]
     ) -> KvLocation | None:
-        """For a new sequence of ``length`` tokens into ``blocks``; None where it does not fit. ``begun``: where its
-        first ``kept`` tokens are; None: nowhere.
+        """Choose a place of a new sequence of ``length`` tokens in ``blocks``; None if it does not fit. ``begun``:
+        where its first ``kept`` tokens are; None: nowhere.
         """
         room, first = self.free_stripes(blocks), self._stripes(kept)
         home = max((lane for lane in room if lane < self._homes), key=lambda lane: room[lane])
@@ -47,8 +47,8 @@ class SpillPlacement:
         return spill_locations(place, first, self._stripes(length), room)
 
     def candidate_locations(self, length: int, blocks: list[int]) -> list[KvLocation]:
-        """For a sequence of ``length`` tokens that may begin anywhere: whole in a KV shard; else spread over several,
-        from the one with the most room on.
+        """Return the places of a sequence of ``length`` tokens that may begin anywhere: whole in a KV shard; else
+        spread over several, from the one with the most room on.
         """
         whole = [
             KvLocation(lane) for lane, room in self.free_stripes(blocks).items() if self._can_begin(lane, room, length)
@@ -60,7 +60,7 @@ class SpillPlacement:
         return kv_shard < self._homes and room >= self._stripes(length)
 
     def location_of_prefix(self, location: KvLocation, length: int) -> KvLocation:
-        """Where the first ``length`` tokens of a sequence at ``location`` are."""
+        """Return where the first ``length`` tokens of a sequence at ``location`` are."""
         return location_of_prefix(location, self._stripes(length))
 
     def spill_next_stripes(self, wanted: Mapping[Sequence, int], free: Callable[[], list[int]]) -> list[Sequence]:
@@ -82,7 +82,7 @@ class SpillPlacement:
         return stuck
 
     def _begin(self, sequence: Sequence, number: int, blocks: list[int]) -> bool:
-        """Whether some worker can have that stripe, as far as pieces go."""
+        """Find a worker for that stripe. False: its place cannot have one more piece."""
         place, stripe = sequence.location, self._placement.stripe
         need = min(stripe, -(-sequence.max_len // self._stripe_blocks) - number * stripe)
         owner = self._owners[self._placement.kv_shard_of(place, number)]
