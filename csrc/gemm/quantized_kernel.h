@@ -85,10 +85,10 @@ struct EightBits {
   static Pairs pairs(Codes codes, int, const Table&) { return codes; }
 };
 struct Unpacked {
-  static constexpr std::size_t kStep = 2, kSize = sizeof(Pairs);
-  using Codes = Pairs;
-  static Codes load(const char* at) { return *reinterpret_cast<const Pairs*>(at); }
-  static Pairs pairs(Codes codes, int, const Table&) { return codes; }
+  static constexpr std::size_t kStep = 8, kSize = kStep / 2 * sizeof(Pairs);
+  using Codes = const Pairs*;
+  static Codes load(const char* at) { return reinterpret_cast<const Pairs*>(at); }
+  static Pairs pairs(Codes codes, int number, const Table&) { return codes[number]; }
 };
 
 // What a tile works on.
@@ -183,7 +183,13 @@ void tile_of(std::size_t rows, const Form& form, const Layout& layout, const Tab
   if constexpr (kCount > 1) tile_of<kBlocks, Source, kCount - 1>(rows, form, layout, table, at, step);
 }
 
-// A block's codes to Pairs [pair][vector]. Meanwhile the next one's are fetched.
+// Of a pair of k and a vector of columns among those that Unpacked reads: [some pairs][vector][pair].
+inline std::size_t unpacked_index(std::size_t pair, std::size_t vector) {
+  constexpr std::size_t kTogether = Unpacked::kStep / 2;
+  return (pair / kTogether * (kCols / kLanes) + vector) * kTogether + pair % kTogether;
+}
+
+// A block's codes to Pairs. Meanwhile the next one's are fetched.
 template <class Source>
 void unpack(const Form& form, const Layout& layout, const Table& table, const char* codes, Pairs* to) {
   for (std::size_t k = 0; k < form.block; k += Source::kStep)
@@ -192,7 +198,7 @@ void unpack(const Form& form, const Layout& layout, const Table& table, const ch
       __builtin_prefetch(codes + layout.step, 0, 2);
 #pragma GCC unroll 4
       for (int pair = 0; pair < int(Source::kStep / 2); ++pair)
-        to[(k / 2 + pair) * (kCols / kLanes) + v] = Source::pairs(c, pair, table);
+        to[unpacked_index(k / 2 + pair, v)] = Source::pairs(c, pair, table);
     }
 }
 
@@ -264,8 +270,8 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float* scratc
   const std::size_t size = layout.panel(blocks(*p.form, p.k_size));
   const Table table = table_of(p.form->values);
   const auto by_bits = p.form->bits == 4 ? multiply<FourBits> : multiply<EightBits>;
-  for (std::size_t n = begin; n < end; n += kCols)
-    for (std::size_t m = 0; m < p.rows; m += kChunk) {
+  for (std::size_t m = 0; m < p.rows; m += kChunk)  // their x stays in L2 for all columns
+    for (std::size_t n = begin; n < end; n += kCols) {
       const std::size_t last = std::min(m + kChunk, p.rows), count = std::min(kCols, end - n);
       by_bits(p, m, last, static_cast<const char*>(p.w) + n / kCols * size, table, scratch, unpacked_at(p, scratch));
       for (std::size_t row = m; row < last; ++row)
