@@ -139,7 +139,7 @@ def serve(engine: Engine, comes: list[Comes]) -> list[Served]:
                 request = engine.add(tokens, params)
             except OverloadedError:
                 continue
-            (sequence,) = engine._requests[request].sequences
+            (sequence,) = engine.request(request).sequences
             booked = engine.slo_admission._reservations.get(sequence)
             numbers[request], expected[request] = number, booked.ttft_s if booked else math.nan
         if not engine.has_work:

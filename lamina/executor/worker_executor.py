@@ -19,12 +19,14 @@ from lamina.protocol.control import ClockRequest, ClockTime, ComputeReady, RunRo
 from lamina.protocol.executor import Clock, Done, EpochChanged, Report, WorkerError
 from lamina.protocol.offload_messages import LoadReady
 from lamina.protocol.step_plan import SurvivingKv
+from lamina.utils.state_machine import StateMachine
 
 from .control_links import Links
 from .counter_collection import CounterCollector
 from .elastic import MemoryResizer
 from .kv_storage import num_reports
 from .launchers import Launcher, open_launcher
+from .states import EXECUTOR_TRANSITIONS, ExecutorState
 from .step_reorder_buffer import PendingChunks, StepReorderBuffer
 from .supervisor import Supervisor
 from .termination_notice import TerminationNotices
@@ -65,7 +67,8 @@ class WorkerExecutor:
         ``links``, ``launch``: replaced by simulations. Raises ValueError, WorkerError.
         """
         self._config, self._clock = config, clock
-        self._registry = WorkerRegistry(self._gather, self._after_end, links, clock)
+        self._state = StateMachine(ExecutorState.STARTING, EXECUTOR_TRANSITIONS)
+        self._registry = WorkerRegistry(self._gather, self._after_end, links, clock, on_tick=self._check_health)
         self.tracer = Tracer(config.launch.trace or os.environ.get("LAMINA_TRACE", ""))
         self._workers = WorkerGroup(
             config, self._registry, on_progress, trace=self.tracer.is_enabled, clock=clock, launch=launch
@@ -74,9 +77,7 @@ class WorkerExecutor:
         self.resizer = MemoryResizer(config, self._registry, self._workers, clock)
         self._termination_notices = TerminationNotices(self._registry, self.resizer, clock)
         self._loss: WorkersLostError | None = None  # a loss that ``wait`` or ``check_workers`` has yet to report
-        self.is_recovering = False  # whether workers are being replaced or reconnected
         self._meanwhile: Callable[[], None] = lambda: None
-        self._registry.on_tick = self._check_health
         self._batches = config.topology.max_batches
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
         self._expect_nothing()
@@ -90,6 +91,7 @@ class WorkerExecutor:
                 self.ready = self._workers.connect()
                 self._read_clocks()
                 self._workers.spare_workers.start_missing(config.deadlines.start_timeout_s)
+            self._state.enter(ExecutorState.RUNNING)
         except BaseException:
             self.close()
             raise
@@ -211,13 +213,16 @@ class WorkerExecutor:
         """Replace lost workers, and reconnect all with the KV of ``keep`` alone. Returns another EpochChanged if more
         workers are lost meanwhile. Raises WorkerError if workers cannot be replaced.
         """
-        with self._lock, self._recovery():
+        with self._lock, self._recovery(ExecutorState.RESUMING):
             with self._note_loss():  # after a new loss KV still moves first, since the engine has laid it out so
                 if not self.resizer.move_kv(keep) or self._loss or not self._supervisor.rebuild(keep):
                     return self._quiesce()
                 self._resume_workers(keep)
                 self.resizer.finish()
-            return self.ready if self._loss is None else self._quiesce()
+            if self._loss is not None:
+                return self._quiesce()
+            self._state.enter(ExecutorState.RUNNING)
+            return self.ready
 
     def begin_era(self) -> bytes:
         """Make all offloaded pages unreachable for sequences. Returns the new era, a part of all later page keys."""
@@ -235,7 +240,7 @@ class WorkerExecutor:
     def _quiesce(self) -> EpochChanged:
         """Quiesce all workers and commit a change that is due. Returns the steps done before and the remaining KV."""
         paused_at = self._clock()
-        with self._end_on_error(), self._recovery():
+        with self._end_on_error(), self._recovery(ExecutorState.QUIESCING):
             loss, self._loss = self._loss, None
             kept = self._supervisor.quiesce(loss)
             steps = list[StepDone]()
@@ -250,19 +255,24 @@ class WorkerExecutor:
             capacity = None if loss or self._registry.lost_workers else self.resizer.commit(paused_at)
             if capacity is not None:
                 self.ready = structs.replace(self.ready, **capacity._asdict())
+            self._state.enter(ExecutorState.QUIESCED)
         return EpochChanged(steps, kept, capacity, self.resizer.new_shards)
 
     @contextmanager
-    def _recovery(self) -> Iterator[None]:
-        self.is_recovering = True
+    def _recovery(self, state: ExecutorState) -> Iterator[None]:
+        """Enter ``state``. A start that fails meanwhile ends the run."""
+        self._state.enter(state)
         try:
             self._meanwhile()  # observers learn of it at once
             yield
         except (ValueError, OSError) as error:  # a start failed where an earlier one succeeded
             self._registry.shut_down(JOIN_AFTER_LOSS_S)
             raise self._supervisor.no_replacement_message(error) from error
-        finally:
-            self.is_recovering = False
+
+    @property
+    def is_recovering(self) -> bool:
+        """Return whether workers are being replaced or reconnected."""
+        return self._state.state in (ExecutorState.QUIESCING, ExecutorState.RESUMING)
 
     def _next_done(self) -> Done:
         while (done := self._steps_in_flight.next_done()) is None:

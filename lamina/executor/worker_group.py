@@ -39,6 +39,7 @@ from lamina.protocol.executor import Clock
 from lamina.protocol.offload_messages import StoredPages
 from lamina.protocol.prefix_fetch import can_fetch_prefixes
 from lamina.protocol.step_plan import BindRequest, SurvivingKv
+from lamina.utils.state_machine import StateMachine
 
 from .degraded_replicas import DegradedReplicas
 from .kv_storage import KvStorage
@@ -46,9 +47,9 @@ from .launchers import Launcher, WorkerHandle, open_launcher
 from .launchers.local import ThreadWorker
 from .load_balance import weights_across_ranks
 from .memory_worker_slots import MAX_MIGRATION_WORKERS, transfer_peers
-from .model_consistency import check_same_model, merged_ready
-from .rendezvous import RendezvousState, num_weight_copies, prefill_connections
+from .rendezvous import RendezvousState, check_same_model, merged_ready, num_weight_copies, prefill_connections
 from .spare_workers import SpareWorkers
+from .states import GROUP_TRANSITIONS, GroupState
 from .worker_registry import RegisteredWorker, WorkerRegistry
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class WorkerGroup:
         self.topology = config.topology  # with memory workers' weights, once they are measured
         self._urls = WeakKeyDictionary[RegisteredWorker, str]()  # of memory workers
         self._loaded = WeakKeyDictionary[RegisteredWorker, Loaded]()  # of compute and prefill workers
-        self._sent_model = False  # whether compute and prefill workers have been sent StartCompute
+        self._state = StateMachine(GroupState.CREATED, GROUP_TRANSITIONS)
         self._started: dict[tuple[str, int], int] = {}  # role and index -> workers started for the place, less one
         self._size = config.topology.tensor_parallel_size  # ranks of a replica
         self._names = registry.worker_names
@@ -105,6 +106,7 @@ class WorkerGroup:
         if self._config.launch.spare_compute and not isinstance(model, str):
             raise ValueError(conflict_text("--spare-compute", NN_MODULE))
         self._model = model
+        self._state.enter(GroupState.OPENING)
         self._begin()
         for phase in (self._launch, self._open_memory, self._measure_memory_rates, self._load):
             phase()
@@ -115,6 +117,7 @@ class WorkerGroup:
 
         Raises WorkersLostError, and ValueError for what a user can correct.
         """
+        self._state.enter(GroupState.CONNECTING)
         self._registry.begin_epoch(self.next_epoch())
         self._begin()
         readies: dict[str, ComputeReady] = {}
@@ -129,6 +132,7 @@ class WorkerGroup:
         log.info(
             "epoch %d: %s", self.epoch, ", ".join(f"{m.label} is pid {m.handle.pid or '?'}" for m in self._registry)
         )
+        self._state.enter(GroupState.CONNECTED)
         ready = merged_ready([*readies.values()], self.topology)
         ready = msgspec.structs.replace(ready, replicas=self._rendezvous_state.replicas)
         return self.storage.complete_facts(ready, self.identity, stored)
@@ -151,6 +155,7 @@ class WorkerGroup:
         """Start and load workers in the places of lost, fenced ones, except replicas without which decoding continues:
         these load without a wait. May be called again after an exception. Raises as ``start`` does.
         """
+        self._state.enter(GroupState.REPLACING)
         self._begin()
         self._on_progress = lambda stage, done, total: None  # the progress of a start is no longer shown
         self._loaded.update(self.degraded.rejoin())
@@ -268,10 +273,10 @@ class WorkerGroup:
 
     def _load(self) -> None:
         """Load the model on all compute and prefill workers at the same time."""
+        self._state.enter(GroupState.LOADING)
         for member in self._registry.compute + self._registry.prefill:
             self._send_start(member)
         self._on_progress("starting workers", 1, 1)
-        self._sent_model = True
         self._await_starts()
 
     def _send_start(self, worker: RegisteredWorker) -> None:
@@ -286,7 +291,9 @@ class WorkerGroup:
         for member in self._registry.memory:
             if member not in self._urls:
                 self._urls[member] = self._answer(member, MemoryReady).url
-        for member in self._registry.compute + self._registry.prefill if self._sent_model else []:
+        if self._state.state is GroupState.OPENING:  # the other workers have no first message yet
+            return
+        for member in self._registry.compute + self._registry.prefill:
             if member not in self._loaded:
                 self._loaded[member] = self._answer(member, Loaded)
 
@@ -420,7 +427,7 @@ class WorkerGroup:
         """Return the number of weight copies on a worker's host, for the first worker there; else 0. It is 0 after a
         loss, too, as the other workers have theirs already.
         """
-        if self.kv_bytes:
+        if self._state.state is not GroupState.LOADING:
             return 0
         here = [m.handle for m in self._registry.compute + self._registry.prefill if m.handle.host == handle.host]
         return num_weight_copies([h.role for h in here], self.topology) if here[0] is handle else 0

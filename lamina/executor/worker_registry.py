@@ -74,9 +74,10 @@ class WorkerRegistry:
         after_end: Callable[[], None],
         links: Links | None = None,
         clock: Clock = time.monotonic,
+        on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         """``before_end``: called with a number of seconds in which it may still use the links; ``after_end``: called
-        once all workers have ended.
+        once all workers have ended; ``on_tick``: called a few times a second during waits.
         """
         self._members: list[RegisteredWorker] = []
         self._before_end, self._after_end = before_end, after_end
@@ -90,7 +91,7 @@ class WorkerRegistry:
         self._named = dict[RegisteredWorker, float]()
         self.closed, self._ends = False, False  # set at the end and at the beginning of ``shut_down``
         self.ending_lock = threading.RLock()  # one thread ends the workers, while another one may wait for a message
-        self.on_tick: Callable[[], None] = lambda: None  # called a few times a second during waits
+        self._on_tick = on_tick
 
     def __iter__(self) -> Iterator[RegisteredWorker]:
         return iter(self._members)
@@ -243,7 +244,7 @@ class WorkerRegistry:
 
     def _check_stalled(self) -> None:
         self._looked = self._clock()
-        self.on_tick()
+        self._on_tick()
 
     def timeout_error(self, workers: Sequence[RegisteredWorker], what: str) -> WorkersLostError:
         """Return an error for the caller to raise: ``workers`` have not done ``what`` in time. They may still do it."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +24,7 @@ from lamina.executor.launchers.local import ProcessWorker
 from lamina.executor.memory_worker_slots import order_after_removal
 from lamina.executor.restart_budget import WINDOW_S
 from lamina.executor.stall_detector import STOPPED_S, StallDetector
+from lamina.executor.states import EXECUTOR_TRANSITIONS, ExecutorState
 from lamina.executor.supervisor import Supervisor
 from lamina.executor.termination_notice import TerminationNotices
 from lamina.executor.worker_executor import WorkerExecutor
@@ -44,6 +46,7 @@ from lamina.protocol.control import (
 from lamina.protocol.executor import EpochChanged, ReducedCapacityError, WorkerError
 from lamina.protocol.reshard import PrepareStore, StorePrepared
 from lamina.protocol.step_plan import BindRequest, LayerShape, SurvivingKv
+from lamina.utils.state_machine import StateMachine
 
 KEEP = [SurvivingKv(4, 17), SurvivingKv(9, 3)]
 NUM_WORKERS = 5
@@ -57,7 +60,8 @@ class Run:
         told = {**OPTIONS, "transport": "shm", "start_timeout_s": LIMIT_S, "step_timeout_s": 5.0, **options}
         self.world, self.config = World(seed), make_config(told)
         config = self.config
-        self.members = WorkerRegistry(lambda s: None, lambda: None, self.world, self.world.clock)
+        self.on_tick: Callable[[], None] = lambda: None
+        self.members = WorkerRegistry(lambda s: None, lambda: None, self.world, self.world.clock, self.tick)
         self.cohort = WorkerGroup(
             config, self.members, lambda *_: None, clock=self.world.clock, launch=self.world.launch
         )  # fmt: skip
@@ -69,6 +73,9 @@ class Run:
 
     def worker(self, number: int) -> SimulatedWorker:
         return self.world.workers[number]
+
+    def tick(self) -> None:
+        self.on_tick()
 
     def loss(self) -> WorkersLostError:
         """The one that the driver sees."""
@@ -478,7 +485,7 @@ def test_one_that_does_not_come_to_rest_is_replaced_too() -> None:
 
 def test_one_that_is_stopped_is_lost_soon_and_one_that_is_slow_is_not() -> None:
     run = Run(step_timeout_s=60.0)
-    run.members.on_tick = lambda: run.supervisor.check_health(list(run.members))
+    run.on_tick = lambda: run.supervisor.check_health(list(run.members))
     slow, stopped = run.worker(0), run.worker(1)
     slow.silent = stopped.silent = stopped.is_stopped = True
     began = run.world.now
@@ -1055,10 +1062,11 @@ def pools_of(run: Run) -> WorkerExecutor:
     pools._config, pools._clock, pools._lock = run.config, run.world.clock, threading.Lock()
     pools.resizer = MemoryResizer(run.config, run.members, run.cohort, run.world.clock)
     pools._termination_notices = TerminationNotices(run.members, pools.resizer)
-    pools._loss, pools.is_recovering, pools._meanwhile = None, False, lambda: None
+    pools._loss, pools._meanwhile = None, lambda: None
+    pools._state = StateMachine(ExecutorState.RUNNING, EXECUTOR_TRANSITIONS)
     pools._batches, pools.tracer, pools.ready = 3, Tracer(""), run.ready
     pools._expect_nothing()
-    run.members.on_tick = pools._check_health
+    run.on_tick = pools._check_health
     run.world.blocks = 10
     return pools
 

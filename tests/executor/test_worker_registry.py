@@ -15,7 +15,8 @@ from msgspec import structs
 from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
 from lamina.executor.counter_collection import CounterCollector
-from lamina.executor.model_consistency import merged_ready
+from lamina.executor.rendezvous import merged_ready
+from lamina.executor.states import EXECUTOR_TRANSITIONS, ExecutorState
 from lamina.executor.supervisor import Supervisor
 from lamina.executor.worker_executor import WorkerExecutor
 from lamina.executor.worker_group import WorkerGroup
@@ -24,6 +25,7 @@ from lamina.protocol.control import ChannelLost, ControlLink, Failed, Stats, Sta
 from lamina.protocol.executor import WorkerError
 from lamina.protocol.step_plan import BindReply, ProtocolError
 from lamina.tools.plan.simulator.lossless import simulated_ready
+from lamina.utils.state_machine import StateMachine
 
 SOON_S = 30.0  # on a busy machine
 
@@ -49,8 +51,10 @@ class Ended:
     def join(self, timeout_s: float) -> None: ...
 
 
-def members(*handles: Ended) -> tuple[WorkerRegistry, list[RegisteredWorker]]:
-    made = WorkerRegistry(lambda limit_s: None, lambda: None)
+def members(
+    *handles: Ended, on_tick: Callable[[], None] = lambda: None
+) -> tuple[WorkerRegistry, list[RegisteredWorker]]:
+    made = WorkerRegistry(lambda limit_s: None, lambda: None, on_tick=on_tick)
     return made, [made.add(handle) for handle in handles]
 
 
@@ -172,7 +176,7 @@ def one_member(*handles: Ended) -> tuple[WorkerExecutor, list[RegisteredWorker]]
     pools._counters = CounterCollector(pools._registry)
     cohort = WorkerGroup(pools._config, pools._registry, lambda stage, done, total: None)  # it has started nobody
     pools._supervisor = Supervisor(pools._config, pools._registry, cohort)
-    pools._loss, pools.is_recovering = None, False
+    pools._loss, pools._state = None, StateMachine(ExecutorState.RUNNING, EXECUTOR_TRANSITIONS)
     return pools, made
 
 
@@ -251,10 +255,9 @@ def test_answers_are_taken_without_waiting_and_others_stay() -> None:
 
 def test_who_waits_in_silence_looks_round_and_still_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, _told = socket.socketpair()
-    pools, (member,) = members(Ended("memory"))
-    member.link = ControlLink(quiet, StepDone)
     calls: list[int] = []
-    pools.on_tick = lambda: calls.append(1)
+    pools, (member,) = members(Ended("memory"), on_tick=lambda: calls.append(1))
+    member.link = ControlLink(quiet, StepDone)
     monkeypatch.setattr("lamina.executor.worker_registry.TICK_S", 0.01)
     with pytest.raises(WorkersLostError, match="took too long for a step"):
         pools.wait_for([member], StepDone, 0.1, "for a step")

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from lamina import LLM
-from lamina.executor.model_consistency import OF_THE_MODEL
+from lamina.executor.rendezvous import OF_THE_MODEL
 from lamina.workers.compute.model_server import ModelServer
 
 pytestmark = pytest.mark.usefixtures("no_child_left")

@@ -1,0 +1,47 @@
+"""The states of the executor and of its worker group. ARCHITECTURE.md draws both tables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import Enum
+
+
+class ExecutorState(Enum):
+    """What the executor does, as the engine sees it. The registry knows whether the workers have been ended."""
+
+    STARTING = "starting"  # workers start, load and connect for the first time
+    RUNNING = "running"  # rounds are served; a loss may wait to be reported
+    QUIESCING = "quiescing"  # after a loss, or as memory workers come or go: workers stop using the epoch's channels
+    QUIESCED = "quiesced"  # EpochChanged was returned: the engine lays its sequences out
+    RESUMING = "resuming"  # lost workers are replaced, KV moves, all reconnect
+
+
+EXECUTOR_TRANSITIONS: Mapping[ExecutorState, Collection[ExecutorState]] = {
+    ExecutorState.STARTING: {ExecutorState.RUNNING},
+    ExecutorState.RUNNING: {ExecutorState.QUIESCING},
+    ExecutorState.QUIESCING: {ExecutorState.QUIESCED},
+    ExecutorState.QUIESCED: {ExecutorState.RESUMING},
+    ExecutorState.RESUMING: {ExecutorState.RUNNING, ExecutorState.QUIESCING},  # the latter: more workers are lost
+}
+
+
+class GroupState(Enum):
+    """How far the worker group has come."""
+
+    CREATED = "created"  # no launcher, no worker
+    OPENING = "opening"  # all workers run; memory workers begin to listen
+    LOADING = "loading"  # compute and prefill workers load the model
+    CONNECTING = "connecting"  # an epoch begins
+    CONNECTED = "connected"
+    REPLACING = "replacing"  # workers start in the places of lost ones
+
+
+GROUP_TRANSITIONS: Mapping[GroupState, Collection[GroupState]] = {
+    GroupState.CREATED: {GroupState.OPENING},
+    GroupState.OPENING: {GroupState.LOADING},
+    GroupState.LOADING: {GroupState.CONNECTING},
+    # A loss while workers connect, or are replaced, begins another attempt.
+    GroupState.CONNECTING: {GroupState.CONNECTED, GroupState.CONNECTING, GroupState.REPLACING},
+    GroupState.CONNECTED: {GroupState.CONNECTING, GroupState.REPLACING},
+    GroupState.REPLACING: {GroupState.CONNECTING, GroupState.REPLACING},
+}
