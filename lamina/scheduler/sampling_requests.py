@@ -1,4 +1,4 @@
-"""What the compute worker needs to know to sample behind a row, or to report on a token of the prompt."""
+"""Requests to a compute worker: to sample after a row, or to report on a token of the prompt."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .sequence import ReferenceSequence, Sequence
 def sampling_requests_of(
     step: ScheduledStep, last_rows: Mapping[Sequence, int], num_earlier: int
 ) -> Iterator[SamplingRequest]:
-    """The next tokens of all sequences of ``step`` that draw, behind ``num_earlier`` other draws. ``last_rows``: their
-    last rows, counted in the step.
+    """Request the next tokens of all sequences of ``step`` that draw, after ``num_earlier`` other draws.
+    ``last_rows``: their last rows, counted in the step.
     """
     request_index = {sequence: num_earlier + i for i, sequence in enumerate(step.sampled_sequences)}
     for sequence in step.sampled_sequences:
@@ -30,8 +30,8 @@ def sampling_requests_of(
 def sampling_request_of(
     sequence: Sequence, row: int, *, by_prefill_worker: bool = False, reference_request: int = -1
 ) -> SamplingRequest:
-    """The next token of ``sequence``, behind row ``row`` of the step; it has been counted in
-    ``num_output_placeholders``. ``by_prefill_worker``: by a worker that is not told of its other draws.
+    """Request the next token of ``sequence``, after row ``row`` of the step; it has been counted in
+    ``num_output_placeholders``. ``by_prefill_worker``: by a worker that does not see its other draws.
     ``reference_request``: of a shadow, the draw that it follows.
     """
     params = sequence.params
@@ -57,7 +57,7 @@ def sampling_request_of(
 
 
 def prompt_logprob_requests_of(sequence: Sequence, first: int, count: int, row: int) -> list[SamplingRequest]:
-    """Log-probabilities of the prompt's tokens behind positions ``first .. first + count``, whose first row is
+    """Request log-probabilities of the prompt's tokens after positions ``first .. first + count``, whose first row is
     ``row``. Each is asked for once, also where a preempted sequence is computed again.
     """
     wanted = sequence.params.prompt_logprobs
@@ -75,7 +75,7 @@ def prompt_logprob_requests_of(sequence: Sequence, first: int, count: int, row: 
 def _plain(
     sequence: Sequence, row: int, *, logprobs: int = -1, known: int = -1, reference_request: int = -1
 ) -> SamplingRequest:
-    """Behind a row whose token is not to be drawn."""
+    """Request something about a row whose token is not to be drawn."""
     return SamplingRequest(
         row=row, sequence=sequence.id, temperature=0.0, top_k=0, top_p=1.0, seed=0, output_index=0, logprobs=logprobs,
         prompt_logprob_token=known, reference_request=reference_request,
@@ -111,5 +111,5 @@ def _penalties(sequence: Sequence) -> Penalties:
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """Of completion ``index``: far from those of other requests, whose seeds are often neighbours."""
+    """Return the seed of completion ``index``, far from seeds of other requests, which are often neighbours."""
     return (seed + index * 0x9E3779B97F4A7C15) % (1 << 63)

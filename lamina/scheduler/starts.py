@@ -62,8 +62,8 @@ class Verdict(Enum):
 
 class DecodePlacement(NamedTuple):
     """The place where a sequence decodes, as it is chosen. ``loads``: tokens that the attention of each batch reads, of
-    which the least is taken. ``reason``: there, of all places. ``free_blocks``: KV blocks that nobody has been
-    promised, by layer group.
+    which the least is taken. ``reason``: there, of all places. ``free_blocks``: KV blocks that are promised
+    to no sequence, by layer group.
     """
 
     batch: int

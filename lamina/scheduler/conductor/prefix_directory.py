@@ -1,5 +1,5 @@
-"""Which prefill worker has which pages of K and V. The driver decides which pages stay, so the directory is never
-behind a living store. Pure policy: no torch, no I/O, no clock.
+"""The pages of K and V that each prefill worker has. The driver decides which pages stay, so the directory is as new as
+the stores. Pure policy: no torch, no I/O, no clock.
 
 A page is *held* from when its prompt is given to a worker: its room is taken, and whatever the worker computes later
 finds it. It is *ready* once it is computed or has come, and can be sent to others from then on.
@@ -21,18 +21,18 @@ class PrefixDirectory:
         self._pages = pages
         self._held: dict[bytes, int] = {}  # key -> workers, a bit each
         self._ready: dict[bytes, int] = {}
-        self.num_replicas = 0  # pages held beside the first holder's
+        self.num_replicas = 0  # pages held in addition to the first holder's
 
     @property
     def num_workers(self) -> int:
         return len(self._stores)
 
     def num_cached_pages(self, keys: Sequence[bytes]) -> list[int]:
-        """Of each worker, so many pages from the first on."""
+        """Return the pages from the first on that each worker holds."""
         return self._matches(keys, self._held)
 
     def num_sendable_pages(self, keys: Sequence[bytes]) -> list[int]:
-        """Of each worker, so many pages from the first on that it can send."""
+        """Return the pages from the first on that each worker can send."""
         return self._matches(keys, self._ready)
 
     def add_pages(self, worker: int, keys: Sequence[bytes]) -> list[bytes]:
@@ -74,7 +74,7 @@ class PrefixDirectory:
                 self._forget(worker, key)
 
     def is_replicated(self, key: bytes) -> bool:
-        """Whether several workers have it."""
+        """Return whether several workers have it."""
         holders = self._ready.get(key, 0)
         return holders & (holders - 1) != 0
 

@@ -46,7 +46,7 @@ class PrefillQueue:
         return self.prompts[ahead - 1].due_s - now_s if ahead else 0.0
 
     def add(self, prompt: QueuedPrompt, now_s: float) -> None:
-        """Put ``prompt`` into the line, behind those with its priority."""
+        """Put ``prompt`` into the line, after those with its priority."""
         begin, ahead = now_s + self.queue_s(now_s, prompt.priority), self._ahead(prompt.priority)
         prompt.due_s = max(begin, prompt.ready_s) + prompt.prefill_s
         self.prompts.insert(ahead, prompt)
@@ -54,7 +54,7 @@ class PrefillQueue:
             self._update_times(now_s)
 
     def _ahead(self, priority: float) -> int:
-        """How many come before a new one with such a priority."""
+        """Count the prompts that come before a new one with such a priority."""
         ahead, begun = len(self.prompts), int(self._begun_s is not None)
         while ahead > begun and self.prompts[ahead - 1].priority > priority:
             ahead -= 1

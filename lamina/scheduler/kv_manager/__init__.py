@@ -1,3 +1,3 @@
-"""The KV blocks of sequences: which sequence has them, gets them next or shares them, and which pages are kept beside
-the pool.
+"""The KV blocks of sequences: which sequence has them, gets them next or shares them, and which pages are
+offloaded.
 """

@@ -11,7 +11,7 @@ from .token_ranges import TokenRanges
 class CacheOptions(msgspec.Struct, frozen=True):
     """``salt``: it shares KV with requests of the same salt only. ``session``: it is the next turn of that one.
     ``affinity_key``: where there is room it begins where others of its kin did; empty: it has none. ``retention_s``:
-    its pages are not given up sooner behind its end, as long as others can be. ``discard_ranges``: tokens that it
+    its pages are not given up sooner after its end, as long as others can be. ``discard_ranges``: tokens that it
     loses, and its session for ever. ``priority``: those with a lower number come first, whenever they have come.
     """
 

@@ -1,7 +1,7 @@
-"""What is left of a conversation that is longer than the context. Pure policy: no torch, no I/O, no clock.
+"""Discards tokens of a conversation that is longer than the context. Pure policy: no torch, no I/O, no clock.
 
-The first tokens are kept, for models rest their attention on them; what follows is discarded, in whole steps, so that
-most turns discard nothing (CachedAttention section 3.4, arXiv 2403.19708; sinks: StreamingLLM, arXiv 2309.17453).
+The first tokens are kept, as models rest their attention on them (StreamingLLM, arXiv 2309.17453). Tokens after these
+are discarded in whole steps, so that most turns discard nothing (CachedAttention section 3.4, arXiv 2403.19708).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ANSWER_DIVISOR = 4  # of the context one in so many tokens is kept free for an a
 
 
 class ContextOverflow(NamedTuple):
-    """``limit``: tokens of a sequence; ``first``: that are kept; ``step``: that are discarded at once; ``unit``: those
-    of the fewest whole pages that have as many in each KV shard.
+    """Numbers of tokens. ``limit``: of a sequence. ``first``: that are kept. ``step``: that are discarded at once.
+    ``unit``: of the fewest whole pages that have as many in each KV shard.
     """
 
     limit: int
@@ -53,8 +53,8 @@ class ContextOverflow(NamedTuple):
 
 
 def build_context_overflow(options: OverflowOptions, limit: int, lane_tokens: int) -> ContextOverflow | None:
-    """How prompts that are too long are truncated; None: they are refused. ``lane_tokens``: tokens of a stripe in every
-    KV shard. Raises ValueError where a context of ``limit`` tokens is too short to be truncated.
+    """Build the rule by which long prompts are truncated; None: they are refused. ``lane_tokens``: tokens of a stripe
+    in every KV shard. Raises ValueError where a context of ``limit`` tokens is too short to be truncated.
     """
     if not options.truncates_context:
         return None

@@ -1,8 +1,8 @@
-"""Who speaks in which session, and whether it goes on with the same conversation. Pure policy: no torch, no I/O, no
-clock.
+"""Checks that a session has one turn at a time, and that each continues the same conversation. Pure policy: no torch, no
+I/O, no clock.
 
-A turn sends all of the conversation, as without a session. It must begin with all that the turn before has sent; what
-the client makes of the answer is its own affair: it may cut it, edit it or leave it out. So a name that is used for two
+A turn sends all of the conversation, as without a session. It must begin with all that the turn before has sent. The
+client may cut the answer, edit it or leave it out. So a name that is used for two
 conversations by mistake is found out, and neither of them goes on with the other's KV.
 """
 
@@ -94,7 +94,7 @@ class SessionTurns:
         )
 
     def last_transcript(self, name: SessionName) -> TranscriptDigest | None:
-        """What the last turn has sent; None: there was none. Raises SessionBusyError."""
+        """Return what the last turn has sent; None: there was none. Raises SessionBusyError."""
         self._check_idle(name)
         return self._last.get(name)
 

@@ -8,7 +8,7 @@ TokenRanges = tuple[tuple[int, int], ...]  # first and stop of each, in order, a
 
 
 def parse_ranges(pairs: Sequence[Sequence[int]]) -> TokenRanges:
-    """Ranges as a caller names them, joined. Raises ValueError for one that is no first and a stop behind it."""
+    """Ranges as a caller names them, joined. Raises ValueError for one that is no first and a stop after it."""
     for pair in pairs:
         if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
             raise ValueError(
@@ -34,7 +34,7 @@ def count_tokens(ranges: TokenRanges, stop: int | None = None, first: int = 0) -
 
 
 def gaps(ranges: TokenRanges, first: int) -> Iterator[tuple[int, int | None]]:
-    """What is in none of ``ranges``, from ``first`` on; the last one has no end."""
+    """Yield the gaps between ``ranges``, from ``first`` on; the last one has no end."""
     for a, b in ranges:
         if first < a:
             yield first, a
