@@ -1,5 +1,5 @@
-"""Checks that a session has one turn at a time, and that each continues the same conversation. Pure policy: no torch, no
-I/O, no clock.
+"""Checks that a session has one turn at a time, and that each continues the same conversation. Pure policy: no torch,
+no I/O, no clock.
 
 A turn sends all of the conversation, as without a session. It must begin with all that the turn before has sent. The
 client may cut the answer, edit it or leave it out. So a name that is used for two
