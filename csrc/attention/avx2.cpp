@@ -65,6 +65,7 @@ inline V from_fp8(const void* p) {
 #include "select.h"
 #include "tally.h"
 #include "task.h"
+#include "variant.h"
 
 bool usable() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -72,14 +73,7 @@ bool usable() {
 
 }  // namespace
 
-const Variant kAvx2 = {"avx2",
-                       usable,
-                       {runs<float>, runs<BFloat16>, runs<Half>},
-                       merge_partials,
-                       {finish<float>, finish<BFloat16>, finish<Half>},
-                       {bounds<float>, bounds<BFloat16>, bounds<Half>},
-                       {tallies<float>, tallies<BFloat16>, tallies<Half>},
-                       read};
+constexpr Variant kAvx2 = variant("avx2", usable);
 
 }  // namespace lamina::attention
 

@@ -22,6 +22,7 @@ namespace {
 #include "select.h"
 #include "tally.h"
 #include "task.h"
+#include "variant.h"
 
 bool usable() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -30,14 +31,7 @@ bool usable() {
 
 }  // namespace
 
-const Variant kAvx512 = {"avx512",
-                         usable,
-                         {runs<float>, runs<BFloat16>, runs<Half>},
-                         merge_partials,
-                         {finish<float>, finish<BFloat16>, finish<Half>},
-                         {bounds<float>, bounds<BFloat16>, bounds<Half>},
-                         {tallies<float>, tallies<BFloat16>, tallies<Half>},
-                         read};
+constexpr Variant kAvx512 = variant("avx512", usable);
 
 }  // namespace lamina::attention
 

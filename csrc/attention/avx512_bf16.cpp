@@ -25,6 +25,7 @@ namespace {
 #include "select.h"
 #include "tally.h"
 #include "task.h"
+#include "variant.h"
 
 constexpr std::array<RunTask, kStored> runs_bf16 = {run<BFloat16, BFloat16, Pairs>, run<BFloat16, Int8>,
                                                     run<BFloat16, Fp8>};
@@ -37,14 +38,7 @@ bool usable() {
 
 }  // namespace
 
-const Variant kAvx512Bf16 = {"avx512_bf16",
-                             usable,
-                             {runs<float>, runs_bf16, runs<Half>},
-                             merge_partials,
-                             {finish<float>, finish<BFloat16>, finish<Half>},
-                             {bounds<float>, bounds<BFloat16>, bounds<Half>},
-                             {tallies<float>, tallies<BFloat16>, tallies<Half>},
-                             read};
+constexpr Variant kAvx512Bf16 = variant("avx512_bf16", usable, runs_bf16);
 
 }  // namespace lamina::attention
 

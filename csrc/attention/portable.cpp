@@ -72,16 +72,10 @@ inline V from_fp8(const void* p) {
 #include "select.h"
 #include "tally.h"
 #include "task.h"
+#include "variant.h"
 
 }  // namespace
 
-const Variant kPortable = {"portable",
-                           [] { return true; },
-                           {runs<float>, runs<BFloat16>, runs<Half>},
-                           merge_partials,
-                           {finish<float>, finish<BFloat16>, finish<Half>},
-                           {bounds<float>, bounds<BFloat16>, bounds<Half>},
-                           {tallies<float>, tallies<BFloat16>, tallies<Half>},
-                           read};
+constexpr Variant kPortable = variant("portable", [] { return true; });
 
 }  // namespace lamina::attention
