@@ -11,14 +11,16 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lamina.netstack import Geometry, ListenTerms, PeerFault, Terms
+from lamina.netstack import Geometry, ListenTerms, PeerFault
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
+from lamina.protocol.control import TransferPeer
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers, PrefixRequest
 from lamina.protocol.step_plan import GRANTS_AHEAD, FetchPrefix, ProtocolError, StepPlan, decode, encode
 from lamina.workers.compute.memory_worker_client import MissingKvError
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer.block_parts import gather, layer_parts, max_block_bytes, scatter, whole_blocks
+from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.kv_transfer.transfer_link import (
     SLOTS,
     Transfer,
@@ -59,44 +61,28 @@ class PrefixFetch:
     ) -> None:
         """``timeout_s``: of a step."""
         self._store, self._timeout_s, self._runtime, self._trace = store, timeout_s, around, trace
-        self._sources: dict[int, TransferLink] = {}  # by prefill worker; each gets requests of this one
-        self._targets: list[TransferLink] = []  # each sends requests
+        self._links: PeerLinks | None = None  # set by ``connect``
         self._pending: _PendingFetch | None = None
 
     def connect(self, order: ConnectPrefillPeers, fabric: EpochFabric, listener: EpochListener, limit_s: float) -> None:
         """Connect to each other worker, and accept their connections. Raises ChannelError."""
-        names = [prefix_listener_name(peer.name) for peer in order.peers]
-        others = [number for number in range(len(names)) if number != order.own_index]
-        due = {names[n] for n in others}
-        asks, parts = prefix_inboxes(max_block_bytes(self._store))
-
-        def connect(number: int) -> None:
-            peer = order.peers[number]
-            terms = Terms(outbound=asks, inbound=parts, name=names[order.own_index], peer=names[number], key=peer.key)
-            self._sources[number] = self._link(names[number])
-            self._sources[number].attach(fabric.connect(peer.url, terms, timeout_s=limit_s))
-
-        def accept(until: set[str]) -> None:
-            while due & until:
-                channel = fabric.accept(listener, limit_s)
-                if channel.peer_name not in due:
-                    raise PeerFault(f"{channel.peer_name!r} has connected, and is not expected")
-                due.discard(channel.peer_name)
-                self._targets.append(self._link(channel.peer_name))
-                self._targets[-1].attach(channel)
-
-        # Each worker connects to those with lower numbers first, so no two wait for each other.
-        for number in (n for n in others if n < order.own_index):
-            connect(number)
-        accept({names[n] for n in others if n > order.own_index})
-        for number in (n for n in others if n > order.own_index):
-            connect(number)
-        accept({names[n] for n in others})
+        own, inboxes = order.own_index, prefix_inboxes(max_block_bytes(self._store))
+        peers = [
+            TransferPeer(prefix_listener_name(peer.name), n != own, n != own, n == own, peer.url, peer.key)
+            for n, peer in enumerate(order.peers)
+        ]
+        self._links = PeerLinks(fabric, peers, self._runtime)
+        silence_s = (GRANTS_AHEAD + 1) * self._timeout_s  # steps that may be computed first
+        self._links.open(silence_s, limit_s, limit_s, self._answer, inboxes, self._store.device)
+        while self._links.num_missing:
+            channel = fabric.accept(listener, limit_s)
+            if not self._links.accept(channel):
+                raise PeerFault(f"{channel.peer_name!r} has connected, and is not expected")
 
     def stop(self) -> None:
-        """Write nothing to the store from now on."""
-        for link in [*self._sources.values(), *self._targets]:
-            link.stop()
+        """Write nothing to the store from now on, and end the epoch of the channels."""
+        if self._links is not None:
+            self._links.stop()
 
     def request(self, plan: StepPlan) -> None:
         """Request the KV that a coming step fetches. Raises ChannelError, ProtocolError."""
@@ -134,13 +120,9 @@ class PrefixFetch:
         return nbytes
 
     def _source(self, op: FetchPrefix) -> TransferLink:
-        if op.worker not in self._sources:
+        if self._links is None or op.worker not in self._links.by_number:
             raise ProtocolError(f"{op}: there is no other prefill worker {op.worker}")
-        return self._sources[op.worker]
-
-    def _link(self, peer: str) -> TransferLink:
-        silence_s = (GRANTS_AHEAD + 1) * self._timeout_s  # steps that may be computed first
-        return TransferLink(peer, silence_s, self._store.device, self._answer, self._runtime)
+        return self._links.by_number[op.worker]
 
     def _answer(self, data: bytes) -> Iterator[TransferPart]:
         """Yield the parts of a request. The driver ensures that the blocks are not written meanwhile. Raises

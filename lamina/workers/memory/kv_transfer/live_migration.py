@@ -16,7 +16,7 @@ from lamina.workers.memory.worker_counters import Counters
 
 from .block_parts import gather, layer_parts, max_block_bytes, scatter
 from .peer_links import PeerLinks
-from .transfer_link import CONNECT_TIMEOUT_S, Transfer
+from .transfer_link import CONNECT_TIMEOUT_S, Transfer, inbox
 
 SILENCE_S = 30.0  # seconds without a message of a peer that has a copy to send, or without room for one
 
@@ -37,9 +37,8 @@ class LiveMigration:
         """``links``: to all workers of the partition; opened here."""
         self._store, self._links, self._epoch, self._report, self._meter = store, links, epoch, report, meter
         self._last = -1  # the copy that a plan has named last
-        links.open(
-            SILENCE_S, CONNECT_TIMEOUT_S, CONNECT_TIMEOUT_S, block_bytes=max_block_bytes(store), device=store.device
-        )
+        each = inbox(max_block_bytes(store))
+        links.open(SILENCE_S, CONNECT_TIMEOUT_S, CONNECT_TIMEOUT_S, inboxes=(each, each), device=store.device)
 
     def drop_cancelled(self, plan: StepPlan) -> None:
         """Stop receiving copies that end with a plan, before it is applied. Reports them to the driver, which waits for
@@ -48,7 +47,7 @@ class LiveMigration:
         for op in plan.ops:
             if isinstance(op, Free | CommitMigration):
                 number = op.copy if isinstance(op, CommitMigration) else op.sequence
-                if any(link.cancel(number) for link in self._links):
+                if any(link.cancel(number) for link in self._links.by_number.values()):
                     self._report_end(number)
 
     def begin(self, plan: StepPlan) -> None:
@@ -79,10 +78,10 @@ class LiveMigration:
             self._report_end(op.sequence, error=error)
         elif takes:
             parts, (giver,) = layer_parts(store, blocks(op.sequence), scatter), source
-            self._links[giver].expect(Transfer(op.sequence, parts, SILENCE_S, self._report_received))
+            self._links.by_number[giver].expect(Transfer(op.sequence, parts, SILENCE_S, self._report_received))
         elif gives:
             parts = layer_parts(store, blocks(op.source), gather)
-            self._links[target].send(Transfer(op.sequence, parts, on_end=self._report_sent))
+            self._links.by_number[target].send(Transfer(op.sequence, parts, on_end=self._report_sent))
         else:
             self._report_end(op.sequence)
 

@@ -1,14 +1,14 @@
-"""The links of a memory worker to other ones in an epoch, for transfers while it serves."""
+"""The links of a worker to other ones in an epoch, for transfers while it serves."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from lamina.netstack import Channel, ChannelError, Terms
+from lamina.netstack import Channel, ChannelError, Geometry, Terms
 from lamina.protocol.control import TransferPeer
 from lamina.workers.device_selection import CPU
 from lamina.workers.epoch_channels import EpochFabric
@@ -20,14 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class PeerLinks:
-    """The links, by the peers' numbers. Only the thread that serves rounds uses it. It does nothing before ``open``."""
+    """The links to the peers. A peer that connects and is connected to has two, each with requests of one side. One
+    thread uses it. It does nothing before ``open``.
+    """
 
     def __init__(self, fabric: EpochFabric, peers: Sequence[TransferPeer], around: Runtime = RUNTIME) -> None:
-        """``peers``: as in Connect."""
+        """``peers``: by number."""
         self._fabric, self._peers, self._runtime = fabric, peers, around
-        self._links: dict[int, TransferLink] = {}
-        self._due = {peer.name: number for number, peer in enumerate(peers) if peer.is_awaited}
-        self._awaited, self._deadline = dict(self._due), math.inf
+        self.by_number: dict[int, TransferLink] = {}  # for requests of this worker
+        self._accepting: dict[str, TransferLink] = {}  # by the name of a peer that connects
+        self._awaited = {peer.name for peer in peers if peer.is_awaited}
+        self._due, self._deadline = set(self._awaited), math.inf
         self._waiting: list[Channel] = []
 
     @property
@@ -35,21 +38,20 @@ class PeerLinks:
         """The number of workers that are still to connect; 0 after a time limit. Their KV is useful, but not
         necessary.
         """
-        if self._links and self._due and self._runtime.clock() > self._deadline:
+        if self._due and self._runtime.clock() > self._deadline:
             log.warning("%s did not connect in time, and no KV is transferred there", ", ".join(sorted(self._due)))
-            for number in self._due.values():
-                self._links[number].give_up("it did not connect in time")
+            for name in self._due:
+                self._accepting[name].give_up("it did not connect in time")
             self._due.clear()
-        return len(self._due) if self._links else 0
+        return len(self._due) if self.by_number else 0
 
     def accept(self, channel: Channel) -> bool:
         """Take ``channel`` if it is of a peer that is to connect, and return whether it is."""
-        number = self._awaited.get(channel.peer_name)
-        if number is None:
+        if channel.peer_name not in self._awaited:
             return False
-        self._due.pop(channel.peer_name, None)
-        if self._links:
-            self._links[number].attach(channel)
+        self._due.discard(channel.peer_name)
+        if self.by_number:
+            self._accepting[channel.peer_name].attach(channel)
         else:
             self._waiting.append(channel)
         return True
@@ -60,43 +62,44 @@ class PeerLinks:
         connect_s: float,
         accept_s: float,
         answer: Callable[[bytes], Iterable[TransferPart]] | None = None,
-        block_bytes: int = 0,
+        inboxes: tuple[Geometry, Geometry] | None = None,
         device: torch.device = CPU,
     ) -> None:
         """Connect in the background, and use all channels. ``connect_s``: seconds until a transfer to a peer without a
-        channel fails. ``accept_s``: seconds for peers to connect. Others: as in TransferLink and inbox.
+        channel fails. ``accept_s``: seconds for peers to connect. ``inboxes``: of the worker that is connected to, and
+        of the one that connects; None: for parts that are no blocks. Others: as in TransferLink.
         """
+
+        def link(peer: TransferPeer) -> TransferLink:
+            return TransferLink(peer.name, silence_s, device, answer, self._runtime, connect_s)
+
         for number, peer in enumerate(self._peers):
             if not peer.is_receiver:
-                link = TransferLink(peer.name, silence_s, device, answer, self._runtime, connect_s)
-                self._links[number] = link
+                self.by_number[number] = link(peer)
+                self._accepting[peer.name] = link(peer) if peer.connects else self.by_number[number]
         self._deadline = self._runtime.clock() + accept_s
         for channel in self._waiting:
             self.accept(channel)
         if any(peer.connects for peer in self._peers):
-            self._runtime.start_background(lambda: self._connect(connect_s, block_bytes), "lamina-meet")
-
-    def __getitem__(self, number: int) -> TransferLink:
-        return self._links[number]
-
-    def __iter__(self) -> Iterator[TransferLink]:
-        return iter(self._links.values())
+            geometries = inboxes or (inbox(), inbox())
+            self._runtime.start_background(lambda: self._connect(connect_s, *geometries), "lamina-meet")
 
     def stop(self) -> None:
         """Copy nothing from now on. After that the epoch's channels may be closed."""
-        for link in self:
+        links = [*self.by_number.values(), *self._accepting.values()]
+        for link in links:
             link.stop()
-        if self._links:
+        if links:
             self._fabric.end_epoch(f"epoch {self._fabric.epoch} is over")
-        for link in self:
+        for link in links:
             link.join()
 
-    def _connect(self, timeout_s: float, block_bytes: int) -> None:
-        own, geometry = next(peer.name for peer in self._peers if peer.is_receiver), inbox(block_bytes)
+    def _connect(self, timeout_s: float, outbound: Geometry, inbound: Geometry) -> None:
+        own = next(peer.name for peer in self._peers if peer.is_receiver)
         for number, peer in enumerate(self._peers):
             if peer.connects:
-                terms = Terms(outbound=geometry, inbound=geometry, name=own, peer=peer.name, key=peer.key)
+                terms = Terms(outbound=outbound, inbound=inbound, name=own, peer=peer.name, key=peer.key)
                 try:
-                    self._links[number].attach(self._fabric.connect(peer.url, terms, timeout_s=timeout_s))
+                    self.by_number[number].attach(self._fabric.connect(peer.url, terms, timeout_s=timeout_s))
                 except ChannelError as e:  # a lost worker ends the epoch anyway
-                    self._links[number].give_up(str(e))
+                    self.by_number[number].give_up(str(e))

@@ -62,7 +62,7 @@ class RemotePages:
         """Return keys of pages of which another host has all of ``share``, followed by ``own``, which are here. These
         are at most MAX_LISTED_PAGES. All workers have connected before.
         """
-        for source in self._links if share else ():
+        for source in self._links.by_number.values() if share else ():
             try:
                 for key in self._keys(source, share):
                     self._locations.setdefault(key, source)
