@@ -85,6 +85,7 @@ SETTINGS: dict[str, Setting] = {
     "--kv-sparsity evict:max-kl=": Setting(
         lambda c: bool(c.kv.kv_error_budget), {"kv_sparsity": "evict", "kv_error_budget": "default"}
     ),
+    "--kv-checks": Setting(lambda c: c.kv.kv_checks > 0.0, {"kv_checks": 1.0}),
     "--kv-cache-dtype int8 or fp8": Setting(lambda c: c.kv.kv_cache_dtype != "auto", {"kv_cache_dtype": "int8"}),
     "--attention-backend flashinfer": Setting(lambda c: c.kv.attention == "flashinfer", {"attention": "flashinfer"}),
     "--gemm native": Setting(lambda c: c.model.gemm == "native", {"gemm": "native"}),
@@ -169,6 +170,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--kv-sparsity evict", "--context-overflow truncate"): "a session's next turn needs all KV",
     ("--kv-sparsity select", "--context-overflow truncate"): "blocks are chosen by keys, which would move",
     ("--kv-sparsity select", "--memory-device cuda"): "memory workers on CPUs alone choose blocks",
+    ("--kv-checks", "--memory-device cuda"): "memory workers on CPUs alone compare checksums",
     **{
         (sparsity, other): why
         for sparsity in ("--kv-sparsity evict", "--kv-sparsity select")

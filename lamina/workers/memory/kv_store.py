@@ -11,6 +11,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from lamina.config.conflicts import conflict_text
 from lamina.config.partition import KvShards
 from lamina.facts.host_memory import free_bytes, not_enough_memory_message
 from lamina.kv.arena import HugePageArena, Shape
@@ -80,9 +81,9 @@ class KvStore:
         check_bind(bind)
         self.selects_blocks = selecting_layers_of(bind)  # by layer
         if bind.kv.kv_checks and device.type != "cpu":
-            raise ValueError(f"--kv-checks is for memory workers on CPUs, not on {device}: leave it out")
+            raise ValueError(conflict_text("--kv-checks", "--memory-device cuda"))
         if any(self.selects_blocks) and device.type != "cpu":
-            raise ValueError(f"--kv-sparsity select is for memory workers on CPUs, not on {device}: use another form")
+            raise ValueError(conflict_text("--kv-sparsity select", "--memory-device cuda"))
         self._slabs = slabs
         self.bind_request = bind
         self.dtype = DTYPES[bind.dtype]

@@ -341,16 +341,16 @@ def test_a_size_without_room_for_a_sequence_is_refused_in_one_line(llama_path: P
 
 
 def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^--kv-offloading-size has what --enable-prefix-caching finds: .*$"):
+    with pytest.raises(ValueError, match="^--kv-offloading-size does not go with --no-enable-prefix-caching: .*$"):
         LLM(str(llama_path), kv_offloading_size="1MiB", enable_prefix_caching=False)
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ValueError, match="^--kv-offload dir=.*: chmod 700 .*$"):
         LLM(str(llama_path), enable_prefix_caching=True, kv_store_dir=str(tmp_path / "open"))
     for wrong, why in (
-        ({}, "is for what lies in dir="),
+        ({}, "needs --kv-offload dir="),
         ({"kv_store_dir": str(tmp_path)}, "7 is not a time"),
     ):
         with pytest.raises(ValueError, match=f"^--kv-offload ttl= ?{why}"):
             LLM(str(llama_path), kv_store_ttl="7", **wrong)
-    with pytest.raises(ValueError, match="^--kv-offload key= is the secret of dir=: .*$"):
+    with pytest.raises(ValueError, match="^--kv-offload key= needs --kv-offload dir=: .*$"):
         LLM(str(llama_path), enable_prefix_caching=True, kv_key_file=str(tmp_path / "key"))

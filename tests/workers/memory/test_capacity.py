@@ -185,7 +185,7 @@ def test_bounds_of_blocks_that_queries_select_are_counted_with_them(stored: str)
     options = {"block_size": 16, "max_rows": each.max_rows, "max_len": each.max_model_len, "sparsity": each.kv}
     counted = split_blocks(each.layers, each.partition, 0, store.kv_dtype, each.kv_bytes, **options)
     assert 0.9 * each.kv_bytes < counted.nbytes == have <= each.kv_bytes
-    with pytest.raises(ValueError, match="select is for memory workers on CPUs, not on cuda"):
+    with pytest.raises(ValueError, match="^--kv-sparsity select does not go with --memory-device cuda"):
         KvStore(each, torch.device("cuda"))
 
 
