@@ -506,3 +506,75 @@ def test_modules_of_tests_have_names_of_their_own() -> None:
 def test_no_folder_of_tests_hides_the_product() -> None:
     """Processes under test have ``tests`` on their path."""
     assert not (ROOT / "tests" / "lamina").exists()
+
+
+# Rooms in which an object gets its collaborators and callbacks when it is made, and no later.
+COMPLETE_WHEN_MADE = ("engine", "executor", "lending", "request", "server/engine_client")
+DATA_BASES = {"Struct", "NamedTuple", "Enum", "Exception", "ValueError", "RuntimeError", "OSError"}
+
+
+def is_data(node: ast.ClassDef) -> bool:
+    names = [ast.unparse(n).split("(")[0].split(".")[-1] for n in (*node.decorator_list, *node.bases)]
+    return "dataclass" in names or not DATA_BASES.isdisjoint(names)
+
+
+def fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Yields the attributes of a class with what is known of their types: an annotation, or what makes them."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.AnnAssign) and (isinstance(inner.target, ast.Attribute) or inner in node.body):
+            yield ast.unparse(inner.target).removeprefix("self."), ast.unparse(inner.annotation)
+        elif isinstance(inner, ast.FunctionDef):
+            parameters = (*inner.args.args, *inner.args.kwonlyargs)
+            types = {a.arg: ast.unparse(a.annotation) for a in parameters if a.annotation}
+            for target, value in (pair for n in ast.walk(inner) if isinstance(n, ast.Assign) for pair in pairs(n)):
+                if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+                    made = ast.unparse(value.func) if isinstance(value, ast.Call) else types.get(ast.unparse(value), "")
+                    yield target.attr, "Callable" if isinstance(value, ast.Lambda) else made
+
+
+def pairs(assign: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for target in assign.targets:
+        if isinstance(target, ast.Tuple) and isinstance(assign.value, ast.Tuple):
+            yield from zip(target.elts, assign.value.elts, strict=False)
+        else:
+            yield from ((t, assign.value) for t in (target.elts if isinstance(target, ast.Tuple) else [target]))
+
+
+@cache
+def collaborators() -> frozenset[str]:
+    """Names of attributes that are callbacks, or objects with methods that are no data."""
+    classes = [node for path in sources("lamina") for node in facts(path).classes]
+    active = {"Callable"}
+    for node in classes:
+        acts = any(isinstance(inner, ast.FunctionDef) for inner in node.body)
+        if any("Callable" in kind for _, kind in fields(node)) if is_data(node) else acts:
+            active.add(node.name)
+    known = (field for node in classes for field in fields(node))
+    return frozenset(name for name, kind in known if not active.isdisjoint(re.findall(r"\w+", kind)))
+
+
+def set_from_outside(tree: ast.AST, own: Iterable[str] = ()) -> list[str]:
+    """Returns the assignments of collaborators to other objects than self; ``own``: names that are data here."""
+    targets = [target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target, _ in pairs(node)]
+    return [
+        ast.unparse(target)
+        for target in targets
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in ("self", "cls")
+        and target.attr in collaborators().difference(own)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("room", COMPLETE_WHEN_MADE)
+def test_no_object_gets_a_collaborator_from_outside_after_it_was_made(room: str) -> None:
+    """Fields of data that the same file defines may be anything."""
+    found = {}
+    for path in sources(f"lamina/{room}"):
+        own = {name for node in facts(path).classes if is_data(node) for name, _ in fields(node)}
+        if names := set_from_outside(ast.parse(path.read_text()), own):
+            found[str(path.relative_to(ROOT))] = names
+    assert found == {}
+
+
+def test_a_collaborator_that_is_set_from_outside_is_found() -> None:
+    source = "engine.executor, engine.idle = wire, False\nself.executor = wire\nself._admission.decision_log = None"
+    assert set_from_outside(ast.parse(source)) == ["engine.executor", "self._admission.decision_log"]

@@ -186,9 +186,11 @@ def _stores(config: EngineConfig, info: ComputeReady, slo_admission: SloAdmissio
             break
         blocks = BlockTables(bound.windows, bound.num_blocks, info.block_size)
         stores.append(PromptCache(worker, slo_admission.conductor.directory, keys, blocks, room))
-    slo_admission.keys = keys if stores else None
     learned = slo_admission.conductor.transfer_latency
-    slo_admission.conductor.transfer_latency = (learned or _transfers(info)) if stores else None
+    if stores:
+        slo_admission.set_prompt_caches(keys, learned or _transfers(info))
+    else:
+        slo_admission.set_prompt_caches(None, None)
     return stores
 
 

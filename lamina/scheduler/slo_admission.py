@@ -7,8 +7,9 @@ hears of each change of it. Without prefill workers, the compute workers are the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -96,6 +97,21 @@ class SloAdmission:
         before = self.conductor
         self.conductor = _conductor(before.directory, rules, before.staged, before.transfer_latency)
         self.has_limits = rules.limits != NO_LIMITS
+
+    def set_prompt_caches(self, keys: PromptPageKeys | None, transfer_latency: TransferLatencyEstimator | None) -> None:
+        """Set the keys of what prefill workers of this epoch keep of prompts; None: nothing. ``transfer_latency``: of
+        copies between two of them.
+        """
+        self.keys, self.conductor.transfer_latency = keys, transfer_latency
+
+    @contextmanager
+    def without_log(self) -> Iterator[None]:
+        """Log no decision meanwhile, such as those on made-up prompts."""
+        decision_log, self.decision_log = self.decision_log, None
+        try:
+            yield
+        finally:
+            self.decision_log = decision_log
 
     @property
     def routes_prompts(self) -> bool:

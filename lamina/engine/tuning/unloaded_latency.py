@@ -32,16 +32,13 @@ def check_slo(
     """
     if limits == NO_LIMITS:
         return
-    promises, best = engine.slo_admission, UnloadedLatency(float("inf"), float("inf"))
-    reasons, promises.decision_log = promises.decision_log, None
-    try:
+    best = UnloadedLatency(float("inf"), float("inf"))
+    with engine.slo_admission.without_log():
         for number in range(NUM_TRIES):
             on_progress("measuring", number, NUM_TRIES)
             best = UnloadedLatency(*map(min, best, _measure(engine, clock)))
             if best.ttft_s <= limits.ttft_s and best.tbt_s <= limits.tbt_s:
                 return
-    finally:
-        promises.decision_log = reasons
     if best.ttft_s > limits.ttft_s:
         raise ValueError(_below("--slo ttft=", limits.ttft_s, FIRST, best.ttft_s))
     raise ValueError(_below("--slo tbt=", limits.tbt_s, STEP, best.tbt_s))
