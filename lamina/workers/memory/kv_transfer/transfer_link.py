@@ -169,24 +169,19 @@ class TransferLink:
             raise TransferError(f"the epoch is over (transfer {transfer.number} of {self.peer})")
 
     def give_up(self, error: str) -> None:
-        """Abort the channel, and fail all transfers, also later ones."""
+        """Abort the channel, and fail all transfers, also later ones. What is sent in full by now has not failed."""
         with self._changed:
             self._error = self._error or error
-            lost = [*self._incoming.values(), *self._outgoing.values()]
-            self._incoming, self._outgoing = {}, {}
             if self._channel is not None:
                 self._channel.abort(error)
-            for transfer in lost:
-                transfer.error = self._failure(transfer)
-            self._changed.notify_all()
-        for transfer in lost:
-            transfer.on_end(transfer)
+        self._fail(self._incoming)  # the thread that sends fails the others
 
     def stop(self) -> None:
         """Copy nothing into memory from now on, and begin nothing."""
         with self._changed:
             self._is_over = True
-            self._incoming, self._outgoing = {}, {}
+            self._incoming.clear()
+            self._outgoing.clear()
             self._changed.notify_all()
         self._jobs.put(None)
 
@@ -209,6 +204,16 @@ class TransferLink:
         if not is_open:
             transfer.on_end(transfer)
         return is_open
+
+    def _fail(self, transfers: dict[int, Transfer]) -> None:
+        with self._changed:
+            lost = list(transfers.values())
+            transfers.clear()
+            for transfer in lost:
+                transfer.error = self._failure(transfer)
+            self._changed.notify_all()
+        for transfer in lost:
+            transfer.on_end(transfer)
 
     def _start(self, work: Callable[[Staging], None], name: str) -> None:
         def run() -> None:
@@ -240,8 +245,13 @@ class TransferLink:
         self._jobs.put(job)
 
     def _send_all(self, staging: Staging) -> None:
-        while (job := self._jobs.get()) is not None:
-            job(staging)
+        try:
+            while (job := self._jobs.get()) is not None:
+                job(staging)
+        except Exception as e:
+            self.give_up(str(e))
+            self._fail(self._outgoing)
+            raise
 
     def _send(self, transfer: Transfer, staging: Staging) -> None:
         while (part := transfer.next_part) is not None:

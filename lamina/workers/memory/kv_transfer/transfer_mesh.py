@@ -23,6 +23,7 @@ class TransferMesh:
     def __init__(self, order: Reshard | RebuildKv, fabric: EpochFabric, around: Runtime = RUNTIME) -> None:
         self._order, self._fabric, self._runtime = order, fabric, around
         self._links: dict[int, TransferLink] = {}
+        self._sources, self._targets = set[int](), set[int]()  # peers that have sent KV, and received some
         self.nbytes = self._number = 0
 
     def connect(self, peers: Iterable[int], store: KvStore, listener: EpochListener) -> None:
@@ -50,6 +51,8 @@ class TransferMesh:
         ChannelError.
         """
         number, self._number = self._number, self._number + 1
+        self._sources |= due.keys()
+        self._targets |= out.keys()
         came = {
             self._links[peer]: self._links[peer].expect(Transfer(number, parts, self._order.timeout_s))
             for peer, parts in due.items()
@@ -60,16 +63,14 @@ class TransferMesh:
         self.nbytes += sum(transfer.nbytes for transfer in came.values())
 
     def finish(self) -> None:
-        """Wait until all peers have received everything, so that channels may be closed. Raises ChannelError."""
-        nothing = TransferPart(0, lambda message, staging: None)
-        to_each = dict.fromkeys(self._links, (nothing,))
-        self.exchange(to_each, to_each)
+        """Confirm that everything has arrived, and wait until the receivers have confirmed it. Raises ChannelError."""
+        nothing = (TransferPart(0, lambda message, staging: None),)
+        self.exchange(dict.fromkeys(self._sources, nothing), dict.fromkeys(self._targets, nothing))
 
     def close(self) -> None:
-        """End all links, and the epoch of their channels."""
+        """End all links. Closes channels without aborting them: peers may still receive what was sent."""
         for link in self._links.values():
             link.stop()
-        self._fabric.end_epoch(f"epoch {self._order.epoch} is over")
+        self._fabric.close()
         for link in self._links.values():
             link.join()
-        self._fabric.close()

@@ -230,6 +230,30 @@ def test_who_receives_nothing_is_sent_no_more(linked: Linked) -> None:
             peer.wait_signal(timeout_s=SOON_S)
 
 
+def test_what_is_sent_in_full_has_not_failed_where_the_peer_closes_at_once(linked: Linked) -> None:
+    """It has all that it wants, and the end of the channel is noticed before the end of the transfer."""
+    lost, sent = queue.SimpleQueue[Transfer](), queue.SimpleQueue[Transfer]()
+
+    class Closed:
+        def __init__(self, own: Channel, peer: Channel) -> None:
+            self._own, self._peer = own, peer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._own, name)
+
+        def put_signal(self, *said: Any) -> None:
+            self._own.put_signal(*said)
+            self._peer.close()
+            lost.get(timeout=SOON_S)
+
+    with channels() as (own, peer):
+        link = linked("peer", SILENCE_S)
+        link.attach(Closed(own, peer))
+        link.expect(Transfer(1, parts(DATA), on_end=lost.put))
+        link.send(Transfer(2, parts(DATA, len(DATA)), on_end=sent.put))
+        assert sent.get(timeout=SOON_S).error is None
+
+
 def test_a_transfer_to_a_peer_that_never_connects_fails(linked: Linked) -> None:
     link, ended = linked("peer", SILENCE_S, connect_s=0.01), queue.SimpleQueue[Transfer]()
     link.send(Transfer(5, parts(DATA), on_end=ended.put))
