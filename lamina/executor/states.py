@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class ExecutorState(Enum):
-    """What the executor does, as the engine sees it. The registry knows whether the workers have been ended."""
+    """The states of the executor, as the engine sees it. The registry knows whether the workers have been ended."""
 
     STARTING = "starting"  # workers start, load and connect for the first time
     RUNNING = "running"  # rounds are served; a loss may wait to be reported
@@ -26,7 +26,7 @@ EXECUTOR_TRANSITIONS: Mapping[ExecutorState, Collection[ExecutorState]] = {
 
 
 class GroupState(Enum):
-    """How far the worker group has come."""
+    """The states of the worker group."""
 
     CREATED = "created"  # no launcher, no worker
     OPENING = "opening"  # all workers run; memory workers begin to listen

@@ -76,8 +76,8 @@ class WorkerRegistry:
         clock: Clock = time.monotonic,
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """``before_end``: called with a number of seconds in which it may still use the links; ``after_end``: called
-        once all workers have ended; ``on_tick``: called a few times a second during waits.
+        """``before_end``: called with a number of seconds in which it may still use the links. ``after_end``: called
+        once all workers have ended. ``on_tick``: called a few times a second during waits.
         """
         self._members: list[RegisteredWorker] = []
         self._before_end, self._after_end = before_end, after_end
