@@ -24,6 +24,7 @@ from common import add_sampling, cpu_pressure, record, sampling_of
 from reference_model import make
 
 from lamina import LLM
+from lamina.engine.tuning.tuner import Tuner
 from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
 SEQUENCES, PROMPT = 8, 8
@@ -72,7 +73,8 @@ def measure(path: Path, ratio: float, args: argparse.Namespace) -> dict[str, Any
         for _ in range(args.runs):
             for name, llm in engines.items():
                 token_s[name].append(median(run(llm, SEQUENCES, args.tokens, sampling_of(args))))
-        reason = engines["plan"].engine.worker_info.summary["plan"]
+        tuner = engines["plan"].engine.feature(Tuner)
+        reason = tuner.reason if tuner else ""
     each = {name: median(seconds) for name, seconds in token_s.items()}
     best = min(each[str(n)] for n in range(1, args.most + 1))
     return {
