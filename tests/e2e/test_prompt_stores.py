@@ -110,7 +110,7 @@ def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
     prompts, gone = asked(1, 5), list[int]()
 
     def forgetful(store: KvStore, sequence: int, first: int, count: int) -> list[Sequence[int]] | None:
-        if threading.current_thread().name == "lamina-receive" and not gone:
+        if threading.current_thread().name == "lamina-send" and not gone:
             gone.append(sequence)
             return None
         return whole_blocks(store, sequence, first, count)
