@@ -60,7 +60,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 
 
 def run(code: str) -> None:
-    """As ``python -c code`` would."""
+    """Run code as ``python -c code`` does."""
     exec(compile(code, "<printed>", "exec"), {"__name__": "__main__"})
 
 
@@ -83,7 +83,7 @@ def test_python(code: str, printed: Printed) -> None:
 @pytest.mark.long(but=[" ".join(lines) for lines in COMMANDS if all("--dry-run" in line for line in lines)])
 @pytest.mark.parametrize("commands", COMMANDS, ids=" ".join)
 def test_command_lines(commands: list[str], printed: Printed) -> None:
-    """Those of a block run one after another, as a later one may read what an earlier one has written."""
+    """The commands of a block run one after another: a later one may read the files of an earlier one."""
     for command in commands:
         assert main(shlex.split(command)) == 0
         assert printed().strip()
