@@ -297,8 +297,9 @@ def steps_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
         sent.append(new)
         right(self, new)
 
-    def change(self: Engine, change: Any) -> list[Any]:
-        outputs = [output for done in change.done for output in self._postprocess(done)]
+    def change(self: Engine, change: Any) -> None:
+        for done in change.done:
+            self._on_step_done(done)
         there = {s: min(kept.get(s, 0) for kept in change.surviving) for s in self._accounting.sequences}
         ready: Any = self.executor.resume([SurvivingKv(s, n) for s, n in there.items() if n])
         self.scheduler.epoch = ready.epoch
@@ -307,10 +308,9 @@ def steps_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
             steps = [structs.replace(s, plan=structs.replace(s.plan, epoch=ready.epoch)) for s in left]
             if steps:
                 right(self.executor, RunRound(round=new.round, steps=steps))  # type: ignore[arg-type]
-        return outputs
 
     monkeypatch.setattr(WorkerExecutor, "submit", submit)
-    monkeypatch.setattr(Engine, "_change", change)
+    monkeypatch.setattr(Engine, "_on_epoch_changed", change)
 
 
 def deaf_to_halts(self: MemoryServer, message: object) -> None:

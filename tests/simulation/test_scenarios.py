@@ -187,7 +187,7 @@ def scores_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was done before a loss is added once more."""
-    right, right_append = Engine._change, Request.append
+    right, right_append = Engine._on_epoch_changed, Request.append
 
     def twice(self: Request, sequence: Sequence, drawn: Any) -> None:
         right_append(self, sequence, drawn)
@@ -198,7 +198,7 @@ def told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
             meanwhile.setattr(Request, "append", twice)
             return right(self, change)
 
-    monkeypatch.setattr(Engine, "_change", wrong)
+    monkeypatch.setattr(Engine, "_on_epoch_changed", wrong)
 
 
 def old_view_kept(monkeypatch: pytest.MonkeyPatch) -> None:
