@@ -78,7 +78,7 @@ def test_meetings_of_devices_are_part_of_graphs_and_change_no_bit(
     monkeypatch.setattr(Joined, "made", [])
     wanted = outputs(llama_path, prompts, collective="mesh", **options)
     with stand_in_for_cpu(monkeypatch, graphs=True):
-        found = outputs(llama_path, prompts, collective="nccl", **options)
+        found = outputs(llama_path, prompts, collective="nccl", compute_device="auto", **options)
     assert found == wanted
     assert len(Joined.made) == 2 * max(1, options.get("pipeline", 1) - 1)
     for joined in Joined.made:
