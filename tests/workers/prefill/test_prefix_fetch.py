@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,12 +174,20 @@ def test_a_damaged_part_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More parts than the channel holds: the epoch of the one that has them ends before the rest."""
-    monkeypatch.setattr(block_parts, "PART_BYTES", 1)
+    """The epoch of the one that sends ends after its first layer, whose K and V are one part."""
+    closed, copied = threading.Event(), itertools.count(1)
+
+    def gather(*args: Any) -> None:
+        if next(copied) > 2:
+            assert closed.wait(WAIT_S)
+        block_parts.gather(*args)
+
+    monkeypatch.setattr(prefix_fetch, "gather", gather)
     with met(2) as workers:
         workers[1].begin([New(5), FetchPrefix(5, 0, STORED, 0, 1)], [RowRange(5, STORED, 1)])
         workers[1].own.receive_layer(0)
         workers[0].view.close()
+        closed.set()
         with pytest.raises(PeerFault):
             _ = [workers[1].own.receive_layer(layer) for layer in (1, 2)]
 
