@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     parser.add_argument("flags", nargs="*", default=["--dtype=float32", "--max-num-seqs=64"], help="of serve, after --")
     args = parser.parse_args()
-    settings = {**vars(args), "before": str(args.before)}
+    settings = {name: value for name, value in vars(args).items() if name != "before"}
     figures = measure(args)
     print(record("bench_serve_versions", settings, figures, write=args.write))
     held = figures["ratio"]["output_throughput"]["median"] >= args.least and not any(figures["not_served"].values())
