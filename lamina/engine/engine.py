@@ -135,9 +135,9 @@ class Engine:
         """One pass of the loop; returns the requests that got tokens or ended. Raises WorkerError if a worker is lost
         for good.
         """
-        for feature in self.features:
-            feature.before_step(self)
         steps = self._schedule()
+        for feature in self.features:
+            feature.after_schedule(self)
         self._take(self._run(steps))
         return self._requests.take_outputs()
 
@@ -169,7 +169,7 @@ class Engine:
     def check_workers(self) -> list[RequestOutput]:
         """Of an engine without work: whether its workers live. Raises WorkerError when one is lost for good."""
         for feature in self.features:
-            feature.before_step(self)
+            feature.after_schedule(self)
         self._take(self.executor.check_workers())
         return self._requests.take_outputs()
 

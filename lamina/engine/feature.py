@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 class EngineFeature:
     """A feature of the engine. Each hook does nothing here."""
 
-    def before_step(self, engine: Engine) -> None:
-        """A pass of the loop begins, or an engine without work looks at its workers. No step's result is being read."""
+    def after_schedule(self, engine: Engine) -> None:
+        """A pass of the loop has planned its round, so a request that begins in it does not wait any more. Or an engine
+        without work looks at its workers. No step's result is being read.
+        """
 
     def on_idle(self, engine: Engine) -> str | None:
         """Nothing is in flight, and the first waiting request has no room. Returns why it never will; "" while room
