@@ -244,8 +244,9 @@ class EngineClient:
 
     async def _change(self, wanted: ScaleMemory | CordonWorker, config: EngineConfig) -> ScaleReply:
         """Change the memory workers of the running engine, which has ``config`` after that. The end of the engine
-        counts as a reply.
+        counts as a reply. Raises EngineBusyError.
         """
+        self._check_unchanging()  # again: others may have run since ``_settled``
         try:
             done: ScaleReply = await self._requests.ask(_RESIZE, wanted)
         except EngineGoneError as e:
@@ -260,9 +261,12 @@ class EngineClient:
             raise EngineGoneError(self.failure)
         if not self._is_ready or self._restarts.is_planned or self._closing:
             raise EngineBusyError("the engine is being replaced, or ended: request it again once /health reports ok")
+        self._check_unchanging()
+        return self._restarts
+
+    def _check_unchanging(self) -> None:
         if _RESIZE in self._requests:
             raise EngineBusyError("its memory workers are already changing: request it again after that")
-        return self._restarts
 
     def _kill_if_late(self, engine: EngineHandle) -> None:
         if engine is self._handle and self._is_ready and not self._closing:

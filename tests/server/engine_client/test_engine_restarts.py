@@ -620,6 +620,19 @@ def test_memory_workers_alone_change_in_place_unless_the_engine_says_that_they_c
     play(work, max_recoveries=0)
 
 
+def test_of_two_changes_that_come_at_once_one_is_refused_and_none_waits_forever() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        wanted = make_config(flat_options(engines.restarts.config) | {"memory_workers": 3})
+        both = [asyncio.create_task(client.replace_engine(wanted)) for _ in range(2)]
+        assert await asyncio.to_thread(engines.all[0].asked) == ScaleMemory(3)
+        engines.all[0].link.send(ScaleReply(pause_s=0.25, ready=READY))
+        first, second = await asyncio.wait_for(asyncio.gather(*both, return_exceptions=True), LIMIT_S)
+        assert first == 0.25
+        assert isinstance(second, EngineBusyError)
+
+    play(work, max_recoveries=0)
+
+
 def test_an_engine_that_says_why_it_ends_answers_whoever_waits_for_a_change() -> None:
     """Else an operator would wait until the server has ended, and hear nothing then."""
 
