@@ -14,6 +14,7 @@ from lamina.netstack.schemes import BY_RDMA
 
 from .engine_config import EngineConfig
 from .offload import STORE_SIZE
+from .option import MEASURED
 
 IsOn = Callable[[EngineConfig], bool]
 
@@ -93,7 +94,8 @@ SETTINGS: dict[str, Setting] = {
     "--partition request": Setting(lambda c: c.topology.partition == "request", {"partition": "request"}),
     "--partition spill": Setting(lambda c: c.topology.partition == "spill", {"partition": "spill"}),
     "--memory-workers 1": Setting(lambda c: c.topology.memory_workers == 1, {"memory_workers": 1}),
-    "--memory-weights": Setting(lambda c: bool(c.topology.memory_weights), {"memory_weights": "measured"}),
+    "--memory-weights": Setting(lambda c: bool(c.topology.memory_weights), {"memory_weights": MEASURED}),
+    "--memory-weights measured": Setting(lambda c: c.topology.memory_weights == MEASURED, {"memory_weights": MEASURED}),
     "--kv-parity 1": Setting(lambda c: c.topology.kv_parity > 0, {"kv_parity": 1}),
     "--pipeline auto": Setting(lambda c: c.topology.measures_pipeline, {"plan": "auto"}),
     "--tensor-parallel-size 2 or more": Setting(
@@ -281,7 +283,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
         }.items()
     },
     (RESIZE, "--memory-addresses"): "each memory worker has an address of its own",
-    (RESIZE, "--memory-weights"): "each memory worker has a part of the work of its own",
+    (RESIZE, "--memory-weights measured"): "each memory worker has a part of the work of its own",
     (RESIZE, "--pipeline auto"): "it has measured the memory workers that there are",
 }
 

@@ -13,6 +13,7 @@ from lamina.config import conflicts
 from lamina.config.conflicts import CONFLICTS, NEEDS, RESIZE, SETTINGS, conflict_text, need_text
 from lamina.config.flat_options import make_config
 from lamina.config.offload import STORE_SIZE
+from lamina.config.option import MEASURED
 from lamina.config.resolve import ModelLimits, check_model
 from lamina.executor.memory_worker_slots import ResizeNeedsRestartError, check_resizable
 
@@ -20,8 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "conflicts.md"  # which this file writes, if it is run
 HEAD = """# Settings that exclude or need each other
 
-`python tests/config/test_conflicts.py` writes this page from `lamina/config/conflicts.py`. All other pairs go
-together. `lamina-launch serve MODEL --dry-run` checks yours, and a start refuses them in the same words.
+`python tests/config/test_conflicts.py` writes this page from `lamina/config/conflicts.py`. Other pairs go together.
+Numbers must still agree, as those of `--memory-addresses` and `--memory-workers`, and suit the model and the host.
+`lamina-launch serve MODEL --dry-run` checks yours, and a start refuses them in the same words.
 """
 OWN_FLAGS = ("cli", "tools")
 BY_TABLE = re.compile(r"\b(conflict|need)_text\(")
@@ -86,9 +88,8 @@ def test_each_pair_is_resolved_or_refused_with_a_line_of_the_table(name: str) ->
 
 
 def test_a_pair_stands_in_the_table_once_and_by_names_that_it_has() -> None:
-    late = {value for name, value in vars(conflicts).items() if name.isupper() and isinstance(value, str)} - {
-        STORE_SIZE
-    }
+    late = {value for name, value in vars(conflicts).items() if name.isupper() and isinstance(value, str)}
+    late -= {STORE_SIZE, MEASURED}
     assert [pair for pair in CONFLICTS if pair[::-1] in CONFLICTS] == []
     assert {name for pair in CONFLICTS for name in pair} <= {*SETTINGS, *late}
     assert {name for name, others in NEEDS for name in (name, *others)} <= {*SETTINGS, *late}
@@ -110,6 +111,14 @@ def test_a_change_while_serving_is_refused_by_the_table(name: str) -> None:
         check_resizable(config)
     assert str(refused.value) == conflict_text(RESIZE, name)
     check_resizable(make_config({}))
+
+
+def test_a_memory_worker_with_a_weight_by_number_is_replaced_in_place() -> None:
+    """Its replacement has the same weight. Weights that were measured are those of the workers that were there."""
+    check_resizable(make_config({"memory_workers": 2, "memory_weights": "0.7,0.3"}))
+    with pytest.raises(ResizeNeedsRestartError) as refused:
+        check_resizable(make_config({"memory_workers": 2, "memory_weights": "measured"}))
+    assert str(refused.value) == conflict_text(RESIZE, "--memory-weights measured")
 
 
 def flags_of_refusals() -> Iterator[tuple[str, set[str]]]:
