@@ -135,8 +135,9 @@ class Engine:
         """One pass of the loop; returns the requests that got tokens or ended. Raises WorkerError if a worker is lost
         for good.
         """
+        plans = self.scheduler.can_schedule_ahead  # else requests that have come are not looked at yet
         steps = self._schedule()
-        for feature in self.features:
+        for feature in self.features if plans else ():
             feature.after_schedule(self)
         self._take(self._run(steps))
         return self._requests.take_outputs()

@@ -29,17 +29,19 @@ class Lender(EngineFeature):
         return next(self._answers)
 
 
-def engine_with(*features: EngineFeature, num_blocks: int = 8) -> Engine:
-    wire = FakeWire(num_blocks)
-    return Engine(wire, make_config({"enable_prefix_caching": False}), features=features)  # type: ignore[arg-type]
+def engine_with(*features: EngineFeature, num_blocks: int = 8, **options: int) -> Engine:
+    config = make_config({"enable_prefix_caching": False, **options})
+    return Engine(FakeWire(num_blocks), config, features=features)  # type: ignore[arg-type]
 
 
-def test_a_request_that_begins_at_once_is_never_seen_waiting() -> None:
+@pytest.mark.parametrize("pipeline", [1, 2, 3])
+def test_a_request_that_begins_as_soon_as_it_can_is_never_seen_waiting(pipeline: int) -> None:
     """Else memory would be borrowed for the most tokens that it may ever have."""
     lender = Lender()
-    engine = engine_with(lender)
-    for prompt in ([1, 2, 3], [4]):
-        engine.add(prompt, PARAMS)
+    engine = engine_with(lender, num_blocks=64, pipeline=pipeline)
+    for token in range(9):
+        engine.add([token, 5, 6], PARAMS)
+        engine.step()
     run(engine)
     assert lender.waiting
     assert not any(lender.waiting)
