@@ -263,6 +263,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
         for launcher in ("--launcher ray", "--launcher static")
     },
     ("--transport loopback", "--cores"): "workers are threads of this process",
+    ("--cores", NN_MODULE): "its compute worker is a thread of this process",
     ("--cluster", "--launcher local"): "it is for --launcher ray",
     ("--cluster", "--launcher static"): "it is for --launcher ray, unless it is a YAML of hosts",
     (SESSION_ID, "--no-enable-prefix-caching"): "a session keeps KV of finished requests",

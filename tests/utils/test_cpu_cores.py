@@ -63,6 +63,8 @@ def test_lists_must_fit_workers_and_machine() -> None:
         make_config({"cores": "none"})
     with pytest.raises(ValueError, match="--transport loopback"):
         cores_by_role(make_config({"cores": "auto"}), {"compute": 0, "memory": 0, "prefill": 0})
+    with pytest.raises(ValueError, match=r"^--cores does not go with a torch\.nn\.Module as the model"):
+        cores_by_role(make_config({"cores": "auto"}), {"compute": 0, "memory": 1, "prefill": 0})
     with pytest.raises(ValueError, match="--launcher ray does not go with --cores"):
         make_config({"cores": "auto", "ray_address": "auto"})
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from lamina.config.conflicts import conflict_text
+from lamina.config.conflicts import NN_MODULE, conflict_text
 from lamina.config.engine_config import EngineConfig
 from lamina.env import PACKED
 from lamina.facts.host_memory import check_kv_memory_fits, free_bytes
@@ -201,8 +201,10 @@ def cores_by_role(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, 
     """Return the cores of each worker, by role, as ``--cores`` says. Raises ValueError if that does not fit."""
     roles = "compute", "memory", "prefill"
     counts = [wanted.get(role, 0) for role in roles]
-    if not all(counts[:2]):
+    if not counts[1]:
         raise ValueError(conflict_text("--transport loopback", "--cores"))
+    if not counts[0]:
+        raise ValueError(conflict_text("--cores", NN_MODULE))
     lists = cpu_cores.assign_cores(
         config.devices.cores, counts, core_topology(), at_once=config.topology.overlaps_pools
     )
