@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import msgspec
@@ -126,6 +126,7 @@ async def _call(
             service.journal.drop(record.id)
         raise
     request.state.call = call
+    request.state.at_end.callback(call.close)
     return call
 
 
@@ -160,11 +161,6 @@ async def _begun(request: Request, call: Call, alive_s: float) -> None:
     """Wait at most ``alive_s`` seconds (0: without limit) for the first token of a stream. Its status is 429 if that
     comes too late. A proxy closes a connection that stays silent for long.
     """
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(alive_s or None):
             await run_until_disconnect(request.receive, call.wait_first_token())
-    except TimeoutError:
-        pass
-    except BaseException:
-        call.close()
-        raise

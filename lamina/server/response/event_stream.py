@@ -1,4 +1,4 @@
-"""Sends a call's reply, whole or as server-sent events, and ends the call when its client is gone."""
+"""Sends a call's reply, whole or as server-sent events, until its client has left."""
 
 from __future__ import annotations
 
@@ -164,12 +164,6 @@ class EventStream(_StreamedReply):
         self._usage = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats and self._usage)
         self._alive_s = alive_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._call.close()
 
     async def _events(self) -> AsyncIterator[bytes]:
         head = self._shape.head(stream=True)

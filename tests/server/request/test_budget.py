@@ -18,9 +18,11 @@ from test_layers import JSON, ask, error_of, run
 
 from lamina.config.flag_groups import GROUP_OF
 from lamina.facts.host_memory import memory_bytes
+from lamina.server import completion_routes
 from lamina.server.app import make_app, with_middleware
 from lamina.server.memory_budget import Holding, MemoryBudget
 from lamina.server.memory_limits import decoding_bytes, memory_limits
+from lamina.server.request import request_bodies
 from lamina.server.server_config import ServerConfig
 
 LIMIT = 1000
@@ -292,3 +294,21 @@ def test_the_memory_is_that_of_the_host_or_of_a_control_group_with_less(
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name).write_text(text)
     assert memory_bytes(tmp_path, tmp_path / "groups") == memory
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("defect", ["_parse", "Call", "response_shape", "EventStream"])
+def test_a_defect_in_a_route_keeps_no_memory_no_place_in_the_queue_and_no_request_of_the_engine(
+    defect: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise KeyError("a defect")
+
+    client = FakeClient()
+    service = make_service(client)
+    monkeypatch.setattr(request_bodies if defect == "_parse" else completion_routes, defect, fails)
+    response = ask("POST", "/v1/completions", service, json={"prompt": "x", "max_tokens": 2, "stream": stream})
+    assert response.status_code == (200 if defect == "EventStream" and not stream else 500)
+    assert (service.bodies.used, service.answers.used) == (0, 0)
+    assert (service.queue_limit.completions, service.queue_limit.tokens) == (0, 0)
+    assert not service.active_calls
