@@ -1,1 +1,1 @@
-"""The engine: schedule, run, postprocess."""
+"""The engine: schedule, run, take."""

@@ -53,8 +53,8 @@ class Scheduling(Protocol):
 class Leaving:
     """A sequence that leaves its batch, or the queue. ``op``: frees it; None: it has no KV. Or it truncates the
     sequence, which retains it; then it is an op of the round's first plan. ``is_preempted``: it will wait again, unless
-    it is hidden. ``first``: further ops of the first plan of the round, or of the next one. ``own``: further ops of its
-    batch's plan: before ``op`` if it is preempted, else after.
+    it is hidden. ``first``: further ops of the first plan of the round, or of the next one; not of a preempted one.
+    ``own``: further ops of its batch's plan, if it has KV: before ``op`` if it is preempted, else after.
     """
 
     sequence: Sequence
