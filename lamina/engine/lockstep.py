@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from lamina.request import SamplingParams
 
 from .engine import Engine
+from .request import Request
 
 
 class Lockstep:
@@ -30,7 +31,7 @@ class Lockstep:
         prompts that cannot be served.
         """
         self._engine, self._step, self._release_idle_blocks, self._use = engine, step, settle, use
-        self._ids: list[int] = []
+        self._requests: list[Request] = []
         most = engine.config.batching.max_num_seqs
         if len(prompts) > most:
             raise ValueError(
@@ -46,37 +47,50 @@ class Lockstep:
                         f"{len(prompt)} tokens of a prompt, or of a negative prompt, and {max_tokens} new ones exceed "
                         f"{engine.worker_info.max_model_len}: shorten them, or start with a larger max_model_len"
                     )
-            self._ids = [engine.add(prompt, params, external_sampling=True) for prompt in prompts]
+            ids = [engine.add(prompt, params, external_sampling=True) for prompt in prompts]
+            self._requests = [engine.request(request_id) for request_id in ids]
 
     def logits(self) -> list[bytes]:
         """Of every sequence behind its last token, fp32 by token, little-endian, once they have come.
 
-        Raises ValueError where the sequences have no room together, WorkerError where a worker is lost.
+        Raises ValueError where the sequences have no room together, or one has ended, WorkerError where a worker is
+        lost.
         """
         with self._use():
-            while not all(logits := [self._engine.request(i).pending_logits() for i in self._ids]):
+            while not all(logits := [request.pending_logits() for request in self._requests]):
+                self._check_unfinished()
                 self._step()
                 if self._engine.idle:
                     raise ValueError(
-                        f"{len(self._ids)} rows have no room together: pass fewer of them, or shorter ones, or start "
-                        "with more kv_memory or max_num_seqs (guidance_scale takes two for each row)"
+                        f"{len(self._requests)} rows have no room together: pass fewer of them, or shorter ones, or "
+                        "start with more kv_memory or max_num_seqs (guidance_scale takes two for each row)"
                     )
             return logits
 
     def choose(self, tokens: Sequence[int]) -> None:
-        """The next token of every sequence, behind ``logits``. Raises ValueError for one that is no token."""
+        """Set the next token of every sequence, after ``logits``. Raises ValueError for one that is no token, and if a
+        sequence has ended.
+        """
         with self._use():
+            self._check_unfinished()
             vocab = self._engine.worker_info.vocab_size
             if wrong := [token for token in tokens if not 0 <= token < vocab]:
                 raise ValueError(f"token id {wrong[0]} is out of vocabulary: it has {vocab} tokens")
-            for request_id, token in zip(self._ids, tokens, strict=True):
-                self._engine.request(request_id).set_token(token)
+            for request, token in zip(self._requests, tokens, strict=True):
+                request.set_token(token)
+
+    def _check_unfinished(self) -> None:
+        for output in (request.output.outputs[0] for request in self._requests):
+            if output.finish_reason is not None:
+                raise ValueError(
+                    f"a row has ended ({output.finish_reason}): {output.stop_reason or 'no token follows'}"
+                )
 
     def __enter__(self) -> Lockstep:
         return self
 
     def __exit__(self, *exc: object) -> None:
         with self._use():
-            for request_id in self._ids:
-                self._engine.cancel(request_id)
+            for request in self._requests:
+                self._engine.cancel(request.id)
             self._release_idle_blocks()

@@ -10,7 +10,9 @@ import pytest
 import torch
 from fake_executor import VOCAB, FakeWire, continuation, make_engine, next_token, run
 
+from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
+from lamina.engine.feature import EngineFeature
 from lamina.engine.lockstep import Lockstep
 from lamina.ops.sampling.sampler import Sampler
 from lamina.protocol.control import RunStep, SampledToken, SamplingRequest, StepDone
@@ -125,6 +127,31 @@ def lost_and_found(engine: Engine, kept: dict[int, int]) -> None:
     wire.resume = resume  # type: ignore[method-assign,assignment]
     wire.check_workers = lambda: EpochChanged([], [kept])  # type: ignore[method-assign,assignment,return-value]
     engine.check_workers()
+
+
+def test_a_row_that_has_all_its_tokens_takes_no_more() -> None:
+    engine = make_engine(WireOfLogits(), max_num_seqs=4)
+    with hold(engine, PROMPTS[:2], max_tokens=2) as rows:
+        choose_best(rows, 2)
+        for call in (rows.logits, lambda: rows.choose([1, 1])):
+            with pytest.raises(ValueError, match=r"^a row has ended \(length\): no token follows$"):
+                call()
+    assert not engine.has_work
+
+
+def test_a_row_that_is_refused_says_why() -> None:
+    class NoLender(EngineFeature):
+        def on_idle(self, engine: Engine) -> str:
+            return "nobody lends"
+
+    config = make_config({"enable_prefix_caching": False})
+    engine = Engine(WireOfLogits(num_blocks=4), config, features=[NoLender()])  # type: ignore[arg-type]
+    with (
+        hold(engine, [[5] * 30]) as rows,
+        pytest.raises(ValueError, match=r"^a row has ended \(error\): nobody lends$"),
+    ):
+        rows.logits()
+    assert not engine.has_work
 
 
 def test_a_token_that_is_none_is_refused() -> None:
