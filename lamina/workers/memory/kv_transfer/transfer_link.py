@@ -34,6 +34,7 @@ SLOTS, PART_BYTES = 4, 1 << 20  # slots of an inbox; bytes of a part, unless a b
 POLL_S = 1.0  # seconds of a wait for the next message, at most, before a check for a silent peer
 CONNECT_TIMEOUT_S = 5.0  # seconds that a transfer to a peer waits for its channel
 END_S = 0.5  # seconds for the threads of a link that is stopped
+MAX_REQUESTS = 16  # requests of a peer that wait for their replies, at most
 _HEADER = struct.Struct(f"<IIQ{CHECKSUM_BYTES}s")  # MessageType, number of the part, number of the transfer, checksum
 
 
@@ -119,15 +120,18 @@ class TransferLink:
         self._incoming: dict[int, Transfer] = {}
         self._outgoing: dict[int, Transfer] = {}
         self._last = -1  # the highest number that was expected
+        self._num_requests = 0  # of the peer, that wait for their replies
         self._error = ""
         self._is_over = self._sends = False
         self._jobs = around.queue()  # items are calls that send; None ends the thread
         self._num_threads = 0
 
     def attach(self, channel: Channel) -> None:
-        """Use ``channel``, which has connected, from now on. It is aborted if there is another one, or was to be."""
+        """Use ``channel``, which has connected, from now on. It is aborted if there is another one, or was to be, and
+        after a stop.
+        """
         with self._changed:
-            is_late = self._channel is not None or bool(self._error)
+            is_late = self._channel is not None or bool(self._error) or self._is_over
             if not is_late:
                 self._channel = channel
             self._changed.notify_all()
@@ -191,8 +195,12 @@ class TransferLink:
             self._changed.wait_for(lambda: not self._num_threads, END_S)
 
     def _begin(self, transfer: Transfer, transfers: dict[int, Transfer]) -> bool:
-        """Add a transfer to ``transfers``. Returns whether it is under way: it has parts, and has not failed."""
+        """Add a transfer to ``transfers``. Returns whether it is under way: it has parts, and has not failed. None is
+        after a stop.
+        """
         with self._changed:
+            if self._is_over:
+                return False
             transfer.started_at = self._clock()
             transfer.error = self._failure(transfer) if self._error else None
             is_open = transfer.next_part is not None and transfer.error is None
@@ -239,6 +247,8 @@ class TransferLink:
     # Send.
     def _enqueue(self, job: Callable[[Staging], None]) -> None:
         with self._changed:
+            if self._is_over:
+                return
             starts, self._sends = not self._sends, True
         if starts:
             self._start(self._send_all, "lamina-send")
@@ -311,6 +321,7 @@ class TransferLink:
             if sent_checksum != checksum(arrival.data):
                 raise ProtocolError(f"{name} is damaged")
             if message == MessageType.REQUEST and (answer := self._answer) is not None:
+                self._count_request()
                 wanted = bytes(arrival.data)
                 self._enqueue(lambda staging: self._reply(number, answer, wanted, staging))
             elif message in (MessageType.PART, MessageType.REFUSED):
@@ -330,6 +341,14 @@ class TransferLink:
             self._put(MessageType.REFUSED, number, 0, len(reason), partial(_copy_bytes, reason))
         else:
             self._send(transfer, staging)
+        with self._changed:
+            self._num_requests -= 1
+
+    def _count_request(self) -> None:
+        with self._changed:
+            self._num_requests += 1
+            if self._num_requests > MAX_REQUESTS:  # a peer that requests without end would fill the memory
+                raise ProtocolError(f"{self._num_requests} requests at a time, and {MAX_REQUESTS} may wait for replies")
 
     def _take(self, name: str, message: int, index: int, number: int, data: memoryview, staging: Staging) -> None:
         with self._changed:

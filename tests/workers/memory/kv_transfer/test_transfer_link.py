@@ -292,6 +292,59 @@ def test_an_invalid_request_ends_the_channel() -> None:
             pair.peer.wait_signal(timeout_s=SOON_S)
 
 
+def test_who_requests_more_than_is_replied_to_is_cut_off() -> None:
+    """Else its requests would fill the memory while the first reply takes its time."""
+    replies = threading.Event()
+
+    def answer(wanted: bytes) -> Iterator[TransferPart]:
+        replies.wait(SOON_S)
+        yield from parts(DATA)
+
+    def request_all(pair: Ends) -> None:
+        for number in range(100):
+            pair.put(MessageType.REQUEST, 0, number, b"?")
+
+    with ends(answer) as pair:
+        try:
+            with pytest.raises(ChannelError, match="17 requests at a time, and 16 may wait for replies"):
+                request_all(pair)
+        finally:
+            replies.set()
+
+
+def test_a_request_that_was_replied_to_makes_room_for_the_next_one(linked: Linked) -> None:
+    with channels() as (one, other):
+        asks, answers = linked("other", SILENCE_S), linked("one", SILENCE_S, answer=parts)
+        asks.attach(one)
+        answers.attach(other)
+        for number in range(3 * transfer_link.MAX_REQUESTS):
+            data = bytearray(5)
+            asks.request(number, b"hello")
+            asks.wait(asks.expect(Transfer(number, into(data), SILENCE_S)))
+            assert data == b"hello"
+
+
+def test_nothing_begins_after_a_stop(pair: Ends) -> None:
+    data, ended = bytearray(5000), list[Transfer]()
+    pair.link.stop()
+    transfer = pair.link.expect(Transfer(1, into(data), on_end=ended.append))
+    for _ in range(transfer_link.SLOTS + 1):  # the last one has room once the first one was received
+        pair.put(MessageType.PART, 0, 1, DATA[:5000])
+    assert not any(data)
+    with pytest.raises(TransferError, match=r"^the epoch is over \(transfer 1 of peer\)$"):
+        pair.link.wait(transfer)
+    assert not ended
+
+
+def test_a_channel_that_comes_after_a_stop_is_aborted(linked: Linked) -> None:
+    with channels() as (own, peer):
+        link = linked("peer", SILENCE_S)
+        link.stop()
+        link.attach(own)
+        with pytest.raises(ChannelError, match="peer connects late, or again"):
+            peer.wait_signal(timeout_s=SOON_S)
+
+
 def test_a_local_copy_is_a_transfer_without_a_peer() -> None:
     data = bytearray(len(DATA))
     copy_here(parts(DATA), into(data), open_staging(CPU))
