@@ -211,6 +211,13 @@ def test_zero_points_are_offsets() -> None:
         )  # exact
 
 
+@pytest.mark.parametrize("name", ENTRIES)
+def test_no_rows_or_no_columns_are_no_numbers(name: str) -> None:
+    layer, none = (open_entry(name).quantized(weight(cols, 96, 4, 32)) for cols in (5, 0))
+    assert layer.linear(torch.ones(0, 96)).shape == (0, 5)
+    assert none.linear(torch.ones(2, 3, 96)).shape == (2, 3, 0)
+
+
 CODES, SCALES = torch.zeros(4, 96, dtype=torch.uint8), torch.ones(4, 3)
 
 

@@ -112,7 +112,9 @@ class NativeQuantized:
             raise ValueError(f"b must be [{self._cols}] of {x.dtype}, not {b.dtype} {tuple(b.shape)}")
         x, b = x.contiguous(), None if b is None else b.contiguous()
         y = torch.empty(*x.shape[:-1], self._cols, dtype=x.dtype)
-        rows = y.numel() // max(1, self._cols)
+        if not y.numel():
+            return y
+        rows = y.numel() // self._cols
         addresses = x.data_ptr(), self._packed.data_ptr(), 0 if b is None else b.data_ptr(), y.data_ptr()
         self._run(*addresses, TYPES[x.dtype], rows, self._cols, self._k_size, *self._form)
         return y
