@@ -113,8 +113,8 @@ class PrefillServer(ModelServer):
             )
         if order.peers and self._prefix_listener is not None:
             beginnings = PrefixFetch(self._store, deadlines.step_timeout_s, self.runtime, self.trace)
+            self._attention.set_prefix_fetch(beginnings)  # first, so that it is stopped even if it cannot connect
             beginnings.connect(order, fabric, self._prefix_listener, deadlines.start_timeout_s)
-            self._attention.set_prefix_fetch(beginnings)
 
     def _ready(self, bounds: list[BindReply], epoch: int) -> ComputeReady:
         return structs.replace(self.ready_message(self._cut, bounds, epoch), prefill_stores=[self._store.bind_reply])

@@ -100,6 +100,7 @@ def met(count: int, **fields: Any) -> Iterator[list[Prefiller]]:
         yield workers
     finally:
         for worker in workers:
+            worker.own.stop()
             worker.view.close()
             worker.fabric.close()
 
