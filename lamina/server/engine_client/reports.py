@@ -39,11 +39,12 @@ def state_of(engine: Engine, pools: WorkerExecutor, sessions: dict[str, int], st
         values["ttft_predicted_seconds"] = counts.predicted_ttft_s
         values["ttft_actual_seconds"] = counts.actual_ttft_s
         values["rejected_after_prefill_tokens"] = counts.rejected_after_prefill_tokens
+    free_blocks = engine.free_blocks
     return EngineState(
         running=scheduler.num_unfinished,
         waiting=scheduler.num_waiting,
-        free_blocks=list(engine.free_blocks),
-        evictable_blocks=scheduler.features[PrefixCache].evictable(engine.free_blocks),
+        free_blocks=list(free_blocks),
+        evictable_blocks=scheduler.features[PrefixCache].evictable(free_blocks),
         steps=steps,
         recovering=pools.is_recovering,
         metrics={n: dict(v) if isinstance(v, Mapping) else v for n, v in values.items() if v is not None},
