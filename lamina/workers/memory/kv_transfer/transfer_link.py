@@ -138,7 +138,7 @@ class TransferLink:
         if is_late:
             channel.abort(f"{self.peer} connects late, or again")
         else:
-            self._start(self._receive_all, "lamina-receive")
+            self._start(self._receive_all, "lamina-receive", self._incoming)
 
     def send(self, transfer: Transfer) -> Transfer:
         """Begin to send a transfer, after earlier ones."""
@@ -223,7 +223,9 @@ class TransferLink:
         for transfer in lost:
             transfer.on_end(transfer)
 
-    def _start(self, work: Callable[[Staging], None], name: str) -> None:
+    def _start(self, work: Callable[[Staging], None], name: str, transfers: dict[int, Transfer]) -> None:
+        """Start a thread. ``transfers``: fail if it does, even if its staging cannot be opened."""
+
         def run() -> None:
             try:
                 with torch.inference_mode():  # the store was made in this mode, too
@@ -232,6 +234,7 @@ class TransferLink:
                 if not isinstance(e, ChannelError | ProtocolError):
                     log.exception("a transfer with %s has failed", self.peer)
                 self.give_up(str(e))
+                self._fail(transfers)
             finally:
                 with self._changed:
                     self._num_threads -= 1
@@ -251,17 +254,12 @@ class TransferLink:
                 return
             starts, self._sends = not self._sends, True
         if starts:
-            self._start(self._send_all, "lamina-send")
+            self._start(self._send_all, "lamina-send", self._outgoing)
         self._jobs.put(job)
 
     def _send_all(self, staging: Staging) -> None:
-        try:
-            while (job := self._jobs.get()) is not None:
-                job(staging)
-        except Exception as e:
-            self.give_up(str(e))
-            self._fail(self._outgoing)
-            raise
+        while (job := self._jobs.get()) is not None:
+            job(staging)
 
     def _send(self, transfer: Transfer, staging: Staging) -> None:
         while (part := transfer.next_part) is not None:

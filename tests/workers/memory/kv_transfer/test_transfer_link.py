@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from lamina import netstack
 from lamina.netstack import Channel, ChannelError, Terms
@@ -258,6 +259,12 @@ def test_a_transfer_to_a_peer_that_never_connects_fails(linked: Linked) -> None:
     link, ended = linked("peer", SILENCE_S, connect_s=0.01), queue.SimpleQueue[Transfer]()
     link.send(Transfer(5, parts(DATA), on_end=ended.put))
     assert str(ended.get(timeout=SOON_S).error) == "peer is not there (transfer 5 of peer)"
+
+
+def test_a_transfer_from_a_device_that_cannot_be_used_fails(linked: Linked) -> None:
+    link, ended = linked("peer", SILENCE_S, torch.device("meta")), queue.SimpleQueue[Transfer]()
+    link.send(Transfer(5, parts(DATA), on_end=ended.put))
+    assert str(ended.get(timeout=SOON_S).error) == "'meta' (transfer 5 of peer)"
 
 
 def test_what_is_requested_comes_or_is_refused_and_the_next_one_comes(linked: Linked) -> None:
