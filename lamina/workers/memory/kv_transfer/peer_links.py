@@ -101,5 +101,7 @@ class PeerLinks:
                 terms = Terms(outbound=outbound, inbound=inbound, name=own, peer=peer.name, key=peer.key)
                 try:
                     self.by_number[number].attach(self._fabric.connect(peer.url, terms, timeout_s=timeout_s))
-                except ChannelError as e:  # a lost worker ends the epoch anyway
+                except Exception as e:  # any error: else a transfer would wait for ever
+                    if not isinstance(e, ChannelError):
+                        log.exception("%s cannot be connected to", peer.name)
                     self.by_number[number].give_up(str(e))

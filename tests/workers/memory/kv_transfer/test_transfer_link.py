@@ -7,17 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 
 from lamina import netstack
-from lamina.netstack import Channel, ChannelError, Terms
+from lamina.netstack import Channel, ChannelError, Fabric, Terms
 from lamina.netstack.checksum import checksum
+from lamina.protocol.control import TransferPeer
 from lamina.protocol.step_plan import ProtocolError
 from lamina.workers.device_selection import CPU
+from lamina.workers.epoch_channels import EpochFabric
 from lamina.workers.memory.kv_transfer import transfer_link
+from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.kv_transfer.transfer_link import (
     MessageType,
     Transfer,
@@ -265,6 +268,21 @@ def test_a_transfer_from_a_device_that_cannot_be_used_fails(linked: Linked) -> N
     link, ended = linked("peer", SILENCE_S, torch.device("meta")), queue.SimpleQueue[Transfer]()
     link.send(Transfer(5, parts(DATA), on_end=ended.put))
     assert str(ended.get(timeout=SOON_S).error) == "'meta' (transfer 5 of peer)"
+
+
+def test_a_transfer_from_a_peer_that_cannot_be_connected_to_fails() -> None:
+    """Also where it is not the network that fails."""
+
+    class NoFiles:
+        def connect(self, *terms: object, **named: object) -> Channel:
+            raise OSError("too many open files")
+
+    fabric, ended = EpochFabric(1, cast("Fabric", NoFiles())), queue.SimpleQueue[Transfer]()
+    links = PeerLinks(fabric, [TransferPeer("own", is_receiver=True), TransferPeer("peer", connects=True)])
+    links.open(SILENCE_S, SOON_S, SOON_S)
+    links.by_number[1].expect(Transfer(5, into(bytearray(10)), on_end=ended.put))
+    assert str(ended.get(timeout=SOON_S).error) == "too many open files (transfer 5 of peer)"
+    links.stop()
 
 
 def test_what_is_requested_comes_or_is_refused_and_the_next_one_comes(linked: Linked) -> None:
