@@ -27,5 +27,7 @@ SOME = torch.tensor([[0, 0, 1], [1, 1, 1]])
 )
 def test_a_penalty_counts_here_what_it_counts_there_or_is_not_taken(mask: Any, ignored: Any, here: bool) -> None:
     call: Any = SimpleNamespace(mask=mask)
-    found = _repetition(RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored), call)
+    processor = RepetitionPenaltyLogitsProcessor(1.5)
+    processor.prompt_ignore_length = ignored  # older releases take no tensor
+    found = _repetition(processor, call)
     assert found == ({"repetition_penalty": 1.5} if here else None)
