@@ -46,6 +46,9 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     ] = "auto"
     max_model_len: Annotated[int, Meta(ge=0), "tokens of a sequence, prompt included; 0 = the model's own limit"] = 0
     trust_remote_code: Annotated[bool, "run Python code that ships with the model"] = False
+    allow_unused_weights: Annotated[
+        bool, "start although the files have weights that the model does not use; they are left out"
+    ] = False
     deterministic: Annotated[
         bool,
         "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",

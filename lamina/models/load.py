@@ -27,6 +27,7 @@ from .checkpoint import (
 from .errors import ModelError
 from .read_shard import read_shard
 from .tensor_parallel_shard import plan_shard
+from .weight_names import check_all_used, name_first
 from .weight_pages import prefault_weights
 
 # Loading, routing and torch.export change state of the whole process, which several workers may share.
@@ -57,6 +58,7 @@ def load(
     *,
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    allow_unused_weights: bool = False,
     progress: OnProgress | None = None,
     rank: int = 0,
     size: int = 1,
@@ -65,7 +67,8 @@ def load(
 
     Weights are mapped from their files, and their pages read. If ``dtype`` ("auto": the checkpoint's) is that of the
     file, nothing is copied, and processes of one host share the pages. Each of ``size`` ranks reads its own part alone.
-    The model is in evaluation mode and records no gradients. Raises ModelError.
+    Weights in the files that the model does not use are refused, unless ``allow_unused_weights``. The model is in
+    evaluation mode and records no gradients. Raises ModelError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
@@ -84,6 +87,7 @@ def load(
             model, part = _read_part(directory, config, dtype, trust_remote_code, progress, rank, size)
         else:
             model, part = _from_pretrained(directory, config, dtype, trust_remote_code, progress), WHOLE_MODEL
+    check_all_used(model, directory, allow_unused=allow_unused_weights)
     _read_ahead(model, directory, progress)
     return replace(_describe(model.eval().requires_grad_(False), directory), part=part, stamps=stamps)
 
@@ -183,12 +187,15 @@ def _from_pretrained(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
             )
     except (SafetensorError, ValueError, RuntimeError, OSError, KeyError, ImportError) as error:
         raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
+    if wrong := sorted(info["mismatched_keys"]):
+        name, got, expected = wrong[0]
+        raise ModelError(f"{directory}: {name} is {list(got)} in its file, and {list(expected)} by config.json")
     if missing := sorted(info["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"{directory} lacks weights of {type(model).__name__}: {missing[0]}{more}")
+        raise ModelError(f"{directory} lacks weights of {type(model).__name__}: {name_first(missing)}")
     loaded: nn.Module = model
     return loaded
 

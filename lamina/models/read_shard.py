@@ -13,11 +13,11 @@ from .attention_routing import WHOLE_MODEL, WeightShard
 from .checkpoint import stored_weights, weight_files
 from .errors import ModelError, UnsupportedModelError
 from .tensor_parallel_shard import ShardedDim, ShardPlan
+from .weight_names import FLOATS, WeightNames, name_first
 from .weight_pages import unmap_pages
 
 # Conversions of weights during reading after which each weight can be cut by itself.
 _SPREADS = {"MergeModulelist", "Concatenate"}
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class WeightBytes(NamedTuple):
@@ -59,10 +59,8 @@ class LazySlice:
 def read_shard(model: nn.Module, directory: Path, shard: ShardPlan, dtype: torch.dtype) -> None:
     """Fill a model on the meta device that ``shard`` has shrunk. Raises ModelError, SafetensorError, OSError."""
     from safetensors import safe_open
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
-    mapping = get_model_conversion_mapping(model)
     weights: dict[str, Any] = {}
     # This repeats from_pretrained, which accepts no weights of other shapes than the configuration's.
     loading: Any = model
@@ -72,9 +70,12 @@ def read_shard(model: nn.Module, directory: Path, shard: ShardPlan, dtype: torch
             mapped, passing = (files.enter_context(safe_open(file, framework="pt")) for _ in range(2))
             for name in mapped.keys():  # noqa: SIM118 - it is no mapping
                 weights[name] = mapped.get_slice(name), passing.get_slice(name)
-        cut = _ShardReader(model, shard, mapping)
+        cut = _ShardReader(model, shard)
         config = LoadStateDictConfig(
-            dtype=dtype, dtype_plan=loading._get_dtype_plan(dtype), weight_mapping=mapping, use_safetensors=True
+            dtype=dtype,
+            dtype_plan=loading._get_dtype_plan(dtype),
+            weight_mapping=cut.names.mapping,
+            use_safetensors=True,
         )
         sliced = {name: cut(name, *stored) for name, stored in weights.items()}
         info, _ = loading._load_pretrained_model(model, sliced, None, config)
@@ -83,20 +84,15 @@ def read_shard(model: nn.Module, directory: Path, shard: ShardPlan, dtype: torch
             raise ModelError(f"{directory}: {name} is {list(got)} instead of {list(expected)} on each rank")
         info = loading._finalize_model_loading(model, config, info)
     if missing := sorted(info.missing_keys):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"{directory} lacks weights of {type(model).__name__}: {missing[0]}{more}")
+        raise ModelError(f"{directory} lacks weights of {type(model).__name__}: {name_first(missing)}")
 
 
 class _ShardReader:
     """Reads of each stored weight what ``shard`` has of the weight that it becomes."""
 
-    def __init__(self, model: nn.Module, shard: ShardPlan, mapping: list[Any]) -> None:
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-        self._model, self._shard = model, shard
-        self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
-        self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
-        self._names = model.state_dict()
+    def __init__(self, model: nn.Module, shard: ShardPlan) -> None:
+        self.names = WeightNames(model)
+        self._shard = shard
 
     def __call__(self, name: str, mapped: Any, passing: Any) -> Any:
         """Return the part of a weight to read. ``mapped``, ``passing``: the weight in two mappings of its file."""
@@ -106,16 +102,12 @@ class _ShardReader:
 
     def read(self, name: str, dtype: str, ndim: int) -> WeightRead:
         """Return the way to read the stored weight ``name``. ``dtype``: by safetensors' name."""
-        from transformers.core_model_loading import rename_source_key
-
-        prefix = self._model.base_model_prefix
-        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._names)
-        cut, becomes = self._shard.sharded_dims.get(target), self._names.get(target)
-        copied = pattern is not None or (becomes is not None and _DTYPES.get(dtype) != becomes.dtype)
+        target, converter = self.names.find(name)
+        cut, becomes = self._shard.sharded_dims.get(target), self.names.tensors.get(target)
+        copied = converter is not None or (becomes is not None and FLOATS.get(dtype) != becomes.dtype)
         if cut is None:
             return WeightRead(target, None, copied)
-        if pattern is not None:
-            converter = next(c for c in self._converters if pattern in c.source_patterns)
+        if converter is not None:
             if strange := {type(op).__name__ for op in converter.operations} - _SPREADS:
                 raise UnsupportedModelError(
                     f"--tensor-parallel-size: {name} is converted by {strange.pop()} when it is read, and cannot be cut"
@@ -129,9 +121,7 @@ def weight_bytes(model: nn.Module, directory: Path, shard: ShardPlan | None = No
     """Return the bytes of a model whose weights are read from ``directory``. Reads headers alone. The model is on the
     meta device; ``shard`` has shrunk it, if given.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    cutter = _ShardReader(model, shard or ShardPlan(WHOLE_MODEL, {}, {}), get_model_conversion_mapping(model))
+    cutter = _ShardReader(model, shard or ShardPlan(WHOLE_MODEL, {}, {}))
     reads = [cutter.read(w.name, w.dtype, len(w.shape)) for w in stored_weights(directory)]
     copied_names = {read.target for read in reads if read.copied}
     names: dict[int, set[str]] = {}  # all names of weights that are tied

@@ -201,8 +201,9 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     from lamina.models.load import load
 
     size = args.tensor_parallel_size
-    loaded = load(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, size=size)
-    limit, keep = loaded.max_model_len, not args.trust_remote_code
+    trust = args.trust_remote_code
+    loaded = load(args.model, dtype=args.dtype, trust_remote_code=trust, size=size, allow_unused_weights=True)
+    limit, keep = loaded.max_model_len, not trust
     return loaded.model, convert_model(loaded.model, max_model_len=limit, hoist=args.hoist, part=loaded.part, keep=keep)
 
 

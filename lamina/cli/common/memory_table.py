@@ -120,6 +120,7 @@ def _facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     from lamina.models.load import max_model_len, weights_dtype
     from lamina.models.meta_capture import plan_cuts
     from lamina.models.read_shard import weight_bytes
+    from lamina.models.weight_names import check_all_used
     from lamina.ops import gemm
     from lamina.protocol.capacity import partition_of
     from lamina.workers.device_selection import linear_backend, pick_device
@@ -134,6 +135,7 @@ def _facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
         trust_remote_code=trust,
         ranks=config.topology.tensor_parallel_size,
     )
+    check_all_used(planned.model, directory, allow_unused=config.model.allow_unused_weights)
     layers = layer_shapes(planned.program)
     in_process = netstack.in_process(config.launch.scheme)
     backend = gemm.get(

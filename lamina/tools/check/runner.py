@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from lamina.api.llm import LLM
-from lamina.config.engine_config import EngineConfig
+from lamina.config.engine_config import EngineConfig, ModelOptions
 from lamina.config.flat_options import flat_options, replace_options
 from lamina.kv.stored_format import dequantise, is_scaled, quantise, stored_dtype
 from lamina.models.cache_name import cache_name
@@ -54,7 +54,7 @@ class Check:
         self._params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=ALTERNATIVES, seed=seed
         )
-        self._reference = ReferenceModel(model, trust_remote_code=base.model.trust_remote_code)
+        self._reference = ReferenceModel(model, base.model)
         self._outcomes: dict[Setting, Outcome] = {}
         self._low_memory: LowMemoryCase | None = None  # set with the first outcome, which the next ones need
         self._ids: list[list[int]] = []  # of the prompts
@@ -216,9 +216,9 @@ def random_prompts(llm: LLM, params: SamplingParams) -> list[list[int]]:
 class ReferenceModel:
     """``transformers`` in fp32, with the weights rounded to the dtype of a run."""
 
-    def __init__(self, model: str, *, trust_remote_code: bool) -> None:
+    def __init__(self, model: str, options: ModelOptions) -> None:
         self._source = model
-        self._trust = trust_remote_code
+        self._options = options
         self._full: Any = None  # the model in fp32
         self._known: dict[str, tuple[Agreement, float]] = {}  # by completions: most runs give the same ones
 
@@ -246,7 +246,8 @@ class ReferenceModel:
         return compare(model, outputs), max(ERROR_ALLOWED, DTYPE_FACTOR * own_error)
 
     def _load(self, dtype: str) -> Any:
-        model: Any = load(self._source, dtype=dtype, trust_remote_code=self._trust).model
+        trust, allow = self._options.trust_remote_code, self._options.allow_unused_weights
+        model: Any = load(self._source, dtype=dtype, trust_remote_code=trust, allow_unused_weights=allow).model
         model.generation_config = GenerationConfig()  # plain greedy decoding without an end token
         return model
 

@@ -190,6 +190,7 @@ class ModelServer:
             self.module if self.module is not None else start.path,
             dtype=start.model.dtype,
             trust_remote_code=start.model.trust_remote_code,
+            allow_unused_weights=start.model.allow_unused_weights,
             progress=self._progress,
             rank=start.rank,
             size=start.topology.tensor_parallel_size,

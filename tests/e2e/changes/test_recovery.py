@@ -18,6 +18,7 @@ from test_faults import gone, shared_memory
 from tiny import llama
 
 from lamina import LLM, SamplingParams
+from lamina.config.engine_config import ModelOptions
 from lamina.executor.launchers import local
 from lamina.observe.failpoints import FAILPOINT, Failpoint
 from lamina.observe.trace import Event
@@ -198,7 +199,7 @@ def test_kv_that_is_built_again_in_half_precision_errs_no_more_than_its_rounding
                 if left and grown >= (3 - len(left)) * 48:
                     kill(llm, left.pop(0))
         assert not left
-    exact = ReferenceModel(str(tiny_lm), trust_remote_code=False)
+    exact = ReferenceModel(str(tiny_lm), ModelOptions())
     found, bound = exact.agreement("bfloat16", "auto", list(outputs.values()))
     assert found.num_completions == len(prompts)
     assert 0.0 < found.logit_error <= bound

@@ -1,0 +1,92 @@
+"""The names of stored weights in a model, and the stored weights that a model would not use, or would misread.
+
+transformers renames weights as it reads them, casts them to the model's dtype, and leaves out those that it does not
+know. The last two give a model that runs and writes nonsense, so they are refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .checkpoint import StoredWeight, stored_weights
+from .errors import ModelError
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class WeightTarget(NamedTuple):
+    """The weight of a model that a stored one becomes, or becomes a part of by ``converter``, of transformers."""
+
+    name: str
+    converter: Any
+
+
+class WeightNames:
+    """The map from stored names to those of a model, as transformers' own loading has it. ``tensors``: by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self.mapping: list[Any] = get_model_conversion_mapping(model)
+        self._renamings = [m for m in self.mapping if isinstance(m, WeightRenaming)]
+        self._converters = [m for m in self.mapping if isinstance(m, WeightConverter)]
+        self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
+        self._prefix: Any = model.base_model_prefix
+        self.tensors: dict[str, torch.Tensor] = model.state_dict()
+
+    def find(self, name: str) -> WeightTarget:
+        """Return what the stored weight ``name`` becomes, whether or not the model has a weight of that name."""
+        from transformers.core_model_loading import rename_source_key
+
+        new, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.tensors)
+        if new not in self.tensors and name in self.tensors:  # it has its name already
+            new, pattern = rename_source_key(name, [], [], self._prefix, self.tensors)
+        return WeightTarget(new, self._by_pattern.get(pattern))
+
+
+def check_all_used(model: nn.Module, directory: Path, *, allow_unused: bool = False) -> None:
+    """Raise ModelError if the directory has a weight that ``model``, which may lie on the meta device, has none for, or
+    has in a type that is no rounding of the stored one. Reads headers alone. Weights that transformers knows to leave
+    out for this class are no fault. ``allow_unused``: nor are others.
+    """
+    names = WeightNames(model)
+    unused: dict[str, str] = {}  # names in the files, by those that the model would have
+    for weight in stored_weights(directory):
+        target = names.find(weight.name).name
+        if target not in names.tensors:
+            unused[target] = weight.name
+        elif not _can_hold(names.tensors[target].dtype, weight):
+            raise ModelError(
+                f"{directory}: {weight.name} is stored as {weight.dtype}, where {type(model).__name__} has "
+                f"{str(names.tensors[target].dtype).removeprefix('torch.')}: these are quantised weights without "
+                f"quantization_config in config.json; use a bfloat16 or float32 checkpoint"
+            )
+    left = sorted(unused[name] for name in _unexpected(model, unused))
+    if left and not allow_unused:
+        raise ModelError(
+            f"{directory} has weights that {type(model).__name__} with this config.json does not use: "
+            f"{name_first(left)}; --allow-unused-weights leaves them out"
+        )
+
+
+def name_first(names: list[str]) -> str:
+    """Return text that names the first one and counts the others."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _can_hold(dtype: torch.dtype, weight: StoredWeight) -> bool:
+    return dtype.is_floating_point == (weight.dtype in FLOATS)
+
+
+def _unexpected(model: Any, names: Iterable[str]) -> set[str]:
+    """Return the names that are not on transformers' own lists of weights to leave out."""
+    info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    model._adjust_missing_and_unexpected_keys(info)
+    return set(info.unexpected_keys)
