@@ -76,7 +76,7 @@ class Frontend:
             try:
                 self.tokenizer = loading.result(limit_s)
                 trace, features = self.pools.tracer.recorder, self.pools.engine_features
-                self.engine = Engine(self.pools, config, trace=trace, features=features)
+                self.engine = Engine(self.pools, config, trace=trace, features=features, keeps_slo=False)
                 tune_num_batches(self.engine, on_progress)
             except BaseException:
                 self.pools.close()

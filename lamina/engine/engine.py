@@ -54,18 +54,28 @@ class Engine:
         clock: Clock = time.monotonic,
         trace: Recorder = NULL_RECORDER,
         features: Iterable[EngineFeature] = (),
+        *,
+        keeps_slo: bool = True,
     ) -> None:
-        """``features``: asked after the engine's own ones."""
+        """``features``: asked after the engine's own ones. ``keeps_slo``: ``slo_admission`` may get limits."""
         self.config, self.executor, self.worker_info = config, executor, executor.ready
         self._clock, self._trace = clock, trace
         self._accounting = new_block_tables(self.worker_info)
         self.sessions = Sessions()
         prefixes = build_prefix_cache(config, self._accounting, self.sessions, clock)
         self.slo_admission = build_slo_admission(config, prefixes, clock, trace)
+        conducts = keeps_slo or config.topology.prefill_workers > 0 or self.slo_admission.decision_log is not None
         self.scheduler = build_scheduler(
-            config, self.worker_info, self._accounting, self.slo_admission, prefixes, self.scheduler_class
+            config,
+            self.worker_info,
+            self._accounting,
+            self.slo_admission,
+            prefixes,
+            conducts=conducts,
+            scheduler_class=self.scheduler_class,
         )
-        self.features = (*build_engine_features(config, self.scheduler, self.slo_admission), *features)
+        own = build_engine_features(config, self.scheduler, self.slo_admission, conducts=conducts)
+        self.features = (*own, *features)
         self._intake = RequestIntake(config, self.worker_info, self._accounting.num_kv_shards, self.sessions)
         self._requests = ActiveRequests(clock)
         self._in_flight: dict[tuple[int, int], ScheduledStep] = {}  # by batch and step

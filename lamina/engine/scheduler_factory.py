@@ -101,9 +101,11 @@ def build_scheduler(
     tables: BlockTables,
     slo_admission: SloAdmission,
     prefixes: PrefixCache,
+    *,
+    conducts: bool,
     scheduler_class: type[Scheduler] = Scheduler,
 ) -> Scheduler:
-    """A scheduler with its table of features."""
+    """A scheduler with its table of features. ``conducts``: whether it matters who computes a prompt, and when."""
     batching, topology = config.batching, config.topology
     allocator = KvAllocator(
         tables,
@@ -119,7 +121,7 @@ def build_scheduler(
         num_batches=1 if topology.measures_pipeline else topology.max_batches,
         num_layers=info.num_layers,
         allocator=allocator,
-        features=_features(config, info, tables, allocator, slo_admission, prefixes),
+        features=_features(config, info, tables, allocator, slo_admission, prefixes, conducts=conducts),
     )
     scheduler.begin_epoch(info.epoch, topology.replicas)
     return scheduler
@@ -132,11 +134,16 @@ def _features(
     allocator: KvAllocator,
     slo_admission: SloAdmission,
     prefixes: PrefixCache,
+    *,
+    conducts: bool,
 ) -> list[Feature]:
-    """The table of features, in the order in which the scheduler asks them. A feature uses only those before it."""
+    """The table of features that are configured, in the order in which the scheduler asks them. A feature uses only
+    those before it.
+    """
     tier = _tier(config, tables, info, prefixes)
-    budget = parse_error_budget(config.kv.kv_error_budget)
-    prefill, swap = _prefill(config, info, slo_admission, prefixes), _swaps(config, tier)
+    budget, ranks = parse_error_budget(config.kv.kv_error_budget), config.topology.tensor_parallel_size
+    prefill = _prefill(config, info, slo_admission, prefixes) if conducts else None
+    swap = _swaps(config, tier)
     table = [
         prefill,
         swap,
@@ -146,9 +153,9 @@ def _features(
         BlockSelection() if config.kv.is_sparse else None,
         _evictions(config, info),
         tier,
-        PrefillPlacement(prefill, prefixes),
-        KvMigration(tables, allocator, prefixes, config.topology.tensor_parallel_size if config.migrates_kv else 0),
-        StepTimer(slo_admission, swap),
+        PrefillPlacement(prefill, prefixes) if prefill else None,
+        KvMigration(tables, allocator, prefixes, ranks) if config.migrates_kv else None,
+        StepTimer(slo_admission, swap) if conducts or swap else None,
     ]
     return [feature for feature in table if feature is not None]
 
@@ -215,7 +222,9 @@ def refresh_prefill_stores(
     """``info`` with the stores that prefill workers have now. A worker that has taken a lost one's place may have
     another size of it; behind the loss all are empty.
     """
-    prefill = scheduler.features[PrefillDispatcher]
+    prefill = scheduler.features.get(PrefillDispatcher)
+    if prefill is None:
+        return info
     _explain(prefill.slo_admission, info)
     if stores == info.prefill_stores:
         return info
@@ -245,10 +254,10 @@ def build_slo_admission(
 
 
 def build_engine_features(
-    config: EngineConfig, scheduler: Scheduler, slo_admission: SloAdmission
+    config: EngineConfig, scheduler: Scheduler, slo_admission: SloAdmission, *, conducts: bool
 ) -> list[EngineFeature]:
-    """The engine's own features, in the order in which it asks them."""
-    features: list[EngineFeature] = [SloGate(slo_admission, scheduler)]
+    """The engine's own features, in the order in which it asks them. ``conducts``: see ``build_scheduler``."""
+    features: list[EngineFeature] = [SloGate(slo_admission, scheduler)] if conducts else []
     if config.topology.measures_pipeline:
         features.append(Tuner(config.topology.max_batches, scheduler.set_num_batches))
     return features

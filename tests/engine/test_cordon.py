@@ -52,6 +52,7 @@ def open_engine(
     ready = msgspec.structs.replace(ready, prefill_stores=[store] * prefill_workers)
     clock = VirtualClock()
     options = {"transport": "shm", "block_size": BLOCK, "max_num_seqs": 32, "enable_prefix_caching": caches}
+    options |= {"partition": "request", "memory_workers": WORKERS} if layout == BY_REQUEST else {}
     options |= {"prefill_workers": prefill_workers, "prefill_chunk": 8} if prefill_workers else {}
     return Engine(SimulatedExecutor(clock, ready, lambda load: 1.0), make_config(options), clock)
 

@@ -24,6 +24,7 @@ from lamina.models.tokenizer import load_in_background
 from lamina.protocol.control import EPOCH_BITS, ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
 from lamina.protocol.executor import ReducedCapacityError, WorkerError
 from lamina.request import ErrorOrigin, OverloadedError, RequestOutput
+from lamina.scheduler.conductor.overload import NO_LIMITS
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, SessionName
 from lamina.workers.worker_process import write_error
@@ -116,10 +117,11 @@ def _serve(link: ControlLink, start: StartEngine) -> None:
 
     pools = WorkerExecutor(start.model, config, progress, launch=partial(open_launcher, without=start.lost_hosts))
     try:
-        engine = Engine(pools, config, trace=pools.tracer.recorder, features=pools.engine_features)
+        limits, trace = start.conductor_config.limits, pools.tracer.recorder
+        engine = Engine(pools, config, trace=trace, features=pools.engine_features, keeps_slo=limits != NO_LIMITS)
         tune_num_batches(engine, progress)
         if start.is_first:
-            check_slo(engine, start.conductor_config.limits, progress)
+            check_slo(engine, limits, progress)
         engine.slo_admission.set_config(start.conductor_config)
         loop = _EngineLoop(link, engine, pools, tokenizer.result(limit_s))
         try:

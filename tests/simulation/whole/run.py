@@ -160,7 +160,7 @@ class _FleetPlay(Play):
         tokens = sum(self._check_answer(self._of.asks[place], seen) for place, seen in self._ended.items())
         assert len(self._ended) == len(self._of.asks), "a request without an answer"
         moved, left = (
-            self._moved + engine.scheduler.features[KvMigration].num_moved_blocks,
+            self._moved + _moved_blocks(engine),
             self._pools.resizer.moved_bytes["leave"],
         )
         return FleetPlayed(hits[DIES], hits[STOPS], self._host.cuts, view, tokens, preemptions, self._clock.now,
@@ -178,7 +178,7 @@ class _FleetPlay(Play):
         """The engine has died: another one goes on with what readers have, as a server's does."""
         while True:
             self._engines += 1
-            self._moved += self._engine.scheduler.features[KvMigration].num_moved_blocks
+            self._moved += _moved_blocks(self._engine)
             self._options["memory_workers"] = len(self._pools.memory) - self._options.get("kv_parity", 0)
             self._host.bury()
             with suppress(EngineDied):  # so does the next one, perhaps, as it starts
@@ -249,6 +249,11 @@ class _FleetPlay(Play):
             assert text == letters(tokens[:-1] if ended else tokens), "its text is none of its tokens"
             assert self._model.right(ask.prompt, tokens), f"{tokens} behind {ask.prompt} are not right"
         return sum(len(seen.tokens) for seen in answer)
+
+
+def _moved_blocks(engine: Engine) -> int:
+    migration = engine.scheduler.features.get(KvMigration)
+    return migration.num_moved_blocks if migration else 0
 
 
 def main(first: int = 0, count: int = 200) -> None:
