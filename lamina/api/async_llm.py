@@ -20,8 +20,7 @@ from lamina.protocol.executor import WorkerError
 from lamina.request import RequestOutput, SamplingParams
 from lamina.scheduler.sessions.cache_options import CacheOptions
 
-from .frontend import Frontend
-from .prompts import Prompt, priority_list, prompt_list
+from .frontend import Frontend, Prompt, priority_list, prompt_list
 
 INLINE_CHARS = 512  # shorter text is tokenized at once: switching threads would take longer
 

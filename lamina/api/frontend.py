@@ -1,12 +1,13 @@
-"""The common part of ``LLM`` and ``AsyncLLM``: a model's pools, engine and tokenizer, and a prompt's conversion for the
-engine.
+"""The common part of ``LLM`` and ``AsyncLLM``: a model's pools, engine and tokenizer, and the conversion of prompts, in
+every form that is accepted, for the engine. Other values raise an error of one line.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,9 @@ from .vllm_compat import PASTED, translate_vllm_options
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's names
 logger = logging.getLogger(__name__)
 MAX_LOGPROBS = 20  # the default limit of an LLM, as in vLLM
+# Text, token ids, or a mapping with "prompt" or "prompt_token_ids" as in other engines.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+FORMS = "text, token ids, or a list of those"
 
 
 def metrics_of(engine: Engine) -> list[Metric]:
@@ -100,13 +104,15 @@ class Frontend:
             ids = ids[-self._num_kept_prompt_tokens(params) :]
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: pass tokenizer= or use stop_token_ids")
-        make_pieces, spell = None, None
+        make_detokenizer, spell = None, None
         if self.tokenizer is not None and params.detokenize:
             tokenizer, skip = self.tokenizer, params.skip_special_tokens
-            make_pieces = lambda: Detokenizer(tokenizer, ids, skip_special_tokens=skip)  # noqa: E731
+            make_detokenizer = lambda: Detokenizer(tokenizer, ids, skip_special_tokens=skip)  # noqa: E731
             self._speller = spell = self._speller or TokenSpeller(tokenizer)
         text = prompt if isinstance(prompt, str) else None
-        return EngineRequest(prompt=ids, params=params, text=text, make_detokenizer=make_pieces, decode_token=spell)
+        return EngineRequest(
+            prompt=ids, params=params, text=text, make_detokenizer=make_detokenizer, decode_token=spell
+        )
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         most = self._max_logprobs
@@ -165,3 +171,84 @@ def _checked_model(model: Any) -> Any:
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise ValueError("model has weights that are not on the CPU: call model.to('cpu') first")
     return model
+
+
+def prompt_list(prompts: Any) -> list[str | list[int]]:
+    """Return one prompt or several as a list. Raises ValueError for anything that is no prompt."""
+    if isinstance(prompts, str | Mapping) or _is_ids(prompts):
+        return [_prompt(prompts)]
+    try:
+        several = list(prompts)
+    except TypeError:
+        raise ValueError(f"prompts must be {FORMS}, not {type(prompts).__name__}") from None
+    return [_prompt(p) for p in several]
+
+
+def params_list(count: int, params: Any) -> list[SamplingParams]:
+    """Return sampling parameters for each of ``count`` prompts. Raises ValueError."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError("sampling_params must be a SamplingParams, or a list with one for each prompt")
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts: pass one, or one for each")
+    return list(params)
+
+
+def priority_list(count: int, priority: Any) -> list[int]:
+    """Return a priority for each of ``count`` prompts; None is 0. Raises ValueError for non-integers and a wrong number
+    of them.
+    """
+    each = list(priority) if isinstance(priority, list | tuple) else [0 if priority is None else priority] * count
+    if not all(isinstance(p, Integral) for p in each):
+        raise ValueError(f"priority must be a whole number, or a list with one for each prompt, not {priority!r}")
+    if len(each) != count:
+        raise ValueError(f"{len(each)} priorities for {count} prompts: pass one number, or one for each")
+    return [int(p) for p in each]
+
+
+def conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
+    """Return one conversation or several as a list. Raises ValueError for anything else."""
+    if _is_conversation(messages):
+        return [list(messages)]
+    if isinstance(messages, Sequence) and messages and all(_is_conversation(m) for m in messages):
+        return [list(m) for m in messages]
+    raise ValueError('messages must be a list of {"role": ..., "content": ...}, or a list of such lists')
+
+
+def _prompt(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, Mapping):
+        contents = [prompt[k] for k in ("prompt_token_ids", "prompt") if prompt.get(k) is not None]
+        if not contents or isinstance(contents[0], Mapping):
+            raise ValueError('a prompt that is a mapping needs "prompt" (text) or "prompt_token_ids"')
+        return _prompt(contents[0])
+    if isinstance(prompt, str):
+        return prompt
+    if not _is_ids(prompt):
+        raise ValueError(f"a prompt must be text or token ids, not {_words(prompt)}")
+    return [int(t) for t in prompt]
+
+
+def _is_ids(value: Any) -> bool:
+    """Return True for a list of whole numbers, or a flat integer array of numpy or torch."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and (
+        all(isinstance(t, int) or (hasattr(t, "__index__") and not hasattr(t, "__len__")) for t in value)
+        and len(value) > 0
+    )  # fmt: skip
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and all(isinstance(m, Mapping) and "role" in m for m in value)
+    )
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return f"a list of {type(value[0]).__name__}" if len(value) else "an empty list"
+    return type(value).__name__

@@ -21,10 +21,9 @@ from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, Cache
 from lamina.scheduler.sessions.session_table import SessionInfo, SessionName
 from lamina.scheduler.sessions.session_turns import messages_transcript, prompt_transcript
 from lamina.scheduler.sessions.token_ranges import parse_ranges
-from lamina.utils.progress import counting_bar
+from lamina.utils.progress import counted
 
-from .frontend import Frontend, metrics_of
-from .prompts import Prompt, conversation_list, params_list, priority_list, prompt_list
+from .frontend import Frontend, Prompt, conversation_list, metrics_of, params_list, priority_list, prompt_list
 
 Conversation = Sequence[dict[str, Any]]
 
@@ -96,7 +95,8 @@ class LLM:
         ``kv_discard``: first and stop of token ranges that the one prompt, and its session, lose for good; only if
         contexts may be truncated. ``others``: arguments of vLLM's, accepted if they request nothing.
         """
-        check_arguments("LLM.generate", others)
+        if others:
+            check_arguments("LLM.generate", others)
         batch = prompt_list(prompts)
         priorities = priority_list(len(batch), priority)
         return self._generate(batch, sampling_params, use_tqdm, _cache_options(session_id, kv_discard), priorities)
@@ -115,14 +115,9 @@ class LLM:
             replace(a, cache_options=structs.replace(a.cache_options, priority=p))
             for a, p in zip(asked, priorities, strict=True)
         ]
-        with (
-            self._stream(asked, finished_only=True) as stream,
-            counting_bar(use_tqdm, len(stream.request_ids), "Processed prompts") as count,
-        ):
-            finished = {}
-            for output in stream:
-                finished[output.request_id] = output
-                count()
+        with self._stream(asked, finished_only=True) as stream:
+            shown = counted(stream, use_tqdm, len(batch), "Processed prompts") if use_tqdm else stream
+            finished = {output.request_id: output for output in shown}
         return [finished[request_id] for request_id in stream.request_ids]
 
     def stream(
@@ -327,7 +322,7 @@ class LLM:
 def _cache_options(session_id: str | None, kv_discard: Sequence[tuple[int, int]]) -> CacheOptions:
     """Return the cache options for the one prompt of a call."""
     session = None if session_id is None else SessionName(b"", session_id)
-    return CacheOptions(session=session, discard_ranges=parse_ranges(kv_discard))
+    return CacheOptions(session=session, discard_ranges=parse_ranges(kv_discard) if kv_discard else ())
 
 
 class Stream(Iterator[RequestOutput]):

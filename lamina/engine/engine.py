@@ -23,11 +23,9 @@ from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, Cache
 from lamina.scheduler.sessions.session_table import SessionName, Sessions
 from lamina.scheduler.surviving_kv import SurvivingTokens, num_stored_tokens
 
-from .active_requests import ActiveRequests
-from .detokenizer import DecodeToken, IncrementalDetokenizer
 from .feature import EngineFeature
 from .intake import RequestIntake
-from .request import Request
+from .request import ActiveRequests, DecodeToken, IncrementalDetokenizer, Request
 from .scheduler_factory import (
     build_engine_features,
     build_prefix_cache,
@@ -97,7 +95,7 @@ class Engine:
         params: SamplingParams,
         *,
         text: str | None = None,
-        make_pieces: Callable[[], IncrementalDetokenizer] | None = None,
+        make_detokenizer: Callable[[], IncrementalDetokenizer] | None = None,
         resume_from: Iterable[ResumedCompletion] = (),
         external_sampling: bool = False,
         decode_token: DecodeToken | None = None,
@@ -119,7 +117,7 @@ class Engine:
             terms,
             self._clock(),
             text=text,
-            make_pieces=make_pieces,
+            make_detokenizer=make_detokenizer,
             decode_token=decode_token,
             external_sampling=external_sampling,
             cacheable=cacheable,

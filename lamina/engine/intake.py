@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from itertools import chain
 
+from lamina.config.conflicts import KV_DISCARD, PRIORITY, SESSION_ID, conflict_text, need_text
 from lamina.config.engine_config import EngineConfig
 from lamina.protocol.control import ComputeReady
 from lamina.request import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
-from lamina.scheduler.request_validation import (
-    check_cache_options,
-    check_discard,
-    check_stop_tokens,
-    check_token_ids,
-    evicts_kv,
-    kv_mode_of,
-    prompt_too_long_message,
-)
 from lamina.scheduler.sampling_requests import completion_seed
-from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sequence import FULL_ATTENTION_SALT, Sequence
 from lamina.scheduler.sessions.cache_options import CacheOptions
-from lamina.scheduler.sessions.context_overflow import build_context_overflow
+from lamina.scheduler.sessions.context_overflow import ContextOverflow, build_context_overflow
 from lamina.scheduler.sessions.session_table import Sessions
 from lamina.scheduler.sessions.token_ranges import TokenRanges, remove_ranges, union
 
-from .detokenizer import DecodeToken, IncrementalDetokenizer, build_text_streams
-from .request import Request
+from .request import DecodeToken, IncrementalDetokenizer, Request, build_text_streams
+
+MAX_PROMPT_LOGPROBS = 1 << 20  # of a prompt, which come back at once
 
 
 class RequestIntake:
@@ -34,6 +28,7 @@ class RequestIntake:
     def __init__(self, config: EngineConfig, info: ComputeReady, num_kv_shards: int, sessions: Sessions) -> None:
         """``info``: facts of the model, which stay. Raises ValueError for a context too short to be truncated."""
         self._config, self._sessions = config, sessions
+        self._drops_blocks, self._selects_blocks = config.kv.drops_blocks, config.kv.selects_blocks
         self._max_model_len, self._vocab_size, self._eos = info.max_model_len, info.vocab_size, info.eos_token_ids
         stripe = info.stripe * info.block_size * num_kv_shards
         self._overflow = build_context_overflow(config.overflow, info.max_model_len, stripe)
@@ -41,7 +36,7 @@ class RequestIntake:
 
     def check(self, prompt: list[int], params: SamplingParams, terms: CacheOptions) -> None:
         """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
-        check_cache_options(terms, params, self._config)
+        self._check_cache_options(terms, params)
         if terms.discard_ranges:
             check_discard(terms.discard_ranges, len(prompt), params, self._overflow)
         if not prompt:
@@ -50,7 +45,7 @@ class RequestIntake:
         if len(prompt) >= self._max_model_len and not truncates:
             raise ValueError(prompt_too_long_message(len(prompt), self._max_model_len))
         check_token_ids(prompt, params, self._vocab_size)
-        evicts_kv(params, self._config)
+        self._check_sparsity(params)
         check_stop_tokens(params, self._stops(params), self._vocab_size)
 
     def make(
@@ -61,7 +56,7 @@ class RequestIntake:
         now_s: float,
         *,
         text: str | None,
-        make_pieces: Callable[[], IncrementalDetokenizer] | None,
+        make_detokenizer: Callable[[], IncrementalDetokenizer] | None,
         decode_token: DecodeToken | None,
         external_sampling: bool,
         cacheable: bool,
@@ -71,7 +66,8 @@ class RequestIntake:
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         discarded = TokenRanges() if external_sampling else self._ranges_to_discard(prompt, params, terms)
         left = remove_ranges(prompt, discarded) if discarded else prompt
-        salt, drops, dense = kv_mode_of(terms.salt, params, self._config)
+        sparse = params.kv_sparsity != "none"
+        dense = self._selects_blocks and not sparse  # it begins with nothing that others have approximated
         limit, stops = self._max_model_len, self._stops(params)
         sequences = [
             Sequence(
@@ -82,13 +78,13 @@ class RequestIntake:
                 CompletionOutput(index, logprobs=None if params.logprobs is None else []),
                 max_len=limit if params.max_tokens is None else min(limit, len(left) + params.max_tokens),
                 stop_tokens=stops,
-                salt=salt,
+                salt=terms.salt + FULL_ATTENTION_SALT if dense else terms.salt,
                 affinity_key=terms.affinity_key,
                 priority=terms.priority,
                 retention_s=terms.retention_s,
                 discarded_ranges=discarded,
                 original_prompt=prompt if discarded else [],
-                evicts_kv=drops,
+                evicts_kv=self._drops_blocks and sparse,
                 full_attention=dense,
                 do_not_cache=not cacheable,
                 external_sampling=external_sampling,
@@ -97,7 +93,30 @@ class RequestIntake:
         ]
         output = RequestOutput(request_id, text, list(prompt), [s.output for s in sequences], RequestTimes(now_s))
         output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
-        return Request(output, sequences, build_text_streams(params, make_pieces), decode_token)
+        return Request(output, sequences, build_text_streams(params, make_detokenizer), decode_token)
+
+    def _check_sparsity(self, params: SamplingParams) -> None:
+        """Raise ValueError if a request asks for sparsity that the engine has not."""
+        own = self._config.kv.kv_sparsity
+        if params.kv_sparsity not in (None, "none", own):
+            raise ValueError(
+                f"kv_sparsity {params.kv_sparsity}: this engine has --kv-sparsity {own}: start it with "
+                f"--kv-sparsity {params.kv_sparsity}, or ask for none"
+            )
+
+    def _check_cache_options(self, terms: CacheOptions, params: SamplingParams) -> None:
+        """Raise ValueError if a request cannot be taken on such terms, whatever its prompt is."""
+        if terms.priority and self._config.batching.scheduling_policy == "fcfs":
+            raise ValueError(need_text(PRIORITY, ["--scheduling-policy priority"]))
+        if terms.session is None:
+            return
+        if params.n > 1:
+            raise ValueError(f"n must be 1 with session_id, not {params.n}: a session goes on behind one answer")
+        if not self._config.caches_prefixes:
+            raise ValueError(conflict_text(SESSION_ID, "--no-enable-prefix-caching"))
+        self._check_sparsity(params)
+        if self._drops_blocks and params.kv_sparsity != "none":
+            raise ValueError(conflict_text(SESSION_ID, "--kv-sparsity evict"))
 
     def _ranges_to_discard(self, prompt: list[int], params: SamplingParams, terms: CacheOptions) -> TokenRanges:
         """The tokens that a prompt loses because its context is too long, or as its session has lost them before."""
@@ -109,3 +128,56 @@ class RequestIntake:
 
     def _stops(self, params: SamplingParams) -> frozenset[int]:
         return frozenset([*([] if params.ignore_eos else self._eos), *(params.stop_token_ids or [])])
+
+
+def check_token_ids(prompt: list[int], params: SamplingParams, vocabulary: int) -> None:
+    """Raises ValueError, in one line, for a token that there is not, and for bad words that nobody has made tokens."""
+    if params.bad_words and params.bad_words_token_ids is None:
+        raise ValueError("bad_words need a tokenizer: pass tokenizer=, or name their tokens in bad_words_token_ids")
+    if params.prompt_logprobs is not None:
+        each = 1 + (vocabulary if params.prompt_logprobs < 0 else min(params.prompt_logprobs, vocabulary))
+        if len(prompt) * each > MAX_PROMPT_LOGPROBS:
+            text = (
+                f"prompt_logprobs of {len(prompt)} tokens, {each} of each, are more than {MAX_PROMPT_LOGPROBS} values"
+            )
+            raise ValueError(f"{text}: ask for fewer of each, or of parts of the prompt")
+    named: dict[str, Collection[int]] = {
+        "the prompt": prompt,
+        "stop_token_ids": params.stop_token_ids or (),
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words": [*chain.from_iterable(params.bad_words_token_ids or ())],
+    }
+    for name, ids in named.items():
+        different = {*ids}
+        if different and not 0 <= min(different) <= max(different) < vocabulary:
+            bad = next(t for t in ids if not 0 <= t < vocabulary)
+            raise ValueError(f"{name}: token id {bad} is out of vocabulary: it has {vocabulary} tokens")
+
+
+def check_stop_tokens(params: SamplingParams, stops: Collection[int], vocabulary: int) -> None:
+    """Raises ValueError where ``min_tokens`` bans all tokens that there are, as each is one of ``stops``."""
+    if params.min_tokens and set(stops).issuperset(range(vocabulary)):
+        raise ValueError(
+            f"min_tokens {params.min_tokens} bans the stop tokens until then, and stop_token_ids with the end tokens "
+            f"are all {vocabulary} of the vocabulary: leave one out, or leave out min_tokens"
+        )
+
+
+def prompt_too_long_message(tokens: int, limit: int) -> str:
+    """Of a prompt that leaves no room for a token, in the words by which clients and scripts know it."""
+    return (
+        f"This model's maximum context length is {limit} tokens (--max-model-len). The decoder prompt (length "
+        f"{tokens}) plus the number of requested output tokens (at least 1) is longer than the maximum model length of "
+        f"{limit}. Make sure that `max_model_len` is no smaller than the number of text tokens (prompt + requested "
+        f"output tokens)."
+    )
+
+
+def check_discard(ranges: TokenRanges, length: int, params: SamplingParams, overflow: ContextOverflow | None) -> None:
+    """Raises ValueError where a prompt of ``length`` cannot lose these tokens."""
+    if overflow is None:
+        raise ValueError(need_text(KV_DISCARD, ["--context-overflow truncate"]))
+    if params.prompt_logprobs is not None:
+        raise ValueError("kv_discard does not go with prompt_logprobs, which are of all tokens: leave out one")
+    overflow.check(ranges, length)

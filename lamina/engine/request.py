@@ -1,17 +1,100 @@
-"""A request under way: its output, its sequences, their texts."""
+"""Requests under way: their outputs, their sequences, and the text of each completion as a reader may see it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
+from typing import Protocol
 
+from lamina.models.tokenizer import MAX_PENDING_BYTES, find_stop, num_held_back
 from lamina.protocol.control import ALL_TOKENS_BANNED, SampledToken
-from lamina.request import ErrorOrigin, Refusal, RequestOutput, ResumedCompletion, refusal_text
-from lamina.scheduler.request_validation import NOT_FINITE, all_tokens_banned_message
+from lamina.protocol.executor import Clock
+from lamina.request import (
+    ErrorOrigin,
+    Logprob,
+    Refusal,
+    RequestOutput,
+    ResumedCompletion,
+    SamplingParams,
+    Score,
+    refusal_text,
+)
 from lamina.scheduler.sequence import Sequence
 
-from .detokenizer import MAX_PENDING_BYTES, DecodeToken, TextStream, decoded_logprobs
-
 log = logging.getLogger(__name__)
+NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
+
+DecodeToken = Callable[[int, Several[int]], str]  # the text of a token behind others
+
+
+class IncrementalDetokenizer(Protocol):
+    """Turns tokens into text; models.tokenizer.Detokenizer is one."""
+
+    def push(self, token_ids: Several[int]) -> str:
+        """The new text that later tokens cannot change."""
+        ...
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        ...
+
+
+def decoded_logprobs(scores: list[Score], before: Several[int], spell: DecodeToken | None) -> dict[int, Logprob]:
+    """By token. Without ``spell`` they have no texts."""
+    return {t: Logprob(value, rank, None if spell is None else spell(t, before)) for t, value, rank in scores}
+
+
+class TextStream:
+    """``text`` only grows: what might turn out to be the beginning of a stop string is kept back until it is not."""
+
+    def __init__(self, pieces: IncrementalDetokenizer, stops: Several[str], *, include_stop: bool = False) -> None:
+        """``include_stop``: whether the text ends behind the stop string and not before it."""
+        self._pieces = pieces
+        self._stops = stops
+        self._include_stop = include_stop
+        self._longest = max((len(s) for s in stops), default=0)
+        self._raw = ""
+        self._ended = False
+
+    @property
+    def text(self) -> str:
+        """The text that can be shown."""
+        return self._raw if self._ended else self._raw[: len(self._raw) - num_held_back(self._raw, self._stops)]
+
+    def push(self, token: int, *, search: bool) -> str | None:
+        """Take a token; the stop string that it completes, if ``search``. The text then ends before that string."""
+        start = max(0, len(self._raw) - self._longest + 1)
+        self._raw += self._pieces.push([token])
+        return self._cut(start) if search else None
+
+    def finish(self, *, search: bool) -> str | None:
+        """The completion has ended: show everything, unless what was held back completes a stop string."""
+        if self._ended:
+            return None
+        start = max(0, len(self._raw) - self._longest + 1)
+        self._raw += self._pieces.finish()
+        self._ended = True
+        return self._cut(start) if search else None
+
+    def _cut(self, start: int) -> str | None:
+        stop = find_stop(self._raw, self._stops, start)
+        if stop is None:
+            return None
+        self._raw = self._raw[: stop[0] + (len(stop[1]) if self._include_stop else 0)]
+        self._ended = True
+        return stop[1]
+
+
+def build_text_streams(
+    params: SamplingParams, make_detokenizer: Callable[[], IncrementalDetokenizer] | None
+) -> list[TextStream | None]:
+    """Of each completion of a request; None where nobody reads text."""
+    stops, include = params.stop_strings, params.include_stop_str_in_output
+    return [
+        TextStream(make_detokenizer(), stops, include_stop=include) if make_detokenizer else None
+        for _ in range(params.n)
+    ]
 
 
 class Request:
@@ -149,3 +232,79 @@ def _extend(text: TextStream, sequence: Sequence, token: int) -> None:
         sequence.finish("stop", stop)
         output.finish_reason, output.stop_reason = "stop", stop
     output.text = text.text
+
+
+def all_tokens_banned_message(params: SamplingParams, outputs: int) -> str:
+    """Of a completion of so many tokens that has none left that it may have. ``min_tokens`` forbids no more once there
+    are so many.
+    """
+    forbids = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words_token_ids,
+        "min_tokens": outputs < params.min_tokens,
+    }
+    given = [name for name, value in forbids.items() if value]
+    if given == ["min_tokens"]:
+        return (
+            f"min_tokens {params.min_tokens} bans the stop tokens so far, and the model gives no other token: lower "
+            f"it, or name fewer stops"
+        )
+    return f"{' and '.join(given)} forbid every token that the model gives: allow more tokens, or forbid fewer"
+
+
+class ActiveRequests:
+    """A request is here from its arrival until ``take_outputs`` has returned it finished, or it is cancelled."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._all = dict[int, Request]()
+        self._grown = dict[int, Request]()  # since the last ``take_outputs``
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._all.values())
+
+    def __getitem__(self, request_id: int) -> Request:
+        return self._all[request_id]
+
+    def of(self, sequence: Sequence) -> Request | None:
+        """The request of a sequence; None for one that has left, and for a hidden sequence."""
+        return self._all.get(sequence.request_id)
+
+    def add(self, request: Request) -> None:
+        """Take a request in. One that is finished already is among the next outputs."""
+        self._all[request.id] = request
+        if request.output.finished:
+            self.mark_grown(request)
+
+    def mark_grown(self, request: Request) -> None:
+        """It has got a token, or has ended."""
+        self._grown[request.id] = request
+
+    def cancel(self, request_id: int) -> RequestOutput | None:
+        """End a request, which leaves at once. Returns its output; None for a number that is not here."""
+        self._grown.pop(request_id, None)
+        request = self._all.pop(request_id, None)
+        if request is None:
+            return None
+        for sequence in request.sequences:
+            request.end_sequence(sequence, "abort")
+        request.output.times.finished_s = self._clock()
+        return request.output
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return what has grown, the first to grow first. Finished requests leave."""
+        if not self._grown:
+            return []
+        now, outputs = self._clock(), list[RequestOutput]()
+        for request_id, request in self._grown.items():
+            finished = request.output.finished
+            request.output.times.mark(now, finished=finished)
+            if finished:
+                request.output.num_preemptions = sum(s.num_preemptions for s in request.sequences)
+                del self._all[request_id]
+            outputs.append(request.output)
+        self._grown = {}
+        return outputs

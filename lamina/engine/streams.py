@@ -17,8 +17,8 @@ from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, Cache
 from lamina.scheduler.sessions.session_table import SessionInfo, SessionName
 from lamina.scheduler.sessions.session_turns import EMPTY_TRANSCRIPT, SessionTurns, TurnTranscript
 
-from .detokenizer import DecodeToken, IncrementalDetokenizer
 from .engine import Engine
+from .request import DecodeToken, IncrementalDetokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class RequestStreams:
                 a.prompt,
                 a.params,
                 text=a.text,
-                make_pieces=a.make_detokenizer,
+                make_detokenizer=a.make_detokenizer,
                 decode_token=a.decode_token,
                 terms=a.cache_options,
             )

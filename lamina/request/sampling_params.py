@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from .unsupported_options import check_supported_fields, vllm_arguments
@@ -139,9 +139,12 @@ class SamplingParams:
         """Return a copy that shares nothing that can change. Raises ValueError for a field that was set to a bad value,
         and for an unknown field.
         """
-        given, known = vars(self), _names()
-        check_supported_fields({name: given[name] for name in given if name not in known}, known)
-        return replace(self)
+        known = self.__dataclass_fields__
+        if others := {name: value for name, value in vars(self).items() if name not in known}:
+            check_supported_fields(others, known)
+        clone = copy(self)
+        clone.__post_init__()
+        return clone
 
     @property
     def adjusts_logits(self) -> bool:
@@ -183,11 +186,6 @@ def _ids(value: Any, name: str) -> list[int]:
     if type(value) is list and all(type(t) is int for t in value):  # usually of many tokens
         return value.copy()
     return [int(_number(operator.index, t, name)) for t in value]
-
-
-@lru_cache(1)
-def _names() -> frozenset[str]:
-    return frozenset(f.name for f in fields(SamplingParams))
 
 
 def _check(condition: bool, text: str) -> None:

@@ -15,6 +15,8 @@ from .sessions.session_table import SessionState
 from .sessions.token_ranges import TokenRanges
 from .sparsity.error_budget import CompletionErrors
 
+FULL_ATTENTION_SALT = b" dense"  # after the salt of sequences that attend all of their KV where others attend some
+
 
 @dataclass(eq=False)
 class Sequence:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -41,16 +42,17 @@ def progress_bar(enabled: bool) -> Iterator[OnProgress]:
             bar.close()
 
 
-@contextlib.contextmanager
-def counting_bar(wanted: bool | Callable[..., Any], total: int, text: str) -> Iterator[Callable[[], object]]:
-    """Show a bar of ``total`` things, and yield a function that counts one. ``wanted``: True: on a terminal; or a
-    function that makes the bar, called as tqdm is.
+def counted(things: Iterable[T], make: bool | Callable[..., Any], total: int, text: str) -> Iterator[T]:
+    """Yield ``things``, of which a bar counts ``total``. ``make``: True: on a terminal; or a function that makes the
+    bar, called as tqdm is.
     """
-    if not wanted or (wanted is True and not sys.stderr.isatty()):
-        yield lambda: None
+    if make is True and not sys.stderr.isatty():
+        yield from things
         return
     from tqdm import tqdm
 
-    make = tqdm if isinstance(wanted, bool) else wanted
+    make = tqdm if isinstance(make, bool) else make
     with contextlib.closing(make(total=total, desc=text, dynamic_ncols=True)) as bar:
-        yield bar.update
+        for thing in things:
+            yield thing
+            bar.update()

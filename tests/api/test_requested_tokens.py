@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from lamina import SamplingParams
 from lamina.api.frontend import Frontend, _checked_limit
-from lamina.engine.detokenizer import decoded_logprobs
+from lamina.engine.intake import check_token_ids
+from lamina.engine.request import decoded_logprobs
 from lamina.models.tokenizer import TokenSpeller, bad_words_ids
-from lamina.scheduler.request_validation import check_token_ids
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
 

@@ -38,7 +38,7 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
     stop = text[7:10]
     at = text.find(stop)
     engine = make_engine()
-    engine.add([1, 2, 3], SamplingParams(max_tokens=20, stop=stop), make_pieces=Letters)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=20, stop=stop), make_detokenizer=Letters)
     seen = []
     while engine.has_work:
         seen += [o.outputs[0].text for o in engine.step()]
@@ -63,7 +63,7 @@ class WireThatFails(FakeWire):
 def test_an_end_that_no_token_brings_shows_the_text_that_was_held_back(end: str) -> None:
     text = Letters().push(continuation([1, 2, 3], 6))
     engine = make_engine(WireThatFails() if end == "error" else None)
-    request = engine.add([1, 2, 3], SamplingParams(max_tokens=20, stop=text[3:] + "~"), make_pieces=Letters)
+    request = engine.add([1, 2, 3], SamplingParams(max_tokens=20, stop=text[3:] + "~"), make_detokenizer=Letters)
     output, count = None, 0
     while count < 6:
         for output in engine.step():
@@ -78,10 +78,12 @@ def test_an_end_that_no_token_brings_shows_the_text_that_was_held_back(end: str)
 def test_stop_reasons() -> None:
     tokens = continuation([1, 2, 3], 20)
     engine = make_engine()
-    by_token = engine.add([1, 2, 3], SamplingParams(max_tokens=20, stop_token_ids=[tokens[4]]), make_pieces=Letters)
-    by_length = engine.add([1, 2, 3], SamplingParams(max_tokens=6), make_pieces=Letters)
+    by_token = engine.add(
+        [1, 2, 3], SamplingParams(max_tokens=20, stop_token_ids=[tokens[4]]), make_detokenizer=Letters
+    )
+    by_length = engine.add([1, 2, 3], SamplingParams(max_tokens=6), make_detokenizer=Letters)
     by_string = engine.add(
-        [1, 2, 3], SamplingParams(max_tokens=20, stop=["~", "A", "B", "C", "D"]), make_pieces=Letters
+        [1, 2, 3], SamplingParams(max_tokens=20, stop=["~", "A", "B", "C", "D"]), make_detokenizer=Letters
     )
     done = {i: o.outputs[0] for i, o in run(engine).items()}
     first = tokens.index(tokens[4])

@@ -46,7 +46,7 @@ def letters(tokens: Iterable[int]) -> str:
 
 
 class Letters:
-    """The model's detokenizer, as engine.detokenizer.Pieces is for a real one."""
+    """The model's detokenizer, as models.tokenizer.Detokenizer is for a real one."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         return letters(token_ids)

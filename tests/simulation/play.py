@@ -106,7 +106,7 @@ class Play:
             elif ask.forgets and ask.terms.session:
                 engine.drop_session(ask.terms.session)
             prompt = [*self._said_before(ask), *ask.prompt]
-            request = engine.add(prompt, ask.sampling, make_pieces=Letters, terms=ask.terms)
+            request = engine.add(prompt, ask.sampling, make_detokenizer=Letters, terms=ask.terms)
             self._asked[request] = place, ask
 
     def _said_before(self, ask: Arriving) -> list[int]:

@@ -215,7 +215,7 @@ class EnginePlay(Play):
         self._left, self._ended = [(place, asks[place]) for place in heard.left], dict(heard.ended)
         for place, told, seen, scores, logprobs in heard.asked:
             ask = asks[place]
-            again = self._engine.add(list(ask.prompt), ask.sampling, make_pieces=Letters, resume_from=told)
+            again = self._engine.add(list(ask.prompt), ask.sampling, make_detokenizer=Letters, resume_from=told)
             self._asked[again], self._logprobs[again] = (place, ask), logprobs
             if any(one.token_ids for one in told[:1]):
                 self._scores[again] = scores

@@ -70,7 +70,7 @@ class ServedPlay(EnginePlay):
             if not reader.ended:
                 add: AddPrompt = sent(reader.hearing.request_message(place))
                 request = self._engine.add(
-                    add.prompt, add.params, make_pieces=Letters, resume_from=add.resumed, accepted=add.accepted
+                    add.prompt, add.params, make_detokenizer=Letters, resume_from=add.resumed, accepted=add.accepted
                 )
                 self._lives[request], self._asked[request] = ActivePrompt(add, request), (place, of.asks[place])
 

@@ -16,9 +16,8 @@ from lamina.config.sparsity import ErrorBudget, SparsityOptions
 from lamina.protocol.control import SampledToken
 from lamina.scheduler.batch import requeue
 from lamina.scheduler.feature import Feature, Scheduling
-from lamina.scheduler.request_validation import FULL_ATTENTION_SALT
 from lamina.scheduler.scheduler_output import Round, ScheduledStep
-from lamina.scheduler.sequence import ReferenceSequence, Sequence
+from lamina.scheduler.sequence import FULL_ATTENTION_SALT, ReferenceSequence, Sequence
 
 from .error_budget import ErrorMonitor
 

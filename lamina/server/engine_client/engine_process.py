@@ -290,7 +290,7 @@ class _EngineLoop:
             request_id = self._engine.add(
                 add.prompt,
                 add.params,
-                make_pieces=pieces,
+                make_detokenizer=pieces,
                 resume_from=add.resumed,
                 terms=add.cache_options,
                 accepted=add.accepted,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from lamina.config.engine_config import EngineConfig
-from lamina.engine.detokenizer import decoded_logprobs
+from lamina.engine.request import decoded_logprobs
 from lamina.request import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
 from lamina.server.engine_client.engine_client import EngineClient
 from lamina.server.engine_client.engine_restarts import EngineRestarts

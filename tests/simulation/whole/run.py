@@ -197,7 +197,7 @@ class _FleetPlay(Play):
                 for i, one in seen.items()
             ]
             again = self._engine.add(
-                list(ask.prompt), ask.sampling, make_pieces=Letters, resume_from=told, accepted=True
+                list(ask.prompt), ask.sampling, make_detokenizer=Letters, resume_from=told, accepted=True
             )
             self._asked[again] = place, ask
             self._seen |= {(again, i): one for i, one in seen.items()}

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tensor_parallel_ranks import Alike, plain
 
+from lamina.engine.intake import check_token_ids
+from lamina.engine.request import all_tokens_banned_message
 from lamina.ops.sampling.sampler import Sampler
 from lamina.ops.sampling.token_history import BadWords, TokenHistories, logit_changes_of
 from lamina.protocol.control import ALL_TOKENS_BANNED, LogitsUpdate, Penalties, SamplingRequest
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.scheduler.request_validation import all_tokens_banned_message, check_token_ids
 from lamina.scheduler.sampling_requests import sampling_request_of
 from lamina.scheduler.sequence import Sequence
 from lamina.workers.compute.tensor_parallel import LogitCandidates

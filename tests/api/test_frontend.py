@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lamina import SamplingParams
-from lamina.api.prompts import conversation_list, params_list, prompt_list
+from lamina.api.frontend import conversation_list, params_list, prompt_list
 
 
 @pytest.mark.parametrize(
