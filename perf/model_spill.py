@@ -28,10 +28,9 @@ from lamina.engine.engine import Engine
 from lamina.facts.hardware import DEVICES
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.capacity import partition_of
-from lamina.protocol.codec import LayerGroup, RowCounts, count_rows, messages, worker_pieces
+from lamina.protocol.codec import LayerGroup, RowCounts, count_rows, messages, row_layout, worker_pieces
 from lamina.protocol.control import RunRound
 from lamina.protocol.kv_placement import KvPlacement
-from lamina.protocol.row_layout import row_layout
 from lamina.protocol.step_plan import LayerShape, RowRange
 from lamina.request import SamplingParams
 from lamina.tools.plan.cost_model import CostModel

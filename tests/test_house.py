@@ -71,7 +71,7 @@ POLICY = (
     "scheduler/sparsity/reference_decode.py", "scheduler/sparsity/error_budget.py", "kv/sparsity.py",
     "protocol/sparse_layers.py", "scheduler/surviving_kv.py", "workers/memory/committed_tokens.py",
     "api/vllm_compat.py", "ops/sampling/sampling_settings.py", "protocol/blocks/block_tables.py",
-    "protocol/blocks/block_counts.py", "protocol/row_layout.py", "config/partition.py", "protocol/codec.py",
+    "protocol/blocks/block_counts.py", "config/partition.py", "protocol/codec.py",
     "protocol/kv_placement.py", "config/option.py", "config/engine_config.py", "config/topology.py",
     "config/conflicts.py", "config/resolve.py",
     "request/sampling_params.py", "request/unsupported_options.py", "request/outputs.py",
@@ -83,7 +83,7 @@ POLICY = (
     "scheduler/conductor/routing.py", "scheduler/conductor/prefix_directory.py", "scheduler/conductor/latency_model.py",
     "scheduler/conductor/queues.py", "scheduler/conductor/overload.py",
     "scheduler/sessions/context_overflow.py", "kv/fetch_window.py", "kv/layerwise_load.py",
-    "protocol/blocks/extent_after_op.py", "protocol/blocks/extents.py", "lending/creditor.py", "lending/debtor.py",
+    "protocol/blocks/extents.py", "lending/creditor.py", "lending/debtor.py",
     "lending/debt_graph.py", "lending/debt_ledger.py", "lending/settler.py", "server/memory_budget.py",
     "server/memory_limits.py",
 )  # fmt: skip

@@ -14,9 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from lamina.protocol.control import ChannelLost, Failed, LinkClosedError, LinkStalledError, StepDone, Stop
+from lamina.protocol.control import (
+    ChannelLost,
+    Failed,
+    LinkClosedError,
+    LinkStalledError,
+    StepDone,
+    StepDoneAssembler,
+    Stop,
+)
 from lamina.protocol.executor import Clock, WorkerError
-from lamina.protocol.step_parts import StepDoneAssembler
 
 from .control_links import ControlLinks, Link, Links
 from .launchers import WorkerHandle

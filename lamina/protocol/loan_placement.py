@@ -1,7 +1,7 @@
 """The placement of a sequence's stripes on its home and on loan, given free space. Pure arithmetic.
 
 A sequence fills its home and then the creditors, run after run, those with the most space first, so that it has few
-creditors. Each run yields partial results, and the slots of messages hold a limited number (protocol.row_layout). So
+creditors. Each run yields partial results, and the slots of messages hold a limited number (protocol.codec). So
 runs are cut short by the number of their merge nodes. These are counted in a tree without an end, which has no fewer
 than a sequence's.
 """
@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from lamina.config.partition import KvShards
 
+from .codec import MAX_NODES_OF_SPILLED_RUN
 from .kv_placement import MAX_RUNS, KvLocation, KvPlacement, StripeRun
-from .row_layout import MAX_NODES_OF_SPILLED_RUN
 
 
 def nodes_of(start: int, stop: int) -> int:

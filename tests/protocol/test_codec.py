@@ -18,9 +18,8 @@ from torch import Tensor
 from lamina.config.partition import PARTITIONS, HeadShare, by_token, choose_stripe
 from lamina.ops.attention.merge import CHUNK_TOKENS
 from lamina.protocol import codec
-from lamina.protocol.codec import max_message_sizes
+from lamina.protocol.codec import max_message_sizes, max_nodes, maximal_nodes, owned_runs, row_layout
 from lamina.protocol.kv_placement import KvLocation, KvPlacement
-from lamina.protocol.row_layout import max_nodes, maximal_nodes, owned_runs, row_layout
 from lamina.protocol.step_plan import BindRequest, LayerShape, MessageKind, New, RowRange, StepPlan
 from lamina.workers.memory.kv_store import DTYPES
 

@@ -7,15 +7,16 @@ from lamina.protocol.codec import (
     LayerGroup,
     MaxMessageSizes,
     RowCounts,
+    RowLayout,
     TensorSpan,
     WorkerPiece,
     count_rows,
     max_message_sizes,
+    max_nodes,
     messages,
     worker_pieces,
 )
 from lamina.protocol.kv_placement import KvPlacement
-from lamina.protocol.row_layout import RowLayout, max_nodes
 from lamina.protocol.step_plan import LayerShape, RowRange
 
 NARROW = LayerShape(q_heads=6, kv_heads=3, qk_dim=8, v_dim=4, spec="")

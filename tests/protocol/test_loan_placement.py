@@ -12,7 +12,16 @@ from lamina.config.partition import KvShards, by_spill
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.capacity import partition_of
-from lamina.protocol.codec import LayerGroup, LayerMessages, count_rows, messages, worker_pieces
+from lamina.protocol.codec import (
+    MAX_NODES_OF_SPILLED_RUN,
+    LayerGroup,
+    LayerMessages,
+    count_rows,
+    messages,
+    owned_nodes,
+    row_layout,
+    worker_pieces,
+)
 from lamina.protocol.kv_placement import KvLocation, KvPlacement, StripeRun
 from lamina.protocol.loan_placement import (
     location_of_prefix,
@@ -22,7 +31,6 @@ from lamina.protocol.loan_placement import (
     spill_locations,
     spill_to,
 )
-from lamina.protocol.row_layout import MAX_NODES_OF_SPILLED_RUN, owned_nodes, row_layout
 from lamina.protocol.step_plan import BindReply, BindRequest, LayerShape, RowRange
 from lamina.request import CompletionOutput, SamplingParams
 from lamina.scheduler.kv_manager.spill_placement import SpillPlacement

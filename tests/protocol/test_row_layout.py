@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lamina.config.partition import by_token
 from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.codec import RowLayout, merge_plan, owned_runs, row_layout
 from lamina.protocol.kv_placement import KvLocation, KvPlacement
-from lamina.protocol.row_layout import RowLayout, merge_plan, owned_runs, row_layout
 from lamina.protocol.step_plan import New, RowRange, StepPlan
 
 STRIPE = 8  # tokens

@@ -11,8 +11,14 @@ from test_worker_registry import Ended, members
 
 from lamina import LLM, SamplingParams
 from lamina.protocol import control
-from lamina.protocol.control import ControlLink, SampledToken, StatsRequest, StepDone
-from lamina.protocol.step_parts import StepDoneAssembler, split_step_done
+from lamina.protocol.control import (
+    ControlLink,
+    SampledToken,
+    StatsRequest,
+    StepDone,
+    StepDoneAssembler,
+    split_step_done,
+)
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
 

@@ -12,8 +12,8 @@ import pytest
 from lamina.engine.engine import Engine
 from lamina.engine.request import Request
 from lamina.executor.step_reorder_buffer import StepReorderBuffer
-from lamina.protocol.blocks.block_pool import BlockPool
 from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.blocks.held_blocks import BlockPool
 from lamina.protocol.control import StepDone
 from lamina.protocol.migration_ops import CopyStripes
 from lamina.scheduler import scheduler as scheduler_module

@@ -8,15 +8,7 @@ from lamina.config.option import size_flag
 from lamina.config.partition import KvShards
 from lamina.protocol.kv_placement import KvLocation, KvPlacement, ShardCounter
 
-
-def max_blocks_of_sequence(length: int, window: int, block_size: int, max_rows: int) -> int:
-    """Return the most blocks that one sequence of up to ``length`` tokens holds in a group, with ``max_rows`` rows a
-    step.
-
-    A windowed group keeps what the queries of the last two steps can see, and those steps' own tokens.
-    """
-    whole = -(-length // block_size)
-    return min(whole, -(-(window + 2 * max_rows) // block_size) + 1) if window else whole
+from .extents import max_blocks_of_sequence
 
 
 def split_memory(

@@ -28,8 +28,7 @@ from lamina.protocol.step_plan import (
     SurvivingKv,
 )
 
-from .extent_after_op import extent_after, sequences_of_op
-from .extents import Extent
+from .extents import Extent, extent_after, sequences_of_op
 from .extents import NoBlocksError as NoBlocksError
 from .extents import PlanError as PlanError
 from .held_blocks import BlockCopy, PlannedExtents, SequenceBlocks

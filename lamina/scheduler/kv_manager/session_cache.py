@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from lamina.config.conflicts import SESSION_FILE, need_text
 from lamina.kv.page_keys import tenant_of
-from lamina.protocol.blocks.extent_after_op import sequences_of_op
+from lamina.protocol.blocks.extents import sequences_of_op
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import ContextShift, Free, SequenceOp, Truncate
 from lamina.scheduler.feature import Feature, Leaving, Scheduling

@@ -18,14 +18,16 @@ from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.codec import (
     LayerGroup,
     LayerMessages,
+    RowLayout,
     TensorSpan,
     WorkerPiece,
     count_rows,
+    merge_plan,
     messages,
+    row_layout,
     worker_pieces,
 )
 from lamina.protocol.kv_placement import KvPlacement
-from lamina.protocol.row_layout import RowLayout, merge_plan, row_layout
 from lamina.protocol.step_plan import LayerShape, MessageKey, MessageKind, ProtocolError, StepPlan, encode
 from lamina.utils.tensor_buffers import part_of, pick, tensor_over
 from lamina.workers.device_selection import CPU
@@ -187,7 +189,7 @@ class ClientLayer:
 
 
 class _GroupIndices(NamedTuple):
-    """A RowLayout of protocol.row_layout as indices."""
+    """A RowLayout of protocol.codec as indices."""
 
     whole: Index
     q: Index

@@ -40,9 +40,9 @@ from lamina.protocol.control import (
     StepDone,
     Stop,
     TraceRequest,
+    split_step_done,
 )
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers
-from lamina.protocol.step_parts import split_step_done
 from lamina.protocol.step_plan import BindReply, LayerShape, ProtocolError
 from lamina.workers.control_loop import ControlLoop
 from lamina.workers.device_selection import CPU, gpu_index, linear_backend, pick_device

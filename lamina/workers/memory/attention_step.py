@@ -14,8 +14,7 @@ from torch import Tensor
 from lamina.kv.paged_cache import row_table
 from lamina.kv.sparsity import kv_budget
 from lamina.ops.attention.merge import CHUNK_TOKENS, Partial
-from lamina.protocol.codec import LayerMessages
-from lamina.protocol.row_layout import RowLayout
+from lamina.protocol.codec import LayerMessages, RowLayout
 from lamina.protocol.sparse_ops import SelectBlocks
 from lamina.protocol.step_plan import RowRange, StepPlan
 from lamina.utils.tensor_buffers import part_of, pick

@@ -23,9 +23,8 @@ from lamina.ops.attention.merge import CHUNK_TOKENS
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.blocks.block_counts import split_memory
 from lamina.protocol.blocks.block_tables import BlockTables, PlanError
-from lamina.protocol.codec import LayerGroup, WorkerPiece, worker_pieces
+from lamina.protocol.codec import LayerGroup, WorkerPiece, max_nodes, owned_nodes, worker_pieces
 from lamina.protocol.kv_placement import KvPlacement
-from lamina.protocol.row_layout import max_nodes, owned_nodes
 from lamina.protocol.sparse_layers import max_kept_tokens, selecting_layers, sparse_layers
 from lamina.protocol.step_plan import (
     BindReply,

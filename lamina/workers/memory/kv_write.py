@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lamina.kv.paged_cache import SlotMapping, slot_mapping
 from lamina.kv.stored_format import StoredRows, to_stored_format
-from lamina.protocol.codec import LayerMessages, TensorSpan, count_rows, messages
-from lamina.protocol.row_layout import RowLayout, owned_runs, row_layout
+from lamina.protocol.codec import LayerMessages, RowLayout, TensorSpan, count_rows, messages, owned_runs, row_layout
 from lamina.protocol.step_plan import RowRange
 from lamina.utils.tensor_buffers import part_of
 

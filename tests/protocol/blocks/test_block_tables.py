@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lamina.config.partition import KvShards
-from lamina.protocol.blocks.block_counts import max_blocks_of_sequence, split_memory
-from lamina.protocol.blocks.block_pool import BlockPool
+from lamina.protocol.blocks.block_counts import split_memory
 from lamina.protocol.blocks.block_tables import (
     BlockTables,
     NoBlocksError,
     PlanError,
 )
+from lamina.protocol.blocks.extents import max_blocks_of_sequence
+from lamina.protocol.blocks.held_blocks import BlockPool
 from lamina.protocol.kv_placement import KvLocation, KvPlacement, StripeRun
 from lamina.protocol.step_plan import (
     ContextShift,

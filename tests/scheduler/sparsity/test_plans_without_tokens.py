@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from simulation.scenario import Scenario
 from simulation.workers import PAGE, PoolShape, SimMemory
 
-from lamina.protocol.blocks.block_pool import BlockPool
 from lamina.protocol.blocks.block_tables import BlockTables, NoBlocksError
+from lamina.protocol.blocks.held_blocks import BlockPool
 from lamina.protocol.kv_placement import KvLocation, StripeRun
 from lamina.protocol.step_plan import (
     Fork,

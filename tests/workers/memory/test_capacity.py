@@ -11,8 +11,8 @@ from lamina.kv.stored_format import stored_dtype
 from lamina.netstack import Geometry
 from lamina.ops.attention.merge import CHUNK_TOKENS
 from lamina.protocol.capacity import capacity_of_all_ranks, combined_capacity, num_usable_blocks
+from lamina.protocol.codec import row_layout
 from lamina.protocol.kv_placement import KvLocation, KvPlacement, StripeRun
-from lamina.protocol.row_layout import row_layout
 from lamina.protocol.step_plan import Free, LayerShape, New, RowRange, StepPlan
 from lamina.workers.compute import kv_capacity
 from lamina.workers.compute.kv_capacity import (

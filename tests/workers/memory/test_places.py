@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lamina.config.partition import KvShards
 from lamina.protocol.blocks.block_tables import PlanError
+from lamina.protocol.codec import max_nodes, owned_nodes
 from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation, KvPlacement, ShardCounter, StripeRun
 from lamina.protocol.loan_placement import spill_locations
-from lamina.protocol.row_layout import max_nodes, owned_nodes
 from lamina.protocol.step_plan import MessageKind, New, RowRange, StepPlan
 from lamina.workers.memory.kv_store import KvStore
 
