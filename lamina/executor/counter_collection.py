@@ -13,36 +13,31 @@ WAIT_COUNTERS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow whi
 
 
 class CounterCollector:
-    """Requests all counters, one round at a time. One thread uses it."""
+    """Requests all counters once. One thread uses it."""
 
     def __init__(self, registry: WorkerRegistry, clock: Clock = time.monotonic) -> None:
         self._registry, self._clock = registry, clock
-        self._asked_at: float | None = None
+        self._asked_at = clock()
         self._answers: dict[str, dict[str, float]] = {}  # by the workers' labels
 
     @property
     def pending_workers(self) -> list[RegisteredWorker]:
         """The workers that have yet to reply."""
-        return [] if self._asked_at is None else [m for m in self._registry if m.label not in self._answers]
+        return [m for m in self._registry if m.label not in self._answers]
 
     def request(self) -> None:
-        """Request the counters of every worker, unless some have yet to reply. Raises WorkersLostError."""
-        if self._asked_at is None:
-            self._asked_at, self._answers = self._clock(), {}
-            for member in self._registry:
-                self._registry.send(member, StatsRequest())
+        """Request the counters of every worker. Raises WorkersLostError."""
+        for member in self._registry:
+            self._registry.send(member, StatsRequest())
 
     def collect(self, limit_s: float, words: str) -> dict[str, dict[str, float]] | None:
-        """Return the counters, once all workers have replied; None before that, and if they were not requested.
+        """Return the counters, once all workers have replied; None before that.
 
         Raises WorkersLostError if a worker is lost, or has not replied for ``limit_s``. ``words``: the purpose, for the
         error. A stopped worker raises nothing: the supervisor replaces it, or it replies once it continues.
         """
         self._answers |= {m.label: s.values for m, s in self._registry.take_arrived(Stats)}
-        if self._asked_at is None:
-            return None
         if not (silent := self.pending_workers):
-            self._asked_at = None
             return self._answers
         if self._clock() - self._asked_at > limit_s and (late := [m for m in silent if not m.handle.is_stopped]):
             raise self._registry.timeout_error(late, words)

@@ -35,12 +35,12 @@ class DegradedReplicas:
         topology, on_cpu = config.topology, config.devices.compute_device == "cpu"  # graphs of GPUs name their peers
         self._possible = topology.tensor_parallel_size == 1 and not topology.measures_pipeline and on_cpu
         # By place: the worker that loads, and its deadline.
-        self._loading: dict[int, tuple[RegisteredWorker, float]] = {}
+        self.loading: dict[int, tuple[RegisteredWorker, float]] = {}
         self._loaded: dict[RegisteredWorker, Loaded] = {}
         self._dropped: set[RegisteredWorker] = set()  # absent members whose links have ended
 
     def __iter__(self) -> Iterator[RegisteredWorker]:
-        return (member for member, _ in self._loading.values())
+        return (member for member, _ in self.loading.values())
 
     def drop_replica(self, lost: RegisteredWorker) -> bool:
         """Continue without a lost replica, if another one lives, and start a worker in its place, if there is space.
@@ -51,13 +51,13 @@ class DegradedReplicas:
             return False
         self._begin(lost.handle.index)
         self._members.remove_lost(lost)
-        if lost.handle.index in self._loading:
+        if lost.handle.index in self.loading:
             log.info("%s is done without until another one has loaded", lost.name)
         return True
 
     def is_any_loaded(self) -> bool:
         """Return whether some have loaded, and may join. Raises WorkersLostError if one has ended, or is too slow."""
-        for member, deadline in self._loading.values():
+        for member, deadline in self.loading.values():
             try:
                 while member not in self._loaded and (message := self._members.receive_from(member)) is not None:
                     if isinstance(message, Loaded):
@@ -79,10 +79,10 @@ class DegradedReplicas:
         """
         loaded, self._loaded = self._loaded, {}
         gone, self._dropped = self._dropped, set()
-        for place, (member, _) in list(self._loading.items()):
+        for place, (member, _) in list(self.loading.items()):
             if member in loaded:
                 with self._members.register(member):
-                    del self._loading[place]
+                    del self.loading[place]
                     self._members.insert(member)
             elif member in gone or member.handle.exit_reason() is not None:
                 self._members.fence(member)
@@ -91,7 +91,7 @@ class DegradedReplicas:
 
     def close(self) -> None:
         """End the workers that are starting. Idempotent."""
-        there, self._loading = list(self), {}
+        there, self.loading = list(self), {}
         for member in there:
             member.link.close()
         deadline = self._clock() + END_S
@@ -99,14 +99,14 @@ class DegradedReplicas:
             member.handle.join(max(0.0, deadline - self._clock()))
 
     def _begin(self, place: int) -> None:
-        self._loading.pop(place, None)
+        self.loading.pop(place, None)
         try:
             member = self._start("compute", place)
         except HostLostError as error:
             log.warning("%s: decoding continues without it", error)
             return
         with self._members.register(member):
-            self._loading[place] = member, self._clock() + self._limit_s
+            self.loading[place] = member, self._clock() + self._limit_s
 
     def _lost(self, worker: RegisteredWorker, how: str, *, ended: bool = False) -> WorkersLostError:
         """Return the error of a failed worker. One that has not ended counts as lost: its failure would repeat."""

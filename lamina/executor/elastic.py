@@ -80,7 +80,7 @@ class MemoryResizer:
         self._extra_bytes = config.topology.extra_kv_bytes(config.devices.kv_bytes())
         self.moved_bytes = Counter[str]()  # bytes of KV, by the reason of changes
         self._reason = ""  # of the latest change
-        self._change: ResizePlan | None = None  # requested, and not yet committed
+        self.change: ResizePlan | None = None  # requested, and not yet committed
         self._number = 0  # of the latest change
         self._leaving_members: list[int] = []  # numbers of memory workers, of that change
         self._exits: Evacuation | None = None  # of that change
@@ -96,7 +96,7 @@ class MemoryResizer:
         self._moved_bytes = 0
         self._outcome: ResizeResult | None = None
         self._on_result = True  # whether the caller needs the result
-        self._dismissed: dict[RegisteredWorker, float] = {}  # dismissed workers, and when they must have ended
+        self.dismissed: dict[RegisteredWorker, float] = {}  # dismissed workers, and when they must have ended
         self._stall_detector = StallDetector[RegisteredWorker](clock)
 
     def plan(self, count: int, replaced: Sequence[int] = (), weights: Sequence[float] = ()) -> ResizePlan:
@@ -156,7 +156,7 @@ class MemoryResizer:
         """
         there, count = self._registry.memory, change.topology.memory_workers
         gone, size = list(leaving) or list(range(count, len(there))), change.topology.tensor_parallel_size
-        if self._change is not None:
+        if self.change is not None:
             raise ValueError("memory workers come or go already: wait until they have")
         if len(there) - len(gone) > count or not set(gone) <= set(range(len(there))):
             raise ValueError(f"memory workers {gone} are to go, of {len(there)}, and {count} are to stay")
@@ -164,7 +164,7 @@ class MemoryResizer:
         most = len(there) + len(fresh) if count == len(there) else max(count, len(there))
         if not self._workers.plan_resize(most):  # a leaving worker may die, and be replaced, before
             raise ResizeNeedsRestartError("its launcher starts no more workers while others run")
-        self._change, self._number, self._leaving_members, self._on_result, self._reason = (
+        self.change, self._number, self._leaving_members, self._on_result, self._reason = (
             change,
             self._number + 1,
             gone,
@@ -196,16 +196,16 @@ class MemoryResizer:
     @property
     def in_progress(self) -> bool:
         """Return whether a change was requested and is not over."""
-        return bool(self._change or self._moves or self._paused_at)
+        return bool(self.change or self._moves or self._paused_at)
 
     @property
     def is_preparing(self) -> bool:
         """Return whether a requested change still waits for workers."""
-        return self._change is not None and not self.is_ready()
+        return self.change is not None and not self.is_ready()
 
     def is_ready(self) -> bool:
         """Return whether all coming workers are ready. The change fails if one cannot take part."""
-        if self._change is None:
+        if self.change is None:
             return False
         for member in list(self._preparing):
             try:
@@ -227,10 +227,10 @@ class MemoryResizer:
     def commit(self, paused_at: float) -> Capacity | None:
         """Apply the change that is due, after all workers have quiesced. Returns the new capacity, or None."""
         self.new_shards = {}
-        if self._change is None or self._to_connect or not self.is_ready():
+        if self.change is None or self._to_connect or not self.is_ready():
             return None
-        change, before, coming = self._change, self._registry.memory, self._coming
-        self._change, self._coming, self._paused_at, self._moved_bytes = None, {}, paused_at, 0
+        change, before, coming = self.change, self._registry.memory, self._coming
+        self.change, self._coming, self._paused_at, self._moved_bytes = None, {}, paused_at, 0
         self._leaving, size = [before[i] for i in self._leaving_members], change.topology.tensor_parallel_size
         after = reorder_workers(before, self._leaving_members, list(coming), size)
         stay = [before.index(m) for m in after if m not in coming]
@@ -342,16 +342,16 @@ class MemoryResizer:
     def reap(self) -> None:
         """Reap the processes of dismissed workers; those that take too long are killed."""
         now = self._clock()
-        for member in [m for m, due in self._dismissed.items() if now > due or m.handle.exit_reason() is not None]:
+        for member in [m for m, due in self.dismissed.items() if now > due or m.handle.exit_reason() is not None]:
             member.handle.join(0.0)
-            del self._dismissed[member]
+            del self.dismissed[member]
 
     def close(self) -> None:
         """End all workers that are no members. Idempotent."""
         self._dismiss([*self._coming, *self._leaving])
-        for member, due in self._dismissed.items():
+        for member, due in self.dismissed.items():
             member.handle.join(max(0.0, due - self._clock()))
-        self._coming, self._change, self._leaving, self._leaving_members, self._dismissed = {}, None, [], [], {}
+        self._coming, self.change, self._leaving, self._leaving_members, self.dismissed = {}, None, [], [], {}
 
     def _orders(
         self, before: list[RegisteredWorker], after: list[RegisteredWorker], partition: Any, binds: list[BindRequest]
@@ -413,7 +413,7 @@ class MemoryResizer:
         self._workers.plan_resize(len(self._registry.memory))
         for member in self._registry.memory:
             self._send(member, PrepareStore(None))
-        self._change, self._leaving_members, self._coming, self._preparing = None, [], {}, {}
+        self.change, self._leaving_members, self._coming, self._preparing = None, [], {}, {}
         if self._exits is not None:
             self._exits.cancel()
         self._exits, self._to_connect, self._workers.moves_stripes = None, False, self._config.migrates_stripes
@@ -424,4 +424,4 @@ class MemoryResizer:
         for member in workers:
             self._send(member, Stop())
             member.link.close()
-            self._dismissed[member] = self._clock() + JOIN_S
+            self.dismissed[member] = self._clock() + JOIN_S

@@ -17,10 +17,8 @@ from lamina.config.option import parse_seconds
 from lamina.kv.disk_store.store_directory import SECRET, StoreDirectory, begin_era, read_secret, store_era, store_secret
 from lamina.kv.page_keys import ERA_BYTES, SECRET_BYTES
 from lamina.kv.pages import PAGE
-from lamina.protocol.control import ComputeReady, RunRound
+from lamina.protocol.control import ComputeReady
 from lamina.protocol.offload_messages import OffloadConfig, OffloadFacts, StoredPages
-from lamina.protocol.sparse_ops import ScoreBlocks
-from lamina.protocol.step_plan import CopyStripes, LoadKv, SaveKv
 
 log = logging.getLogger(__name__)
 
@@ -116,10 +114,3 @@ def check_store(options: OffloadOptions) -> None:
         )
     if options.kv_key_file:
         read_secret(options.kv_key_file, "--kv-offload key=")
-
-
-def num_reports(new: RunRound) -> int:
-    """Return the number of reports that each memory worker sends for a round: transfers, scores, copied stripes."""
-    return sum(
-        isinstance(op, SaveKv | LoadKv | ScoreBlocks | CopyStripes) for step in new.steps for op in step.plan.ops
-    )

@@ -33,6 +33,7 @@ class SpareWorkers:
     def __init__(self, worker_group: WorkerGroup, registry: WorkerRegistry, counts: dict[str, int]) -> None:
         """``worker_group``: the workers whose places the spares may take."""
         self._workers, self._registry, self._counts = worker_group, registry, counts
+        self.are_wanted = any(counts.values())
         self._ready: dict[tuple[str, int], RegisteredWorker] = {}  # role and number among the spares
         self._starting: set[tuple[str, int]] = set()  # wanted spares that may still start
         self._pools: list[BindRequest] = []  # by rank, the store for which a spare memory worker takes memory

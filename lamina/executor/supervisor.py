@@ -50,7 +50,8 @@ class Supervisor:
         been stopped for STOPPED_S and can be replaced. A worker that is only slow stays, and so does one that owes
         nothing.
         """
-        self.restart_spares()
+        if self._workers.spare_workers.are_wanted:
+            self.restart_spares()
         each = dict.fromkeys(waited_for)  # each worker once: a look compares with the one before
         stopped = [m for m in each if m not in self._registry.lost_workers and m.handle.is_stopped]
         for member in self._stall_detector.update(stopped):

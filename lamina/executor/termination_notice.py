@@ -28,6 +28,7 @@ class TerminationNotices:
         """Begin to replace workers that got SIGTERM, unless memory workers come or go. Does not wait."""
         self._resizer.reap()
         self._gather()
+        self._registry.has_notices = bool(self._leaving)
         if self._resizer.in_progress or not self._leaving or self._clock() - min(self._leaving.values()) < GATHER_S:
             return
         leaving, self._leaving = list(self._leaving), {}

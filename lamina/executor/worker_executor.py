@@ -18,13 +18,12 @@ from lamina.observe.trace_collection import ROUND_TRIPS, Tracer
 from lamina.protocol.control import ClockRequest, ClockTime, ComputeReady, RunRound, Stats, StatsRequest, StepDone
 from lamina.protocol.executor import Clock, Done, EpochChanged, Report, WorkerError
 from lamina.protocol.offload_messages import LoadReady
-from lamina.protocol.step_plan import SurvivingKv
+from lamina.protocol.sparse_ops import ScoreBlocks
+from lamina.protocol.step_plan import CopyStripes, LoadKv, SaveKv, SurvivingKv
 from lamina.utils.state_machine import StateMachine
 
-from .control_links import Links
 from .counter_collection import CounterCollector
 from .elastic import MemoryResizer
-from .kv_storage import num_reports
 from .launchers import Launcher, open_launcher
 from .states import EXECUTOR_TRANSITIONS, ExecutorState
 from .step_reorder_buffer import PendingChunks, StepReorderBuffer
@@ -35,6 +34,7 @@ from .worker_registry import (
     JOIN_AFTER_LOSS_S,
     JOIN_S,
     BadInputError,
+    Links,
     RegisteredWorker,
     WorkerRegistry,
     WorkersLostError,
@@ -47,6 +47,7 @@ STATS_S = 5.0
 LOCAL_HOST = "localhost"
 # More than a worker's own limit: a worker whose peer is late knows the cause, and reports it first.
 DRIVER_GRACE_S = 1.0
+REPORTED = SaveKv | LoadKv | ScoreBlocks | CopyStripes  # ops whose end each memory worker reports
 
 
 class WorkerExecutor:
@@ -113,7 +114,7 @@ class WorkerExecutor:
         return self.ready
 
     def _expect_nothing(self) -> None:
-        self._counters = CounterCollector(self._registry, self._clock)
+        self._counters: CounterCollector | None = None  # while some worker has yet to report what it counts
         self._steps_in_flight = StepReorderBuffer()
         self._reports, self._progress_at = 0, 0.0  # outstanding reports of memory workers; time of the last one
         topology = self._config.topology
@@ -157,7 +158,7 @@ class WorkerExecutor:
     def submit(self, new: RunRound) -> None:
         """Queue a round for the compute workers. If one is lost, ``wait`` reports it."""
         self._steps_in_flight.add_round(new)
-        self._expect_reports(num_reports(new) * len(self._registry.memory))
+        self._expect_reports(sum(isinstance(op, REPORTED) for step in new.steps for op in step.plan.ops))
         with self._note_loss():
             for member in self._registry.compute:
                 self._registry.send(member, new)
@@ -171,10 +172,10 @@ class WorkerExecutor:
             for member in self._pending_chunks.group_workers(worker, self._registry.prefill):
                 self._registry.send(member, new)
 
-    def _expect_reports(self, reports: int) -> None:
-        if reports and not self._reports:
-            self._progress_at = self._clock()
-        self._reports += reports
+    def _expect_reports(self, ops: int) -> None:
+        if ops:
+            self._progress_at = self._progress_at if self._reports else self._clock()
+            self._reports += ops * len(self._registry.memory)
 
     def wait(self) -> Done | EpochChanged:
         """Wait for the next step, transfer or report that has ended, or for the loss of a worker. Raises WorkerError if
@@ -183,8 +184,7 @@ class WorkerExecutor:
         start = self.tracer.recorder.now()
         done: Done | None = None
         with self._lock:
-            if self._loss is None:
-                self._termination_notices.poll()
+            self._look_for_leaving()
             if not self._must_quiesce():
                 with self._note_loss():
                     done = self._next_done()
@@ -199,14 +199,20 @@ class WorkerExecutor:
                 with self._note_loss():
                     self._registry.check()
                     self._supervisor.check_health(self._waited_for())
-                    self._termination_notices.poll()
+                    self._look_for_leaving()
             return self._quiesce() if self._must_quiesce() else None
+
+    def _look_for_leaving(self) -> None:
+        """Begin to replace memory workers that got SIGTERM, and reap those that have left."""
+        if self._loss is None and (self._registry.has_notices or self.resizer.dismissed):
+            self._termination_notices.poll()
 
     def _must_quiesce(self) -> bool:
         """Return whether the epoch is to change: after a loss, or because workers come or go."""
-        due = self._loss is not None or self.resizer.is_ready()
-        with self._note_loss():
-            due = due or self._workers.degraded.is_any_loaded()
+        due = self._loss is not None or (self.resizer.change is not None and self.resizer.is_ready())
+        if not due and self._workers.degraded.loading:
+            with self._note_loss():
+                due = self._workers.degraded.is_any_loaded()
         return due or self._loss is not None
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
@@ -358,27 +364,29 @@ class WorkerExecutor:
         steps = len(self._steps_in_flight) > 0
         lending = self._registry.prefill if self._pending_chunks else []  # one may wait for another one's KV
         computing = self._registry.compute * (steps or bool(lending)) + lending  # they pass on grants
-        return (
-            (self._registry.memory if computing or self._reports else []) + computing + self._counters.pending_workers
-        )
+        counting = self._counters.pending_workers if self._counters else []
+        return (self._registry.memory if computing or self._reports else []) + computing + counting
 
     def request_stats(self) -> None:
         """Request the counters of all workers, unless some have yet to reply; for the thread that calls ``wait``."""
         with self._note_loss():
-            if self._loss is None and not self.is_recovering:
+            if self._counters is None and self._loss is None and not self.is_recovering:
+                self._counters = CounterCollector(self._registry, self._clock)
                 self._counters.request()
 
     @property
     def has_pending_stats(self) -> bool:
         """Return whether some worker has yet to reply to ``request_stats``."""
-        return bool(self._counters.pending_workers)
+        return self._counters is not None and bool(self._counters.pending_workers)
 
     def collect_stats(self) -> dict[str, dict[str, float]] | None:
         """Return all workers' counters once all have replied; None before that, and if they were not requested."""
         counters = None
         with self._note_loss():
-            if self._loss is None and not self.is_recovering:
+            if self._counters is not None and self._loss is None and not self.is_recovering:
                 counters = self._counters.collect(*self._counters_limit)
+        if counters is not None:
+            self._counters = None
         return counters
 
     @property

@@ -7,25 +7,39 @@ Lost workers are reported, and all other workers are left as they are: the calle
 from __future__ import annotations
 
 import contextlib
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from lamina.protocol.control import (
     ChannelLost,
+    ClockTime,
+    ComputeReady,
+    ControlLink,
     Failed,
     LinkClosedError,
     LinkStalledError,
+    Loaded,
+    MemoryReady,
+    Progress,
+    Quiesced,
+    Rate,
+    Stats,
     StepDone,
     StepDoneAssembler,
     Stop,
+    Trace,
 )
 from lamina.protocol.executor import Clock, WorkerError
+from lamina.protocol.migration_ops import StripesCopied
+from lamina.protocol.offload_messages import LoadReady, StoredPages, TransferDone
+from lamina.protocol.reshard import ReshardDone, StorePrepared, TerminationNotice
+from lamina.protocol.sparse_ops import BlockScoresReport
 
-from .control_links import ControlLinks, Link, Links
 from .launchers import WorkerHandle
 
 T = TypeVar("T")
@@ -38,6 +52,66 @@ CAUSE_WAIT_S = 0.3  # for a worker to report its failure, once a peer has failed
 RETRY_S = 600.0  # a living memory worker that two workers cannot reach within this time is replaced
 EXIT_REASON_WAIT_S = 1.0  # for a process to have ended, once its link has
 TICK_S = 0.25  # of silence, after which a wait calls ``on_tick``
+
+
+FROM_WORKERS = (
+    MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace
+    | Quiesced | ChannelLost | Failed | StoredPages | TransferDone | LoadReady | BlockScoresReport | StorePrepared
+    | ReshardDone
+    | TerminationNotice | StripesCopied
+)  # fmt: skip
+
+
+class Link(Protocol):
+    """The driver's end of the control link to one worker; see ControlLink."""
+
+    def limit_sends(self, seconds: float) -> None:
+        """Limit, in seconds, how long a send waits while the worker receives nothing."""
+        ...
+
+    def send(self, message: Any) -> None:
+        """Send one message. Raises LinkClosedError, LinkStalledError."""
+        ...
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        """Return the next message. Raises TimeoutError, LinkClosedError."""
+        ...
+
+    def close(self) -> None:
+        """End the link. Idempotent."""
+        ...
+
+
+class Links(Protocol):
+    """Opens links, and waits for messages on them."""
+
+    def open(self, handle: WorkerHandle) -> Link:
+        """Return the link to a started worker."""
+        ...
+
+    def wait(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+        """Return the links on which messages, or the end, have arrived; none once the time has passed. Without links:
+        just wait.
+
+        Raises ValueError if a link was closed here.
+        """
+        ...
+
+
+class ControlLinks:
+    """Links over the sockets of worker handles."""
+
+    def open(self, handle: WorkerHandle) -> ControlLink:
+        """Return the control link of a started worker."""
+        return ControlLink(handle.sock, FROM_WORKERS)
+
+    def wait(self, links: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Return the links on which messages, or the end, have arrived; none once the time has passed."""
+        poller = select.poll()
+        for link in links:
+            poller.register(link, select.POLLIN)
+        ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
+        return [link for link in links if link.fileno() in ready]
 
 
 class WorkersLostError(WorkerError):
@@ -93,6 +167,7 @@ class WorkerRegistry:
         self.epoch = 0  # messages of older epochs are dropped
         self._kinds_of_old_epochs: tuple[type[Any], ...] = ()  # except messages of these kinds
         self.lost_workers: dict[RegisteredWorker, WorkersLostError] = {}  # their links are not read any more
+        self.has_notices = False  # an inbox may have a TerminationNotice
         self.worker_names = WeakKeyDictionary[WorkerHandle, str]()  # that they prove to their peers
         # Memory worker that lives -> when another worker could not reach it.
         self._named = dict[RegisteredWorker, float]()
@@ -144,11 +219,13 @@ class WorkerRegistry:
     def replace(self, lost: RegisteredWorker, new: RegisteredWorker) -> None:
         """Put another worker in the place of one that is lost and fenced. Raises as ``register`` does."""
         with self.register(new):
+            self.has_notices = True  # it may have sent one as a spare
             self._members[self._members.index(lost)] = new
             del self.lost_workers[lost]
 
     def append(self, worker: RegisteredWorker) -> None:
         """Add a prepared worker as the last member."""
+        self.has_notices = True  # it may have sent one while it was prepared
         self._members.append(worker)
 
     def insert(self, worker: RegisteredWorker) -> None:
@@ -297,6 +374,7 @@ class WorkerRegistry:
     def _take(self, worker: RegisteredWorker, message: Any) -> None:
         if not self._is_old(message):
             whole = worker.step_parts.add(message) if isinstance(message, StepDone) else message
+            self.has_notices |= isinstance(message, TerminationNotice)
             if whole is not None:
                 worker.inbox.append(whole)
 

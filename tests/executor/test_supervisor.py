@@ -1000,7 +1000,7 @@ def test_one_that_is_to_come_and_stands_still_in_a_message_ends_the_change(monke
     run = Run()
     elastic = MemoryResizer(run.config, run.members, run.cohort, run.world.clock)
     coming = run.cohort.start_extra("memory", 2)
-    elastic._change = ResizePlan(run.config.topology, [], Capacity([], [], 0, False, [], [], []))
+    elastic.change = ResizePlan(run.config.topology, [], Capacity([], [], 0, False, [], [], []))
     elastic._coming, elastic._preparing = {coming: ""}, {coming: PrepareStore(None)}
     monkeypatch.setattr(run.members, "receive_from", stand_still)
     assert not elastic.is_ready()
@@ -1014,7 +1014,7 @@ def test_room_that_was_made_for_another_change_is_none() -> None:
     """That one was given up, and its answers come late: neither its yes nor its no are of this one."""
     run = Run()
     elastic, (stays, _) = MemoryResizer(run.config, run.members, run.cohort, run.world.clock), run.members.memory
-    elastic._change, elastic._number = ResizePlan(run.config.topology, [], Capacity([], [], 0, False, [], [], [])), 2
+    elastic.change, elastic._number = ResizePlan(run.config.topology, [], Capacity([], [], 0, False, [], [], [])), 2
     elastic._preparing, elastic._deadline = {stays: PrepareStore(None, resize_number=2)}, run.world.now + 9.0
     stays.inbox += [StorePrepared("no memory", 1), StorePrepared("", 1)]
     assert not elastic.is_ready()

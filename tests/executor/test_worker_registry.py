@@ -14,7 +14,6 @@ from msgspec import structs
 
 from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
-from lamina.executor.counter_collection import CounterCollector
 from lamina.executor.rendezvous import merged_ready
 from lamina.executor.states import EXECUTOR_TRANSITIONS, ExecutorState
 from lamina.executor.supervisor import Supervisor
@@ -173,7 +172,7 @@ def one_member(*handles: Ended) -> tuple[WorkerExecutor, list[RegisteredWorker]]
     pools = WorkerExecutor.__new__(WorkerExecutor)
     pools._registry, made = members(*handles)
     pools._config, pools._lock = make_config({"step_timeout_s": 60.0}), threading.Lock()
-    pools._counters = CounterCollector(pools._registry)
+    pools._counters, pools._clock = None, time.monotonic
     cohort = WorkerGroup(pools._config, pools._registry, lambda stage, done, total: None)  # it has started nobody
     pools._supervisor = Supervisor(pools._config, pools._registry, cohort)
     pools._loss, pools._state = None, StateMachine(ExecutorState.RUNNING, EXECUTOR_TRANSITIONS)
@@ -271,7 +270,7 @@ def test_counters_have_the_time_that_a_step_has() -> None:
     pools, (member,) = one_member(Ended("memory"))
     member.link, theirs = ControlLink(quiet, Stats), ControlLink(told, StatsRequest)
     now = [100.0]
-    pools._counters = CounterCollector(pools._registry, lambda: now[0])
+    pools._clock = lambda: now[0]
     assert pools.collect_stats() is None
     pools.request_stats()
     now[0] += 59.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.partition import KvShards
-from lamina.executor.control_links import Link
+from lamina.executor.worker_registry import Link
 from lamina.protocol.control import (
     ChannelLost,
     ComputeReady,

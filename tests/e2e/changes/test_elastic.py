@@ -44,7 +44,7 @@ def change(llm: LLM, count: int, leaving: Sequence[int] = ()) -> None:
 
 
 def wait_for_room(llm: LLM) -> None:
-    while llm.pools.resizer._change and not llm.pools.resizer.is_ready():
+    while llm.pools.resizer.change and not llm.pools.resizer.is_ready():
         llm.pools._registry.check()
 
 

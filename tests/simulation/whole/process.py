@@ -16,7 +16,7 @@ import torch
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.resolve import max_sequence_length
-from lamina.executor.control_links import FROM_WORKERS, Link
+from lamina.executor.worker_registry import FROM_WORKERS, Link
 from lamina.observe.trace import FLIP_BIT, NullRecorder
 from lamina.ops import gemm
 from lamina.protocol.control import Failed, LinkClosedError, StartCompute, StartMemory
