@@ -33,8 +33,7 @@ from lamina.request import OverloadedError
 from lamina.scheduler.conductor import Conductor, ConductorConfig, PromptInfo
 from lamina.scheduler.conductor.latency_model import PrefillLatencyEstimator, TransferLatency, TransferLatencyEstimator
 from lamina.scheduler.conductor.overload import DecodeLoadModel, SloLimits
-from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
-from lamina.scheduler.slo_admission import UNLIMITED_PAGES
+from lamina.scheduler.prefix_index import PrefixIndex
 from lamina.tools.plan.simulator.conducted_run import SimulatedPools, SimulatedPoolSpec, TracedPrompt
 from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
@@ -162,7 +161,7 @@ def _simulated(engine: Engine, comes: list[Comes], rules: ConductorConfig, args:
     moves = conductor.transfer_latency.model if conductor.transfer_latency else TransferLatency(0.0, 0.0)
     transfers = TransferLatencyEstimator(moves) if conductor.transfer_latency else None
     one = Conductor(
-        config=rules, directory=PrefixDirectory(workers, UNLIMITED_PAGES),
+        config=rules, prefix_index=PrefixIndex(),
         prefill_latency=PrefillLatencyEstimator(law), transfer_latency=transfers,
         decode_load_model=DecodeLoadModel(1, step, conductor.decode_load_model.decode_s), num_workers=workers,
     )  # fmt: skip

@@ -23,8 +23,8 @@ from lamina.scheduler.conductor.latency_model import (
     TransferLatencyEstimator,
 )
 from lamina.scheduler.conductor.overload import DecodeLoadModel, SloLimits, StepLatency
-from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
 from lamina.scheduler.conductor.routing import POLICIES
+from lamina.tools.plan.simulator.bounded_index import BoundedPrefixIndex
 
 PAGE, PAGES, INSTANCES = 512, 6000, 8
 PREFILL, STEP, RATE = PrefillLatency(0.0, 2e-4, 2e-9), StepLatency(0.01, 0.0015, 8e-8), 31_000.0
@@ -53,15 +53,14 @@ def decision(policy: str, args: argparse.Namespace) -> Callable[[], None]:
     known = PromptInfo(args.tokens, keys, PAGE)
     one = Conductor(
         config=ConductorConfig(policy=policy, limits=SloLimits(30.0, 0.1)),
-        directory=PrefixDirectory(args.prefill_workers, PAGES), prefill_latency=PrefillLatencyEstimator(PREFILL),
+        prefix_index=BoundedPrefixIndex(PAGES), prefill_latency=PrefillLatencyEstimator(PREFILL),
         transfer_latency=TransferLatencyEstimator(TransferLatency.at_rate(RATE)),
         decode_load_model=DecodeLoadModel(INSTANCES, STEP, 15.0),
         num_workers=args.prefill_workers,
     )  # fmt: skip
     for worker in range(args.prefill_workers):
         some = known.keys[: rng.randrange(len(known.keys))]
-        one.directory.add_pages(worker, some)
-        one.directory.on_pages_ready(worker, some)
+        one.prefix_index.add(one.places[worker], some)
         other = PromptInfo(rng.randint(1000, 9000))
         one.reserve(worker, other, one.choose(other, 0.0)._replace(worker=worker), 0.0)
     for number in range(args.decoding):

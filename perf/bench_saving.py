@@ -51,7 +51,7 @@ class SavingDecoder:
         self.page_bytes = self.saved_bytes() * tier.page_size / args.saved
         self._tier, prefixes = tier, self._engine.scheduler.features[PrefixCache]
         (number,) = prefixes.eviction_order
-        self._known = prefixes._indexed[number].sequence
+        self._known = prefixes.held_sequence(number)
         self._keys = tier.keys_of(self._known, args.saved)
         long = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
         began = time.perf_counter()

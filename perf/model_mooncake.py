@@ -35,7 +35,7 @@ from lamina.scheduler.conductor.latency_model import (
     TransferLatencyEstimator,
 )
 from lamina.scheduler.conductor.overload import DecodeLoadModel, StepLatency
-from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
+from lamina.tools.plan.simulator.bounded_index import BoundedPrefixIndex
 from lamina.tools.plan.simulator.clock import VirtualClock
 from lamina.tools.plan.simulator.conducted_run import SimulatedPools, SimulatedPoolSpec, TracedPrompt
 from lamina.tools.plan.simulator.lossless import RoundLoad, SimulatedPool
@@ -198,7 +198,7 @@ def most_rate(shape: Table1, host: HostLaws, what: str, run: Callable[[float], L
 def pooled(host: HostLaws, prefill: int, decode: int, limits: Limits, arrivals: list[TracedPrompt]) -> Lateness:
     """By the Conductor, policy mooncake: it is given the true laws. Steps that decode are alike: the longest counts."""
     conductor = Conductor(
-        config=ConductorConfig(policy="mooncake"), directory=PrefixDirectory(prefill, host.tokens // PAGE),
+        config=ConductorConfig(policy="mooncake"), prefix_index=BoundedPrefixIndex(host.tokens // PAGE),
         prefill_latency=PrefillLatencyEstimator(host.prefill), transfer_latency=TransferLatencyEstimator(host.moves),
         decode_load_model=DecodeLoadModel(decode, host.decode, 20.0),
         num_workers=prefill,

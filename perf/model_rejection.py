@@ -20,7 +20,7 @@ from common import record
 from lamina.scheduler.conductor import Conductor, ConductorConfig, PromptInfo
 from lamina.scheduler.conductor.latency_model import PrefillLatency, PrefillLatencyEstimator, TransferLatency
 from lamina.scheduler.conductor.overload import DecodeLoadModel, SloLimits, StepLatency
-from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
+from lamina.scheduler.prefix_index import PrefixIndex
 from lamina.tools.plan.simulator.conducted_run import SimulatedPools, SimulatedPoolSpec, TracedPrompt
 from lamina.tools.plan.simulator.simulation_report import report
 
@@ -47,7 +47,7 @@ def play(overload: str, args: argparse.Namespace) -> dict[str, Any]:
     """One run, in numbers. ``steps``: foreseen and real ones, in parts of the limit."""
     rules = ConductorConfig(overload=overload, limits=SloLimits(30.0, args.slo_tbt), check_before_decode=False)
     conductor = Conductor(
-        config=rules, directory=PrefixDirectory(WORKERS, 1), prefill_latency=PrefillLatencyEstimator(PREFILL),
+        config=rules, prefix_index=PrefixIndex(), prefill_latency=PrefillLatencyEstimator(PREFILL),
         transfer_latency=None,
         decode_load_model=DecodeLoadModel(INSTANCES, STEP, 12.0), num_workers=WORKERS,
     )  # fmt: skip

@@ -80,7 +80,7 @@ POLICY = (
     "scheduler/sessions/session_table.py", "scheduler/sessions/session_turns.py",
     "scheduler/kv_manager/session_cache.py", "scheduler/kv_manager/prefetch.py",
     "scheduler/kv_manager/spill_placement.py", "protocol/loan_placement.py", "scheduler/conductor/__init__.py",
-    "scheduler/conductor/routing.py", "scheduler/conductor/prefix_directory.py", "scheduler/conductor/latency_model.py",
+    "scheduler/conductor/routing.py", "scheduler/prefix_index.py", "scheduler/conductor/latency_model.py",
     "scheduler/conductor/queues.py", "scheduler/conductor/overload.py",
     "scheduler/sessions/context_overflow.py", "kv/fetch_window.py", "kv/layerwise_load.py",
     "protocol/blocks/extents.py", "lending/creditor.py", "lending/debtor.py",

@@ -61,7 +61,7 @@ class Engine:
         self._accounting = new_block_tables(self.worker_info)
         self.sessions = Sessions()
         prefixes = build_prefix_cache(config, self._accounting, self.sessions, clock)
-        self.slo_admission = build_slo_admission(config, prefixes, clock, trace)
+        self.slo_admission = build_slo_admission(config, self.worker_info, prefixes, clock, trace)
         conducts = keeps_slo or config.topology.prefill_workers > 0 or self.slo_admission.decision_log is not None
         self.scheduler = build_scheduler(
             config,

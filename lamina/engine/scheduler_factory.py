@@ -26,7 +26,7 @@ from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
-from lamina.scheduler.kv_manager.prompt_store import PromptCache, PromptPageKeys
+from lamina.scheduler.kv_manager.prompt_store import PromptCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
@@ -174,38 +174,32 @@ def _prefill(
         config.batching.prefill_chunk,
         config.topology.max_batches,
         slo_admission,
-        _stores(config, info, slo_admission, prefixes.page_size),
+        _prompt_caches(config, info, prefixes),
         max_grants_in_flight(config.topology.prefill_pipeline, info.windows),
     )
 
 
-def _stores(config: EngineConfig, info: ComputeReady, slo_admission: SloAdmission, page: int) -> list[PromptCache]:
+def _prompt_caches(config: EngineConfig, info: ComputeReady, prefixes: PrefixCache) -> list[PromptCache]:
     """Of prefill workers; none where they have no room for more than a prompt each, or nothing is to be kept of
-    prompts. ``slo_admission`` knows the keys then.
+    prompts.
     """
-    stores, keys = list[PromptCache](), PromptPageKeys(page)
-    for worker, bound in enumerate(info.prefill_stores if page else []):
+    caches = list[PromptCache]()
+    for worker, bound in enumerate(info.prefill_stores if prefixes.keys.page_size else []):
         room = prompt_cache_tokens(
             bound.windows, bound.num_blocks, info.block_size, info.max_model_len, config.batching
         )
         if room is None:
-            stores.clear()
-            break
+            return []
         blocks = BlockTables(bound.windows, bound.num_blocks, info.block_size)
-        stores.append(PromptCache(worker, slo_admission.conductor.directory, keys, blocks, room))
-    learned = slo_admission.conductor.transfer_latency
-    if stores:
-        slo_admission.set_prompt_caches(keys, learned or _transfers(info))
-    else:
-        slo_admission.set_prompt_caches(None, None)
-    return stores
+        caches.append(PromptCache(worker, prefixes.prefix_index, prefixes.keys, blocks, room))
+    return caches
 
 
-def _transfers(info: ComputeReady) -> TransferLatencyEstimator | None:
-    """From one prefill worker to another, until some are seen. None where a window leaves no whole prompt, or nobody
-    says what a token takes.
+def _transfer_latency(info: ComputeReady) -> TransferLatencyEstimator | None:
+    """From one prefill worker to another, until some transfers are seen. None where a window leaves no whole prompt, or
+    nobody says what a token takes.
     """
-    if any(window for bound in info.prefill_stores for window in bound.windows):
+    if not info.prefill_stores or any(window for bound in info.prefill_stores for window in bound.windows):
         return None
     stored = [sum(bound.num_blocks) * info.block_size for bound in info.prefill_stores]
     per_token = max(bound.kv_bytes / tokens for bound, tokens in zip(info.prefill_stores, stored, strict=True))
@@ -229,13 +223,12 @@ def refresh_prefill_stores(
     if stores == info.prefill_stores:
         return info
     info = structs.replace(info, prefill_stores=stores)
-    page_size = scheduler.features[PrefixCache].page_size
-    prefill.reset_caches(_stores(config, info, prefill.slo_admission, page_size))
+    prefill.reset_caches(_prompt_caches(config, info, scheduler.features[PrefixCache]))
     return info
 
 
 def build_slo_admission(
-    config: EngineConfig, prefix_cache: PrefixCache, clock: Callable[[], float], trace: Recorder
+    config: EngineConfig, info: ComputeReady, prefix_cache: PrefixCache, clock: Callable[[], float], trace: Recorder
 ) -> SloAdmission:
     """Nothing is promised at first. ``prefix_cache``: has tokens that need not be computed. ``clock``: seconds, for
     what prompts take. ``trace``: of its reasons.
@@ -247,6 +240,9 @@ def build_slo_admission(
         config.batching.max_num_seqs,
         clock,
         staged,
+        prefix_index=prefix_cache.prefix_index,
+        keys=prefix_cache.keys,
+        transfer_latency=_transfer_latency(info),
         cached_tokens_of=prefix_cache.num_cached_or_pending,
         shared_tokens_of=prefix_cache.num_shared_tokens,
         decision_log=DecisionLog(trace.note, stages) if trace.notes is not None else None,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-from .pages import PAGE, TENANT_BYTES
+from .pages import TENANT_BYTES
 
 SECRET_BYTES = 32
 SALT_BYTES = 32  # bytes of the part of a salt that names the tenant
@@ -62,11 +62,11 @@ def root_key(secret: bytes, identity: bytes, tenant: bytes, salt: bytes = b"", e
 
 
 def page_key(parent: bytes, number: int, tokens: Sequence[int]) -> bytes:
-    """Return the key, 32 bytes, of page ``number`` with ``tokens``, 1 .. PAGE of them, after the page of key
-    ``parent``. Raises ValueError, or OverflowError for a token that does not fit in 32 bits.
+    """Return the key, 32 bytes, of page ``number`` with ``tokens`` after the page of key ``parent``. Raises ValueError
+    if there are none, or OverflowError for a token that does not fit in 32 bits.
     """
-    if not 1 <= len(tokens) <= PAGE:
-        raise ValueError(f"a page has 1 to {PAGE} tokens, not {len(tokens)}")
+    if not tokens:
+        raise ValueError("a page has at least one token")
     words = array("I", tokens)
     if sys.byteorder == "big":
         words.byteswap()

@@ -73,11 +73,12 @@ class PrefillDispatcher(Feature):
         """``first_batch``: the number of the first worker's batch; those of the others follow. ``stores``: what they
         keep of prompts; none of them: nothing. ``ahead``: chunks of a worker in flight.
         """
-        self._workers = [_PrefillWorkerState(i, prompt_cache=stores[i] if stores else None) for i in range(num_workers)]
+        self._workers = [_PrefillWorkerState(i) for i in range(num_workers)]
         self._lenders = dict[Sequence, _PrefixFetch]()  # of how a prompt begins
         self._chunk = chunk
         self._first_batch, self._ahead = first_batch, ahead
         self.slo_admission = slo_admission or SloAdmission(num_workers)
+        self.reset_caches(stores)
 
     def is_for_prefill_worker(self, sequence: Sequence, known: int = 0) -> bool:
         """Return whether a new sequence is for prefill workers. ``known``: its tokens with KV on the memory workers. If
@@ -203,6 +204,7 @@ class PrefillDispatcher(Feature):
         """Give workers new, empty stores after ``roll_back``; none: they keep nothing of prompts."""
         for worker in self._workers:
             worker.prompt_cache = stores[worker.index] if stores else None
+        self.slo_admission.keeps_prompts = bool(stores)
 
     def extend_plan(self, draft: PlanDraft) -> None:
         """Let the workers go on with sequences of the batch, unless one that runs waits for blocks. The plan gets a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lamina.kv.sparsity import BlockScores
 from lamina.protocol.control import SampledToken
@@ -14,6 +14,9 @@ from lamina.request import CompletionOutput, SamplingParams
 from .sessions.session_table import SessionState
 from .sessions.token_ranges import TokenRanges
 from .sparsity.error_budget import CompletionErrors
+
+if TYPE_CHECKING:
+    from .prefix_index import PageKeys
 
 FULL_ATTENTION_SALT = b" dense"  # after the salt of sequences that attend all of their KV where others attend some
 
@@ -71,9 +74,9 @@ class Sequence:
     logits_stale: bool = False  # the logits on their way are those after the token before the last
     # Tokens of the pages that were to be saved as they filled, if pages are offloaded.
     num_tokens_offloaded: int = 0
-    page_keys: list[bytes] = field(default_factory=list)  # of its whole pages, as far as they were asked for
-    partial_page_keys: dict[int, bytes] = field(default_factory=dict)  # so, by length, of pages that are not whole
-    prompt_page_keys: list[bytes] = field(default_factory=list)  # of its prompt's whole pages, for prefill workers
+    # Keys of its pages, as far as they were asked for: of whole ones, and by length of those that are not whole.
+    page_keys: dict[PageKeys, list[bytes]] = field(default_factory=dict)
+    partial_page_keys: dict[tuple[PageKeys, int], bytes] = field(default_factory=dict)
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

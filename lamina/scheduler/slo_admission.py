@@ -26,13 +26,11 @@ from .conductor.latency_model import (
     TransferLatencyEstimator,
 )
 from .conductor.overload import NO_LIMITS, DecodeLoadModel, StepLatency
-from .conductor.prefix_directory import PrefixDirectory
 from .conductor.routing import RoutingDecision, start_delay_s
-from .kv_manager.prompt_store import PromptPageKeys
+from .prefix_index import PREFILL, PageKeys, PrefixIndex
 from .sequence import Sequence
 from .starts import DecodePlacement
 
-UNLIMITED_PAGES = 1 << 62  # pages of a worker: its store tells which ones it gives up
 INITIAL_PREFILL_LATENCY = PrefillLatency(0.0, 1e-4, 0.0)  # of prompts, until some were computed
 
 
@@ -69,19 +67,32 @@ class SloAdmission:
         clock: Callable[[], float] = float,
         staged: PrefillPipelineShape = SINGLE_STAGE,
         *,
+        prefix_index: PrefixIndex | None = None,
+        keys: PageKeys | None = None,
+        transfer_latency: TransferLatencyEstimator | None = None,
         cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
         shared_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
         decision_log: DecisionLog | None = None,
     ) -> None:
         """``num_workers``: of prefill workers, or groups that are ``staged``; 0 = the compute workers do it.
+        ``prefix_index``: of what they keep of prompts, by ``keys``. ``transfer_latency``: from one to another; None:
+        nothing is sent.
         ``cached_tokens_of``: the first tokens of a sequence that need not be computed. ``shared_tokens_of``: tokens
         that the completions of its request compute once. ``decision_log``: of all choices; None: there is none.
         """
         self.cached_tokens_of, self.shared_tokens_of = cached_tokens_of, shared_tokens_of
-        self.keys: PromptPageKeys | None = None  # of what prefill workers keep of prompts; None: nothing
         self.has_limits, self.decision_log = False, decision_log
-        directory = PrefixDirectory(max(1, num_workers), UNLIMITED_PAGES)
-        self.conductor = _conductor(directory, ConductorConfig(policy="auto"), staged)
+        self.keeps_prompts = False  # whether prefill workers keep K and V of prompts
+        self.prefix_index, self.keys = prefix_index or PrefixIndex(), keys or PageKeys(0)
+        self.conductor = Conductor(
+            config=ConductorConfig(policy="auto"),
+            prefix_index=self.prefix_index,
+            prefill_latency=PrefillLatencyEstimator(INITIAL_PREFILL_LATENCY, trusted=False),
+            transfer_latency=transfer_latency,
+            decode_load_model=DecodeLoadModel(1, StepLatency(0.0, 0.0, 0.0), 0.0, weight=0),
+            num_workers=max(1, num_workers),
+            staged=staged,
+        )
         self._clock, self._max_num_seqs, self._on_prefill_workers = clock, max_num_seqs, num_workers > 0
         self._steps = StepLatencyEstimator()
         self._reservations = dict[Sequence, _Reservation]()
@@ -94,15 +105,8 @@ class SloAdmission:
 
     def set_config(self, rules: ConductorConfig) -> None:
         """Keep to these from now on. Nobody has come yet."""
-        before = self.conductor
-        self.conductor = _conductor(before.directory, rules, before.staged, before.transfer_latency)
+        self.conductor = replace(self.conductor, config=rules)
         self.has_limits = rules.limits != NO_LIMITS
-
-    def set_prompt_caches(self, keys: PromptPageKeys | None, transfer_latency: TransferLatencyEstimator | None) -> None:
-        """Set the keys of what prefill workers of this epoch keep of prompts; None: nothing. ``transfer_latency``: of
-        copies between two of them.
-        """
-        self.keys, self.conductor.transfer_latency = keys, transfer_latency
 
     @contextmanager
     def without_log(self) -> Iterator[None]:
@@ -316,15 +320,16 @@ class SloAdmission:
     @property
     def num_page_replicas(self) -> int | None:
         """Pages of prompts that prefill workers have beside the first one of each; None where they keep nothing."""
-        return None if self.keys is None else self.conductor.directory.num_replicas
+        return self.prefix_index.num_replicas(PREFILL) if self.keeps_prompts else None
 
     def _known_prompt(self, sequence: Sequence) -> PromptInfo:
         tokens, priority = sequence.num_tokens_with_placeholders, sequence.priority
         if not self._on_prefill_workers:
             return PromptInfo(tokens, num_cached_tokens=self.cached_tokens_of(sequence), priority=priority)
-        if self.keys is None:
+        if not self.keeps_prompts:
             return PromptInfo(tokens, priority=priority)
-        return PromptInfo(tokens, self.keys.keys(sequence), self.keys.page_size, priority=priority)
+        keys = self.keys.whole(sequence, len(sequence.prompt))
+        return PromptInfo(tokens, keys, self.keys.page_size, priority=priority)
 
     def _join(self, sequence: Sequence) -> None:
         if self.has_limits:
@@ -374,21 +379,3 @@ class SloAdmission:
 
 def _asked(sequence: Sequence) -> LoggedPrompt:
     return LoggedPrompt(sequence.request_id, sequence.output.index, sequence.num_tokens_with_placeholders)
-
-
-def _conductor(
-    directory: PrefixDirectory,
-    rules: ConductorConfig,
-    staged: PrefillPipelineShape,
-    transfers: TransferLatencyEstimator | None = None,
-) -> Conductor:
-    """Of workers that know nothing of their times yet. ``transfer_latency``: from one to another."""
-    return Conductor(
-        config=rules,
-        directory=directory,
-        prefill_latency=PrefillLatencyEstimator(INITIAL_PREFILL_LATENCY, trusted=False),
-        transfer_latency=transfers,
-        decode_load_model=DecodeLoadModel(1, StepLatency(0.0, 0.0, 0.0), 0.0, weight=0),
-        num_workers=directory.num_workers,
-        staged=staged,
-    )

@@ -78,9 +78,8 @@ def test_recorded_keys() -> None:
 
 
 def test_refusals() -> None:
-    for wrong in ([], list(range(PAGE + 1))):
-        with pytest.raises(ValueError, match="1 to 128 tokens"):
-            page_key(ROOT, 0, wrong)
+    with pytest.raises(ValueError, match="at least one token"):
+        page_key(ROOT, 0, [])
     with pytest.raises(OverflowError):
         page_key(ROOT, 0, [1 << 32])
     with pytest.raises(ValueError, match="32 bytes, not 31"):

@@ -14,8 +14,8 @@ from lamina.scheduler.conductor.latency_model import (
     TransferLatencyEstimator,
 )
 from lamina.scheduler.conductor.overload import NO_LIMITS, DecodeLoadModel, SloLimits, StepLatency
-from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
 from lamina.scheduler.conductor.routing import RoutingQuery, WorkerMatch
+from lamina.tools.plan.simulator.bounded_index import BoundedPrefixIndex
 from lamina.tools.plan.simulator.conducted_run import SimulatedPools, SimulatedPoolSpec, TracedPrompt
 
 LAW = PrefillLatency(0.0, 1 / 5000, 1 / 5e8)
@@ -69,7 +69,7 @@ def conductor(
 ) -> Conductor:  # fmt: skip
     return Conductor(
         config=ConductorConfig(**{"policy": "mooncake", "limits": limits, **rules}),  # type: ignore[arg-type]
-        directory=PrefixDirectory(workers, pages), prefill_latency=PrefillLatencyEstimator(law),
+        prefix_index=BoundedPrefixIndex(pages), prefill_latency=PrefillLatencyEstimator(law),
         transfer_latency=TransferLatencyEstimator(MOVES),
         decode_load_model=DecodeLoadModel(instances, STEP, decode_s), num_workers=workers,
     )  # fmt: skip

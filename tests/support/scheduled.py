@@ -13,7 +13,7 @@ from lamina.request import CompletionOutput, SamplingParams
 from lamina.scheduler.conductor.latency_model import TransferLatency, TransferLatencyEstimator
 from lamina.scheduler.feature import Feature
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
-from lamina.scheduler.kv_manager.prompt_store import PromptCache, PromptPageKeys
+from lamina.scheduler.kv_manager.prompt_store import PromptCache
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.scheduler import Scheduler
@@ -22,12 +22,13 @@ from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.slo_admission import SloAdmission
 
 MAX_ROWS = 12
+STOP = 1_000_000  # a token that no prompt has, and nobody draws
 
 
 def make(request_id: int, prompt: int, outputs: int, stop_at: int | None = None) -> Sequence:
     params = SamplingParams(max_tokens=outputs)
     tokens = [request_id * 1000 + i for i in range(prompt)]
-    seq = Sequence(request_id, params, 0, tokens, CompletionOutput(0), prompt + outputs, frozenset([-5]))
+    seq = Sequence(request_id, params, 0, tokens, CompletionOutput(0), prompt + outputs, frozenset([STOP]))
     seq.stop_at = stop_at  # type: ignore[attr-defined]
     return seq
 
@@ -179,17 +180,20 @@ def drive(
     room = (
         BlockTables([window], [1], block_size).max_blocks(FIRST_LOCATION, most, MAX_ROWS)[0] + chunk // block_size + 1
     )
-    promises = SloAdmission(prefill_workers)
+    prefixes, sending = PrefixCache(ledger, page), sends and not window
+    promises = SloAdmission(
+        prefill_workers,
+        prefix_index=prefixes.prefix_index,
+        keys=prefixes.keys,
+        transfer_latency=TransferLatencyEstimator(TransferLatency.at_rate(1e6)) if sending else None,
+    )
 
     def store_blocks() -> BlockTables:
         return BlockTables([window], [room + kept], block_size)
 
-    promises.keys = PromptPageKeys(page) if kept else None
-    if sends and not window:
-        promises.conductor.transfer_latency = TransferLatencyEstimator(TransferLatency.at_rate(1e6))
     stores = [
-        PromptCache(w, promises.conductor.directory, promises.keys, store_blocks(), [room])
-        for w in range(prefill_workers if promises.keys else 0)
+        PromptCache(w, prefixes.prefix_index, prefixes.keys, store_blocks(), [room])
+        for w in range(prefill_workers if kept else 0)
     ]
     prefill = PrefillDispatcher(prefill_workers, chunk, 4, promises, stores)
     scheduler = Scheduler(
@@ -197,7 +201,7 @@ def drive(
         max_num_seqs=4,
         prefill_chunk=chunk,
         num_batches=num_batches,
-        features=with_prefill(prefill, PrefixCache(ledger, page)),
+        features=with_prefill(prefill, prefixes),
     )
     prefills = list[FakePrefill]()
     prefills += [FakePrefill(store_blocks(), prefills) for _ in range(prefill_workers)]
@@ -258,13 +262,13 @@ def take(done: ScheduledStep, drawn: dict[int, int]) -> None:
             sequence.num_output_placeholders -= 1
         else:
             token = drawn[rows.sequence]
-            sequence.append(-5 if sequence.num_output_tokens == sequence.stop_at else token)  # type: ignore[attr-defined]
+            sequence.append(STOP if sequence.num_output_tokens == sequence.stop_at else token)  # type: ignore[attr-defined]
 
 
 def expected(prompt: list[int], outputs: int, stop_at: int | None) -> list[int]:
     tokens = list(prompt)
     for i in range(outputs):
-        tokens.append(-5 if i == stop_at else next_token(tokens))
+        tokens.append(STOP if i == stop_at else next_token(tokens))
         if i == stop_at:
             break
     return tokens[len(prompt) :]

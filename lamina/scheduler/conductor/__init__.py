@@ -12,11 +12,11 @@ from itertools import chain
 from typing import NamedTuple
 
 from lamina.request import Refusal
+from lamina.scheduler.prefix_index import PREFILL, Place, PrefixIndex
 
 from .baselines import BASELINE_POLICIES
 from .latency_model import SINGLE_STAGE, PrefillLatencyEstimator, PrefillPipelineShape, TransferLatencyEstimator
 from .overload import NO_LIMITS, DecodeLoadModel, SloLimits, check_overload_policy
-from .prefix_directory import PrefixDirectory
 from .queues import PrefillQueue, QueuedPrompt
 from .routing import NO_WORKER, POLICIES, RoutingDecision, RoutingQuery, WorkerMatch, candidates
 
@@ -67,19 +67,21 @@ class Conductor:
     sent."""
 
     config: ConductorConfig
-    directory: PrefixDirectory
+    prefix_index: PrefixIndex
     prefill_latency: PrefillLatencyEstimator
     transfer_latency: TransferLatencyEstimator | None
     decode_load_model: DecodeLoadModel
     num_workers: int
     seed: int = 0
     staged: PrefillPipelineShape = SINGLE_STAGE  # of each worker
+    places: list[Place] = field(init=False)  # of the workers in the index
     _queues: list[PrefillQueue] = field(init=False)
     _sends_until: list[float] = field(init=False)
     _reservations: dict[Hashable, tuple[RoutingDecision, PromptInfo]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._policy, self._random = {**POLICIES, **BASELINE_POLICIES}[self.config.policy], random.Random(self.seed)
+        self.places = [self.prefix_index.place(PREFILL, worker) for worker in range(self.num_workers)]
         self._queues = [PrefillQueue() for _ in range(self.num_workers)]
         self._sends_until = [0.0] * self.num_workers
 
@@ -94,14 +96,9 @@ class Conductor:
         return sorted(candidates(self._routing_query(prompt, now_s, None)), key=lambda choice: choice.ttft_s)
 
     def _routing_query(self, prompt: PromptInfo, now_s: float, among: Collection[int] | None) -> RoutingQuery:
-        held, ready = (
-            self.directory.num_cached_pages(prompt.keys),
-            self.directory.num_sendable_pages(prompt.keys if self.transfer_latency else ()),
-        )
-        lengths, everywhere = (
-            {pages: prompt.tokens_of_pages(pages) for pages in {*held, *ready}},
-            prompt.num_cached_tokens,
-        )
+        held = self.prefix_index.match(self.places, prompt.keys)
+        ready = self.prefix_index.match(self.places, prompt.keys if self.transfer_latency else (), ready=True)
+        lengths, everywhere = {n: prompt.tokens_of_pages(n) for n in {*held, *ready}}, prompt.num_cached_tokens
         workers = [
             WorkerMatch(
                 w,
@@ -120,7 +117,7 @@ class Conductor:
             lambda source, worker, tokens: self._transfer_s(source, tokens, now_s),
             self.config.threshold,
             self._random.random,
-            self.directory.num_pages,
+            lambda worker: self.prefix_index.num_pages(self.places[worker]),
             self.staged.fill_s if self.staged.stages > 1 else None,
         )
 
@@ -141,9 +138,9 @@ class Conductor:
             return Refusal("tbt", ttft_s, tbt_s, self._time_until_slo_s(now_s, tbt_s))
         return None
 
-    def reserve(self, request: Hashable, prompt: PromptInfo, choice: RoutingDecision, now_s: float) -> list[bytes]:
-        """Take ``choice`` for the request. Returns the keys of the pages that the worker gives up. What moves stays
-        where it is too, so that pages which many want are soon in many places (section 5.2).
+    def reserve(self, request: Hashable, prompt: PromptInfo, choice: RoutingDecision, now_s: float) -> None:
+        """Take ``choice`` for the request. What moves stays where it is too, so that pages which many want are soon in
+        many places (section 5.2).
         """
         line = self._queues[choice.worker]
         if choice.source != NO_WORKER:
@@ -153,13 +150,13 @@ class Conductor:
         ready_s = now_s + choice.transfer_s + choice.fill_s
         line.add(QueuedPrompt(request, prompt.tokens, choice.prefill_s, ready_s, prompt.priority), now_s)
         self._reservations[request] = choice, prompt
-        return self.directory.add_pages(choice.worker, prompt.keys)
+        self.prefix_index.promise(self.places[choice.worker], prompt.keys)
 
     def on_pages_received(self, request: Hashable) -> None:
         """The pages that had to move for ``request`` have come."""
         choice, prompt = self._reservations[request]
         moved = [k for n, k in enumerate(prompt.keys, 1) if prompt.tokens_of_pages(n) <= choice.prefix]
-        self.directory.on_pages_ready(choice.worker, moved)
+        self.prefix_index.confirm(self.places[choice.worker], moved)
 
     def record_transfer(self, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
         """A transfer of so many tokens was waited for so long, behind ``ahead_s`` in which another was computed: the
@@ -177,18 +174,17 @@ class Conductor:
         choice, prompt = self._reservations.pop(request)
         self._queues[choice.worker].remove(request, now_s)
         self.prefill_latency.observe(prompt.tokens, prefix, seconds)
-        self.directory.on_pages_ready(choice.worker, prompt.keys)
+        self.prefix_index.confirm(self.places[choice.worker], prompt.keys)
 
     def on_cancelled(self, request: Hashable, now_s: float) -> None:
         """The request's prompt will not be computed."""
         choice, prompt = self._reservations.pop(request)
         self._queues[choice.worker].remove(request, now_s)
-        self.directory.on_pages_failed(choice.worker, prompt.keys)
+        self.prefix_index.drop(self.places[choice.worker], prompt.keys, ready=False)
 
     def reset(self) -> None:
         """Nobody has a prompt or a page any more. What was learned of times stays."""
-        for worker in range(self.num_workers):
-            self.directory.clear_worker(worker)
+        self.prefix_index.clear(sum(self.places))
         self._queues = [PrefillQueue() for _ in range(self.num_workers)]
         self._sends_until = [0.0] * self.num_workers
         self._reservations.clear()

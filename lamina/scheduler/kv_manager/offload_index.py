@@ -16,7 +16,7 @@ from itertools import groupby
 
 from msgspec import structs
 
-from lamina.kv.page_keys import page_key
+from lamina.kv.page_keys import page_key, root_key, tenant_of, tenant_tag
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.executor import Report
@@ -33,12 +33,12 @@ from lamina.protocol.step_plan import (
     Transfer,
 )
 from lamina.scheduler.feature import Feature, Loss, PlanDraft, Scheduling
+from lamina.scheduler.prefix_index import PageKeys
 from lamina.scheduler.scheduler_output import TransferResult
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.token_ranges import count_tokens
 from lamina.scheduler.starts import Candidates, KvStart
 
-from .page_keys import PageKeys
 from .pending_deletes import PendingDeletes
 from .prefetch import LoadableKv, PrefetchHints
 
@@ -92,8 +92,9 @@ class OffloadIndex(Feature):
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
         self.backend, self.is_complete = facts.backend, facts.is_complete
         self._exact = not prompts_only  # whether a page is kept, too, that is not whole
-        self._keys = PageKeys(facts)
-        self.identity = facts.identity
+        self._keys = PageKeys(facts.page_size, self._root_key)
+        self._secret, self.identity, self._era = facts.secret, facts.identity, facts.era
+        self._tags: dict[bytes, bytes] = {}  # of tenants
         self._ledger = tables
         windows = [w for w in tables.windows if w]
         self._most = min(windows) if windows else 0  # tokens of which a pool holds all, if they are loaded at once
@@ -127,7 +128,7 @@ class OffloadIndex(Feature):
         )  # workers have no hint of a waiting turn yet
         self._kv_shards: dict[bytes, set[int]] = {}  # page -> KV shards whose workers can load it
         page_keys = [self._drops.exclude_deleted(keys) for keys in facts.pages]
-        self._keys.era = facts.era
+        self._era = facts.era
         for lane, owners in enumerate(self._num_holders):
             for key in set.intersection(*(page_keys[w] for w in owners)):
                 self._kv_shards.setdefault(key, set()).add(lane)
@@ -188,7 +189,7 @@ class OffloadIndex(Feature):
         ]
         if not left or not self._kv_shards:
             return None
-        every = self.keys_after(sequence.salt, sequence.original_prompt[: (left[-1] + 1) * page])
+        every = self.keys_of_tokens(sequence.salt, sequence.original_prompt[: (left[-1] + 1) * page])
         keys = [every[n] for n in left]
         pages = {place: self._num_moved(keys, left, place) for place in self.locations()}
         most = max(pages.values()) * page // self.whole_page_tokens * self.whole_page_tokens // page
@@ -210,8 +211,7 @@ class OffloadIndex(Feature):
         """Return the stop of the longest stored partial page after its ``whole`` stored tokens."""
         lane, most = self._kv_shard(location, whole // self.page_size), min(stop, whole + self.page_size - 1)
         lengths = range(most, whole, -1) if self._exact and (whole or self.is_complete) else ()
-        keys = ((n, self._keys.partial_page_key(sequence, n)) for n in lengths)
-        return next((n for n, key in keys if key and self._has(key[0], lane)), whole)
+        return next((n for n in lengths if self._has(self._keys.partial(sequence, n), lane)), whole)
 
     def num_loadable_pages(self, keys: Several[bytes], location: KvLocation) -> int:
         """Pages, from the first of ``keys`` on, that a sequence at ``location`` can load."""
@@ -291,14 +291,14 @@ class OffloadIndex(Feature):
         here = all(self._ledger.block_table(group, sequence.id)[0] == 0 for group in range(len(self._ledger.windows)))
         if not here or length > (self._most or length):
             return [], []
-        keys, parent = list[bytes](), self._keys.root_key(sequence.salt, root)
+        keys, parent = list[bytes](), self._root_key(root, sequence.salt)
         for number in range(-(-length // self.page_size)):
             parent = page_key(parent, number, [number])
             keys.append(parent)
         return keys, self._export(sequence, keys, range(len(keys)), length)
 
     def _export(self, sequence: Sequence, keys: Several[bytes], numbers: Iterable[int], length: int) -> list[SaveKv]:
-        ops, prompt, tag = list[SaveKv](), len(sequence.prompt), self._keys.tenant_tag(sequence.salt)
+        ops, prompt, tag = list[SaveKv](), len(sequence.prompt), self._tenant_tag(sequence.salt)
         for run in _runs(numbers):
             some, first = [keys[n] for n in run], run[0] * self.page_size
             count = min(len(some) * self.page_size, length - first)
@@ -373,13 +373,14 @@ class OffloadIndex(Feature):
         ``sequences`` too. Storage deletes the old pages bit by bit, but for pages that are being loaded.
         """
         for sequence in sequences:
-            self._keys.drop(sequence)
+            sequence.page_keys.clear()
+            sequence.partial_page_keys.clear()
         loading = set[bytes]().union(*(x.loadable.keys for x in self._loading.values()))
         saving = set[bytes]().union(*(x.keys for x in self._saving.values()))
         self._drops.pending += sorted((self._kv_shards.keys() | saving) - loading)
         self._removed |= saving
         self._kv_shards.clear()
-        self._found, self._keys.era = None, era
+        self._found, self._era = None, era
         return ()
 
     def resume(self, ready: ComputeReady) -> None:
@@ -490,14 +491,26 @@ class OffloadIndex(Feature):
 
     def keys_of(self, sequence: Sequence, length: int, *, parts: bool = False) -> list[bytes]:
         """Return the keys of the whole pages of its first ``length`` tokens; ``parts``: and of a partial last one."""
-        return [
-            *self._keys.whole_page_keys(sequence, length),
-            *(self._keys.partial_page_key(sequence, length) if parts and self._exact else ()),
-        ]
+        keys = self._keys.whole(sequence, length)
+        if parts and self._exact and length % self.page_size and (keys or self.is_complete):
+            keys.append(self._keys.partial(sequence, length))
+        return keys
 
-    def keys_after(self, salt: bytes, tokens: Several[int]) -> list[bytes]:
+    def keys_of_tokens(self, salt: bytes, tokens: Several[int]) -> list[bytes]:
         """Return the keys of the whole pages of ``tokens``, of a prompt with ``salt``."""
-        return self._keys.keys_after(salt, tokens)
+        return self._keys.after([], salt, tokens)
+
+    def _root_key(self, salt: bytes, owner: bytes | None = None) -> bytes:
+        """The key before a first page with ``salt``, of the tenant of prompts with the salt ``owner``."""
+        tag = self._tenant_tag(salt if owner is None else owner)
+        return root_key(self._secret, self.identity, tag, salt, self._era)
+
+    def _tenant_tag(self, salt: bytes) -> bytes:
+        """Return the tag of the tenant of a prompt with ``salt``."""
+        tenant = tenant_of(salt)
+        if tenant not in self._tags:
+            self._tags[tenant] = tenant_tag(self._secret, tenant)
+        return self._tags[tenant]
 
     def _kv_shard(self, location: KvLocation, number: int) -> int:
         """Return the KV shard of a page."""

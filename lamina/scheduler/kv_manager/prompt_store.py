@@ -4,39 +4,16 @@ clock.
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Several
-from hashlib import sha256
 from typing import NamedTuple
 
 from lamina.protocol.kv_placement import FIRST_LOCATION
 from lamina.protocol.step_plan import FetchPrefix, Fork, Free, New, SequenceOp, StepPlan, SurvivingKv
-from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
+from lamina.scheduler.prefix_index import PREFILL, Holding, PageKeys, PrefixIndex
 from lamina.scheduler.sequence import Sequence
 
 from .block_accounting import BlockAccounting
-
-
-class PromptPageKeys:
-    """Keys of the whole pages of prompts: a key stands for the salt and all tokens up to the page's end. They differ
-    from the keys of kv.page_keys: pages may be longer here than stored pages, and no store sees these keys.
-    """
-
-    def __init__(self, page: int) -> None:
-        """``page_size``: tokens."""
-        self.page_size = page
-
-    def keys(self, sequence: Sequence) -> list[bytes]:
-        """From its first page on. They stay with the sequence, as its prompt does not change."""
-        keys, count = sequence.prompt_page_keys, len(sequence.prompt) // self.page_size
-        if len(keys) < count:
-            key = sha256(b"salt" + sequence.salt).digest()
-            for at in range(0, count * self.page_size, self.page_size):
-                key = sha256(key + array("q", sequence.prompt[at : at + self.page_size]).tobytes()).digest()
-                keys.append(key)
-        return keys
 
 
 class _CachedPrompt(NamedTuple):
@@ -46,9 +23,13 @@ class _CachedPrompt(NamedTuple):
     length: int
 
 
+NO_PROMPT = _CachedPrompt(-1, 0)
+
+
 class _ComputingPrompt(NamedTuple):
     """The prompt that is computed. ``keep``: whether others may begin with it then."""
 
+    sequence: Sequence
     number: int
     keys: list[bytes]
     keep: bool
@@ -63,18 +44,18 @@ class PromptCache:
     def __init__(
         self,
         worker: int,
-        directory: PrefixDirectory,
-        keys: PromptPageKeys,
+        index: PrefixIndex,
+        keys: PageKeys,
         accounting: BlockAccounting,
         room: Several[int],
     ) -> None:
         """``accounting``: of the worker's blocks. ``room``: those by layer group that kept prompts never take: for the
         prompt that is computed, and for the first chunk of the next, in whose plan others give way.
         """
-        self._worker, self._directory, self._keys, self._accounting = worker, directory, keys, accounting
+        self._worker, self._place, self._index, self._keys = worker, index.place(PREFILL, worker), index, keys
+        self._accounting = accounting
         self._max_cached = [n - r for n, r in zip(accounting.num_blocks, room, strict=True)]
-        self._cached = OrderedDict[int, list[bytes]]()  # those that are whole, the least recently used first
-        self._promised = dict[bytes, dict[int, None]]()  # page -> which of these have it
+        self._cached = index.holdings(self._place)  # those that are whole, the least recently used first
         self._sources = dict[int, int]()  # prompt -> the kept one with whose KV it is to begin
         self._evicted_while_sending = set[int]()  # sources that go as soon as they were used
         self._fetches = dict[int, FetchPrefix]()  # of prompts that are to begin with KV of other workers
@@ -84,41 +65,42 @@ class PromptCache:
 
     def num_cached_tokens(self, sequence: Sequence, most: int) -> int:
         """Tokens with which it may begin, ``most`` at most."""
-        whole = self._match(sequence, most)
-        return whole.length if whole else 0
+        return self._match(sequence, most).length
 
     def will_cache_more(self, sequence: Sequence, most: int, others: Iterable[Sequence]) -> bool:
         """Return whether one of ``others``, which will be computed, has more of its pages than are kept of ``most``
         tokens.
         """
-        keys, kept = self._keys.keys(sequence), self.num_cached_tokens(sequence, most) // self._keys.page_size
+        keys, kept = self._prompt_keys(sequence), self.num_cached_tokens(sequence, most) // self._keys.page_size
         return kept < min(len(keys), (sequence.num_tokens_with_placeholders - 1) // self._keys.page_size) and any(
-            self._keys.keys(other)[kept : kept + 1] == keys[kept : kept + 1] for other in others
+            self._prompt_keys(other)[kept : kept + 1] == keys[kept : kept + 1] for other in others
         )
 
     def num_sendable_tokens(self, sequence: Sequence, most: int) -> int:
         """Return the tokens with which it may begin that another worker can have now: blocks of all layers."""
-        whole = None if any(self._accounting.windows) else self._match(sequence, most, self._under_way)
-        return whole.length if whole else 0
+        return 0 if any(self._accounting.windows) else self._match(sequence, most, self._under_way).length
+
+    def _prompt_keys(self, sequence: Sequence) -> list[bytes]:
+        return self._keys.whole(sequence, len(sequence.prompt))
 
     def reserve(self, sequence: Sequence, length: int, lender: PromptCache | None = None) -> None:
         """Have a sequence, which has its id, begin with so many tokens: at most ``num_cached_tokens`` here, or
         ``num_sendable_tokens`` of ``lender``, which sends what is not here.
         """
-        whole = self._match(sequence, length) if length else None
-        if whole is not None:
-            self._sources[sequence.id] = whole.number
+        own = self._match(sequence, length)
+        if own.length:
+            self._sources[sequence.id] = own.number
         if lender is not None:
-            own = whole.length if whole else 0
             source = lender._reserve_for_send(sequence, length)
-            self._fetches[sequence.id] = FetchPrefix(sequence.id, own, length - own, lender._worker, source)
+            self._fetches[sequence.id] = FetchPrefix(
+                sequence.id, own.length, length - own.length, lender._worker, source
+            )
 
     def _reserve_for_send(self, sequence: Sequence, length: int) -> int:
-        """Whose first tokens they are; they stay until ``on_sent``."""
-        whole = self._match(sequence, length, self._under_way)
-        assert whole is not None
-        self._sources[sequence.id] = whole.number
-        return whole.number
+        """Return whose first tokens they are; they stay until ``on_sent``."""
+        source = self._match(sequence, length, self._under_way).number
+        self._sources[sequence.id] = source
+        return source
 
     def on_sent(self, sequence: Sequence) -> None:
         """Another worker has what it had promised to a sequence from here, or needs it no more."""
@@ -140,7 +122,9 @@ class PromptCache:
             ops.append(fetch)
         if source is not None:
             ops += self._touch(source)
-        self._computing = _ComputingPrompt(sequence.id, self._keys.keys(sequence), not sequence.do_not_cache)
+        self._computing = _ComputingPrompt(
+            sequence, sequence.id, self._prompt_keys(sequence), keep=not sequence.do_not_cache
+        )
         self._under_way.add(sequence.id)
         return ops
 
@@ -172,8 +156,7 @@ class PromptCache:
 
     def reset(self) -> None:
         """The worker has nothing any more, and knows that."""
-        self._cached.clear()
-        self._promised.clear()
+        self._index.clear(self._place)
         self._sources.clear()
         self._evicted_while_sending.clear()
         self._fetches.clear()
@@ -181,36 +164,32 @@ class PromptCache:
         self._computing, self._ops = None, []
         self._accounting.reconcile([])
 
-    def _match(self, sequence: Sequence, most: int, but: Collection[int] = ()) -> _CachedPrompt | None:
+    def _match(self, sequence: Sequence, most: int, but: Container[int] = ()) -> _CachedPrompt:
         """In whole pages, of any but these. Its last token is in none of them: a row has to draw."""
-        page = self._keys.page_size
-        most = min(most, sequence.num_tokens_with_placeholders - 1)
-        for count in range(min(most // page, len(keys := self._keys.keys(sequence))), 0, -1):
-            for number in self._promised.get(keys[count - 1], ()):
-                if (
-                    number not in but
-                    and self._accounting.forkable_blocks(SurvivingKv(number, count * page, FIRST_LOCATION)) is not None
-                ):
+        most, page = min(most, sequence.num_tokens_with_placeholders - 1, len(sequence.prompt)), self._keys.page_size
+        keys = self._keys.whole(sequence, most)
+        for count in range(len(keys), 0, -1):
+            for number in self._index.sequences(self._place, keys[count - 1]):
+                keep = SurvivingKv(number, count * page, FIRST_LOCATION)
+                if number not in but and self._accounting.forkable_blocks(keep) is not None:
                     return _CachedPrompt(number, count * page)
-        return None
+        return NO_PROMPT
 
     def _evict_pending(self) -> None:
         """Keep the prompt that was computed if there is room, else free it."""
         if self._computing is None:
             return
-        (number, keys, keep), self._computing = self._computing, None
-        others = [*self._promised.get(keys[-1], ())] if keys else []
+        (sequence, number, keys, keep), self._computing = self._computing, None
+        others = list(self._index.sequences(self._place, keys[-1])) if keys else []
         for other in others:  # they have all of it
             self._cached.move_to_end(other)
         if others or not keys or not keep or not self._make_room():
             self._ops.append(Free(number))
-            self._directory.remove_pages(self._worker, [key for key in keys if key not in self._promised])
+            self._index.drop(self._place, keys)
             return
-        beginnings = [n for key in keys for n in self._promised.get(key, ()) if self._cached[n][-1] == key]
-        self._cached[number] = keys
-        for key in keys:
-            self._promised.setdefault(key, {})[number] = None
-        for other in beginnings:
+        beginnings = [self._index.end(self._place, key) for key in keys]
+        self._index.hold(self._place, number, Holding(sequence, keys, len(keys) * self._keys.page_size, 0.0))
+        for other in (each for each in beginnings if each is not None):
             self._evict(other)
 
     def _make_room(self) -> bool:
@@ -220,7 +199,7 @@ class PromptCache:
             victims = [n for n in self._cached if n not in self._sources.values()]
             if not victims:
                 return False
-            victim = min(victims, key=lambda n: not self._directory.is_replicated(self._cached[n][-1]))
+            victim = min(victims, key=lambda n: not self._index.is_replicated(self._cached[n].keys[-1]))
             own = self._accounting.exclusive_blocks(
                 victim
             )  # less than it makes free, where another victim has the others
@@ -229,12 +208,7 @@ class PromptCache:
         return True
 
     def _evict(self, number: int) -> None:
-        keys = self._cached.pop(number)
-        for key in keys:
-            del self._promised[key][number]
-            if not self._promised[key]:
-                del self._promised[key]
-        self._directory.remove_pages(self._worker, [key for key in keys if key not in self._promised])
+        self._index.release(self._place, number)
         if number in self._sources.values():
             self._evicted_while_sending.add(number)
         else:

@@ -24,7 +24,6 @@ from lamina.scheduler.conductor.latency_model import (
     TransferLatencyEstimator,
 )
 from lamina.scheduler.conductor.overload import OVERLOAD_POLICIES, DecodeLoadModel, SloLimits, StepLatency
-from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
 from lamina.scheduler.conductor.routing import POLICIES
 
 if TYPE_CHECKING:
@@ -98,11 +97,13 @@ def run(args: argparse.Namespace) -> int:
 
 def conductor_of(args: argparse.Namespace, rules: ConductorConfig) -> Conductor:
     """Return a new conductor, which knows nothing yet."""
+    from .simulator.bounded_index import BoundedPrefixIndex
+
     stages = args.prefill_pipeline
     groups, pages = args.prefill_workers // stages, args.pages * stages
     decoding = DecodeLoadModel(max(1, args.instances), StepLatency(*_law(args.decode_law, "--decode-law")), DECODE_S)
     return Conductor(
-        config=rules, directory=PrefixDirectory(groups, pages),
+        config=rules, prefix_index=BoundedPrefixIndex(pages),
         prefill_latency=PrefillLatencyEstimator(_stage_law(args)),
         transfer_latency=TransferLatencyEstimator(_transfer_law(args)), decode_load_model=decoding,
         num_workers=groups, seed=args.seed,

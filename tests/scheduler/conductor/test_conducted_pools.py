@@ -72,8 +72,7 @@ def test_two_transfers_from_one_sender_take_twice_as_long() -> None:
     known = [prompt(16 * 512, *range(at, at + 16)) for at in (100, 200)]
     one = conductor(3)
     for each in known:
-        one.directory.add_pages(0, each.keys)
-        one.directory.on_pages_ready(0, each.keys)
+        one.prefix_index.add(one.places[0], each.keys)
     late = [TracedPrompt(10.0, each, 1) for each in known]
     pools = played(one, [TracedPrompt(10.0, prompt(60_000), 1), *late])
     first, second = pools.requests[1:]

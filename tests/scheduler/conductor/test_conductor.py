@@ -8,15 +8,13 @@ from collections.abc import Callable
 
 import pytest
 from conducted import LAW, RATE, conductor, prompt
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lamina.scheduler.conductor import Conductor, ConductorConfig, PromptInfo
 from lamina.scheduler.conductor.latency_model import PrefillPipelineShape, TransferLatency
 from lamina.scheduler.conductor.overload import SloLimits
-from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
 from lamina.scheduler.conductor.queues import PrefillQueue, QueuedPrompt
 from lamina.scheduler.conductor.routing import NO_WORKER
+from lamina.scheduler.prefix_index import PREFILL
 
 BLOCKS = range(1, 17)
 LONG = prompt(16 * 512, *BLOCKS)
@@ -31,6 +29,11 @@ def computed(one: Conductor, request: int, known: PromptInfo, now_s: float) -> i
     return choice.worker
 
 
+def sendable(one: Conductor) -> list[int]:
+    """The pages of LONG that each worker can send."""
+    return one.prefix_index.match(one.places, LONG.keys, ready=True)
+
+
 def test_a_busy_holder_gives_copies_and_both_serve_then() -> None:
     one = conductor()
     holder = computed(one, 0, LONG, 0.0)
@@ -40,10 +43,10 @@ def test_a_busy_holder_gives_copies_and_both_serve_then() -> None:
     choice = one.choose(LONG, 0.0)
     assert (choice.worker, choice.source, choice.transferred_tokens) == (1 - holder, holder, 16 * 512 - 1)
     one.reserve(2, LONG, choice, 0.0)
-    assert one.directory.num_sendable_pages(LONG.keys)[1 - holder] == 0
+    assert sendable(one)[1 - holder] == 0
     one.on_pages_received(2)
-    assert one.directory.num_sendable_pages(LONG.keys) == [16, 16]
-    assert one.directory.num_replicas == 16
+    assert sendable(one) == [16, 16]
+    assert one.prefix_index.num_replicas(PREFILL) == 16
 
 
 def test_one_sender_sends_one_after_the_other() -> None:
@@ -78,52 +81,20 @@ def test_a_queue_is_what_was_booked_less_what_was_done() -> None:
 def test_what_was_cancelled_is_found_by_nobody() -> None:
     one = conductor()
     one.reserve(0, LONG, one.choose(LONG, 0.0), 0.0)
-    assert max(one.directory.num_cached_pages(LONG.keys)) == 16
-    assert max(one.directory.num_sendable_pages(LONG.keys)) == 0
+    assert max(one.prefix_index.match(one.places, LONG.keys)) == 16
+    assert max(sendable(one)) == 0
     one.on_cancelled(0, 0.0)
-    assert one.directory.num_cached_pages(LONG.keys) == [0, 0]
+    assert one.prefix_index.match(one.places, LONG.keys) == [0, 0]
 
 
 def test_what_was_given_up_is_found_by_nobody() -> None:
     one = conductor(workers=1, pages=20)
     computed(one, 0, LONG, 0.0)
-    gone = one.reserve(1, prompt(8 * 512, *range(50, 58)), one.choose(prompt(8 * 512, *range(50, 58)), 0.0), 0.0)
-    assert gone == [b.to_bytes(8, "little") for b in (16, 15, 14, 13)]  # the end of a prefix before its beginning
-    assert one.choose(LONG, 0.0).prefix == 12 * 512
-    one.directory.clear_worker(0)
+    one.reserve(1, prompt(8 * 512, *range(50, 58)), one.choose(prompt(8 * 512, *range(50, 58)), 0.0), 0.0)
+    assert one.choose(LONG, 0.0).prefix == 12 * 512, "the end of a prefix goes before its beginning"
+    one.prefix_index.clear(one.places[0])
     assert one.choose(LONG, 0.0).prefix == 0
-    assert one.directory.num_pages(0) == 0
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(1, 6), st.booleans()), max_size=40))
-def test_a_directory_is_what_its_stores_have(moves: list[tuple[int, int, int, bool]]) -> None:
-    """Against sets. Prompts are chains of one of five beginnings."""
-    directory, held, ready = PrefixDirectory(3, 8), [set[bytes](), set(), set()], [set[bytes](), set(), set()]
-    for worker, chain, length, arrives in moves:
-        keys = [bytes([chain, n]) for n in range(length)]
-        given_up = directory.add_pages(worker, keys)
-        held[worker] |= set(keys)
-        held[worker] -= set(given_up)
-        ready[worker] -= set(given_up)
-        assert len(held[worker]) == directory.num_pages(worker) <= 8
-        if arrives:
-            directory.on_pages_ready(worker, keys)
-            ready[worker] |= set(keys) & held[worker]
-    for chain in range(5):
-        keys = [bytes([chain, n]) for n in range(7)]
-        for found, stores in ((directory.num_cached_pages(keys), held), (directory.num_sendable_pages(keys), ready)):
-            assert found == [next((n for n, k in enumerate(keys) if k not in s), 7) for s in stores]
-    assert directory.num_replicas == sum(map(len, held)) - len(set().union(*held))
-
-
-def test_a_page_that_was_given_up_before_it_came_stays_away() -> None:
-    directory, early, late = PrefixDirectory(1, 2), [b"a", b"b"], [b"c", b"d"]
-    directory.add_pages(0, early)
-    assert directory.add_pages(0, late) == [b"b", b"a"]
-    directory.on_pages_ready(0, early)
-    assert directory.num_sendable_pages(early) == [0]
-    directory.on_pages_ready(0, late)
-    assert directory.num_sendable_pages(late) == [2]
+    assert one.prefix_index.num_pages(one.places[0]) == 0
 
 
 def test_a_prompt_waits_for_its_transfer() -> None:
@@ -175,8 +146,7 @@ def test_a_way_has_one_price_when_it_is_chosen_and_when_it_is_booked(stages: int
     for _ in range(300):
         one = conductor(3, policy="auto")
         one.staged = PrefillPipelineShape(stages, 512)
-        one.directory.add_pages(0, LONG.keys)
-        one.directory.on_pages_ready(0, LONG.keys)
+        one.prefix_index.add(one.places[0], LONG.keys)
         for number in range(rng.randrange(4)):
             other = prompt(rng.randint(600, 60_000))
             choice = one.choose(other, 0.0)._replace(worker=rng.randrange(3))
@@ -259,8 +229,7 @@ def test_a_decision_takes_less_than_a_millisecond(policy: str) -> None:
     known = prompt(126_000, *range(247))
     for worker in range(100):
         pages = known.keys[: rng.randrange(248)]
-        one.directory.add_pages(worker, pages)
-        one.directory.on_pages_ready(worker, pages)
+        one.prefix_index.add(one.places[worker], pages)
         other = prompt(rng.randint(1000, 9000))
         one.reserve(worker, other, one.choose(other, 0.0)._replace(worker=worker), 0.0)
     fill(one, 200, 0.0)

@@ -13,7 +13,7 @@ from lamina.scheduler.conductor.latency_model import (
     TransferLatency,
 )
 from lamina.scheduler.conductor.overload import DecodeLoadModel, StepLatency
-from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
+from lamina.scheduler.prefix_index import PrefixIndex
 from lamina.tools.plan.simulator.conducted_run import SimulatedPools, SimulatedPoolSpec, TracedPrompt
 
 CHUNK, STAGE = 1000, PrefillLatency(0.0, 1e-3, 0.0)  # a second of each stage for a chunk
@@ -22,7 +22,7 @@ CHUNK, STAGE = 1000, PrefillLatency(0.0, 1e-3, 0.0)  # a second of each stage fo
 def pools(staged: PrefillPipelineShape) -> SimulatedPools:
     conductor = Conductor(
         config=ConductorConfig(policy="auto"),
-        directory=PrefixDirectory(1, 1000),
+        prefix_index=PrefixIndex(),
         prefill_latency=PrefillLatencyEstimator(STAGE),
         transfer_latency=None,
         decode_load_model=DecodeLoadModel(1, StepLatency(0.0, 0.0, 0.0), 0.0),

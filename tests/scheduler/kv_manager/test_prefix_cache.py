@@ -113,13 +113,13 @@ def test_salts_that_nobody_has_any_more_take_no_memory() -> None:
     for number in range(5):
         desk.serve(number, tokens((1, 9)), salt=bytes([number]))
         desk.serve(10 + number, tokens((1, 3)), salt=bytes([10 + number]))  # not a page
-    assert len(desk.prefixes._roots) == 5
+    assert desk.prefixes.prefix_index.num_known_pages == 10, "two pages of each salt, whose second one is the rest"
     for number in desk.prefixes.eviction_order:
         desk.apply(desk.prefixes.evict(number))
-    assert not desk.prefixes._roots
+    assert desk.prefixes.prefix_index.num_known_pages == 0
     desk.serve(30, tokens((1, 9)), salt=b"a")
     desk.apply(*desk.prefixes.clear())
-    assert not desk.prefixes._roots
+    assert desk.prefixes.prefix_index.num_known_pages == 0
     assert desk.serve(31, tokens((1, 9)), salt=b"a") is None
 
 

@@ -32,10 +32,10 @@ from lamina.protocol.step_plan import (
 from lamina.request import SamplingParams
 from lamina.scheduler.conductor import PromptInfo
 from lamina.scheduler.conductor.latency_model import TransferLatency, TransferLatencyEstimator
-from lamina.scheduler.conductor.prefix_directory import PrefixDirectory
 from lamina.scheduler.conductor.routing import RoutingDecision
-from lamina.scheduler.kv_manager.prompt_store import PromptCache, PromptPageKeys
+from lamina.scheduler.kv_manager.prompt_store import PromptCache
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
+from lamina.scheduler.prefix_index import PREFILL, PageKeys, PrefixIndex
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.slo_admission import SloAdmission
 from lamina.tools.plan.simulator.clock import VirtualClock
@@ -136,10 +136,10 @@ class Desk:
     """One store of two, and what its worker would have."""
 
     def __init__(self, kept: int, workers: int = 2) -> None:
-        self.directory = PrefixDirectory(workers, 1 << 40)
-        self.keys = PromptPageKeys(PAGE)
+        self.index, self.keys = PrefixIndex(), PageKeys(PAGE)
+        self.places = [self.index.place(PREFILL, worker) for worker in range(workers)]
         self.stores = [
-            PromptCache(w, self.directory, self.keys, BlockTables([0], [kept + 20], PAGE), [20]) for w in range(workers)
+            PromptCache(w, self.index, self.keys, BlockTables([0], [kept + 20], PAGE), [20]) for w in range(workers)
         ]
         self._step = 0
 
@@ -153,15 +153,22 @@ class Desk:
 
     def finish(self, sequence: Sequence, at: int = 0) -> list[SequenceOp]:
         store, first = self.stores[at], sequence.num_computed_tokens
-        keys = self.keys.keys(sequence)
-        self.directory.add_pages(at, keys)
+        keys = self.keys_of(sequence)
+        self.index.promise(self.places[at], keys)
         ops = store.begin_ops(sequence)
         self._step += 1
         rows = [RowRange(sequence.id, first, sequence.num_tokens_with_placeholders - first)]
         store.apply(StepPlan(step=self._step, ops=ops, rows=rows))
-        self.directory.on_pages_ready(at, keys)
+        self.index.confirm(self.places[at], keys)
         store.on_computed(sequence)
         return ops
+
+    def keys_of(self, sequence: Sequence) -> list[bytes]:
+        return self.keys.whole(sequence, len(sequence.prompt))
+
+    def num_cached_pages(self, sequence: Sequence) -> list[int]:
+        """The pages from the first on that each worker has, or will."""
+        return self.index.match(self.places, self.keys_of(sequence))
 
 
 def test_a_prompt_begins_with_the_most_that_is_there() -> None:
@@ -189,11 +196,11 @@ def test_who_has_copies_gives_way_before_others() -> None:
     for number in range(3):
         desk.compute(make(number, 12, 1))
     desk.compute(_again(2, name=20), at=1)
-    assert desk.directory.num_replicas == 3
+    assert desk.index.num_replicas(PREFILL) == 3
     desk.compute(make(5, 12, 1))
     assert [desk.stores[0].num_cached_tokens(_again(n), 1000) for n in range(3)] == [8, 8, 0]
-    assert desk.directory.num_replicas == 0
-    assert desk.directory.num_cached_pages(desk.keys.keys(_again(2))) == [0, 3]
+    assert desk.index.num_replicas(PREFILL) == 0
+    assert desk.num_cached_pages(_again(2)) == [0, 3]
 
 
 def test_what_is_promised_stays_and_what_is_forgotten_is_found_by_nobody() -> None:
@@ -205,7 +212,7 @@ def test_what_is_promised_stays_and_what_is_forgotten_is_found_by_nobody() -> No
     desk.compute(make(1, 24, 1))
     store.invalidate()
     assert store.num_cached_tokens(_again(0), 1000) == 0
-    assert desk.directory.num_cached_pages(desk.keys.keys(_again(0))) == [0, 0]
+    assert desk.num_cached_pages(_again(0)) == [0, 0]
     assert desk.finish(late)[-2:] == [Fork(7, 0, 8), Free(0)]
 
 
@@ -251,14 +258,14 @@ def test_nobody_is_sent_what_is_still_computed() -> None:
 def test_of_layers_with_a_window_nothing_is_sent() -> None:
     desk = Desk(kept=20)
     room = BlockTables([100], [40], PAGE)
-    store = desk.stores[0] = PromptCache(0, desk.directory, desk.keys, room, [20])
+    store = desk.stores[0] = PromptCache(0, desk.index, desk.keys, room, [20])
     desk.compute(make(0, 12, 1))
     assert (store.num_cached_tokens(_again(0), 1000), store.num_sendable_tokens(_again(0), 1000)) == (8, 0)
 
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_holder_that_has_given_up_since_the_arrival_is_not_asked(given_up: bool) -> None:
-    """The directory was right at the arrival. Another worker that has it is asked; if there is none it is computed."""
+    """The index was right at the arrival. Another worker that has it is asked; if there is none it is computed."""
     prefill, desk = conducted(3)
     for worker in (0, 1):
         desk.compute(make(0, 12, 1) if not worker else _again(0, name=10), at=worker)
@@ -284,9 +291,8 @@ def test_a_holder_that_has_given_up_since_the_arrival_is_not_asked(given_up: boo
 
 def conducted(workers: int) -> tuple[PrefillDispatcher, Desk]:
     """Workers whose stores are on a desk."""
-    desk, promises = Desk(kept=20, workers=workers), SloAdmission(workers)
-    promises.conductor.directory, promises.keys = desk.directory, desk.keys
-    promises.conductor.transfer_latency = TransferLatencyEstimator(TransferLatency.at_rate(1e6))
+    desk, transfers = Desk(kept=20, workers=workers), TransferLatencyEstimator(TransferLatency.at_rate(1e6))
+    promises = SloAdmission(workers, prefix_index=desk.index, keys=desk.keys, transfer_latency=transfers)
     return PrefillDispatcher(workers, 8, 1, promises, desk.stores), desk
 
 
@@ -303,19 +309,19 @@ def test_a_prompt_that_is_dropped_leaves_nothing(begun: bool) -> None:
 
 
 @pytest.mark.parametrize("outlived", [False, True])
-def test_of_what_is_not_kept_the_directory_knows_nothing(outlived: bool) -> None:
+def test_of_what_is_not_kept_the_index_knows_nothing(outlived: bool) -> None:
     """Whoever is not to leave anything, and what is forgotten while it is computed."""
     desk = Desk(kept=6)
     store, gone = desk.stores[0], make(0, 12, 1)
     gone.id, gone.do_not_cache = 0, outlived
-    desk.directory.add_pages(0, desk.keys.keys(gone))
+    desk.index.promise(desk.places[0], desk.keys_of(gone))
     store.apply(StepPlan(step=100, ops=store.begin_ops(gone), rows=[RowRange(0, 0, 12)]))
     if not outlived:
         store.invalidate()
-    desk.directory.on_pages_ready(0, desk.keys.keys(gone))
+    desk.index.confirm(desk.places[0], desk.keys_of(gone))
     store.on_computed(gone)
     assert store.num_cached_tokens(_again(0), 1000) == 0
-    assert desk.directory.num_cached_pages(desk.keys.keys(_again(0))) == [0, 0]
+    assert desk.num_cached_pages(_again(0)) == [0, 0]
 
 
 def _again(number: int, name: int = -1) -> Sequence:
@@ -402,5 +408,6 @@ def test_who_takes_the_place_of_a_lost_worker_may_have_another_store(blocks: int
         if not part:
             engine.check_workers()
     keeps = later > 28
-    assert engine.slo_admission.conductor.transfer_latency is (learned if keeps else None)
-    assert (engine.slo_admission.keys is not None) == keeps, "else the Conductor counts on pages that nobody has"
+    assert (engine.slo_admission.num_page_replicas is not None) == keeps
+    assert engine.slo_admission.keeps_prompts == keeps, "else the Conductor counts on pages that nobody has"
+    assert engine.slo_admission.conductor.transfer_latency is learned

@@ -166,7 +166,8 @@ class SimulatedPools:
         number = worker.line.popleft()
         request = self.requests[number]
         prompt = request.arrival.prompt
-        request.prefix = prompt.tokens_of_pages(self._conductor.directory.num_sendable_pages(prompt.keys)[at])
+        (ready,) = self._conductor.prefix_index.match([self._conductor.places[at]], prompt.keys, ready=True)
+        request.prefix = prompt.tokens_of_pages(ready)
         seconds = self._truth.prefill.seconds(prompt.tokens, request.prefix)
         worker.busy, worker.busy_s, now = True, worker.busy_s + seconds, self.clock.now
         if number in self._came:

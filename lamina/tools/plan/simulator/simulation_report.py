@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from lamina.scheduler.conductor import Conductor
+from lamina.scheduler.prefix_index import PREFILL
 
 from .conducted_run import RequestOutcome, SimulatedPools
 
@@ -61,7 +62,7 @@ def report(pools: SimulatedPools, conductor: Conductor) -> PoolsReport:
         p99_ttft_s=_part(times, 0.99),
         hit=sum(r.prefix for r in done) / max(1, prompts),
         moved_tokens=sum(r.choice.transferred_tokens for r in done),
-        kv_replicas=conductor.directory.num_replicas,
+        kv_replicas=conductor.prefix_index.num_replicas(PREFILL),
         imbalance=max(busy) / statistics.fmean(busy) if any(busy) else 0.0,
         expected_off=statistics.median(off) if off else 0.0,
         reasons=dict(Counter(r.choice.reason for r in done)),

@@ -1,0 +1,279 @@
+"""The one index of prefixes: the hash of a chain of pages, and where its K and V lie. Pure policy: no torch, no I/O,
+no clock.
+
+A *place* is the pool of the memory workers, a prefill worker, or a KV shard of storage: an int with one bit. A place
+*has* a page from when the page is promised to it, and can give the page once that is *ready*. In the pool and on
+prefill workers, pages belong to sequences: each has its chain there, for as long as it is held.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from lamina.kv.page_keys import page_key
+
+from .sequence import Sequence
+
+Place = int
+POOL, PREFILL = "pool", "prefill"  # kinds of places; storage is another
+
+
+def salted_root(salt: bytes) -> bytes:
+    """Return the key before the first page of a prompt with ``salt``, where no store sees its keys."""
+    return sha256(b"salt" + salt).digest()
+
+
+class PageKeys:
+    """The keys of pages of one size (lamina.kv.page_keys). Those of a sequence stay with it, as its tokens do not
+    change.
+    """
+
+    def __init__(self, page_size: int, root: Callable[[bytes], bytes] = salted_root) -> None:
+        """``page_size``: tokens; 0: there are no pages. ``root``: the key before the first page, by the salt."""
+        self.page_size, self.root = page_size, root
+
+    def whole(self, sequence: Sequence, length: int) -> list[bytes]:
+        """Return the keys of the whole pages of its first ``length`` tokens."""
+        known, count = sequence.page_keys.setdefault(self, []), length // self.page_size if self.page_size else 0
+        if len(known) < count:
+            known += self.after(known, sequence.salt, sequence.tokens[: count * self.page_size])
+        return known[:count]
+
+    def after(self, known: Several[bytes], salt: bytes, tokens: Several[int]) -> list[bytes]:
+        """Return the keys of the whole pages of ``tokens`` after the ``known`` ones."""
+        keys, parent, page = list[bytes](), known[-1] if known else self.root(salt), self.page_size
+        for number in range(len(known), len(tokens) // page):
+            parent = page_key(parent, number, tokens[number * page : (number + 1) * page])
+            keys.append(parent)
+        return keys
+
+    def partial(self, sequence: Sequence, length: int) -> bytes:
+        """Return the key of the partial page with which its first ``length`` tokens end."""
+        if (key := sequence.partial_page_keys.get((self, length))) is None:
+            *_, parent = self.root(sequence.salt), *self.whole(sequence, length)
+            number = length // self.page_size
+            key = page_key(parent, number, sequence.tokens[number * self.page_size : length])
+            sequence.partial_page_keys[self, length] = key
+        return key
+
+
+@dataclass
+class Holding:
+    """The chain of a sequence in a place: the ``keys`` of its first ``length`` tokens, the last page perhaps partial.
+    ``until``: its lease, before which others give way; None: the sequence runs, and does not give way. ``page_size``:
+    tokens, where the pages after one are looked up by their tokens.
+    """
+
+    sequence: Sequence
+    keys: list[bytes]
+    length: int
+    until: float | None = None
+    page_size: int = 0
+
+    def tokens_of_page(self, number: int) -> list[int]:
+        """Return the tokens of one of its pages."""
+        return self.sequence.tokens[number * self.page_size : min(self.length, (number + 1) * self.page_size)]
+
+
+@dataclass(slots=True)
+class _Page:
+    places: Place = 0  # all that have it, or will
+    ready: Place = 0
+    sequences: dict[Place, dict[int, None]] = field(default_factory=dict)  # that begin with it, as they came
+
+
+class PrefixIndex:
+    """Pages by key. Keys of a chain are given from its first page on."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, _Page] = {}
+        self._holdings: dict[Place, OrderedDict[int, Holding]] = {}
+        self._ends: dict[tuple[Place, bytes], int] = {}  # page -> the leased sequence whose chain ends there
+        self._next: dict[tuple[Place, bytes], list[tuple[list[int], bytes]]] = {}  # page -> those after it, by tokens
+        self._places: dict[tuple[str, int], Place] = {}
+        self._kinds: dict[Place, str] = {}
+        self._num_pages = Counter[Place]()
+        self._num_replicas = Counter[str]()  # by kind, as pages of one kind have keys of their own
+
+    @property
+    def num_known_pages(self) -> int:
+        """Pages that lie somewhere."""
+        return len(self._pages)
+
+    def place(self, kind: str, number: int = 0) -> Place:
+        """Return the place of that kind and number."""
+        place = self._places.setdefault((kind, number), 1 << len(self._places))
+        self._kinds[place] = kind
+        return place
+
+    def promise(self, place: Place, keys: Several[bytes]) -> None:
+        """Note that a place will have pages: what comes there later finds them."""
+        for key in keys:
+            page = self._page(key)
+            if not page.places & place:
+                self._num_replicas[self._kinds[place]] += bool(page.places)
+                self._num_pages[place] += 1
+                page.places |= place
+
+    def _page(self, key: bytes) -> _Page:
+        if (page := self._pages.get(key)) is None:
+            page = self._pages[key] = _Page()
+        return page
+
+    def confirm(self, place: Place, keys: Iterable[bytes]) -> None:
+        """Note that promised pages are there; those that were dropped since then are not."""
+        for key in keys:
+            if (page := self._pages.get(key)) is not None:
+                page.ready |= page.places & place
+
+    def add(self, place: Place, keys: Several[bytes]) -> None:
+        """Note that pages are there."""
+        self.promise(place, keys)
+        self.confirm(place, keys)
+
+    def drop(self, places: Place, keys: Iterable[bytes], *, ready: bool = True) -> None:
+        """Note that ``places`` have pages no more, but for those of held sequences. Not ``ready``: but for those that
+        are there, too.
+        """
+        for key in keys:
+            if (page := self._pages.get(key)) is None:
+                continue
+            gone = page.places & places & ~(0 if ready else page.ready)
+            for place in _bits(gone):
+                if place not in page.sequences:
+                    page.places, page.ready = page.places & ~place, page.ready & ~place
+                    self._num_replicas[self._kinds[place]] -= bool(page.places)
+                    self._num_pages[place] -= 1
+            if not page.places and not page.sequences:
+                del self._pages[key]
+
+    def clear(self, places: Place) -> None:
+        """Note that ``places`` have nothing any more."""
+        for place in _bits(places):
+            for number in list(self.holdings(place)):
+                self.release(place, number)
+        self.drop(places, list(self._pages))
+
+    def keys(self, places: Place) -> set[bytes]:
+        """Return the pages that some of ``places`` have."""
+        return {key for key, page in self._pages.items() if page.places & places}
+
+    def has(self, places: Place, key: bytes) -> bool:
+        """Return whether a page is ready at some of ``places``."""
+        page = self._pages.get(key)
+        return page is not None and bool(page.ready & places)
+
+    def is_replicated(self, key: bytes) -> bool:
+        """Return whether a page is ready at several places."""
+        page = self._pages.get(key)
+        return page is not None and page.ready.bit_count() > 1
+
+    def num_pages(self, place: Place) -> int:
+        """The number of pages that a place has."""
+        return self._num_pages[place]
+
+    def num_replicas(self, kind: str) -> int:
+        """The number of pages that places of a kind have, besides the first one of each."""
+        return self._num_replicas[kind]
+
+    def match(self, places: Several[Place], keys: Several[bytes], *, ready: bool = False) -> list[int]:
+        """Return how many pages, from the first on, each of ``places`` has, or has ``ready``."""
+        lengths, alive = dict.fromkeys(places, len(keys)), sum(places)
+        for number, key in enumerate(keys):
+            page = self._pages.get(key)
+            here = 0 if page is None else alive & (page.ready if ready else page.places)
+            if here != alive:
+                lengths |= dict.fromkeys(_bits(alive & ~here), number)
+                alive = here
+                if not alive:
+                    break
+        return list(lengths.values())
+
+    def hold(self, place: Place, number: int, holding: Holding) -> None:
+        """Hold the chain of a sequence, by its number, in a place."""
+        parent = b""
+        self.holdings(place)[number] = holding
+        for at, key in enumerate(holding.keys):
+            page = self._page(key)
+            if place not in page.sequences:
+                page.sequences[place] = {}
+                if holding.page_size and parent:
+                    insort(self._next.setdefault((place, parent), []), (holding.tokens_of_page(at), key))
+            page.sequences[place][number] = None
+            parent = key
+        if holding.until is not None and parent:
+            self._ends[place, parent] = number
+
+    def release(self, place: Place, number: int) -> Holding:
+        """Hold a sequence no more: the place has the pages no more that no other one has there."""
+        holding, parent, gone = self._holdings[place].pop(number), b"", list[bytes]()
+        for at, key in enumerate(holding.keys):
+            sequences = self._pages[key].sequences
+            del sequences[place][number]
+            if not sequences[place]:
+                del sequences[place]
+                gone.append(key)
+                if holding.page_size and parent:
+                    after = self._next[place, parent]
+                    del after[bisect_left(after, (holding.tokens_of_page(at), key))]
+                    if not after:
+                        del self._next[place, parent]
+            parent = key
+        if self._ends.get((place, parent)) == number:
+            del self._ends[place, parent]
+        self.drop(place, gone)
+        return holding
+
+    def holdings(self, place: Place) -> OrderedDict[int, Holding]:
+        """Return what is held in a place, the least recently used first."""
+        return self._holdings.setdefault(place, OrderedDict())
+
+    def sequences(self, place: Place, key: bytes) -> dict[int, None]:
+        """Return the held sequences that begin with a page, as they came."""
+        page = self._pages.get(key)
+        return page.sequences.get(place, {}) if page else {}
+
+    def num_held(self, place: Place, keys: Several[bytes]) -> int:
+        """Return how many pages, from the first on, held sequences begin with."""
+        return next((n for n, key in enumerate(keys) if not self.sequences(place, key)), len(keys))
+
+    def end(self, place: Place, key: bytes) -> int | None:
+        """Return the leased sequence whose chain ends with a page."""
+        return self._ends.get((place, key))
+
+    def nearest(self, place: Place, key: bytes, tokens: list[int]) -> list[tuple[int, bytes]]:
+        """Return the pages after that of ``key`` that have most tokens in common with ``tokens``, one at least, and
+        how many; the best last.
+        """
+        after = self._next.get((place, key), [])
+        at = bisect_left(after, (tokens, b""))
+        alike = [(common_length(some, tokens), other) for some, other in after[max(0, at - 1) : at + 1]]
+        return sorted((each for each in alike if each[0]), key=lambda each: each[0])
+
+    def parts(self, place: Place, key: bytes, tokens: list[int]) -> list[bytes]:
+        """Return the pages after that of ``key`` that are shorter than ``tokens``, and with which these begin."""
+        after = self._next.get((place, key), [])
+        some = after[bisect_left(after, (tokens[:1], b"")) : bisect_left(after, (tokens, b""))]
+        return [other for part, other in some if part == tokens[: len(part)]]
+
+
+def common_length(one: Iterable[int], other: Iterable[int]) -> int:
+    """Return with how many tokens both begin."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _bits(places: Place) -> Iterator[Place]:
+    while places:
+        low = places & -places
+        yield low
+        places ^= low
