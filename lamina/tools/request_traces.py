@@ -20,6 +20,10 @@ from typing import NamedTuple
 
 _AZURE = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 _MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
+EXAMPLE = "example"  # in place of a file: requests that come with Lamina
+_EXAMPLE_FILE = Path(__file__).parent / "plan" / "data" / "example_trace.csv"
+FORMATS = f"CSV with the columns {','.join(_AZURE)}, or JSON lines with timestamp (ms), input_length, output_length"
+TRACE_HELP = f"a file of requests: {FORMATS} and perhaps hash_ids, or .gz of these; or `{EXAMPLE}`, which Lamina ships"
 _MOST_MS = 1e15  # of a timestamp: some 30,000 years
 HASHED = 512  # tokens of a block of hash_ids
 
@@ -103,12 +107,17 @@ class RequestTrace:
 
 
 def read_trace(path: str) -> RequestTrace:
-    """Read a trace. Raises ValueError that names --trace and the line, for a bad file or a missing one."""
+    """Read a trace; EXAMPLE: the one that Lamina ships. Raises ValueError that names --trace and the line, for a bad file
+    or a missing one.
+    """
+    if path == EXAMPLE and not Path(path).exists():
+        path = str(_EXAMPLE_FILE)
     name = Path(path).name
     try:
         opened = gzip.open(path, "rt", newline="") if path.endswith(".gz") else open(path, newline="")  # noqa: SIM115
     except OSError as error:
-        raise ValueError(f"--trace {path}: {error.strerror}") from None
+        hint = f"; `--trace {EXAMPLE}` is a file that Lamina ships" if isinstance(error, FileNotFoundError) else ""
+        raise ValueError(f"--trace {path}: {error.strerror}{hint}") from None
     with opened as file:
         try:
             requests = tuple(_rebased(_lines(file, f"--trace {path}"), f"--trace {path}"))
@@ -166,7 +175,7 @@ def _lines(file: Iterable[str], where: str) -> Iterator[tuple[int, TracedRequest
             continue
         if number == 1 and not text.startswith("{"):
             if text.split(",") != _AZURE:
-                raise ValueError(f"{where}, line 1: {text[:60]!r} is neither {','.join(_AZURE)} nor a JSON object")
+                raise ValueError(f"{where}, line 1: {text[:60]!r} is not the first line of a trace: {FORMATS}")
             yield from _azure(file, where)
             return
         yield number, _mooncake(text, f"{where}, line {number}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.facts.report import count_text
-from lamina.tools.request_traces import RequestTrace, read_trace, spread_arrivals
+from lamina.tools.request_traces import TRACE_HELP, RequestTrace, read_trace, spread_arrivals
 
 from .workload import (
     DATASETS,
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--output-len", type=int, default=0, help="tokens of each answer, for sharegpt and custom")
     load.add_argument("--request-rate", type=float, default=float("inf"), help="requests/s, Poisson (default: inf)")
     load.add_argument("--max-concurrency", type=int, default=0, help="requests under way at most; 0 = any number")
-    load.add_argument("--trace", default="", metavar="FILE", help="replay Azure's CSV or Mooncake's JSON lines, or .gz")
+    load.add_argument("--trace", default="", metavar="FILE", help=f"replay {TRACE_HELP}")
     load.add_argument("--speed-up", type=float, default=1.0, help="replay the trace so many times as fast (default: 1)")
     load.add_argument("--spread-ticks", action=argparse.BooleanOptionalAction, default=True,
                       help="spread arrivals that a trace rounds to ticks (default: yes)")  # fmt: skip

@@ -54,6 +54,11 @@ class Deployment:
         return self.memory is not None
 
     @property
+    def devices(self) -> tuple[Device, ...]:
+        """Each kind of device."""
+        return (self.compute,) if self.memory is None else (self.compute, self.memory)
+
+    @property
     def label(self) -> str:
         """The deployment in words: 2 h100 + 4 h20, n = 2."""
         alone = f"{self.num_compute} {self.compute.name}"

@@ -6,6 +6,7 @@ import argparse
 
 from lamina.config.engine_config import DTYPES
 from lamina.facts.hardware import DEVICES
+from lamina.tools.request_traces import TRACE_HELP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_wanted(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is wanted").add_argument
-    add("--trace", metavar="FILE", help="requests: Azure's CSV or Mooncake's JSON lines, or .gz")
+    add("--trace", metavar="FILE", help=TRACE_HELP)
     add(
         "--devices", metavar="NAME:N,...",
         help=f"what can be had, such as h100:8,h20:16: {', '.join(DEVICES)}",

@@ -11,7 +11,7 @@ from lamina.config.flag_groups import flag_name
 from lamina.facts.report import size_text, table
 from lamina.tools.plan.cost_model import PhaseTime, split_load
 from lamina.tools.plan.deployment import GIB
-from lamina.tools.plan.ranking import MeanStoredTokens, OperatingPoint, Planner, Ranking
+from lamina.tools.plan.ranking import MeanStoredTokens, OperatingPoint, Planner, Ranking, nearest
 from lamina.tools.plan.tables import NetworkLink
 from lamina.tools.plan.verdict import PlanVerdict, TurningPoint, tie_width
 
@@ -50,6 +50,7 @@ def plan_text(plan: Plan) -> str:
         "",
         *table([_HEAD, *(_row(p, tied=is_tied(planner, ranking, p)) for p in shown)]),
         f"  {len(ranking.points)} deployments ranked, {len(ranking.refused)} refused{_reasons(ranking)}",
+        *_not_ranked(ranking),
         f"  {_tied(planner, ranking)}",
         "",
         f"{verdict.headline}: {verdict.words}",
@@ -93,10 +94,16 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def shortlist(ranking: Ranking, rows: int) -> list[OperatingPoint]:
-    """Return the cheapest deployments, and the cheapest homogeneous one."""
-    best = list(ranking.points[:rows])
-    alone = ranking.best(split=False)
-    return best if alone is None or alone in best else [*best, alone]
+    """Return the cheapest deployments, the cheapest homogeneous one, and the cheapest with each kind of device that
+    none of these has.
+    """
+    shown, alone = list(ranking.points[:rows]), ranking.best(split=False)
+    if alone is not None and alone not in shown:
+        shown.append(alone)
+    for point in ranking.points:
+        if set(point.deployment.devices).difference(*(p.deployment.devices for p in shown)):
+            shown.append(point)
+    return shown
 
 
 def serve_command(planner: Planner, ranking: Ranking, verdict: PlanVerdict) -> str | None:
@@ -156,6 +163,14 @@ def _turns(turn: TurningPoint) -> str:
     if turn.low == turn.high:
         return f"{turn.what}: nothing to compare where it is another one"
     return f"no {turn.what} from {turn.low:.2g} to {turn.high:.2g} times this one would turn it"
+
+
+def _not_ranked(ranking: Ranking) -> list[str]:
+    """Return a line for each kind of device that no ranked deployment has."""
+    ranked = {d for p in ranking.points for d in p.deployment.devices}
+    missing = {r.deployment.compute: None for r in ranking.refused if r.deployment.compute not in ranked}
+    close = {d: nearest([r for r in ranking.refused if r.deployment.compute == d]) for d in missing}
+    return [f"  none with {d.name} is ranked: {r.deployment.label}: {r.why}" for d, r in close.items() if r]
 
 
 def _reasons(ranking: Ranking) -> str:
@@ -220,7 +235,7 @@ def _cut(link: NetworkLink, best: OperatingPoint) -> str:
 def _origins(planner: Planner, best: OperatingPoint, ranking: Ranking) -> list[str]:
     parts = [["a step of", best.deployment.label, "one batch"]]
     parts += [[name, f"{x.seconds * 1e3:.2f} ms", x.origin] for name, x in step_phases(planner, best, ranking).items()]
-    devices = {d.name: d for p in ranking.points for d in (p.deployment.compute, p.deployment.memory) if d}
+    devices = {d.name: d for p in ranking.points for d in p.deployment.devices}
     prices, base, link = planner.prices, planner.costs.baseline, planner.costs.link
     unit, us = planner.memory.unit, link.round_trip_s * 1e6
     return [

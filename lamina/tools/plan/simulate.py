@@ -25,10 +25,9 @@ from lamina.scheduler.conductor.latency_model import (
 )
 from lamina.scheduler.conductor.overload import OVERLOAD_POLICIES, DecodeLoadModel, SloLimits, StepLatency
 from lamina.scheduler.conductor.routing import POLICIES
+from lamina.tools.request_traces import HASHED, TRACE_HELP, RequestTrace, read_trace
 
 if TYPE_CHECKING:
-    from lamina.tools.request_traces import RequestTrace
-
     from .simulator.conducted_run import TracedPrompt
     from .simulator.simulation_report import PoolsReport
 
@@ -38,7 +37,7 @@ DECODE_S = 20.0  # assumed time of decoding a completion, until some have ended
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     add = parser.add_argument
-    add("--trace", required=True, metavar="FILE", help="requests: Azure's CSV or Mooncake's JSON lines, or .gz")
+    add("--trace", required=True, metavar="FILE", help=TRACE_HELP)
     add("--rows", type=int, default=0, metavar="N", help="its first N requests only; 0 = all (0)")
     add("--speed", type=float, default=1.0, metavar="X", help="requests come X times as fast (1)")
     add("--spread", type=float, default=0.0, metavar="S", help="each comes up to S seconds later, by chance (0)")
@@ -76,8 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns exit status 0; raises ValueError for bad input."""
-    from lamina.tools.request_traces import read_trace
-
     _check(args)
     runs = [_rules(args, policy, overload) for policy in _listed(args.policy) for overload in _listed(args.overload)]
     trace = read_trace(args.trace)
@@ -128,7 +125,6 @@ def _one(
 
 def _arrivals(trace: RequestTrace, args: argparse.Namespace) -> list[TracedPrompt]:
     from lamina.scheduler.conductor import PromptInfo
-    from lamina.tools.request_traces import HASHED
 
     from .simulator.conducted_run import TracedPrompt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -114,11 +115,15 @@ def simulated_text(played: Sequence[SimulatedRow], rate: float | None = None) ->
             times = _ms(run.tbt_p50_s, run.tbt_p99_s)
             rows.append([point.deployment.label, *counts, *times, str(run.preemptions), *seen])
     lines = ["", *table(rows)] if len(rows) > 1 else [""]
-    lines += [f"  not played: {p.point.deployment.label}: {p.why_not}" for p in played if p.run is None]
+    for why in dict.fromkeys(p.why_not for p in played if p.run is None):
+        labels = [p.point.deployment.label for p in played if p.why_not == why]
+        all_of_them = 1 < len(labels) == len(played)
+        lines.append(f"  no row was played: {why}" if all_of_them else f"  not played: {'; '.join(labels)}: {why}")
     if rate is None:
         if not filled_rows(played):
-            many = f"play {MIN_REQUESTS_PER_SEQUENCE} times as many requests as there are sequences"
-            lines.append(f"  so few never fill large deployments, and decide nothing: {many}")
+            most = MIN_REQUESTS_PER_SEQUENCE * max(math.ceil(p.point.batch) for p in played)
+            each = f"{MIN_REQUESTS_PER_SEQUENCE} requests for each sequence"
+            lines.append(f"  runs decide the verdict if they have {each}: --simulate {most}, and a trace of so many")
     else:
         came = f"{rate:g} requests a second" if rate else "requests come as in the trace"
         lines.append(f"  {came}, spread within ticks of its clock; a prompt elsewhere takes no time")

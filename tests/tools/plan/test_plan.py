@@ -248,7 +248,7 @@ def test_bad_input_is_one_line(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a,b\n", "line 1: 'a,b' is neither"),
+        ("a,b\n", "line 1: 'a,b' is not the first line of a trace"),
         (f"{HEADER}\n2023-11-16 18:15:46.6,5,0\n", "line 2: 5 and 0 tokens"),
         (f"{HEADER}\n2023-11-16 18:15:46.6,5,x\n", "line 2: "),
         (f"{HEADER}\n2023-11-16 18:15:46.6,5,5\n2023-11-16 18:15:45.6,5,5\n", "line 3: it came before"),
@@ -292,7 +292,51 @@ def test_prompts_and_arrivals_are_played(tmp_path: Path, capsys: pytest.CaptureF
 def test_too_few_requests_to_play_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write_trace(tmp_path / "t.csv", [(1000, 200)] * 5)
     assert main(["plan", "llama3-70b", "--trace", trace, "--devices", "h100:4"]) == 0
-    assert "not played: 4 h100: 5 requests are too few for a replay" in capsys.readouterr().out
+    assert "no row was played: 5 requests are too few for a replay" in capsys.readouterr().out
+
+
+def test_a_reason_that_holds_for_all_rows_is_printed_once_with_the_number_to_play(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "llama3-70b", "--trace", "example", "--devices", "h100:4,h20:4", "--simulate", "200"]) == 0
+    played = capsys.readouterr().out.rsplit("\n\n", 1)[1].splitlines()
+    assert played[0] == "  no row was played: 200 requests are too few for a replay: they never fill the deployment"
+    assert len(played) == 2
+    assert "--simulate 3624" in played[1], "four for each of the 906 sequences of a row"
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        ("h20:8,h100:2", "2 h100 + "),
+        ("h20:4,h100:1", "none with h100 is ranked: 1 h100 + 1 h20, n = 1: 137.5 GB of weights do not fit one h100"),
+    ],
+)
+def test_a_device_that_was_asked_for_has_a_row_or_a_reason(
+    devices: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows shown first have none of it."""
+    asked = ["plan", "llama3-70b", "--trace", "example", "--devices", devices, "--simulate", "0", "--rows", "1"]
+    assert main(asked) == 0
+    assert words in capsys.readouterr().out.split("\n\n")[1]
+
+
+def test_a_sample_trace_is_shipped_and_help_and_errors_name_the_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "llama3-70b", "--devices", "h100:4", "--dry-run", "--trace"]
+    assert main([*asked, "example"]) == 0
+    assert "on 200 requests" in capsys.readouterr().out
+    assert main([*asked, "exmaple"]) == 2
+    assert "`--trace example` is a file that Lamina ships" in capsys.readouterr().err
+    (tmp_path / "t").write_text("a,b\n")
+    assert main([*asked, str(tmp_path / "t")]) == 2
+    printed = [capsys.readouterr().err]
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    printed.append(capsys.readouterr().out)
+    for name in (HEADER, "input_length", "output_length"):
+        assert all(name in text for text in printed)
 
 
 @pytest.mark.long
