@@ -20,6 +20,10 @@ from lamina.request import RequestOutput, SamplingParams
 from .common.flags import add_engine_flags, engine_config, print_config
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=64)
+ABOUT_DEFAULTS = (
+    "Without flags, decoding is greedy and ends after 64 tokens. In Python and over HTTP the defaults are vLLM's: "
+    "SamplingParams draws at temperature 1.0, and the server as the model's generation_config.json says."
+)
 SAMPLING = {  # of SamplingParams
     "n": "completions of each prompt",
     "max_tokens": "tokens of a completion at most",
@@ -43,10 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
     parser.add_argument("--prompt-file", help="a file with one prompt a line; - for standard input")
     parser.add_argument("--json", action="store_true", help="one JSON line for each prompt, once it is finished")
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group("sampling", ABOUT_DEFAULTS)
     for name, help in SAMPLING.items():
         default = getattr(DEFAULTS, name)
-        group.add_argument(flag_name(name), type=_TYPES.get(name, type(default)), default=default, help=help)
+        text = f"{help} (default: {'none' if default is None else default})"
+        group.add_argument(flag_name(name), type=_TYPES.get(name, type(default)), default=default, help=text)
     group.add_argument(
         "--stop", action="append", default=[], help="a string that ends the text; may be given several times"
     )

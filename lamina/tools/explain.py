@@ -31,10 +31,19 @@ if TYPE_CHECKING:
     from .plan.kv_tiers import KVTiers, MemorySplit
 
 _SPARSITY = options_of(SparsityOptions)
+EPILOG = """\
+columns: "slices" are the parts of the model between attention operators, slice N before that of layer N; equal ones
+share a row. "operators" are calls in its program. "GEMM before Q", "Q to KV" and "after KV" are shares of the slice's
+GEMM weights that are read before Q is sent, from then until K and V are sent, and after that. "Q first" says whether
+attention can begin while K and V are computed. "cut N" has the tensors that stay on compute workers from slice N to
+N + 1, by their bytes for a token; "uncut" is what would be alive there without a minimum cut. "messages N" has the
+bytes of Q, of K and V together (KV), and of O of layer N, between compute and memory workers.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
+    parser.epilog = EPILOG
     parser.add_argument("model", help="a directory or a hub id; with --no-weights also a configuration file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--dot", metavar="FILE", help="write the sliced graph to FILE for Graphviz")
@@ -123,7 +132,7 @@ def _print(
             facts["modelled"] = {**named, "kv_cache_dtype": args.kv_cache_dtype, **dataclasses.asdict(modelled)}
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         return
-    sys.stdout.write(explain_text(facts))
+    sys.stdout.write(explain_text(facts) + "  (columns: lamina-launch explain --help)\n")
     if modelled is not None and devices is not None:
         sys.stdout.write("\n" + estimate_text(modelled, devices.compute, devices.memory, args.kv_cache_dtype))
     for part in tiers:

@@ -107,8 +107,8 @@ class RequestTrace:
 
 
 def read_trace(path: str) -> RequestTrace:
-    """Read a trace; EXAMPLE: the one that Lamina ships. Raises ValueError that names --trace and the line, for a bad file
-    or a missing one.
+    """Read a trace; EXAMPLE: the one that Lamina ships. Raises ValueError that names --trace and the line, for a bad
+    file or a missing one.
     """
     if path == EXAMPLE and not Path(path).exists():
         path = str(_EXAMPLE_FILE)

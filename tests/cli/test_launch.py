@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lamina.cli.generate import DEFAULTS
 from lamina.cli.launch import COMMANDS, main
 from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import OPTIONS, make_config
@@ -19,6 +20,7 @@ from lamina.config.option import parse_size, size_flag
 from lamina.executor.load_balance import weights_of
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
+from lamina.request import SamplingParams
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
 STARTERS = (["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL])
@@ -38,6 +40,17 @@ def test_every_option_has_a_flag_and_help(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     words = [re.split("[ :,]", flag_name(name)) for name in OPTIONS]  # a flag, and perhaps a mode and a key
     assert [each for each in words if not all(re.search(rf"(?<![\w-]){re.escape(word)}", text) for word in each)] == []
+
+
+def test_generate_says_what_it_does_without_flags_and_that_the_api_does_otherwise(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    help = " ".join(capsys.readouterr().out.split())
+    assert "0 = greedy (default: 0.0)" in help
+    assert f"at most (default: {DEFAULTS.max_tokens})" in help
+    assert f"SamplingParams draws at temperature {SamplingParams().temperature}" in help
 
 
 @pytest.mark.parametrize("command", COMMANDS)

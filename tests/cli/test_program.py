@@ -53,3 +53,9 @@ def test_a_command_that_is_done_ends_without_taking_its_modules_apart(how: str, 
     words = ["thread", "exit function", "a kept line"]
     assert done.stdout.splitlines() == [*words, *(["modules were taken apart"] if error else [])]
     assert done.stderr.strip().endswith(error)
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "lamina", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout[:7]) == (0, "lamina ")

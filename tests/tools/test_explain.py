@@ -64,6 +64,11 @@ def test_a_model_with_weights_as_text(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "4 slices of 4 kinds (all captured); row independence shown by rule and by running" in text
     assert "modelled, not measured: one step at peak rates, batch 8, length 32, on 2 h100 + 4 h20" in text
     assert dot.read_text().startswith("digraph")
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    help = " ".join(capsys.readouterr().out.split())
+    for column in ("operators", "GEMM before Q", "Q to KV", "after KV", "Q first", "cut N", "uncut", "messages N"):
+        assert f'"{column}"' in help, "each column is defined"
 
 
 @pytest.mark.long

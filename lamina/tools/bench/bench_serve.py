@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--output-len", type=int, default=0, help="tokens of each answer, for sharegpt and custom")
     load.add_argument("--request-rate", type=float, default=float("inf"), help="requests/s, Poisson (default: inf)")
     load.add_argument("--max-concurrency", type=int, default=0, help="requests under way at most; 0 = any number")
-    load.add_argument("--trace", default="", metavar="FILE", help=f"replay {TRACE_HELP}")
+    load.add_argument("--trace", default="", metavar="FILE", nargs="+", action=_OneFile, help=f"replay {TRACE_HELP}")
     load.add_argument("--speed-up", type=float, default=1.0, help="replay the trace so many times as fast (default: 1)")
     load.add_argument("--spread-ticks", action=argparse.BooleanOptionalAction, default=True,
                       help="spread arrivals that a trace rounds to ticks (default: yes)")  # fmt: skip
@@ -74,6 +74,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--result-dir", default=".", help="folder of that file (default: the current one)")
     out.add_argument("--result-filename", default="", help="default: lamina-bench-<time>.json")
     parser.add_argument("--dry-run", action="store_true", help="print what would be sent, and exit")
+
+
+class _OneFile(argparse.Action):
+    """Takes one file, and explains itself to those who name its kind too."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Called by argparse."""
+        *more, path = values
+        if more:
+            text = f"--trace {' '.join(values)}: the kind is read from the file itself: give --trace {path}"
+            raise argparse.ArgumentError(None, text)
+        setattr(namespace, self.dest, path)
 
 
 def run(args: argparse.Namespace) -> int:

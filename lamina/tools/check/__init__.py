@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lamina.cli.common.flags import add_engine_flags, engine_config
 from lamina.config.engine_config import EngineConfig
@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="every axis, most of them once (the default)")
     size.add_argument("--all", action="store_true", help="every value of every axis, and combinations")
-    parser.add_argument("--axis", action="append", default=[], help="check this axis only; may be given several times")
+    parser.add_argument(
+        "--axis",
+        action="append",
+        default=[],
+        help="show this axis only, and a run that it is compared with if that fails; may be given several times",
+    )
     parser.add_argument("--prompt", action="append", default=[], help="a text to complete; may be given several times")
     parser.add_argument("--prompt-seed", type=int, default=0, help="of the random tokens that are completed otherwise")
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens of each completion (default: 32)")
@@ -72,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt_seed < 0:
         raise ValueError(f"--prompt-seed must be at least 0, not {args.prompt_seed}")
     settings = settings_of_axes(_matrix(config, all_of_them=args.all), args.axis)
+    asked = [s for s in settings if s.axis in args.axis or not args.axis]
     if args.print_config:
         runs = [{"axis": s.axis, "promised": s.promised.word, **s.options} for s in settings]
         print(json.dumps({"model": args.model, "base": flat_options(config), "runs": runs}, indent=2))
@@ -81,13 +87,20 @@ def run(args: argparse.Namespace) -> int:
     check(args.model, config)
     if args.dry_run:
         print(f"would check {args.model} with {len(settings)} runs")
-        print(*(f"  {s.axis}: {s.text or 'as the base'} ({s.promised.word})" for s in settings), sep="\n")
+        for s in settings:
+            why = "" if s in asked else ", which others are compared with"
+            print(f"  {s.axis}: {s.text or 'as the base'} ({s.promised.word}){why}")
         return 0
-    verdicts = _run(args, config, settings)
-    if args.json:
-        print(json.dumps(report_json(args.model, config, verdicts), indent=2))
-    else:
-        show(args.model, config, verdicts)
+    verdicts: list[Verdict] = []
+    try:
+        verdicts.extend(_run(args, config, settings))
+    finally:  # also if it is ended early, by Ctrl-C or SIGTERM
+        if verdicts:
+            left = len(settings) - len(verdicts)
+            if args.json:
+                print(json.dumps(report_json(args.model, config, verdicts, left), indent=2))
+            else:
+                show(args.model, config, verdicts, args.axis, left)
     return 1 if any(v.held is False for v in verdicts) else 0
 
 
@@ -104,17 +117,18 @@ def _matrix(config: EngineConfig, *, all_of_them: bool) -> list[Setting]:
     return full_settings(others, [name for name in gemm.BACKENDS if name != config.model.gemm], transports, devices)
 
 
-def _run(args: argparse.Namespace, config: EngineConfig, settings: Sequence[Setting]) -> list[Verdict]:
+def _run(args: argparse.Namespace, config: EngineConfig, settings: Sequence[Setting]) -> Iterator[Verdict]:
+    """Yield the verdicts, and print progress on stderr."""
     from .runner import Check
 
-    verdicts: list[Verdict] = []
-    began = time.monotonic()
-    for verdict in Check(args.model, config, args.prompt, args.max_tokens, args.prompt_seed).run(settings):
-        verdicts.append(verdict)
-        name, count = f"{verdict.axis} {verdict.setting}".strip(), f"{len(verdicts)}/{len(settings)}"
-        left = time_left(time.monotonic() - began, len(verdicts), len(settings))
-        print(f"{count} {name}: {verdict.word}, {verdict.seconds:.1f} s{left}", file=sys.stderr)
-    return verdicts
+    began, runs = time.monotonic(), Check(args.model, config, args.prompt, args.max_tokens, args.prompt_seed)
+    for done, verdict in enumerate(runs.run(settings), 1):
+        yield verdict
+        name, left = (
+            f"{verdict.axis} {verdict.setting}".strip(),
+            time_left(time.monotonic() - began, done, len(settings)),
+        )
+        print(f"{done}/{len(settings)} {name}: {verdict.word}, {verdict.seconds:.1f} s{left}", file=sys.stderr)
 
 
 def time_left(took_s: float, done: int, count: int) -> str:

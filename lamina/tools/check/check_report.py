@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -27,33 +27,40 @@ LEGEND = (
 )
 
 
-def report_json(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Return all results as plain data. ``config``: that of the base run."""
+def report_json(model: str, config: EngineConfig, verdicts: Sequence[Verdict], left: int = 0) -> dict[str, Any]:
+    """Return all results as plain data. ``config``: that of the base run. ``left``: settings that were not run."""
     return {
         "model": model,
         "held": not any(v.held is False for v in verdicts),
+        "left": left,
         "broken": list(dict.fromkeys(v.axis for v in verdicts if v.held is False)),
         "base": flat_options(config),
         "runs": [dataclasses.asdict(v) for v in verdicts],
     }
 
 
-def show(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -> None:
-    """Print the table, notes on single runs, and a summary."""
+def show(
+    model: str, config: EngineConfig, verdicts: Sequence[Verdict], axes: Collection[str] = (), left: int = 0
+) -> None:
+    """Print the table, notes on single runs, and a summary. ``axes``: those whose rows are shown; empty: all. A run
+    that others are compared with has a row if it is broken. ``left``: settings that were not run.
+    """
+    shown = [v for v in verdicts if v.axis in axes or not axes or v.held is False]
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
     for name, side in COLUMNS.items():
         table.add_column(name, justify="right" if side == "right" else "left")
-    for v in verdicts:
+    for v in shown:
         table.add_row(*_cells(v), style="red" if v.held is False else "dim" if v.held is None else None)
     console.print(table)
     console.print()
-    for v in verdicts:
+    for v in shown:
         if v.note:
             word = "" if v.word == "-" else f"{v.word}: "
             console.print(f"{v.axis} {v.setting}: {word}{v.note}".replace(" :", ":"), soft_wrap=True)
     console.print(LEGEND, style="dim", soft_wrap=True)
-    console.print(_summary(model, config, verdicts), soft_wrap=True)
+    early = f"ended early, {left} settings were not run; " if left else ""
+    console.print(early + _summary(model, config, verdicts), soft_wrap=True)
 
 
 def _cells(v: Verdict) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from lamina.scheduler.sequence import Sequence as RunningSequence
 from .fault_promises import Death
 from .matrix import Setting
 from .recording_executor import RecordingExecutor
+
+LOOK_S = 0.01  # between two looks for a replacement
 
 
 class FaultVisibleError(Exception):
@@ -72,13 +75,22 @@ class FaultRunner:
                     self._set(before)
                     is_set = True
             engine.check_workers()  # it may have died after the last step
+            self._await_replacement()
         if not (self._tripwire.disarm() and self._in_time):
             raise ValueError(f"sequences ended before {self._fault.victim} died: raise --max-tokens")
-        if self._llm.pools.pids[self._fault.victim] == before[self._fault.victim]:
+        if self._llm.pools.pids.get(self._fault.victim) in (None, before[self._fault.victim]):
             raise FaultVisibleError(f"{self._fault.victim} died, and no process replaced it")
         if self._role == "memory" and not self.had_kv:
             raise ValueError(f"{self._fault.victim} had no KV of these prompts: give more of them")
         return [outputs[i] for i in ids]
+
+    def _await_replacement(self) -> None:
+        """Wait for the worker that replaces the victim. Without a lost replica decoding continues while it loads."""
+        engine, pools = self._llm.engine, self._llm.pools
+        deadline = time.monotonic() + engine.config.deadlines.start_timeout_s
+        while self._fault.victim not in pools.pids and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            engine.check_workers()  # it joins once it has loaded
 
     @contextmanager
     def _or_harmed(self) -> Iterator[None]:

@@ -126,9 +126,12 @@ def _hidden(report: Report) -> list[str]:
         return []
     stored, hidden = sum(h.stored_s for h in report.hidden), sum(h.hidden_s for h in report.hidden)
     share = f" ({100 * hidden / stored:.0f} %)" if stored else ""
-    lines = [f"attention over stored tokens before K, V had been sent: {_ms(hidden)} of {_ms(stored)} a step{share}"]
-    lines += [f"  layer {h.layer:<3} {_ms(h.hidden_s):>10} of {_ms(h.stored_s):>10}" for h in report.hidden]
-    return [*lines, ""]
+    least = min(report.hidden, key=lambda h: h.share)
+    each = f"least in layer {least.layer}: {100 * least.share:.0f} %; --json has all layers"
+    return [
+        f"attention over stored tokens before K, V had been sent: {_ms(hidden)} of {_ms(stored)} a step{share}, {each}",
+        "",
+    ]
 
 
 def _trust(report: Report) -> list[str]:

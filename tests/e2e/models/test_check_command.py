@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +30,7 @@ from lamina.ops import attention
 from lamina.ops.attention.reference import ReferenceAttention
 from lamina.tools.check.matrix import BASE, BASE_OPTIONS, FIXED, LENDING, Exactness, Resize, Setting
 from lamina.tools.check.runner import Check
+from lamina.tools.check.verdict import Verdict, failed_verdict
 from lamina.workers.compute.compute_worker import ComputeWorker
 from lamina.workers.memory import main as memory_main
 from lamina.workers.memory.kv_transfer import reshard
@@ -326,6 +330,26 @@ def test_a_forgetful_worker_process_is_found(
     monkeypatch.setitem(sys.modules, "forgetful", memory_main)  # the base's worker, a thread of this process, is sound
     status, found, _ = check(llama_path, capsys, "--axis", "transport", "--max-tokens", "8")
     assert (status, found["broken"]) == (1, ["transport"])
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_check_that_is_ended_early_prints_the_table_of_what_was_run(
+    number: int, status: int, llama_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: Check, settings: Sequence[Setting]) -> Iterator[Verdict]:
+        yield failed_verdict(settings[1], "broken by this test", held=False)
+        os.kill(os.getpid(), number)
+        time.sleep(60.0)  # the signal ends it
+
+    monkeypatch.setattr(Check, "run", run)
+    try:
+        found = main(["check", str(llama_path)])
+    except SystemExit as end:
+        found = end.code  # type: ignore[assignment]
+    printed = capsys.readouterr().out
+    assert found == status
+    assert "again -: BROKEN: broken by this test".replace(" -", "") in printed
+    assert re.search(r"ended early, \d\d settings were not run; ", printed)
 
 
 @pytest.mark.parametrize(

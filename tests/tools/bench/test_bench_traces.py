@@ -126,3 +126,12 @@ def test_pingpong_is_netstacks_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "pingpong", "--transport", "shm", "--sizes", "8", "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["transports"] == ["shm"]
     assert main(["bench", "pingpong", "--transport", "pigeon", "--dry-run"]) == 2
+
+
+def test_a_trace_whose_kind_is_named_too_gets_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", "--trace", "mooncake", "x.jsonl", "--dry-run"])
+    assert ended.value.code == 2
+    assert "the kind is read from the file itself: give --trace x.jsonl" in capsys.readouterr().err
+    assert main(["bench", "serve", "--trace", "example", "--dry-run"]) == 0
+    assert "would send 200 requests" in capsys.readouterr().out

@@ -344,6 +344,20 @@ def test_the_report_names_what_is_broken(capsys: pytest.CaptureFixture[str]) -> 
     assert "\x1b" not in text, "no colours in a pipe"
 
 
+def test_the_table_has_only_the_axes_that_were_asked_for_and_what_is_broken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base, other = judge(BASE, outcome(), None), judge(SPLIT, outcome(completions=other_bits()), outcome())
+    rows = [base, failed_verdict(ROUNDED, "no room", held=None)]
+    show("m", make_config({}), rows, axes=["dtype"])
+    first = [line.split()[0] for line in capsys.readouterr().out.splitlines()[:2]]
+    assert first == ["axis", "dtype"]
+    show("m", make_config({}), [other, *rows], axes=["dtype"], left=3)
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines()[:3]] == ["axis", "memory", "dtype"]
+    assert "ended early, 3 settings were not run; m: 1 of 3" in text
+
+
 def test_a_lost_worker_is_a_breach() -> None:
     lost: Verdict = failed_verdict(SPLIT, "memory worker 1 was killed", held=False)
     assert (lost.word, lost.exactness) == ("BROKEN", "nothing")
