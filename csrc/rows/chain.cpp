@@ -1,5 +1,5 @@
 // A slice as one call: its units one after another, and what they send in between. See
-// lamina/ops/rows/native_slices.py.
+// lamina/ops/rows/program.py.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

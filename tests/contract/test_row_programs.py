@@ -22,7 +22,7 @@ from lamina.ops.gemm.packing import packed_weights
 from lamina.ops.rows import program as row_program
 from lamina.ops.rows._rows import Chain, Program
 from lamina.ops.rows.instructions import Instruction, Operation, UnsupportedError, View, encode, registers_of
-from lamina.ops.rows.native_slices import ChainedSlice
+from lamina.ops.rows.program import ChainedSlice
 
 pytestmark = pytest.mark.no_retry
 

@@ -36,7 +36,7 @@ def adjust(**options: Any) -> LogitsUpdate:
 
 
 def token(draw: SamplingRequest, pending: dict[int, int] | None = None) -> int:
-    seen = logit_changes_of(TokenHistories().update([], [draw]), pending or {})
+    seen = logit_changes_of(TokenHistories().note([], [draw]), pending or {})
     return sample(LOGITS[None], [draw], seen)[0].token_id
 
 

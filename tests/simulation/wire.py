@@ -104,7 +104,7 @@ class SimExecutor:
             assert step.plan.step > self._numbers.get(step.plan.batch, -1), "a step of a number that there was"
             self._numbers[step.plan.batch] = step.plan.step
         self._arrivals.add_round(new)
-        jobs = [Passing(s, [h.update(s.plan.ops, s.sampling_requests) for h in self._histories]) for s in new.steps]
+        jobs = [Passing(s, [h.note(s.plan.ops, s.sampling_requests) for h in self._histories]) for s in new.steps]
         for job in jobs:
             self._jobs.setdefault(job.run.plan.batch, deque()).append(job)
         for number, queue in enumerate(self._queues):
@@ -400,7 +400,7 @@ class SimExecutor:
             values, total = at.add(RowRange(row.sequence, row.first + i, 1, row.location), [token])
             chunk.values += values
             seen.append(total)
-        due = TokenHistories().update(chunk.run.plan.ops, chunk.run.sampling_requests)
+        due = TokenHistories().note(chunk.run.plan.ops, chunk.run.sampling_requests)
         chunk.drawn = [drawn(d, seen[d.row], due, None) for d in chunk.run.sampling_requests]
         for number in range(len(self.memory)):
             self._deliver(number)

@@ -38,7 +38,7 @@ from lamina.protocol.control import (
     StepDone,
 )
 from lamina.protocol.step_plan import StepPlan
-from lamina.workers.compute.memory_worker_client import RefusedError
+from lamina.workers.compute.attention_client import RefusedError
 from lamina.workers.compute.model_server import ModelServer, serve
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 

@@ -34,9 +34,8 @@ from lamina.protocol.step_plan import (
 )
 from lamina.workers import staging
 from lamina.workers.compute import device_attention_client
-from lamina.workers.compute.attention_client import AttentionClient
+from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient, RefusedError
 from lamina.workers.compute.device_attention_client import DeviceAttentionClient, open_transports
-from lamina.workers.compute.memory_worker_client import MemoryWorkerClient, RefusedError
 from lamina.workers.cuda_graphs import GraphedSlice
 from lamina.workers.device_transport import DeviceTransport, can_use_device_path, message_descriptors
 from lamina.workers.memory.layer_loop.cuda_graph_loop import RoundGraphs

@@ -42,7 +42,7 @@ MODULES = (
     "torch._export.passes.replace_set_grad_with_hop_pass", "torch._export.passes.replace_autocast_with_hop_pass",
     "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.compiler_bisector", "transformers.modeling_layers",
     "transformers.processing_utils", "lamina.models.load:prepare_transformers()", "lamina.ops.attention.native?",
-    "lamina.ops.gemm.native?", "lamina.ops.rows.program?", "lamina.ops.rows.native_slices?",
+    "lamina.ops.gemm.native?", "lamina.ops.rows.program?",
     "lamina.ops.sampling.native?",
 )  # fmt: skip
 # Variables that no module reads at import: a worker's may differ from its zygote's.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lamina.converter import SlicedProgram
     from lamina.ops.gemm import LinearBackend
 
-    from .native_slices import ChainedProgram
+    from .program import ChainedProgram
 
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,6 @@ def bind_rows(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
 
 def chain_slices(program: SlicedProgram) -> ChainedProgram:
     """Return the program, whose rows are bound, with each slice that only has units and sends as one call."""
-    from .native_slices import ChainedProgram
+    from .program import ChainedProgram
 
     return ChainedProgram(program)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,17 +33,15 @@ class SamplerSettings(NamedTuple):
 GREEDY = SamplerSettings(True, 1.0, ALL, 1 << SHARE_BITS, LOWEST, True, True)
 
 
+@lru_cache(1024)
 def sampler_settings(
-    temperature: float, top_k: int, top_p: float, min_p: float, order: Sequence[str]
+    temperature: float, top_k: int, top_p: float, min_p: float, order: tuple[str, ...]
 ) -> SamplerSettings:
     """Return the settings. ``temperature`` 0: greedy, and nothing else counts. ``top_k`` 0: all. ``order``: filter
     names. Raises ValueError for numbers out of range.
     """
-    return GREEDY if temperature == 0.0 else _settings(temperature, top_k, top_p, min_p, tuple(order))
-
-
-@lru_cache(1024)
-def _settings(temperature: float, top_k: int, top_p: float, min_p: float, order: tuple[str, ...]) -> SamplerSettings:
+    if temperature == 0.0:
+        return GREEDY
     if not 0.0 < temperature < math.inf:
         raise ValueError(f"temperature must be a positive number, or 0 for greedy, not {temperature}")
     if not (0.0 < top_p <= 1.0 and 0.0 <= min_p <= 1.0 and top_k >= 0):

@@ -126,30 +126,26 @@ class PendingHistory(NamedTuple):
     num_tokens: int  # tokens of the completion
 
 
-class TokenHistories:
-    """The histories of all sequences that have one. It must see every step, in order, even if another worker draws."""
+class TokenHistories(dict[int, TokenHistory]):
+    """The histories of all sequences that have one. While there is one, it must see every step, in order, even if
+    another worker draws.
+    """
 
-    def __init__(self) -> None:
-        self._of: dict[int, TokenHistory] = {}
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def update(self, ops: Iterable[SequenceOp], draws: Iterable[SamplingRequest]) -> dict[int, PendingHistory]:
+    def note(self, ops: Iterable[SequenceOp], draws: Iterable[SamplingRequest]) -> dict[int, PendingHistory]:
         """Note the tokens that requests bring, and forget freed sequences. Returns the histories to count, by sequence.
         Raises ValueError for a request that builds on tokens that this worker does not have.
         """
         for op in ops:
             if isinstance(op, Free | Truncate):  # a truncated sequence draws no more
-                self._of.pop(op.sequence, None)
+                self.pop(op.sequence, None)
         return {d.sequence: self._due(d) for d in draws if d.logits_update is not None}
 
     def _due(self, draw: SamplingRequest) -> PendingHistory:
         adjust = draw.logits_update
         assert adjust is not None
         if adjust.penalties is not None:
-            self._of[draw.sequence] = TokenHistory(adjust.penalties)
-        history = self._of.get(draw.sequence)
+            self[draw.sequence] = TokenHistory(adjust.penalties)
+        history = self.get(draw.sequence)
         known = -1 if history is None else len(history.token_ids)
         if history is None or known != adjust.num_known_tokens:
             here = "nothing" if history is None else f"{known} tokens"

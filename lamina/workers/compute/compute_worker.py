@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
-from lamina.ops.sampling.token_history import PendingHistory, TokenHistories, logit_changes_of
-from lamina.protocol.control import RunRound, RunStep, SampledToken, StepDone
+from lamina.ops.sampling.sampler import Sampler
+from lamina.ops.sampling.token_history import LogitChanges, PendingHistory, TokenHistories, logit_changes_of
+from lamina.protocol.control import RunRound, RunStep, SampledToken, SamplingRequest, StepDone
 from lamina.protocol.step_plan import StepPlan
 from lamina.workers.device_selection import CPU
 from lamina.workers.staging import Staging, open_staging
-
-from .pipeline_comm import LocalPipeline, PipelineComm
-from .tensor_parallel import RankGroup, SingleRank, SliceTask, SliceTasks
 
 FIXED_ROWS = 32
 
@@ -78,6 +76,107 @@ class Attention(Protocol):
     def check_errors(self) -> None:
         """Raise errors of messages that no caller has waited for. Called before tokens of a step are drawn."""
         ...
+
+
+class PipelineComm(Protocol):
+    """Sends the tensors of a cut from the replica that computed them to the one that needs them."""
+
+    @property
+    def wait_s(self) -> float:
+        """The seconds spent in ``receive``."""
+        ...
+
+    def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
+        """Send the results of slice ``index`` to the replica that runs the next slice."""
+        ...
+
+    def receive(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
+        """Return the results of slice ``index``, from whichever replica ran it. Calls follow the order of slice
+        tasks.
+        """
+        ...
+
+
+class LocalPipeline:
+    """The pipeline of a single replica: it keeps cuts for its own next slice."""
+
+    def __init__(self) -> None:
+        self.wait_s = 0.0
+        self._carry: dict[int, tuple[Tensor, ...]] = {}  # by batch
+
+    @property
+    def has_carry(self) -> bool:
+        """True if results are kept that were not received yet."""
+        return bool(self._carry)
+
+    def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
+        """Keep the results of slice ``index`` for this replica's own next slice."""
+        self._carry[plan.batch] = carry
+
+    def receive(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
+        """Return the results of slice ``index`` that were kept."""
+        return self._carry.pop(plan.batch)
+
+
+class SliceTask(NamedTuple):
+    """One slice of one batch's step. All workers run slice tasks in this order: by round, slice and batch. The last
+    slice counts as slice 0 of the next round, right before the first slice of the same batch there, with sampling
+    between the two.
+    """
+
+    round: int
+    slice: int
+    batch: int
+    is_first: bool
+
+
+SliceTasks = list[tuple[SliceTask, RunStep]]  # a heap
+
+
+class RankGroup(Protocol):
+    """All ranks of a replica, as seen by one of them."""
+
+    @property
+    def is_leader(self) -> bool:
+        """True if this rank reports the drawn tokens to the driver."""
+        ...
+
+    def has_next(self, tasks: SliceTasks) -> bool:
+        """Return whether ``pop_next`` will find a slice task."""
+        ...
+
+    def pop_next(self, tasks: SliceTasks) -> tuple[SliceTask, RunStep] | None:
+        """Remove and return the next slice task; None if it has not arrived yet."""
+        ...
+
+    def sample(
+        self, logits: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges]
+    ) -> list[SampledToken]:
+        """Draw one token for each row of ``logits`` [len(requests), this rank's vocabulary]; see Sampler.sample."""
+        ...
+
+
+class SingleRank:
+    """A single rank, which has all weights."""
+
+    is_leader = True
+
+    def __init__(self) -> None:
+        self._sampler = Sampler()
+
+    def has_next(self, tasks: SliceTasks) -> bool:
+        """Return whether a slice task is queued."""
+        return bool(tasks)
+
+    def pop_next(self, tasks: SliceTasks) -> tuple[SliceTask, RunStep] | None:
+        """Remove and return the next slice task; one must be queued."""
+        return heapq.heappop(tasks)
+
+    def sample(
+        self, logits: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges]
+    ) -> list[SampledToken]:
+        """Draw one token for each row of ``logits`` [len(requests), vocabulary]."""
+        return self._sampler.sample(logits, requests, seen)
 
 
 class ComputeWorker:
@@ -159,9 +258,11 @@ class ComputeWorker:
         for step in new.steps:
             if step.plan.epoch < self._epoch:
                 continue
-            due = self._histories.update(step.plan.ops, step.sampling_requests)
-            if due and self._runs(step.plan, last):
-                self._penalties_due[step.plan.batch, step.plan.step] = due
+            updates = [request for request in step.sampling_requests if request.logits_update is not None]
+            if updates or self._histories:
+                due = self._histories.note(step.plan.ops, updates)
+                if due and self._runs(step.plan, last):
+                    self._penalties_due[step.plan.batch, step.plan.step] = due
             if self._replica == 0:
                 self._client.send_plan(step.plan)
             turns = [i for i in range(last + 1 if step.token_ids else 1) if self._runs(step.plan, i)]
@@ -234,9 +335,11 @@ class ComputeWorker:
         self._client.check_errors()
         if step.sampling_requests:
             begun = time.perf_counter()
-            pending = {d.sequence: int(ids[d.row]) for d in step.sampling_requests if d.has_pending_token}
-            due = self._penalties_due.pop((step.plan.batch, step.plan.step), {})
-            sampled = self._rank_group.sample(logits[:, -1], step.sampling_requests, logit_changes_of(due, pending))
+            changes = dict[int, LogitChanges]()
+            if (due := self._penalties_due.pop((step.plan.batch, step.plan.step), None)) is not None:
+                pending = {d.sequence: int(ids[d.row]) for d in step.sampling_requests if d.has_pending_token}
+                changes = logit_changes_of(due, pending)
+            sampled = self._rank_group.sample(logits[:, -1], step.sampling_requests, changes)
             self.sample_s += time.perf_counter() - begun
             self._trace.add(Event.SAMPLE, begun, step.plan)
         # A sequence without a token ends. Until the driver knows, its rows are computed with token 0.

@@ -17,8 +17,7 @@ from lamina.protocol.step_plan import BindReply, DevicePathRequest, LayerShape, 
 from lamina.workers.device_transport import DESCRIPTOR_WORDS, DeviceTransport, message_descriptors
 from lamina.workers.staging import Staging
 
-from .attention_client import AttentionClient
-from .memory_worker_client import MemoryWorkerClient
+from .attention_client import AttentionClient, MemoryWorkerClient
 
 DESCRIPTORS_PER_SHARE = 3  # one each for Q, for K and V, and for O
 

@@ -25,7 +25,7 @@ from lamina.workers.device_transport import can_use_device_path
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import available_bytes
 
-from .attention_client import AttentionClient
+from .attention_client import AttentionClient, MemoryWorkerClient, RefusedError
 from .compute_worker import Attention, ComputeWorker
 from .device_attention_client import DeviceAttentionClient, open_transports
 from .emulated_slices import EmulatedProgram
@@ -33,7 +33,6 @@ from .epoch_group import EpochGroup
 from .kv_capacity import check_longest_sequence, choose_kv_bytes, inbox_geometries
 from .kv_identity import kv_identity
 from .kv_parity import parity_bind, parity_layers
-from .memory_worker_client import MemoryWorkerClient, RefusedError
 from .model_server import CutModel, ModelServer, serve
 from .native_attention_client import open_attention_client
 from .pipeline_comm import PIPELINE_LISTENER_TERMS, PipelineChannels

@@ -53,8 +53,8 @@ from lamina.workers.staging import Staging, open_staging
 from lamina.workers.startup_times import StartupTimes
 from lamina.workers.worker_process import write_error
 
+from .attention_client import MissingKvError, RefusedError
 from .compile_passes import compile_passes
-from .memory_worker_client import MissingKvError, RefusedError
 
 MESSAGES = (
     StartCompute

@@ -20,8 +20,7 @@ from lamina.protocol.codec import FP32_BYTES, TensorSpan
 from lamina.protocol.step_plan import LayerShape, MessageKey, MessageKind, StepPlan
 from lamina.workers.staging import Staging
 
-from .attention_client import AttentionClient, ClientLayer, ClientStep, Index, WorkerShare
-from .memory_worker_client import MemoryWorkerClient
+from .attention_client import AttentionClient, ClientLayer, ClientStep, Index, MemoryWorkerClient, WorkerShare
 
 try:
     from ._compute import Pool, StepMessages

@@ -21,7 +21,7 @@ from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError, St
 from lamina.utils.tensor_buffers import tensor_over
 from lamina.workers.epoch_channels import EpochFabric, SingleEpochListener
 
-from .memory_worker_client import next_of_epoch
+from .attention_client import next_of_epoch
 
 ALIGN = 64  # bytes at which each tensor of a message begins
 LEAST_SLOT_BYTES = 1 << 16
@@ -43,46 +43,6 @@ class _Ids:
     """A step's token ids, the first tensor of every message."""
 
     shape, dtype = (1,), torch.int64
-
-
-class PipelineComm(Protocol):
-    """Sends the tensors of a cut from the replica that computed them to the one that needs them."""
-
-    @property
-    def wait_s(self) -> float:
-        """The seconds spent in ``receive``."""
-        ...
-
-    def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
-        """Send the results of slice ``index`` to the replica that runs the next slice."""
-        ...
-
-    def receive(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
-        """Return the results of slice ``index``, from whichever replica ran it. Calls follow the order of slice
-        tasks.
-        """
-        ...
-
-
-class LocalPipeline:
-    """The pipeline of a single replica: it keeps cuts for its own next slice."""
-
-    def __init__(self) -> None:
-        self.wait_s = 0.0
-        self._carry: dict[int, tuple[Tensor, ...]] = {}  # by batch
-
-    @property
-    def has_carry(self) -> bool:
-        """True if results are kept that were not received yet."""
-        return bool(self._carry)
-
-    def send(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
-        """Keep the results of slice ``index`` for this replica's own next slice."""
-        self._carry[plan.batch] = carry
-
-    def receive(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
-        """Return the results of slice ``index`` that were kept."""
-        return self._carry.pop(plan.batch)
 
 
 class RemotePipeline:
@@ -179,7 +139,7 @@ class PipelineChannels:
             raise PeerFault(f"{self._previous.peer} is {self._previous.peer_name!r} in place of {names[0]!r}")
         self._next = following or connect()
         listener.close()
-        self.pipeline: PipelineComm = RemotePipeline(self._previous, self._next, cuts, step_timeout_s)
+        self.pipeline = RemotePipeline(self._previous, self._next, cuts, step_timeout_s)
 
     def wait_for_previous(self) -> None:
         """Wait until the memory workers have accepted the replica before this one."""

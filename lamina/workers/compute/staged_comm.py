@@ -11,7 +11,7 @@ from lamina.ops.collective import Collective
 from lamina.protocol.step_plan import StepPlan
 from lamina.workers.staging import Staging
 
-from .pipeline_comm import PipelineComm
+from .compute_worker import PipelineComm
 
 
 def with_staging(inner: PipelineComm, staging: Staging) -> PipelineComm:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,68 +20,9 @@ from lamina.ops.sampling.sampler import Sampler, num_ranked_before
 from lamina.ops.sampling.token_history import LogitChanges
 from lamina.protocol.control import RunStep, SampledToken, SamplingRequest
 
+from .compute_worker import SliceTask, SliceTasks
+
 _NOTHING: Mapping[int, LogitChanges] = MappingProxyType({})
-
-
-class SliceTask(NamedTuple):
-    """One slice of one batch's step. All workers run slice tasks in this order: by round, slice and batch. The last
-    slice counts as slice 0 of the next round, right before the first slice of the same batch there, with sampling
-    between the two.
-    """
-
-    round: int
-    slice: int
-    batch: int
-    is_first: bool
-
-
-SliceTasks = list[tuple[SliceTask, RunStep]]  # a heap
-
-
-class RankGroup(Protocol):
-    """All ranks of a replica, as seen by one of them."""
-
-    @property
-    def is_leader(self) -> bool:
-        """True if this rank reports the drawn tokens to the driver."""
-        ...
-
-    def has_next(self, tasks: SliceTasks) -> bool:
-        """Return whether ``pop_next`` will find a slice task."""
-        ...
-
-    def pop_next(self, tasks: SliceTasks) -> tuple[SliceTask, RunStep] | None:
-        """Remove and return the next slice task; None if it has not arrived yet."""
-        ...
-
-    def sample(
-        self, logits: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges]
-    ) -> list[SampledToken]:
-        """Draw one token for each row of ``logits`` [len(requests), this rank's vocabulary]; see Sampler.sample."""
-        ...
-
-
-class SingleRank:
-    """A single rank, which has all weights."""
-
-    is_leader = True
-
-    def __init__(self) -> None:
-        self._sampler = Sampler()
-
-    def has_next(self, tasks: SliceTasks) -> bool:
-        """Return whether a slice task is queued."""
-        return bool(tasks)
-
-    def pop_next(self, tasks: SliceTasks) -> tuple[SliceTask, RunStep] | None:
-        """Remove and return the next slice task; one must be queued."""
-        return heapq.heappop(tasks)
-
-    def sample(
-        self, logits: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges]
-    ) -> list[SampledToken]:
-        """Draw one token for each row of ``logits`` [len(requests), vocabulary]."""
-        return self._sampler.sample(logits, requests, seen)
 
 
 class TensorParallelRanks:

@@ -19,11 +19,10 @@ from lamina.protocol.control import ComputeReady, Connect, Loaded
 from lamina.protocol.prefill_stages import stage_layers
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest
-from lamina.workers.compute.attention_client import AttentionClient
+from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient
 from lamina.workers.compute.compute_worker import ComputeWorker
 from lamina.workers.compute.kv_capacity import prefill_inbox_geometries, prompt_cache_bytes, store_bytes
 from lamina.workers.compute.kv_parity import parity_layers
-from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
 from lamina.workers.compute.model_server import CutModel, ModelServer, serve
 from lamina.workers.device_selection import CPU
 from lamina.workers.epoch_channels import EpochFabric, EpochListener

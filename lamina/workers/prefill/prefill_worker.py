@@ -21,9 +21,8 @@ from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.control import RunRound, StepDone
 from lamina.protocol.step_plan import FetchPrefix, MessageKey, MessageKind, ProtocolError, StepPlan, SurvivingKv
 from lamina.utils.tensor_buffers import part_of
-from lamina.workers.compute.compute_worker import Attention, ComputeWorker
-from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
-from lamina.workers.compute.pipeline_comm import PipelineComm
+from lamina.workers.compute.attention_client import MemoryWorkerClient
+from lamina.workers.compute.compute_worker import Attention, ComputeWorker, PipelineComm
 from lamina.workers.memory.attention_step import AttentionStep, StoredAttention
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_write import StoredKvRows

@@ -16,7 +16,7 @@ from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.control import TransferPeer
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers, PrefixRequest
 from lamina.protocol.step_plan import GRANTS_AHEAD, FetchPrefix, ProtocolError, StepPlan, decode, encode
-from lamina.workers.compute.memory_worker_client import MissingKvError
+from lamina.workers.compute.attention_client import MissingKvError
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer.block_parts import gather, layer_parts, max_block_bytes, scatter, whole_blocks

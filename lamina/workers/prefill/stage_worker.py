@@ -17,8 +17,9 @@ from lamina.config.engine_config import Deadlines
 from lamina.netstack import Channel, Geometry, ListenTerms, PeerFault, Terms
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import GRANTS_AHEAD, StepPlan
+from lamina.workers.compute.compute_worker import LocalPipeline
 from lamina.workers.compute.model_server import CutModel
-from lamina.workers.compute.pipeline_comm import LocalPipeline, RemotePipeline, RowShape, pipeline_inbox
+from lamina.workers.compute.pipeline_comm import RemotePipeline, RowShape, pipeline_inbox
 from lamina.workers.compute.staged_comm import with_staging
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.staging import Staging

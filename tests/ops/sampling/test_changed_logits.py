@@ -32,7 +32,7 @@ def told(pending: int | None = None, **penalties: Any) -> tuple[SamplingRequest,
     one = draw(
         logits_update=LogitsUpdate(num_known_tokens=0, tokens=DRAWN, penalties=Penalties(**{**NONE, **penalties}))
     )
-    return one, logit_changes_of(TokenHistories().update([], [one]), {} if pending is None else {3: pending})
+    return one, logit_changes_of(TokenHistories().note([], [one]), {} if pending is None else {3: pending})
 
 
 def changed(*told: Any) -> list[float]:

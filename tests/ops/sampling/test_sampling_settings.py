@@ -57,7 +57,7 @@ def test_min_p_is_a_level(min_p: float, cut: int) -> None:
 
 @pytest.mark.parametrize("order", list(permutations(FILTERS)))
 def test_what_comes_before_top_p(order: tuple[str, ...]) -> None:
-    found = made(order=list(order))
+    found = made(order=order)
     assert found.top_k_first == (order.index("top_k") < order.index("top_p"))
     assert found.min_p_first == (order.index("min_p") < order.index("top_p"))
 

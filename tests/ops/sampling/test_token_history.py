@@ -35,7 +35,7 @@ def test_replicas_that_draw_in_turn_count_what_the_driver_knows() -> None:
     for step in range(12):
         draw = next_draw(made)
         known = list(made.tokens[3:])
-        due = [replica.update([New(4)] if step == 0 else [], [draw]) for replica in replicas]
+        due = [replica.note([New(4)] if step == 0 else [], [draw]) for replica in replicas]
         ahead.append((due[step % 2], draw.has_pending_token, known))
         if len(ahead) == 2:  # the older step draws only now, when the next one has been told
             mine, pending, counted = ahead.pop(0)
@@ -67,15 +67,15 @@ def test_a_restarted_sequence_tells_all_again() -> None:
     draw = next_draw(made)
     assert draw.logits_update is not None
     assert (draw.logits_update.num_known_tokens, draw.logits_update.tokens) == (0, [1, 2, 3])
-    assert logit_changes_of(TokenHistories().update([], [draw]), {})[9].counts == {1: 1, 2: 1, 3: 1}
+    assert logit_changes_of(TokenHistories().note([], [draw]), {})[9].counts == {1: 1, 2: 1, 3: 1}
 
 
 def test_a_prefill_worker_is_told_all_and_the_others_later() -> None:
     made, prefill, decode = sequence([7, 8]), TokenHistories(), TokenHistories()
-    logit_changes_of(prefill.update([], [next_draw(made, apart=True)]), {})
+    logit_changes_of(prefill.note([], [next_draw(made, apart=True)]), {})
     made.append(5)
     draw = next_draw(made)
-    assert logit_changes_of(decode.update([], [draw]), {})[4].counts == {5: 1}
+    assert logit_changes_of(decode.note([], [draw]), {})[4].counts == {5: 1}
     assert draw.logits_update is not None
     assert draw.logits_update.penalties is not None
 
@@ -95,11 +95,11 @@ def test_what_was_not_told_is_named() -> None:
     with pytest.raises(
         ValueError, match="^penalties of sequence 4: a draw builds on 2 counted tokens, .* has nothing$"
     ):
-        histories.update([], [adjusted(2, [5])])
-    histories.update([], [adjusted(0, [5], START)])
+        histories.note([], [adjusted(2, [5])])
+    histories.note([], [adjusted(0, [5], START)])
     for since in (0, 2):
         with pytest.raises(ValueError, match=f"builds on {since} counted tokens, this worker has 1 tokens"):
-            histories.update([], [adjusted(since, [5])])
+            histories.note([], [adjusted(since, [5])])
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 31])
@@ -107,13 +107,13 @@ def test_tokens_that_are_none_are_refused(token: int) -> None:
     histories = TokenHistories()
     for bad in (adjusted(0, [token], START), adjusted(0, [], msgspec.structs.replace(START, logit_bias={token: 1.0}))):
         with pytest.raises(ValueError, match=f"the token {token}, which is not valid"):
-            histories.update([], [bad])
+            histories.note([], [bad])
 
 
 def test_a_freed_sequence_is_forgotten_though_a_draw_is_still_due() -> None:
     histories = TokenHistories()
-    due = histories.update([], [adjusted(0, [5, 5], START)])
-    histories.update([Free(4)], [])
+    due = histories.note([], [adjusted(0, [5, 5], START)])
+    histories.note([Free(4)], [])
     assert len(histories) == 0
     assert logit_changes_of(due, {})[4].counts == {5: 2}
 
@@ -152,4 +152,4 @@ def test_a_draw_that_is_made_again_counts_what_there_was() -> None:
 
 def test_a_sequence_without_penalties_is_freed_too() -> None:
     histories = TokenHistories()
-    assert histories.update([Free(9)], []) == {}
+    assert histories.note([Free(9)], []) == {}

@@ -14,8 +14,7 @@ from lamina.config.partition import Partition
 from lamina.ops.attention import AttentionBackend
 from lamina.ops.attention.merge import Partial
 from lamina.protocol.step_plan import BindRequest, MessageKey, MessageKind, StepPlan, decode, encode
-from lamina.workers.compute.attention_client import AttentionClient
-from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
+from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient
 from lamina.workers.memory.attention_step import AttentionStep
 from lamina.workers.memory.kv_store import KvStore
 

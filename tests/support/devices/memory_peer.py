@@ -39,7 +39,7 @@ from lamina.protocol.step_plan import (
     decode_bind_reply,
     encode,
 )
-from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
+from lamina.workers.compute.attention_client import MemoryWorkerClient
 from lamina.workers.compute.native_attention_client import open_attention_client
 from lamina.workers.epoch_channels import EpochListener
 from lamina.workers.memory.memory_worker import MemoryWorker

@@ -31,9 +31,8 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import BindRequest, New, RowRange, StepPlan
-from lamina.workers.compute.attention_client import AttentionClient
+from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient
 from lamina.workers.compute.kv_capacity import inbox_geometries
-from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
 
 TIMEOUT_S = 60.0
 MAX_ROWS = 64

@@ -25,9 +25,9 @@ from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, ChannelUnre
 from lamina.protocol.control import RunRound, StepDone
 from lamina.protocol.step_plan import MessageKey, MessageKind, New, RowRange, StepPlan
 from lamina.tools.plan.simulator.clock import VirtualClock
+from lamina.workers.compute.attention_client import MemoryWorkerClient
 from lamina.workers.compute.compute_worker import ComputeWorker
 from lamina.workers.compute.epoch_group import EpochGroup
-from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
 from lamina.workers.compute.pipeline_comm import PipelineChannels
 from lamina.workers.epoch_channels import CONNECT_ATTEMPT_S, SILENT_S, EpochFabric, EpochListener
 from lamina.workers.memory.memory_worker import MemoryWorker

@@ -38,7 +38,7 @@ def told(tokens: list[int], pending: int | None = None, **options: Any) -> tuple
     more = {k: options.pop(k) for k in ("bad_words_token_ids", "allowed_token_ids", *fields) if k in options}
     adjust = LogitsUpdate(num_known_tokens=0, tokens=tokens, penalties=Penalties(**{**fields, **more}))
     draw = plain(logits_update=adjust, has_pending_token=pending is not None, **options)
-    return draw, logit_changes_of(TokenHistories().update([], [draw]), {} if pending is None else {0: pending})
+    return draw, logit_changes_of(TokenHistories().note([], [draw]), {} if pending is None else {0: pending})
 
 
 def token(sampler: Sampler, tokens: list[int], pending: int | None = None, **options: Any) -> int:
@@ -76,7 +76,7 @@ def test_no_word_is_found_where_two_histories_meet() -> None:
     )
     for since, tokens, first in ((0, [], start), (0, [7], None), (1, [8, 7], None), (3, [1], None)):
         draw = plain(logits_update=LogitsUpdate(num_known_tokens=since, tokens=tokens, penalties=first))
-        found.append(list(logit_changes_of(histories.update([], [draw]), {})[0].banned_token_ids))
+        found.append(list(logit_changes_of(histories.note([], [draw]), {})[0].banned_token_ids))
     assert found == [[], [8], [8], []]
 
 

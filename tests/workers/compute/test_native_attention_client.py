@@ -21,10 +21,9 @@ from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Geometry, N
 from lamina.netstack.contract.fabric import TAG_BYTES
 from lamina.ops import gemm, rows
 from lamina.ops.attention import get
-from lamina.ops.rows.native_slices import ChainedSlice
+from lamina.ops.rows.program import ChainedSlice
 from lamina.protocol.step_plan import LayerShape, MessageKey, MessageKind, New, ProtocolError, RowRange, StepPlan
-from lamina.workers.compute.attention_client import AttentionClient
-from lamina.workers.compute.memory_worker_client import MemoryWorkerClient, RefusedError
+from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient, RefusedError
 from lamina.workers.compute.native_attention_client import NativeAttentionClient, open_attention_client
 from lamina.workers.staging import open_staging
 

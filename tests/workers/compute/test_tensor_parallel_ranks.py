@@ -26,7 +26,8 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.step_plan import StepPlan
 from lamina.request import FILTERS
-from lamina.workers.compute.tensor_parallel import LogitCandidates, SliceTask, SliceTasks, TensorParallelRanks
+from lamina.workers.compute.compute_worker import SliceTask, SliceTasks
+from lamina.workers.compute.tensor_parallel import LogitCandidates, TensorParallelRanks
 
 WIDTH = 96
 SAMPLER = Sampler(threads=1)
@@ -87,7 +88,7 @@ def test_few_logits_give_the_same_token_and_log_probabilities(
 ) -> None:
     # Quarters: many are equal, as those of 16 bits often are.
     logits = (torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed)) * 8).round() / 4
-    seen = logit_changes_of(TokenHistories().update([], [draw]), {3: pending} if draw.has_pending_token else {})
+    seen = logit_changes_of(TokenHistories().note([], [draw]), {3: pending} if draw.has_pending_token else {})
     few = LogitCandidates.needed_for([draw], WIDTH, seen)
     if few is None:  # its top_p is a share of the probability of all tokens
         assert draw.top_p < 1.0
@@ -186,7 +187,7 @@ def test_all_ranks_together_know_the_place_of_a_token() -> None:
     )
     asked = [plain(logprobs=1, prompt_logprob_token=7), plain(logprobs=2), plain(logprobs=0, logits_update=bias),
              plain(logits_update=bias), plain(logprobs=0, banned_token_ids=list(range(4)))]  # fmt: skip
-    seen = logit_changes_of(TokenHistories().update([], asked[2:3]), {})
+    seen = logit_changes_of(TokenHistories().note([], asked[2:3]), {})
     assert LogitCandidates.needed_for(asked, WIDTH // 4, seen) is not None
 
     def work(mesh: MeshCollective) -> list[SampledToken]:

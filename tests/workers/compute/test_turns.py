@@ -14,9 +14,7 @@ from lamina.ops.sampling.token_history import LogitChanges
 from lamina.protocol.control import RunRound, RunStep, SampledToken, SamplingRequest, StepDone
 from lamina.protocol.step_plan import New, RowRange, StepPlan
 from lamina.scheduler.rotation.pipeline import num_replicas, rotation, route
-from lamina.workers.compute.compute_worker import ComputeWorker
-from lamina.workers.compute.pipeline_comm import LocalPipeline
-from lamina.workers.compute.tensor_parallel import SingleRank
+from lamina.workers.compute.compute_worker import ComputeWorker, LocalPipeline, SingleRank
 
 Call = tuple[int, int, int]  # batch, step, slice
 

@@ -25,7 +25,7 @@ from lamina.protocol.step_plan import (
     Truncate,
     encode,
 )
-from lamina.workers.compute import memory_worker_client
+from lamina.workers.compute.attention_client import RefusedError as ClientRefusedError
 
 pool = pools("loopback")
 either = pools(*SCHEMES)
@@ -140,7 +140,7 @@ def test_a_block_is_not_copied_before_it_is_written(pool: Pool) -> None:
     while written.tokens_of(1) < 40 and time.monotonic() < limit:  # O may come before that is noted
         time.sleep(0)
     written._tokens[1] = 36
-    with pytest.raises(memory_worker_client.RefusedError, match="cannot fork 37 tokens of sequence 1: 36 are stored"):
+    with pytest.raises(ClientRefusedError, match="cannot fork 37 tokens of sequence 1: 36 are stored"):
         m.step(1, [Fork(7, 1, 37)], [RowRange(7, 37, 1)])
 
 

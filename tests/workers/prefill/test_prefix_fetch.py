@@ -19,7 +19,7 @@ from lamina.netstack import Channel, Geometry, PeerFault, Terms
 from lamina.protocol.control import Address
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import FetchPrefix, Fork, New, ProtocolError, RowRange, SequenceOp, StepPlan
-from lamina.workers.compute.memory_worker_client import MissingKvError
+from lamina.workers.compute.attention_client import MissingKvError
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer import block_parts, transfer_link

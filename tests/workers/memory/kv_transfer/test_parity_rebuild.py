@@ -20,9 +20,8 @@ from lamina.protocol.codec import TensorSpan
 from lamina.protocol.control import Address
 from lamina.protocol.reshard import RebuildKv
 from lamina.protocol.step_plan import Fork, Free, MessageKind, New, RowRange, StepPlan, SurvivingKv
-from lamina.workers.compute.attention_client import AttentionClient, fold_runs
+from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient, fold_runs
 from lamina.workers.compute.kv_parity import parity_bind, parity_layers
-from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer import block_parts

@@ -23,8 +23,7 @@ from lamina.protocol.step_plan import (
     StepPlan,
     Truncate,
 )
-from lamina.workers.compute.attention_client import AttentionClient
-from lamina.workers.compute.memory_worker_client import MemoryWorkerClient
+from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer.prefill_receive import DECODE_GAP_S, IDLE_S, MAX_WAIT_S, PrefillReceiver
 from lamina.workers.memory.worker_counters import Counters
