@@ -9,18 +9,15 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import ModelError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    import torch
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _HUB_TIMEOUT_S = 20.0
+_ADAPTER = "adapter_config.json"
 _LONGEST_CAUSE = 240  # characters
-_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class FileStamp(NamedTuple):
@@ -52,7 +49,8 @@ def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool =
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelError(f"{name} is a file: give the directory that holds its config.json")
+        is_gguf = path.suffix == ".gguf"
+        raise ModelError(_gguf(path) if is_gguf else f"{name} is a file: give the directory that holds its config.json")
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"no such model directory: {name}")
     patterns = [p for p in _HUB_FILES if weights or p != "*.safetensors"] + (["*.py"] if trust_remote_code else [])
@@ -81,7 +79,9 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _raw_config(directory: Path, trust_remote_code: bool) -> dict[str, Any]:
-    raw = read_json(directory / "config.json", f"{directory} is no model directory: it has no config.json")
+    if not (directory / "config.json").exists():
+        raise ModelError(_other_kind(directory) or f"{directory} is no model directory: it has no config.json")
+    raw = read_json(directory / "config.json", "")
     if "auto_map" in raw and not trust_remote_code:
         raise ModelError(
             f"{directory} brings its own code (auto_map in config.json), which is not run by default: pass "
@@ -101,14 +101,9 @@ def check_weights(directory: Path) -> None:
 
     files = weight_files(directory)
     if not files:
-        if pickled := sorted(p.name for ext in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(ext)):
-            raise ModelError(
-                f"{directory} has pickled weights ({pickled[0]}), which can run code and are refused: where you trust "
-                f"them, convert them once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-            )
-        if (directory / "adapter_config.json").exists():
-            raise ModelError(f"{directory} is an adapter, not a model: merge it into its base model first")
-        raise ModelError(f"{directory} has no weights: no model.safetensors")
+        others = sorted(p.name for p in directory.glob("*.safetensors"))
+        left_out = f"; no model.safetensors.index.json names {others[0]}" if others else ""
+        raise ModelError(_other_kind(directory) or f"{directory} has no weights: no model.safetensors{left_out}")
     for file in files:
         if not file.is_file():
             raise ModelError(f"{file} is missing: {file.parent.name} is incomplete, fetch it again")
@@ -119,6 +114,31 @@ def check_weights(directory: Path) -> None:
             raise ModelError(f"{file} is truncated or corrupt, fetch it again: {one_line(error)}") from error
 
 
+def _other_kind(directory: Path) -> str:
+    """Return a message on a directory that is not a model's: what it is, and how to make a model of it. "": unknown."""
+    if (directory / _ADAPTER).exists():
+        base = read_json(directory / _ADAPTER, "").get("base_model_name_or_path") or "another model"
+        return (
+            f"{directory} is a LoRA adapter of {base}, not a model: merge the two once with peft, by "
+            f"PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(...)"
+        )
+    if gguf := sorted(directory.glob("*.gguf")):
+        return _gguf(gguf[0])
+    if pickled := sorted(p.name for ext in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(ext)):
+        return (
+            f"{directory} has pickled weights ({pickled[0]}), which can run code and are refused: where you trust "
+            f"them, convert them once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    return ""
+
+
+def _gguf(file: Path) -> str:
+    return (
+        f"{file} is GGUF, which is not read: convert it once with transformers, by AutoModelForCausalLM."
+        f"from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}) and save_pretrained, as docs/use.md shows"
+    )
+
+
 def stored_weights(directory: Path) -> Iterator[StoredWeight]:
     """Yield all tensors of files that ``check_weights`` accepted; reads only their headers."""
     for path in weight_files(directory):
@@ -127,25 +147,6 @@ def stored_weights(directory: Path) -> Iterator[StoredWeight]:
         for name, entry in header.items():
             if name != "__metadata__":
                 yield StoredWeight(name, entry["dtype"], tuple(entry["shape"]))
-
-
-def check_one_dtype(directory: Path) -> None:
-    """Raise ModelError if matrices are stored in several dtypes, so that "as stored" is ambiguous. Vectors may differ:
-    many models have norms and biases in fp32.
-    """
-    named = {_FLOATS[w.dtype]: w.name for w in stored_weights(directory) if len(w.shape) > 1 and w.dtype in _FLOATS}
-    if len(named) > 1:
-        kinds = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(named.items()))
-        raise ModelError(f"{directory} mixes weights of {kinds}: choose one with --dtype")
-
-
-def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of the first weight in the files."""
-    from safetensors import safe_open
-
-    with safe_open(weight_files(directory)[0], framework="pt") as file:
-        kind: torch.dtype = file.get_slice(next(iter(file.keys())))[:1].dtype
-    return kind
 
 
 def check_room(directory: Path, copies: int, free: int) -> None:
@@ -180,14 +181,19 @@ def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint, even if they are missing. Raises ModelError."""
+    """Return the safetensors files of a checkpoint that transformers reads, even if they are missing. Others in the
+    directory do not count. Raises ModelError.
+    """
+    whole = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
+    if whole.exists():
+        return [whole]
     if index.exists():
         shards = read_json(index, "").get("weight_map", {})
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise ModelError(f"{index} has no weight_map from weights to files: fetch it again")
         return sorted({directory / name for name in shards.values()})
-    return sorted(directory.glob("*.safetensors"))
+    return []
 
 
 def file_stamps(directory: Path) -> tuple[FileStamp, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,18 +17,16 @@ from torch import nn
 from .attention_routing import WHOLE_MODEL, WeightShard
 from .checkpoint import (
     FileStamp,
-    check_one_dtype,
     check_weights,
     file_stamps,
     find_checkpoint,
     one_line,
     read_config,
-    stored_dtype,
 )
 from .errors import ModelError
 from .read_shard import read_shard
 from .tensor_parallel_shard import plan_shard
-from .weight_names import check_all_used, name_first
+from .weight_names import FLOATS, WeightNames, check_all_used, name_first, stored_matrices
 from .weight_pages import prefault_weights
 
 # Loading, routing and torch.export change state of the whole process, which several workers may share.
@@ -79,14 +78,13 @@ def load(
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     check_weights(directory)
-    if dtype == "auto":
-        check_one_dtype(directory)
+    kind = weights_dtype(directory, config, dtype)
     stamps = file_stamps(directory)
     with LOAD_LOCK:
         if size > 1:
-            model, part = _read_part(directory, config, dtype, trust_remote_code, progress, rank, size)
+            model, part = _read_part(directory, config, kind, trust_remote_code, progress, rank, size)
         else:
-            model, part = _from_pretrained(directory, config, dtype, trust_remote_code, progress), WHOLE_MODEL
+            model, part = _from_pretrained(directory, config, kind, trust_remote_code, progress), WHOLE_MODEL
     check_all_used(model, directory, allow_unused=allow_unused_weights)
     _read_ahead(model, directory, progress)
     return replace(_describe(model.eval().requires_grad_(False), directory), part=part, stamps=stamps)
@@ -121,9 +119,31 @@ def from_config(
 
 
 def weights_dtype(directory: Path, config: Any, dtype: str) -> torch.dtype:
-    """Return the dtype of weights that are loaded from ``directory`` with --dtype ``dtype``."""
-    chosen: torch.dtype = DTYPES.get(dtype) or getattr(config, "dtype", None) or stored_dtype(directory)
+    """Return the dtype of weights that are loaded from ``directory`` with --dtype ``dtype``. "auto": that of the
+    configuration, or of the stored matrices. Raises ModelError if these have several. Vectors may differ, as many
+    models have norms and biases in fp32, and so may what transformers keeps in fp32 for this class.
+    """
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    named = {FLOATS[w.dtype]: w.name for w in stored_matrices(directory)}
+    if len(named) > 1:
+        kept = _kept_in_fp32(config, min(named, key=lambda kind: kind.itemsize))
+        named = {FLOATS[w.dtype]: w.name for w in stored_matrices(directory) if w.dtype != "F32" or not kept(w.name)}
+    if len(named) > 1:
+        kinds = " and ".join(f"{str(kind).removeprefix('torch.')} ({named[kind]})" for kind in sorted(named, key=str))
+        raise ModelError(f"{directory} mixes weights of {kinds}: choose one with --dtype")
+    chosen: torch.dtype = getattr(config, "dtype", None) or next(iter(named), torch.float32)
     return chosen
+
+
+def _kept_in_fp32(config: Any, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return whether transformers keeps a stored weight in fp32 in a model of ``dtype``."""
+    if getattr(config, "auto_map", None):  # code of its own
+        return lambda name: False
+    model: Any = from_config(config)
+    names = WeightNames(model)
+    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    return lambda name: any(re.search(pattern, names.find(name).name) for pattern in patterns)
 
 
 def max_model_len(config: Any) -> int:
@@ -172,7 +192,7 @@ def _checked_module(model: nn.Module, dtype: str) -> nn.Module:
 
 
 def _from_pretrained(
-    directory: Path, config: Any, dtype: str, trust_remote_code: bool, progress: OnProgress | None
+    directory: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool, progress: OnProgress | None
 ) -> nn.Module:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -182,7 +202,7 @@ def _from_pretrained(
             model, info = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
-                dtype="auto" if dtype == "auto" else DTYPES[dtype],
+                dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 local_files_only=True,
@@ -203,7 +223,7 @@ def _from_pretrained(
 def _read_part(
     directory: Path,
     config: Any,
-    dtype: str,
+    dtype: torch.dtype,
     trust_remote_code: bool,
     progress: OnProgress | None,
     rank: int,
@@ -212,13 +232,12 @@ def _read_part(
     from safetensors import SafetensorError
     from transformers import GenerationConfig
 
-    wanted = weights_dtype(directory, config, dtype)
-    model = from_config(config, dtype=str(wanted).removeprefix("torch."), trust_remote_code=trust_remote_code)
+    model = from_config(config, dtype=str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
     shard = plan_shard(model, rank, size, max_model_len(config))
     shard.shrink_to_shard(model)
     try:
         with _quiet(progress):
-            read_shard(model, directory, shard, wanted)
+            read_shard(model, directory, shard, dtype)
             with contextlib.suppress(OSError):  # not every model has one
                 model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (SafetensorError, RuntimeError, OSError, KeyError, ImportError) as error:

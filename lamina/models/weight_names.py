@@ -6,7 +6,7 @@ know. The last two give a model that runs and writes nonsense, so they are refus
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -74,6 +74,11 @@ def check_all_used(model: nn.Module, directory: Path, *, allow_unused: bool = Fa
             f"{directory} has weights that {type(model).__name__} with this config.json does not use: "
             f"{name_first(left)}; --allow-unused-weights leaves them out"
         )
+
+
+def stored_matrices(directory: Path) -> Iterator[StoredWeight]:
+    """Yield the stored weights of at least two dimensions whose type is a plain floating-point one."""
+    return (w for w in stored_weights(directory) if len(w.shape) > 1 and w.dtype in FLOATS)
 
 
 def name_first(names: list[str]) -> str:

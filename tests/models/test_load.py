@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Phi3Config
 
-from lamina.models.checkpoint import check_room
+from lamina.models.checkpoint import check_room, peek_config
 from lamina.models.errors import ModelError, UnsupportedModelError
 from lamina.models.load import NO_LIMIT, from_config, load, max_model_len
 
@@ -161,6 +162,25 @@ def test_pickled_weights_are_refused(model: Path) -> None:
     refused(model, r"pickled weights \(pytorch_model.bin\).*save_pretrained")
 
 
+def test_gguf_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
+    file = tmp_path / "model.Q4.gguf"
+    file.write_bytes(b"GGUF")
+    words = r"model.Q4.gguf is GGUF, which is not read: .*from_pretrained\(.*gguf_file='model.Q4.gguf'.*docs/use.md"
+    for source in (file, tmp_path):
+        refused(source, words)
+        with pytest.raises(ModelError, match=words):
+            peek_config(source)
+    (tmp_path / "config.json").write_text(json.dumps(LlamaConfig(**SHAPE).to_dict()))
+    refused(tmp_path, words)
+
+
+def test_files_that_transformers_does_not_read_decide_nothing(model: Path) -> None:
+    save_file({"stray.weight": torch.ones(4, 4)}, model / "a_stray.safetensors")
+    assert load(model).dtype == torch.bfloat16
+    (model / "model.safetensors").unlink()
+    refused(model, "no weights: no model.safetensors; no model.safetensors.index.json names a_stray.safetensors")
+
+
 def test_missing_and_damaged_weights(model: Path) -> None:
     file = model / "model.safetensors"
     data = file.read_bytes()
@@ -171,8 +191,10 @@ def test_missing_and_damaged_weights(model: Path) -> None:
     refused(model, "model.safetensors is truncated or corrupt")
     file.unlink()
     refused(model, "has no weights: no model.safetensors")
-    (model / "adapter_config.json").write_text("{}")
-    refused(model, "is an adapter")
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    refused(model, "is a LoRA adapter of some/base, not a model: merge the two once with peft")
+    (model / "config.json").unlink()
+    refused(model, "is a LoRA adapter of some/base")
 
 
 def test_a_missing_shard(whole: Path, tmp_path: Path) -> None:
@@ -186,6 +208,7 @@ def test_a_missing_shard(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shards", [["a"], {"a": 5}, None])
 def test_an_index_that_names_no_files(model: Path, shards: object) -> None:
+    (model / "model.safetensors").unlink()
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     refused(model, "model.safetensors.index.json has no weight_map")
 

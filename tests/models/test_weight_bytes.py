@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from lamina.models.checkpoint import stored_weights
 from lamina.models.errors import ModelError
@@ -136,3 +143,20 @@ def test_matrices_of_several_dtypes_need_a_word(tmp_path: Path) -> None:
 
 def test_norms_may_be_of_another_dtype(tmp_path: Path) -> None:
     load(mixed(tmp_path, lambda layer: layer.input_layernorm.float()))
+
+
+def test_matrices_that_transformers_keeps_in_fp32_may_be_of_another_dtype(tmp_path: Path) -> None:
+    small = {**SHAPE, "moe_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}
+    model = Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**small)).bfloat16()
+    kept = tuple(model._keep_in_fp32_modules_strict)
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if any(part in name for part in kept):
+            weight.data = weight.data.float()
+    model.save_pretrained(tmp_path)
+    held = {name: p.dtype for name, p in load(tmp_path).model.named_parameters()}
+    in_fp32 = {name for name, dtype in held.items() if dtype == torch.float32}
+    assert in_fp32 == {name for name in held if any(part in name for part in kept)} != set()
+    model.model.layers[1].self_attn.q_proj.float()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"float32 \(model.layers.1.self_attn.q_proj.weight\)"):
+        load(tmp_path)

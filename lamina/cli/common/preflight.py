@@ -46,8 +46,8 @@ def _open(scheme: str, rdma_device: str) -> None:
 def _check_checkpoint(directory: Path, config: EngineConfig) -> int:
     """Imports torch and transformers, which takes seconds, after ``check`` has refused what it can without them."""
     from lamina.executor.kv_storage import check_store
-    from lamina.models.checkpoint import check_one_dtype, check_room, check_weights, read_config
-    from lamina.models.load import max_model_len
+    from lamina.models.checkpoint import check_room, check_weights, read_config
+    from lamina.models.load import max_model_len, weights_dtype
     from lamina.workers import device_selection
     from lamina.workers.memory.kv_store import available_bytes
 
@@ -59,8 +59,7 @@ def _check_checkpoint(directory: Path, config: EngineConfig) -> int:
     check_store(config.offload)
     compute, memory = device_selection.check(config)
     check_weights(directory)
-    if config.model.dtype == "auto":
-        check_one_dtype(directory)
+    weights_dtype(directory, model_config, config.model.dtype)
     free = available_bytes()
     if compute.type == "cpu":
         check_room(directory, config.topology.replicas + config.topology.prefill_groups, free)
