@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from lamina.request import (
 from lamina.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
+_FIRST_MARK = 0xD800  # surrogates are in no text
 NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
 
 DecodeToken = Callable[[int, Several[int]], str]  # the text of a token behind others
@@ -39,6 +40,10 @@ class IncrementalDetokenizer(Protocol):
         """The text that was held back."""
         ...
 
+    def special_tokens(self, texts: Several[str]) -> Mapping[int, str]:
+        """The tokens that ``push`` leaves out, by id, whose text occurs in one of ``texts``."""
+        ...
+
 
 def decoded_logprobs(scores: list[Score], before: Several[int], spell: DecodeToken | None) -> dict[int, Logprob]:
     """By token. Without ``spell`` they have no texts."""
@@ -46,26 +51,36 @@ def decoded_logprobs(scores: list[Score], before: Several[int], spell: DecodeTok
 
 
 class TextStream:
-    """``text`` only grows: what might turn out to be the beginning of a stop string is kept back until it is not."""
+    """``text`` only grows: what might turn out to be the beginning of a stop string is kept back until it is not.
+
+    Stop strings match special tokens by their texts, also where those are left out. Each such token has a mark in
+    ``_raw``, a code point that no text has, and so have the stop strings.
+    """
 
     def __init__(self, pieces: IncrementalDetokenizer, stops: Several[str], *, include_stop: bool = False) -> None:
         """``include_stop``: whether the text ends behind the stop string and not before it."""
         self._pieces = pieces
-        self._stops = stops
+        special = pieces.special_tokens(stops) if stops else {}
+        self._marks = {token: chr(_FIRST_MARK + n) for n, token in enumerate(special)}
+        self._hidden = {ord(mark): None for mark in self._marks.values()}
+        by_mark = {self._marks[token]: text for token, text in special.items()}
+        self._stops = {s: s for s in stops} | {_marked(s, by_mark): s for s in stops}  # as searched -> as asked
         self._include_stop = include_stop
-        self._longest = max((len(s) for s in stops), default=0)
+        self._longest = max((len(s) for s in self._stops), default=0)
         self._raw = ""
         self._ended = False
 
     @property
     def text(self) -> str:
         """The text that can be shown."""
-        return self._raw if self._ended else self._raw[: len(self._raw) - num_held_back(self._raw, self._stops)]
+        text = self._raw if self._ended else self._raw[: len(self._raw) - num_held_back(self._raw, self._stops)]
+        return text.translate(self._hidden) if self._hidden else text
 
     def push(self, token: int, *, search: bool) -> str | None:
         """Take a token; the stop string that it completes, if ``search``. The text then ends before that string."""
         start = max(0, len(self._raw) - self._longest + 1)
-        self._raw += self._pieces.push([token])
+        mark = self._marks.get(token)
+        self._raw += self._pieces.push([token]) if mark is None else self._pieces.finish() + mark
         return self._cut(start) if search else None
 
     def finish(self, *, search: bool) -> str | None:
@@ -78,12 +93,18 @@ class TextStream:
         return self._cut(start) if search else None
 
     def _cut(self, start: int) -> str | None:
-        stop = find_stop(self._raw, self._stops, start)
-        if stop is None:
+        if (match := find_stop(self._raw, self._stops, start)) is None:
             return None
-        self._raw = self._raw[: stop[0] + (len(stop[1]) if self._include_stop else 0)]
+        at, stop = match[0], self._stops[match[1]]
+        self._raw = self._raw[:at] + (stop if self._include_stop else "")
         self._ended = True
-        return stop[1]
+        return stop
+
+
+def _marked(stop: str, texts: Mapping[str, str]) -> str:
+    for mark, text in sorted(texts.items(), key=lambda each: -len(each[1])):
+        stop = stop.replace(text, mark)
+    return stop
 
 
 def build_text_streams(
@@ -223,11 +244,14 @@ class Request:
 
 
 def _extend(text: TextStream, sequence: Sequence, token: int) -> None:
-    """A token that stopped the sequence has no text of its own; a stop string overrules an end by length."""
-    output, search = sequence.output, sequence.num_output_tokens >= sequence.params.min_tokens
-    stop = None if output.finish_reason == "stop" else text.push(token, search=search)
+    """A token that stopped the sequence has a text only on request; a stop string overrules an end by length."""
+    output, params = sequence.output, sequence.params
+    search = sequence.num_output_tokens >= params.min_tokens and output.finish_reason != "stop"
+    stop = None
+    if output.finish_reason != "stop" or params.include_stop_str_in_output:
+        stop = text.push(token, search=search)
     if sequence.finished:
-        stop = stop or text.finish(search=search and output.finish_reason != "stop")
+        stop = stop or text.finish(search=search)
     if stop is not None:
         sequence.finish("stop", stop)
         output.finish_reason, output.stop_reason = "stop", stop

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Collection, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +20,19 @@ from .errors import ModelError
 _CONTEXT = 8  # most tokens kept as the context of the next one
 MAX_PENDING_BYTES = 3  # most bytes of an incomplete UTF-8 character; a token has at least one byte
 _REPLACEMENT = "\ufffd"
+_DECODER = getincrementaldecoder("utf-8")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _printable() -> dict[str, int]:
+    """Return character -> byte of byte-level vocabularies: printable bytes are themselves, the rest begin at 256."""
+    keep = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(b): b for b in keep}
+    rest = [b for b in range(256) if b not in set(keep)]
+    return table | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+_BYTES = _printable()
 
 
 def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
@@ -106,6 +121,11 @@ class Detokenizer:
         self._context = self._last_characters(list(prompt[: len(prompt) - open_tail]))
         self._pending = list(prompt[len(prompt) - open_tail :])
 
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose text is held back; at first those of the prompt that begin a character."""
+        return len(self._pending)
+
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the new text that is certain; empty while a character is incomplete."""
         self._pending.extend(token_ids)
@@ -119,6 +139,13 @@ class Detokenizer:
     def finish(self) -> str:
         """Return the text that was held back, with U+FFFD for a character that was never completed."""
         return self._take(len(self._pending), self._text(len(self._pending)))
+
+    def special_tokens(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return the special tokens that are left out, by id, whose text occurs in one of ``texts``."""
+        if not self._skip:
+            return {}
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {token: a.content for token, a in added if a.special and any(a.content in text for text in texts)}
 
     def _text(self, count: int) -> str:
         """Return the text that the first ``count`` pending tokens add to the text of the context."""
@@ -154,30 +181,49 @@ class Detokenizer:
         )
 
 
-class TokenSpeller:
-    """The texts of single tokens, cached."""
+class TokenBytes:
+    """The bytes that each token adds to a text, cached: with its space, which some decoders drop at a text's start."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._alone: dict[int, str] = {}
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token: int) -> bytes:
+        if token not in self._known:
+            self._known[token] = self._find(token)
+        return self._known[token]
+
+    def _find(self, token: int) -> bytes:
+        alone, twice = self._decode([token]), self._decode([token, token])
+        text = twice[len(alone) :] if twice.startswith(alone) else alone
+        if _REPLACEMENT not in text:
+            return text.encode()
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        if match := _BYTE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return bytes(_BYTES[c] for c in piece) if all(c in _BYTES for c in piece) else text.encode()
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+class TokenSpeller:
+    """The texts of single tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._bytes = TokenBytes(tokenizer)
 
     def __call__(self, token: int, before: Sequence[int]) -> str:
         """Return the text of a token. ``before``: the tokens before it. Empty for a part of a character that is not its
         end.
         """
-        if token not in self._alone:
-            self._alone[token] = self._decode([token])
-        if not self._alone[token].endswith(_REPLACEMENT):
-            return self._alone[token]
-        for count in range(1, min(MAX_PENDING_BYTES, len(before)) + 1):
-            context = list(before[len(before) - count :])
-            start, both = self._decode(context).rstrip(_REPLACEMENT), self._decode([*context, token])
-            if both.startswith(start) and not both.endswith(_REPLACEMENT):
-                return both[len(start) :]
-        return ""
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        own = self._bytes(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            decoder = _DECODER("replace")
+            decoder.decode(b"".join(map(self._bytes, before[-MAX_PENDING_BYTES:])))
+            return decoder.decode(own).strip(_REPLACEMENT)
 
 
 def bad_words_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
@@ -195,7 +241,7 @@ def bad_words_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     return spellings
 
 
-def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:
+def find_stop(text: str, stops: Collection[str], start: int = 0) -> tuple[int, str] | None:
     """Return the first stop string in ``text`` from ``start`` on: its position and itself; the longest of several
     there.
     """
@@ -206,7 +252,7 @@ def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str
     return at, stop
 
 
-def num_held_back(text: str, stops: Sequence[str]) -> int:
+def num_held_back(text: str, stops: Collection[str]) -> int:
     """Return how many characters at the end of ``text`` may begin a stop string, so must not be shown yet."""
     longest = max((len(s) for s in stops), default=0) - 1
     for size in range(min(longest, len(text)), 0, -1):

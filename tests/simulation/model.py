@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from lamina.ops.sampling.token_history import PendingHistory
 from lamina.protocol.control import SampledToken, SamplingRequest
@@ -53,3 +53,6 @@ class Letters:
 
     def finish(self) -> str:
         return ""
+
+    def special_tokens(self, texts: Sequence[str]) -> dict[int, str]:
+        return {}

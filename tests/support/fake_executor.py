@@ -94,6 +94,9 @@ class Letters:
     def finish(self) -> str:
         return ""
 
+    def special_tokens(self, texts: Sequence[str]) -> dict[int, str]:
+        return {}
+
 
 def run(engine: Engine) -> dict[int, RequestOutput]:
     done = {}

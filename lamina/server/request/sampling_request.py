@@ -73,7 +73,7 @@ def _params(
     given = {**defaults, **{name: value for name in _PLAIN if (value := getattr(request, name)) is not None}}
     if (most := given.pop("max_tokens", None)) is not None:
         max_tokens = most if max_tokens is None else min(most, max_tokens)
-    if request.seed is not None:
+    if request.seed not in (None, -1):
         given["seed"] = request.seed % (1 << 63)
     if request.top_p is not None:
         given["top_p"] = max(request.top_p, 1e-9)  # 0 means: the best token only

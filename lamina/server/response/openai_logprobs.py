@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import chain, islice, tee
+from typing import Any
 
 from msgspec import Raw
 
-from lamina.models.tokenizer import Detokenizer
+from lamina.models.tokenizer import TokenBytes
 from lamina.request import Score
 from lamina.server.engine_client.messages import Logprobs, decode_scores
 
 from .rows import Rows
+from .token_places import Place, Places, has_lost_space
 
 SCORE_BYTES = 12  # of a log-probability as the link encodes it, at least
 MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
-
-
-def _printable() -> dict[str, int]:
-    """Return character -> byte of byte-level vocabularies: printable bytes are themselves, the rest begin at 256."""
-    keep = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(b): b for b in keep}
-    rest = [b for b in range(256) if b not in set(keep)]
-    return table | {chr(256 + i): b for i, b in enumerate(rest)}
-
-
-_BYTES = _printable()
 
 
 class TokenTexts:
@@ -35,47 +24,48 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
-        """Return a token's text and bytes. A part of a character has the text ``bytes:\\xe2``, so different tokens have
-        different texts.
-        """
+        """Return a token's text and bytes. Bytes that are no text, a part of a character, are named ``bytes:\\xe2``."""
         if token not in self._known:
             self._known[token] = self._find(token)
         return self._known[token]
 
     def _find(self, token: int) -> tuple[str, list[int]]:
-        text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        if "\ufffd" not in text:
-            return text, list(text.encode())
-        piece = str(self.tokenizer.convert_ids_to_tokens(token))
-        if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
-            raw = [int(match[1], 16)]
-        elif all(c in _BYTES for c in piece):
-            raw = [_BYTES[c] for c in piece]
-        else:
-            return text, list(text.encode())
-        return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), raw
+        raw = self._bytes(token)
+        try:
+            return raw.decode(), list(raw)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), list(raw)
 
 
 class TokenNumbers(TokenTexts):
     """Texts such as ``token_id:5`` in place of a token's text, as in vLLM: no two tokens have the same text."""
 
     def _find(self, token: int) -> tuple[str, list[int]]:
-        text = f"token_id:{token}"
+        text = number_of(token)
         return text, list(text.encode())
 
 
-def chat_logprobs(texts: TokenTexts, entries: Sequence[Raw]) -> dict[str, Any]:
+def number_of(token: int) -> str:
+    """Return a token's name that no other token has."""
+    return f"token_id:{token}"
+
+
+def chat_logprobs(texts: TokenTexts, entries: Sequence[Raw], places: Places) -> dict[str, Any]:
     """Return the log-probabilities of a chat completion: one item for each token. Among its alternatives the token
     itself comes first, as in vLLM. If it is none of the best, it replaces the last of them.
     """
 
     def items() -> Iterator[dict[str, Any]]:
         for entry in map(scores_of, entries):
-            top = _distinct(entry)[: len(entry) - 1]
-            yield {**_item(texts, entry[0]), "top_logprobs": [_item(texts, x) for x in top]}
+            ((_, piece),) = places.of([entry[0][0]])
+            own, *others = (_item(texts, x) for x in _distinct(entry))
+            if has_lost_space(own["token"], piece):
+                own |= {"token": own["token"][1:], "bytes": own["bytes"][1:]}
+            yield {**own, "top_logprobs": [own, *others][: len(entry) - 1]}
 
     return {"content": Rows(items(), len(entries), _units(entries))}
 
@@ -122,37 +112,26 @@ def _item(texts: TokenTexts, score: Score) -> dict[str, Any]:
     return {"token": text, "logprob": max(score[1], MIN_LOGPROB), "bytes": raw}
 
 
-class CompletionLogprobs:
-    """The log-probabilities of one completion as parallel lists, with the offset of each token in the returned text."""
+class Block:
+    """Tokens of one completion, or of its prompt, with their log-probabilities. Each property is read once."""
 
-    def __init__(self, texts: TokenTexts, prompt: list[int], start: int, *, skip_special_tokens: bool) -> None:
-        """``prompt``: what the tokens continue; ``start``: the offset of the first token."""
+    def __init__(
+        self, texts: TokenTexts, tokens: Sequence[int], entries: Sequence[Raw], places: Iterator[Place]
+    ) -> None:
+        """An entry of None, the first token of a prompt, has no log-probability."""
+        self.tokens, self.entries = tokens, entries
         self._texts = texts
-        self._pieces = Detokenizer(texts.tokenizer, prompt, skip_special_tokens=skip_special_tokens)
-        self._offset = start
+        self._places, *self._again = tee(islice(places, len(tokens)), 3)
 
-    def block(self, tokens: Sequence[int], entries: Sequence[Raw]) -> Block:
-        """Return the next tokens. An entry of None, the first token of a prompt, has no log-probability."""
-        return Block(self._texts, tokens, entries, self._offsets(tokens))
-
-    def _offsets(self, tokens: Sequence[int]) -> Iterator[int]:
-        for token in tokens:
-            yield self._offset
-            self._offset += len(self._pieces.push([token]))
-
-
-class Block(NamedTuple):
-    """Tokens of one completion, or of its prompt. ``offsets``: an iterator, read once."""
-
-    texts: TokenTexts
-    tokens: Sequence[int]
-    entries: Sequence[Raw]
-    offsets: Iterator[int]
+    @property
+    def offsets(self) -> Iterator[int]:
+        """The offsets of the tokens in the returned text."""
+        return (offset for offset, _ in self._places)
 
     @property
     def names(self) -> Iterator[str]:
         """The texts of the tokens."""
-        return (self.texts(token)[0] for token in self.tokens)
+        return (self._name(token, piece) for token, (_, piece) in zip(self.tokens, self._again[0], strict=True))
 
     @property
     def values(self) -> Iterator[float | None]:
@@ -163,14 +142,20 @@ class Block(NamedTuple):
     @property
     def tops(self) -> Iterator[dict[str, float] | None]:
         """The best tokens at each place, with the token itself."""
-        for entry in map(decode_scores, self.entries):
-            yield None if entry is None else self._top(entry)
+        for entry, (_, piece) in zip(map(decode_scores, self.entries), self._again[1], strict=True):
+            yield None if entry is None else self._top(entry, piece)
 
-    def _top(self, entry: Logprobs) -> dict[str, float]:
-        top: dict[str, float] = {}
-        for token, value, _ in entry:
-            top.setdefault(self.texts(token)[0], max(value, MIN_LOGPROB))
+    def _top(self, entry: Logprobs, piece: str) -> dict[str, float]:
+        (token, value, _), *others = _distinct(entry)
+        top = {self._name(token, piece): max(value, MIN_LOGPROB)}
+        for other, value, _ in others:
+            name = self._texts(other)[0]
+            top[number_of(other) if name in top else name] = max(value, MIN_LOGPROB)
         return top
+
+    def _name(self, token: int, piece: str) -> str:
+        name = self._texts(token)[0]
+        return name[1:] if has_lost_space(name, piece) else name
 
 
 def joined_logprobs(blocks: Sequence[Block]) -> dict[str, Any]:

@@ -7,11 +7,13 @@ from typing import Any, Protocol
 from msgspec import Raw
 
 from lamina import __version__
+from lamina.models.tokenizer import Detokenizer
 from lamina.server.engine_client.messages import Delta, encode_scores
 from lamina.server.journal.journal_records import AcceptedRecord
 from lamina.server.request.prompt_processing import Prompt
 
-from .openai_logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, joined_logprobs, prompt_logprobs_of
+from .openai_logprobs import Block, TokenTexts, chat_logprobs, joined_logprobs, prompt_logprobs_of
+from .token_places import Places, places_in_text
 
 NO_SCORES = encode_scores(None)
 FINGERPRINT = f"lamina-{__version__}"
@@ -52,7 +54,8 @@ class CompletionResponse:
         self._head = _head_of(record)
         self._echo = record.echo
         self._ids = record.token_ids
-        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._places: dict[int, Places] = {}  # of the completions' tokens
+        self._echoed: dict[int, str] = {}  # the texts of prompts of token ids
         self._prompt_entries: dict[int, list[Raw]] = {}
         self._begun: set[int] = set()
 
@@ -101,20 +104,33 @@ class CompletionResponse:
             self._prompt_entries[number] = delta.prompt_logprobs
 
     def _prompt_text(self, number: int) -> str:
-        """Return the text of a prompt, with special tokens, as a client's own text has them too."""
+        """Return the text of a prompt, with special tokens, as a client's own text has them too. A character that the
+        prompt leaves open is a part of the completion's text.
+        """
         prompt = self._prompts[number]
-        return prompt.text or str(self._texts.tokenizer.decode(prompt.ids))
+        if prompt.text or number in self._echoed:
+            return prompt.text or self._echoed[number]
+        tokenizer, ids = self._texts.tokenizer, prompt.ids
+        num_open = 0 if self._only_prompt else Detokenizer(tokenizer, ids, skip_special_tokens=False).num_pending
+        text = tokenizer.decode(ids[: len(ids) - num_open], clean_up_tokenization_spaces=False)
+        self._echoed[number] = str(text)
+        return self._echoed[number]
 
     def _block(self, number: int, index: int, tokens: list[int], entries: list[Raw], *, first: bool) -> dict[str, Any]:
-        ids, skip = self._prompts[number].ids, self._params.skip_special_tokens
+        prompt, tokenizer = self._prompts[number], self._texts.tokenizer
         blocks = []
         if first:
             start = len(self._prompt_text(number)) if self._echo else 0
-            self._logprobs[index] = CompletionLogprobs(self._texts, ids, start, skip_special_tokens=skip)
+            pieces = Detokenizer(tokenizer, prompt.ids, skip_special_tokens=self._params.skip_special_tokens)
+            self._places[index] = Places(pieces, start)
             if self._echo:
-                prompt = CompletionLogprobs(self._texts, [], 0, skip_special_tokens=False)
-                blocks.append(prompt.block(ids, self._prompt_entries.get(number, [NO_SCORES] * len(ids))))
-        return joined_logprobs([*blocks, self._logprobs[index].block(tokens, entries)])
+                if prompt.text:
+                    places = places_in_text(tokenizer, prompt.text, prompt.ids)
+                else:
+                    places = Places(Detokenizer(tokenizer, skip_special_tokens=False)).of(prompt.ids)
+                scores = self._prompt_entries.get(number, [NO_SCORES] * len(prompt.ids))
+                blocks.append(Block(self._texts, prompt.ids, scores, places))
+        return joined_logprobs([*blocks, Block(self._texts, tokens, entries, self._places[index].of(tokens))])
 
 
 class ChatResponse:
@@ -128,6 +144,7 @@ class ChatResponse:
         self._ids = record.token_ids
         self._echo = prompts[0].text if record.echo else ""
         self._entries: list[Raw] | None = None  # log-probabilities of the prompt
+        self._places: dict[int, Places] = {}  # of the completions' tokens
 
     def head(self, *, stream: bool) -> dict[str, Any]:
         if stream:
@@ -151,7 +168,7 @@ class ChatResponse:
         return {
             "index": delta.index,
             "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
-            "logprobs": None if delta.logprobs is None else chat_logprobs(self._texts, delta.logprobs),
+            "logprobs": None if delta.logprobs is None else self._logprobs(delta.index, delta.logprobs),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
             **({"kv_rebuilt": True} if delta.kv_rebuilt else {}),
@@ -169,6 +186,13 @@ class ChatResponse:
     def note(self, number: int, delta: Delta) -> None:
         if delta.prompt_logprobs is not None:
             self._entries = delta.prompt_logprobs
+
+    def _logprobs(self, index: int, entries: list[Raw]) -> dict[str, Any]:
+        if index not in self._places:
+            skip = self._params.skip_special_tokens
+            pieces = Detokenizer(self._texts.tokenizer, self._prompts[0].ids, skip_special_tokens=skip)
+            self._places[index] = Places(pieces)
+        return chat_logprobs(self._texts, entries, self._places[index])
 
 
 def response_shape(record: AcceptedRecord, prompts: list[Prompt], texts: TokenTexts) -> ResponseShape:

@@ -110,6 +110,14 @@ def test_parameters_reach_the_engine_under_their_names() -> None:
     assert params.prompt_logprobs == 2
 
 
+@pytest.mark.parametrize(("seed", "given"), [(-1, None), (7, 7), (None, None)])
+def test_a_seed_of_minus_one_is_none(seed: int | None, given: int | None) -> None:
+    client = FakeClient()
+    for path, body in (("/v1/completions", {"prompt": [5]}), ("/v1/chat/completions", TALK)):
+        assert ask("POST", path, make_service(client), json={**body, "seed": seed}).status_code == 200
+    assert [params.seed for _, params in client.added] == [given] * 2
+
+
 JSONS = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=4), x, max_size=3),
