@@ -146,6 +146,15 @@ def max_nodes(kv_shards: KvShards, placement: KvPlacement, stripes: int) -> int:
     return max(len(owned_nodes(kv_shards, placement, place, range(stripes))[0]) for place in places)
 
 
+def first_rows(rows: Iterable[RowRange]) -> dict[int, int]:
+    """Return, for each sequence, its first row in a message."""
+    starts, at = dict[int, int](), 0
+    for row in rows:
+        starts.setdefault(row.sequence, at)
+        at += row.count
+    return starts
+
+
 def owned_runs(row: RowRange, kv_shards: KvShards, placement: KvPlacement) -> list[RowRange]:
     """Return the runs of ``row``'s new tokens that lie in ``kv_shards``."""
     stripe, stop = placement.stripe, row.first + row.count

@@ -1,4 +1,4 @@
-"""One step on a memory worker: what the layers of a group share, and the attention of each layer."""
+"""One step on a memory worker: the positions of its K and V, what the layers of a group share, and their attention."""
 
 from __future__ import annotations
 
@@ -11,18 +11,111 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.kv.paged_cache import row_table
+from lamina.kv.paged_cache import SlotMapping, row_table, slot_mapping
 from lamina.kv.sparsity import kv_budget
+from lamina.kv.stored_format import StoredRows, is_scaled, to_stored_format
 from lamina.ops.attention.merge import CHUNK_TOKENS, Partial
-from lamina.protocol.codec import LayerMessages, RowLayout
-from lamina.protocol.sparse_ops import SelectBlocks
+from lamina.protocol.codec import (
+    LayerMessages,
+    RowLayout,
+    TensorSpan,
+    count_rows,
+    first_rows,
+    messages,
+    owned_runs,
+    row_layout,
+)
+from lamina.protocol.sparse_ops import ScoreBlocks, SelectBlocks
 from lamina.protocol.step_plan import RowRange, StepPlan
 from lamina.utils.tensor_buffers import part_of, pick
 
 from .kv_store import KvStore, StoredPiece
-from .kv_write import KvWrites, StoredKvRows, WritePositions, row_layouts
-from .sparse.scoring import BlockScoring, first_rows
+from .sparse.scoring import BlockScoring
 from .sparse.selection import SparseRows
+
+
+class StoredKvRows(NamedTuple):
+    """The K and V rows of a piece in stored form: of sequences that this worker finishes alone, and of other ones."""
+
+    whole_sequences: StoredRows
+    other_sequences: StoredRows
+
+
+class WritePositions(NamedTuple):
+    """The positions of a message's K and V rows. ``owned_rows``: those stored here, None for all. ``slot_mapping``:
+    where they are stored, None if none are.
+    """
+
+    num_rows: int
+    owned_rows: Tensor | None
+    slot_mapping: SlotMapping | None
+
+
+class KvWrites:
+    """The K and V of rows, for whose positions the store holds blocks."""
+
+    def __init__(self, store: KvStore, layouts: Sequence[RowLayout]) -> None:
+        """``layouts``: of the rows, by group. ``write_positions``: of K and V, by group: those of whole sequences, and
+        those of other ones.
+        """
+        self._store, self._is_scaled = store, is_scaled(store.kv_dtype)
+        self._counts = tuple(map(count_rows, layouts))
+        self.write_positions = [
+            (_place(store, g, x.whole_sequences), _place(store, g, x.kv)) for g, x in enumerate(layouts)
+        ]
+        self._messages: dict[int, LayerMessages] = {}  # by layer; equal layers share an entry
+
+    def messages(self, layer: int) -> LayerMessages:
+        """Return the layout of a layer's messages that bring the rows."""
+        store = self._store
+        like = store.equal_pieces[layer]
+        of_layer = self._messages.get(like)
+        if of_layer is None:
+            of_layer = self._messages[like] = messages(store.pieces[like], self._counts, store.dtype.itemsize)
+        return of_layer
+
+    def rows(self, layer: int, data: Tensor) -> list[StoredKvRows]:
+        """Return K and V of a message, by piece, in the form in which they will be stored. They may share memory with
+        ``data``.
+        """
+        flat = data.view(self._store.dtype)
+        return [StoredKvRows(self._stored(flat, *p[:2]), self._stored(flat, *p[2:])) for p in self.messages(layer).kv]
+
+    def _stored(self, flat: Tensor, k: TensorSpan, v: TensorSpan) -> StoredRows:
+        rows = part_of(flat, *k), part_of(flat, *v)
+        return to_stored_format(*rows, self._store.kv_dtype) if self._is_scaled and k.is_present else StoredRows(*rows)
+
+    def write(self, layer: int, rows: list[StoredKvRows]) -> None:
+        """Store the rows at their positions."""
+        for piece, both in zip(self._store.layers[layer], rows, strict=True):
+            for place, written in zip(self.write_positions[piece.group], both, strict=True):
+                if place.slot_mapping is not None:
+                    own = written if place.owned_rows is None else written.select_rows(place.owned_rows)
+                    self._store.backend.write_rows(piece.kv, place.slot_mapping, own)
+
+
+def row_layouts(store: KvStore, rows: Sequence[RowRange]) -> list[RowLayout]:
+    """Return the layout of rows for each group."""
+    tables = store.tables
+    return [
+        row_layout(rows, lanes, window, store.placement)
+        for lanes, window in zip(tables.kv_shards, tables.windows, strict=True)
+    ]
+
+
+def _place(store: KvStore, group: int, rows: list[RowRange]) -> WritePositions:
+    tables, count, here = store.tables, 0, list[int]()
+    parts = list[RowRange]()
+    for row in rows:
+        for part in owned_runs(row, tables.kv_shards[group], store.placement):
+            parts.append(part)
+            here += range(count + part.first - row.first, count + part.first - row.first + part.count)
+        count += row.count
+    if not parts:
+        return WritePositions(count, None, None)
+    at = slot_mapping(tables, group, parts, store.device)
+    whole = len(here) == count
+    return WritePositions(count, None if whole else torch.tensor(here, dtype=torch.int64, device=store.device), at)
 
 
 @dataclass
@@ -35,24 +128,18 @@ class StoredAttention:
     nodes: Partial | None
 
 
-class AttentionStep:
-    """The step of one applied plan."""
+class AttentionStep(KvWrites):
+    """The step of one applied plan. ``scoring``: of blocks; None: the plan requests no scores."""
 
     def __init__(self, store: KvStore, plan: StepPlan) -> None:
-        self.plan = plan
-        self._store = store
         layouts = row_layouts(store, plan.rows)
-        self._writes = KvWrites(store, layouts)
+        super().__init__(store, layouts)
+        self.plan = plan
         budgets = {op.sequence: op.tokens for op in plan.ops if isinstance(op, SelectBlocks)}
         attended = [] if store.bind_request.parity else layouts
         self.groups = [GroupAttentionStep(store, g, x, budgets) for g, x in enumerate(attended)]
-        self.scoring = BlockScoring(store, plan)
+        self.scoring = BlockScoring(store, plan) if any(isinstance(op, ScoreBlocks) for op in plan.ops) else None
         self._stored_bytes: dict[tuple[int, bool], int] = {}  # by layer; equal layers share an entry
-
-    @property
-    def write_positions(self) -> Sequence[tuple[WritePositions, WritePositions]]:
-        """The positions at which K and V are stored, by group: those of whole sequences, and those of other ones."""
-        return self._writes.places
 
     def prepared(self) -> tuple[Any, ...]:
         """Return what the backend has prepared for each group. This is for whole sequences, nodes, new rows, and rows
@@ -70,7 +157,7 @@ class AttentionStep:
         None if no other step can be the same. Only a step has one whose sequences have one row each, lie here whole,
         and attend all their tokens.
         """
-        lone = bool(self.groups) and all(rows.count == 1 for rows in self.plan.rows) and not self.scoring
+        lone = bool(self.groups) and all(rows.count == 1 for rows in self.plan.rows) and self.scoring is None
         whole = all(g.selection is None and not g.nodes.num_rows and not g.new_rows.num_rows for g in self.groups)
         kept = all(
             place.slot_mapping and place.owned_rows is None and not other.num_rows
@@ -96,10 +183,6 @@ class AttentionStep:
     def relaunched(self) -> AttentionStep:
         """Return the same step again, with nothing launched yet."""
         return AttentionStep(self._store, self.plan)
-
-    def messages(self, layer: int) -> LayerMessages:
-        """Return the layout of this worker's messages in a layer."""
-        return self._writes.messages(layer)
 
     def stored_bytes(self, layer: int) -> int:
         """Return the bytes of K and V that the layer's attention reads."""
@@ -132,19 +215,11 @@ class AttentionStep:
             stored.append(StoredAttention(*results))
         return stored
 
-    def rows(self, layer: int, kv: Tensor) -> list[StoredKvRows]:
-        """Return K and V of a message in the form in which they will be stored. They may share memory with ``kv``."""
-        return self._writes.rows(layer, kv)
-
-    def write(self, layer: int, rows: list[StoredKvRows]) -> None:
-        """Store the rows at their positions."""
-        self._writes.write(layer, rows)
-
     def add_scores(self, layer: int, q: Tensor) -> None:
         """Add the layer's block scores to the sums that the plan requests, after its rows are written. ``q``: a
         message's bytes.
         """
-        if self.scoring:
+        if self.scoring is not None:
             self.scoring.add([(piece, whole) for piece, _, (whole, _) in self._q(layer, q)])
 
     def finish(

@@ -1,4 +1,4 @@
-"""One epoch on a memory worker, from its Bind to its end: rounds of steps, layer by layer.
+"""One epoch on a memory worker, from its Bind to its end: its messages, and rounds of steps, layer by layer.
 
 In each layer, the steps of a round are served in the order of their plans. So the worker always knows which message is
 next, and waits for that one alone. The store is older than the epoch and outlives it.
@@ -7,6 +7,7 @@ next, and waits for that one alone. The store is older than the epoch and outliv
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -23,10 +24,12 @@ from lamina.protocol.step_plan import (
     CommitMigration,
     CopyStripes,
     DevicePathRequest,
+    FetchPrefix,
     JoinRequest,
     LoadKv,
     MessageKey,
     MessageKind,
+    PrefillGrant,
     ProtocolError,
     SaveKv,
     StepPlan,
@@ -40,14 +43,72 @@ from .attention_step import AttentionStep
 from .kv_checksums import flip_bit
 from .kv_store import KvStore
 from .kv_transfer.live_migration import LiveMigration
-from .kv_transfer.prefill_receive import PrefillReceiver
+from .kv_transfer.prefill_receive import IDLE_S, PrefillReceiver
 from .layer_loop.device_loop import DeviceLayerLoop
 from .layer_loop.host_loop import RESERVE_S, HostLayerLoop
 from .layer_loop.native_loop import NativeLayerLoop, can_use_native_loop
 from .layer_loop.parity_loop import ParityLayerLoop
-from .message_inbox import MessageInbox
 from .offload.page_transfers import PageTransfers
 from .worker_counters import Counters
+
+MAX_QUEUED_PLANS = 64  # plans that may wait here for their round
+
+
+class MessageInbox:
+    """Receives layer messages, and plans among them. One thread uses it."""
+
+    def __init__(self, channels: Sequence[Channel], meter: Counters, epoch: int) -> None:
+        """``channels``: of all replicas."""
+        self._channels, self._meter, self._view = channels, meter, epoch
+        self.grants: PrefillReceiver | None = None  # served while no message arrives; None: no prefill workers
+        self.plans: deque[tuple[MessageKey, bytes]] = deque()  # plans that arrived before their round
+        self.refused_plans: dict[
+            int, MessageKey
+        ] = {}  # batch -> its last plan, if that was refused: its layer messages are dropped
+
+    def next_message(self, replica: int) -> Arrival | None:
+        """Return the next layer message of ``replica``. Returns None for a plan, which is queued, and for a dropped
+        message: of a refused step, or of an older epoch.
+        """
+        channel = self._channels[replica]
+        arrival = self.receive(channel)
+        key = MessageKey.unpack(arrival.tag)
+        if key.epoch < self._view:
+            self._meter.add("dropped", 1)
+        elif key.kind == MessageKind.PLAN and replica == 0:
+            if len(self.plans) == MAX_QUEUED_PLANS:
+                raise ProtocolError(f"{MAX_QUEUED_PLANS} plans in place of a layer message")
+            self.plans.append((key, bytes(arrival.data)))
+        elif not ((bad := self.refused_plans.get(key.batch)) and key == bad._replace(kind=key.kind, layer=key.layer)):
+            return arrival
+        channel.release(arrival)
+        return None
+
+    def receive(self, channel: Channel) -> Arrival:
+        """Return the next message of a channel. Meanwhile, messages of prefill workers are stored. Waits as long as the
+        peer and the driver live: an idle worker is no error.
+        """
+        while (arrival := self._poll(channel)) is None:
+            self.receive_grant()
+        self._meter.add("bytes_received", arrival.data.nbytes)
+        return arrival
+
+    def _poll(self, channel: Channel) -> Arrival | None:
+        with self._meter.time("wait_s"):
+            try:
+                return channel.wait_signal(timeout_s=self.poll_timeout_s)
+            except ChannelTimeout:
+                return None
+
+    @property
+    def poll_timeout_s(self) -> float:
+        """The seconds to wait for decoding before the next ``receive_grant``."""
+        return IDLE_S if self.grants is None else self.grants.poll_timeout_s
+
+    def receive_grant(self) -> None:
+        """Store one message of a prefill worker if one has arrived."""
+        if self.grants is not None:
+            self.grants.receive_one()
 
 
 class LayerLoop(Protocol):
@@ -84,11 +145,11 @@ class EpochServer:
         self._epoch, self._names = epoch, names
         self._meter = meter
         self._trace = trace
-        self._prefill_receiver = PrefillReceiver(meter, trace, clock, epoch)
-        self._inbox = MessageInbox(self._channels, self._prefill_receiver, meter, epoch)
+        self._inbox = MessageInbox(self._channels, meter, epoch)
         self._awaits_host_channel = False  # True if a second channel, for messages of hosts, is still due
         self._store = self._bind(open_store)
-        self._prefill_receiver.set_store(self._store)
+        if self._store.bind_request.prefill_workers:
+            self._inbox.grants = PrefillReceiver(self._store, meter, trace, clock, epoch)
         self._device_layers: DeviceLayerLoop | None = None
         self.page_transfers: PageTransfers | None = None  # set before ``run`` if pages are offloaded
         self.live_migration: LiveMigration | None = None  # set before ``run`` if stripes may migrate
@@ -125,8 +186,8 @@ class EpochServer:
         if join.layers != bind.layers:
             raise ProtocolError(f"worker {join.peer_number} has another model than the one that was bound")
         self._channels.append(channel)
-        if join.peer_number >= bind.replicas:
-            self._prefill_receiver.add_sender(channel)
+        if join.peer_number >= bind.replicas and self._inbox.grants is not None:
+            self._inbox.grants.add_sender(channel)
         self._send(channel, MessageKey(MessageKind.BOUND), encode(self._store.bind_reply))
 
     def _join_direct(self, channel: Channel, arrival: Arrival) -> None:
@@ -167,7 +228,7 @@ class EpochServer:
             layers.run(steps)
             if sums:
                 sums.update_after_step(steps)
-            for scored in (x for step in steps for x in step.scoring.reports()):
+            for scored in (x for step in steps if step.scoring for x in step.scoring.reports()):
                 self.report(scored)
 
     def _host_layers(self) -> LayerLoop:
@@ -176,7 +237,7 @@ class EpochServer:
         if self._store.bind_request.parity:
             form = ParityLayerLoop
         loads = self.page_transfers.loader if self.page_transfers else None
-        return form(replicas, self._inbox, self._store, self._prefill_receiver, self._meter, self._trace, loads)
+        return form(replicas, self._inbox, self._store, self._meter, self._trace, loads)
 
     def _await_loads(self, steps: Sequence[AttentionStep]) -> None:
         """Wait until the KV that these steps load is there: kernels do not wait for single layers."""
@@ -184,10 +245,9 @@ class EpochServer:
         if loads is None:
             return
         for step in steps:
-            while not loads.wait(
-                loads.needed_by(step.plan), len(self._store.layers) - 1, self._prefill_receiver.poll_timeout_s
-            ):
-                self._prefill_receiver.receive_one()
+            needed, last = loads.needed_by(step.plan), len(self._store.layers) - 1
+            while not loads.wait(needed, last, self._inbox.poll_timeout_s):
+                self._inbox.receive_grant()
             loads.collect()
 
     def _round(self, layers: LayerLoop) -> list[AttentionStep]:
@@ -216,9 +276,14 @@ class EpochServer:
                     raise ProtocolError(f"the plan of step {plan.step} came as {key}")
                 if plan.epoch != self._epoch:
                     raise ProtocolError(self._other_epoch_error(f"step {plan.step}", plan.epoch))
-                self._prefill_receiver.check_plan(plan)
+                grants = self._inbox.grants
+                if grants is not None:
+                    grants.check_plan(plan)
+                elif any(isinstance(op, PrefillGrant | FetchPrefix) for op in plan.ops):
+                    raise ProtocolError(f"step {plan.step} grants or fetches, and there are no prefill workers")
                 self._begin_store(plan)
-                self._prefill_receiver.expect(plan, self._store)
+                if grants is not None:
+                    grants.expect(plan)
                 step = AttentionStep(self._store, plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
             self._inbox.refused_plans[key.batch] = key

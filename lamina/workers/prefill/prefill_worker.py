@@ -23,9 +23,8 @@ from lamina.protocol.step_plan import FetchPrefix, MessageKey, MessageKind, Prot
 from lamina.utils.tensor_buffers import part_of
 from lamina.workers.compute.attention_client import MemoryWorkerClient
 from lamina.workers.compute.compute_worker import Attention, ComputeWorker, PipelineComm
-from lamina.workers.memory.attention_step import AttentionStep, StoredAttention
+from lamina.workers.memory.attention_step import AttentionStep, StoredAttention, StoredKvRows
 from lamina.workers.memory.kv_store import KvStore
-from lamina.workers.memory.kv_write import StoredKvRows
 from lamina.workers.staging import EMPTY_BYTES
 
 from .kv_occupancy import KvOccupancy

@@ -39,7 +39,7 @@ pool = pools(*SCHEMES)
         (StepPlan(step=5, ops=[New(1)], rows=[]), "exists already"),
         (StepPlan(step=5, ops=[], rows=[], reply_to=[0, 1, 0, 0, 0]), "as replicas of 5 layers"),
         (StepPlan(step=5, ops=[], rows=[], send_from=[0, 0]), "as replicas of 5 layers"),
-        (StepPlan(step=5, ops=[New(2), FetchPrefix(2, 0, 16, 0, 1)], rows=[], epoch=2), "only prefill workers fetch"),
+        (StepPlan(step=5, ops=[New(2), FetchPrefix(2, 0, 16, 0, 1)], rows=[], epoch=2), "there are no prefill workers"),
         (StepPlan(step=5, ops=[], rows=[], version=99), "version 99"),
         (StepPlan(step=5, ops=[], rows=[], epoch=3), "step 5 is of epoch 3, this worker is in epoch 2"),
     ],

@@ -30,8 +30,8 @@ from lamina.protocol.step_plan import (
     StepPlan,
     Truncate,
 )
+from lamina.workers.memory.attention_step import KvWrites, row_layouts
 from lamina.workers.memory.kv_store import KvStore
-from lamina.workers.memory.kv_write import KvWrites, row_layouts
 from lamina.workers.memory.worker_counters import Counters
 
 MAX_WAIT_S = 0.005  # seconds between checks of the prefill workers while decoding leaves no gap
@@ -44,24 +44,22 @@ class PrefillReceiver:
 
     def __init__(
         self,
+        store: KvStore,
         meter: Counters,
         trace: Recorder = NULL_RECORDER,
         clock: Callable[[], float] = time.monotonic,
         epoch: int = 0,
     ) -> None:
-        self._meter, self._trace, self._clock, self._view = meter, trace, clock, epoch
+        """``store``: its Bind says how many prefill workers there are."""
+        self._store, self._meter, self._trace, self._clock, self._view = store, meter, trace, clock, epoch
         self._senders: list[_Sender] = []  # by prefill worker; those of a group are consecutive
-        self._stages, self._ahead = 1, max_grants_in_flight(1, [])  # stages of a group; its grants at a time
-        self._last_steps: list[int] = []  # the last granted step, by group
+        self._stages = store.bind_request.prefill_pipeline  # of a group
+        self._ahead = max_grants_in_flight(self._stages, store.tables.windows)  # grants of a group at a time
+        # The last granted step, by group.
+        self._last_steps = [-1] * (store.bind_request.prefill_workers // self._stages)
         self._looked = 0.0
         self._found_last = False  # if the last check found a message
         self._next = 0  # the prefill worker to check first
-
-    def set_store(self, store: KvStore) -> None:
-        """Use this store for grants; its Bind says how many prefill workers there are."""
-        self._stages = store.bind_request.prefill_pipeline
-        self._ahead = max_grants_in_flight(self._stages, store.tables.windows)
-        self._last_steps = [-1] * (store.bind_request.prefill_workers // self._stages)
 
     def add_sender(self, channel: Channel) -> None:
         """Add the channel of the next prefill worker."""
@@ -115,11 +113,11 @@ class PrefillReceiver:
                     f"sequence {row.sequence} has rows in step {plan.step}, but its K and V are still to come"
                 )
 
-    def expect(self, plan: StepPlan, store: KvStore) -> None:
-        """Expect the K and V that a plan grants, after ``store`` has applied it."""
+    def expect(self, plan: StepPlan) -> None:
+        """Expect the K and V that a plan grants, after the store has applied it."""
         for op in plan.ops:
             if isinstance(op, PrefillGrant) and self._is_new(op):
-                delivery = _ExpectedKv(store, op, self._stages)
+                delivery = _ExpectedKv(self._store, op, self._stages)
                 self._last_steps[op.worker] = op.step
                 for inlet in self._group(op.worker):
                     inlet.deliveries.append(delivery)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lamina.netstack import Arrival, Channel
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
-from lamina.workers.memory.attention_step import AttentionStep, StoredAttention
+from lamina.workers.memory.attention_step import AttentionStep, StoredAttention, StoredKvRows
 from lamina.workers.memory.kv_store import KvStore
-from lamina.workers.memory.kv_transfer.prefill_receive import PrefillReceiver
-from lamina.workers.memory.kv_write import StoredKvRows
-from lamina.workers.memory.message_inbox import MessageInbox
 from lamina.workers.memory.offload.kv_load import KvLoader
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.staging import EMPTY_BYTES
+
+if TYPE_CHECKING:
+    from lamina.workers.memory.epoch_server import MessageInbox
 
 RESERVE_S = 60.0  # seconds for a compute worker to free a slot
 
@@ -29,13 +30,12 @@ class HostLayerLoop:
         channels: Sequence[Channel],
         inbox: MessageInbox,
         store: KvStore,
-        grants: PrefillReceiver,
         meter: Counters,
         trace: Recorder,
         loads: KvLoader | None = None,
     ) -> None:
         """``channels``: of all replicas, whose messages arrive by ``inbox``. ``loads``: loads KV that rows may need."""
-        self._channels, self._inbox, self._store, self._grants = channels, inbox, store, grants
+        self._channels, self._inbox, self._store = channels, inbox, store
         self._loads = loads
         self._meter, self._trace = meter, trace
 
@@ -44,20 +44,20 @@ class HostLayerLoop:
         last = len(self._store.layers) - 1
         for layer in range(last + 1):
             for step in steps:
-                self._wait_for_loads(step, layer)
+                if self._loads is not None:
+                    self._wait_for_loads(self._loads, step, layer)
                 self._serve_layer(step, layer)
                 self._meter.add("turns", 1)
                 if layer == last:
                     self._commit_rows(step)
 
-    def _wait_for_loads(self, step: AttentionStep, layer: int) -> None:
+    def _wait_for_loads(self, loads: KvLoader, step: AttentionStep, layer: int) -> None:
         """Wait until KV that the rows of ``step`` attend in ``layer`` is loaded."""
-        needed = self._loads.needed_by(step.plan) if self._loads else []
-        if self._loads is None or not needed:
+        if not (needed := loads.needed_by(step.plan)):
             return
         start = self._trace.now()
-        while not self._loads.wait(needed, layer, self._grants.poll_timeout_s):
-            self._grants.receive_one()
+        while not loads.wait(needed, layer, self._inbox.poll_timeout_s):
+            self._inbox.receive_grant()
         self._trace.add(Event.WAIT_LAYER, start, step.plan, layer)
 
     def _commit_rows(self, step: AttentionStep) -> None:
@@ -71,13 +71,10 @@ class HostLayerLoop:
         tokens; receives K, V and attends the new ones. Then sends O and releases the received messages: the inbox has
         space for the next Q and K, V in addition to these.
         """
-        self._grants.receive_overdue()
-        meter, trace, messages, overlap = (
-            self._meter,
-            self._trace,
-            step.messages(layer),
-            self._store.bind_request.kv.overlap,
-        )
+        if self._inbox.grants is not None:
+            self._inbox.grants.receive_overdue()
+        meter, trace, messages = self._meter, self._trace, step.messages(layer)
+        overlap = self._store.bind_request.kv.overlap
         source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
         q_arrival = self._receive(step, layer, MessageKind.Q, messages.q_bytes)
         q = self._message(q_arrival)
@@ -100,8 +97,9 @@ class HostLayerLoop:
             meter.add("bytes_sent", messages.o_bytes)
         with meter.time("write_s"):
             step.write(layer, rows)
-        with meter.time("score_s"):
-            step.add_scores(layer, q)
+        if step.scoring is not None:
+            with meter.time("score_s"):
+                step.add_scores(layer, q)
         trace.add(Event.WRITE, start, step.plan, layer)
         for arrival in (q_arrival, kv_arrival):
             if arrival:

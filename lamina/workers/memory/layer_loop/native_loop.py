@@ -21,9 +21,8 @@ from lamina.observe.trace import Event, native_spans
 from lamina.ops.attention import Operator
 from lamina.protocol.codec import FP32_BYTES
 from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
-from lamina.workers.memory.attention_step import AttentionStep, GroupAttentionStep
+from lamina.workers.memory.attention_step import AttentionStep, GroupAttentionStep, WritePositions
 from lamina.workers.memory.kv_store import KvStore
-from lamina.workers.memory.kv_write import WritePositions
 
 from .host_loop import RESERVE_S, HostLayerLoop, unexpected_message
 
@@ -52,12 +51,12 @@ class NativeLayerLoop(HostLayerLoop):
 
     def run(self, steps: Sequence[AttentionStep]) -> None:
         """Serve all layers of a round."""
-        loop, grants = self._loop, self._grants
+        loop = self._loop
         loop.begin(tuple(self._native(step) for step in steps))
         try:
             while (came := self._resume(steps)) != DONE:
                 if came == PAUSED:
-                    grants.receive_one()
+                    self._inbox.receive_grant()
                     self._wait_for_message(steps)
                 else:
                     self._serve_other(steps)
@@ -73,8 +72,9 @@ class NativeLayerLoop(HostLayerLoop):
         for number, step in enumerate(steps):
             for load in self._loads.needed_by(step.plan) if self._loads else ():
                 limit = min(limit, load.layers * len(steps) + number)
-        grants = self._grants
-        return self._loop.run(grants.poll_timeout_s, grants.overdue_s if grants.is_open else -1.0, limit)
+        grants = self._inbox.grants
+        overdue_s = -1.0 if grants is None or not grants.is_open else grants.overdue_s
+        return self._loop.run(self._inbox.poll_timeout_s, overdue_s, limit)
 
     def _wait_for_message(self, steps: Sequence[AttentionStep]) -> None:
         """Wait a while if the next layer needs KV that is still to be loaded."""
@@ -82,7 +82,7 @@ class NativeLayerLoop(HostLayerLoop):
         needed = self._loads.needed_by(steps[number].plan) if self._loads else []
         if self._loads is not None and any(load.layers <= layer for load in needed):
             start = self._trace.now()
-            self._loads.wait(needed, layer, self._grants.poll_timeout_s)
+            self._loads.wait(needed, layer, self._inbox.poll_timeout_s)
             self._trace.add(Event.WAIT_LAYER, start, steps[number].plan, layer)
 
     @cached_property
@@ -161,8 +161,9 @@ def _step_table(store: KvStore, step: AttentionStep, forms: Sequence[int]) -> by
             _add_place(numbers, place)
         for each in group.selection.table if group.selection else ((),) * 4:
             _add_list(numbers, each)
-    numbers.append(len(step.scoring.score_sums))
-    for tally in step.scoring.score_sums:
+    sums = step.scoring.score_sums if step.scoring else []
+    numbers.append(len(sums))
+    for tally in sums:
         numbers.extend((tally.group, tally.rows.start))
         _add_list(numbers, tally.blocks.tolist())
         _add_list(numbers, tally.seen.tolist())

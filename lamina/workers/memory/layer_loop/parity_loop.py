@@ -13,7 +13,8 @@ class ParityLayerLoop(HostLayerLoop):
     """Serves a parity worker's layers. It receives no Q, and no worker waits for its O."""
 
     def _serve_layer(self, step: AttentionStep, layer: int) -> None:
-        self._grants.receive_overdue()
+        if self._inbox.grants is not None:
+            self._inbox.grants.receive_overdue()
         arrival = self._receive(step, layer, MessageKind.KV, step.messages(layer).kv_bytes)
         if arrival is None:
             return

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lamina.protocol.codec import first_rows
 from lamina.protocol.sparse_ops import BlockScoresReport, ScoreBlocks
 from lamina.protocol.step_plan import RowRange, StepPlan
 from lamina.workers.memory.kv_store import KvStore, StoredPiece
@@ -33,14 +34,10 @@ class BlockScoring:
     def __init__(self, store: KvStore, plan: StepPlan) -> None:
         self._view, self._step, self.score_sums = plan.epoch, plan.step, list[ScoreSum]()
         self._backend = store.backend
-        ops = [op for op in plan.ops if isinstance(op, ScoreBlocks)]
-        rows, starts = ({r.sequence: r for r in plan.rows}, first_rows(plan.rows)) if ops else ({}, {})
-        for op in ops:
+        rows, starts = {r.sequence: r for r in plan.rows}, first_rows(plan.rows)
+        for op in (op for op in plan.ops if isinstance(op, ScoreBlocks)):
             stop = starts[op.sequence] + rows[op.sequence].count
             self.score_sums += _tallies(store, rows[op.sequence], op.rows, slice(stop - op.rows, stop))
-
-    def __bool__(self) -> bool:
-        return bool(self.score_sums)
 
     def add(self, pieces: Sequence[tuple[StoredPiece, Tensor]]) -> None:
         """Add the scores of a layer. ``pieces``: each with the step's rows written, and the Q of all rows for it."""
@@ -70,12 +67,3 @@ def _tallies(store: KvStore, rows: RowRange, count: int, of: slice) -> Iterator[
         seen = torch.arange(stop - count + 1, stop + 1, device=device) - len(gone) * size
         blocks, kept = (torch.tensor(list(x), dtype=torch.int64, device=device) for x in (ids, numbers))
         yield ScoreSum(rows.sequence, group, of, blocks, kept, seen, -(-stop // size), torch.zeros_like(blocks))
-
-
-def first_rows(rows: Iterable[RowRange]) -> dict[int, int]:
-    """Return, for each sequence, its first row in a message."""
-    starts, at = dict[int, int](), 0
-    for row in rows:
-        starts.setdefault(row.sequence, at)
-        at += row.count
-    return starts

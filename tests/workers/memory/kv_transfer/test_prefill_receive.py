@@ -195,8 +195,7 @@ def granted(counts: Sequence[int], stages: int = 1) -> tuple[PrefillReceiver, li
     """
     told = structs.replace(bind(LAYERS), prefill_workers=len(counts) * stages, prefill_pipeline=stages)
     store, now = KvStore(told, CPU), [100.0]
-    grants = PrefillReceiver(Counters(), clock=lambda: now[0])
-    grants.set_store(store)
+    grants = PrefillReceiver(store, Counters(), clock=lambda: now[0])
     channels = []
     ops = [New(i) for i in range(len(counts))] + [PrefillGrant(i, 0, n, i, 3) for i, n in enumerate(counts)]
     for n in counts:
@@ -212,7 +211,7 @@ def granted(counts: Sequence[int], stages: int = 1) -> tuple[PrefillReceiver, li
     plan = StepPlan(step=0, ops=[*ops], rows=[])
     grants.check_plan(plan)
     store.apply_plan(plan)
-    grants.expect(plan, store)
+    grants.expect(plan)
     return grants, channels, now
 
 
