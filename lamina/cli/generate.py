@@ -17,6 +17,7 @@ from lamina.engine.tuning.tuner import Tuner
 from lamina.facts.report import count_text
 from lamina.request import RequestOutput, SamplingParams
 
+from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=64)
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--ignore-eos", action="store_true", help="the end-of-text token ends nothing")
     group.add_argument("--sampling-seed", type=int, default=None, help="of every prompt; default: drawn from --seed")
+    add_config_flag(parser)
     add_engine_flags(parser)
 
 

@@ -26,8 +26,10 @@ from lamina.server.request.chat_template import read_template
 from lamina.server.server_config import ServerConfig
 from lamina.utils.background_thread import LowPriorityCall
 
+from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
 from .common.group_flags import FlagValue, RenamedSwitch, add_groups, add_old_flags
+from .common.parser import Parser
 from .common.preflight import check, workers_that_would_start
 
 if TYPE_CHECKING:
@@ -35,26 +37,43 @@ if TYPE_CHECKING:
 
 TIMEOUTS = GROUP_OF["health_timeout_s"].options
 NEEDS = ("fastapi", "prometheus_client", "uvicorn")
+SUBJECTS = {  # first option -> title of its flags and of those after it
+    "host": "address and names", "api_key": "keys, TLS and browsers", "max_num_queued_reqs": "load and limits",
+    "enable_force_include_usage": "answers", "header_timeout_s": "timeouts", "journal": "journal, page and logs",
+}  # fmt: skip
+ESSENTIAL = frozenset((
+    "--help", "--host", "--port", "--served-model-name", "--api-key", "--max-num-queued-reqs", "--chat-template",
+    "--log-json", "--dtype", "--max-model-len", "--trust-remote-code", "--kv-cache-memory-bytes", "--kv-cache-dtype",
+    "--max-num-seqs", "--memory-workers", "--prefill-workers", "--pipeline", "--tensor-parallel-size",
+    "--compute-device", "--memory-device", "--transport", "--cluster", "--config", "--print-config", "--dry-run",
+))  # fmt: skip
 _TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("model", help="a directory or a hub id")
-    group = parser.add_argument_group("server")
+    if isinstance(parser, Parser):
+        parser.essential = ESSENTIAL
     fields = dataclasses.fields(ServerConfig)
     values = {
         f.name: FlagValue(_seconds if f.name in TIMEOUTS else _TYPES[str(f.type)], f.default, f.metadata["help"])
         for f in fields
     }
-    grouped = add_groups(parser, group, values)
+    groups, group = dict[str, Any](), parser
+    for name in values:
+        if name in SUBJECTS:
+            group = parser.add_argument_group(SUBJECTS[name])  # type: ignore[assignment]
+        groups[name] = group
+    grouped = add_groups(parser, lambda name: groups[name], values)
     for name in (name for name in values if name not in grouped):
         parse, default, help = values[name]
         kind: dict[str, Any] = {"type": parse}
         if parse is bool:
             kind = {"action": RenamedSwitch if name in OLD_FLAGS.values() else argparse.BooleanOptionalAction}
-        group.add_argument(flag_name(name), default=default, help=f"{help} (default: {default})", **kind)
+        groups[name].add_argument(flag_name(name), default=default, help=f"{help} (default: {default})", **kind)
     add_old_flags(parser, values)
+    add_config_flag(parser)
     add_engine_flags(parser, [name for name in OPTIONS if name != "decode_only"])
     parser.add_argument("--decode-only", action=_Elsewhere, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 

@@ -15,6 +15,9 @@ from .resolve import check_compatible
 
 _GROUPS = {f.name: f.type for f in structs.fields(EngineConfig)}
 OPTIONS: dict[str, Option] = {name: option for group in _GROUPS.values() for name, option in options_of(group).items()}
+SUBJECT_OF = {
+    name: subject for subject, group in _GROUPS.items() for name in options_of(group)
+}  # field of EngineConfig
 REMOVED_OPTIONS = {
     "compute_workers": "use --pipeline n or auto:n, for up to n batches on n - 1 replicas",
     "compile": "leave it out, as slices are native calls without it",

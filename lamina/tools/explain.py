@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("KV with --kv-sparsity evict, of sequences of --length tokens")
     values = {name: FlagValue(int, option.default, option.help) for name, option in _SPARSITY.items()}
     values |= {name: values[name]._replace(parse=str) for name in ("kv_sparsity", "kv_error_budget")}
-    add_groups(parser, group, values)
+    add_groups(parser, lambda name: group, values)
     group.add_argument(
         flag_name("kv_memory"),
         dest="kv_memory",

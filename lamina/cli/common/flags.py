@@ -13,28 +13,36 @@ from typing import Any
 from lamina.api.vllm_compat import PASTED, SWITCHES, translate_vllm_options
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flag_groups import RENAMED_FLAGS, flag_name
-from lamina.config.flat_options import OPTIONS, REMOVED_OPTIONS, flat_options, make_config
+from lamina.config.flat_options import OPTIONS, REMOVED_OPTIONS, SUBJECT_OF, flat_options, make_config
 from lamina.config.option import Option
 from lamina.executor.hosts.cluster_file import is_file
 
 from .group_flags import FlagValue, RenamedFlag, add_groups, add_old_flags
 
+SUBJECTS = {  # part of an EngineConfig -> title of its flags
+    "model": "model", "kv": "KV cache", "batching": "batching", "topology": "workers", "devices": "devices",
+    "launch": "start and hosts", "deadlines": "deadlines", "offload": "KV offload", "overflow": "long contexts",
+}  # fmt: skip
+
 
 def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tuple(OPTIONS)) -> None:
-    """The flags of an engine's options, or of those of ``only``, plus --print-config and --dry-run."""
-    group = parser.add_argument_group("engine")
+    """The flags of an engine's options, or of those of ``only``, by subject, plus --print-config and --dry-run."""
     values = {
         name: FlagValue(_parser_of(option), option.default, option.help)
         for name, option in OPTIONS.items()
         if name in only
     }
-    grouped = add_groups(parser, group, values)
+    titles = {name: SUBJECTS[subject] for name, subject in SUBJECT_OF.items()}
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles[name] for name in values)}
+    grouped = add_groups(parser, lambda name: groups[titles[name]], values)
     for option in (OPTIONS[name] for name in values if name not in grouped):
         default = {(): "", None: "unset"}.get(option.default, option.default)
         help, kind = f"{option.help} (default: {default})", _kind(option)
         if option.name in RENAMED_FLAGS:
             kind |= {"action": RenamedFlag, "metavar": flag_name(option.name).strip("-").replace("-", "_").upper()}
-        group.add_argument(flag_name(option.name), dest=option.name, default=option.default, help=help, **kind)
+        groups[titles[option.name]].add_argument(
+            flag_name(option.name), dest=option.name, default=option.default, help=help, **kind
+        )
     add_old_flags(parser, values)
     for name in REMOVED_OPTIONS:
         parser.add_argument(flag_name(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)

@@ -20,12 +20,16 @@ class FlagValue(NamedTuple):
     help: str
 
 
-def add_groups(parser: argparse.ArgumentParser, into: Any, values: Mapping[str, FlagValue]) -> set[str]:
-    """Adds the flags that set several of the options in ``values``. Returns these options, which have no other flag."""
+def add_groups(
+    parser: argparse.ArgumentParser, group_of: Callable[[str], Any], values: Mapping[str, FlagValue]
+) -> set[str]:
+    """Adds the flags that set several of the options in ``values``, each to the argument group of its first option.
+    Returns these options, which have no other flag.
+    """
     grouped = set[str]()
     for group in (group for group in GROUPS if values.keys() >= {*group.options}):
         own = {name: values[name] for name in group.options}
-        into.add_argument(
+        group_of(group.options[0]).add_argument(
             group.flag,
             action=_GroupAction,
             group=group,

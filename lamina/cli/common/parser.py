@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from lamina.api.vllm_compat import replacement_of
 
+from .config_file import read_config
 from .group_flags import tell_old_flags
 from .vllm_flags import translated
 
 NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
+_OWN_TITLES = ("positional arguments", "options")  # of argparse's own groups
 MISSING = "the following arguments are required: "  # argparse's own words
 
 
 class Parser(argparse.ArgumentParser):
-    """Each sub-command's parser tells its own errors; an unknown flag brings the one that was perhaps meant."""
+    """Each sub-command's parser tells its own errors; an unknown flag brings the one that was perhaps meant.
+
+    ``--help=all`` shows all flags, and ``--help=WORD`` a group of them, or those that mention the word, as vLLM does.
+    """
+
+    essential: frozenset[str] = frozenset()  # the flags that --help shows; empty: all
 
     def parse_known_args(  # type: ignore[override] # one signature instead of typeshed's overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Nothing stays unknown."""
-        known = self._option_string_actions
-        flags, unknown = super().parse_known_args(translated(sys.argv[1:] if args is None else args, known), namespace)
+        known, args = self._option_string_actions, sys.argv[1:] if args is None else args
+        if self._subparsers is None:
+            for word in (arg.partition("=")[2] for arg in args if arg.startswith("--help=")):
+                print(super().format_help() if word == "all" else self._help_on(word), end="")
+                self.exit()
+            read_config(self, args)
+        flags, unknown = super().parse_known_args(translated(args, known), namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             option = flag.lstrip("-").partition(".")[0].replace("-", "_")  # --some-config.field
@@ -35,6 +47,42 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {flag}" + (f" (did you mean {near[0]}?)" if near else ""))
         tell_old_flags(flags)
         return flags, unknown
+
+    def format_help(self) -> str:
+        """Return the page of --help."""
+        if not self.essential:
+            return super().format_help()
+        titles = "; ".join(str(group.title) for group in self._action_groups if group.title not in _OWN_TITLES)
+        page = self._page(lambda action: not self.essential.isdisjoint(action.option_strings))
+        return f"{page}\nall flags: --help=all; those of a group, or with a word: --help=WORD\ngroups: {titles}\n"
+
+    def _help_on(self, word: str) -> str:
+        """Return the help of a group, else of all flags that mention ``word``. Ends the program if there are none."""
+        asked = word.replace("_", "-").lower()
+        if group := next((each for each in self._action_groups if str(each.title).lower() == asked), None):
+            return self._page(lambda action: action in group._group_actions)
+
+        def mentions(action: argparse.Action) -> bool:
+            text = f"{' '.join(action.option_strings)} {action.help}"
+            return bool(action.option_strings) and action.help != argparse.SUPPRESS and asked in text.lower()
+
+        if not any(map(mentions, self._actions)):
+            self.error(f"--help={word}: no flag mentions it; --help=all shows them all")
+        return self._page(mentions)
+
+    def _page(self, is_shown: Callable[[argparse.Action], bool]) -> str:
+        """Return the help of some flags, by group."""
+        formatter = self._get_formatter()
+        values = [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
+        formatter.add_text(f"usage: {' '.join([self.prog, *values])} [flags]")
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            actions = [a for a in group._group_actions if is_shown(a) and a.help != argparse.SUPPRESS]
+            formatter.start_section(group.title)
+            formatter.add_text(group.description if actions else None)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return formatter.format_help()
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:

@@ -8,6 +8,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
+from lamina.cli.common.config_file import add_config_flag
 from lamina.cli.common.flags import add_engine_flags, engine_config, print_config
 from lamina.config.flat_options import flat_options
 from lamina.facts.report import count_text
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-len", type=int, default=64, help="tokens decoded by each sequence, and timed")
     group.add_argument("--num-warmups", type=int, default=4, help="steps before, which do not count")
     group.add_argument("--json", action="store_true", help="one JSON line instead of a table")
+    add_config_flag(parser)
     add_engine_flags(parser)
 
 

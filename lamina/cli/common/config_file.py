@@ -1,0 +1,51 @@
+"""``--config FILE``: options from a file, which ``--print-config`` writes. Flags of the command line win."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from lamina.config.flag_groups import RENAMED_FLAGS
+from lamina.utils.yaml_file import read_yaml
+
+FLAG = "--config"
+_HIDDEN = "***"  # a key, as --print-config prints it
+_BY_FLAG = {flag.strip("-").replace("-", "_"): option for option, flag in RENAMED_FLAGS.items()}
+
+
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag; ``read_config`` reads its file before all other flags."""
+    text = "options of a file, JSON or YAML, as --print-config writes them; other flags win"
+    parser.add_argument(FLAG, default=argparse.SUPPRESS, metavar="FILE", help=text)
+
+
+def read_config(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
+    """Make the values of the file that ``args`` name the defaults of ``parser``. Ends the program with one line if the
+    file cannot be read, or has an option that the command does not have.
+    """
+    actions = {action.dest: action for action in parser._actions}
+    path = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    path.add_argument(FLAG)
+    if FLAG.strip("-") not in actions or (file := path.parse_known_args(args)[0].config) is None:
+        return
+    known = {*actions, *parser._defaults} - {"help", "config", "print_config", "dry_run"}
+    try:
+        table: Any = read_yaml(file, f"{FLAG} {file}")
+        if not isinstance(table, dict):
+            raise ValueError(f"{FLAG} {file} has no table of options: see --print-config")
+        for key, value in table.items():
+            name = str(key).replace("-", "_")
+            name = _BY_FLAG.get(name, name)
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else "see --print-config"
+                raise ValueError(f"{FLAG} {file}: there is no option {key} ({hint})")
+            if value == _HIDDEN:
+                continue
+            if (action := actions.get(name)) is not None and not action.option_strings:
+                action.nargs, action.required = "?", False
+            parser.set_defaults(**{name: value})
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
