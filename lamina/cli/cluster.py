@@ -9,7 +9,7 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -54,13 +54,23 @@ def run(args: argparse.Namespace) -> int:
 
 def _existing(args: argparse.Namespace) -> int:
     """A cluster that somebody else keeps: there is nothing to start or to end."""
-    from .common.cluster_plan import planned_hosts
+    from lamina.executor.hosts.ray_cluster import deployments_of, hosts_of, joined
 
     if args.action == "down":
         raise ValueError(f"{args.target} was not started from a file: whoever started that Ray ends it")
-    for host in planned_hosts(args.target):
-        print(f"{host.address}  up  {_free(host.resources)}")
+    with joined(args.target) as ray:
+        for host in hosts_of(ray):
+            print(f"{host.address}  up  {_free(host.resources)}")
+        _print_deployments(deployments_of(ray))
     return 0
+
+
+def _print_deployments(serves: Mapping[str, Sequence[str]]) -> None:
+    """Print which processes have workers here."""
+    for driver, workers in serves.items():
+        print(f"the process {driver} runs {', '.join(workers)}")
+    if not serves:
+        print("no process runs workers here")
 
 
 def _dry_run(cluster: Cluster, action: str) -> int:
@@ -146,6 +156,8 @@ def _status(cluster: Cluster) -> int:
             state = "up" if answer["pid"] else "down"
         joined = _free(free[host.ip_or_name]) if host.ip_or_name in free else "not in the cluster"
         print(f"{host.address}  {state}  {joined}")
+    if isinstance(answers[0], dict) and "serves" in answers[0]:
+        _print_deployments(answers[0]["serves"])
     up = all(isinstance(answer, dict) and answer["pid"] for answer in answers)
     return 0 if up and len(free) >= len(cluster.hosts) else 1
 
@@ -212,7 +224,7 @@ def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str
     except subprocess.TimeoutExpired:
         raise OSError(f"{host.address} did not answer in {START_S + ORDER_S:g} s") from None
     except (ValueError, IndexError):
-        stderr = " ".join(done.stderr.split())[-300:] or "nothing"
+        stderr = " ".join(done.stderr.split()) or "nothing"
         raise OSError(f"{host.address} cannot be told what to do: {shlex.join(command)} says {stderr}") from None
     if "error" in answer:
         raise OSError(f"{host.address}: {answer['error']}")

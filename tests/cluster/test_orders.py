@@ -96,7 +96,7 @@ def test_what_is_up_is_found_and_ended_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("--end", "x" * (300 - len(" no luck")) + " no luck;"), ("--wordless", "it printed nothing;")]
+    ("word", "said"), [("--end", "x" * 400 + " no luck;"), ("--wordless", "it printed nothing;")]
 )
 def test_a_start_that_fails_says_why_and_where_to_read_on(word: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ray_node.NodeError) as refused:
@@ -166,7 +166,7 @@ def test_a_process_has_a_birth_while_it_runs_whatever_its_name(tmp_path: Path) -
     assert start_time_of(process.pid) == ""
 
 
-def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_says_what_ray_has_free_and_which_process_has_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a client of Ray that stands in for its own."""
     from lamina.executor.hosts import ray_cluster
 
@@ -180,11 +180,23 @@ def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(ray_cluster, "joined", joined)
     monkeypatch.setattr(ray_cluster, "hosts_of", lambda client: [SimpleNamespace(address=client, resources=free)])
+    actors = ["lamina/h1:7/memory-0/ab", "lamina/h1:7/compute-0/cd", "of/others", "lamina/h0:9/memory-0/ef"]
+    named = [{"name": name, "namespace": "x"} for name in actors]
+    util = SimpleNamespace(list_named_actors=lambda all_namespaces: named)
+    monkeypatch.setitem(sys.modules, "ray.util", util)  # type: ignore[arg-type]
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, "of somebody else")
-    assert ray_node.status({**order(), "head": "10.0.0.1:6379"}) == {"pid": pid, "hosts": {"client": free}}
+    serves = {"h0:9": ["memory-0"], "h1:7": ["compute-0", "memory-0"]}
+    told = ray_node.status({**order(), "head": "10.0.0.1:6379"})
+    assert told == {"pid": pid, "hosts": {"client": free}, "serves": serves}
     assert joined_to == ["10.0.0.1:6379"]
     assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("token", "secret")
+
+
+def test_an_error_of_ray_is_told_whole() -> None:
+    from lamina.executor.hosts.ray_cluster import error_text
+
+    assert error_text(RuntimeError(f"the first line\n  {'x' * 400} is the reason\n")).endswith("x is the reason")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -95,6 +96,17 @@ def test_prompts_on_a_worker_of_their_own(cluster: FakeCluster) -> None:
         here = tokens(llm)
     with LLM(MODEL, ray_address=cluster.address, **options) as llm:
         assert tokens(llm) == here
+
+
+def test_the_status_of_a_cluster_says_which_process_has_workers_there(
+    cluster: FakeCluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = [sys.executable, "-m", "lamina", "cluster", "status", cluster.address]
+    driver = f"the process {socket.gethostname()}:{os.getpid()} runs compute-0, memory-0, memory-1"
+    with LLM(MODEL, ray_address=cluster.address, **OPTIONS):
+        assert driver in subprocess.run(status, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = lambda: subprocess.run(status, cwd=ROOT, capture_output=True, text=True, check=True).stdout  # noqa: E731
+    assert eventually(lambda: "no process runs workers here" in found(), 20.0)
 
 
 @pytest.mark.parametrize("whom", ["worker", "warden"])

@@ -100,7 +100,7 @@ def test_a_cluster_comes_up_serves_and_goes(hosts: Hosts) -> None:
     target = str(hosts.file)
     assert "started" in hosts.run("cluster", "up", target)
     assert "was up already" in hosts.run("cluster", "up", target)
-    assert [line.split()[1] for line in hosts.run("cluster", "status", target).splitlines()] == ["up", "up"]
+    assert [line.split()[1] for line in hosts.run("cluster", "status", target).splitlines()[:2]] == ["up", "up"]
     options = (
         "--memory-workers",
         "2",

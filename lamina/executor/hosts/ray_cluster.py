@@ -16,6 +16,7 @@ from .ray_token import offer_token
 from .worker_placement import Host
 
 MIN_RAY_VERSION = (2, 52)  # the first with tokens
+AGENT = "lamina"  # names of node agents: AGENT/DRIVER/WORKER/NUMBER
 REACH_S = 10.0
 ANSWER_S = 2.0  # suffices for a live host, however busy, since its kernel accepts
 UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # whether Ray copies the current directory of `uv run` to all hosts
@@ -62,7 +63,7 @@ def join(ray: Any, asked: str) -> None:
                 address=address, job_config=_job(), log_to_driver=False, logging_level="ERROR", configure_logging=False
             )  # fmt: skip
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise ValueError(f"--cluster {asked}: {first_line(error)}") from error
+        raise ValueError(f"--cluster {asked}: {error_text(error)}") from error
 
 
 def hosts_of(ray: Any, *, whole: bool = False) -> list[Host]:
@@ -80,6 +81,17 @@ def hosts_of(ray: Any, *, whole: bool = False) -> list[Host]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def deployments_of(ray: Any) -> dict[str, list[str]]:
+    """Return the workers of each deployment in this process's cluster, by the process that drives it."""
+    workers = dict[str, list[str]]()
+    for actor in import_module("ray.util").list_named_actors(all_namespaces=True):
+        prefix, _, rest = actor["name"].partition("/")
+        if prefix == AGENT:
+            driver, worker, _ = rest.split("/")
+            workers.setdefault(driver, []).append(worker)
+    return {driver: sorted(names) for driver, names in sorted(workers.items())}
 
 
 def is_reachable(host: Host) -> bool:
@@ -118,6 +130,6 @@ def _own_signals() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+def error_text(error: BaseException) -> str:
+    """Return an error's whole text as one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -28,7 +28,7 @@ END_S = 20.0
 DOWN_S = 150.0  # for a start in progress to stop
 STOP = "stop"  # a file next to the lock
 POLL_S = 0.1
-MAX_SHOWN_LINES = 300  # characters of Ray's log, in errors
+MAX_SHOWN_LINES = 20  # the last ones of Ray's log, in errors
 
 
 class NodeError(Exception):
@@ -69,15 +69,18 @@ def down(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def status(order: dict[str, Any]) -> dict[str, Any]:
-    """Return {pid}, 0: not up; for the head {hosts}: free resources by address. ``order``: {address, token, head}."""
+    """Return {pid}, 0: not up; for the head {hosts, serves}: free resources by address, workers by driver. ``order``:
+    {address, token, head}.
+    """
     pid = _running(_folder(order["address"])) or 0
     if not pid or not order["head"]:
         return {"pid": pid}
     os.environ.update({MODE: "token", TOKEN: order["token"]})
-    from .ray_cluster import hosts_of, joined
+    from .ray_cluster import deployments_of, hosts_of, joined
 
     with joined(order["head"]) as ray:
-        return {"pid": pid, "hosts": {h.address: h.resources for h in hosts_of(ray)}}
+        hosts = {h.address: h.resources for h in hosts_of(ray)}
+        return {"pid": pid, "hosts": hosts, "serves": deployments_of(ray)}
 
 
 COMMANDS = {"up": up, "down": down, "status": status}
@@ -128,7 +131,7 @@ def _start(folder: Path, order: dict[str, Any]) -> int:
             why = (
                 "an order to end it came before"
                 if stopped
-                else " ".join(log_text.split())[-MAX_SHOWN_LINES:] or "it printed nothing"
+                else " ".join(" ".join(log_text.splitlines()[-MAX_SHOWN_LINES:]).split()) or "it printed nothing"
             )
             raise NodeError(f"Ray did not start: {why}; see {log}")
         threading.Event().wait(POLL_S)

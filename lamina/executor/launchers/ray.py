@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import secrets
+import socket
 import time
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from typing import Any
 
 from lamina import __version__
 from lamina.config.engine_config import EngineConfig
-from lamina.executor.hosts.ray_cluster import first_line, hosts_of, is_reachable, join, load
+from lamina.executor.hosts.ray_cluster import AGENT, error_text, hosts_of, is_reachable, join, load
 from lamina.executor.hosts.ray_placement import FREED_S, find_places
 from lamina.executor.hosts.ray_token import MODE
 from lamina.executor.hosts.worker_placement import (
@@ -111,6 +113,7 @@ class BundleSlot:
     assignment: HostAssignment
     group: Any
     bundle: int  # its number in the group
+    worker: str  # for `lamina-launch cluster status`
     agent: Any = None
     used: bool = False  # whether that node agent has had a worker
     avoided: bool = False  # whether no worker may be started on that host any more
@@ -153,7 +156,7 @@ class RayLauncher:
             check_kv_memory(places, config.devices.kv_bytes())
             for bundle, (role, index, at) in enumerate(_each(places)):
                 kind = self._slots if index < wanted[role] else self._spares
-                kind.setdefault(role, []).append(BundleSlot(at, group, bundle))
+                kind.setdefault(role, []).append(BundleSlot(at, group, bundle, f"{role}-{index}"))
             for seat in self._all_slots():
                 self._start_agent(seat)
         except BaseException:
@@ -299,6 +302,7 @@ class RayLauncher:
         seat.agent = (
             self._ray.remote(NodeAgent)
             .options(
+                name=f"{AGENT}/{socket.gethostname()}:{os.getpid()}/{seat.worker}/{secrets.token_hex(4)}",
                 num_cpus=takes.pop("CPU", 0.0),
                 num_gpus=takes.pop("GPU", 0.0),
                 resources=takes,
@@ -319,7 +323,7 @@ class RayLauncher:
                 f"{who} did not start within {self._limit_s:g} s: is what it needs of the host still free?"
             ) from None
         except self._ray.exceptions.RayError as error:
-            raise OSError(f"{who} is lost: {first_line(error)}") from error
+            raise OSError(f"{who} is lost: {error_text(error)}") from error
         return answer
 
 
