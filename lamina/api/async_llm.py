@@ -41,7 +41,7 @@ class AsyncLLM:
 
     def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
         """``model``, ``tokenizer`` and ``options`` are those of ``LLM``. ``progress`` shows the start on a terminal."""
-        front = self._front = Frontend(model, tokenizer, progress, options)
+        front = self.front = Frontend(model, tokenizer, progress, options)
         if front.tokenizer is not None:
             token_ids(front.tokenizer, "")  # initializes it: from now on several threads use it
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
@@ -74,7 +74,7 @@ class AsyncLLM:
         prompts = prompt_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"generate takes one prompt, not {len(prompts)}: call it for each, they run together")
-        params = self._front.default_params() if sampling_params is None else sampling_params
+        params = self.front.default_params() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
         (number,) = priority_list(1, priority)
@@ -100,7 +100,7 @@ class AsyncLLM:
 
     async def get_tokenizer(self) -> Any:
         """Return the Hugging Face tokenizer, or None."""
-        return self._front.tokenizer
+        return self.front.tokenizer
 
     async def reset_prefix_cache(self) -> bool:
         """Stop using KV of earlier requests; later requests are computed whole. Always returns True."""
@@ -172,7 +172,7 @@ class AsyncLLM:
         try:
             if not collector.dropped:
                 self._engine.add(
-                    replace(self._front.engine_request(prompt, params), cache_options=cache_options), collector
+                    replace(self.front.engine_request(prompt, params), cache_options=cache_options), collector
                 )
         except Exception as error:  # noqa: BLE001 - a tokenizer's error, too: no reader may wait forever
             collector.fail(error)

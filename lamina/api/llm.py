@@ -49,8 +49,8 @@ class LLM:
         defaults: "auto" = the model's generation_config.json, "none", or a directory that has one. ``max_logprobs``:
         the most log-probabilities that a request may get, 20 by default; -1 = the whole vocabulary.
         """
-        self._front = Frontend(model, tokenizer, progress, options)
-        self.pools, self.engine = self._front.pools, self._front.engine
+        self.front = Frontend(model, tokenizer, progress, options)
+        self.pools, self.engine = self.front.pools, self.front.engine
         self._using = threading.Lock()
         # Collectors of streams that the garbage collector has freed, on any thread.
         self._dropped: deque[RequestOutputCollector] = deque()
@@ -59,17 +59,17 @@ class LLM:
     @property
     def tokenizer(self) -> Any:
         """The Hugging Face tokenizer, or None."""
-        return self._front.tokenizer
+        return self.front.tokenizer
 
     def get_tokenizer(self) -> Any:
         """Return ``tokenizer``, by vLLM's name."""
-        return self._front.tokenizer
+        return self.front.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters for prompts without their own: from the model's generation_config.json, as in
         vLLM.
         """
-        return self._front.default_params()
+        return self.front.default_params()
 
     def generate(
         self,
@@ -202,7 +202,7 @@ class LLM:
     def sessions(self) -> list[SessionInfo]:
         """Return facts of all sessions: name, turns, tokens of KV after the last turn, and the tier that has them."""
         self._check_open()
-        return self._front.streams.sessions()
+        return self.front.streams.sessions()
 
     def drop_session(self, session_id: str) -> bool:
         """Forget a session and free its KV, in storage too, except pages that other sequences share. Returns False if
@@ -210,7 +210,7 @@ class LLM:
         """
         self._check_open()
         with self._use():
-            dropped = self._front.streams.drop_session(session_id)
+            dropped = self.front.streams.drop_session(session_id)
             self._settle()
         return dropped
 
@@ -239,7 +239,7 @@ class LLM:
             raise ValueError(f"session_id and kv_discard go with one prompt, not {len(batch)}: call it for each")
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = params_list(len(batch), given)
-        asked = [self._front.engine_request(p, params) for p, params in zip(batch, each, strict=True)]
+        asked = [self.front.engine_request(p, params) for p, params in zip(batch, each, strict=True)]
         if cache_options != DEFAULT_CACHE_OPTIONS:
             transcript = prompt_transcript(batch[0]) if messages is None else messages_transcript(messages)
             asked = [replace(asked[0], cache_options=cache_options, transcript=transcript)]
@@ -248,7 +248,7 @@ class LLM:
     def _stream(self, requests: list[EngineRequest], *, finished_only: bool) -> Stream:
         collector = RequestOutputCollector(len(requests), finished_only=finished_only)
         with self._use():
-            self._front.streams.add(requests, collector)
+            self.front.streams.add(requests, collector)
         return Stream(self, collector)
 
     def _next(self, collector: RequestOutputCollector) -> RequestOutput | None:
@@ -266,11 +266,11 @@ class LLM:
     def _step(self) -> None:
         self._check_open()
         self._cancel_dropped()
-        self._advance(self._front.streams.step)
+        self._advance(self.front.streams.step)
 
     def _settle(self) -> None:
         if not self.pools.is_closed:
-            self._advance(self._front.streams.release_idle_blocks)
+            self._advance(self.front.streams.release_idle_blocks)
 
     def _drop(self, collector: RequestOutputCollector) -> None:
         with self._use():
@@ -305,7 +305,7 @@ class LLM:
 
     def _cancel_dropped(self) -> None:
         while self._dropped:
-            self._front.streams.drop(self._dropped.popleft())
+            self.front.streams.drop(self._dropped.popleft())
 
     def _advance(self, go_on: Callable[[], object]) -> None:
         try:

@@ -58,15 +58,15 @@ class Engine:
         """``features``: asked after the engine's own ones. ``keeps_slo``: ``slo_admission`` may get limits."""
         self.config, self.executor, self.worker_info = config, executor, executor.ready
         self._clock, self._trace = clock, trace
-        self._accounting = new_block_tables(self.worker_info)
+        self.accounting = new_block_tables(self.worker_info)
         self.sessions = Sessions()
-        prefixes = build_prefix_cache(config, self._accounting, self.sessions, clock)
+        prefixes = build_prefix_cache(config, self.accounting, self.sessions, clock)
         self.slo_admission = build_slo_admission(config, self.worker_info, prefixes, clock, trace)
         conducts = keeps_slo or config.topology.prefill_workers > 0 or self.slo_admission.decision_log is not None
         self.scheduler = build_scheduler(
             config,
             self.worker_info,
-            self._accounting,
+            self.accounting,
             self.slo_admission,
             prefixes,
             conducts=conducts,
@@ -74,9 +74,9 @@ class Engine:
         )
         own = build_engine_features(config, self.scheduler, self.slo_admission, conducts=conducts)
         self.features = (*own, *features)
-        self._intake = RequestIntake(config, self.worker_info, self._accounting.num_kv_shards, self.sessions)
+        self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, self.sessions)
         self._requests = ActiveRequests(clock)
-        self._in_flight: dict[tuple[int, int], ScheduledStep] = {}  # by batch and step
+        self.in_flight: dict[tuple[int, int], ScheduledStep] = {}  # by batch and step
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
 
     @property
@@ -164,14 +164,14 @@ class Engine:
 
     def release_idle_blocks(self) -> None:
         """Where no request is left, take in what is in flight and free its blocks: an idle engine holds none."""
-        while not self._requests and (self.scheduler.num_running or self._in_flight or self.scheduler.has_pending_ops):
+        while not self._requests and (self.scheduler.num_running or self.in_flight or self.scheduler.has_pending_ops):
             self.step()
         if not self._requests:
             self.scheduler.drop_cancelled()
 
     def finish_in_flight(self) -> list[RequestOutput]:
         """Take in what is in flight and begin nothing; returns the requests that got tokens. Raises WorkerError."""
-        while self._in_flight or self.scheduler.has_transfers:
+        while self.in_flight or self.scheduler.has_transfers:
             self._take(self.executor.wait())
         return self._requests.take_outputs()
 
@@ -186,7 +186,7 @@ class Engine:
         """Go on with workers that have met anew, and have kept their KV. Raises ValueError while steps are in flight,
         and where the capacity is another one than before.
         """
-        if self._in_flight:
+        if self.in_flight:
             raise ValueError("workers met anew while steps were in flight: rest first")
         if (ready.num_blocks, ready.kv_shards) != (self.worker_info.num_blocks, self.worker_info.kv_shards):
             raise ValueError(
@@ -226,7 +226,7 @@ class Engine:
             if chunk.prefill_worker is not None:
                 new = RunRound(round=chunk.plan.step, steps=[self._prepare(chunk)])
                 self.executor.submit_prefill(chunk.prefill_worker, new)
-        self.idle = not self._in_flight and not self.scheduler.must_wait_for_transfer
+        self.idle = not self.in_flight and not self.scheduler.must_wait_for_transfer
         if self.idle:
             return self._look_for_room()
         return None if steps and self.scheduler.can_schedule_ahead else self.executor.wait()
@@ -262,7 +262,7 @@ class Engine:
             row += rows.count
             ends[sequence] = row - 1
         draws = [*scores, *sampling_requests_of(step, ends, len(scores))]
-        self._in_flight[step.plan.batch, step.plan.step] = step
+        self.in_flight[step.plan.batch, step.plan.step] = step
         return RunStep(plan=step.plan, token_ids=step.tokens, sampling_requests=draws)
 
     def _take(self, done: Done | EpochChanged | None) -> None:
@@ -277,7 +277,7 @@ class Engine:
             self._on_report(done)
 
     def _on_step_done(self, done: StepDone) -> None:
-        step = self._in_flight.pop((done.batch, done.step))
+        step = self.in_flight.pop((done.batch, done.step))
         step.fetch_s = done.fetch_s
         for sequence, drawn in zip(step.prompt_logprob_requests, done.sampled_tokens, strict=False):
             if request := self._requests.of(sequence):
@@ -340,8 +340,8 @@ class Engine:
     def _roll_back(self, change: EpochChanged) -> list[SurvivingKv]:
         for request in self._requests:
             request.roll_back()
-        steps, self._in_flight = self._in_flight, {}
-        kept = SurvivingTokens(self._accounting, self.worker_info.holders, change.surviving)
+        steps, self.in_flight = self.in_flight, {}
+        kept = SurvivingTokens(self.accounting, self.worker_info.holders, change.surviving)
         keep = self.scheduler.roll_back(steps.values(), kept.count)
         if change.capacity:
             self.worker_info = msgspec.structs.replace(self.worker_info, **change.capacity._asdict())

@@ -76,7 +76,7 @@ class MemoryResizer:
     ) -> None:
         """``free``: returns the bytes that this host could give to processes."""
         self._config, self._registry, self._workers = config, registry, worker_group
-        self._clock, self._free = clock, free
+        self._clock, self.free = clock, free
         self._extra_bytes = config.topology.extra_kv_bytes(config.devices.kv_bytes())
         self.moved_bytes = Counter[str]()  # bytes of KV, by the reason of changes
         self._reason = ""  # of the latest change
@@ -92,7 +92,7 @@ class MemoryResizer:
         self._preparing: dict[RegisteredWorker, PrepareStore] = {}
         self._deadline = self._paused_at = 0.0
         # Messages of the committed change, without the surviving KV.
-        self._moves: list[tuple[RegisteredWorker, Reshard]] = []
+        self.moves: list[tuple[RegisteredWorker, Reshard]] = []
         self._moved_bytes = 0
         self._outcome: ResizeResult | None = None
         self._on_result = True  # whether the caller needs the result
@@ -120,7 +120,7 @@ class MemoryResizer:
         more += sum(b.kv_bytes // len(b.layers) for rank in by_rank for b in rank[: len(had[0])])
         # The old worker keeps its memory till then.
         more += sum(by_rank[w % len(by_rank)][w // len(by_rank)].kv_bytes for w in replaced)
-        if not self._config.launch.may_span_hosts and more > (free := self._free()):
+        if not self._config.launch.may_span_hosts and more > (free := self.free()):
             raise ValueError(not_enough_memory_message(more, free))
         ranks = [combined_capacity(check_capacity(rank), lambda w, r=r: w * size + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
         return ResizePlan(wanted, by_rank, capacity_of_all_ranks(ranks))
@@ -196,7 +196,7 @@ class MemoryResizer:
     @property
     def in_progress(self) -> bool:
         """Return whether a change was requested and is not over."""
-        return bool(self.change or self._moves or self._paused_at)
+        return bool(self.change or self.moves or self._paused_at)
 
     @property
     def is_preparing(self) -> bool:
@@ -249,7 +249,7 @@ class MemoryResizer:
             member.handle.index = index
             self._registry.append(member)
         self._workers.set_topology(change.topology, [[b.kv_bytes for b in r] for r in change.binds], coming)
-        self._moves = [
+        self.moves = [
             x
             for r in range(size)
             for x in self._orders(before[r::size], after[r::size], partitions[r], change.binds[r])
@@ -261,7 +261,7 @@ class MemoryResizer:
         """Move KV to its new places, if a change is in progress. Returns whether it is there; if not, the workers that
         lack it have none. Raises WorkersLostError.
         """
-        moves, self._moves = self._moves, []
+        moves, self.moves = self.moves, []
         leaving, self._leaving = (self._leaving, []) if moves else ([], self._leaving)
         try:
             # Also without KV: the prepared memory becomes the store.

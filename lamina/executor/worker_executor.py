@@ -69,14 +69,14 @@ class WorkerExecutor:
         """
         self._config, self._clock = config, clock
         self._state = StateMachine(ExecutorState.STARTING, EXECUTOR_TRANSITIONS)
-        self._registry = WorkerRegistry(self._gather, self._after_end, links, clock, on_tick=self._check_health)
+        self.registry = WorkerRegistry(self._gather, self._after_end, links, clock, on_tick=self._check_health)
         self.tracer = Tracer(config.launch.trace or os.environ.get("LAMINA_TRACE", ""))
-        self._workers = WorkerGroup(
-            config, self._registry, on_progress, trace=self.tracer.is_enabled, clock=clock, launch=launch
+        self.workers = WorkerGroup(
+            config, self.registry, on_progress, trace=self.tracer.is_enabled, clock=clock, launch=launch
         )
-        self._supervisor = Supervisor(config, self._registry, self._workers, clock)
-        self.resizer = MemoryResizer(config, self._registry, self._workers, clock)
-        self._termination_notices = TerminationNotices(self._registry, self.resizer, clock)
+        self.supervisor = Supervisor(config, self.registry, self.workers, clock)
+        self.resizer = MemoryResizer(config, self.registry, self.workers, clock)
+        self._termination_notices = TerminationNotices(self.registry, self.resizer, clock)
         self._loss: WorkersLostError | None = None  # a loss that ``wait`` or ``check_workers`` has yet to report
         self._meanwhile: Callable[[], None] = lambda: None
         self._batches = config.topology.max_batches
@@ -87,11 +87,11 @@ class WorkerExecutor:
                 if config.topology.may_borrow:  # its debt ledger may not be reachable
                     from .lending.borrower import open_borrower
 
-                    self.borrower = open_borrower(config, self._registry, self._workers, self.resizer)
-                self._workers.start(model)
-                self.ready = self._workers.connect()
+                    self.borrower = open_borrower(config, self.registry, self.workers, self.resizer)
+                self.workers.start(model)
+                self.ready = self.workers.connect()
                 self._read_clocks()
-                self._workers.spare_workers.start_missing(config.deadlines.start_timeout_s)
+                self.workers.spare_workers.start_missing(config.deadlines.start_timeout_s)
             self._state.enter(ExecutorState.RUNNING)
         except BaseException:
             self.close()
@@ -109,7 +109,7 @@ class WorkerExecutor:
         if len(self._steps_in_flight) or self._pending_chunks:
             raise ValueError("workers cannot be connected anew while steps are in flight: wait for them first")
         with self._lock, self._end_on_error():
-            self.ready = self._workers.connect()
+            self.ready = self.workers.connect()
         self._expect_nothing()
         return self.ready
 
@@ -126,11 +126,11 @@ class WorkerExecutor:
         try:
             yield
         except WorkersLostError as e:
-            words = self._supervisor.exit_message(e)
-            self._registry.shut_down(JOIN_AFTER_LOSS_S)
+            words = self.supervisor.exit_message(e)
+            self.registry.shut_down(JOIN_AFTER_LOSS_S)
             raise WorkerError(words) from None
         except BadInputError:
-            self._registry.shut_down(JOIN_S)
+            self.registry.shut_down(JOIN_S)
             raise
 
     @contextmanager
@@ -140,19 +140,19 @@ class WorkerExecutor:
             try:
                 yield
             except WorkersLostError as loss:
-                if not self._supervisor.is_recoverable(loss):
+                if not self.supervisor.is_recoverable(loss):
                     raise
                 self._loss = self._loss or loss
 
     @property
     def pids(self) -> dict[str, int]:
         """The name of each worker -> its process id; without workers on loan, which other deployments run."""
-        return {m.label: m.handle.pid for m in self._registry if m.handle.pid}
+        return {m.label: m.handle.pid for m in self.registry if m.handle.pid}
 
     @property
     def hosts(self) -> dict[str, str]:
         """The name of each worker -> the address of its host, by which other hosts reach it; LOCAL_HOST: this host."""
-        places = {m.label: m.handle.host.rpartition(":")[0].strip("[]") for m in self._registry}
+        places = {m.label: m.handle.host.rpartition(":")[0].strip("[]") for m in self.registry}
         return {label: place or LOCAL_HOST for label, place in places.items()}
 
     def submit(self, new: RunRound) -> None:
@@ -160,8 +160,8 @@ class WorkerExecutor:
         self._steps_in_flight.add_round(new)
         self._expect_reports(sum(isinstance(op, REPORTED) for step in new.steps for op in step.plan.ops))
         with self._note_loss():
-            for member in self._registry.compute:
-                self._registry.send(member, new)
+            for member in self.registry.compute:
+                self.registry.send(member, new)
 
     def submit_prefill(self, worker: int, new: RunRound) -> None:
         """Queue a chunk of a prompt, a round of one step, for a prefill worker, or for all workers of the group of that
@@ -169,13 +169,13 @@ class WorkerExecutor:
         """
         self._pending_chunks.on_sent(worker, self._clock())
         with self._note_loss():
-            for member in self._pending_chunks.group_workers(worker, self._registry.prefill):
-                self._registry.send(member, new)
+            for member in self._pending_chunks.group_workers(worker, self.registry.prefill):
+                self.registry.send(member, new)
 
     def _expect_reports(self, ops: int) -> None:
         if ops:
             self._progress_at = self._progress_at if self._reports else self._clock()
-            self._reports += ops * len(self._registry.memory)
+            self._reports += ops * len(self.registry.memory)
 
     def wait(self) -> Done | EpochChanged:
         """Wait for the next step, transfer or report that has ended, or for the loss of a worker. Raises WorkerError if
@@ -197,22 +197,22 @@ class WorkerExecutor:
         with self._lock:
             if self._loss is None:
                 with self._note_loss():
-                    self._registry.check()
-                    self._supervisor.check_health(self._waited_for())
+                    self.registry.check()
+                    self.supervisor.check_health(self._waited_for())
                     self._look_for_leaving()
             return self._quiesce() if self._must_quiesce() else None
 
     def _look_for_leaving(self) -> None:
         """Begin to replace memory workers that got SIGTERM, and reap those that have left."""
-        if self._loss is None and (self._registry.has_notices or self.resizer.dismissed):
+        if self._loss is None and (self.registry.has_notices or self.resizer.dismissed):
             self._termination_notices.poll()
 
     def _must_quiesce(self) -> bool:
         """Return whether the epoch is to change: after a loss, or because workers come or go."""
         due = self._loss is not None or (self.resizer.change is not None and self.resizer.is_ready())
-        if not due and self._workers.degraded.loading:
+        if not due and self.workers.degraded.loading:
             with self._note_loss():
-                due = self._workers.degraded.is_any_loaded()
+                due = self.workers.degraded.is_any_loaded()
         return due or self._loss is not None
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
@@ -221,7 +221,7 @@ class WorkerExecutor:
         """
         with self._lock, self._recovery(ExecutorState.RESUMING):
             with self._note_loss():  # after a new loss KV still moves first, since the engine has laid it out so
-                if not self.resizer.move_kv(keep) or self._loss or not self._supervisor.rebuild(keep):
+                if not self.resizer.move_kv(keep) or self._loss or not self.supervisor.rebuild(keep):
                     return self._quiesce()
                 self._resume_workers(keep)
                 self.resizer.finish()
@@ -232,10 +232,10 @@ class WorkerExecutor:
 
     def begin_era(self) -> bytes:
         """Make all offloaded pages unreachable for sequences. Returns the new era, a part of all later page keys."""
-        return self._workers.storage.begin_era()
+        return self.workers.storage.begin_era()
 
     def _resume_workers(self, keep: Sequence[SurvivingKv]) -> None:
-        ready = self._supervisor.resume([structs.replace(each, previous_location=None) for each in keep])
+        ready = self.supervisor.resume([structs.replace(each, previous_location=None) for each in keep])
         if (ready.num_blocks, ready.kv_shards) != (self.ready.num_blocks, self.ready.kv_shards):
             blocks, had = ready.num_blocks, self.ready.num_blocks
             raise WorkersLostError(f"memory workers have {blocks} KV blocks in place of {had} after a loss", [])
@@ -248,9 +248,9 @@ class WorkerExecutor:
         paused_at = self._clock()
         with self._end_on_error(), self._recovery(ExecutorState.QUIESCING):
             loss, self._loss = self._loss, None
-            kept = self._supervisor.quiesce(loss)
+            kept = self.supervisor.quiesce(loss)
             steps = list[StepDone]()
-            for done in self._registry.read_messages(StepDone):
+            for done in self.registry.read_messages(StepDone):
                 if done.batch >= self._batches:
                     steps.append(done)
                 else:
@@ -258,7 +258,7 @@ class WorkerExecutor:
             while (next_done := self._steps_in_flight.next_done()) is not None:
                 steps.append(next_done)
             self._expect_nothing()
-            capacity = None if loss or self._registry.lost_workers else self.resizer.commit(paused_at)
+            capacity = None if loss or self.registry.lost_workers else self.resizer.commit(paused_at)
             if capacity is not None:
                 self.ready = structs.replace(self.ready, **capacity._asdict())
             self._state.enter(ExecutorState.QUIESCED)
@@ -272,8 +272,8 @@ class WorkerExecutor:
             self._meanwhile()  # observers learn of it at once
             yield
         except (ValueError, OSError) as error:  # a start failed where an earlier one succeeded
-            self._registry.shut_down(JOIN_AFTER_LOSS_S)
-            raise self._supervisor.no_replacement_message(error) from error
+            self.registry.shut_down(JOIN_AFTER_LOSS_S)
+            raise self.supervisor.no_replacement_message(error) from error
 
     @property
     def is_recovering(self) -> bool:
@@ -295,13 +295,13 @@ class WorkerExecutor:
 
     def _receive(self) -> Any:
         limit, steps = self._config.deadlines.step_timeout_s, len(self._steps_in_flight)
-        owing = self._pending_chunks.busy_workers(self._registry.prefill)
+        owing = self._pending_chunks.busy_workers(self.registry.prefill)
         what = "a step" if steps else "a chunk of a prompt" if owing else "KV to be saved, loaded, scored or moved"
         if steps or not (owing or self._reports):
-            owing = self._registry.compute + owing
-        owing = owing + (self._registry.memory if self._reports else [])
+            owing = self.registry.compute + owing
+        owing = owing + (self.registry.memory if self._reports else [])
         text = f"for {what} (--step-timeout-s {limit:g})"
-        return self._registry.wait_for(owing, Done, limit + DRIVER_GRACE_S, text)
+        return self.registry.wait_for(owing, Done, limit + DRIVER_GRACE_S, text)
 
     def _note(self, done: StepDone) -> None:
         """Raise WorkersLostError if a worker hangs while the steps of other workers still complete. A worker whose
@@ -309,31 +309,31 @@ class WorkerExecutor:
         """
         now, limit, first = self._clock(), self._config.deadlines.step_timeout_s, self._batches
         if self._reports and now - self._progress_at > limit + DRIVER_GRACE_S:
-            silent = [m for m in self._registry.memory if not self._registry.has_message(m)]
+            silent = [m for m in self.registry.memory if not self.registry.has_message(m)]
             if silent:
-                raise self._registry.timeout_error(
+                raise self.registry.timeout_error(
                     silent, f"to save, load, score or move KV (--step-timeout-s {limit:g})"
                 )
         if done.batch >= first:
             self._pending_chunks.on_done(done.batch - first, now)
-        for group in self._pending_chunks.late_groups(self._registry.prefill, now, limit + DRIVER_GRACE_S):
-            if not self._registry.has_message(group[-1]):
-                raise self._registry.timeout_error(group, f"for a chunk of a prompt (--step-timeout-s {limit:g})")
+        for group in self._pending_chunks.late_groups(self.registry.prefill, now, limit + DRIVER_GRACE_S):
+            if not self.registry.has_message(group[-1]):
+                raise self.registry.timeout_error(group, f"for a chunk of a prompt (--step-timeout-s {limit:g})")
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return the counters of every worker, by the names of ``pids``; a lost worker has none."""
         with self._lock:
-            there = [m for m in self._registry if m not in self._registry.lost_workers]
+            there = [m for m in self.registry if m not in self.registry.lost_workers]
             for member in there:
                 with self._note_loss():
-                    self._registry.send(member, StatsRequest())
+                    self.registry.send(member, StatsRequest())
             counters = {member.label: self._stats_of(member) for member in there}
         return {label: values for label, values in counters.items() if values is not None}
 
     def _stats_of(self, worker: RegisteredWorker) -> dict[str, float] | None:
         """Return a worker's counters; None if it is lost, or late, or was stopped while it owes nothing else."""
         answers = list[dict[str, float] | None]()
-        while not answers and worker not in self._registry.lost_workers:
+        while not answers and worker not in self.registry.lost_workers:
             with self._note_loss():
                 answers.append(self._answer_of(worker))
             if self._loss is not None and worker in self._loss.workers:
@@ -342,7 +342,7 @@ class WorkerExecutor:
 
     def _answer_of(self, worker: RegisteredWorker) -> dict[str, float] | None:
         try:
-            answer: Stats = self._registry.wait_for([worker], Stats, *self._counters_limit)
+            answer: Stats = self.registry.wait_for([worker], Stats, *self._counters_limit)
         except WorkersLostError as loss:
             if worker not in loss.workers or not worker.handle.is_stopped:
                 raise
@@ -354,24 +354,24 @@ class WorkerExecutor:
         self._meanwhile = call
 
     def _check_health(self) -> None:
-        self._supervisor.check_health(self._waited_for())
+        self.supervisor.check_health(self._waited_for())
         self._meanwhile()
 
     def _waited_for(self) -> list[RegisteredWorker]:
         """The workers that owe a step, a transfer or counters. All other workers may be stopped without harm."""
         if self.is_recovering:
-            return list(self._registry)
+            return list(self.registry)
         steps = len(self._steps_in_flight) > 0
-        lending = self._registry.prefill if self._pending_chunks else []  # one may wait for another one's KV
-        computing = self._registry.compute * (steps or bool(lending)) + lending  # they pass on grants
+        lending = self.registry.prefill if self._pending_chunks else []  # one may wait for another one's KV
+        computing = self.registry.compute * (steps or bool(lending)) + lending  # they pass on grants
         counting = self._counters.pending_workers if self._counters else []
-        return (self._registry.memory if computing or self._reports else []) + computing + counting
+        return (self.registry.memory if computing or self._reports else []) + computing + counting
 
     def request_stats(self) -> None:
         """Request the counters of all workers, unless some have yet to reply; for the thread that calls ``wait``."""
         with self._note_loss():
             if self._counters is None and self._loss is None and not self.is_recovering:
-                self._counters = CounterCollector(self._registry, self._clock)
+                self._counters = CounterCollector(self.registry, self._clock)
                 self._counters.request()
 
     @property
@@ -396,29 +396,29 @@ class WorkerExecutor:
 
     def close(self) -> None:
         """End all workers: request it, wait, then use force. Idempotent."""
-        self._registry.shut_down(JOIN_S)
+        self.registry.shut_down(JOIN_S)
 
     def _gather(self, limit_s: float) -> None:
-        self.tracer.collect({m.label: m.link for m in self._registry}, limit_s)
+        self.tracer.collect({m.label: m.link for m in self.registry}, limit_s)
 
     def _after_end(self) -> None:
         if self.borrower is not None:
             self.borrower.close()
         self.resizer.close()
-        self._workers.close()
+        self.workers.close()
         self.tracer.save()
 
     def _read_clocks(self) -> None:
-        for member in self._registry if self.tracer.is_enabled else []:
+        for member in self.registry if self.tracer.is_enabled else []:
             trips = []
             for _ in range(ROUND_TRIPS):
                 asked = Recorder.now()
-                self._registry.send(member, ClockRequest())
-                answer = self._registry.wait_for([member], ClockTime, STATS_S, "to read its clock")
+                self.registry.send(member, ClockRequest())
+                answer = self.registry.wait_for([member], ClockTime, STATS_S, "to read its clock")
                 trips.append((asked, answer.now, Recorder.now()))
             self.tracer.set_clock(member.label, trips)
 
     @property
     def is_closed(self) -> bool:
         """Return whether the workers have been ended, by ``close`` or because one was lost."""
-        return self._registry.closed
+        return self.registry.closed

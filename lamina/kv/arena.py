@@ -28,7 +28,7 @@ class HugePageArena:
     """The memory of the pool that no layer uses now. Safe from any thread."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []  # with the shapes that they had last
+        self.free: list[Tensor] = []  # with the shapes that they had last
         self._most = 0  # the most tensors that are kept
         self._lock = threading.Lock()
 
@@ -40,13 +40,13 @@ class HugePageArena:
             slab = huge_page_zeros(shape, dtype, slack)
             prefault([slab])
             with self._lock:
-                self._free.append(slab)
+                self.free.append(slab)
                 self._most += 1
 
     def can_allocate(self, shapes: Iterable[Shape]) -> bool:
         """Return whether all of these tensors, allocated one after another, would fit in the free memory."""
         with self._lock:
-            free = list(self._free)
+            free = list(self.free)
         for shape, dtype in shapes:
             slab = _best_fit(free, prod(shape) * dtype.itemsize, dtype)
             free = [x for x in free if x is not slab]
@@ -60,8 +60,8 @@ class HugePageArena:
         """
         nbytes = prod(shape) * dtype.itemsize
         with self._lock:
-            slab = _best_fit(self._free, nbytes, dtype)
-            self._free = [x for x in self._free if x is not slab]
+            slab = _best_fit(self.free, nbytes, dtype)
+            self.free = [x for x in self.free if x is not slab]
         if slab is None:
             return huge_page_zeros(shape, dtype)
         whole = torch.empty(0, dtype=torch.uint8).set_(slab.untyped_storage())
@@ -74,19 +74,19 @@ class HugePageArena:
         prepared, or as are given if these are more; the smallest ones go back to the host.
         """
         with self._lock:
-            free = sorted([*self._free, *tensors], key=_capacity, reverse=True)
-            self._free = free[: max(self._most, len(tensors))]
+            free = sorted([*self.free, *tensors], key=_capacity, reverse=True)
+            self.free = free[: max(self._most, len(tensors))]
 
     def clear(self) -> None:
         """Return all free memory to the host."""
         with self._lock:
-            self._free, self._most = [], 0
+            self.free, self._most = [], 0
 
     @property
     def nbytes(self) -> int:
         """The bytes that are free here."""
         with self._lock:
-            return sum(x.nbytes for x in self._free)
+            return sum(x.nbytes for x in self.free)
 
 
 def huge_page_zeros(shape: Sequence[int], dtype: torch.dtype, slack: int = 0) -> Tensor:

@@ -58,8 +58,8 @@ class DeviceTransport:
         if not isinstance(staging, DeviceStaging) or not isinstance(channel, DeviceChannel) or queue is None:
             raise ValueError(f"{channel.peer}: kernels on {staging.device} cannot use this channel")
         self.channel = channel
-        self._staging, self._device_side, self._stream = staging, channel.hand_to_device(), queue.stream
-        self.recordable = self._device_side.recordable  # if its messages may be parts of graphs
+        self._staging, self.device_side, self._stream = staging, channel.hand_to_device(), queue.stream
+        self.recordable = self.device_side.recordable  # if its messages may be parts of graphs
         self._wait_ns = int(wait_s * 1e9)
         self._notes = torch.zeros(1 + _NOTE.size // 8, dtype=torch.int64, device=staging.device)  # status, then a note
 
@@ -82,10 +82,10 @@ class DeviceTransport:
 
     def launching(self) -> AbstractContextManager[bool]:
         """Surround the launch of a graph that holds messages. Yields False if it must not be launched."""
-        return self._device_side.launching()
+        return self.device_side.launching()
 
     def _lane(self, kind: MessageKind) -> DeviceSide:
-        return self._device_side.bulk if kind in BULK_KINDS else self._device_side
+        return self.device_side.bulk if kind in BULK_KINDS else self.device_side
 
     def check_errors(self) -> None:
         """Wait for the device and raise its errors: ChannelError, ProtocolError."""
@@ -95,7 +95,7 @@ class DeviceTransport:
             came, tag, due, due_tag = _NOTE.unpack(note)
             text = f"{MessageKey.unpack(tag)} of {came} bytes in place of {MessageKey.unpack(due_tag)} of {due} bytes"
             raise ProtocolError(f"{self.channel.peer}: {text}")
-        self._device_side.check(status)
+        self.device_side.check(status)
 
 
 def message_descriptors(staging: Staging, messages: Sequence[tuple[MessageKey, int, int]]) -> Tensor:

@@ -71,7 +71,7 @@ def tokens_as_transformers(settings: GpuSettings) -> Result:
         except (RuntimeError, ValueError) as error:
             shares[name] = str(error)
             continue
-        same = [_prefix(o.outputs[0].token_ids, w) for o, w in zip(outputs, wanted, strict=True)]
+        same = [prefix_length(o.outputs[0].token_ids, w) for o, w in zip(outputs, wanted, strict=True)]
         shares[name] = sum(same) / sum(map(len, wanted))
     return shares
 
@@ -230,7 +230,7 @@ def _sampled(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=1.0, top_k=50, top_p=0.95, min_p=0.02, max_tokens=tokens, ignore_eos=True)
 
 
-def _prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -98,13 +98,13 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(
 
 def idle(llm: AsyncLLM) -> threading.Event:
     """Set when the engine has nothing left."""
-    event, settle = threading.Event(), llm._front.streams.release_idle_blocks
+    event, settle = threading.Event(), llm.front.streams.release_idle_blocks
 
     def settled() -> None:
         settle()
         event.set()
 
-    llm._front.streams.release_idle_blocks = settled  # type: ignore[method-assign]
+    llm.front.streams.release_idle_blocks = settled  # type: ignore[method-assign]
     return event
 
 
@@ -185,9 +185,9 @@ def test_a_reader_that_goes_cancels_its_request(end: str, make: Callable[..., As
             await asyncio.to_thread(done.wait, LIMIT_S)
 
     run(go())
-    assert not llm._front.engine.has_work
-    assert llm._front.engine.free_blocks == FULL
-    assert not llm._front.streams._collectors
+    assert not llm.front.engine.has_work
+    assert llm.front.engine.free_blocks == FULL
+    assert not llm.front.streams._collectors
 
 
 def test_who_reads_slowly_gets_what_has_grown_and_no_queue(make: Callable[..., AsyncLLM]) -> None:

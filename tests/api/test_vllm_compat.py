@@ -119,7 +119,7 @@ def test_a_chat_may_go_on_with_its_last_message(llm: LLM, monkeypatch: pytest.Mo
         return [1, 2]
 
     monkeypatch.setattr("lamina.api.llm.apply_chat_template", template)
-    llm._front.tokenizer = object()
+    llm.front.tokenizer = object()
     talk, params = [{"role": "assistant", "content": "I"}], SamplingParams(max_tokens=1)
     llm.chat(talk, params)
     llm.chat(talk, params, add_generation_prompt=False, continue_final_message=True, chat_template_kwargs={"a": 1})
@@ -139,7 +139,7 @@ def test_a_chat_may_have_a_template_and_tools_of_its_own(llm: LLM) -> None:
             assert options["chat_template"] == "{{ tools }}"
             return {"input_ids": [len(options["tools"]), len(messages)]}
 
-    llm._front.tokenizer = Tokenizer()
+    llm.front.tokenizer = Tokenizer()
     talk, params = [{"role": "user", "content": "I"}], SamplingParams(max_tokens=1)
     (done,) = llm.chat(talk, params, chat_template="{{ tools }}", tools=[{}, {}])
     assert done.prompt_token_ids == [2, 1]

@@ -174,7 +174,7 @@ def test_a_memory_worker_leaves_and_who_stays_has_its_place_still(cluster: FakeC
         with llm.stream(PROMPTS, params) as stream:
             for output in stream:
                 outputs[output.request_id] = output.outputs[0].token_ids
-                if len(llm.pools._registry.memory) == 2 and not elastic.is_preparing and len(outputs) == len(PROMPTS):
+                if len(llm.pools.registry.memory) == 2 and not elastic.is_preparing and len(outputs) == len(PROMPTS):
                     with suppress(ValueError):  # it is under way already
                         elastic.begin(elastic.plan(1), [0])
             assert [outputs[i] for i in stream.request_ids] == wanted
@@ -184,10 +184,10 @@ def test_a_memory_worker_leaves_and_who_stays_has_its_place_still(cluster: FakeC
         assert {name: pid for name, pid in llm.pools.pids.items() if name.startswith("memory")} == {
             "memory-0": before["memory-1"]
         }
-        place = llm.pools._registry.memory[0].handle.host
+        place = llm.pools.registry.memory[0].handle.host
         os.kill(before["memory-1"], signal.SIGKILL)
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == wanted
-        assert llm.pools._registry.memory[0].handle.host == place
+        assert llm.pools.registry.memory[0].handle.host == place
         with pytest.raises(ResizeNeedsRestartError):
             elastic.begin(elastic.plan(2))
         assert eventually(lambda: gone(before["memory-0"]), 10.0)
@@ -235,7 +235,7 @@ def resident(pid: int) -> int:
 def spares_of(llm: LLM, count: int) -> dict[str, int]:
     """The processes of its spares by their roles, once there are so many, and no other one of them comes up."""
     spares: Callable[[], dict[str, int]] = lambda: {  # noqa: E731
-        m.handle.role: m.handle.pid for m in llm.pools._workers.spare_workers
+        m.handle.role: m.handle.pid for m in llm.pools.workers.spare_workers
     }
     assert eventually(lambda: llm.engine.check_workers() == [] and len(spares()) == count, 60.0)
     return spares()
@@ -255,7 +255,7 @@ def test_spares_take_the_places_of_lost_workers_and_have_successors(
     options = {**OPTIONS, "kv_memory": "96MiB", "transport": "tcp", "spare_memory": 1, "spare_compute": 1}
     try:
         with LLM(MODEL, ray_address=cluster.address, deterministic=True, **options) as llm:
-            wanted, launcher = tokens(llm), llm.pools._workers.launcher
+            wanted, launcher = tokens(llm), llm.pools.workers.launcher
             assert isinstance(launcher, RayLauncher)
             hosts = {
                 launcher._spares["memory"][0].assignment.host.name,

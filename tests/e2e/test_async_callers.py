@@ -51,7 +51,7 @@ def test_callers_share_batches_and_get_their_own_texts(llm: AsyncLLM) -> None:
 
 
 def test_breaking_off_gives_the_blocks_back(llm: AsyncLLM) -> None:
-    engine = llm._front.engine
+    engine = llm.front.engine
     full = engine.free_blocks
 
     async def go() -> None:
@@ -68,7 +68,7 @@ def test_the_tokens_are_those_of_transformers_and_a_killed_worker_wakes_all(
     llama_path: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
     llm = AsyncLLM(llama_path, memory_workers=2, max_recoveries=0)
-    pids = llm._front.pools.pids
+    pids = llm.front.pools.pids
 
     async def go() -> list[Any]:
         found = await asyncio.gather(*(last(llm, p, 12) for p in prompts))

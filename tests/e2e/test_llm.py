@@ -107,14 +107,14 @@ def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
     """One batch, three layers: its steps end on either replica in turn, and each has a link of its own."""
     with LLM(str(llama_path), transport="loopback", plan="auto:3") as llm:
         pools, piled = llm.pools, 0
-        replicas, wait = [m for m in pools._registry if m.handle.role == "compute"], pools.wait
+        replicas, wait = [m for m in pools.registry if m.handle.role == "compute"], pools.wait
 
         def wait_late() -> Any:
             nonlocal piled
             deadline = time.monotonic() + 0.5  # the first and the last step are alone in flight
-            while not all(pools._registry.has_message(m) for m in replicas) and time.monotonic() < deadline:
+            while not all(pools.registry.has_message(m) for m in replicas) and time.monotonic() < deadline:
                 select.select([], [], [], 0.0005)  # workers are threads, which want this process's turn
-            piled += all(pools._registry.has_message(m) for m in replicas)
+            piled += all(pools.registry.has_message(m) for m in replicas)
             return wait()
 
         pools.wait = wait_late  # type: ignore[method-assign]

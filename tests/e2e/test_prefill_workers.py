@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lamina import LLM, SamplingParams
+from lamina.api import frontend
+from lamina.executor.worker_executor import WorkerExecutor
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -86,22 +90,25 @@ def test_a_preempted_prompt_is_computed_again(llama_path: Path, prompts: list[li
 
 
 def test_a_driver_that_pauses_does_not_take_prefill_workers_for_hung(
-    llama_path: Path, prompts: list[list[int]]
+    llama_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answers of both pools lie there for longer than a chunk may take."""
+    paused_s = [0.0]
+    clock = lambda: time.monotonic() + paused_s[0]  # noqa: E731
+    monkeypatch.setattr(frontend, "WorkerExecutor", partial(WorkerExecutor, clock=clock))
     with LLM(str(llama_path), transport="loopback", prefill_workers=1, prefill_chunk=8) as llm:
-        engine, pools, (prefill,) = llm.engine, llm.pools, llm.pools._registry.prefill
+        engine, workers = llm.engine, llm.pools.registry
         engine.add(prompts[0], GREEDY)
         while not any(s.num_output_tokens for b in engine.scheduler.batches for s in b.running):
             engine.step()
         engine.add(prompts[3], GREEDY)
-        while not (pools._pending_chunks and any(batch == 0 for batch, _ in engine._in_flight)):
+        while len({batch for batch, _ in engine.in_flight}) < 2:  # a step, and a chunk of the prompt
             engine.step()
-        for member in (prefill, *pools._registry.compute):
+        for member in (*workers.prefill, *workers.compute):
             poller = select.poll()
             poller.register(member.link, select.POLLIN)
             assert poller.poll(60_000)
-        pools._pending_chunks._since[0] -= 1000.0
+        paused_s[0] = 1000.0
         while engine.has_work:
             engine.step()
 

@@ -117,7 +117,7 @@ def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
 
     with LLM(str(llama_path), transport="loopback", prefill_workers=2, prefill_chunk=32, deterministic=True) as llm:
         llm.engine.slo_admission.set_config(ConductorConfig(policy="mooncake"))
-        before, view, runs = list(llm.pools._registry), llm.engine.scheduler.epoch, list[list[list[int]]]()
+        before, view, runs = list(llm.pools.registry), llm.engine.scheduler.epoch, list[list[list[int]]]()
         for patched in (False, True):
             llm.reset_prefix_cache()
             begun = llm.generate(prompts[:1], GREEDY)
@@ -126,7 +126,7 @@ def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
             runs.append([o.outputs[0].token_ids for o in begun + llm.generate(prompts[1:], GREEDY)])
         assert gone
         assert runs[0] == runs[1]
-        assert list(llm.pools._registry) == before, "all are who they were"
+        assert list(llm.pools.registry) == before, "all are who they were"
         assert llm.engine.scheduler.epoch > view
         assert llm.engine.slo_admission.num_page_replicas, "and what others have is fetched again"
 

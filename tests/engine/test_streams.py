@@ -60,7 +60,7 @@ def test_none_is_queued_beside_one_that_a_tokenizer_cannot_show(llm: LLM) -> Non
         EngineRequest(prompt=[3], params=tokens(9), make_detokenizer=fails),
     ]
     with pytest.raises(IndexError):
-        llm._front.streams.add(asked, RequestOutputCollector(2))
+        llm.front.streams.add(asked, RequestOutputCollector(2))
     assert llm.engine.scheduler.num_waiting == 0
     assert not llm.engine.has_work
 
@@ -94,7 +94,7 @@ def test_a_stream_that_ends_early_leaves_nothing(llm: LLM, read: int, end: str) 
     assert not llm.engine.has_work
     assert llm.engine.free_blocks == FULL
     assert llm.engine.scheduler.num_running == llm.engine.scheduler.num_waiting == 0
-    assert not llm._front.streams._collectors
+    assert not llm.front.streams._collectors
 
 
 def test_who_looks_late_gets_one_output_with_all_that_has_grown(llm: LLM) -> None:
@@ -221,7 +221,7 @@ def test_a_feed_takes_turns_and_raises_last(llm: LLM) -> None:
 
 
 def test_prompts_that_come_alone_are_sampled_as_the_model_says(llm: LLM) -> None:
-    llm._front._defaults = {"max_tokens": 3, "temperature": 0.5}
+    llm.front._defaults = {"max_tokens": 3, "temperature": 0.5}
     assert llm.get_default_sampling_params() == SamplingParams(max_tokens=3, temperature=0.5)
     assert len(llm.generate([[1, 2]])[0].outputs[0].token_ids) == 3
     assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=5))[0].outputs[0].token_ids) == 5

@@ -5,12 +5,13 @@ meanwhile.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from executor_api import start_executor
 from msgspec import structs
 from simulated import SimulatedWorker, World
 from test_worker_group import LIMIT_S, OPTIONS
@@ -19,18 +20,14 @@ from lamina.config.engine_config import KVOptions
 from lamina.config.flat_options import make_config, replace_options, with_fewer_workers
 from lamina.config.partition import PARTITIONS
 from lamina.executor.elastic import MemoryResizer, ResizePlan
-from lamina.executor.launchers import HostLostError
-from lamina.executor.launchers.local import ProcessWorker
+from lamina.executor.launchers import HostLostError, local
 from lamina.executor.memory_worker_slots import order_after_removal
 from lamina.executor.restart_budget import WINDOW_S
 from lamina.executor.stall_detector import STOPPED_S, StallDetector
-from lamina.executor.states import EXECUTOR_TRANSITIONS, ExecutorState
 from lamina.executor.supervisor import Supervisor
-from lamina.executor.termination_notice import TerminationNotices
 from lamina.executor.worker_executor import WorkerExecutor
 from lamina.executor.worker_group import WorkerGroup
 from lamina.executor.worker_registry import RETRY_S, RegisteredWorker, WorkerRegistry, WorkersLostError
-from lamina.observe.trace_collection import Tracer
 from lamina.protocol.capacity import Capacity
 from lamina.protocol.control import (
     ChannelLost,
@@ -46,7 +43,6 @@ from lamina.protocol.control import (
 from lamina.protocol.executor import EpochChanged, ReducedCapacityError, WorkerError
 from lamina.protocol.reshard import PrepareStore, StorePrepared
 from lamina.protocol.step_plan import BindRequest, LayerShape, SurvivingKv
-from lamina.utils.state_machine import StateMachine
 
 KEEP = [SurvivingKv(4, 17), SurvivingKv(9, 3)]
 NUM_WORKERS = 5
@@ -56,18 +52,24 @@ MOST = 5
 class Run:
     """A fleet that runs, and its supervisor."""
 
-    def __init__(self, seed: int = 0, **options: Any) -> None:
+    def __init__(self, seed: int = 0, *, pools: bool = False, **options: Any) -> None:
+        """``pools``: whether an executor has started it, which then watches it."""
         told = {**OPTIONS, "transport": "shm", "start_timeout_s": LIMIT_S, "step_timeout_s": 5.0, **options}
         self.world, self.config = World(seed), make_config(told)
         config = self.config
         self.on_tick: Callable[[], None] = lambda: None
-        self.members = WorkerRegistry(lambda s: None, lambda: None, self.world, self.world.clock, self.tick)
-        self.cohort = WorkerGroup(
-            config, self.members, lambda *_: None, clock=self.world.clock, launch=self.world.launch
-        )  # fmt: skip
-        self.supervisor = Supervisor(config, self.members, self.cohort, self.world.clock)
-        self.cohort.start("a model")
-        self.ready = self.cohort.connect()
+        if pools:
+            self.pools = start_executor(self.world, config)
+            self.members, self.cohort, self.ready = self.pools.registry, self.pools.workers, self.pools.ready
+            self.supervisor = self.pools.supervisor
+        else:
+            self.members = WorkerRegistry(lambda s: None, lambda: None, self.world, self.world.clock, self.tick)
+            self.cohort = WorkerGroup(
+                config, self.members, lambda *_: None, clock=self.world.clock, launch=self.world.launch
+            )  # fmt: skip
+            self.supervisor = Supervisor(config, self.members, self.cohort, self.world.clock)
+            self.cohort.start("a model")
+            self.ready = self.cohort.connect()
         for worker in self.world.workers:
             worker.kept = {4: 20 + worker.index, 9: 3}
 
@@ -81,7 +83,7 @@ class Run:
         """The one that the driver sees."""
         for _ in range(100):
             try:
-                self.members._read(0.1)
+                self.members.listen(0.1)
             except WorkersLostError as loss:
                 return loss
         raise AssertionError("nobody was lost")
@@ -195,20 +197,17 @@ def test_a_dead_spare_has_a_successor_at_once_as_often_as_recoveries_may_be() ->
     for _ in range(3):
         run.supervisor.check_health([])
     assert len(run.world.workers) == NUM_WORKERS + 4, "one that dies whenever it starts is not started for ever"
+    lost = WorkersLostError("gone", [run.members.memory[0]], ended=True)
+    assert run.supervisor.is_recoverable(lost), "no spare's end has cost a recovery"
     run.world.now += WINDOW_S + 1.0
     run.supervisor.check_health([])
     assert len(run.world.workers) == NUM_WORKERS + 5
     assert not run.members.lost_workers
-    assert run.supervisor._restart_budget.allows([]), "nobody was lost by it"
 
 
 def test_a_spare_takes_the_memory_of_the_largest_place_and_another_where_that_is_another() -> None:
     run = Run(spare_compute=1, spare_memory=2)
-    layer = LayerShape(2, 2, 8, 8, b"")
-    bind = BindRequest(
-        worker=0, partition=PARTITIONS["head"]([2], [1.0, 1.0], 1), layers=[layer], dtype="float32", kv=KVOptions(),
-        kv_bytes=100, max_rows=4, max_model_len=128, epoch=run.ready.epoch, replicas=2, prefill_workers=1,
-    )  # fmt: skip
+    bind = bind_of(run)
     run.cohort.memory_binds = [bind]
 
     def asked() -> list[list[tuple[int, int]]]:
@@ -334,12 +333,13 @@ def test_one_that_cannot_be_started_is_told_once_and_tried_again_behind_the_next
 
     run.world.start_spare = full  # type: ignore[method-assign]
     with caplog.at_level("WARNING"):
-        run.supervisor._fill_spares()
+        run.worker(0).kill()
+        run.recover()
         for _ in range(3):
             run.supervisor.check_health([])
     assert caplog.text.count("there are fewer spare workers than configured: no host has room") == 1
     run.world.start_spare = right  # type: ignore[method-assign]
-    run.worker(0).kill()
+    run.worker(1).kill()
     run.recover()
     assert [m.handle.role for m in run.cohort.spare_workers] == ["memory"]
 
@@ -535,9 +535,9 @@ def test_how_long_one_was_waited_for_is_told_by_the_looks_around_it() -> None:
 def test_one_that_is_slowed_down_by_signals_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by cpulimit: whoever looks may find it stopped each time, and it has run in between."""
     now, spent = 100.0, 7
-    standing, worker = StallDetector[str](lambda: now), object.__new__(ProcessWorker)
-    worker.pid, worker._spent = 5, None
-    monkeypatch.setattr("lamina.executor.launchers.local.cpu_ns_if_stopped", lambda pid: spent)
+    monkeypatch.setattr(local, "start", lambda *asked, **env: SimpleNamespace(pid=5))
+    monkeypatch.setattr(local, "cpu_ns_if_stopped", lambda pid: spent)
+    standing, worker = StallDetector[str](lambda: now), local.ProcessWorker("memory", 0)
     for _ in range(40):
         assert standing.update(["it"] if worker.is_stopped else []) == []
         now, spent = now + 0.25, spent + 1
@@ -752,12 +752,10 @@ def test_a_run_without_room_for_workers_says_how_many_are_left(
     """Of memory workers (0, 1) and prefill workers (4); not where no compute worker is left (2, 3). In words, too,
     where another run could go on: whoever uses lamina.LLM starts it.
     """
-    run = Run()
-    pools = pools_of(run)
+    run, pools = pools_of()
     run.world.start = no_room  # type: ignore[method-assign]
     for victim in victims:
         run.worker(victim).kill()
-    pools._loss = run.loss()
     changed = pools.wait()
     assert isinstance(changed, EpochChanged)
     with pytest.raises(WorkerError, match="a lost worker could not be replaced: 10.0.0.3 is lost") as told:
@@ -791,11 +789,9 @@ def test_a_run_is_told_of_sizes_that_it_could_have(options: dict[str, Any], left
 
 
 def test_a_run_whose_workers_that_are_left_cannot_do_it_says_why() -> None:
-    run = Run(memory_weights="2,1")
-    pools = pools_of(run)
+    run, pools = pools_of(memory_weights="2,1")
     run.world.start = no_room  # type: ignore[method-assign]
     run.worker(0).kill()
-    pools._loss = run.loss()
     assert isinstance(pools.wait(), EpochChanged)
     with pytest.raises(ReducedCapacityError, match="is lost") as told:
         pools.resume(KEEP)
@@ -947,7 +943,7 @@ def test_where_no_replica_is_left_all_wait_for_one() -> None:
         run.now("compute", index).kill()
     run.loss()
     with suppress(WorkersLostError):
-        run.members._read(0.1)
+        run.members.listen(0.1)
     run.supervisor.quiesce(run.loss())
     ready = run.supervisor.resume(KEEP)
     assert ready.replicas == 1
@@ -956,8 +952,7 @@ def test_where_no_replica_is_left_all_wait_for_one() -> None:
 
 def one_loads() -> tuple[Run, WorkerExecutor, SimulatedWorker]:
     """A fleet that goes on without a replica that was killed, and who loads to take its place."""
-    run = Run()
-    pools = pools_of(run)
+    run, pools = pools_of()
     run.world.load_s = 20.0
     run.now("compute", 0).kill()
     assert isinstance(pools.check_workers(), EpochChanged)
@@ -996,12 +991,23 @@ def stand_still(member: RegisteredWorker) -> None:
     raise TimeoutError
 
 
+def change_to(run: Run, count: int) -> ResizePlan:
+    topology = structs.replace(run.config.topology, memory_workers=count)
+    return ResizePlan(topology, [[bind_of(run)] * count], Capacity([], [], 0, False, [], [], []))
+
+
+def bind_of(run: Run) -> BindRequest:
+    return BindRequest(
+        worker=0, partition=PARTITIONS["head"]([2], [1.0, 1.0], 1), layers=[LayerShape(2, 2, 8, 8, b"")],
+        dtype="float32", kv=KVOptions(), kv_bytes=100, max_rows=4, max_model_len=128, epoch=run.ready.epoch,
+        replicas=2, prefill_workers=1,
+    )  # fmt: skip
+
+
 def test_one_that_is_to_come_and_stands_still_in_a_message_ends_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     elastic = MemoryResizer(run.config, run.members, run.cohort, run.world.clock)
-    coming = run.cohort.start_extra("memory", 2)
-    elastic.change = ResizePlan(run.config.topology, [], Capacity([], [], 0, False, [], [], []))
-    elastic._coming, elastic._preparing = {coming: ""}, {coming: PrepareStore(None)}
+    elastic.begin(change_to(run, 3))
     monkeypatch.setattr(run.members, "receive_from", stand_still)
     assert not elastic.is_ready()
     outcome = elastic.take_outcome()
@@ -1014,8 +1020,11 @@ def test_room_that_was_made_for_another_change_is_none() -> None:
     """That one was given up, and its answers come late: neither its yes nor its no are of this one."""
     run = Run()
     elastic, (stays, _) = MemoryResizer(run.config, run.members, run.cohort, run.world.clock), run.members.memory
-    elastic.change, elastic._number = ResizePlan(run.config.topology, [], Capacity([], [], 0, False, [], [], [])), 2
-    elastic._preparing, elastic._deadline = {stays: PrepareStore(None, resize_number=2)}, run.world.now + 9.0
+    elastic.begin(change_to(run, 1))
+    run.world.now += LIMIT_S + 1.0
+    assert not elastic.is_ready()
+    assert not elastic.in_progress
+    elastic.begin(change_to(run, 1))
     stays.inbox += [StorePrepared("no memory", 1), StorePrepared("", 1)]
     assert not elastic.is_ready()
     assert elastic.is_preparing
@@ -1024,30 +1033,33 @@ def test_room_that_was_made_for_another_change_is_none() -> None:
     assert elastic.is_ready()
 
 
-def test_one_that_goes_and_is_stopped_holds_nobody_up() -> None:
+def test_one_that_goes_and_is_stopped_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
     """It is no member any more, and the others would wait for its KV until a step is late."""
     run = Run(step_timeout_s=60.0)
     elastic = MemoryResizer(run.config, run.members, run.cohort, run.world.clock)
     stays, goes = run.members.memory
-    run.members.remove(goes)
+    run.cohort.memory_binds = [bind_of(run)]
+    elastic.begin(change_to(run, 1))
+    stays.inbox.append(StorePrepared("", 1))
+    assert elastic.commit(run.world.now) is not None
     run.now("memory", 0).silent = run.worker(1).is_stopped = True
     began = run.world.now
-    (answer,) = elastic._answers([stays], [goes])
-    assert answer.error == f"{goes.name} has been stopped for {STOPPED_S:g} s"
+    assert not elastic.move_kv(KEEP)
+    assert f"{goes.name} has been stopped for {STOPPED_S:g} s" in caplog.text
     assert STOPPED_S <= run.world.now - began <= STOPPED_S + 0.5
 
 
 def test_a_replica_that_is_started_as_the_pools_end_is_ended_too() -> None:
     run = Run()
-    start = run.cohort.degraded._start
+    start = run.world.start
 
-    def start_late(role: str, index: int) -> RegisteredWorker:
+    def start_late(role: str, index: int, threads: int = 0) -> SimulatedWorker:
         started = start(role, index)
         run.members.shut_down(0.0)
         run.cohort.close()
         return started
 
-    run.cohort.degraded._start = start_late
+    run.world.start = start_late  # type: ignore[method-assign]
     run.now("compute", 0).kill()
     run.supervisor.quiesce(run.loss())
     with pytest.raises(WorkerError, match="have been ended"):
@@ -1055,26 +1067,16 @@ def test_a_replica_that_is_started_as_the_pools_end_is_ended_too() -> None:
     assert all(worker.ended for worker in run.world.workers)
 
 
-def pools_of(run: Run) -> WorkerExecutor:
-    """The pools of a fleet that runs."""
-    pools = WorkerExecutor.__new__(WorkerExecutor)
-    pools._registry, pools._workers, pools._supervisor = run.members, run.cohort, run.supervisor
-    pools._config, pools._clock, pools._lock = run.config, run.world.clock, threading.Lock()
-    pools.resizer = MemoryResizer(run.config, run.members, run.cohort, run.world.clock)
-    pools._termination_notices = TerminationNotices(run.members, pools.resizer)
-    pools._loss, pools._meanwhile = None, lambda: None
-    pools._state = StateMachine(ExecutorState.RUNNING, EXECUTOR_TRANSITIONS)
-    pools._batches, pools.tracer, pools.ready = 3, Tracer(""), run.ready
-    pools._expect_nothing()
-    run.on_tick = pools._check_health
+def pools_of(**options: Any) -> tuple[Run, WorkerExecutor]:
+    """A fleet that runs, and its pools, whose capacity each epoch keeps."""
+    run = Run(pools=True, **options)
     run.world.blocks = 10
-    return pools
+    return run, run.pools
 
 
 def test_who_asks_for_counters_before_all_go_on_costs_no_other_recovery() -> None:
     """Another thread may do so at any moment; a worker that is lost then is another matter."""
-    run = Run()
-    pools = pools_of(run)
+    run, pools = pools_of()
     run.worker(0).kill()
     assert isinstance(pools.check_workers(), EpochChanged)
     assert sorted(pools.stats()) == ["compute-0", "compute-1", "memory-1", "prefill-0"]
@@ -1098,8 +1100,8 @@ def test_who_asks_for_counters_before_all_go_on_costs_no_other_recovery() -> Non
 @pytest.mark.parametrize("number", range(NUM_WORKERS))
 def test_one_that_is_stopped_while_idle_is_lost_once_it_is_asked_for_its_counters(number: int) -> None:
     """As a server asks every second. None is where nobody asks."""
-    run = Run()
-    pools, victim = pools_of(run), run.worker(number)
+    run, pools = pools_of()
+    victim = run.worker(number)
     victim.is_stopped = victim.silent = True
     for _ in range(40):
         run.world.pass_until(run.world.now + 0.25, lambda: False)
@@ -1119,8 +1121,7 @@ def test_one_that_is_stopped_while_idle_is_lost_once_it_is_asked_for_its_counter
 
 
 def test_one_that_was_stopped_while_idle_has_no_counters_and_is_no_loss() -> None:
-    run = Run()
-    pools = pools_of(run)
+    run, pools = pools_of()
     run.worker(0).is_stopped = run.worker(0).silent = True
     assert sorted(pools.stats()) == ["compute-0", "compute-1", "memory-1", "prefill-0"]
     pools.request_stats()
@@ -1133,8 +1134,7 @@ def test_one_that_was_stopped_while_idle_has_no_counters_and_is_no_loss() -> Non
 @pytest.mark.parametrize("how", ["asked beside", "asked"])
 def test_one_that_answers_nothing_while_idle_is_replaced(how: str) -> None:
     """Its process is not stopped: it hangs, or its host is gone."""
-    run = Run()
-    pools = pools_of(run)
+    run, pools = pools_of()
     run.worker(0).silent = True
     if how == "asked beside":
         pools.request_stats()
@@ -1150,8 +1150,7 @@ def test_one_that_answers_nothing_while_idle_is_replaced(how: str) -> None:
 
 def test_one_that_is_stopped_while_others_are_replaced_is_found_soon() -> None:
     """It owes an answer to whatever it is told."""
-    run = Run(step_timeout_s=60.0)
-    pools = pools_of(run)
+    run, pools = pools_of(step_timeout_s=60.0)
     idle = run.now("prefill", 0)
     run.worker(0).kill()
     change = pools.check_workers()
@@ -1168,8 +1167,7 @@ def test_one_that_is_stopped_while_others_are_replaced_is_found_soon() -> None:
 @pytest.mark.parametrize("where", ["resume", "halt"])
 def test_a_replacement_that_cannot_start_ends_the_run_with_its_line(where: str) -> None:
     """Also where it says so while another loss brings it to rest. No user asked for it: it is no ValueError."""
-    run = Run()
-    pools = pools_of(run)
+    run, pools = pools_of()
     first = run.now("prefill", 0)
     said = False
 

@@ -15,16 +15,11 @@ from msgspec import structs
 from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
 from lamina.executor.rendezvous import merged_ready
-from lamina.executor.states import EXECUTOR_TRANSITIONS, ExecutorState
-from lamina.executor.supervisor import Supervisor
-from lamina.executor.worker_executor import WorkerExecutor
-from lamina.executor.worker_group import WorkerGroup
 from lamina.executor.worker_registry import RegisteredWorker, WorkerRegistry, WorkersLostError
 from lamina.protocol.control import ChannelLost, ControlLink, Failed, Stats, StatsRequest, StepDone, Stop
 from lamina.protocol.executor import WorkerError
 from lamina.protocol.step_plan import BindReply, ProtocolError
 from lamina.tools.plan.simulator.lossless import simulated_ready
-from lamina.utils.state_machine import StateMachine
 
 SOON_S = 30.0  # on a busy machine
 
@@ -167,35 +162,6 @@ def test_what_is_said_under_an_older_view_is_dropped() -> None:
     assert len(pools.take_arrived(Stats)) == 1
 
 
-def one_member(*handles: Ended) -> tuple[WorkerExecutor, list[RegisteredWorker]]:
-    """Pools that have been started."""
-    pools = WorkerExecutor.__new__(WorkerExecutor)
-    pools._registry, made = members(*handles)
-    pools._config, pools._lock = make_config({"step_timeout_s": 60.0}), threading.Lock()
-    pools._counters, pools._clock = None, time.monotonic
-    cohort = WorkerGroup(pools._config, pools._registry, lambda stage, done, total: None)  # it has started nobody
-    pools._supervisor = Supervisor(pools._config, pools._registry, cohort)
-    pools._loss, pools._state = None, StateMachine(ExecutorState.RUNNING, EXECUTOR_TRANSITIONS)
-    return pools, made
-
-
-@pytest.mark.parametrize(
-    ("words", "text", "kind"),
-    [
-        ((), r"^memory worker 0 \(pid 1\) ended; its pool cannot continue and was ended: start again$", WorkerError),
-        ((BROKEN,), "^memory worker: out of order$", WorkerError),
-        ((Failed(text="--dtype: no", user_error=True),), "^--dtype: no$", ValueError),
-    ],
-    ids=["ended", "failed", "user"],
-)
-def test_the_pools_end_all_where_one_is_lost(words: tuple[Failed, ...], text: str, kind: type[Exception]) -> None:
-    pools, _ = one_member(Ended("memory", *words), Stopped("compute"))
-    with pytest.raises(kind, match=text) as told:
-        pools.check_workers()
-    assert type(told.value) is not WorkersLostError
-    assert pools.is_closed
-
-
 def test_what_a_user_can_put_right_is_a_value_error() -> None:
     pools, (lost,) = members(Ended("compute", Failed(text="--tensor-parallel-size 3: no", user_error=True)))
     with pytest.raises(ValueError, match="^--tensor-parallel-size 3: no$"):
@@ -262,32 +228,6 @@ def test_who_waits_in_silence_looks_round_and_still_has_a_deadline(monkeypatch: 
         pools.wait_for([member], StepDone, 0.1, "for a step")
     assert calls
     assert not pools.lost_workers, "it may answer yet"
-
-
-def test_counters_have_the_time_that_a_step_has() -> None:
-    """A worker that stands still for less than that is no loss, however often it is asked."""
-    quiet, told = socket.socketpair()
-    pools, (member,) = one_member(Ended("memory"))
-    member.link, theirs = ControlLink(quiet, Stats), ControlLink(told, StatsRequest)
-    now = [100.0]
-    pools._clock = lambda: now[0]
-    assert pools.collect_stats() is None
-    pools.request_stats()
-    now[0] += 59.0
-    pools.request_stats()
-    assert pools.collect_stats() is None
-    assert isinstance(theirs.recv(timeout_s=1.0), StatsRequest)
-    assert pools.has_pending_stats
-    theirs.send(Stats(values={"steps": 1.0}))
-    assert pools.collect_stats() == {"memory-0": {"steps": 1.0}}
-    assert not pools.has_pending_stats
-    assert pools.collect_stats() is None
-    with pytest.raises(TimeoutError):
-        theirs.recv(timeout_s=0.0)  # it was asked once
-    pools.request_stats()
-    now[0] += 62.0
-    with pytest.raises(WorkerError, match=r"memory worker 0 .*took too long .*--step-timeout-s 60"):
-        pools.collect_stats()
 
 
 @pytest.mark.parametrize("counts", [(0, 1), (2, 0)])

@@ -139,7 +139,7 @@ class Play:
 
     def _check_tables(self, memory: Iterable[tuple[int, BlockTables]], holders: Sequence[Sequence[int]]) -> None:
         """At rest memory workers, by their numbers, hold what the ledger says. ``holders``: of each group of layers."""
-        ledger = self._engine._accounting
+        ledger = self._engine.accounting
         ledger.check_integrity()
         for number, tables in memory:
             tables.check_integrity()
@@ -158,7 +158,7 @@ class Play:
         """Of an engine that has settled."""
         engine = self._engine
         assert not engine.has_work
-        assert len(engine._accounting.sequences) == engine.scheduler.features[PrefixCache].num_retained, (
+        assert len(engine.accounting.sequences) == engine.scheduler.features[PrefixCache].num_retained, (
             "sequences are left"
         )
-        assert engine.free_blocks == engine._accounting.num_blocks
+        assert engine.free_blocks == engine.accounting.num_blocks

@@ -213,7 +213,7 @@ def test_a_loss_that_counters_show_as_memory_workers_come_or_go(monkeypatch: pyt
     def struck_behind(self: WorkerExecutor) -> Any:
         done = wait(self)
         if isinstance(done, EpochChanged) and done.capacity is not None:
-            self._registry.compute[0].handle.join(0.0)
+            self.registry.compute[0].handle.join(0.0)
             self.stats()
             struck.append(self)
         return done
@@ -300,11 +300,11 @@ def steps_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(self: Engine, change: Any) -> None:
         for done in change.done:
             self._on_step_done(done)
-        there = {s: min(kept.get(s, 0) for kept in change.surviving) for s in self._accounting.sequences}
+        there = {s: min(kept.get(s, 0) for kept in change.surviving) for s in self.accounting.sequences}
         ready: Any = self.executor.resume([SurvivingKv(s, n) for s, n in there.items() if n])
         self.scheduler.epoch = ready.epoch
         for new in sent:
-            left = [s for s in new.steps if (s.plan.batch, s.plan.step) in self._in_flight]
+            left = [s for s in new.steps if (s.plan.batch, s.plan.step) in self.in_flight]
             steps = [structs.replace(s, plan=structs.replace(s.plan, epoch=ready.epoch)) for s in left]
             if steps:
                 right(self.executor, RunRound(round=new.round, steps=steps))  # type: ignore[arg-type]

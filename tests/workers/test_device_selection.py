@@ -35,7 +35,7 @@ from lamina.workers.device_selection import (
     pick_device,
 )
 from lamina.workers.memory import kv_store as memory_store
-from lamina.workers.memory.kv_store import _kv_bytes
+from lamina.workers.memory.kv_store import num_kv_bytes
 from lamina.workers.memory.main import serve_memory
 
 TINY = "examples/tiny_lm/model"
@@ -216,14 +216,14 @@ def test_workers_of_a_device_share_what_it_has_free(gpus: int, monkeypatch: pyte
     assert memory_share("cuda:1", 3) == pytest.approx(FREE_MEMORY_SHARE / 3)
     monkeypatch.setattr(memory_store, "available_bytes", lambda device: 1000)
     wanted = bind([shape()], kv_bytes=600, max_kv_bytes=5000)
-    assert _kv_bytes(wanted, torch.device("cuda:0"), 0.5, 0) == 500
-    assert _kv_bytes(wanted, torch.device("cuda:0"), 0.5, 200) == 600, "others give so much back"
-    assert _kv_bytes(bind([shape()], kv_bytes=600, max_kv_bytes=50), torch.device("cuda:0"), 0.5, 0) == 50
-    assert _kv_bytes(wanted, CPU, 0.5, 0) == 600, "the host is shared with everything else"
+    assert num_kv_bytes(wanted, torch.device("cuda:0"), 0.5, 0) == 500
+    assert num_kv_bytes(wanted, torch.device("cuda:0"), 0.5, 200) == 600, "others give so much back"
+    assert num_kv_bytes(bind([shape()], kv_bytes=600, max_kv_bytes=50), torch.device("cuda:0"), 0.5, 0) == 50
+    assert num_kv_bytes(wanted, CPU, 0.5, 0) == 600, "the host is shared with everything else"
     with pytest.raises(
         ValueError, match="take 2.0 kB, 1.0 kB are free on cuda:0: lower --kv-cache-memory-bytes below 1000B"
     ):
-        _kv_bytes(bind([shape()], kv_bytes=2000), torch.device("cuda:0"), 0.5, 0)
+        num_kv_bytes(bind([shape()], kv_bytes=2000), torch.device("cuda:0"), 0.5, 0)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ class RayLauncher:
                 kind = self._slots if index < wanted[role] else self._spares
                 kind.setdefault(role, []).append(BundleSlot(at, group, bundle, f"{role}-{index}"))
             for seat in self._all_slots():
-                self._start_agent(seat)
+                self.start_agent(seat)
         except BaseException:
             self.close()
             raise
@@ -214,7 +214,7 @@ class RayLauncher:
         if seat.used:
             if seat.avoided or self._is_lost(seat):
                 self._move(seat, role, what, patient=patient)
-            self._start_agent(seat)
+            self.start_agent(seat)
         seat.used, seat.called_at = True, time.monotonic()
         own = f"{what.replace(' ', '-')}-{self._incarnation}"
         seat.names = own, f"driver-{self._incarnation}"
@@ -270,7 +270,7 @@ class RayLauncher:
             if seat.agent is not None:
                 self._ray.kill(seat.agent)
         while self._groups:
-            _give_back(self._groups.pop())
+            give_back(self._groups.pop())
         if self._owned:
             self._ray.shutdown()
 
@@ -292,7 +292,7 @@ class RayLauncher:
         seat.assignment, seat.group, seat.bundle, seat.avoided = places[role][0], group, 0, False
         log.warning("%s %s: %s goes to %s", lost.address, how, what, seat.assignment.host.address)
 
-    def _start_agent(self, seat: BundleSlot) -> None:
+    def start_agent(self, seat: BundleSlot) -> None:
         """Start a node agent in the slot's bundle, in place of the one that was there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -366,9 +366,9 @@ def reserve_placement_group(
             if group.wait(patience if pinned else math.ceil(config.launch.ray_wait_s)):
                 return group, _read_back(ray, group, places)
         except BaseException:
-            _give_back(group)
+            give_back(group)
             raise
-        _give_back(group)
+        give_back(group)
         if not pinned:
             raise ValueError(f"{missing}; no host has come in {config.launch.ray_wait_s:g} s (--ray-wait-s)")
         if time.monotonic() > deadline:
@@ -400,7 +400,8 @@ def _read_back(ray: Any, group: Any, assignments: dict[str, list[HostAssignment]
     return by_role
 
 
-def _give_back(group: Any) -> None:
+def give_back(group: Any) -> None:
+    """Return a placement group to the cluster."""
     import_module("ray.util").remove_placement_group(group)
 
 

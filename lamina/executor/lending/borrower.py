@@ -50,10 +50,10 @@ class Borrower(EngineFeature):
         own: ColocatedLender | None = None,
     ) -> None:
         """``own``: what this engine lends itself, of which it borrows first."""
-        self._own = own
+        self.own = own
         self._registry, self._workers, self._resizer, self._links = registry, worker_group, elastic, links
         self._most = config.topology.borrow_bytes // BLOCK_BYTES  # blocks of other deployments
-        self._homes, self._wait_s = config.topology.memory_workers, config.launch.borrow_wait_s
+        self._homes, self.wait_s = config.topology.memory_workers, config.launch.borrow_wait_s
         self._looked = self._asked = self._stranded = 0.0
         self._unused: float | None = None  # the time since which loans are unused
         self._pause: Callable[[], object] = lambda: time.sleep(MOMENT_S)
@@ -79,11 +79,11 @@ class Borrower(EngineFeature):
         if now - self._asked > STRANDED_S:
             self._stranded = now
         self._asked = now
-        if self._resizer.in_progress or now - self._stranded < self._wait_s:
+        if self._resizer.in_progress or now - self._stranded < self.wait_s:
             self._pause()
             return ""
         self._stranded = now
-        limit = f"{flag_name('borrow_wait_s')} {self._wait_s:g}"
+        limit = f"{flag_name('borrow_wait_s')} {self.wait_s:g}"
         return (
             f"it does not fit into the memory here, and no deployment has lent {self._lacking(engine)} MiB more in "
             f"time ({limit})"
@@ -108,13 +108,13 @@ class Borrower(EngineFeature):
     @property
     def lent_blocks(self) -> dict[str, int] | None:
         """The blocks of this deployment by the deployment that has them, itself too; None if it lends none."""
-        return self._own.lent_blocks if self._own is not None else None
+        return self.own.lent_blocks if self.own is not None else None
 
     def close(self) -> None:
         """Give all back, and lend nothing more."""
         self._links.close()
-        if self._own is not None:
-            self._own.close()
+        if self.own is not None:
+            self.own.close()
 
     def _is_to_leave(self, index: int, worker: RegisteredWorker) -> bool:
         handle = worker.handle
@@ -164,9 +164,9 @@ class Borrower(EngineFeature):
         Loans that are not needed go back after a while.
         """
         lacking, guests = self._lacking(engine), len(self._registry.memory) - self._homes
-        if self._own is not None:  # a borrower lends nothing, so debts form no cycles
+        if self.own is not None:  # a borrower lends nothing, so debts form no cycles
             borrows = "it borrows itself" if lacking or self._links.is_seeking else ""
-            self._own.local_need = borrows or overload_reason(engine.slo_admission.counts())
+            self.own.local_need = borrows or overload_reason(engine.slo_admission.counts())
         coming = self._links.borrowed_blocks - sum(self._workers.kv_bytes[0][self._homes :]) // BLOCK_BYTES
         wanted = lacking if coming <= 0 else 0
         own = min(wanted, self._links.own_unrequested)

@@ -34,8 +34,8 @@ class LedgerService:
 
     def __init__(self, place: Place, key: bytes, silent_s: float = 5.0) -> None:
         """Listen. Raises OSError if that is impossible."""
-        self._ledger = DebtLedger(silent_s)
-        self._settler = Settler(self._ledger, random.Random())
+        self.ledger = DebtLedger(silent_s)
+        self._settler = Settler(self.ledger, random.Random())
         self._lock = threading.Lock()
         self._links: dict[str, ControlLink] = {}  # of instances that have sent requests
         self._listener = LendingListener(place, key, LEDGER_NAME, ToLedger, self._serve_link)
@@ -45,7 +45,7 @@ class LedgerService:
         """Look for cycles of debts now and then, until ``over``."""
         while not over.wait(SETTLE_S):
             with self._lock:
-                self._ledger.forget(time.monotonic())
+                self.ledger.forget(time.monotonic())
                 orders = self._settler.begin(time.monotonic())
             self._send(orders)
 
@@ -67,11 +67,11 @@ class LedgerService:
             self._links[name] = link
         with self._lock:
             if isinstance(message, Heartbeat) and message.name == name:
-                self._ledger.on_heartbeat(message, now)
+                self.ledger.on_heartbeat(message, now)
             elif isinstance(message, CandidatesRequest) and message.debtor == name:
-                out = [(name, self._ledger.answer(message, now))]
+                out = [(name, self.ledger.answer(message, now))]
             elif isinstance(message, CreditorRefused):
-                self._ledger.on_refusal(message)
+                self.ledger.on_refusal(message)
             elif isinstance(message, Frozen) and message.name == name:
                 out = self._settler.on_message(message, now)
             elif isinstance(message, DebtsRequest):
@@ -93,7 +93,7 @@ class LedgerService:
                 e.heartbeat.lent,
                 e.heartbeat.number <= e.refused, round(now - e.received_at, 2),
             )
-            for e in sorted(self._ledger.entries.values(), key=lambda e: e.heartbeat.name)
+            for e in sorted(self.ledger.entries.values(), key=lambda e: e.heartbeat.name)
         ]  # fmt: skip
         cycles = tuple(DebtCycle(s.members, s.blocks) for s in self._settler.plan(now))
         return DebtsReply(lenders=tuple(rows), cycles=cycles)

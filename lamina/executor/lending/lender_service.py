@@ -80,7 +80,7 @@ class LenderService:
         self.name, self._ledger_at, self._key, self._threads = name, ledger, key, threads
         self._ledger: ControlLink | None = self._reach_ledger()
         self._lock = threading.RLock()
-        self._guests: dict[int, GuestProcess] = {}
+        self.guests: dict[int, GuestProcess] = {}
         self._awaited: dict[str, tuple[int, float]] = {}  # name of a connection -> lease and deadline
         self._debtors: dict[str, Callable[[msgspec.Struct], None]] = {}  # debtor -> function that sends it a message
         self._beat_at = 0.0
@@ -98,7 +98,7 @@ class LenderService:
             if now >= self._beat_at:
                 self._beat_at = now + HEARTBEAT_S
                 with self._lock:
-                    self._budget.measure(list(self._guests.values()), now)
+                    self._budget.measure(list(self.guests.values()), now)
                 self._send_heartbeat(now)
 
     def recall(self, blocks: int) -> None:
@@ -117,7 +117,7 @@ class LenderService:
     def close(self) -> None:
         """End all guests."""
         self._listener.close()
-        for lease in list(self._guests):
+        for lease in list(self.guests):
             self._end(lease)
         if self._ledger is not None:
             self._ledger.close()
@@ -199,7 +199,7 @@ class LenderService:
             lent = len(self.creditor.leases[lease].blocks) * BLOCK_BYTES
             try:
                 with sock:
-                    guest = self._guests[lease] = start_guest(sock, keys, self._threads, lent)
+                    guest = self.guests[lease] = start_guest(sock, keys, self._threads, lent)
             except OSError:
                 self.creditor.end_lease(lease)
                 raise
@@ -212,7 +212,7 @@ class LenderService:
     def _watch(self, lease: int, process: subprocess.Popen[bytes]) -> None:
         fate = exit_status_text(process.wait())
         with self._lock:
-            if (guest := self._guests.pop(lease, None)) is not None:
+            if (guest := self.guests.pop(lease, None)) is not None:
                 guest.close()
             debtor = self.creditor.leases[lease].debtor if lease in self.creditor.leases else ""
             if debtor:
@@ -227,7 +227,7 @@ class LenderService:
             held = self.creditor.leases.get(lease)
             if held is None or (debtor and held.debtor != debtor):
                 return
-            guest = self._guests.get(lease)
+            guest = self.guests.get(lease)
             if guest is None:
                 self.creditor.end_lease(lease)
                 return

@@ -62,7 +62,7 @@ class NcclCollective:
         self._mesh = mesh
         self._group, self._store = opened
         self._device, self._mark = device, mark
-        self._guard = DeviceWatchdog(mesh, self._abort, timeout_s)
+        self.guard = DeviceWatchdog(mesh, self._abort, timeout_s)
 
     @property
     def wait_s(self) -> float:
@@ -72,7 +72,7 @@ class NcclCollective:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' ``x``, in the order of ranks. Raises ChannelError."""
         if x.device.type != self._device.type:
-            with self._guard.mesh() as mesh:
+            with self.guard.mesh() as mesh:
                 return mesh.all_reduce(x)
         x = x.contiguous()
         if not x.numel():
@@ -85,7 +85,7 @@ class NcclCollective:
     def all_gather(self, x: Tensor, size: int) -> Tensor:
         """Return all ranks' ``x``, concatenated in the order of ranks. Raises ChannelError."""
         if x.device.type != self._device.type:
-            with self._guard.mesh() as mesh:
+            with self.guard.mesh() as mesh:
                 return mesh.all_gather(x, size)
         x = x.contiguous()
         if not x.numel():
@@ -94,17 +94,17 @@ class NcclCollective:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Return rank 0's ``x``, a tensor of the host. Raises ChannelError."""
-        with self._guard.mesh() as mesh:
+        with self.guard.mesh() as mesh:
             return mesh.broadcast(x)
 
     def on_graph_launched(self) -> None:
         """Watch a graph with calls of this rank that was launched: it has a deadline, too. Raises ChannelError."""
-        self._guard.check()
+        self.guard.check()
         self._watch()
 
     def close(self) -> None:
         """End the watchdog, then the group. Idempotent."""
-        self._guard.close()
+        self.guard.close()
         self._abort()
 
     def _gather(self, flat: Tensor) -> Tensor:
@@ -128,18 +128,18 @@ class NcclCollective:
     def _enqueue(self, start: Callable[[Any], Any]) -> None:
         """Call ``start`` for an operation of the group; later work of the stream waits for it. Raises ChannelError."""
         group = self._group
-        self._guard.check()  # after the line above: the watchdog sets its error before it removes the group
+        self.guard.check()  # after the line above: the watchdog sets its error before it removes the group
         try:
             if (work := start(group)) is not None:
                 work.wait()  # later work of the stream waits, not the host
         except RuntimeError as error:
-            with self._guard.mesh() as mesh:
+            with self.guard.mesh() as mesh:
                 raise failed(mesh, error) from error
         self._watch()
 
     def _watch(self) -> None:
         if (done := self._mark()) is not None:
-            self._guard.watch(done)
+            self.guard.watch(done)
 
     def _abort(self) -> None:
         group, self._group = self._group, None

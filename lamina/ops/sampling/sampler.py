@@ -54,14 +54,14 @@ class Sampler:
         ]
         if plain:
             asks = [_ask(i, draws[i]) for i in plain]
-            for i, token in zip(plain, self._of(logits).sample(logits, asks), strict=True):
+            for i, token in zip(plain, self.backend_for(logits).sample(logits, asks), strict=True):
                 tokens[i] = token
         if changed:
             scores = logits[changed].float()
             for row, i in zip(scores, changed, strict=True):
-                _change(row, draws[i], seen)
+                change_logits(row, draws[i], seen)
             asks = [_ask(at, draws[i]) for at, i in enumerate(changed)]
-            for at, (i, token) in enumerate(zip(changed, self._of(scores).sample(scores, asks), strict=True)):
+            for at, (i, token) in enumerate(zip(changed, self.backend_for(scores).sample(scores, asks), strict=True)):
                 tokens[i] = _why(scores[at], logits[i]) if token < 0 else token
         return [self._drawn(d, t, i, tokens, logits, lse) for i, (d, t) in enumerate(zip(draws, tokens, strict=True))]
 
@@ -100,9 +100,10 @@ class Sampler:
         """Return, for logits [rows, V], the tokens of the first ``count`` ranks, int64 [rows, count]; NaN ranks
         first.
         """
-        return self._of(logits).top_tokens(logits, count)
+        return self.backend_for(logits).top_tokens(logits, count)
 
-    def _of(self, logits: Tensor) -> Backend:
+    def backend_for(self, logits: Tensor) -> Backend:
+        """Return the backend that draws from ``logits``: the native one on CPUs, for the dtypes that it takes."""
         native = self._native is not None and logits.is_cpu and logits.dtype in _NATIVE_TYPES
         return self._native if native and self._native is not None else self._plain
 
@@ -151,7 +152,8 @@ def _ask(row: int, draw: SamplingRequest) -> SampleSpec:
     return SampleSpec(row, settings, draw.seed, draw.output_index)
 
 
-def _change(row: Tensor, draw: SamplingRequest, seen: Mapping[int, LogitChanges]) -> None:
+def change_logits(row: Tensor, draw: SamplingRequest, seen: Mapping[int, LogitChanges]) -> None:
+    """Apply penalties, biases and bans of ``draw`` to its logits, in place. Raises ValueError for unknown tokens."""
     if draw.logits_update is not None:
         history = seen[draw.sequence]
         _penalise(row, history)

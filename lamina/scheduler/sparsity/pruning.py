@@ -28,7 +28,7 @@ class BlockPruner(Feature):
         self._budget, self._window = kv_budget(options, block_size), options.kv_window
         self._num_workers = num_workers
         self._requested: dict[int, Sequence] = {}  # sequences with reports to come, by number
-        self._due: list[tuple[Sequence, DropBlocks]] = []  # for the next round
+        self.due: list[tuple[Sequence, DropBlocks]] = []  # for the next round
         self.num_dropped = 0  # blocks, in each sparse layer
 
     @property
@@ -38,12 +38,12 @@ class BlockPruner(Feature):
 
     def batch_ops(self, running: Several[Sequence]) -> list[DropBlocks]:
         """Return the blocks that running sequences lose. Forget those of sequences that have ended or begin anew."""
-        if not self._due:
+        if not self.due:
             return []
         numbers = {s.id for s in running}
-        ops = [op for _, op in self._due if op.sequence in numbers]
-        others = [(s, op) for s, op in self._due if op.sequence not in numbers]
-        self._due = [(s, op) for s, op in others if s.id == op.sequence and not s.finished]
+        ops = [op for _, op in self.due if op.sequence in numbers]
+        others = [(s, op) for s, op in self.due if op.sequence not in numbers]
+        self.due = [(s, op) for s, op in others if s.id == op.sequence and not s.finished]
         self.num_dropped += sum(len(op.blocks) for op in ops)
         return ops
 
@@ -96,7 +96,7 @@ class BlockPruner(Feature):
     def roll_back(self, loss: Loss) -> None:
         """Expect no report, as whatever was dropped is computed again."""
         self._requested.clear()
-        self._due.clear()
+        self.due.clear()
 
     def _begin(self, sequence: Sequence) -> BlockScores:
         """Return the scores of a sequence that has its first rows: all its known tokens count as its prompt."""
@@ -110,4 +110,4 @@ class BlockPruner(Feature):
 
     def _drop(self, sequence: Sequence, blocks: list[int]) -> None:
         if blocks:
-            self._due.append((sequence, DropBlocks(sequence.id, blocks)))
+            self.due.append((sequence, DropBlocks(sequence.id, blocks)))

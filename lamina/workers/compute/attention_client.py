@@ -188,12 +188,12 @@ class AttentionClient:
         held = [worker_pieces(layers, windows, partition, link.worker, groups) for link in links]
         pieces = list(zip(*held, strict=True)) if links else [()] * len(layers)
         self.layers = [ClientLayer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
-        self._backend, self._staging = backend, staging or HostStaging(CPU)
+        self.backend, self._staging = backend, staging or HostStaging(CPU)
         self._groups = groups
         self._placement = KvPlacement(partition.num_kv_shards, partition.stripe * CHUNK_TOKENS, partition.single_shard)
         self._steps: dict[int, ClientStep] = {}  # batch -> its last step
         self._prepared: dict[tuple[int, int], ClientStep] = {}  # (batch, step) -> a step that is still to begin
-        self._step = ClientStep(StepPlan(step=0, ops=[], rows=[]), self._groups, self._placement)
+        self.step = ClientStep(StepPlan(step=0, ops=[], rows=[]), self._groups, self._placement)
         self._send_s = 0.0
         self._wait_s = 0.0
 
@@ -219,7 +219,7 @@ class AttentionClient:
             if step is None or step.plan is not plan:
                 step = self._laid_out(plan)
             self._steps[plan.batch] = step
-        self._step = step
+        self.step = step
 
     def _laid_out(self, plan: StepPlan) -> ClientStep:
         return ClientStep(plan, self._groups, self._placement, guarded=bool(self._parity_links))
@@ -233,7 +233,7 @@ class AttentionClient:
     def q(self, layer: int, q: Tensor) -> None:
         """Send q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""
         (q,) = self._staging.to_host(q)  # waits while the device computes it
-        start, step = time.perf_counter(), self._step
+        start, step = time.perf_counter(), self.step
         for link, share in zip(self.clients, step.shares(self.layers[layer], q.dtype), strict=True):
             if share.q:
                 parts = [(pick(q[:, heads, 0], rows), part) for heads, rows, part in share.q]
@@ -243,7 +243,7 @@ class AttentionClient:
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]: to each memory worker its KV heads."""
         k, v = self._staging.to_host(k, v)
-        start, step = time.perf_counter(), self._step
+        start, step = time.perf_counter(), self.step
         for link, share in zip(self.clients, step.shares(self.layers[layer], k.dtype), strict=True):
             if share.kv:
                 parts = [
@@ -260,7 +260,7 @@ class AttentionClient:
         """Receive O [R, 1, Hq, Dv] from all memory workers."""
         start, of = time.perf_counter(), self.layers[layer]
         out = self._staging.empty_host(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
-        cut = self._step.split_heads(of)
+        cut = self.step.split_heads(of)
         parts = [x.empty_partials(of.v_dim) for x in cut]
         self._gather(layer, out, parts)
         for each, merged in zip(cut, parts, strict=True):
@@ -276,10 +276,10 @@ class AttentionClient:
             self._receive(link, layer, out, parts)
 
     def _receive(self, link: int, layer: int, out: Tensor, parts: list[Partial]) -> None:
-        share = self._step.shares(self.layers[layer], out.dtype)[link]
+        share = self.step.shares(self.layers[layer], out.dtype)[link]
         if share.messages.o_bytes:
             fill = partial(_take, share, out, parts)
-            self.clients[link].receive(self._step.key(MessageKind.O, layer), fill, share.messages.o_bytes)
+            self.clients[link].receive(self.step.key(MessageKind.O, layer), fill, share.messages.o_bytes)
 
     def check_errors(self) -> None:
         """Raise the refusal of a memory worker that sends no O; all expected O have arrived before. Raises
@@ -292,10 +292,10 @@ class AttentionClient:
     def _merge(self, of: ClientLayer, cut: _SplitHeads, parts: Partial, out: Tensor) -> None:
         """Merge the partial results of several memory workers and write these rows of ``out``."""
         for left, right in cut.levels:
-            self._backend.merge(parts, left, right)
+            self.backend.merge(parts, left, right)
         stored, new = (Partial(parts.o[at], parts.lse[at]) for at in (cut.roots, cut.new))
         closed = torch.empty(stored.o.shape, dtype=out.dtype)
-        self._backend.merge_output(stored, new, None if of.sinks is None else of.sinks[cut.heads], closed)
+        self.backend.merge_output(stored, new, None if of.sinks is None else of.sinks[cut.heads], closed)
         out[cut.rows, cut.heads] = closed
 
 

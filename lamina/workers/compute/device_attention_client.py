@@ -49,7 +49,7 @@ class DeviceAttentionClient:
         staging: Staging,
     ) -> None:
         """``pool``: sends plans to the memory workers of ``wires``. ``itemsize``: bytes of an element in messages."""
-        self._pool, self._transports, self._staging = pool, wires, staging
+        self._pool, self.transports, self._staging = pool, wires, staging
         self.recordable = all(wire.recordable for wire in wires)
         self._layers, self._itemsize = layers, itemsize
         windows = [0] * len(layers)  # every worker has all rows, whatever their windows
@@ -105,7 +105,7 @@ class DeviceAttentionClient:
     def launching(self) -> Iterator[bool]:
         """Surround the launch of a graph that holds ``q`` or ``kv``. Yields False if it must not be launched."""
         with ExitStack() as held:
-            yield all(held.enter_context(wire.launching()) for wire in self._transports)
+            yield all(held.enter_context(wire.launching()) for wire in self.transports)
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """Return O [R, 1, Hq, Dv]. The device receives it before later work; the host does not wait."""
@@ -122,7 +122,7 @@ class DeviceAttentionClient:
     def check_errors(self) -> None:
         """Raise errors of messages; RefusedError if a memory worker closed its channel because it refused a plan."""
         try:
-            for wire in self._transports:
+            for wire in self.transports:
                 wire.check_errors()
         except ChannelError:
             for link in self._pool.clients:

@@ -29,7 +29,7 @@ def kv_identity(start: StartCompute, loaded: Any, layers: list[LayerShape], dtyp
     config = loaded.config.to_dict()
     config.pop("_name_or_path", None)
     return Identity(
-        weights=_files(loaded.path) if loaded.path is not None else _values(loaded.model),
+        weights=files_digest(loaded.path) if loaded.path is not None else _values(loaded.model),
         layers=(*map(str, shapes), _recipe(start)),
         rope=json.dumps(config, sort_keys=True, default=str),
         wire_dtype=str(dtype),
@@ -47,7 +47,7 @@ def _recipe(start: StartCompute) -> str:
     return str((*facts, torch.__version__, build_id()))
 
 
-def _files(directory: Path) -> str:
+def files_digest(directory: Path) -> str:
     """Return the digest of a checkpoint: every byte of its files, since two may differ in one tensor alone."""
     digest = hashlib.sha256()
     for path in sorted(p for name in NAMES for p in directory.glob(name)):

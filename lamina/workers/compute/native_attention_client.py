@@ -69,13 +69,13 @@ class NativeAttentionClient(AttentionClient):
         alike = array("q", [layer.equal_layer for layer in self.layers]).tobytes()
         channels = tuple(link.channel for link in self.clients)
         self._trace = links[0].trace
-        self._pool = Pool(channels, alike, links[0].timeout_s, self._trace.native_buffer)
-        self.native_send = self._pool.send()
+        self.pool = Pool(channels, alike, links[0].timeout_s, self._trace.native_buffer)
+        self.native_send = self.pool.send()
 
     @property
     def send_s(self) -> float:
         """The seconds spent sending, in Python and in native calls."""
-        return self._send_s + self._pool.send_s()
+        return self._send_s + self.pool.send_s()
 
     def check_errors(self) -> None:
         """Record the step's spans, then check as AttentionClient does."""
@@ -86,28 +86,28 @@ class NativeAttentionClient(AttentionClient):
         """Select the step that the next messages belong to, those of native calls included."""
         self._put_spans()  # the last step's spans
         super().begin_step(plan)
-        assert isinstance(self._step, NativeClientStep)
-        self._pool.select(self._step.native)
+        assert isinstance(self.step, NativeClientStep)
+        self.pool.select(self.step.native)
 
     def _laid_out(self, plan: StepPlan) -> NativeClientStep:
         step = NativeClientStep(plan, self._groups, self._placement, guarded=bool(self._parity_links))
         table = _step_table(self.layers, step, self._forms, self.dtype)
-        step.native = self._pool.step(table, MessageKey.packed_for_layer_0(plan))
+        step.native = self.pool.step(table, MessageKey.packed_for_layer_0(plan))
         return step
 
     def _gather(self, layer: int, out: Tensor, parts: list[Partial]) -> None:
-        if len(out) != self._step.num_rows or out.dtype != self.dtype:
-            of = f"a step of {self._step.num_rows} rows of {self.dtype}"
+        if len(out) != self.step.num_rows or out.dtype != self.dtype:
+            of = f"a step of {self.step.num_rows} rows of {self.dtype}"
             raise ValueError(f"{len(out)} rows of {out.dtype} of {of}")
         targets = [out.data_ptr(), *(x.data_ptr() for part in parts for x in part)]
-        came = self._pool.receive(len(out), layer, 0, *targets)
+        came = self.pool.receive(len(out), layer, 0, *targets)
         while came < len(self.clients):  # that link has another message, which is dropped or raised
             self._receive(came, layer, out, parts)
-            came = self._pool.receive(len(out), layer, came + 1, *targets)
+            came = self.pool.receive(len(out), layer, came + 1, *targets)
 
     def _put_spans(self) -> None:
-        for event, layer, link, start, end, value in native_spans(self._pool.spans()):
-            key = self._step.key(MessageKind.O, layer)
+        for event, layer, link, start, end, value in native_spans(self.pool.spans()):
+            key = self.step.key(MessageKind.O, layer)
             self._trace.put(Event(event), start, end, key, layer, self.clients[link].number, value)
 
 

@@ -134,16 +134,16 @@ class PipelineChannels:
         connect = partial(fabric.connect, peer, terms, timeout_s=self._limit)
         # Replica 0 connects first; each other one accepts, and then connects to the next.
         following = connect() if first else None
-        self._previous = listener.accept(timeout_s=self._limit)
-        if self._previous.peer_name != names[0]:
-            raise PeerFault(f"{self._previous.peer} is {self._previous.peer_name!r} in place of {names[0]!r}")
+        self.previous = listener.accept(timeout_s=self._limit)
+        if self.previous.peer_name != names[0]:
+            raise PeerFault(f"{self.previous.peer} is {self.previous.peer_name!r} in place of {names[0]!r}")
         self._next = following or connect()
         listener.close()
-        self.pipeline = RemotePipeline(self._previous, self._next, cuts, step_timeout_s)
+        self.pipeline = RemotePipeline(self.previous, self._next, cuts, step_timeout_s)
 
     def wait_for_previous(self) -> None:
         """Wait until the memory workers have accepted the replica before this one."""
-        self._previous.release(self._previous.wait_signal(timeout_s=self._limit))
+        self.previous.release(self.previous.wait_signal(timeout_s=self._limit))
 
     def let_next_go(self) -> None:
         """Notify the next replica that the memory workers have accepted this one, so it may connect."""

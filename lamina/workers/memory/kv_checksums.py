@@ -36,7 +36,7 @@ class BlockChecksums:
     def __init__(self, store: KvStore, share: float, draw: Callable[[], float] = random.random) -> None:
         """``share``: the share of attended blocks that are checked before each step. ``draw``: returns 0 to 1."""
         self._store, self._share, self._draw = store, share, draw
-        self._sums: dict[StoredBlock, bytes] = {}
+        self.sums: dict[StoredBlock, bytes] = {}
 
     def before_other_writes(self, plan: StepPlan) -> None:
         """Discard checksums of sequences that writers other than a step's rows are about to fill. First checks blocks
@@ -50,7 +50,7 @@ class BlockChecksums:
                     self._check(block)
             if isinstance(op, PrefillGrant | LoadKv | ContextShift | CopyStripes) and op.sequence in there:
                 for block in _blocks(self._store, op.sequence):
-                    self._sums.pop(block, None)
+                    self.sums.pop(block, None)
 
     def before_copies(self, group: int, copies: Sequence[tuple[int, int]], freed: Iterable[int]) -> None:
         """Check blocks that are about to be copied, and discard the checksums of their targets and of ``freed`` blocks.
@@ -59,7 +59,7 @@ class BlockChecksums:
         for block, _ in copies:
             self._check(StoredBlock(group, block))
         for number in [*(to for _, to in copies), *freed]:
-            self._sums.pop(StoredBlock(group, number), None)
+            self.sums.pop(StoredBlock(group, number), None)
 
     def verify_surviving(self, keep: Iterable[SurvivingKv]) -> None:
         """Check all blocks that are about to go to other workers, where damaged ones would get valid checksums. Raises
@@ -75,20 +75,20 @@ class BlockChecksums:
         """
         written = {block for step in steps for block in _written(step)}
         for block in _attended(self._store, steps):
-            if block in self._sums and (block in written or self._share >= 1.0 or self._draw() < self._share):
+            if block in self.sums and (block in written or self._share >= 1.0 or self._draw() < self._share):
                 self._check(block)
         for block in written:
-            self._sums.pop(block, None)
+            self.sums.pop(block, None)
 
     def update_after_step(self, steps: Sequence[AttentionStep]) -> None:
         """Add checksums of blocks after ``steps`` have written all layers."""
         for sequence in _sequences(steps):
             for block in _blocks(self._store, sequence):
-                if block not in self._sums:
-                    self._sums[block] = self._sum(block)
+                if block not in self.sums:
+                    self.sums[block] = self._sum(block)
 
     def _check(self, block: StoredBlock) -> None:
-        known = self._sums.get(block)
+        known = self.sums.get(block)
         if known is not None and self._sum(block) != known:
             raise CorruptedMemoryError(f"KV block {block.number} is not what was written there")
 

@@ -88,7 +88,7 @@ class KvStore:
         self.dtype = DTYPES[bind.dtype]
         self.staging = open_staging(device)
         self.device = device
-        kv_bytes = _kv_bytes(bind, device, share, given)
+        kv_bytes = num_kv_bytes(bind, device, share, given)
         self.kv_dtype = stored_dtype(bind.kv.kv_cache_dtype, self.dtype)
         self.backend = get(bind.kv.attention, device, self.dtype, self.kv_dtype)
         partition = bind.partition
@@ -360,7 +360,7 @@ def _check_rotary(rotary: Rotary, width: int) -> None:
         raise ProtocolError("rotary of frequencies that are no finite numbers")
 
 
-def _kv_bytes(bind: BindRequest, device: torch.device, share: float, given: int) -> int:
+def num_kv_bytes(bind: BindRequest, device: torch.device, share: float, given: int) -> int:
     """Return the bytes for KV blocks. A device other than the CPU has what is free, up to ``max_kv_bytes`` if that is
     set. Raises ValueError if there is not enough memory.
     """

@@ -68,11 +68,11 @@ class MemoryWorker:
         self.device, self._report, self._runtime, self._clock = device, report, around, around.clock
         self._counters = Counters()
         self._trace = trace
-        self._store: KvStore | None = None  # outlives the epochs
-        self._preallocation = StorePreallocation(device, share, self._counters)  # takes the memory of the next store
+        self.store: KvStore | None = None  # outlives the epochs
+        self.preallocation = StorePreallocation(device, share, self._counters)  # takes the memory of the next store
         self._medium: StorageBackend | None = None  # storage of offloaded pages; outlives the epochs, too
         self._tier: OffloadConfig | None = None  # the options that it was opened with
-        self._transfers: PageTransfers | None = None  # this epoch's transfers
+        self.transfers: PageTransfers | None = None  # this epoch's transfers
         self._stored: StoredPages | None = None  # pages to report to the driver in this epoch
         self._links: PeerLinks | None = None  # this epoch's links to other memory workers
         self._pages: RemotePages | None = None  # this epoch's pages of other hosts
@@ -138,7 +138,7 @@ class MemoryWorker:
 
         try:
             with _ended_by_damage(self._runtime.exit_process), torch.inference_mode():
-                open_store = partial(self._open_store, meeting)
+                open_store = partial(self.open_store, meeting)
                 first = None
                 while first is None:  # as long as the driver lives
                     first = accept()
@@ -151,10 +151,10 @@ class MemoryWorker:
                     meeting.joining_names,
                     self._clock,
                 )
-                server.page_transfers, server.report = self._transfers, self._report
-                if meeting.peers and self._transfers is None and self._store is not None:
+                server.page_transfers, server.report = self.transfers, self._report
+                if meeting.peers and self.transfers is None and self.store is not None:
                     server.live_migration = LiveMigration(
-                        self._store, links, meeting.epoch, self._report, self._counters
+                        self.store, links, meeting.epoch, self._report, self._counters
                     )
                 while server.num_missing or links.num_missing:
                     if server.num_missing:  # else steps may come while other memory workers are still to come
@@ -194,7 +194,7 @@ class MemoryWorker:
         """End all transfers. After ``abort``, pages that are due are still saved; after a loss they are not, as the
         pool changes.
         """
-        transfers, self._transfers = self._transfers, None
+        transfers, self.transfers = self.transfers, None
         if transfers is not None:
             transfers.end(finish=bool(self._aborted))
 
@@ -204,18 +204,18 @@ class MemoryWorker:
         KvStore.
         """
         self._end_transfers()
-        old, self._store = self._store, None  # this also stops _settle for it
+        old, self.store = self.store, None  # this also stops _settle for it
         mesh = TransferMesh(order, self._enter_epoch(order.epoch, fabric), self._runtime)
         begun = time.process_time()
         try:
             with _ended_by_damage(self._runtime.exit_process), self._counters.time("move_s"), torch.inference_mode():
-                self._store = self._reshard(listener, mesh, order, old)
+                self.store = self._reshard(listener, mesh, order, old)
         finally:
-            self._preallocation.arena.clear()
+            self.preallocation.arena.clear()
             mesh.close()
         self._counters.add("move_cpu_s", time.process_time() - begun)
-        if self._store is not None:
-            self._runtime.start_background(partial(self._settle, self._store), "lamina-touch")
+        if self.store is not None:
+            self._runtime.start_background(partial(self._settle, self.store), "lamina-touch")
         self._counters.add("moved_bytes", mesh.nbytes)
         return mesh.nbytes
 
@@ -227,17 +227,17 @@ class MemoryWorker:
         try:
             with _ended_by_damage(self._runtime.exit_process), self._counters.time("move_s"), torch.inference_mode():
                 if order.bind is not None:
-                    store = self._preallocation.open_store(order.bind)
-                elif self._store is not None:
-                    self._store.reconcile(order.surviving)
-                    if self._store.checksums:
-                        self._store.checksums.verify_surviving(order.surviving)
-                ParityRebuilder(order, store or self._store, mesh).run(listener)
+                    store = self.preallocation.open_store(order.bind)
+                elif self.store is not None:
+                    self.store.reconcile(order.surviving)
+                    if self.store.checksums:
+                        self.store.checksums.verify_surviving(order.surviving)
+                ParityRebuilder(order, store or self.store, mesh).run(listener)
         finally:
             mesh.close()
         if store is not None:
             store.committed.reconcile(order.surviving)
-            self._store = store
+            self.store = store
         self._counters.add("moved_bytes", mesh.nbytes)
         return mesh.nbytes
 
@@ -245,14 +245,14 @@ class MemoryWorker:
         """Allocate memory ahead of time for the store of ``bind``: for a ``reshard``, or with ``ahead`` for a first
         Bind. See StorePreallocation. Safe from any thread.
         """
-        self._preallocation.prepare(bind, offload, self._store, is_first_store=ahead)
+        self.preallocation.prepare(bind, offload, self.store, is_first_store=ahead)
 
     def _settle(self, store: KvStore) -> None:
         """Touch the pages of memory that are not written yet, so that steps need not wait for the system to map
         them.
         """
         each = (x for layer in store.layers for piece in layer for x in piece.kv.tensors)
-        prefault(each if self.device == CPU else [], lambda: self._store is store)
+        prefault(each if self.device == CPU else [], lambda: self.store is store)
 
     def _reshard(
         self, listener: EpochListener, mesh: TransferMesh, order: Reshard, old: KvStore | None
@@ -261,7 +261,7 @@ class MemoryWorker:
         if old is not None and old.checksums:
             old.checksums.verify_surviving(order.surviving)
         if order.bind is not None:
-            new = self._preallocation.open_resharded_store(order.bind, given)
+            new = self.preallocation.open_resharded_store(order.bind, given)
             new.tables.reconcile(order.surviving, moved=True)
         mover = KvReshard(order, old, new, mesh)
         mover.connect(listener)
@@ -273,7 +273,7 @@ class MemoryWorker:
                 tensors = [x for piece in old.layers[layer] for x in piece.kv.tensors]
                 for tensor in tensors if old.bind_request.kv.zero_on_free else []:
                     tensor.zero_()
-                self._preallocation.arena.release(tensors)
+                self.preallocation.arena.release(tensors)
                 old.layers[layer] = []
         mesh.finish()
         if new is not None:
@@ -293,10 +293,10 @@ class MemoryWorker:
     def _tell_pages(self) -> None:
         """Report to the driver which pages can be loaded, after all workers that may hold pages have connected."""
         stored, self._stored = self._stored, None
-        if stored is not None and self._pages is not None and self._transfers is not None:
+        if stored is not None and self._pages is not None and self.transfers is not None:
             self._report(
                 structs.replace(
-                    stored, keys=self._pages.set_locations(self._transfers.whole_page_fragments, stored.keys)
+                    stored, keys=self._pages.set_locations(self.transfers.whole_page_fragments, stored.keys)
                 )
             )
 
@@ -304,24 +304,24 @@ class MemoryWorker:
         """Return, for each sequence, the number of tokens stored in all layers. Only for the thread that serves,
         between two epochs.
         """
-        return {} if self._store is None else self._store.committed.report()
+        return {} if self.store is None else self.store.committed.report()
 
-    def _open_store(self, meeting: Connect, bind: BindRequest) -> KvStore:
+    def open_store(self, meeting: Connect, bind: BindRequest) -> KvStore:
         """Return the present store with its surviving sequences if ``bind`` has its shape; else replace it by a new
         one. Raises as KvStore, and PlanError if the store lacks a surviving sequence.
         """
         self._end_transfers()  # begun by a Bind that was refused
-        if self._store is not None and self._store.fits(bind):
-            self._store.set_peers(bind)
+        if self.store is not None and self.store.fits(bind):
+            self.store.set_peers(bind)
         else:
             check_bind(bind)  # first, since the old store's sequences are then discarded
-            self._store = None  # the memory may not hold both
-            self._store = self._preallocation.open_store(bind)
+            self.store = None  # the memory may not hold both
+            self.store = self.preallocation.open_store(bind)
         if meeting.surviving is not None:
-            self._store.reconcile(meeting.surviving)
+            self.store.reconcile(meeting.surviving)
         if meeting.storage is not None:
-            self._open_tier(meeting.storage, self._store, meeting.epoch)
-        return self._store
+            self._open_tier(meeting.storage, self.store, meeting.epoch)
+        return self.store
 
     def _open_tier(self, offload: OffloadConfig, store: KvStore, epoch: int) -> None:
         """Open the storage backend of offloaded pages. Raises ValueError if it cannot be opened."""
@@ -332,11 +332,11 @@ class MemoryWorker:
         report, meter, trace = self._report, self._counters, self._trace
         assert self._links is not None
         self._pages = self._pages or RemotePages(medium, self._links, meter)  # a Bind may come again
-        self._transfers = PageTransfers(
+        self.transfers = PageTransfers(
             medium, store, report, meter, epoch, offload.rank, recipe, trace, read=self._pages.read
         )
         try:
-            keys = self._transfers.listed_pages(MAX_LISTED_PAGES)
+            keys = self.transfers.listed_pages(MAX_LISTED_PAGES)
         except StorageError as e:
             raise ValueError(str(e)) from None
         self._stored = StoredPages(epoch=epoch, keys=keys, capacity=room, evicted=gone)

@@ -12,9 +12,9 @@ import careless
 import pytest
 
 from lamina.config.flat_options import make_config
-from lamina.engine.engine import Engine
 from lamina.executor.launchers import local
 from lamina.observe.failpoints import FAILPOINT
+from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.surviving_kv import SurvivingTokens
 from lamina.server.engine_client.engine_restarts import PromptProgress
@@ -111,15 +111,15 @@ def test_parity_brings_all_bits_back(based: Check) -> None:
 # What is wrong then, of the driver. A token that is told twice; the text that is computed again is another one; KV of
 # all is computed again, not of those alone who have lost theirs.
 def tell_twice(patch: pytest.MonkeyPatch) -> None:
-    roll_back = Engine._roll_back
+    roll_back = Scheduler.roll_back
 
-    def twice(self: Engine, change: Any) -> Any:
-        for told in (s.output for s in self.scheduler.running if s.num_output_tokens):
+    def twice(self: Scheduler, *loss: Any) -> Any:
+        for told in (s.output for s in self.running if s.num_output_tokens):
             told.token_ids.append(told.token_ids[-1])
             told.logprobs.append(told.logprobs[-1])  # type: ignore[union-attr]
-        return roll_back(self, change)
+        return roll_back(self, *loss)
 
-    patch.setattr(Engine, "_roll_back", twice)
+    patch.setattr(Scheduler, "roll_back", twice)
 
 
 def mistake_the_text(patch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def run(llm: LLM, going: Sequence[int] = (), count: int = 0, at_a_copy: Callable
             asked = True
     del llm.pools.submit  # type: ignore[method-assign]
     llm.engine.release_idle_blocks()
-    llm.engine._accounting.check_integrity()
+    llm.engine.accounting.check_integrity()
     return Left(
         [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids], outcome, moves, beside
     )
@@ -107,7 +107,7 @@ def test_they_leave_one_by_one_with_the_same_bits(
         assert left.moves
         assert sum(left.beside) > len(left.moves), "nobody decoded meanwhile"
         assert llm.engine.scheduler.features[KvMigration].num_moved_blocks > 0
-        assert len(llm.pools._registry.memory) == count
+        assert len(llm.pools.registry.memory) == count
         assert not cordoned_workers(llm.engine.scheduler, llm.engine.worker_info)
         assert run(llm).answers == wanted
 
@@ -153,4 +153,4 @@ def test_a_death_in_the_midst_is_made_good_and_the_change_stands(place: int, tin
         assert killed
         assert left.outcome is not None
         assert left.outcome.error == ""
-        assert len(llm.pools._registry.memory) == 2
+        assert len(llm.pools.registry.memory) == 2

@@ -66,9 +66,9 @@ class Lent:
 
     def guests(self) -> list[tuple[LenderService, int]]:
         """Of memory workers that are members: who lends them, and their processes."""
-        names = [getattr(m.handle, "loan", None) for m in self.llm.pools._registry.memory]
+        names = [getattr(m.handle, "loan", None) for m in self.llm.pools.registry.memory]
         members = {loan.creditor for loan in names if loan is not None}
-        return [(s, g.process.pid) for s in self.creditors for g in s._guests.values() if s.name in members]
+        return [(s, g.process.pid) for s in self.creditors for g in s.guests.values() if s.name in members]
 
 
 def told(llm: LLM, prompts: list[list[int]]) -> Told:
@@ -95,7 +95,7 @@ def test_a_prompt_of_more_than_there_is_has_a_large_ones_bits(lent: Lent) -> Non
     guest = stats["memory-2"]
     assert guest["stored_bytes"] > 0, "a creditor attends what it holds"
     assert guest["bytes_sent"] < guest["stored_bytes"] / 4, "and returns results, not K and V"
-    processes = [g for s in lent.creditors for g in s._guests.values()]
+    processes = [g for s in lent.creditors for g in s.guests.values()]
     until(lambda: any(g.read_bytes > 0 for g in processes), "its host does not know how much it reads")
 
 
@@ -156,12 +156,12 @@ def test_what_an_engine_lends_comes_back_as_it_is_needed(lent: Lent) -> None:
     with LLM(lent.path, transport="shm", **{**SPILL, **lending}, **TINY) as llm, ExitStack() as stack:
         borrower = llm.pools.borrower
         assert borrower is not None
-        assert borrower._own is not None
-        service = borrower._own.service
+        assert borrower.own is not None
+        service = borrower.own.service
         place = "127.0.0.1", int(lent.ledger.address.rpartition(":")[2])
         debtor = BorrowerLinks(place, bytes.fromhex(KEY), "d", socket.gethostname())
         stack.callback(debtor.close)
-        until(lambda: service.name in lent.ledger._ledger.entries, "it does not tell what it would lend")
+        until(lambda: service.name in lent.ledger.ledger.entries, "it does not tell what it would lend")
         debtor.request_blocks(2)
         until(lambda: debtor.arrived, "it lends nothing")
         guest = debtor.arrived.popleft()
@@ -185,7 +185,7 @@ def test_without_a_creditor_a_request_ends_in_time(lent: Lent) -> None:
     for creditor in lent.creditors:
         creditor.close()
     assert lent.llm.pools.borrower is not None
-    lent.llm.pools.borrower._wait_s = 1.0
+    lent.llm.pools.borrower.wait_s = 1.0
     (ended,) = lent.llm.generate([LONG], PARAMS)
     assert ended.outputs[0].finish_reason == "error"
     assert "no deployment has lent" in str(ended.outputs[0].stop_reason)

@@ -90,7 +90,7 @@ def test_every_request_goes_on(case: str, llama_path: Path, prompts: list[list[i
     with LLM(str(llama_path), memory_workers=2, prefill_chunk=32, deterministic=True, **options) as llm:
         wanted = run(llm, prompts, {})
         pids = llm.pools.pids
-        spares = [member.handle.pid for member in llm.pools._workers.spare_workers]
+        spares = [member.handle.pid for member in llm.pools.workers.spare_workers]
         found = run(llm, prompts, {20 + 30 * i: victim for i, victim in enumerate(victims)})
         assert found == wanted
         for worker, pid in llm.pools.pids.items():

@@ -30,7 +30,7 @@ class Watched:
     def __init__(self, llm: LLM) -> None:
         self.llm, self.now = llm, 0.0
         self.reweigh = Rebalancer(llm.engine, llm.pools, lambda: self.now)
-        workers = range(len(llm.pools._registry.memory))
+        workers = range(len(llm.pools.registry.memory))
         self.counters = {f"memory-{w}": dict.fromkeys(("stored_bytes", "attend_s", "turns"), 0.0) for w in workers}
 
     def pass_by(self, *rates: float) -> None:
@@ -54,10 +54,10 @@ def run_beside(llm: LLM, rates: list[tuple[float, ...]]) -> tuple[list[Any], lis
             found.append((outcome, llm.pools.resizer.weights))
         if left and len(outputs) == len(ids) and not llm.pools.resizer.in_progress:
             watched.pass_by(*left.pop(0))
-        while llm.pools.resizer._change and not llm.pools.resizer.is_ready():
-            llm.pools._registry.check()
+        while llm.pools.resizer.is_preparing:
+            llm.pools.registry.check()
     llm.engine.release_idle_blocks()
-    llm.engine._accounting.check_integrity()
+    llm.engine.accounting.check_integrity()
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids], found
 
 
@@ -78,7 +78,7 @@ def test_one_that_is_throttled_has_a_smaller_part_until_it_is_not_bit_by_bit(
 ) -> None:
     with open_llm(tiny_lm, transport="loopback", **{"memory_weights": "measured", **options}) as llm:
         wanted, _ = run(llm)
-        workers = len(llm.pools._registry.memory)
+        workers = len(llm.pools.registry.memory)
         rows = counts(llm, "compute", "rows") + counts(llm, "prefill", "rows")
         slow = (10e9,) * (workers - 1) + (5e9,)
         found, changes = run_beside(llm, [(10e9,) * workers, slow, (10e9,) * workers])
@@ -86,7 +86,7 @@ def test_one_that_is_throttled_has_a_smaller_part_until_it_is_not_bit_by_bit(
         assert [(c.error, c.reason, c.moved_bytes > 0) for c, _ in changes] == [("", REASON, True)] * 2
         size = llm.engine.config.topology.tensor_parallel_size
         assert [weights for _, weights in changes] == [[1.0] * (workers - size) + [0.5] * size, [1.0] * workers]
-        assert counts(llm, "compute", "loads") == len(llm.pools._registry.compute)
+        assert counts(llm, "compute", "loads") == len(llm.pools.registry.compute)
         again = counts(llm, "compute", "rows") + counts(llm, "prefill", "rows") - rows
         assert again < rows + 4 * llm.engine.config.batching.max_num_seqs * workers, "a prompt was computed again"
         assert dict(llm.pools.resizer.moved_bytes) == {REASON: sum(c.moved_bytes for c, _ in changes)}
@@ -108,7 +108,7 @@ def test_parts_stay_where_they_are_not_measured_or_cannot_be_others(
     options: dict[str, Any], tiny_lm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_llm(tiny_lm, transport="loopback", **{"memory_weights": "measured", **options}) as llm:
-        workers = len(llm.pools._registry.memory)
+        workers = len(llm.pools.registry.memory)
         _, changes = run_beside(llm, [(10e9,) * (workers - 1) + (5e9,)])
         assert changes == []
         assert llm.pools.resizer.weights == [1.0] * workers

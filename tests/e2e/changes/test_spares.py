@@ -36,7 +36,7 @@ def told(llm: LLM) -> list[list[int]]:
 
 
 def spare_of(llm: LLM) -> int:
-    (spare,) = llm.pools._workers.spare_workers
+    (spare,) = llm.pools.workers.spare_workers
     return spare.handle.pid
 
 
@@ -93,7 +93,7 @@ def test_no_descriptor_is_left_of_who_has_gone(what: str, tmp_path: Path, caplog
                 elastic.begin(elastic.plan(1 + (turn + 1) % 2))
                 while elastic.in_progress:
                     assert told(llm) == wanted
-                assert eventually(lambda: elastic.reap() is None and not elastic._dismissed, SOON_S)
+                assert eventually(lambda: elastic.reap() is None and not elastic.dismissed, SOON_S)
             else:
                 dead = spare_of(llm) if what == "spares die" else llm.pools.pids["memory-0"]
                 os.kill(dead, signal.SIGKILL)
@@ -109,5 +109,5 @@ def test_no_descriptor_is_left_of_who_has_gone(what: str, tmp_path: Path, caplog
 
 
 def dead_is_replaced(llm: LLM, pid: int) -> bool:
-    spares = [m.handle.pid for m in llm.pools._workers.spare_workers]
+    spares = [m.handle.pid for m in llm.pools.workers.spare_workers]
     return len(spares) == 1 and pid not in [*spares, *llm.pools.pids.values()]

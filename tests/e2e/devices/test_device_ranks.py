@@ -45,7 +45,7 @@ def gather(found: Tensor, mine: Tensor, number: int) -> None:
     joined = Joined.made[number]
     joined.done += 1
     assert joined.group is not None
-    with joined.group._guard.mesh() as mesh:
+    with joined.group.guard.mesh() as mesh:
         found.copy_(mesh.all_gather(mine, mesh.size))
 
 

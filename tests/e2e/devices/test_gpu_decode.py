@@ -53,4 +53,4 @@ def test_what_there_is_no_time_for_is_said() -> None:
 
 @pytest.mark.parametrize(("a", "b", "same"), [([1, 2, 3], [1, 2, 3], 3), ([1, 5, 3], [1, 2, 3], 1), ([], [1], 0)])
 def test_a_text_counts_up_to_its_first_difference(a: list[int], b: list[int], same: int) -> None:
-    assert decode._prefix(a, b) == same
+    assert decode.prefix_length(a, b) == same

@@ -18,6 +18,7 @@ from lamina.kv.disk_store.page_index import PageIndex
 from lamina.kv.disk_store.store_directory import StoreDirectory
 from lamina.kv.pages import PAGE, Provenance
 from lamina.kv.storage import FragmentLostError
+from lamina.kv.storage.file import FileStorage
 from lamina.kv.storage.host import HostStorage
 from lamina.protocol.kv_placement import FIRST_LOCATION
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
@@ -25,7 +26,6 @@ from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.memory_worker import MemoryWorker
 from lamina.workers.memory.offload import page_transfers
-from lamina.workers.memory.offload.page_transfers import PageTransfers
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 Reference = Callable[[list[int], int], list[int]]
@@ -229,7 +229,7 @@ def test_what_is_to_be_saved_is_saved_though_others_end_before(
 ) -> None:
     """A memory worker hears that the driver ends once the compute worker has gone; behind a loss it saves no more."""
     gone, where = threading.Event(), {**TINY, "kv_store_dir": str(tmp_path / "kv")}
-    serve, abort, save = MemoryWorker.serve, MemoryWorker.abort, PageTransfers._save
+    serve, abort, write = MemoryWorker.serve, MemoryWorker.abort, FileStorage.write
 
     def serve_until(self: MemoryWorker, *asked: Any) -> None:
         try:
@@ -243,7 +243,7 @@ def test_what_is_to_be_saved_is_saved_though_others_end_before(
     with monkeypatch.context() as patch:
         patch.setattr(MemoryWorker, "serve", serve_until)
         patch.setattr(MemoryWorker, "abort", behind(abort))
-        patch.setattr(PageTransfers, "_save", behind(save))
+        patch.setattr(FileStorage, "write", behind(write))
         patch.setattr(page_transfers, "LAST_S", 30.0)
         with LLM(str(llama_path), **where) as llm:
             ask(llm, PROMPT)

@@ -179,7 +179,7 @@ def test_one_that_was_lost_loses_the_same_blocks_again_and_goes_on_with_the_same
 
         def told(said: BlockScoresReport) -> None:
             report(said)
-            if evictions._due and when.startswith("scores"):
+            if evictions.due and when.startswith("scores"):
                 kill()
 
         monkeypatch.setattr(evictions, "on_report", told)

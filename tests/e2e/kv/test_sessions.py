@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lamina import LLM, SamplingParams
+from lamina.engine.streams import RequestOutputCollector
 from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.scheduler.sessions.session_table import SessionInfo, SessionName
-from lamina.scheduler.sessions.session_turns import SessionBusyError
+from lamina.scheduler.sessions.session_turns import SessionBusyError, prompt_transcript
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 Reference = Callable[[list[int], int], list[int]]
@@ -95,11 +97,16 @@ def test_refusals_leave_the_session_as_it_was(llama_path: Path) -> None:
             llm.generate([said], SamplingParams(n=2), session_id="mine")
         with pytest.raises(ValueError, match="one prompt, not 2"):
             llm.generate([said, said], PARAMS, session_id="mine")
-        asked = llm._asked([said], PARAMS, CacheOptions(session=SessionName(b"", "mine")))
-        with llm._stream(asked, finished_only=False):
-            for call in (lambda: turn(llm, "mine", said), lambda: llm.drop_session("mine")):
-                with pytest.raises(SessionBusyError, match="under way"):
-                    call()
+        of_session = CacheOptions(session=SessionName(b"", "mine"))
+        begun = replace(
+            llm.front.engine_request(said, PARAMS), cache_options=of_session, transcript=prompt_transcript(said)
+        )
+        reader = RequestOutputCollector()
+        llm.front.streams.add([begun], reader)
+        for call in (lambda: turn(llm, "mine", said), lambda: llm.drop_session("mine")):
+            with pytest.raises(SessionBusyError, match="under way"):
+                call()
+        llm.front.streams.drop(reader)
         turn(llm, "mine", said)
         assert llm.sessions()[0].turns == 2, "the one that was broken off had not begun"
 

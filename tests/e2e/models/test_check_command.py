@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,11 +232,20 @@ def test_a_single_bit_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.long
 def test_rounding_that_depends_on_batch_mates_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    def uneven(self: ComputeWorker, index: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        rows = inputs[0].shape[0]
-        return tuple(x * (1 + 1e-6 * rows) if x.is_floating_point() else x for x in self._call_plain(index, inputs))
+    made = ComputeWorker.__init__
 
-    monkeypatch.setattr(ComputeWorker, "_call_fixed", uneven)
+    def uneven(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        def run_unevenly(*inputs: Any) -> tuple[Tensor, ...]:
+            rows = inputs[0].shape[0]
+            return tuple(x * (1 + 1e-6 * rows) if x.is_floating_point() else x for x in run(*inputs))
+
+        return run_unevenly
+
+    def make_uneven(self: ComputeWorker, program: Any, *args: Any, **options: Any) -> None:
+        program = SimpleNamespace(slices=[uneven(run) for run in program.slices])
+        made(self, program, *args, **{**options, "deterministic": False})
+
+    monkeypatch.setattr(ComputeWorker, "__init__", make_uneven)
     alone = Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, runs_alone=True)
     fixed, mates = based.run([FIXED, alone])
     assert fixed.held

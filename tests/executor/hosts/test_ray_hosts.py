@@ -46,9 +46,9 @@ class ScriptedRay:
         monkeypatch.setattr(over_ray, "reserve_placement_group", self._reserve)
         monkeypatch.setattr(over_ray, "hosts_of", lambda ray, whole: self.hosts)
         monkeypatch.setattr(over_ray, "is_reachable", lambda host: host.name not in self.dark)
-        monkeypatch.setattr(over_ray, "_give_back", lambda group: None)
+        monkeypatch.setattr(over_ray, "give_back", lambda group: None)
         monkeypatch.setattr(over_ray, "connect", lambda *asked, **names: SimpleNamespace(timed_out=False, names=names))
-        monkeypatch.setattr(RayLauncher, "_start_agent", self._call)
+        monkeypatch.setattr(RayLauncher, "start_agent", self._call)
         self._answer = answer
 
     def launcher(self, wanted: dict[str, int], **options: Any) -> RayLauncher:

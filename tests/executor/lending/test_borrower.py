@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,25 @@ from lamina.executor.lending.lender_service import BLOCK_BYTES
 OPTIONS = {"partition": "spill", "memory_workers": 2, "transport": "shm", "borrow": "64MiB", "ledger": "a:1"}
 
 
+class Links(SimpleNamespace):
+    """What a creditor's links say, and what is asked of them."""
+
+    def __init__(self, own_unrequested: int = 0, of_others: int = 0, guests: Sequence[Any] = ()) -> None:
+        self.own_unrequested, self.borrowed_from_others, self.is_seeking = own_unrequested, of_others, of_others > 0
+        self.borrowed_blocks, self.arrived, self.told = 0, deque(guests), list[int]()
+        self.reclaim = self.request_blocks = self.told.append
+
+
 class Elastic:
     """``least``: bytes of a memory worker that is of use."""
 
     begun: list[list[int]]
+    in_progress = False
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, least: int = 0) -> None:
         self._least = least
+
+    def reap(self) -> None: ...
 
     def plan_borrowed(self, coming: list[int], leaving: list[int]) -> list[int]:
         if min(coming) < self._least:
@@ -42,11 +55,11 @@ def engine_with(free: tuple[int, int] = (32, 32), *max_lens: int) -> Any:
     return SimpleNamespace(worker_info=info, free_blocks=list(free), scheduler=scheduler, slo_admission=promises)
 
 
-def borrower(elastic: Any = None) -> Borrower:
-    """Of two memory workers of 8 MiB, each with four stripes of 8 blocks of 16 tokens."""
-    cohort: Any = SimpleNamespace(kv_bytes=[[8 << 20, 8 << 20]])
-    members: Any = SimpleNamespace(memory=[1, 2])
-    return Borrower(make_config(OPTIONS), members, cohort, elastic, SimpleNamespace(arrived=deque()))  # type: ignore[arg-type]
+def borrower(links: Any, elastic: Elastic | None = None, own: Any = None, **way_in: Any) -> Borrower:
+    """Of two memory workers of 8 MiB, each with four stripes of 8 blocks of 16 tokens. ``way_in``: how guests come."""
+    cohort: Any = SimpleNamespace(kv_bytes=[[8 << 20, 8 << 20]], start_borrowed=lambda guest, key: guest.nbytes)
+    members: Any = SimpleNamespace(memory=[SimpleNamespace(handle=None)] * 2, **way_in)
+    return Borrower(make_config(OPTIONS), members, cohort, elastic or Elastic(), links, own)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +75,9 @@ def borrower(elastic: Any = None) -> Borrower:
 )
 def test_it_asks_for_whole_stripes(max_len: int, free: tuple[int, int], stripes: int) -> None:
     """Blocks of a part of a stripe are no room for one."""
-    lacking = borrower()._lacking(engine_with(free, max_len)) * BLOCK_BYTES
+    links = Links()
+    borrower(links).after_schedule(engine_with(free, max_len))
+    lacking = links.told[-1] * BLOCK_BYTES
     of_block = (16 << 20) / 64
     assert bool(lacking) == bool(stripes)
     if stripes:
@@ -70,35 +85,27 @@ def test_it_asks_for_whole_stripes(max_len: int, free: tuple[int, int], stripes:
 
 
 @pytest.mark.parametrize(
-    ("lacking", "own_left", "of_others", "reclaimed", "wanted"),
+    ("stripes", "own_left", "of_others", "reclaimed", "wanted"),
     [
-        (5, 0, 0, [], 5),
-        (5, 3, 0, [3], 0),
-        (5, 2, 0, [], 5),
-        (5, 8, 0, [5], 0),
-        (100, 0, 4, [], 60),
+        (1, 0, 0, [], 4),
+        (1, 3, 0, [3], 0),
+        (1, 2, 0, [], 4),
+        (1, 8, 0, [4], 0),
+        (45, 0, 4, [], 60),
         (0, 8, 4, [], 0),
     ],
 )
 def test_its_own_is_asked_for_before_that_of_others(
-    lacking: int, own_left: int, of_others: int, reclaimed: list[int], wanted: int
+    stripes: int, own_left: int, of_others: int, reclaimed: list[int], wanted: int
 ) -> None:
     """Where that is of use, here from 3 blocks on: a scrap would be asked for again and again. Of others it takes
     borrow.max at most, 64 blocks. While it borrows it lends nothing.
     """
-    one, told, own = borrower(Elastic(3 * BLOCK_BYTES)), list[int](), SimpleNamespace(local_need="")
-    links: Any = one._links
-    links.own_unrequested, links.borrowed_from_others, links.borrowed_blocks, links.reclaim = (
-        own_left,
-        of_others,
-        0,
-        told.append,
-    )
-    links.request_blocks, links.is_seeking = told.append, of_others > 0
-    one._own, one._lacking = own, lambda engine: lacking  # type: ignore[method-assign,assignment]
-    one._ask(engine_with(), 0.0)
-    assert told == [*reclaimed, wanted]
-    assert own.local_need == ("it borrows itself" if lacking or of_others else "")
+    links, own = Links(own_left, of_others), SimpleNamespace(local_need="")
+    lengths = [stripes * 8 * 16] * bool(stripes)
+    borrower(links, Elastic(3 * BLOCK_BYTES), own).after_schedule(engine_with((0, 0), *lengths))
+    assert links.told == [*reclaimed, wanted]
+    assert own.local_need == ("it borrows itself" if stripes or of_others else "")
 
 
 def test_a_guest_that_has_ended_hides_nothing_of_what_the_others_read() -> None:
@@ -125,7 +132,6 @@ def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
             back.append(-self.nbytes)
 
     elastic, back, sent = Elastic(4), list[int](), list[int]()
-    one = borrower(elastic)
     guests = [Guest(nbytes=n, key=b"", loan=SimpleNamespace(creditor=f"c{n}")) for n in (3, 5, 2, 6)]
     for guest in guests:
         guest.sock = guest
@@ -134,9 +140,7 @@ def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
         assert on_loan
         return SimpleNamespace(nbytes=guest.nbytes, link=SimpleNamespace(send=sent.append))
 
-    one._registry.prepare = prepare  # type: ignore[method-assign]
-    one._workers.start_borrowed = lambda guest, key: guest.nbytes  # type: ignore[method-assign,return-value,assignment]
-    one._add_guests(guests)  # type: ignore[arg-type]
+    borrower(Links(guests=guests), elastic, prepare=prepare).after_schedule(engine_with())
     assert back == [-3, 3, -2, 2]
     assert elastic.begun == [[5, 6], [5, 6]]
     assert sent == [5, 6]

@@ -60,7 +60,7 @@ def test_nothing_beside_the_pool(directory: str, tmp_path: Any) -> None:
     medium = "file" if directory else "host"
     tier = OffloadConfig(backend=medium, total_bytes=64 * MIB, workers=1, policy="lru", identity=b"m", directory=place)
     with pytest.raises(ValueError, match="a memory worker on loan has no --kv-offloading-size or --kv-offload dir="):
-        MemoryWorker()._open_store(Connect(epoch=1, storage=tier), bind(MIB))
+        MemoryWorker().open_store(Connect(epoch=1, storage=tier), bind(MIB))
     assert not list(tmp_path.iterdir())
 
 

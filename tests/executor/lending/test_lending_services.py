@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import socket
@@ -55,14 +54,14 @@ def until(true: Callable[[], Any], what: str) -> Any:
 class Street:
     """A ledger, and whoever lends and borrows by it; all ends with the test."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, silent_s: float = 5.0) -> None:
         self._stack, self._over = stack, threading.Event()
         with socket.create_server(HERE) as free:
             self.place = "127.0.0.1", free.getsockname()[1]
-        self.ledger = self.open_ledger()
+        self.ledger = self.open_ledger(silent_s)
 
-    def open_ledger(self) -> LedgerService:
-        service: LedgerService = self._run(LedgerService(self.place, KEY))
+    def open_ledger(self, silent_s: float = 5.0) -> LedgerService:
+        service: LedgerService = self._run(LedgerService(self.place, KEY, silent_s))
         return service
 
     def _run(self, service: Any) -> Any:
@@ -93,9 +92,9 @@ class Street:
 
 
 @pytest.fixture
-def street() -> Iterator[Street]:
+def street(request: pytest.FixtureRequest) -> Iterator[Street]:
     with ExitStack() as stack:
-        yield Street(stack)
+        yield Street(stack, getattr(request, "param", 5.0))
 
 
 def guest_of(debtor: BorrowerLinks) -> GuestWorker:
@@ -108,7 +107,7 @@ def address_of(service: LenderService) -> tuple[str, int]:
 
 
 def pid_of(service: LenderService) -> int:
-    (guest,) = until(service._guests.values, "the guest does not start")
+    (guest,) = until(service.guests.values, "the guest does not start")
     return guest.process.pid
 
 
@@ -131,18 +130,19 @@ def test_a_guest_is_a_memory_worker_with_a_key_of_its_own_and_none_of_the_cluste
         link.recv(SOON_S)
 
 
+@pytest.mark.parametrize("street", [SOON_S], indirect=True)
 def test_two_debtors_race_by_old_heartbeats_and_one_is_refused(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger has said the same to both, by a heartbeat ten periods old, and is gone from then on."""
     monkeypatch.setattr(lender_service, "HEARTBEAT_S", 0.05)
     service, first, second = street.creditor("c", 8), street.debtor("d1"), street.debtor("d2")
-    ledger = street.ledger._ledger
-    service._beat_at, ledger._silent_s = math.inf, SOON_S
+    ledger = street.ledger.ledger
+    ledger.on_heartbeat = lambda message, now: None  # type: ignore[method-assign]
     until(lambda: street.shown()["c"].silent_s > 10 * lender_service.HEARTBEAT_S, "it goes on with heartbeats")
     right = ledger.answer
     ledger.answer = lambda query, now: (setattr(ledger.entries["c"], "promised", 0), right(query, now))[1]  # type: ignore[method-assign]
     for debtor in (first, second):
         debtor.request_blocks(6)
-    until(lambda: len(service.creditor._answered) == 2, "not both ask it")
+    until(lambda: len(service.creditor.leases) + service.creditor.refusals == 2, "not both ask it")
     street.ledger.close()
     until(lambda: first.refusals + second.refusals, "nobody is refused")
     lent = until(lambda: first.arrived or second.arrived, "nobody gets anything")
@@ -151,7 +151,6 @@ def test_two_debtors_race_by_old_heartbeats_and_one_is_refused(street: Street, m
     winner.give_back(winner.arrived.popleft())
     until(lambda: service.creditor.free_blocks == 8, "the blocks do not come back")
     assert not loser.arrived
-    service._beat_at = 0.0
     street.open_ledger()
     until(lambda: loser.borrowed_blocks == 6, "the other one gets nothing, at once or in parts")
 
@@ -230,7 +229,7 @@ def test_guests_that_read_too_much_get_no_company(street: Street) -> None:
     service, debtor = street.creditor("c", 8, most_gbps=1.0), street.debtor("d")
     debtor.request_blocks(2)
     guest_of(debtor)
-    (guest,) = until(service._guests.values, "the guest does not start")
+    (guest,) = until(service.guests.values, "the guest does not start")
     assert guest.read_bytes == 0.0
     stop = threading.Event()
 
@@ -311,7 +310,7 @@ def test_a_guest_that_cannot_start_ends_its_lease_and_no_door(street: Street, mo
     assert len(os.listdir("/proc/self/fd")) <= before + 4, "links of the debtor alone"
     debtor.give_back(guest)
     debtor.request_blocks(3)
-    assert until(lambda: service._guests, "the door is closed")
+    assert until(lambda: service.guests, "the door is closed")
 
 
 def test_show_tells_who_has_what(

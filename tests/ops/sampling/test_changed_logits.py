@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lamina.ops.sampling import sampler
-from lamina.ops.sampling.sampler import Sampler
+from lamina.ops.sampling.sampler import Sampler, TorchSampling
 from lamina.ops.sampling.token_history import LogitChanges, TokenHistories, logit_changes_of
 from lamina.protocol.control import ALL_TOKENS_BANNED, NO_TOKEN, LogitsUpdate, Penalties, SamplingRequest
 
@@ -37,7 +37,7 @@ def told(pending: int | None = None, **penalties: Any) -> tuple[SamplingRequest,
 
 def changed(*told: Any) -> list[float]:
     row = torch.tensor(ROW)
-    sampler._change(row, *told)
+    sampler.change_logits(row, *told)
     return [float(x) for x in row]
 
 
@@ -96,14 +96,12 @@ def test_a_penalty_of_no_token_is_named() -> None:
 
 
 @pytest.fixture(params=["native", "plain"])
-def one(request: pytest.FixtureRequest) -> Sampler:
-    made = Sampler(1)
+def one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sampler:
     if request.param == "plain":
-        made._native = None
+        monkeypatch.setitem(sys.modules, "lamina.ops.sampling.native", None)
     else:
         pytest.importorskip("lamina.ops.sampling.native")
-        assert made._native is not None
-    return made
+    return Sampler(1)
 
 
 def test_without_the_native_module_torch_draws_and_the_log_says_so(
@@ -112,14 +110,15 @@ def test_without_the_native_module_torch_draws_and_the_log_says_so(
     caplog.set_level("INFO")
     monkeypatch.setitem(sys.modules, "lamina.ops.sampling.native", None)
     made = Sampler(1)
-    assert made._native is None
+    assert isinstance(made.backend_for(torch.tensor(ROW)), TorchSampling)
     assert [d.token_id for d in made.sample(torch.tensor([ROW]), [draw()])] == [4]
     assert [r.getMessage().startswith("sampling with torch: import of ") for r in caplog.records] == [True]
 
 
 def test_threads_are_those_asked_for_or_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(sampler, "_open_native", asked.append)
+    native = pytest.importorskip("lamina.ops.sampling.native")
+    monkeypatch.setattr(native, "NativeSampling", asked.append)
     Sampler(3)
     Sampler()
     assert asked == [3, torch.get_num_threads()]
@@ -204,7 +203,8 @@ def test_any_float_dtype_is_taken(one: Sampler, dtype: torch.dtype) -> None:
     assert one.top_tokens(logits, 3).tolist() == [[4, 0, 2]]
 
 
-def test_the_native_module_draws_what_it_can(one: Sampler) -> None:
+def test_the_native_module_draws_what_it_can() -> None:
+    native, made = pytest.importorskip("lamina.ops.sampling.native"), Sampler(1)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert one._of(torch.tensor(ROW, dtype=dtype)) is (one._native or one._plain)
-    assert one._of(torch.tensor(ROW, dtype=torch.float64)) is one._plain
+        assert isinstance(made.backend_for(torch.tensor(ROW, dtype=dtype)), native.NativeSampling)
+    assert isinstance(made.backend_for(torch.tensor(ROW, dtype=torch.float64)), TorchSampling)

@@ -85,7 +85,7 @@ class Damaging(NullRecorder):
         that block changes, too.
         """
         self.wanted, self.count = False, self.count + 1
-        store = self._process.memory._store
+        store = self._process.memory.store
         for kv in (piece.kv for layer in (store.layers if store else ()) for piece in layer):
             for block in {int(at[0]) for at in ((kv.k.abs() != 1.0) & (kv.k != 0.0)).nonzero()}:
                 kv.v[block, 0, 0, 0] += 1.0

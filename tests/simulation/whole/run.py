@@ -99,12 +99,12 @@ class _WatchedPools(WorkerExecutor):
     @property
     def there(self) -> set[Any]:
         """The processes of all who have a place, or wait for one."""
-        return {member.handle for member in (*self._registry, *self._workers.spare_workers)}
+        return {member.handle for member in (*self.registry, *self.workers.spare_workers)}
 
     @property
     def memory(self) -> list[Any]:
         """The processes of memory workers, by number."""
-        return [member.handle for member in self._registry.memory]
+        return [member.handle for member in self.registry.memory]
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
         answer = super().resume(keep)
@@ -228,11 +228,11 @@ class _FleetPlay(Play):
 
     def _check_rest(self) -> None:
         """Nothing is on its way."""
-        stores = [process.memory._store for process in self._pools.memory]
+        stores = [process.memory.store for process in self._pools.memory]
         tables = [(w, store.tables) for w, store in enumerate(stores) if store is not None]
         assert len(tables) == len(stores), "a memory worker has no store"
         if not self._pools.resizer.in_progress:
-            ready = [process.memory._preallocation.arena.nbytes for process in self._pools.memory]
+            ready = [process.memory.preallocation.arena.nbytes for process in self._pools.memory]
             assert not any(ready), f"memory that was made ready is nobody's: {ready} bytes"
         self._check_tables(tables, self._engine.worker_info.holders)
 

@@ -128,7 +128,10 @@ def test_a_compute_worker_drops_rounds_and_turns_of_an_older_view() -> None:
     mine.submit(under(1, make_round(2, [0], 1, 2, first=False)))
     assert not mine.has_work
     assert pool.announced == [(0, 0), (1, 0)]
-    assert not mine._last_tokens
+    mine.submit(under(2, make_round(2, [0], 1, 2, first=False)))
+    with pytest.raises(KeyError):
+        mine.run_next()  # no token of the older epoch is taken for its own
+    mine.connect(pool, 2)
     mine.submit(under(2, make_round(3, [0], 1, 2, first=True)))
     done = [mine.run_next() for _ in range(3)][-1]
     assert done is not None
@@ -320,7 +323,7 @@ def test_pages_are_saved_to_the_last_where_the_driver_ends_and_not_behind_a_loss
     """Which of both it is the driver says, and before anything else that it asks for."""
     told = list[bool]()
     worker, door = MemoryWorker(), EpochListener(netstack.open("loopback", key=KEY).listen())
-    worker._transfers = SimpleNamespace(end=lambda *, finish: told.append(finish))  # type: ignore[assignment]
+    worker.transfers = SimpleNamespace(end=lambda *, finish: told.append(finish))  # type: ignore[assignment]
     with ThreadPoolExecutor(1) as serving:
         over = serving.submit(worker.reject_until_next_epoch, door, 1)
         assert told == []

@@ -6,26 +6,26 @@ import os
 from pathlib import Path
 
 from lamina.utils.build_info import digest_of
-from lamina.workers.compute.kv_identity import _files
+from lamina.workers.compute.kv_identity import files_digest
 
 
 def test_another_byte_anywhere_is_another_model_and_another_time_is_not(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(3 << 20))
     (tmp_path / "config.json").write_text("{}")
-    first = _files(tmp_path)
+    first = files_digest(tmp_path)
     os.utime(weights, ns=(5, 5))
-    assert _files(tmp_path) == first, "a copy is the same model"
+    assert files_digest(tmp_path) == first, "a copy is the same model"
     for at in (0, (1 << 20) + 77, (3 << 20) - 1):
         with weights.open("r+b") as file:
             file.seek(at)
             file.write(b"\x01")
         os.utime(weights, ns=(5, 5))
-        changed = _files(tmp_path)
+        changed = files_digest(tmp_path)
         assert changed != first
         first = changed
     (tmp_path / "modeling.py").write_text("x = 1")
-    assert _files(tmp_path) != first, "code of its own is a part of it"
+    assert files_digest(tmp_path) != first, "code of its own is a part of it"
 
 
 def test_another_byte_of_the_code_or_another_instruction_is_another_build(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_a_chain_sends_what_its_slice_sends(
 def answers(native: AttentionClient, plan: StepPlan, layer: int, dtype: torch.dtype) -> list[bytes]:
     """An O of every worker, of random numbers."""
     native.begin_step(plan)
-    shares = native._step.shares(native.layers[layer], dtype)
+    shares = native.step.shares(native.layers[layer], dtype)
     made = []
     for number, share in enumerate(shares):
         draw = torch.Generator().manual_seed(number)
@@ -299,7 +299,7 @@ def test_a_step_is_of_one_pool(connect: Connect) -> None:
     one_pool, _ = one(connect)
     other, _ = one(connect)
     with pytest.raises(ValueError, match="^a step of another pool$"):
-        other._pool.select(one_pool._step.native)
+        other.pool.select(one_pool.step.native)
 
 
 def test_a_step_of_no_rows_sends_and_awaits_nothing(connect: Connect) -> None:

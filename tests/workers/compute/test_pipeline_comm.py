@@ -91,7 +91,7 @@ def test_replicas_take_turns_at_the_memory_workers(ends: list[PipelineChannels])
     ends[0].let_next_go()
     ends[1].wait_for_previous()
     with pytest.raises(netstack.ChannelTimeout):
-        ends[2]._previous.wait_signal(timeout_s=0.0)
+        ends[2].previous.wait_signal(timeout_s=0.0)
     ends[1].let_next_go()
     ends[2].wait_for_previous()
 

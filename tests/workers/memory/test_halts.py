@@ -5,14 +5,13 @@ from __future__ import annotations
 from msgspec import structs
 from test_memory_process import Driver, begin, bind, bound, knock, receive, send, step, threaded, token
 
-from lamina.protocol.control import Connect, ControlLink, Failed, MemoryReady, Quiesce, Quiesced, Stats
+from lamina.protocol.control import Connect, Quiesce, Quiesced
 from lamina.protocol.step_plan import MessageKey, MessageKind, New, RowRange, StepPlan, SurvivingKv, encode
 
 WAIT_S = 30.0
 
 
 def halt(driver: Driver, view: int) -> dict[int, int]:
-    driver.link = ControlLink(driver.link._sock, MemoryReady | Stats | Failed | Quiesced)
     driver.link.send(Quiesce(epoch=view))
     message = driver.link.recv(WAIT_S)
     assert isinstance(message, Quiesced)

@@ -28,6 +28,7 @@ from lamina.protocol.control import (
     Failed,
     LinkClosedError,
     MemoryReady,
+    Quiesced,
     StartMemory,
     Stats,
     StatsRequest,
@@ -133,7 +134,7 @@ class Driver:
     """The driver's end of the control link."""
 
     def __init__(self, sock: socket.socket, scheme: str, *, address: str = "", key: bytes = KEY) -> None:
-        self.link = ControlLink(sock, MemoryReady | Stats | Failed)
+        self.link = ControlLink(sock, MemoryReady | Stats | Failed | Quiesced)
         self.link.send(StartMemory(scheme=scheme, address=address, key=key, threads=1))
 
     def ready(self) -> str:

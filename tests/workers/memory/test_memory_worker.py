@@ -22,6 +22,7 @@ from lamina.protocol.step_plan import (
     RowRange,
     SequenceOp,
     StepPlan,
+    SurvivingKv,
     Truncate,
     encode,
 )
@@ -136,10 +137,10 @@ def test_a_fork_attends_what_its_source_has_stored(either: Pool, partition: str,
 def test_a_block_is_not_copied_before_it_is_written(pool: Pool) -> None:
     m = model(pool)
     m.step(0, [New(1)], [RowRange(1, 0, 40)])
-    written, limit = pool.workers[0]._store.committed, time.monotonic() + WAIT_S  # type: ignore[union-attr]
+    written, limit = pool.workers[0].store.committed, time.monotonic() + WAIT_S  # type: ignore[union-attr]
     while written.tokens_of(1) < 40 and time.monotonic() < limit:  # O may come before that is noted
         time.sleep(0)
-    written._tokens[1] = 36
+    written.reconcile([SurvivingKv(1, 36)])
     with pytest.raises(ClientRefusedError, match="cannot fork 37 tokens of sequence 1: 36 are stored"):
         m.step(1, [Fork(7, 1, 37)], [RowRange(7, 37, 1)])
 

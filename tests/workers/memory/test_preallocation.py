@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,65 +17,98 @@ from memory_peer import bind, shape
 from msgspec.structs import replace
 
 from lamina.kv import arena
+from lamina.protocol.control import ControlLink, StartMemory, Stop
 from lamina.protocol.reshard import PrepareStore, StorePrepared
 from lamina.protocol.step_plan import BindRequest
 from lamina.workers.memory import preallocation
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.main import MemoryServer
+from lamina.workers.memory.memory_worker import MemoryWorker
 from lamina.workers.memory.preallocation import StorePreallocation
 from lamina.workers.memory.worker_counters import Counters
+from lamina.workers.runtime import RUNTIME
 
 BIND = bind([shape()], (1.0,), 0, "head")
+SOON_S = 30.0
 MIB = 1 << 20
 SIZE = 64 * MIB
 POOL = bind([shape(6, 3)] * 4, (1.0, 1.0), 0, "head", kv_bytes=SIZE)  # two heads of three, and one
 
 
-def server() -> tuple[MemoryServer, list[Callable[[], None]], list[Any], list[StorePrepared]]:
-    """It, what it is about to do beside its work, what it has made ready, and what it has said."""
-    due, made, said = list[Callable[[], None]](), list[Any](), list[StorePrepared]()
-    one = MemoryServer.__new__(MemoryServer)
-    one._runtime = SimpleNamespace(start_background=lambda work, name: due.append(work))  # type: ignore[assignment]
-    one._loaded = lambda: SimpleNamespace(prepare=lambda bind, tier, *, ahead: made.append(bind))  # type: ignore[method-assign,return-value,assignment]
-    one._link = SimpleNamespace(send=said.append)  # type: ignore[assignment]
-    one._store_preallocation, one._prepare_thread = None, threading.Lock()
-    return one, due, made, said
+class Server:
+    """A memory worker whose driver orders memory. Its work in the background waits for the test."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        here, there = socket.socketpair()
+        self.driver = ControlLink(here, StorePrepared)
+        self.due: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.made: list[BindRequest | None] = []
+        self.ahead: list[bool] = []
+        self.error = ""
+        monkeypatch.setattr(MemoryWorker, "prepare", self._prepare)
+        runtime = RUNTIME._replace(start_background=lambda work, name: self.due.put(work))
+        start = StartMemory(scheme="loopback", address="", key=b"k" * 32, threads=1)
+        self.server = MemoryServer(ControlLink(there, PrepareStore | Stop), start, runtime)
 
-def test_what_was_asked_for_last_is_there_whichever_begins_first() -> None:
-    one, due, made, said = server()
-    for order in (PrepareStore(BIND, resize_number=1), PrepareStore(None), PrepareStore(BIND, resize_number=2)):
-        one._on_message(order)
-    for work in reversed(due):
+    def _prepare(self, bind: BindRequest | None, tier: Any, *, ahead: bool) -> None:
+        self.made.append(bind)
+        self.ahead.append(ahead)
+        if self.error:
+            raise ValueError(self.error)
+
+    def order(self, *orders: PrepareStore) -> list[Callable[[], None]]:
+        """Send orders; returns what it is about to do for them."""
+        for order in orders:
+            self.driver.send(order)
+        return [self.due.get(timeout=SOON_S) for _ in orders]
+
+    def said_before(self, last: PrepareStore) -> list[StorePrepared]:
+        """All that it has said before its answer to ``last``."""
+        (work,) = self.order(last)
         work()
-    assert made == [BIND]
-    assert said == [StorePrepared("", 2)]
+        said = list[StorePrepared]()
+        while not said or said[-1].resize_number != last.resize_number:
+            said.append(self.driver.recv(SOON_S))
+        return said[:-1]
 
 
-def test_nothing_is_made_ready_for_what_was_given_up() -> None:
-    one, due, made, said = server()
-    for order in (PrepareStore(BIND, resize_number=1), PrepareStore(None)):
-        one._on_message(order)
-    for work in reversed(due):
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    one = Server(monkeypatch)
+    yield one
+    one.driver.send(Stop())
+    one.driver.close()
+
+
+LAST = PrepareStore(BIND, resize_number=9)
+
+
+def test_what_was_asked_for_last_is_there_whichever_begins_first(server: Server) -> None:
+    orders = PrepareStore(BIND, resize_number=1), PrepareStore(None), PrepareStore(BIND, resize_number=2)
+    for work in reversed(server.order(*orders)):
         work()
-    assert made == [None]
-    assert said == []
+    assert server.made == [BIND]
+    assert server.said_before(LAST) == [StorePrepared("", 2)]
 
 
-def test_nobody_waits_for_what_is_ready_before_there_is_a_place(caplog: pytest.LogCaptureFixture) -> None:
-    one, due, _, said = server()
-    asked = list[tuple[Any, bool]]()
+def test_nothing_is_made_ready_for_what_was_given_up(server: Server) -> None:
+    for work in reversed(server.order(PrepareStore(BIND, resize_number=1), PrepareStore(None))):
+        work()
+    assert server.made == [None]
+    assert server.said_before(LAST) == []
 
-    def prepare(bind: BindRequest, tier: Any, *, ahead: bool) -> None:
-        asked.append((bind, ahead))
-        raise ValueError("KV blocks take 9 GiB, 1 GiB are free here")
 
-    one._loaded = lambda: SimpleNamespace(prepare=prepare)  # type: ignore[method-assign,return-value,assignment]
+def test_nobody_waits_for_what_is_ready_before_there_is_a_place(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.error = "KV blocks take 9 GiB, 1 GiB are free here"
     with caplog.at_level(logging.WARNING):
-        one._on_message(PrepareStore(BIND))
-        due[0]()
-    assert (asked, said) == ([(BIND, True)], []), "an answer would be news of a worker that hangs"
+        (work,) = server.order(PrepareStore(BIND))
+        work()
+    assert (server.made, server.ahead) == ([BIND], [True])
     assert "will allocate its memory only when it replaces another: ValueError: KV blocks take 9 GiB" in caplog.text
+    server.error = ""
+    assert server.said_before(LAST) == [], "an answer would be news of a worker that hangs"
 
 
 def resident() -> int:
@@ -93,7 +127,7 @@ def ready(of: BindRequest = POOL) -> tuple[StorePreallocation, Counters, set[int
     before = resident()
     made.prepare(of, None, None, is_first_store=True)
     assert resident() - before > 0.95 * of.kv_bytes, "its pages are there"
-    return made, meter, {x.data_ptr() for x in made.arena._free}
+    return made, meter, {x.data_ptr() for x in made.arena.free}
 
 
 @pytest.mark.parametrize("worker", [0, 1])

@@ -104,18 +104,18 @@ class PageTransfers:
         self.loader = KvLoader(
             medium, store, self._atoms, meter, self._opened, self._loaded, trace, read or medium.read
         )
-        self._open: list[_PageTask] = []  # saves that are not collected
+        self.saves: list[_PageTask] = []  # saves that are not collected
         self._ended: deque[_PageTask] = deque()  # saves that have ended, and are not collected
         self._queue: SimpleQueue[_PageTask | DeletePages | SetRetention | None] = SimpleQueue()
-        self._most_copied, self._copied = (
+        self._most_copied, self.copied = (
             max(MIN_COPIED_BYTES, store.bind_reply.kv_bytes // MAX_COPIED_SHARE),
             0,
         )  # bytes
         self._lock = threading.Lock()  # protects the blocks that are saved, the tasks' copies, and the end
         self._gives_back = any(store.tables.windows)  # if rows free blocks
         self._cancelled = False
-        self._thread = threading.Thread(target=self._run, name="lamina-save", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="lamina-save", daemon=True)
+        self.thread.start()
 
     def listed_pages(self, most: int) -> list[bytes]:
         """Return keys of the pages of which storage has all that this worker can need, at most ``most``. These are the
@@ -161,7 +161,7 @@ class PageTransfers:
     def _add(self, task: _PageTask, ready: Callable[[], None]) -> None:
         task.ready = ready
         self._last = max(self._last, task.op.transfer_id)
-        self._open.append(task)
+        self.saves.append(task)
         self._queue.put(task)
 
     def _save_of(self, op: SaveKv, key: MessageKey) -> _PageTask:
@@ -178,7 +178,7 @@ class PageTransfers:
         begun = self.loader.sequences
         loading = set(begun)
         saving = dict[int, int]()  # sequence -> tokens, up to the end of its saves
-        for task in self._open:
+        for task in self.saves:
             saving[task.op.sequence] = max(saving.get(task.op.sequence, 0), task.op.first + task.op.count)
         last = self._last
         self._prefetcher.check([op for op in plan.ops if isinstance(op, PrefetchHint)])
@@ -214,7 +214,7 @@ class PageTransfers:
         """Copy the pages of ``sequence`` after its ``first`` tokens, whose blocks are about to be freed, for saves.
         Pages for which there is no memory are not saved.
         """
-        for task in self._open:
+        for task in self.saves:
             if task.op.sequence != sequence or not task.left:
                 continue
             with self._lock:
@@ -222,16 +222,16 @@ class PageTransfers:
                 for number in sorted(gone):
                     at = task.at[number]
                     nbytes = self._atoms.nbytes(at) if at is not None else 0
-                    if at is not None and self._copied + nbytes <= self._most_copied:
+                    if at is not None and self.copied + nbytes <= self._most_copied:
                         task.copies[number] = self._atoms.read(at, self._store.staging)
-                        self._copied += nbytes
+                        self.copied += nbytes
                 task.left -= gone
 
     def collect(self) -> None:
         """Collect transfers that have ended: rows may attend what was loaded."""
         self.loader.collect()
         while self._ended:
-            self._open.remove(self._ended.popleft())
+            self.saves.remove(self._ended.popleft())
 
     def end(self, *, finish: bool = False) -> None:
         """Cancel transfers that have not begun; takes at most END_S seconds. ``finish``: first continue saves that are
@@ -241,11 +241,11 @@ class PageTransfers:
         self.loader.stop()
         self._queue.put(None)
         if finish:
-            self._thread.join(LAST_S)
+            self.thread.join(LAST_S)
         with self._lock:
             self._cancelled = True
         limit = time.monotonic() + END_S
-        for thread in (self.loader.thread, self._thread):
+        for thread in (self.loader.thread, self.thread):
             thread.join(max(0.0, limit - time.monotonic()))
             if thread.is_alive():
                 log.warning("storage does not reply: thread %s is abandoned", thread.name)
@@ -338,7 +338,7 @@ class PageTransfers:
                 task.left.discard(number)
                 return self._atoms.read(page_blocks, staging)
             if number in task.copies:
-                self._copied -= self._atoms.nbytes(page_blocks)
+                self.copied -= self._atoms.nbytes(page_blocks)
             return task.copies.pop(number, None)
 
 

@@ -170,7 +170,7 @@ def test_damage_is_not_copied_and_what_was_known_of_the_blocks_is_forgotten(stre
         BlockChecksums(source.store, 1.0),
         BlockChecksums(target.store, 1.0),
     )
-    taken._sums |= {StoredBlock(0, n): b"of another sequence" for n in range(target.store.tables.num_blocks[0])}
+    taken.sums |= {StoredBlock(0, n): b"of another sequence" for n in range(target.store.tables.num_blocks[0])}
     given.update_after_step([source.plan(1, RowRange(1, LENGTH, 1, PLACE))])
     for worker in street:
         worker.plan(2, CopyStripes(5, 1, 1, 1, 2))

@@ -39,7 +39,7 @@ class Prefiller:
         self.peers, self.like, self.batch = peers, like, batch
         partition = peers[0].bind.partition
         links = [MemoryWorkerClient(p.channel, w, WAIT_S) for w, p in enumerate(peers)]
-        self.pool = AttentionClient(links, partition, like.layers, like.pool._backend)
+        self.pool = AttentionClient(links, partition, like.layers, like.pool.backend)
 
     def send(self, step: int, rows: RowRange, layers: Sequence[int] | None = None) -> None:
         rows = placed(rows, self.peers[0].bind.partition)

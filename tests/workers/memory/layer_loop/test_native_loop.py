@@ -186,7 +186,7 @@ def test_rows_select_the_blocks_that_they_select_in_python(
 
 def bounds(pool: Pool) -> list[Tensor]:
     """The least and the largest K of all blocks of layers that have them."""
-    pieces = [p for w in pool.workers if w._store for layer in w._store.layers for p in layer]
+    pieces = [p for w in pool.workers if w.store for layer in w.store.layers for p in layer]
     known = [p.kv.bounds[:, : p.kv.null_block] for p in pieces if p.kv.bounds is not None]
     assert known
     assert all(x.any() for x in known)
@@ -276,8 +276,8 @@ def stored(pool: Pool) -> list[Tensor]:
     """All K, V and scales, the numbers as bytes."""
     found = list[Tensor]()
     for worker in pool.workers:
-        assert worker._store is not None
-        for piece in (piece for layer in worker._store.layers for piece in layer):
+        assert worker.store is not None
+        for piece in (piece for layer in worker.store.layers for piece in layer):
             assert piece.kv.scales is not None
             found += [piece.kv.k.view(torch.uint8), piece.kv.v.view(torch.uint8), *piece.kv.scales]
     return found

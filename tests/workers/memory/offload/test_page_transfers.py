@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from memory_peer import bind, shape
 from msgspec import structs
 
-from lamina.kv.pages import PAGE, SCALE_BYTES, FragmentFormat, PageFragment
-from lamina.kv.storage import FragmentLostError, StorageBackend, StorageConfig, open_storage
+from lamina.kv.pages import PAGE, SCALE_BYTES, FragmentFormat, Page, PageFragment
+from lamina.kv.storage import Bytes, FragmentLostError, StorageBackend, StorageConfig, host, open_storage
 from lamina.protocol.blocks.block_tables import PlanError
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.offload_messages import LoadReady, TransferDone
@@ -43,6 +43,7 @@ from lamina.protocol.step_plan import (
 )
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.offload import kv_load as loads_module
+from lamina.workers.memory.offload import page_transfers
 from lamina.workers.memory.offload.kv_load import PageLoad
 from lamina.workers.memory.offload.page_fragments import StoreFragments
 from lamina.workers.memory.offload.page_transfers import END_S, LAST_S, PageTransfers
@@ -218,13 +219,13 @@ class Bench:
     def __init__(self, medium: StorageBackend | Gate) -> None:
         (self.store,) = stores("head", (1.0,), block_size=32)
         self.said: SimpleQueue[TransferDone | LoadReady] = SimpleQueue()
-        self.transfers = PageTransfers(medium, self.store, self.said.put, Counters(), epoch=3)
-        self._step = 100
+        self.medium, self.counters, self.step = medium, Counters(), 100
+        self.transfers = PageTransfers(medium, self.store, self.said.put, self.counters, epoch=3)
 
     def do(self, *parts: SequenceOp | RowRange) -> None:
         """As a session begins a plan."""
-        self._step += 1
-        self.again(plan(*parts, step=self._step))
+        self.step += 1
+        self.again(plan(*parts, step=self.step))
 
     def again(self, new: StepPlan) -> None:
         self.transfers.collect()
@@ -277,27 +278,32 @@ def test_what_was_saved_is_loaded_and_counts_as_written(bench: Bench) -> None:
 def test_a_plan_that_comes_again_transfers_once(bench: Bench) -> None:
     bench.do(save())
     bench.report()
-    bench.again(plan(save(), step=bench._step))
+    bench.again(plan(save(), step=bench.step))
     bench.do(save(1))
     assert bench.report().transfer_id == 1
 
 
 @pytest.mark.parametrize("page", range(PAGES))
-def test_behind_a_damaged_page_nothing_counts(page: int) -> None:
+def test_behind_a_damaged_page_nothing_counts(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = medium()
-    bench = Bench(kept)
+    bench, write = Bench(kept), kept.write
+
+    def write_damaged(of: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
+        with monkeypatch.context() as patch:
+            if of.key == KEYS[page]:
+                patch.setattr(host, "checksum", bytes)  # of other bytes than those that are there
+            write(of, fragments)
+
+    monkeypatch.setattr(kept, "write", write_damaged)
     fill(bench.store, 1, KvLocation(), 1)
     bench.do(save())
     bench.report()
-    copies = kept._pages[KEYS[page]].fragments  # type: ignore[attr-defined]
-    fragment, copy = next(iter(copies.items()))
-    copies[fragment] = copy._replace(data=bytes([copy.data[0] ^ 1, *copy.data[1:]]))
     bench.do(New(2), load())
     said = bench.report()
     assert said.num_pages == page
     assert said.error.startswith(f"page {page} was not loaded: ")
     assert said.evicted == [KEYS[page]]
-    assert bench.transfers._meter.snapshot()["kv_failed_transfers"] == 1
+    assert bench.counters.snapshot()["kv_failed_transfers"] == 1
     assert KEYS[page] not in {held.page.key for held in kept.pages()}, "nobody is to meet it again"
     bench.do(RowRange(2, page * PAGE, 1))
     assert bench.store.committed.report()[2] == page * PAGE
@@ -363,7 +369,7 @@ def test_what_was_freed_is_wiped_before_anything_is_loaded_there(bench: Bench, m
     bench.do(save())
     bench.report()
     wiped = list[tuple[int, int]]()
-    loads, saves = bench.transfers.loader.sequences, bench.transfers._open
+    loads, saves = bench.transfers.loader.sequences, bench.transfers.saves
     monkeypatch.setattr(bench.store, "apply_block_copies", lambda: wiped.append((len(loads), len(saves))))
     bench.do(SaveKv(1, 1, 0, PAGE, KEYS[:1], b"t" * 16), Free(1), New(2), load(2))
     assert wiped == [(0, 1)]
@@ -382,7 +388,7 @@ def test_rows_go_on_behind_what_is_being_saved() -> None:
     with pytest.raises(PlanError, match="loses some"):
         bench.do(DropBlocks(1, [0]))
     bench.do(Truncate(1, PAGES * PAGE))
-    assert bench.transfers._copied == 0, "its pages stay where they are"
+    assert bench.transfers.copied == 0, "its pages stay where they are"
     gate.may_go.set()
     assert [bench.report().num_pages for _ in range(2)] == [PAGES - 1, 1]
     bench.do(New(2), load(2))
@@ -520,20 +526,22 @@ def test_forks_read_what_others_write_in_the_same_plan(*, wipes: bool) -> None:
 
 def test_copies_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind it pages are not saved, and nobody waits."""
-    gate = Gate(medium())
+    (store,), gate = stores("head", (1.0,), block_size=32), Gate(medium())
+    fill(store, 1, KvLocation(), 1)
+    at = StoreFragments(store).locate(1, 0, KvLocation())
+    assert at is not None
+    page = sum(data.nbytes for data in StoreFragments(store).read(at, store.staging).values())
+    monkeypatch.setattr(page_transfers, "MIN_COPIED_BYTES", page)
+    monkeypatch.setattr(page_transfers, "MAX_COPIED_SHARE", 1 << 60)
     bench = Bench(gate)
     fill(bench.store, 1, KvLocation(), 1)
-    at = StoreFragments(bench.store).locate(1, 0, KvLocation())
-    assert at is not None
-    page = sum(data.nbytes for data in StoreFragments(bench.store).read(at, bench.store.staging).values())
-    monkeypatch.setattr(bench.transfers, "_most_copied", page)
     bench.do(save())
     assert gate.came.wait(WAIT_S)
     bench.do(Free(1))
     gate.may_go.set()
     said = bench.report()
     assert (said.num_pages, said.error) == (1, ""), "the deepest was on its way, the first one was copied"
-    assert bench.transfers._copied == 0
+    assert bench.transfers.copied == 0
     bench.transfers.end()
 
 
@@ -562,7 +570,7 @@ def test_dropped_pages_are_gone(bench: Bench) -> None:
 
 
 def test_pages_are_prolonged_behind_their_save(bench: Bench) -> None:
-    inner, said = bench.transfers._medium, SimpleQueue[tuple[list[bytes], float, int]]()
+    inner, said = bench.medium, SimpleQueue[tuple[list[bytes], float, int]]()
     vars(inner)["set_retention"] = lambda keys, seconds: said.put((keys, seconds, len(inner.pages())))
     bench.do(save(), SetRetention(1, 60.0, KEYS))
     assert said.get(timeout=WAIT_S) == (KEYS, 60.0, PAGES)
@@ -653,7 +661,7 @@ def test_nothing_is_written_behind_the_end_of_a_view() -> None:
     before = rows_of(bench.store, 2)
     bench.transfers.end()
     gate.may_go.set()
-    for thread in (bench.transfers.loader.thread, bench.transfers._thread):
+    for thread in (bench.transfers.loader.thread, bench.transfers.thread):
         thread.join(WAIT_S)
         assert not thread.is_alive()
     assert bench.said.empty(), "of an epoch that is over nothing is told"

@@ -1,0 +1,75 @@
+"""What the executor does with a lost worker, and with counters, over simulated workers."""
+
+from __future__ import annotations
+
+import pytest
+from executor_api import start_executor
+from simulated import World
+from test_worker_group import LIMIT_S, OPTIONS
+
+from lamina.config.flat_options import make_config
+from lamina.executor.worker_executor import WorkerExecutor
+from lamina.executor.worker_registry import WorkersLostError
+from lamina.protocol.control import Failed, Stats, StatsRequest
+from lamina.protocol.executor import WorkerError
+
+STEP_S = 60.0
+
+
+def pools_without_recovery() -> tuple[World, WorkerExecutor]:
+    world, options = World(), {**OPTIONS, "transport": "shm", "start_timeout_s": LIMIT_S}
+    return world, start_executor(world, make_config({**options, "step_timeout_s": STEP_S, "max_recoveries": 0}))
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "kind"),
+    [
+        (
+            None,
+            r"^memory worker 0 \(pid 100\) ended; its pool cannot continue and was ended: start again$",
+            WorkerError,
+        ),
+        (Failed(text="memory worker: out of order"), "^memory worker: out of order$", WorkerError),
+        (Failed(text="--dtype: no", user_error=True), "^--dtype: no$", ValueError),
+    ],
+    ids=["ended", "failed", "user"],
+)
+def test_all_workers_end_if_one_is_lost(word: Failed | None, text: str, kind: type[Exception]) -> None:
+    world, pools = pools_without_recovery()
+    if word is not None:
+        world.workers[0].inbox.append(word)
+    world.workers[0].end("ended")
+    with pytest.raises(kind, match=text) as told:
+        pools.check_workers()
+    assert type(told.value) is not WorkersLostError
+    assert pools.is_closed
+    world.pass_until(world.now + 1.0, lambda: False)
+    assert all(worker.ended for worker in world.workers)
+
+
+def test_counters_have_the_time_that_a_step_has() -> None:
+    """A worker that stands still for less than that is no loss, however often it is asked."""
+    world, pools = pools_without_recovery()
+    late = world.workers[0]
+    assert pools.collect_stats() is None
+    late.silent = True
+    pools.request_stats()
+    world.pass_until(world.now + STEP_S - 1.0, lambda: False)
+    pools.request_stats()
+    world.pass_until(world.now + 0.5, lambda: False)
+    assert pools.collect_stats() is None
+    assert pools.has_pending_stats
+    late.silent = False
+    late.inbox.append(Stats(values={"steps": 2.0}))
+    counters = pools.collect_stats()
+    assert counters is not None
+    assert counters["memory-0"] == {"steps": 2.0}
+    assert sorted(counters) == sorted(pools.hosts)
+    assert not pools.has_pending_stats
+    assert pools.collect_stats() is None
+    assert sum(isinstance(x, StatsRequest) for x in late.got) == 1, "it was asked once"
+    late.silent = True
+    pools.request_stats()
+    world.pass_until(world.now + STEP_S + 2.0, lambda: False)
+    with pytest.raises(WorkerError, match=r"memory worker 0 .*took too long .*--step-timeout-s 60"):
+        pools.collect_stats()
