@@ -20,7 +20,14 @@ from lamina.executor.transport_choice import choose_transport
 from lamina.executor.worker_executor import WorkerExecutor
 from lamina.models.checkpoint import peek_config
 from lamina.models.generation_defaults import AUTO, default_sampling_params
-from lamina.models.tokenizer import Detokenizer, TokenSpeller, bad_words_ids, load_in_background, token_ids
+from lamina.models.tokenizer import (
+    Detokenizer,
+    RenderedChat,
+    TokenSpeller,
+    bad_words_ids,
+    load_in_background,
+    token_ids,
+)
 from lamina.request import Metric, SamplingParams
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.utils.progress import progress_bar
@@ -132,7 +139,9 @@ class Frontend:
             return prompt
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer: pass tokenizer= or prompts as token ids")
-        return token_ids(self.tokenizer, prompt)
+        return token_ids(
+            self.tokenizer, prompt, **{"add_special_tokens": False} if isinstance(prompt, RenderedChat) else {}
+        )
 
 
 def our_option_names(options: Mapping[str, Any]) -> dict[str, Any]:

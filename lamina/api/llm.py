@@ -14,7 +14,7 @@ from msgspec import structs
 
 from lamina.engine.lockstep import Lockstep
 from lamina.engine.streams import EngineRequest, RequestOutputCollector
-from lamina.models.tokenizer import apply_chat_template
+from lamina.models.tokenizer import render_chat
 from lamina.request import Metric, RequestOutput, SamplingParams
 from lamina.request.unsupported_options import check_arguments, unsupported_attribute
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
@@ -140,6 +140,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
@@ -150,7 +151,7 @@ class LLM:
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own
-        template, or into ``chat_template`` (Jinja).
+        template, or into ``chat_template`` (Jinja), in the form of contents that it reads; see ``render_chat``.
 
         ``continue_final_message``: continue the last message; needs ``add_generation_prompt`` False. ``tools``: written
         as the template does; the model's reply stays text. ``chat_template_kwargs``: variables of the template.
@@ -164,10 +165,11 @@ class LLM:
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt=False: pass that, too")
         options = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        options["content_format"] = chat_template_content_format
         if continue_final_message:
             options["continue_final_message"] = True
         options |= {k: v for k, v in (("chat_template", chat_template), ("tools", tools)) if v is not None}
-        prompts: list[str | list[int]] = [apply_chat_template(self.tokenizer, c, **options) for c in conversations]
+        prompts: list[str | list[int]] = [render_chat(self.tokenizer, c, **options) for c in conversations]
         priorities, cache_options = priority_list(len(prompts), priority), _cache_options(session_id, kv_discard)
         return self._generate(prompts, sampling_params, use_tqdm, cache_options, priorities, conversations[0])
 

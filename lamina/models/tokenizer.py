@@ -6,7 +6,7 @@ import json
 import os
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -261,19 +261,87 @@ def num_held_back(text: str, stops: Collection[str]) -> int:
     return 0
 
 
-def apply_chat_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-    """Return the token ids of a conversation, up to the assistant's next message. ``messages``: {"role", "content"}
-    each. ``options``: of the tokenizer's method of that name, such as add_generation_prompt=False. Raises ModelError if
-    the model has no chat template, ValueError if the template refuses the messages.
-    """
-    import jinja2
+class RenderedChat(str):
+    """A conversation as a prompt, with all special tokens that it needs."""
 
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], *, content_format: str = "auto", **options: Any
+) -> RenderedChat:
+    """Return a conversation in the model's template, up to the assistant's next message. ``messages``: {"role",
+    "content"} each. ``content_format``: the form of contents that the template gets, as in vLLM: "string", "openai"
+    (lists of parts), or "auto", the one that it shows. ``options``: of the tokenizer's apply_chat_template. Raises
+    ModelError if the model has no chat template, ValueError if the template refuses the messages or leaves them out.
+    """
     if getattr(tokenizer, "chat_template", None) is None and not options.get("chat_template"):
         raise ModelError("this model has no chat template: use text prompts, or set tokenizer.chat_template")
+    render = partial(_rendered, tokenizer, {"add_generation_prompt": True} | options)
+    conversation = [_as_text(m) for m in messages]
+    if content_format == "openai":
+        return render([_as_parts(m) for m in messages])
+    text, error = RenderedChat(), None
     try:
-        encoded = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, **{"add_generation_prompt": True} | options
-        )
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        text = render(conversation)
+    except ValueError as e:
+        error = e
+    lost = {str(m.get("role")) for m in conversation if error or not _shows(text, m)}
+    as_parts = set[str]()
+    if content_format == "auto":
+        as_parts = {
+            role for role in lost if _shows_role(render, conversation, role, _as_text) is (None if error else False)
+        }
+    silent = next((role for role in as_parts if not _shows_role(render, conversation, role, _as_parts)), None)
+    if error is not None and (silent or not as_parts):
+        raise error
+    if silent:
+        raise ValueError(f"the chat template leaves out what the {silent} says, as text and as parts: set another one")
+    if as_parts:
+        pairs = zip(conversation, messages, strict=True)
+        text = render([_as_parts(m) if plain.get("role") in as_parts else plain for plain, m in pairs])
+    return text
+
+
+def _rendered(tokenizer: Any, options: dict[str, Any], messages: list[dict[str, Any]]) -> RenderedChat:
+    try:
+        return RenderedChat(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception as error:  # any class: a template is a program
         raise ValueError(f"the chat template refuses these messages: {one_line(error)}") from error
-    return [int(t) for t in encoded["input_ids"]]
+
+
+_Messages = list[dict[str, Any]]
+_WORD, _PROBE = "qz", "xqzj"  # in no template
+
+
+def _shows_role(
+    render: Callable[[_Messages], str], messages: _Messages, role: str, form: Callable[[dict[str, Any]], dict[str, Any]]
+) -> bool | None:
+    """Return whether a template shows what ``role`` says in this form; None if it refuses that."""
+    probes = [{**m, "content": _PROBE if str(m.get("role")) == role else _WORD} for m in messages]
+    try:
+        return _PROBE in render([form(m) for m in probes]).lower()
+    except ValueError:
+        return None
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose parts of text are one text, a line each, as in vLLM."""
+    content = message.get("content")
+    if not isinstance(content, list) or not all(isinstance(part, dict) and "text" in part for part in content):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text is a part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _shows(text: str, message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return not isinstance(content, str) or content.strip() in text
+
+
+def apply_chat_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
+    """Return the token ids of a conversation. ``options``, errors: as for ``render_chat``."""
+    return token_ids(tokenizer, render_chat(tokenizer, messages, **options), add_special_tokens=False)

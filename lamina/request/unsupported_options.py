@@ -52,7 +52,6 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "mm_processor_kwargs": (({},), "prompts are text here"),
     "prompt_token_ids": ((), "pass token ids as prompts"),
     "prompt_embeds": ((), "prompts are text or token ids"),
-    "chat_template_content_format": (("auto", "string"), "contents are text here"),
     "guided_options_request": ((), _GRAMMAR),
 }
 # Its methods that do not exist here.

@@ -65,7 +65,8 @@ class Service:
         self.config, self.names, self.root, self.client = config, names, root, client
         self.defaults, self.journal = defaults, journal
         self.created = int(time.time())
-        self.prompt_processor, self.token_texts = PromptProcessor(tokenizer, client.ready), TokenTexts(tokenizer)
+        self.prompt_processor = PromptProcessor(tokenizer, client.ready, config.chat_template_content_format)
+        self.token_texts = TokenTexts(tokenizer)
         self.metrics = ServerMetrics(names[0], config.conductor_config.limits)
         self.engine_metrics = EngineMetrics(client, self.metrics.labels)
         self.metrics.registry.register(self.engine_metrics)

@@ -89,6 +89,9 @@ class ServerConfig:
     root_path: str = option("", "path that a proxy puts before the server's own, such as /llm")
     allow_unknown_fields: bool = option(False, "ignore fields of a body that the server does not know; else status 400")
     chat_template: str = option("", "a file with a chat template (Jinja) in place of the model's own")
+    chat_template_content_format: str = option(
+        "auto", "what the template gets of a message: string, openai (a list of parts), or auto, the one that it shows"
+    )
     max_logit_bias: int = option(300, "tokens in logit_bias")
     header_timeout_s: float = option(10.0, "seconds for a connection to send a request's headers")
     body_timeout_s: float = option(30.0, "seconds for a request's body to arrive")
@@ -130,6 +133,9 @@ class ServerConfig:
             raise ValueError(f"--root-path must begin with / and not end with it, such as /llm, not {self.root_path!r}")
         if self.metrics_compat not in ("", "vllm"):
             raise ValueError(f"--metrics-compat must be vllm or empty, not {self.metrics_compat!r}")
+        if self.chat_template_content_format not in (formats := ("auto", "string", "openai")):
+            given = self.chat_template_content_format
+            raise ValueError(f"--chat-template-content-format must be one of {', '.join(formats)}, not {given!r}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("--ssl-keyfile and --ssl-certfile belong together: give both")
         if self.prefill_policy not in POLICIES:

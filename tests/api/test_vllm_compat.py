@@ -118,31 +118,38 @@ def test_a_chat_may_go_on_with_its_last_message(llm: LLM, monkeypatch: pytest.Mo
         told.append(options)
         return [1, 2]
 
-    monkeypatch.setattr("lamina.api.llm.apply_chat_template", template)
+    monkeypatch.setattr("lamina.api.llm.render_chat", template)
     llm.front.tokenizer = object()
     talk, params = [{"role": "assistant", "content": "I"}], SamplingParams(max_tokens=1)
     llm.chat(talk, params)
     llm.chat(talk, params, add_generation_prompt=False, continue_final_message=True, chat_template_kwargs={"a": 1})
     assert told == [
-        {"add_generation_prompt": True},
-        {"a": 1, "add_generation_prompt": False, "continue_final_message": True},
+        {"add_generation_prompt": True, "content_format": "auto"},
+        {"a": 1, "add_generation_prompt": False, "continue_final_message": True, "content_format": "auto"},
     ]
     with pytest.raises(ValueError, match="continue_final_message needs add_generation_prompt=False"):
         llm.chat(talk, params, continue_final_message=True)
 
 
-def test_a_chat_may_have_a_template_and_tools_of_its_own(llm: LLM) -> None:
+def test_a_chat_may_have_a_template_and_tools_of_its_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     class Tokenizer:
         chat_template = None
 
         def apply_chat_template(self, messages: Any, **options: Any) -> Any:
             assert options["chat_template"] == "{{ tools }}"
-            return {"input_ids": [len(options["tools"]), len(messages)]}
+            return f"{len(options['tools'])} {messages[0]['content']}"
+
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            assert text == "2 I"
+            assert not options["add_special_tokens"]
+            return {"input_ids": [2, 1]}
 
     llm.front.tokenizer = Tokenizer()
-    talk, params = [{"role": "user", "content": "I"}], SamplingParams(max_tokens=1)
+    monkeypatch.setattr(type(llm.front), "engine_request", Frontend.engine_request)
+    talk, params = [{"role": "user", "content": "I"}], SamplingParams(max_tokens=1, detokenize=False)
     (done,) = llm.chat(talk, params, chat_template="{{ tools }}", tools=[{}, {}])
     assert done.prompt_token_ids == [2, 1]
+    assert done.prompt == "2 I", "the rendered text"
 
 
 def test_what_is_not_here_is_refused_by_name_where_it_asks_for_something(llm: LLM) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lamina.models.errors import ModelError
-from lamina.models.tokenizer import apply_chat_template, bad_words_ids, token_ids
+from lamina.models.tokenizer import bad_words_ids, render_chat, token_ids
 from lamina.request import SamplingParams
 from lamina.server.engine_client.messages import EngineReady
 from lamina.server.errors import ApiError, context_length_error
@@ -47,8 +47,9 @@ class Truncation:
 class PromptProcessor:
     """Owns the tokenizer on behalf of all requests."""
 
-    def __init__(self, tokenizer: Any, ready: EngineReady) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, ready: EngineReady, content_format: str = "auto") -> None:
+        """``content_format``: see render_chat."""
+        self.tokenizer, self._content_format = tokenizer, content_format
         self._ready = ready
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
         longest = max((len(t) for t in tokenizer.get_vocab()), default=1)
@@ -133,23 +134,20 @@ class PromptProcessor:
         """Return a conversation in the model's template with ``variables`` set. ``special``: add the tokenizer's
         special tokens, too. ``counts``: it may be longer than what can be served. Raises ApiError.
         """
-        plain = [_plain(m) for m in messages]
-        chars = sum(len(m["content"]) for m in plain)
-        self._check_chars(chars, "messages")
+        conversation = [_plain(m) for m in messages]
+        texts = [text for message in messages for text in _texts_of(message)]
+        self._check_chars(sum(map(len, texts)), "messages")
 
         def work() -> list[int]:
-            ids = apply_chat_template(self.tokenizer, plain, **variables)
-            if special:
-                options = {"add_generation_prompt": True} | variables
-                text = str(self.tokenizer.apply_chat_template(plain, tokenize=False, **options))
-                ids = token_ids(self.tokenizer, text, add_special_tokens=True)
+            text = render_chat(self.tokenizer, conversation, content_format=self._content_format, **variables)
+            ids = token_ids(self.tokenizer, text, add_special_tokens=special)
             ids = ids if cut is None else cut.apply(ids)
             if not counts:
                 self.check(ids, max_tokens, "messages")
             return ids
 
         try:
-            async with room([m["content"] for m in plain]):
+            async with room(texts):
                 return Prompt(await self._in_thread(work), "")
         except (ModelError, ValueError) as e:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
@@ -250,17 +248,22 @@ def _speaker_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 def echoed_text(messages: list[Message]) -> str:
     """Return the text that begins a reply with ``echo``. Raises ApiError."""
-    last = _plain(messages[-1])
-    return str(last["content"]) if last["role"] == "assistant" else ""
+    return "\n".join(_texts_of(messages[-1])) if messages[-1].role == "assistant" else ""
+
+
+def _texts_of(message: Message) -> list[str]:
+    """Return the texts of a message. Raises ApiError for a part that is none."""
+    if not isinstance(message.content, list):
+        return [message.content or ""]
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            text = f"content parts of type {part.type[:32]!r} are not supported: only text is"
+            raise ApiError(400, text, param="messages", code="unsupported_value")
+    return [part.text or "" for part in message.content]
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    content = message.content or ""
-    if not isinstance(content, str):
-        for part in content:
-            if part.type != "text" or part.text is None:
-                text = f"content parts of type {part.type[:32]!r} are not supported: only text is"
-                raise ApiError(400, text, param="messages", code="unsupported_value")
-        content = "\n".join(p.text or "" for p in content)  # as vLLM joins them
+    texts = _texts_of(message)
+    content = [{"type": "text", "text": text} for text in texts] if isinstance(message.content, list) else texts[0]
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": content, **({} if message.name is None else {"name": message.name})}

@@ -158,6 +158,23 @@ def test_what_a_template_takes_reaches_it(fields: dict[str, Any], text: str) -> 
     assert prompts_of({**TALK, **fields}, template=THINKING) == [token_ids(tokenizer, text, add_special_tokens=False)]
 
 
+@pytest.mark.parametrize("content", ["hi there", [{"type": "text", "text": "hi there"}]])
+def test_a_template_of_parts_gets_parts(content: Any) -> None:
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    tokenizer = make_service().prompt_processor.tokenizer
+    wanted = token_ids(tokenizer, "hi there", add_special_tokens=False)
+    assert prompts_of({"messages": [{"role": "user", "content": content}]}, template=template) == [wanted]
+
+
+@pytest.mark.parametrize("template", ["{{ 1/0 }}", "{% for i in range(10**10) %}a{% endfor %}", "nobody"])
+def test_what_a_template_raises_is_status_400(template: str) -> None:
+    service = make_service()
+    service.prompt_processor.tokenizer.chat_template = template
+    response = ask("POST", CHAT, service, json=TALK)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("the chat template ")
+
+
 @pytest.mark.parametrize("name", ["thinking", "tokenize", "chat_template", "messages", "tools", "return_dict"])
 def test_what_a_template_does_not_take_is_refused(name: str) -> None:
     refused(CHAT, {**TALK, "chat_template_kwargs": {"add_generation_prompt": False}})  # which is no variable unset

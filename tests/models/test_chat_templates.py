@@ -1,0 +1,96 @@
+"""A conversation reaches the model in whatever form its template reads, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizer_kinds import tokenizer_of
+
+from lamina.models.tokenizer import apply_chat_template, render_chat
+
+TEXT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+TYPED = (
+    "{% for m in messages %}[{{ m.role }}]{% for p in m.content | selectattr('type', 'equalto', 'text') %}"
+    "{{ p['text'] }}{% endfor %}{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}{% endfor %}"
+)
+MIXED = "{{ messages[0].content }}[user]{{ messages[1].content[0].text }}"
+STRICT = (
+    "{% for m in messages %}{% if m.content is string %}{{ raise_exception('parts, please') }}{% endif %}"
+    "{{ m.content[0].text }}{% endfor %}"
+)
+TALK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi there"}]
+
+
+def rendered(template: str, messages: list[dict[str, Any]] = TALK, **options: Any) -> str:
+    tokenizer = tokenizer_of("byte_level")
+    tokenizer.chat_template = template
+    return render_chat(tokenizer, messages, **options)
+
+
+def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+
+
+@pytest.mark.parametrize("template", [TEXT, PARTS, TYPED, EITHER])
+@pytest.mark.parametrize("messages", [TALK, as_parts(TALK)])
+def test_a_template_gets_the_form_that_it_shows(template: str, messages: list[dict[str, Any]]) -> None:
+    assert rendered(template, messages) == "[system]be brief[user]hi there"
+
+
+def test_each_role_has_its_own_form() -> None:
+    assert rendered(MIXED) == "be brief[user]hi there"
+    assert rendered(STRICT) == "be briefhi there"
+
+
+@pytest.mark.parametrize("template", ["[user]", "{% for m in messages %}{{ m.text }}{% endfor %}", ""])
+def test_a_template_that_shows_nothing_is_refused(template: str) -> None:
+    with pytest.raises(ValueError, match="^the chat template leaves out what the (user|system) says, as text and as p"):
+        rendered(template)
+
+
+def test_a_message_that_a_template_changes_is_not_lost() -> None:
+    thinks = "{% for m in messages %}{{ m.content.split('</think>')[-1] | trim | upper }}|{% endfor %}"
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hm</think> so"}]
+    assert rendered(thinks, talk) == "HI|SO|"
+
+
+def test_the_form_can_be_said() -> None:
+    assert rendered(EITHER, content_format="openai") == "[system]<be brief>[user]<hi there>"
+    assert rendered(EITHER, as_parts(TALK), content_format="string") == "[system]be brief[user]hi there"
+    assert rendered(PARTS, content_format="string") == "[system][user]"
+
+
+def test_parts_are_lines_of_a_text_and_stay_parts_for_others() -> None:
+    talk = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert rendered(TEXT, talk) == "[user]a\nb"
+    assert rendered(PARTS, talk) == "[user]ab"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ 1/0 }}", "division by zero"),
+        ("{% macro rec(x) %}{{ rec(x) }}{% endmacro %}{{ rec(1) }}", "recursion"),
+        ("{% for i in range(10000000000) %}a{% endfor %}", "[Rr]ange"),
+        ("{{ 'a'.encode('ascii', 'nope') ~ 'a'.encode('none') }}", "none"),
+        ("{{ 'a'.index('b') }}", "substring"),
+        ("{{ [1, 'a'] | sort }}", "not supported between"),
+        ("{{ raise_exception('no cats') }}", "no cats"),
+    ],
+)
+def test_whatever_a_template_raises_is_the_messages_refusal(template: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^the chat template refuses these messages: .*{why}"):
+        rendered(template)
+
+
+def test_half_a_character_is_refused() -> None:
+    tokenizer = tokenizer_of("byte_level")
+    tokenizer.chat_template = TEXT + "{{ '\\ud800' }}"
+    with pytest.raises(ValueError, match="is not UTF-8 at character"):
+        apply_chat_template(tokenizer, TALK)
