@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import row_blocks
 from ._gemm import Engine, usable
 from .packed_memory import PackedMemory, PrivateMemory
 from .quantized import QuantizedWeight
@@ -68,7 +69,7 @@ class NativeLinear:
         rows = x.numel() // max(k_size, 1)
         kind = TYPES.get(x.dtype)
         if kind is None or w.dtype != x.dtype or not x.is_cpu or rows > self.most_rows.get(x.dtype, rows):
-            return F.linear(x, w, b)
+            return row_blocks.linear(x, w, b)
         if w.stride(1) != 1 or not w.stride(0) or (b is not None and (b.dtype != x.dtype or not b.is_contiguous())):
             return F.linear(x, w, b)
         if x.shape[-1] != k_size or not w.numel() or (b is not None and b.shape != (cols,)):

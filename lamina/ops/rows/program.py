@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from lamina.converter.capture import size_expression
 from lamina.converter.graph import add_node
-from lamina.ops.gemm import LinearBackend
+from lamina.ops.gemm import LinearBackend, row_blocks
 
 from . import arithmetic, layout_ops
 from ._rows import Chain, Program
@@ -144,11 +144,8 @@ class RowUnit:
         """Multiply by torch, which has products for many rows."""
         w = given[product.w.slot].as_strided(product.w.shape, product.w.strides)  # [outputs, inputs]
         y, x = (self._tensor(s, rows, given).view(-1, n) for s, n in zip((product.y, product.x), w.shape, strict=True))
-        if product.b is None:
-            torch.mm(x, w.t(), out=y)
-        else:
-            b = given[product.b.slot].as_strided(product.b.shape, product.b.strides)
-            torch.addmm(b, x, w.t(), out=y)
+        b = None if product.b is None else given[product.b.slot].as_strided(product.b.shape, product.b.strides)
+        row_blocks.multiply(x, w, b, y)
 
     def _tensor(self, slot: int, rows: int, given: Sequence[Tensor]) -> Tensor:
         if slot < len(given):
