@@ -30,15 +30,20 @@ class Attribute {
   std::int64_t integer() const { return object_ ? PyLong_AsLongLong(object_) : 0; }
   float real() const { return object_ ? float(PyFloat_AsDouble(object_)) : 0; }
 
-  // Where a tensor's numbers lie; null for None. The caller keeps the tensor.
+  // Where a tensor's numbers lie. The caller keeps the tensor.
   template <class T>
   T* address() const {
     static const Name data_ptr("data_ptr");
-    if (!object_ || is_none() || PyErr_Occurred()) return nullptr;
+    if (!object_ || PyErr_Occurred()) return nullptr;
     PyObject* const number = PyObject_CallMethodNoArgs(object_, data_ptr);
     void* const at = number ? PyLong_AsVoidPtr(number) : nullptr;
     Py_XDECREF(number);
     return static_cast<T*>(at);
+  }
+  // The same; null for None.
+  template <class T>
+  T* address_or_null() const {
+    return is_none() ? nullptr : address<T>();
   }
 
  private:

@@ -29,6 +29,15 @@ struct Table {
   }
 };
 
+// The addresses that `count` numbers of Python are. False with an exception.
+inline bool read_addresses(PyObject* const* numbers, Py_ssize_t count, std::vector<char*>* to) {
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    to->push_back(static_cast<char*>(PyLong_AsVoidPtr(numbers[i])));
+    if (!to->back() && PyErr_Occurred()) return false;
+  }
+  return true;
+}
+
 // What the capsule of `object.calls()` points to; null with an exception.
 template <class Calls>
 Calls* calls_of(PyObject* object) {

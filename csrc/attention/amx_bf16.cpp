@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "amx.h"
+#include "cpu.h"
 #include "target.h"
 
 LAMINA_TARGET("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
@@ -29,8 +29,6 @@ void run_bf16(const Call& call, int64_t number, Scratch& scratch) {
   kAvx512Bf16.run[kBFloat16][kAsQueries](call, number, scratch);
 }
 
-bool usable() { return kAvx512Bf16.usable() && amx_usable(); }
-
 }  // namespace
 }  // namespace lamina::attention
 
@@ -40,7 +38,7 @@ namespace lamina::attention {
 
 const Variant kAmxBf16 = [] {  // runs on every CPU
   Variant variant = kAvx512Bf16;
-  variant.name = "amx_bf16", variant.usable = usable, variant.run[kBFloat16][kAsQueries] = run_bf16;
+  variant.name = "amx_bf16", variant.usable = amx_usable, variant.run[kBFloat16][kAsQueries] = run_bf16;
   return variant;
 }();
 

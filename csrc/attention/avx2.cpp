@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu.h"
 #include "target.h"
 
 LAMINA_TARGET("avx2,fma,f16c")
@@ -67,13 +68,9 @@ inline V from_fp8(const void* p) {
 #include "task.h"
 #include "variant.h"
 
-bool usable() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-
 }  // namespace
 
-constexpr Variant kAvx2 = variant("avx2", usable);
+constexpr Variant kAvx2 = variant("avx2", avx2_usable);
 
 }  // namespace lamina::attention
 

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu.h"
 #include "target.h"
 
 LAMINA_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
@@ -24,14 +25,9 @@ namespace {
 #include "task.h"
 #include "variant.h"
 
-bool usable() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-
 }  // namespace
 
-constexpr Variant kAvx512 = variant("avx512", usable);
+constexpr Variant kAvx512 = variant("avx512", avx512_usable);
 
 }  // namespace lamina::attention
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu.h"
 #include "target.h"
 
 LAMINA_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
@@ -30,15 +31,9 @@ namespace {
 constexpr std::array<RunTask, kStored> runs_bf16 = {run<BFloat16, BFloat16, Pairs>, run<BFloat16, Int8>,
                                                     run<BFloat16, Fp8>};
 
-bool usable() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bf16");
-}
-
 }  // namespace
 
-constexpr Variant kAvx512Bf16 = variant("avx512_bf16", usable, runs_bf16);
+constexpr Variant kAvx512Bf16 = variant("avx512_bf16", avx512_bf16_usable, runs_bf16);
 
 }  // namespace lamina::attention
 

@@ -4,6 +4,7 @@
 
 #include "attention/engine.h"
 #include "attributes.h"
+#include "without_gil.h"
 
 namespace lamina::attention {
 namespace {
@@ -53,7 +54,7 @@ bool read_operator(PyObject* from, Operator* op) {
   op->q_heads = of[q_heads].integer(), op->kv_heads = of[kv_heads].integer();
   op->qk_dim = of[qk_dim].integer(), op->v_dim = of[v_dim].integer();
   op->window = meaning[window].integer(), op->scale = meaning[scale].real(), op->softcap = meaning[softcap].real();
-  op->sinks = of[sinks].address<float>(), op->slopes = of[slopes].address<float>();
+  op->sinks = of[sinks].address_or_null<float>(), op->slopes = of[slopes].address_or_null<float>();
   if (PyErr_Occurred()) return false;
   if (op->kv_heads > 0 && op->q_heads > 0 && op->q_heads % op->kv_heads == 0 && op->qk_dim > 0 && op->v_dim > 0)
     return true;
@@ -72,31 +73,22 @@ PyObject* kernels_select(PyObject* object, PyObject* args) {
   Py_buffer numbers, blocks;
   if (!PyArg_ParseTuple(args, "OOOy*y*OOLi", &operand, &least, &most, &numbers, &blocks, &q, &table, &width, &threads))
     return nullptr;
-  enum { kFine, kWrong, kNoMemory } outcome = kWrong;
   Selecting of{};
   if (read_operator(operand, &op)) {
     of.op = &op, of.width = width, of.q = Attribute(q).address<void>(), of.table = Attribute(table).address<int64_t>();
     of.least = Attribute(least).address<void>(), of.most = Attribute(most).address<void>();
   }
-  const bool read = !PyErr_Occurred();
-  if (read && width > 0) {
-    Py_BEGIN_ALLOW_THREADS;
-    try {
-      std::vector<Choice> choices;
-      if (read_choices(ints_of(numbers), count_of(numbers) / 6, ints_of(blocks), count_of(blocks), width, &choices)) {
-        of.choices = choices.data();
-        select_all(engine, of, choices.size(), threads);
-        outcome = kFine;
-      }
-    } catch (const std::bad_alloc&) {
-      outcome = kNoMemory;
-    }
-    Py_END_ALLOW_THREADS;
-  }
+  bool sense = width > 0;
+  const bool done = !PyErr_Occurred() && without_gil([&] {
+    std::vector<Choice> choices;
+    sense = sense && read_choices(ints_of(numbers), count_of(numbers) / 6, ints_of(blocks), count_of(blocks), width,
+                                  &choices);
+    of.choices = choices.data();
+    if (sense) select_all(engine, of, choices.size(), threads);
+  });
   PyBuffer_Release(&numbers), PyBuffer_Release(&blocks);
-  if (!read) return nullptr;
-  if (outcome == kNoMemory) return PyErr_NoMemory();
-  if (outcome == kWrong) return PyErr_Format(PyExc_ValueError, "no blocks can be selected so");
+  if (!done) return nullptr;
+  if (!sense) return PyErr_Format(PyExc_ValueError, "no blocks can be selected so");
   Py_RETURN_NONE;
 }
 
@@ -114,24 +106,14 @@ PyObject* kernels_tally(PyObject* object, PyObject* args) {
   int64_t pairs = 0, *sums = nullptr;
   if (read_operator(operand, &op)) {
     of.op = &op, of.q = Attribute(q).address<void>(), of.k = Attribute(k).address<void>();
-    of.k_scale = Attribute(k_scale).address<float>(), sums = Attribute(to).address<int64_t>();
+    of.k_scale = Attribute(k_scale).address_or_null<float>(), sums = Attribute(to).address<int64_t>();
     of.ids = ints_of(ids), of.seen = ints_of(seen), of.rows = count_of(seen), of.blocks = count_of(ids);
     of.block_size = block_size;
   }
-  const bool read = !PyErr_Occurred(), sense = block_size > 0 && !of.k_scale == (engine.stored == kAsQueries);
-  bool enough = true;
-  if (read && sense) {
-    Py_BEGIN_ALLOW_THREADS;
-    try {
-      pairs = tally_all(engine, of, sums, threads);
-    } catch (const std::bad_alloc&) {
-      enough = false;
-    }
-    Py_END_ALLOW_THREADS;
-  }
+  const bool sense = block_size > 0 && !of.k_scale == (engine.stored == kAsQueries);
+  const bool done = !PyErr_Occurred() && without_gil([&] { pairs = sense ? tally_all(engine, of, sums, threads) : 0; });
   PyBuffer_Release(&ids), PyBuffer_Release(&seen);
-  if (!read) return nullptr;
-  if (!enough) return PyErr_NoMemory();
+  if (!done) return nullptr;
   if (!sense) return PyErr_Format(PyExc_ValueError, "no rows can be counted so");
   return PyLong_FromLongLong(pairs);
 }

@@ -13,6 +13,7 @@
 #include "attention/engine.h"
 #include "attributes.h"
 #include "module_types.h"
+#include "without_gil.h"
 
 namespace {
 
@@ -45,6 +46,7 @@ using lamina::free_object;
 using lamina::ModuleTypes;
 using lamina::Name;
 using lamina::slot;
+using lamina::without_gil;
 using Types = ModuleTypes<2>;  // kernels, step
 
 void step_dealloc(PyObject* object) {
@@ -199,34 +201,21 @@ PyObject* kernels_attend(PyObject* object, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OOpOOOOi", &of, &operand, &stored, &q, &kv, &part, &out, &threads) ||
       !read_operator(operand, &op))
     return nullptr;
-  if (Py_TYPE(of) != Types::of(Py_TYPE(object))[1])
-    return PyErr_Format(PyExc_TypeError, "the first argument is a Step");
-  auto* step = reinterpret_cast<Step*>(of);
   const Attribute rows(kv), factors = rows[scales];
   const Partial result = read_partial(part);
   Call call{};
-  call.op = &op, call.rows = &step->rows, call.stored = stored;
+  call.op = &op, call.stored = stored;
   call.q = Attribute(q).address<void>(), call.k = rows[k].address<void>(), call.v = rows[v].address<void>();
   if (!factors.is_none()) call.k_scale = factors[k].address<float>(), call.v_scale = factors[v].address<float>();
-  call.o = result.o, call.lse = result.lse, call.out = Attribute(out).address<void>();
+  call.o = result.o, call.lse = result.lse, call.out = Attribute(out).address_or_null<void>();
   if (PyErr_Occurred()) return nullptr;
   if (engine.stored && !(call.k_scale && call.v_scale))
     return PyErr_Format(PyExc_ValueError, "k and v of '%s' without scales", kStoredNames[engine.stored]);
-  bool enough = true;
-  try {
-    const Tasks& tasks = tasks_of(step, stored, op, threads);  // with the GIL: other threads may ask the same step
-    Py_BEGIN_ALLOW_THREADS;
-    try {
-      attend(engine, call, tasks, threads);
-    } catch (const std::bad_alloc&) {
-      enough = false;
-    }
-    Py_END_ALLOW_THREADS;
-  } catch (const std::bad_alloc&) {
-    enough = false;
-  }
-  if (!enough) return PyErr_NoMemory();
-  Py_RETURN_NONE;
+  // With the GIL: other threads may ask the same step.
+  const Prepared prepared = prepare(object, of, stored, op, threads);
+  if (!prepared.rows) return nullptr;
+  call.rows = prepared.rows;
+  return without_gil([&] { attend(engine, call, *prepared.tasks, threads); }) ? Py_NewRef(Py_None) : nullptr;
 }
 
 PyObject* kernels_read(PyObject* object, PyObject* args) {
@@ -269,7 +258,7 @@ PyObject* kernels_close(PyObject* object, PyObject* args) {
   long long queries, q_heads, v_dim;
   if (!PyArg_ParseTuple(args, "OOOLLLO", &stored, &fresh, &sinks, &queries, &q_heads, &v_dim, &out)) return nullptr;
   const Partial a = read_partial(stored), b = read_partial(fresh);
-  const auto* const sink = Attribute(sinks).address<float>();
+  const auto* const sink = Attribute(sinks).address_or_null<float>();
   void* const to = Attribute(out).address<void>();
   if (PyErr_Occurred()) return nullptr;
   Py_BEGIN_ALLOW_THREADS;

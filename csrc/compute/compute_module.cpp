@@ -3,11 +3,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <new>
-
 #include "compute/pool.h"
 #include "module_types.h"
 #include "tables.h"
+#include "without_gil.h"
 
 namespace {
 
@@ -139,27 +138,14 @@ PyObject* pool_receive(PyObject* object, PyObject* const* args, Py_ssize_t count
   if (rows != pool.step->rows)
     return PyErr_Format(PyExc_ValueError, "%zd rows of a step of %lld", rows, (long long)pool.step->rows);
   std::vector<char*> tensors;
-  for (Py_ssize_t i = 3; i < count; ++i) {
-    const unsigned long long at = PyLong_AsUnsignedLongLong(args[i]);
-    if (at == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
-    tensors.push_back(reinterpret_cast<char*>(static_cast<std::uintptr_t>(at)));
-  }
+  if (!read_addresses(args + 3, count - 3, &tensors)) return nullptr;
   for (const Share& share : pool.step->shares[pool.alike[std::size_t(layer)]])
     for (const Copy& each : share.copies[kO])
       if (each.tensor >= tensors.size()) return PyErr_Format(PyExc_ValueError, "%zu tensors", tensors.size());
   if (!pool.enter()) return nullptr;
   std::size_t came = 0;
-  bool fits = true;
-  Py_BEGIN_ALLOW_THREADS;
-  try {
-    came = pool.receive(std::size_t(layer), std::size_t(first), tensors.data());
-  } catch (const std::bad_alloc&) {
-    fits = false;
-  }
-  Py_END_ALLOW_THREADS;
-  if (!pool.leave()) return nullptr;
-  if (!fits) return PyErr_NoMemory();
-  return PyLong_FromSize_t(came);
+  const bool enough = without_gil([&] { came = pool.receive(std::size_t(layer), std::size_t(first), tensors.data()); });
+  return pool.leave() && enough ? PyLong_FromSize_t(came) : nullptr;
 }
 
 PyObject* pool_send_s(PyObject* object, PyObject*) {

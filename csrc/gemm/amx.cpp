@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "amx.h"
+#include "cpu.h"
 #include "gemm/linear.h"
 
 // See linear.cpp.

@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <mutex>
-#include <new>
 #include <vector>
 
 #include "engine_object.h"
 #include "gemm/calls.h"
 #include "gemm/quantized.h"
 #include "pool.h"
+#include "without_gil.h"
 
 namespace {
 
@@ -46,8 +46,9 @@ struct Engine {
       p.x = to;
     }
     for (auto& s : scratch) reserve(s, plan.scratch);
-    Job job{this, p, kernel.columns, piece_cols(p, plan)};
-    pool.run(run_piece, &job, (p.cols + job.cols - 1) / job.cols);
+    each_piece(p, plan, [&](std::size_t begin, std::size_t end, std::size_t thread) {
+      kernel.columns(p, begin, end, scratch[thread].data());
+    });
   }
 
   // Bytes of w in the variant's own order; 0 where it has none for the type.
@@ -57,14 +58,9 @@ struct Engine {
 
   void pack(const Problem& p, void* to) {
     std::lock_guard<std::mutex> turn(mutex);
-    PackJob job{p, variant->packing, to, piece_cols(p, variant->packing->kernel.plan(p))};
-    pool.run(
-        [](void* data, std::size_t piece, std::size_t) {
-          const auto& job = *static_cast<PackJob*>(data);
-          const std::size_t begin = piece * job.cols, end = begin + job.cols;
-          job.packing->pack(job.problem, begin, end < job.problem.cols ? end : job.problem.cols, job.to);
-        },
-        &job, (p.cols + job.cols - 1) / job.cols);
+    const Packing& packing = *variant->packing;
+    each_piece(p, packing.kernel.plan(p),
+               [&](std::size_t begin, std::size_t end, std::size_t) { packing.pack(p, begin, end, to); });
   }
 
   // Packs quantized weights; every variant takes the same order.
@@ -87,31 +83,15 @@ struct Engine {
     return p.packed ? variant->packing->kernel : variant->kernels[static_cast<int>(p.type)];
   }
 
-  struct Job {
-    Engine* engine;
-    Problem problem;
-    decltype(Kernel::columns) columns;
-    std::size_t cols;  // of a piece
-  };
-
-  struct PackJob {
-    Problem problem;
-    const Packing* packing;
-    void* to;
-    std::size_t cols;  // of a piece
-  };
-
-  static void run_piece(void* data, std::size_t piece, std::size_t thread) {
-    const auto& job = *static_cast<Job*>(data);
-    const std::size_t begin = piece * job.cols, end = begin + job.cols;
-    job.columns(job.problem, begin, end < job.problem.cols ? end : job.problem.cols,
-                job.engine->scratch[thread].data());
-  }
-
-  // Whole panels, some pieces for each thread: one that lost its core to another process then holds up little.
-  std::size_t piece_cols(const Problem& p, const Plan& plan) const {
+  // Does `work(begin, end, thread)` for all columns. Pieces are whole panels, some for each thread: one that lost its
+  // core to another process then holds up little.
+  template <class Work>
+  void each_piece(const Problem& p, const Plan& plan, Work work) {
     const std::size_t pieces = 4 * pool.size(), panels = (p.cols + plan.cols * pieces - 1) / (plan.cols * pieces);
-    return pool.size() == 1 ? p.cols : panels * plan.cols;
+    const std::size_t cols = pool.size() == 1 ? p.cols : panels * plan.cols;
+    pool.each((p.cols + cols - 1) / cols, SIZE_MAX, [&](std::size_t piece, std::size_t thread) {
+      work(piece * cols, std::min((piece + 1) * cols, p.cols), thread);
+    });
   }
 
   // Room for `floats`, at a multiple of 64 bytes.
@@ -156,10 +136,7 @@ PyObject* engine_pack(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Problem p{static_cast<Type>(v[2]), nullptr, pointer(v[0]), nullptr, nullptr, 1, v[3], v[4], v[5]};
   if (!Object::engine_of(self).packed_bytes(p.type, p.cols, p.k_size))
     return PyErr_Format(PyExc_ValueError, "no weights of type %llu are packed here", v[2]);
-  Py_BEGIN_ALLOW_THREADS;
-  Object::engine_of(self).pack(p, pointer(v[1]));
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
+  return without_gil([&] { Object::engine_of(self).pack(p, pointer(v[1])); }) ? Py_NewRef(Py_None) : nullptr;
 }
 
 // A Form by six numbers: bits, block, by_channel, type of scales, offsets, address of 16 floats. False with an error set
@@ -184,24 +161,14 @@ PyObject* engine_pack_quantized(PyObject* self, PyObject* const* args, Py_ssize_
   Form form;
   if (!numbers("pack_quantized", args, count, 12, 9, v) || !form_of(v + 6, &form)) return nullptr;
   const quantized::Plain from{static_cast<const std::uint8_t*>(pointer(v[0])), pointer(v[1]), pointer(v[2])};
-  Py_BEGIN_ALLOW_THREADS;
-  Object::engine_of(self).pack_quantized(form, from, v[4], v[5], pointer(v[3]));
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
+  Engine& engine = Object::engine_of(self);
+  const bool enough = without_gil([&] { engine.pack_quantized(form, from, v[4], v[5], pointer(v[3])); });
+  return enough ? Py_NewRef(Py_None) : nullptr;
 }
 
 // Runs a linear layer without the GIL.
 PyObject* run_linear(PyObject* self, const Problem& p, const void* x) {
-  bool fits = true;
-  Py_BEGIN_ALLOW_THREADS;
-  try {
-    Object::engine_of(self).linear(p, x);
-  } catch (const std::bad_alloc&) {
-    fits = false;
-  }
-  Py_END_ALLOW_THREADS;
-  if (!fits) return PyErr_NoMemory();
-  Py_RETURN_NONE;
+  return without_gil([&] { Object::engine_of(self).linear(p, x); }) ? Py_NewRef(Py_None) : nullptr;
 }
 
 PyObject* engine_linear_quantized(PyObject* self, PyObject* const* args, Py_ssize_t count) {

@@ -1,6 +1,5 @@
 // Rows of x times rows of w as dot products: y[m][n] = sum_k x[m][k] w[n][k]. Included once for each instruction set,
-// inside a namespace that defines Vec: a vector of kWidth floats with load(const float*), load(const Bf16*),
-// load(const Half*), zero(), fma(a, b, c) and sum(v).
+// inside a namespace that defines Vec, as vec512.h does, and kTileRows, the most rows of a tile.
 //
 // Every output is one chain: its products are added in the same order whatever the tile that it falls into, the number
 // of rows and the number of threads. So a row's result depends, bit for bit, on that row alone.
@@ -67,7 +66,7 @@ void strip(const Problem& p, const W* w, std::size_t ldw, float* out, std::size_
 
 template <bool kAhead, class W>
 void strips(const Problem& p, const W* w, std::size_t ldw, std::size_t cols, float* out, std::size_t ldo) {
-  constexpr int kRows = Vec::kRows, kWide = 2 * kStrip;
+  constexpr int kRows = kTileRows, kWide = 2 * kStrip;
   std::size_t n = 0;
   if (p.rows <= 2)  // a narrow strip would have too few sums under way to hide the latency of an addition
     for (; n + kWide <= cols; n += kWide) strip<2, kWide, kAhead>(p, w + n * ldw, ldw, out + n, ldo);
@@ -78,7 +77,7 @@ void strips(const Problem& p, const W* w, std::size_t ldw, std::size_t cols, flo
 // Many rows: a panel of w stays in the cache as floats while tiles of x pass over it, each read once.
 inline void panel_pass(const Problem& p, const float* w, std::size_t ldw, std::size_t cols, float* out,
                        std::size_t ldo) {
-  constexpr int kRows = Vec::kRows;
+  constexpr int kRows = kTileRows;
   for (std::size_t m = 0; m < p.rows; m += kRows) {
     Problem part = p;
     part.x = p.x + m * p.k_size;

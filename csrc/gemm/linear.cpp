@@ -1,6 +1,6 @@
 #include "gemm/linear.h"
 
-#include "amx.h"
+#include "cpu.h"
 #include "gemm/quantized.h"
 
 #include <immintrin.h>
@@ -47,24 +47,12 @@ void store(const Problem& p, const float* out, std::size_t ldo, std::size_t firs
 }  // namespace
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 namespace avx2 {  // of fp32; other types have kernels of their own
 namespace {
 
-struct Vec {
-  static constexpr std::size_t kWidth = 8;
-  static constexpr int kRows = 4;
-  __m256 v;
-  static Vec zero() { return {_mm256_setzero_ps()}; }
-  static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
-  static void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
-  static Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-  static float sum(Vec a) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-  }
-};
+constexpr int kTileRows = 4;
+#include "gemm/vec256.h"
 
 #include "gemm/kernel.h"
 
@@ -77,21 +65,8 @@ struct Vec {
 namespace avx512 {
 namespace {
 
-struct Vec {
-  static constexpr std::size_t kWidth = 16;
-  static constexpr int kRows = 6;
-  __m512 v;
-  static Vec zero() { return {_mm512_setzero_ps()}; }
-  static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  static Vec load(const Bf16* p) {
-    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
-  }
-  static Vec load(const Half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-  static void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
-  static Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-  static float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
-};
+constexpr int kTileRows = 6;
+#include "gemm/vec512.h"
 
 #include "gemm/kernel.h"
 
@@ -100,24 +75,20 @@ struct Vec {
 #pragma GCC pop_options
 
 const Variant* variants() {
-  static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   static const Kernel by_pairs[3] = {quantized::kAvx512[0], quantized::kAvx512Bf16, quantized::kAvx512[2]};
   static const Variant all[kVariants] = {
-      {"amx", has_avx512 && amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, nullptr, by_pairs},
+      {"amx", amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, nullptr, by_pairs},
       {"avx512_bf16",
-       has_avx512 && __builtin_cpu_supports("avx512bf16"),
+       avx512_bf16_usable(),
        {avx512::kernel<float>, kAvx512Bf16, avx512::kernel<Half>},
        &kPanels,
        by_pairs},
       {"avx512",
-       has_avx512,
+       avx512_usable(),
        {avx512::kernel<float>, avx512::kernel<Bf16>, avx512::kernel<Half>},
        nullptr,
        quantized::kAvx512},
-      {"avx2", has_avx2, {avx2::kernel<float>, kAvx2Bf16, kAvx2Half}, &kAvx2Panels, quantized::kAvx2},
+      {"avx2", avx2_usable(), {avx2::kernel<float>, kAvx2Bf16, kAvx2Half}, &kAvx2Panels, quantized::kAvx2},
   };
   return all;
 }

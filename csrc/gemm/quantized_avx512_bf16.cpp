@@ -18,14 +18,7 @@ namespace {
 constexpr std::size_t kLanes = 16, kDirect4 = SIZE_MAX, kDirect8 = 16;
 constexpr int kVectors = 2, kRows = 8, kSums = 16;
 
-struct Vec {
-  __m512 v;
-  static Vec zero() { return {_mm512_setzero_ps()}; }
-  static Vec all(float a) { return {_mm512_set1_ps(a)}; }
-  static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  static void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
-  static Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-};
+#include "gemm/vec512.h"
 
 using X = std::uint32_t;  // as two of bf16 lie
 template <class W>
@@ -57,16 +50,6 @@ inline Pairs bytes(const char* from) {
 
 inline Vec link(Vec sum, const X& x, Pairs w) {
   return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)), (__m512bh)w.v)};
-}
-
-inline __m512 widened(__m256i numbers) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
-}
-
-inline Vec parameter(const char* from, Type type, std::size_t column) {
-  if (type == Type::kFloat) return {_mm512_loadu_ps(reinterpret_cast<const float*>(from) + column)};
-  const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 2 * column));
-  return {type == Type::kBf16 ? widened(numbers) : _mm512_cvtph_ps(numbers)};
 }
 
 // Dwords of two vectors in turns.
@@ -125,7 +108,10 @@ inline void put(const float* sums, const Bf16* b, std::size_t n, std::size_t cou
   for (std::size_t i = 0; i < count; i += kLanes) {
     const auto there = static_cast<__mmask16>((1u << std::min(kLanes, count - i)) - 1);
     __m512 sum = _mm512_loadu_ps(sums + i);
-    if (b) sum = _mm512_add_ps(sum, widened(_mm256_maskz_loadu_epi16(there, b + n + i)));
+    if (b) {
+      const __m512i bias = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, b + n + i));
+      sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(bias, 16)));
+    }
     _mm256_mask_storeu_epi16(y + i, there, (__m256i)_mm512_cvtneps_pbh(sum));
   }
 }

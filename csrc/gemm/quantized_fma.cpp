@@ -47,14 +47,7 @@ namespace {
 constexpr std::size_t kLanes = 16, kDirect4 = 8, kDirect8 = 8;
 constexpr int kVectors = 2, kRows = 8, kSums = 16;
 
-struct Vec {
-  __m512 v;
-  static Vec zero() { return {_mm512_setzero_ps()}; }
-  static Vec all(float a) { return {_mm512_set1_ps(a)}; }
-  static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  static void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
-  static Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-};
+#include "gemm/vec512.h"
 
 struct Pairs {
   __m512 even, odd;
@@ -78,13 +71,6 @@ inline Vec link(Vec sum, const X& x, Pairs w) {
   return {_mm512_fmadd_ps(_mm512_set1_ps(x.even), w.even, _mm512_fmadd_ps(_mm512_set1_ps(x.odd), w.odd, sum.v))};
 }
 
-inline Vec parameter(const char* from, Type type, std::size_t column) {
-  if (type == Type::kFloat) return {_mm512_loadu_ps(reinterpret_cast<const float*>(from) + column)};
-  const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 2 * column));
-  if (type == Type::kHalf) return {_mm512_cvtph_ps(numbers)};
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16))};
-}
-
 #include "gemm/quantized_kernel.h"
 
 }  // namespace
@@ -99,14 +85,7 @@ namespace {
 constexpr std::size_t kLanes = 8, kDirect4 = 4, kDirect8 = 4;
 constexpr int kVectors = 2, kRows = 4, kSums = 8;
 
-struct Vec {
-  __m256 v;
-  static Vec zero() { return {_mm256_setzero_ps()}; }
-  static Vec all(float a) { return {_mm256_set1_ps(a)}; }
-  static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
-  static void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
-  static Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-};
+#include "gemm/vec256.h"
 
 struct Pairs {
   __m256 even, odd;
@@ -135,13 +114,6 @@ inline Pairs bytes(const char* from) {
 
 inline Vec link(Vec sum, const X& x, Pairs w) {
   return {_mm256_fmadd_ps(_mm256_set1_ps(x.even), w.even, _mm256_fmadd_ps(_mm256_set1_ps(x.odd), w.odd, sum.v))};
-}
-
-inline Vec parameter(const char* from, Type type, std::size_t column) {
-  if (type == Type::kFloat) return {_mm256_loadu_ps(reinterpret_cast<const float*>(from) + column)};
-  const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * column));
-  if (type == Type::kHalf) return {_mm256_cvtph_ps(numbers)};
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers), 16))};
 }
 
 #include "gemm/quantized_kernel.h"

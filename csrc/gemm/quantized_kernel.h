@@ -1,12 +1,11 @@
 // Products by quantized weights. Included once for each instruction set, inside a namespace that defines
-// - Vec: a vector of kLanes floats, one a column, of which kVectors are multiplied at once;
+// - Vec, as vec512.h does: kLanes floats, one a column, of which kVectors are multiplied at once;
 // - X: a pair of numbers of a row of x;
 // - Pairs: a pair of numbers of each of kLanes columns of w;
 // - link(sum, x, pairs): x and pairs multiplied, the odd numbers first, and added to sum;
 // - nibbles(from): 4-bit codes of kLanes columns;
 // - table_of(values), pairs_of(nibbles, number, table): one of the four Pairs of these codes;
 // - bytes(from): the Pairs of 8-bit codes of kLanes columns;
-// - parameter(from, type, column): kLanes scales or offsets from a column on;
 // - spread, put: rows of x to X, and sums to y;
 // - kRows: the most rows of a tile, a power of two;
 // - kSums: the vectors of sums that registers hold;
@@ -100,6 +99,13 @@ struct Place {
   const float* sums;  // of x
   float* y;  // [row][kCols]
 };
+
+// kLanes scales or offsets from a column on.
+inline Vec parameter(const char* from, Type type, std::size_t column) {
+  if (type == Type::kFloat) return Vec::load(reinterpret_cast<const float*>(from) + column);
+  const void* const at = from + 2 * column;
+  return type == Type::kHalf ? Vec::load(static_cast<const Half*>(at)) : Vec::load(static_cast<const Bf16*>(at));
+}
 
 constexpr std::size_t kAhead = 4096;  // bytes of codes that are fetched ahead, for each block under way
 

@@ -2,10 +2,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <new>
-
 #include "memory/step_tables.h"
 #include "module_types.h"
+#include "without_gil.h"
 
 namespace {
 
@@ -103,14 +102,7 @@ PyObject* loop_run(PyObject* object, PyObject* args) {
   Result result{Outcome::kPause};
   while (good) {
     const std::uint64_t now = now_ns(), overdue = overdue_s > 0 ? deadline_in(overdue_s, now) : overdue_s < 0 ? 0 : now;
-    Py_BEGIN_ALLOW_THREADS;
-    try {
-      result = loop.run(patience_s, overdue, std::size_t(limit));
-    } catch (const std::bad_alloc&) {
-      good = false;
-    }
-    Py_END_ALLOW_THREADS;
-    if (!good) PyErr_NoMemory();
+    good = without_gil([&] { result = loop.run(patience_s, overdue, std::size_t(limit)); });
     const ChannelCalls& calls = *loop.links[result.link].calls;
     if (good && result.outcome == Outcome::kOver) {
       good = false;

@@ -3,10 +3,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <new>
-
 #include "rows/objects.h"
 #include "rows/send.h"
+#include "without_gil.h"
 
 namespace lamina::rows {
 namespace {
@@ -122,23 +121,11 @@ PyObject* chain_run(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   if (rows == -1 && PyErr_Occurred()) return nullptr;
   if (rows < 1) return PyErr_Format(PyExc_ValueError, "%lld rows", rows);
   std::vector<char*> addresses;
-  for (Py_ssize_t i = 2; i < count; ++i) {
-    const unsigned long long at = PyLong_AsUnsignedLongLong(args[i]);
-    if (at == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
-    addresses.push_back(reinterpret_cast<char*>(static_cast<std::uintptr_t>(at)));
-  }
+  if (!read_addresses(args + 2, count - 2, &addresses)) return nullptr;
   if (send && !send->begin(send->self)) return nullptr;
   End end = End::kGood;
-  bool fits = true;
-  Py_BEGIN_ALLOW_THREADS;
-  try {
-    end = run(chain, send, rows, addresses[0], addresses.data() + 1);
-  } catch (const std::bad_alloc&) {
-    fits = false;
-  }
-  Py_END_ALLOW_THREADS;
-  if (send && !send->end(send->self)) return nullptr;
-  if (!fits) return PyErr_NoMemory();
+  const bool enough = without_gil([&] { end = run(chain, send, rows, addresses[0], addresses.data() + 1); });
+  if ((send && !send->end(send->self)) || !enough) return nullptr;
   if (end != End::kGood) return PyErr_Format(PyExc_IndexError, "a row looks up what the table has not");
   Py_RETURN_NONE;
 }

@@ -3,10 +3,11 @@
 #include <Python.h>
 
 #include <cstring>
-#include <new>
 #include <string>
 
+#include "cpu.h"
 #include "rows/objects.h"
+#include "without_gil.h"
 
 namespace {
 
@@ -19,17 +20,14 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   Table table;
   const char* variant;
   if (!PyArg_ParseTuple(args, "Oy*s", &engine, &table.view, &variant)) return nullptr;
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const std::string name = variant;
   return ProgramObject::make(type, [&](ProgramObject& self) {
     Program& program = *self.value;
     self.keep(0, engine);
     if (!(program.calls = calls_of<const gemm::Calls>(engine))) return false;
-    if (!(name.empty() || name == "avx2" ? avx2 : name == "avx512" && avx512))
+    if (!(name.empty() || name == "avx2" ? avx2_usable() : name == "avx512" && avx512_usable()))
       return PyErr_Format(PyExc_ValueError, "this CPU has no %s", *variant ? variant : "AVX2, FMA and F16C") != nullptr;
-    program.run = avx512 && name != "avx2" ? kAvx512 : kAvx2;
+    program.run = avx512_usable() && name != "avx2" ? kAvx512 : kAvx2;
     return table.read([&](Reader& in) { read(program, in); });
   });
 }
@@ -47,34 +45,18 @@ PyObject* program_run(PyObject* object, PyObject* const* args, Py_ssize_t count)
   const auto rows = static_cast<std::int64_t>(head[0]);
   if (rows < 1 || head[1] < 0 || head[1] > head[2] || head[2] > static_cast<long long>(program.instructions.size()))
     return PyErr_Format(PyExc_ValueError, "no instructions %lld to %lld on %lld rows", head[1], head[2], head[0]);
-  Slot few[64];
-  std::vector<Slot> many;
-  Slot* slots = few;
-  if (program.row_bytes.size() > 64) {
-    many.resize(program.row_bytes.size());
-    slots = many.data();
+  std::vector<Slot> slots;
+  std::vector<char*> addresses;  // of the arena, then of what is given
+  if (!read_addresses(args + 3, 1 + static_cast<Py_ssize_t>(program.given), &addresses)) return nullptr;
+  for (std::size_t i = 0; i < program.row_bytes.size(); ++i) {
+    char* const at = i < program.given ? addresses[i + 1] : addresses[0] + program.at[i - program.given] * rows;
+    slots.push_back({at, program.row_bytes[i]});
   }
-  char* arena = nullptr;
-  for (std::size_t i = 0; i <= program.given; ++i) {
-    const unsigned long long at = PyLong_AsUnsignedLongLong(args[3 + i]);
-    if (at == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
-    char* const pointer = reinterpret_cast<char*>(static_cast<std::uintptr_t>(at));
-    if (i)
-      slots[i - 1] = {pointer, program.row_bytes[i - 1]};
-    else
-      arena = pointer;
-  }
-  for (std::size_t i = program.given; i < program.row_bytes.size(); ++i)
-    slots[i] = {arena + program.at[i - program.given] * rows, program.row_bytes[i]};
-  bool fits = true, good = true;
-  Py_BEGIN_ALLOW_THREADS;
-  try {
-    good = execute(program, slots, rows, static_cast<std::size_t>(head[1]), static_cast<std::size_t>(head[2]));
-  } catch (const std::bad_alloc&) {
-    fits = false;
-  }
-  Py_END_ALLOW_THREADS;
-  if (!fits) return PyErr_NoMemory();
+  bool good = true;
+  const bool enough = without_gil([&] {
+    good = execute(program, slots.data(), rows, static_cast<std::size_t>(head[1]), static_cast<std::size_t>(head[2]));
+  });
+  if (!enough) return nullptr;
   if (!good) return PyErr_Format(PyExc_IndexError, "a row looks up what the table has not");
   Py_RETURN_NONE;
 }

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "cpu.h"
+
 namespace lamina::sampling {
 namespace {
 
@@ -53,11 +55,9 @@ const Kernel* portable_kernels() { return kernels; }
 
 const Variant* variants() {
 #if defined(__x86_64__)
-  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  static const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const Variant all[kVariants] = {
-      {"avx512", has_avx512, avx512_kernels()}, {"avx2", has_avx2, avx2_kernels()}, {"portable", true, kernels}};
+  static const Variant all[kVariants] = {{"avx512", avx512_usable(), avx512_kernels()},
+                                         {"avx2", avx2_usable(), avx2_kernels()},
+                                         {"portable", true, kernels}};
 #else
   static const Variant all[kVariants] = {{"portable", true, kernels}, {"", false, nullptr}, {"", false, nullptr}};
 #endif

@@ -11,6 +11,7 @@
 #include "pool.h"
 #include "sampling/draw.h"
 #include "sampling/random.h"
+#include "without_gil.h"
 
 namespace {
 
@@ -34,28 +35,19 @@ struct Engine {
 
   Engine(std::size_t threads, const Variant* v) : pool(threads), variant(v), scratch(threads) {}
 
-  // Rows are pieces: which thread takes which changes no token.
+  // Rows are pieces: which thread takes which changes no token. Throws std::bad_alloc.
   template <class Do>
-  bool each(std::size_t count, std::size_t size, Do work) {
+  void each(std::size_t count, std::size_t size, Do work) {
     std::lock_guard<std::mutex> turn(mutex);
-    struct Job {
-      Do& work;
-      std::vector<Scratch>& scratch;
-      std::atomic<bool> fits{true};
-    } job{work, scratch};
-    const auto piece = [](void* data, std::size_t i, std::size_t thread) {
-      Job& mine = *static_cast<Job*>(data);
+    std::atomic<bool> fits{true};
+    pool.each(count, count * size < kWorthThreads ? 1 : SIZE_MAX, [&](std::size_t i, std::size_t thread) {
       try {
-        mine.work(i, mine.scratch[thread]);
+        work(i, scratch[thread]);
       } catch (const std::bad_alloc&) {
-        mine.fits = false;
+        fits = false;
       }
-    };
-    if (pool.size() > 1 && count > 1 && count * size >= kWorthThreads)
-      pool.run(piece, &job, count);
-    else
-      for (std::size_t i = 0; i < count; ++i) piece(&job, i, 0);
-    return job.fits;
+    });
+    if (!fits) throw std::bad_alloc();
   }
 
   std::mutex mutex;
@@ -125,13 +117,10 @@ PyObject* engine_draw(PyObject* self, PyObject* args) {
   if (!fine) return nullptr;
   std::vector<std::int64_t> tokens(count);
   Engine& engine = Object::engine_of(self);
-  bool fits;
-  Py_BEGIN_ALLOW_THREADS;
-  fits = engine.each(count, logits.size, [&](std::size_t i, Scratch& scratch) {
+  const auto one = [&](std::size_t i, Scratch& scratch) {
     tokens[i] = draw(engine.variant->kernels, logits.type, logits.row(asks[i].row), logits.size, asks[i], scratch);
-  });
-  Py_END_ALLOW_THREADS;
-  return fits ? list_of(tokens) : PyErr_NoMemory();
+  };
+  return without_gil([&] { engine.each(count, logits.size, one); }) ? list_of(tokens) : nullptr;
 }
 
 PyObject* engine_best(PyObject* self, PyObject* args) {
@@ -146,14 +135,10 @@ PyObject* engine_best(PyObject* self, PyObject* args) {
   auto* const ids = reinterpret_cast<std::int64_t*>(static_cast<std::uintptr_t>(out));
   const auto width = static_cast<std::size_t>(count);
   Engine& engine = Object::engine_of(self);
-  bool fits;
-  Py_BEGIN_ALLOW_THREADS;
-  fits = engine.each(logits.rows, logits.size, [&](std::size_t i, Scratch& scratch) {
+  const auto one = [&](std::size_t i, Scratch& scratch) {
     best(engine.variant->kernels, logits.type, logits.row(i), logits.size, width, ids + i * width, scratch);
-  });
-  Py_END_ALLOW_THREADS;
-  if (!fits) return PyErr_NoMemory();
-  Py_RETURN_NONE;
+  };
+  return without_gil([&] { engine.each(logits.rows, logits.size, one); }) ? Py_NewRef(Py_None) : nullptr;
 }
 
 PyObject* engine_masses(PyObject* self, PyObject* args) {
