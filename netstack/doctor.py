@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable, Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 
 from .contract.base import NAMED_BY
@@ -162,7 +161,7 @@ def verbs_nodes(machine: Machine) -> Verdict:
 
 
 def native_verbs(_: Machine) -> Verdict:
-    """Check for the engine on libibverbs; without it Python posts, through pyverbs."""
+    """Check for the engine on libibverbs, which posts work requests."""
     try:
         from .host.native_module import verbs_fault
 
@@ -172,7 +171,7 @@ def native_verbs(_: Machine) -> Verdict:
     if not fault:
         return True, "the engine on libibverbs", ""
     fix = "install rdma-core's libibverbs1, and libibverbs-dev where Lamina is installed, then install again"
-    return False, f"{fault}: messages cost Python", fix
+    return False, fault, fix
 
 
 def libmlx5(_: Machine) -> Verdict:
@@ -183,14 +182,16 @@ def libmlx5(_: Machine) -> Verdict:
 
 
 def pyverbs(machine: Machine) -> Verdict:
-    """Check for pyverbs, which posts work requests if the native engine is missing."""
-    if native_verbs(machine)[0]:
-        return True, "not needed", ""
+    """Check that pyverbs opens the device, also where Lamina was built without libibverbs's headers."""
     try:
-        import_module("pyverbs.device")
+        from .rdma.device import RdmaDevice
+
+        device = RdmaDevice(machine.wanted)
     except ImportError as error:
-        return False, str(error), "install the distribution's python3-pyverbs and let this Python see it"
-    return True, "imports", ""
+        is_needed = not native_verbs(machine)[0]
+        return (False, str(error), "see the other checks") if is_needed else (True, "not needed", "")
+    device.close()
+    return True, f"opens {device}", ""
 
 
 def memlock(_: Machine) -> Verdict:

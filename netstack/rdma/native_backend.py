@@ -14,7 +14,7 @@ from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, exchanged
 from lamina.netstack.bootstrap.listener import HALF_OPEN_MAX, Meeting
 from lamina.netstack.contract.channel_terms import Geometry
 from lamina.netstack.contract.fabric import HandshakeError
-from lamina.netstack.host.native_module import open_rdma_end, rdma_gids
+from lamina.netstack.host.native_module import open_rdma_end, rdma_gids, verbs_fault
 
 from .card import ConnectionCard, QueuePairAddress
 from .mtu import PacketSizeLog, remarks_on
@@ -40,6 +40,8 @@ class LibibverbsProvider:
     scheme = "verbs"
 
     def __init__(self, wanted: str, spin_s: float, gpu: str = "") -> None:
+        if fault := verbs_fault():
+            raise ImportError(f"transport {self.scheme!r} cannot be used here: {fault}")
         self._spin_s, self._packets = spin_s, PacketSizeLog()
         self._pinning = BoundedSemaphore(PINNING_MOST)
         self.remarks = list[str]()

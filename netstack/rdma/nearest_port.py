@@ -58,8 +58,10 @@ def _numa(device: Path) -> int:
     """Return a device's NUMA node. -1: the kernel knows none, as on a host with one node, or for a device
     in software.
     """
-    node = text(device / "numa_node")
-    return int(node) if node else -1
+    try:
+        return int(text(device / "numa_node"))
+    except ValueError:
+        return -1
 
 
 def cores_of(device: str, root: Path = Path("/")) -> list[int]:

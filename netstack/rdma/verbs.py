@@ -45,7 +45,6 @@ from lamina.netstack.bootstrap.self_test import (
 from lamina.netstack.contract.base import SPIN_S, rdma_device, usable_spin
 from lamina.netstack.contract.channel_terms import Terms
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, HandshakeError
-from lamina.netstack.host.native_module import verbs_fault
 from lamina.netstack.host.tcp import TcpFabric
 
 from .native_backend import LibibverbsProvider
@@ -57,7 +56,7 @@ MAX_SELF_TESTS = 16  # of a listener; each has a thread, and SELF_TEST_TIMEOUT_S
 
 class VerbsFabric(TcpFabric):
     """Listens and connects as ``tcp`` does, then lets the NIC move data. ``device``: of ``--rdma-device``; ``way``:
-    another provider than the best.
+    another provider than libibverbs.
     """
 
     scheme = "verbs"
@@ -65,7 +64,7 @@ class VerbsFabric(TcpFabric):
 
     def __init__(self, key: bytes, *, device: str = "", spin_s: float = SPIN_S, way: NicProvider | None = None) -> None:
         super().__init__(key)
-        self._way = way or open_provider(device, usable_spin(spin_s))
+        self._way = way or LibibverbsProvider(device, usable_spin(spin_s))
         self.remarks = self._way.remarks
         self._trials = BoundedSemaphore(MAX_SELF_TESTS)
         self._answering: WeakSet[Thread] = WeakSet()
@@ -155,17 +154,6 @@ class VerbsFabric(TcpFabric):
         return channel
 
 
-def open_provider(device: str, spin_s: float) -> NicProvider:
-    """Return the best provider. Raises ImportError, with what is missing on this host."""
-    if not (fault := verbs_fault()):
-        return LibibverbsProvider(device, spin_s)
-    try:
-        from .pyverbs_backend import PyverbsProvider
-
-        return PyverbsProvider(device, spin_s)
-    except ImportError as error:
-        raise ImportError(f"{error}; nor is there a native way: {fault}") from error
-
-
 def open_fabric(key: bytes, *, device: str = "") -> Fabric:
+    """Open the transport. Raises ImportError, with what is missing on this host."""
     return VerbsFabric(key, device=rdma_device(device))

@@ -27,7 +27,6 @@ from lamina.netstack.contract.fabric import DEATH_NOTICED_S, TAG_BYTES
 from lamina.netstack.cuda import kernel_launches as calls
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.rdma.verbs import VerbsFabric
 
 KEY = b"k" * 32
 LONG_S = 60.0  # a wait that must be ended by something else than its timeout
@@ -37,8 +36,7 @@ SMALL = Geometry(slots=3, slot_bytes=257)
 SLOW_LINKS = [f"emulate+{other}?latency_ms=0.5&jitter_ms=0.5&gbps=5" for other in ("loopback", "shm")]
 FOR_KERNELS = ["cuda", "mlx5", STAND_IN, GIN_STAND_IN, ONE_GPU, ONE_STAND_IN]
 SEALED = "tcp as beyond this host"
-BY_PYTHON = pytest.param("verbs by pyverbs", marks=[pytest.mark.rdma, pytest.mark.slow])
-TRANSPORTS = [*netstack.SCHEMES, *soft_nic.SCHEMES, SEALED, BY_PYTHON, *SLOW_LINKS, *FOR_KERNELS[2:]]
+TRANSPORTS = [*netstack.SCHEMES, *soft_nic.SCHEMES, SEALED, *SLOW_LINKS, *FOR_KERNELS[2:]]
 
 
 class Task:
@@ -107,10 +105,6 @@ def open_or_skip(scheme: str, key: bytes = KEY, gpu: int | None = None) -> Fabri
     try:
         if scheme == SEALED:
             return TcpFabric(key, seal=True)
-        if scheme in BY_PYTHON.values:
-            from lamina.netstack.rdma.pyverbs_backend import PyverbsProvider
-
-            return VerbsFabric(key, way=PyverbsProvider("", spin_s=0.0))
         return netstack.open(scheme, key=key, gpu=gpu)
     except ImportError as error:
         pytest.skip(str(error))

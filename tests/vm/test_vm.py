@@ -14,17 +14,13 @@ from image import ROOT, Image
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(3000)]
 SUITES = {
-    "contract": "tests/contract/test_transports.py -k 'not pyverbs'",
-    "contract by pyverbs": "tests/contract/test_transports.py -k pyverbs",
+    "contract": "tests/contract/test_transports.py",
     "lies": "tests/netstack/rdma/test_verbs_faults.py "
     "tests/netstack/bootstrap/test_listener.py tests/netstack/bootstrap/test_auto.py",
     "ports": "tests/netstack/rdma/test_rdma_ports.py tests/netstack/rdma/test_traffic_class.py",
     "deaths and stops": "tests/netstack/test_processes.py tests/netstack/test_stalls.py",
 }
-LONG = (
-    "contract by pyverbs",
-    "deaths and stops",
-)  # of the latter each death is that of a new process, whose imports are emulated
+LONG = ("deaths and stops",)  # each death is that of a new process, whose imports are emulated
 DECODE = f"{Path(__file__).with_name('decode.py')} {ROOT / 'examples/tiny_lm/model'}"
 
 
@@ -35,7 +31,7 @@ def test_the_guest_reports_status_and_output(guest: Guest) -> None:
 
 
 def test_the_engine_was_built_and_loads(guest: Guest) -> None:
-    """Else all that follows would prove pyverbs: install again where libibverbs-dev is."""
+    """If not, install again where libibverbs-dev is."""
     done = guest.python(
         "-c 'from lamina.netstack.host.native_module import verbs_fault; print([verbs_fault()])'", timeout_s=60
     )

@@ -5,7 +5,8 @@
 
 namespace lamina {
 
-constexpr const char* kUnbuilt = "it was built where infiniband/verbs.h (libibverbs-dev) is missing";
+constexpr const char* kUnbuilt =
+    "it was built without infiniband/verbs.h: apt-get install libibverbs-dev, then install Lamina again";
 
 // open_rdma_end(device, port, gid_index, pkey_index, service_level, traffic_class, ack_timeout, outbound, inbound)
 // -> RdmaEnd

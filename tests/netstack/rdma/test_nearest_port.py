@@ -80,6 +80,11 @@ def test_one_root_is_nearer_than_one_socket_and_that_than_the_other(root: Path) 
     assert order(root, "0000:02:00.0", "mlx5_0", "rxe0")[0] == "mlx5_0"  # as far as rxe0: in their order
 
 
+def test_a_nic_whose_node_is_no_number_is_of_no_socket(root: Path) -> None:
+    (root / "sys/devices" / NICS["mlx5_0"][0] / "numa_node").write_text("N/A\n")
+    assert order(root, "0000:c1:00.0", "mlx5_0", "mlx5_1") == ["mlx5_0", "mlx5_1"]  # both as far: in their order
+
+
 def test_an_address_that_is_not_there_changes_no_order(root: Path) -> None:
     assert order(root, "0000:99:00.0") == [*NICS]
 

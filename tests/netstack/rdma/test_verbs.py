@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from wiring import PATH, ROOT
+from wiring import ROOT
 
+from lamina import netstack
 from lamina.netstack import Geometry, HandshakeError
 from lamina.netstack.bootstrap.card_exchange import exchange_cards
 from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, Steps
+from lamina.netstack.rdma import native_backend
 
-STAND_IN = str(Path(__file__).with_name("verbs_stand_in.py"))
 GEOMETRY = Geometry(slots=1, slot_bytes=1)
 SECRET = b"s" * 32
 
@@ -71,50 +69,17 @@ def test_cards_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) ->
 def test_missing_pyverbs_is_an_error_with_its_fix() -> None:
     code = (
         "import sys; sys.modules['pyverbs'] = None\n"
-        "from lamina.netstack.rdma import verbs\n"
-        "verbs.verbs_fault = lambda: 'not built'\n"
-        "try: verbs.open_fabric(b'k' * 32)\n"
+        "try: import lamina.netstack.rdma.device\n"
         "except ImportError as error: print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "python3-pyverbs" in run.stdout
-    assert "nor is there a native way: not built" in run.stdout
 
 
-def book(*more: str) -> list[dict[str, Any]]:
-    """Of the protection domains of two channels, both ends here; see verbs_stand_in.py."""
-    command = [sys.executable, STAND_IN, *more]
-    environment = os.environ | {"PYTHONPATH": PATH}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 0, run.stderr
-    found: list[dict[str, Any]] = json.loads(run.stdout)
-    return found
-
-
-def test_each_peer_has_a_protection_domain_of_its_own() -> None:
-    """With one queue pair, staging and inbox; empty by the time it is closed."""
-    domains = book()
-    assert [(d["pairs"], len(d["memories"])) for d in domains] == [(1, 2)] * 4
-    assert [d["closed_with"] for d in domains] == [0] * 4
-
-
-def test_a_card_that_no_peer_can_have_is_refused_by_the_listener() -> None:
-    """That of a NIC which gives its queue pair a number of the subnet's own."""
-    command = [sys.executable, STAND_IN, "1"]
-    environment = os.environ | {"PYTHONPATH": PATH}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 1
-    assert "it could not make or reach a queue pair" in run.stderr.splitlines()[-1]
-
-
-def test_a_peer_that_floods_keeps_no_call_beyond_its_time() -> None:
-    """With credit that is known, of which more is there as soon as some was taken."""
-    assert len(book("7", "300000")) == 4
-
-
-def test_a_service_level_that_roce_has_not_is_refused_without_the_engine_too() -> None:
-    environment = os.environ | {"PYTHONPATH": PATH, "LAMINA_RDMA_SERVICE_LEVEL": "8"}
-    command = [sys.executable, STAND_IN]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 1
-    assert "RoCE, whose packets carry 3 bits of priority" in run.stderr.splitlines()[-1]
+def test_a_build_without_headers_says_in_one_line_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = re.search(r'kUnbuilt =\s+"(.*)";', (ROOT / "csrc/netstack/verbs/native.h").read_text())
+    assert fault
+    monkeypatch.setattr(native_backend, "verbs_fault", lambda: fault[1])
+    with pytest.raises(ImportError, match="verbs' cannot be used here: .*apt-get install libibverbs-dev") as error:
+        netstack.open("verbs", key=SECRET)
+    assert "\n" not in str(error.value)
