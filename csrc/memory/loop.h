@@ -78,7 +78,7 @@ struct Places {
   Numbers rows, blocks, offsets;
 };
 
-// What a group has of a step; see attention_step.py and kv_write.py.
+// What a group has of a step; see attention_step.py.
 struct GroupRows {
   std::size_t whole = 0;  // rows of sequences that are whole here
   Numbers nodes;          // rows of the others' Q for nodes of stored tokens

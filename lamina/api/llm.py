@@ -272,7 +272,7 @@ class LLM:
 
     def _settle(self) -> None:
         if not self.pools.is_closed:
-            self._advance(self.front.streams.release_idle_blocks)
+            self._advance(self.engine.release_idle_blocks)
 
     def _drop(self, collector: RequestOutputCollector) -> None:
         with self._use():

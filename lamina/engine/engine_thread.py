@@ -52,6 +52,7 @@ class EngineThread:
         """
         self.error: WorkerError | None = None  # why the engine has ended; None while it runs, and after ``stop``
         self._streams, self._workers, self._wake, self._closed = streams, workers, wake, closed
+        self._engine = streams.engine
         self._orders: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: nothing, but look up
         self._stopping = False
         self._open = True
@@ -103,7 +104,7 @@ class EngineThread:
             while not self._stopping:
                 if (order := self._next_order()) is not None:
                     self._obey(order)
-                elif self._streams.has_work:
+                elif self._engine.has_work:
                     self._wake(self._streams.step())
         except Exception as error:  # any error: else readers wait for ever
             if not self._stopping:
@@ -117,21 +118,21 @@ class EngineThread:
         """The next order, or None. Waits for one, a little, where the engine has no work."""
         with suppress(queue.Empty):
             return self._orders.get_nowait()
-        if self._streams.has_work and self._streams.is_idle:
+        if self._engine.has_work and self._engine.idle:
             with suppress(queue.Empty):
                 return self._orders.get(timeout=WAIT_S)
-        elif not self._streams.has_work:
-            self._streams.release_idle_blocks()
+        elif not self._engine.has_work:
+            self._engine.release_idle_blocks()
             try:
                 return self._orders.get(timeout=IDLE_S)
             except queue.Empty:
-                self._streams.check_workers()
+                self._engine.check_workers()
         return None
 
     def _obey(self, order: _Command) -> None:
         feed = order.feed
         if feed is None:
-            self._streams.reset_prefix_cache()
+            self._engine.reset_prefix_cache()
         elif order.asked is not None and not feed.dropped:
             try:
                 self._streams.add([order.asked], feed)

@@ -91,27 +91,17 @@ class RequestStreams:
     """The requests of an engine that have a reader. One thread at a time uses it, the engine's."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._collectors: dict[int, RequestOutputCollector] = {}  # by unfinished request
         self._turns = SessionTurns()
         self._session_of_request: dict[int, SessionName] = {}  # unfinished request -> the session of which it is a turn
-
-    @property
-    def has_work(self) -> bool:
-        """Whether some request is unfinished."""
-        return self._engine.has_work
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the last step had nothing to do: requests wait for room."""
-        return self._engine.idle
 
     def add(self, requests: list[EngineRequest], feed: RequestOutputCollector) -> None:
         """Queue requests, whose outputs ``feed`` gets. Raises ValueError for a request that cannot be served, and the
         tokenizer's error for tokens that it cannot show; then none is queued.
         """
         for a in requests:
-            self._engine.check(a.prompt, a.params, a.cache_options)
+            self.engine.check(a.prompt, a.params, a.cache_options)
         try:
             for a in requests:
                 request_id = self._add(a)
@@ -126,7 +116,7 @@ class RequestStreams:
         if session is not None:
             self._turns.begin(session, a.transcript)
         try:
-            request_id = self._engine.add(
+            request_id = self.engine.add(
                 a.prompt,
                 a.params,
                 text=a.text,
@@ -148,19 +138,19 @@ class RequestStreams:
 
     def sessions(self) -> list[SessionInfo]:
         """Of this engine, which has one tenant."""
-        return self._engine.scheduler.features[SessionCache].list_tenant(b"")
+        return self.engine.scheduler.features[SessionCache].list_tenant(b"")
 
     def drop_session(self, name: str) -> bool:
         """Forget a session and give up its KV; False: there is no such session. Raises SessionBusyError while a turn of
         it is under way.
         """
         self._turns.drop_session(SessionName(b"", name))
-        return self._engine.drop_session(SessionName(b"", name))
+        return self.engine.drop_session(SessionName(b"", name))
 
     def step(self) -> list[RequestOutputCollector]:
         """``Engine.step``; the feeds that have got something. Raises WorkerError when a worker is lost."""
         fed = []
-        for output in self._engine.step():
+        for output in self.engine.step():
             feed = self._collectors.get(output.request_id)
             if feed is not None:
                 feed.put(output)
@@ -175,27 +165,15 @@ class RequestStreams:
         feed.dropped = True
         for request_id in feed.request_ids:
             if self._collectors.pop(request_id, None) is not None:
-                self._engine.cancel(request_id)
+                self.engine.cancel(request_id)
                 self._end_turn(request_id, answered=False)
 
     def abort(self, feed: RequestOutputCollector) -> None:
         """End what is unfinished; its reader gets it as far as it came, with the finish_reason "abort"."""
         for request_id in feed.request_ids:
-            if self._collectors.pop(request_id, None) is not None and (output := self._engine.cancel(request_id)):
+            if self._collectors.pop(request_id, None) is not None and (output := self.engine.cancel(request_id)):
                 feed.put(output)
                 self._end_turn(request_id, answered=False)
-
-    def reset_prefix_cache(self) -> None:
-        """Find no KV of finished requests any more; its blocks are free with the next step."""
-        self._engine.reset_prefix_cache()
-
-    def release_idle_blocks(self) -> None:
-        """Where no request is left: take in the steps in flight, so that an idle engine holds no blocks for them."""
-        self._engine.release_idle_blocks()
-
-    def check_workers(self) -> None:
-        """Of an engine without work: whether its workers live. Raises WorkerError when one is lost for good."""
-        self._engine.check_workers()
 
     def pop_collectors(self) -> list[RequestOutputCollector]:
         """The feeds of unfinished requests, for the caller to fail: none of them goes on."""

@@ -18,8 +18,7 @@ from lamina.observe.trace_collection import ROUND_TRIPS, Tracer
 from lamina.protocol.control import ClockRequest, ClockTime, ComputeReady, RunRound, Stats, StatsRequest, StepDone
 from lamina.protocol.executor import Clock, Done, EpochChanged, Report, WorkerError
 from lamina.protocol.offload_messages import LoadReady
-from lamina.protocol.sparse_ops import ScoreBlocks
-from lamina.protocol.step_plan import CopyStripes, LoadKv, SaveKv, SurvivingKv
+from lamina.protocol.step_plan import CopyStripes, LoadKv, SaveKv, ScoreBlocks, SurvivingKv
 from lamina.utils.state_machine import StateMachine
 
 from .counter_collection import CounterCollector

@@ -35,10 +35,9 @@ from lamina.protocol.control import (
     Trace,
 )
 from lamina.protocol.executor import Clock, WorkerError
-from lamina.protocol.migration_ops import StripesCopied
 from lamina.protocol.offload_messages import LoadReady, StoredPages, TransferDone
 from lamina.protocol.reshard import ReshardDone, StorePrepared, TerminationNotice
-from lamina.protocol.sparse_ops import BlockScoresReport
+from lamina.protocol.step_plan import BlockScoresReport, StripesCopied
 
 from .launchers import WorkerHandle
 

@@ -101,7 +101,7 @@ class RowTable:
 
     Sequence i of the step has rows ``row[i] .. row[i] + count[i]``, at positions from ``first[i]``. Column j of its
     block table holds the tokens from ``origin[i] + j * block_size``; columns that no query sees hold the null block. In
-    a sequence that has lost blocks (protocol.sparse_ops), only the kept tokens are counted, so positions have no gaps.
+    a sequence that has lost blocks (DropBlocks), only the kept tokens are counted, so positions have no gaps.
     """
 
     window: int

@@ -9,10 +9,8 @@ from typing import NamedTuple, Protocol
 
 from .capacity import Capacity
 from .control import ComputeReady, RunRound, StepDone
-from .migration_ops import StripesCopied
 from .offload_messages import LoadReady, TransferDone
-from .sparse_ops import BlockScoresReport
-from .step_plan import SurvivingKv
+from .step_plan import BlockScoresReport, StripesCopied, SurvivingKv
 
 # What a memory worker reports: the end of a transfer, enough of a transfer, block scores, copied stripes.
 Report = TransferDone | LoadReady | BlockScoresReport | StripesCopied

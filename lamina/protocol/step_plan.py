@@ -40,25 +40,16 @@ import msgspec
 from lamina.config.engine_config import KVOptions
 from lamina.config.partition import KvShards, Partition
 
-from .held_rows import FetchPrefix as FetchPrefix
-from .held_rows import RowRange as RowRange
 from .kv_placement import FIRST_LOCATION, KvLocation
-from .migration_ops import CommitMigration as CommitMigration
-from .migration_ops import CopyStripes as CopyStripes
-from .sparse_ops import DropBlocks as DropBlocks
-from .sparse_ops import RowOp as RowOp
-from .storage_ops import MAX_HINTED_PAGES as MAX_HINTED_PAGES
-from .storage_ops import MAX_RETENTION_S as MAX_RETENTION_S
-from .storage_ops import DeletePages as DeletePages
-from .storage_ops import PrefetchHint as PrefetchHint
-from .storage_ops import SetRetention as SetRetention
-from .storage_ops import StorageOp as StorageOp
 
 VERSION = 21
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MAX_PAGES_PER_TRANSFER = 64
 KEY_BYTES = 32  # of a page key
+MAX_HINTED_PAGES = 1 << 16  # pages of all waiting turns together
+MAX_RETENTION_S = 1e6  # the longest retention after the last op about a page
+SCORE_BITS = 24  # after the binary point: a row's attention weights add up to about 1 << SCORE_BITS
 
 
 class MessageKind(enum.IntEnum):
@@ -139,6 +130,38 @@ class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
     length: int
 
 
+class RowRange(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive new tokens of one sequence: positions ``first .. first + count``. A sequence is in a step once.
+
+    Attention reads positions ``0 .. first`` from the store and the new ones from this step; it ignores rows stored
+    after ``first``. Writes are positional, so a step can be sent again. ``location``: of the sequence, including these
+    rows.
+    """
+
+    sequence: int
+    first: int
+    count: int
+    location: KvLocation = FIRST_LOCATION
+
+
+class FetchPrefix(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    """Hold blocks, as for rows, for whole blocks that prefill worker ``worker`` has of ``source``, at the same
+    positions. The receiving prefill worker fetches them layer by layer, before it attends them. Until the step is done,
+    the other worker must not free ``source``. No layer has a window.
+    """
+
+    sequence: int
+    first: int
+    count: int
+    worker: int
+    source: int
+
+    @property
+    def rows(self) -> RowRange:
+        """The tokens for which the sequence holds blocks."""
+        return RowRange(self.sequence, self.first, self.count)
+
+
 class PrefillGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     """Hold blocks, as for rows, for K and V that prefill worker ``worker`` (or the group of that number) sends as its
     step ``step``. Until they are stored, the sequence must have no rows and must not be freed or truncated.
@@ -209,6 +232,93 @@ class ContextShift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
     count: int
 
 
+# Stripes, or a whole sequence, go from one memory worker to another. Stripes are copied while their sequence continues
+# to decode; a whole sequence has no rows meanwhile. CopyStripes begins the copy, and the old owner continues to serve
+# the stripes. Once the copy is there, a later plan's CommitMigration changes the location. Only then are the old
+# blocks free. If anything ends before that, the sequence stays where it was.
+class CopyStripes(msgspec.Struct, frozen=True, array_like=True, tag="move"):
+    """Start ``sequence``, which holds only the stripes ``stripe .. stripe + count`` of ``source``, in ``kv_shard``.
+
+    The one memory worker that has these stripes copies their K and V there. All their rows are of earlier plans. Where
+    sequences are not divided, ``count`` is 0: all of the source is copied, and it has no rows before CommitMigration.
+    Every memory worker replies with one StripesCopied.
+    """
+
+    sequence: int
+    source: int
+    stripe: int
+    count: int
+    kv_shard: int
+
+
+class CommitMigration(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
+    """Give ``sequence`` the blocks of ``copy``, which ends, and the new ``location``. Other stripes do not change."""
+
+    sequence: int
+    copy: int
+    location: KvLocation
+
+
+# A *dropped* block is freed and never seen again. The other tokens keep their positions, by which K was rotated. A
+# sparse layer's attention sees the kept tokens side by side, as if there were no others.
+class DropBlocks(msgspec.Struct, frozen=True, array_like=True, tag="prune"):
+    """Drop whole blocks of a sequence in all sparse layers, for good. ``blocks``: ascending, counted from token 0; the
+    sequence still has them there. Afterwards the sequence may only be freed, have later rows, and lose more blocks.
+    """
+
+    sequence: int
+    blocks: list[int]
+
+
+class ScoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="score"):
+    """After this step, score how much the last ``rows`` rows of a sequence in it attend each of its blocks. Every
+    memory worker replies with one BlockScoresReport.
+    """
+
+    sequence: int
+    rows: int
+
+
+class SelectBlocks(msgspec.Struct, frozen=True, array_like=True, tag="attend"):
+    """Let the sequence's only row in this step attend its best blocks of ``tokens`` tokens, not the engine's budget; 0:
+    all blocks.
+    """
+
+    sequence: int
+    tokens: int = 0
+
+
+class DeletePages(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """Delete pages from storage, after the saves that are in progress. No worker waits for it. ``sequence``: the one
+    that had the pages; it need not exist.
+    """
+
+    sequence: int
+    keys: list[bytes]
+
+
+class PrefetchHint(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
+    """A waiting sequence needs stored pages from page ``first`` on, and will probably lie at ``location``. A smaller
+    ``order`` needs its pages earlier. No keys: it needs no pages any more. No worker waits for this op.
+    """
+
+    order: int
+    first: int = 0
+    keys: list[bytes] = []
+    location: KvLocation = FIRST_LOCATION
+
+
+class SetRetention(msgspec.Struct, frozen=True, array_like=True, tag="prolong"):
+    """Keep stored pages for ``seconds``: other pages are evicted before them, and their age does not matter. It takes
+    effect after the saves in progress; no worker waits for it. ``sequence``: the one that had the pages; it need not
+    exist.
+    """
+
+    sequence: int
+    seconds: float
+    keys: list[bytes]
+
+
 Transfer = SaveKv | LoadKv
 BlockOp = (
     New
@@ -223,7 +333,34 @@ BlockOp = (
     | CopyStripes
     | CommitMigration
 )  # ops that change the blocks of the pool
+StorageOp = DeletePages | SetRetention | PrefetchHint  # about offloaded pages alone
+RowOp = ScoreBlocks | SelectBlocks  # about rows of the step; it holds no blocks
 SequenceOp = BlockOp | StorageOp | RowOp
+
+
+class StripesCopied(msgspec.Struct, frozen=True, kw_only=True, tag="stripes-copied"):
+    """Memory worker -> driver: its part of the CopyStripes of ``sequence`` is done. ``nbytes``: K and V received, with
+    right checksums; ``error``: the reason for a failure.
+    """
+
+    epoch: int
+    sequence: int
+    nbytes: int = 0
+    error: str = ""
+
+
+class BlockScoresReport(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
+    """Memory worker -> driver: the weight that softmax gives to each block of a sequence, the step's blocks included.
+
+    ``scores``: summed over the rows, and over the worker's query heads of all sparse layers, as fixed-point numbers
+    with SCORE_BITS bits; 0 for dropped blocks. Each (row, head, layer) is rounded separately, so sums do not depend on
+    how heads are divided.
+    """
+
+    epoch: int
+    step: int
+    sequence: int
+    scores: list[int]
 
 
 class SurvivingKv(msgspec.Struct, frozen=True, array_like=True):

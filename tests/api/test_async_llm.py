@@ -98,13 +98,13 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(
 
 def idle(llm: AsyncLLM) -> threading.Event:
     """Set when the engine has nothing left."""
-    event, settle = threading.Event(), llm.front.streams.release_idle_blocks
+    event, settle = threading.Event(), llm.front.engine.release_idle_blocks
 
     def settled() -> None:
         settle()
         event.set()
 
-    llm.front.streams.release_idle_blocks = settled  # type: ignore[method-assign]
+    llm.front.engine.release_idle_blocks = settled  # type: ignore[method-assign]
     return event
 
 

@@ -95,9 +95,7 @@ def test_what_is_up_is_found_and_ended_once(tmp_path: Path) -> None:
     assert ray_node.up(order())["fresh"]
 
 
-@pytest.mark.parametrize(
-    ("word", "said"), [("--end", "x" * 400 + " no luck;"), ("--wordless", "it printed nothing;")]
-)
+@pytest.mark.parametrize(("word", "said"), [("--end", "x" * 400 + " no luck;"), ("--wordless", "it printed nothing;")])
 def test_a_start_that_fails_says_why_and_where_to_read_on(word: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ray_node.NodeError) as refused:
         ray_node.up(order("--end", word))

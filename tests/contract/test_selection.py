@@ -19,8 +19,7 @@ from lamina.ops.attention.merge import CHUNK_TOKENS
 from lamina.ops.attention.native import VARIANTS, NativeAttention
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.blocks.block_tables import BlockTables
-from lamina.protocol.sparse_ops import SCORE_BITS
-from lamina.protocol.step_plan import New, RowRange, StepPlan
+from lamina.protocol.step_plan import SCORE_BITS, New, RowRange, StepPlan
 from lamina.workers.memory.sparse.selection import SparseRows
 
 pytestmark = pytest.mark.no_retry

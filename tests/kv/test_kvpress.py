@@ -13,7 +13,7 @@ from lamina.ops.attention import Operator
 from lamina.ops.attention.block_scores import block_scores
 from lamina.ops.attention.native import NativeAttention
 from lamina.ops.attention.spec import AttentionSpec
-from lamina.protocol.sparse_ops import SCORE_BITS
+from lamina.protocol.step_plan import SCORE_BITS
 
 snapkv = pytest.importorskip("kvpress.presses.snapkv_press", reason="kvpress is not installed here")
 SIZE, ROWS, BLOCKS, HEADS, GROUPS, DIM = 16, 16, 20, 8, 2, 32

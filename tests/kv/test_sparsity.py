@@ -15,8 +15,7 @@ from lamina.ops.attention.block_scores import block_scores
 from lamina.ops.attention.native import VARIANTS, NativeAttention
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.blocks.block_tables import BlockTables, PlanError
-from lamina.protocol.sparse_ops import SCORE_BITS, ScoreBlocks
-from lamina.protocol.step_plan import DropBlocks, Fork, Free, New, RowRange, StepPlan, Truncate
+from lamina.protocol.step_plan import SCORE_BITS, DropBlocks, Fork, Free, New, RowRange, ScoreBlocks, StepPlan, Truncate
 
 SIZE = 16
 BUDGET = KvBudget(tokens=8 * SIZE, sink=4, recent=2 * SIZE, block_size=SIZE)

@@ -120,7 +120,7 @@ def test_two_sides_that_count_otherwise_are_seen(monkeypatch: pytest.MonkeyPatch
         x = codec.messages(pieces, groups, itemsize)
         return x._replace(kv=tuple((v, k, other_v, other_k) for k, v, other_k, other_v in x.kv))
 
-    monkeypatch.setattr("lamina.workers.memory.kv_write.messages", v_first)
+    monkeypatch.setattr("lamina.workers.memory.attention_step.messages", v_first)
     assert not run(Both(binds, Echo()), rows)
 
 

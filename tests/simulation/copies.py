@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from lamina.protocol.kv_placement import KvLocation
-from lamina.protocol.migration_ops import CopyStripes, StripesCopied
+from lamina.protocol.step_plan import CopyStripes, StripesCopied
 
 from .workers import SimMemory
 

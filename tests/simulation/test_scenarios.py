@@ -15,7 +15,7 @@ from lamina.executor.step_reorder_buffer import StepReorderBuffer
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.blocks.held_blocks import BlockPool
 from lamina.protocol.control import StepDone
-from lamina.protocol.migration_ops import CopyStripes
+from lamina.protocol.step_plan import CopyStripes
 from lamina.scheduler import scheduler as scheduler_module
 from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.migration import KvMigration

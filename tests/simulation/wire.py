@@ -11,8 +11,8 @@ from lamina.ops.sampling.token_history import TokenHistories
 from lamina.protocol.control import ComputeReady, RunRound, SampledToken, StepDone
 from lamina.protocol.executor import Done, EpochChanged, Report
 from lamina.protocol.offload_messages import LoadReady, OffloadFacts, TransferDone
-from lamina.protocol.sparse_ops import BlockScoresReport, ScoreBlocks
 from lamina.protocol.step_plan import (
+    BlockScoresReport,
     CopyStripes,
     DeletePages,
     Fork,
@@ -21,6 +21,7 @@ from lamina.protocol.step_plan import (
     PrefillGrant,
     RowRange,
     SaveKv,
+    ScoreBlocks,
     SurvivingKv,
 )
 from lamina.tools.plan.simulator.clock import VirtualClock

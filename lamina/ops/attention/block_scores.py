@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lamina.kv.paged_cache import LayerCache
 from lamina.kv.stored_format import dequantise
-from lamina.protocol.sparse_ops import SCORE_BITS
+from lamina.protocol.step_plan import SCORE_BITS
 
 from .merge import CHUNK_TOKENS
 

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from lamina.protocol.sparse_ops import ScoreBlocks, SelectBlocks
 from lamina.protocol.step_plan import (
     CommitMigration,
     ContextShift,
@@ -23,6 +22,8 @@ from lamina.protocol.step_plan import (
     LoadKv,
     PrefillGrant,
     RowRange,
+    ScoreBlocks,
+    SelectBlocks,
     StepPlan,
     StorageOp,
     SurvivingKv,

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from lamina.protocol.executor import Report
 from lamina.protocol.kv_placement import KvLocation, StripeRun
 from lamina.protocol.loan_placement import relocated
-from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
-from lamina.protocol.step_plan import Fork, Free, SequenceOp, SurvivingKv
+from lamina.protocol.step_plan import CommitMigration, CopyStripes, Fork, Free, SequenceOp, StripesCopied, SurvivingKv
 from lamina.scheduler.batch import Batch
 from lamina.scheduler.feature import Feature, Loss, Scheduling
 from lamina.scheduler.scheduler_output import Round, ScheduledStep

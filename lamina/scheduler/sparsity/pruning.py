@@ -14,8 +14,7 @@ from collections.abc import Sequence as Several
 from lamina.config.sparsity import SCORE_TOKENS, SparsityOptions
 from lamina.kv.sparsity import OBSERVED_DECODE_ROWS, BlockScores, KvBudget, kv_budget
 from lamina.protocol.executor import Report
-from lamina.protocol.sparse_ops import BlockScoresReport, ScoreBlocks
-from lamina.protocol.step_plan import DropBlocks
+from lamina.protocol.step_plan import BlockScoresReport, DropBlocks, ScoreBlocks
 from lamina.scheduler.feature import Feature, Loss, PlanDraft
 from lamina.scheduler.sequence import Sequence
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lamina.protocol.sparse_ops import SelectBlocks
+from lamina.protocol.step_plan import SelectBlocks
 from lamina.scheduler.feature import Feature, PlanDraft
 
 

@@ -25,8 +25,7 @@ from lamina.protocol.codec import (
     owned_runs,
     row_layout,
 )
-from lamina.protocol.sparse_ops import ScoreBlocks, SelectBlocks
-from lamina.protocol.step_plan import RowRange, StepPlan
+from lamina.protocol.step_plan import RowRange, ScoreBlocks, SelectBlocks, StepPlan
 from lamina.utils.tensor_buffers import part_of, pick
 
 from .kv_store import KvStore, StoredPiece

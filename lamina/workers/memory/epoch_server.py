@@ -18,9 +18,9 @@ from lamina.config.resolve import LayerPath, layer_path
 from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import FLIP_BIT, Event, Recorder
 from lamina.protocol.blocks.block_tables import NoBlocksError, PlanError
-from lamina.protocol.sparse_ops import BlockScoresReport
 from lamina.protocol.step_plan import (
     BindRequest,
+    BlockScoresReport,
     CommitMigration,
     CopyStripes,
     DevicePathRequest,

@@ -22,11 +22,9 @@ from lamina.kv.storage import StorageBackend, StorageConfig, StorageError, open_
 from lamina.netstack import Channel, ChannelError, ChannelTimeout, Fabric
 from lamina.observe.trace import NULL_RECORDER, Recorder
 from lamina.protocol.control import Connect
-from lamina.protocol.migration_ops import StripesCopied
 from lamina.protocol.offload_messages import MAX_LISTED_PAGES, LoadReady, OffloadConfig, StoredPages, TransferDone
 from lamina.protocol.reshard import RebuildKv, Reshard
-from lamina.protocol.sparse_ops import BlockScoresReport
-from lamina.protocol.step_plan import BindRequest, ProtocolError
+from lamina.protocol.step_plan import BindRequest, BlockScoresReport, ProtocolError, StripesCopied
 from lamina.utils.build_info import build_id
 from lamina.workers.device_selection import CPU, FREE_MEMORY_SHARE
 from lamina.workers.epoch_channels import EpochFabric, EpochListener

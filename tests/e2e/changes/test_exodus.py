@@ -16,7 +16,7 @@ from lamina import LLM, SamplingParams
 from lamina.engine.evacuation import Evacuation
 from lamina.engine.scheduler_factory import check_kv_capacity, cordoned_workers
 from lamina.executor.elastic import ResizeResult
-from lamina.protocol.migration_ops import CommitMigration, CopyStripes
+from lamina.protocol.step_plan import CommitMigration, CopyStripes
 from lamina.scheduler.kv_manager.migration import KvMigration
 
 pytestmark = pytest.mark.usefixtures("no_child_left")

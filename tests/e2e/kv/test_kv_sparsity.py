@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lamina import LLM, RequestOutput, SamplingParams
-from lamina.protocol.sparse_ops import BlockScoresReport
+from lamina.protocol.step_plan import BlockScoresReport
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.sparsity.pruning import BlockPruner
 

@@ -13,8 +13,17 @@ from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.blocks.extents import PlanError
 from lamina.protocol.kv_placement import KvLocation, KvPlacement, StripeRun
 from lamina.protocol.loan_placement import relocated, spill_to
-from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
-from lamina.protocol.step_plan import Fork, Free, New, RowRange, SequenceOp, StepPlan
+from lamina.protocol.step_plan import (
+    CommitMigration,
+    CopyStripes,
+    Fork,
+    Free,
+    New,
+    RowRange,
+    SequenceOp,
+    StepPlan,
+    StripesCopied,
+)
 from lamina.request import CompletionOutput, SamplingParams
 from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.migration import KvMigration

@@ -7,8 +7,7 @@ from msgspec.structs import replace
 from scheduled import make
 
 from lamina.config.sparsity import SCORE_TOKENS, SparsityOptions
-from lamina.protocol.sparse_ops import BlockScoresReport, ScoreBlocks
-from lamina.protocol.step_plan import DropBlocks
+from lamina.protocol.step_plan import BlockScoresReport, DropBlocks, ScoreBlocks
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sparsity.pruning import BlockPruner
 

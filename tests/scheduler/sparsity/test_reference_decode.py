@@ -12,7 +12,7 @@ from scheduled import make, with_prefill
 from lamina.config.sparsity import ErrorBudget, SparsityOptions
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.control import SampledToken
-from lamina.protocol.sparse_ops import SelectBlocks
+from lamina.protocol.step_plan import SelectBlocks
 from lamina.scheduler.conductor import ConductorConfig
 from lamina.scheduler.conductor.overload import SloLimits
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher

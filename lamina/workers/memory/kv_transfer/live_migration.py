@@ -1,6 +1,6 @@
 """Migration of stripes, or of whole sequences, from one memory worker to another while both continue to serve.
 
-See protocol.migration_ops. Two workers have one channel for it in an epoch, with one transfer for each copy.
+See CopyStripes. Two workers have one channel for it in an epoch, with one transfer for each copy.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lamina.protocol.control import LinkClosedError
-from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
-from lamina.protocol.step_plan import Free, ProtocolError, StepPlan
+from lamina.protocol.step_plan import CommitMigration, CopyStripes, Free, ProtocolError, StepPlan, StripesCopied
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.worker_counters import Counters
 

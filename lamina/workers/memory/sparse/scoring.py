@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lamina.protocol.codec import first_rows
-from lamina.protocol.sparse_ops import BlockScoresReport, ScoreBlocks
-from lamina.protocol.step_plan import RowRange, StepPlan
+from lamina.protocol.step_plan import BlockScoresReport, RowRange, ScoreBlocks, StepPlan
 from lamina.workers.memory.kv_store import KvStore, StoredPiece
 
 

@@ -20,9 +20,10 @@ from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.capacity import partition_of
 from lamina.protocol.control import Address, TransferPeer
 from lamina.protocol.kv_placement import KvLocation, StripeRun
-from lamina.protocol.migration_ops import CommitMigration, CopyStripes, StripesCopied
 from lamina.protocol.step_plan import (
     BindRequest,
+    CommitMigration,
+    CopyStripes,
     Free,
     LayerShape,
     MessageKey,
@@ -32,6 +33,7 @@ from lamina.protocol.step_plan import (
     RowRange,
     SequenceOp,
     StepPlan,
+    StripesCopied,
 )
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.attention_step import AttentionStep

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from lamina.netstack import Geometry, PeerFault
 from lamina.ops.attention.native import NativeAttention
-from lamina.protocol.sparse_ops import BlockScoresReport, ScoreBlocks, SelectBlocks
 from lamina.protocol.step_plan import (
+    BlockScoresReport,
     DropBlocks,
     Free,
     MessageKey,
     MessageKind,
     New,
     RowRange,
+    ScoreBlocks,
+    SelectBlocks,
     SequenceOp,
     StepPlan,
     Truncate,
