@@ -6,10 +6,11 @@ tensors, so it can be read while a model is being traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 MaskRule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query position, key position) -> visible
 
@@ -50,3 +51,24 @@ def sliding_window_of(rule: MaskRule, length: int) -> int | None:
     if seen == 0 or not np.array_equal(visible, (age >= 0) & (age < seen)):
         return None
     return 0 if seen == length else seen
+
+
+class WholeMask(Tensor):
+    """A mask of which a slice that has all of it is the same mask. Any other result is an altered one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and _takes_all(args[0].shape, args[1]):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _takes_all(shape: Sequence[int], index: Any) -> bool:
+    """Return whether an index takes all of a shape, by what it says: a slice of the last 32 does not, however few there
+    are.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    return len(parts) <= len(shape) and all(
+        isinstance(p, slice) and p.start in (None, 0) and p.stop in (None, size) and p.step in (None, 1)
+        for p, size in zip(parts, shape, strict=False)
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from lamina.ops.attention.op import ATTENTION_OP
 from lamina.ops.attention.spec import AttentionSpec
 
-from .attention_masks import MaskRule, sliding_window_of
+from .attention_masks import MaskRule, WholeMask, sliding_window_of
 from .errors import UnsupportedModelError
 from .rotary_embedding import freeze_frequencies
 from .shims import shim_for
 
-# Keywords of transformers' attention interface that do not change the computation here. Any other keyword that is not
-# None must be one that AttentionSpec expresses.
+# Keywords of transformers' attention interface that do not change the computation here. Any other keyword that says
+# something must be one that AttentionSpec expresses.
 _HARMLESS = frozenset(
     {
         "position_ids",  # K arrives rotated
@@ -105,6 +105,8 @@ class AttentionRouter:
         if window is None and allow_is_causal_skip and (local_size or 0) >= self._max_model_len:
             window = 0  # a rule over padding that cannot be read while tracing, but is causal up to local_size
         mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool, device=device)
+        if self.local:  # while tracing, a text has one token, of which no model takes a part
+            mask = mask.as_subclass(WholeMask)
         self._masks.append((mask, window))
         return mask
 
@@ -125,7 +127,7 @@ class AttentionRouter:
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Serve transformers' attention interface: q [R, Hq, T, D], k, v [R, Hkv, T, ..] -> [R, T, Hq, Dv]."""
-        unknown = [k for k, v in others.items() if v is not None and k not in _HARMLESS and k not in _PACKING]
+        unknown = [k for k, v in others.items() if _says_something(v) and k not in _HARMLESS and k not in _PACKING]
         if unknown:
             raise self._refused(module, f"passes {', '.join(unknown)} to its attention, which cannot be expressed")
         if dropout:
@@ -241,6 +243,7 @@ def routed_attention(
         for config in _configs(model):
             config._attn_implementation = name
             config._experts_implementation = experts
+            config.use_cache = False  # for models whose own forward does not take it
         freeze_frequencies(model, max_model_len)
         yield router
 
@@ -273,6 +276,11 @@ class DecodeStep(nn.Module):
         )
         logits: Tensor = output.logits
         return logits
+
+
+def _says_something(value: Any) -> bool:
+    """Return whether an argument may change a computation: not None, False, a count of 0, or an empty container."""
+    return bool(value) if isinstance(value, int | str | Sized) and not isinstance(value, Tensor) else value is not None
 
 
 def _local(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -167,7 +167,10 @@ def one_line(error: BaseException) -> str:
 
 def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
     kind = raw.get("model_type")
     if "auto_map" in raw:
@@ -176,7 +179,7 @@ def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
         raise ModelError(f"{directory}/config.json names no model_type")
     if kind not in CONFIG_MAPPING_NAMES:
         raise UnsupportedModelError(f"{directory}: transformers has no architecture {kind!r}")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
         raise UnsupportedModelError(f"{directory}: {kind!r} is not a causal language model")
 
 

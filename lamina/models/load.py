@@ -106,7 +106,7 @@ def from_config(
     """Return a causal LM of an architecture: a configuration, a directory with a config.json, or a hub id. On the meta
     device it has no weights, takes no memory, and can be planned but not run. Raises ModelError.
     """
-    from transformers import AutoModelForCausalLM, PretrainedConfig
+    from transformers import PretrainedConfig
 
     config = source
     if not isinstance(source, PretrainedConfig):
@@ -114,8 +114,21 @@ def from_config(
         config = read_config(directory, trust_remote_code=trust_remote_code)
     chosen = DTYPES.get(dtype) or getattr(config, "dtype", None) or torch.float32
     with torch.device(device), _quiet():
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
+        auto = _auto_class(config)
+        model: nn.Module = auto.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
     return model.eval().requires_grad_(False)
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes a model of a configuration. A multimodal one has all of its parts, so
+    that its weights have their names; a text runs through those of its language model.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    own_code = getattr(config, "auto_map", None)
+    is_multimodal = config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and not own_code
+    return transformers.AutoModelForMultimodalLM if is_multimodal else transformers.AutoModelForCausalLM
 
 
 def weights_dtype(directory: Path, config: Any, dtype: str) -> torch.dtype:
@@ -195,11 +208,10 @@ def _from_pretrained(
     directory: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool, progress: OnProgress | None
 ) -> nn.Module:
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     try:
         with _quiet(progress):
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = _auto_class(config).from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype,

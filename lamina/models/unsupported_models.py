@@ -15,6 +15,7 @@ from .errors import UnsupportedModelError
 _PROBE_TOKENS = 8
 _PROBE_SEED = 20240501
 _ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_TOKENWISE_TYPES = ("mlp", "moe")  # layers of a model that has an attention in some layers only
 _COUPLED = 1e-2  # differences of logits, relative to their spread, above which a model is refused
 _COUNTED = 1e-5
 
@@ -51,8 +52,9 @@ def check_layers(model: nn.Module, router: AttentionRouter, max_model_len: int) 
     """Run the routed model on a few tokens and return its attention layers.
 
     During the run, the attention of each token is limited to itself. Raises UnsupportedModelError if a layer has no
-    attention, or if a token's result depends on more than the token and its position. Such cases are convolutions,
-    recurrences, and positions counted inside. Models without weights (meta device) are only counted.
+    attention, unless the configuration says that it is an MLP, or if a token's result depends on more than the token
+    and its position. Such cases are convolutions, recurrences, and positions counted inside. Models without weights
+    (meta device) are only counted.
     """
     router.local = True
     try:
@@ -112,10 +114,13 @@ def _other_layers(model: nn.Module) -> str:
     """Return text that names the first layer that the configuration does not call an attention layer, if there is
     one.
     """
-    config: Any = model.config
-    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    unknown = next(((i, t) for i, t in enumerate(types) if t not in _ATTENTION_TYPES), None)
+    known = (*_ATTENTION_TYPES, *_TOKENWISE_TYPES)
+    unknown = next(((i, t) for i, t in enumerate(_layer_types(model)) if t not in known), None)
     return f" (layer {unknown[0]} is of type {unknown[1]})" if unknown else ""
+
+
+def _layer_types(model: Any) -> list[str]:
+    return getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
 
 
 class _FarAlong(TorchFunctionMode):
@@ -139,13 +144,20 @@ def _check_count(model: nn.Module, layers: list[RoutedLayer]) -> None:
     if len(layers) == expected:
         return
     blocks = _decoder_layers(model, expected)
-    for index, (name, block) in enumerate(blocks):
-        if not any(layer.name == name or layer.name.startswith(f"{name}.") for layer in layers):
-            parts = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
-            raise UnsupportedModelError(
-                f"layer {index} ({name}, {type(block).__name__}) has no softmax attention that can be routed to memory "
-                f"workers; its parts: {parts}"
-            )
+    types = _layer_types(model) or [""] * len(blocks)
+    without = [
+        (index, name, block)
+        for index, ((name, block), kind) in enumerate(zip(blocks, types, strict=False))
+        if kind not in _TOKENWISE_TYPES and not any(f"{layer.name}.".startswith(f"{name}.") for layer in layers)
+    ]
+    if layers and not without and len(layers) == sum(kind not in _TOKENWISE_TYPES for kind in types):
+        return
+    for index, name, block in without:
+        parts = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
+        raise UnsupportedModelError(
+            f"layer {index} ({name}, {type(block).__name__}) has no softmax attention that can be routed to memory "
+            f"workers; its parts: {parts}"
+        )
     names = ", ".join(layer.name for layer in layers) or "none"
     raise UnsupportedModelError(
         f"{type(model).__name__} has {expected} layers but {len(layers)} attentions that can be routed ({names})"
