@@ -119,7 +119,7 @@ class SparsityCosts:
         if form != "none":
             options |= {"kv_budget": budget, "kv_recent": self.args.recent, "kv_full_layers": self.args.full_layers}
         if form == "evict":
-            options |= {"kv_window": self.args.window}
+            options |= {"kv_observation_window": self.args.window}
         return LLM(
             str(MODEL), transport="loopback", block_size=self.args.block_size, enable_prefix_caching=False, **options
         )

@@ -55,12 +55,12 @@ class Pool(SimulatedExecutor):
         self._next = 0.0
         partition = partition_of(name, [SHAPE], [1.0] * WORKERS, longest)
         self._pieces = [worker_pieces([SHAPE], [0], partition, w, self._groups)[0] for w in range(WORKERS)]
-        stripe = partition.stripe * CHUNK_TOKENS
+        stripe = partition.stripe_chunks * CHUNK_TOKENS
         self._placement = KvPlacement(partition.num_kv_shards, stripe, partition.single_shard)
         ready = msgspec.structs.replace(
             simulated_ready(num_layers=costs.model.num_layers, num_blocks=0, block_size=BLOCK, max_len=tokens),
             windows=[g.window for g in self._groups], kv_shards=[g.kv_shards for g in self._groups],
-            stripe=stripe // BLOCK,
+            stripe_blocks=stripe // BLOCK,
             single_shard=partition.single_shard, num_blocks=[[tokens // BLOCK]] * WORKERS,
             holders=[[w] for w in range(WORKERS)],
         )  # fmt: skip

@@ -296,7 +296,7 @@ _SPARSITY_KEYS = {
     "full-layers": "kv_full_layers",
     "sink": "kv_sink",
     "recent": "kv_recent",
-    "window": "kv_window",
+    "window": "kv_observation_window",
     "max-top1": "kv_error_budget.top1",
     "max-kl": "kv_error_budget.kl",
     "reference-share": "kv_error_budget.shadow",

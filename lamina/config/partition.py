@@ -69,7 +69,7 @@ class Partition(msgspec.Struct, frozen=True):
 
     num_workers: int
     num_kv_shards: int
-    stripe: int  # chunks of ops.attention.merge, a power of two; 0 = a sequence stays in one KV shard
+    stripe_chunks: int  # chunks of ops.attention.merge, a power of two; 0 = a sequence stays in one KV shard
     tables: list[list[HeadShare]]  # each in the order of its heads, which it covers exactly once
     layer_table: list[int]  # layer -> index into tables
     single_shard: bool = False  # a sequence stays in one KV shard, but for stripes on loan
@@ -88,9 +88,9 @@ class Partition(msgspec.Struct, frozen=True):
             raise ValueError(f"a partition of {len(self.layer_table)} layers for {len(kv_heads)}")
         if not 1 <= self.num_kv_shards <= MAX_KV_SHARDS:
             raise ValueError(f"a partition of {self.num_kv_shards} lanes")
-        if self.stripe and not (0 < self.stripe <= MAX_STRIPE and self.stripe.bit_count() == 1):
-            raise ValueError(f"a partition in stripes of {self.stripe} chunks")
-        if self.single_shard and not self.stripe:
+        if self.stripe_chunks and not (0 < self.stripe_chunks <= MAX_STRIPE and self.stripe_chunks.bit_count() == 1):
+            raise ValueError(f"a partition in stripes of {self.stripe_chunks} chunks")
+        if self.single_shard and not self.stripe_chunks:
             raise ValueError("a partition that lends stripes, and has none")
         for heads, index in zip(kv_heads, self.layer_table, strict=True):
             if not 0 <= index < len(self.tables):
@@ -108,32 +108,32 @@ class Partition(msgspec.Struct, frozen=True):
                 raise ValueError(f"a partition of {stops[-1]} KV heads for a layer of {heads}")
 
 
-def by_head(kv_heads: Sequence[int], weights: Sequence[float], stripe: int = 1) -> Partition:
+def by_head(kv_heads: Sequence[int], weights: Sequence[float], stripe_chunks: int = 1) -> Partition:
     """Whole heads, in order (arXiv 2405.01814 section 5). A head on the border of two workers is shared by tokens.
 
     ``kv_heads[i]``: layer i's number of KV heads; ``weights[w]``: memory worker w's part of the work, in any unit;
-    ``stripe``: chunks of a sequence that stay together where tokens are shared. Raises ValueError where a worker would
-    get nothing.
+    ``stripe_chunks``: chunks of a sequence that stay together where tokens are shared. Raises ValueError where a worker
+    would get nothing.
     """
-    return _partition(kv_heads, weights, lambda heads: [1] * heads, stripe)
+    return _partition(kv_heads, weights, lambda heads: [1] * heads, stripe_chunks)
 
 
-def by_token(kv_heads: Sequence[int], weights: Sequence[float], stripe: int = 1) -> Partition:
+def by_token(kv_heads: Sequence[int], weights: Sequence[float], stripe_chunks: int = 1) -> Partition:
     """Every sequence dealt out over all memory workers, in stripes. Arguments and errors as of ``by_head``."""
-    return _partition(kv_heads, weights, lambda heads: [heads], stripe)
+    return _partition(kv_heads, weights, lambda heads: [heads], stripe_chunks)
 
 
-def by_request(kv_heads: Sequence[int], weights: Sequence[float], stripe: int = 1) -> Partition:
+def by_request(kv_heads: Sequence[int], weights: Sequence[float], stripe_chunks: int = 1) -> Partition:
     """Every sequence whole on one memory worker. Arguments and errors as of ``by_head``; there are no stripes."""
     return _partition(kv_heads, weights, lambda heads: [heads], 0)
 
 
-def by_spill(kv_heads: Sequence[int], weights: Sequence[float], stripe: int = 1) -> Partition:
+def by_spill(kv_heads: Sequence[int], weights: Sequence[float], stripe_chunks: int = 1) -> Partition:
     """Every sequence whole on one memory worker, but for the stripes that do not fit there (arXiv 2401.02669): so many
     finer than those of ``by_token`` that little of a worker is left unused. Arguments and errors as of ``by_head``.
     """
-    partition = _partition(kv_heads, weights, lambda heads: [heads], max(1, stripe // SPILL_STRIPES_FACTOR))
-    return msgspec.structs.replace(partition, single_shard=partition.stripe > 0)
+    partition = _partition(kv_heads, weights, lambda heads: [heads], max(1, stripe_chunks // SPILL_STRIPES_FACTOR))
+    return msgspec.structs.replace(partition, single_shard=partition.stripe_chunks > 0)
 
 
 def choose_stripe(max_chunks: int, num_workers: int) -> int:
@@ -148,7 +148,7 @@ PARTITIONS: dict[str, Make] = {  # values of --partition
 
 
 def _partition(
-    kv_heads: Sequence[int], weights: Sequence[float], split: Callable[[int], list[int]], stripe: int
+    kv_heads: Sequence[int], weights: Sequence[float], split: Callable[[int], list[int]], stripe_chunks: int
 ) -> Partition:
     """``split``: KV heads -> the sizes of the units of heads that stay together."""
     distinct = list(dict.fromkeys(kv_heads))
@@ -156,7 +156,7 @@ def _partition(
     lanes = next((n for n in range(1, MAX_KV_SHARDS) if all(_fits(u * n, weights) for u in units)), MAX_KV_SHARDS)
     tables = [_table(split(heads), lanes, weights) for heads in distinct]
     layers = [distinct.index(heads) for heads in kv_heads]
-    return Partition(len(weights), lanes, stripe if lanes > 1 else 0, tables, layers)
+    return Partition(len(weights), lanes, stripe_chunks if lanes > 1 else 0, tables, layers)
 
 
 def _table(sizes: list[int], lanes: int, weights: Sequence[float]) -> list[HeadShare]:

@@ -62,7 +62,7 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
     kv_full_layers: Annotated[int, Meta(ge=0), "the first layers, in which nothing is left out"] = 1
     kv_sink: Annotated[int, Meta(ge=0), "the first tokens, which always stay, in whole blocks"] = 4
     kv_recent: Annotated[int, Meta(ge=0), "the last tokens, which always stay, whole blocks"] = 64
-    kv_window: Annotated[
+    kv_observation_window: Annotated[
         int,
         Meta(ge=1),
         "tokens at the end of a prompt whose attention decides which of its blocks stay: at "
@@ -94,13 +94,20 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
         """Raises ValueError where options are for nothing, or the budget has no room for a choice."""
         if not self.is_sparse:
             own = SparsityOptions()
-            for name in ("kv_budget", "kv_full_layers", "kv_sink", "kv_recent", "kv_window", "kv_error_budget"):
+            for name in (
+                "kv_budget",
+                "kv_full_layers",
+                "kv_sink",
+                "kv_recent",
+                "kv_observation_window",
+                "kv_error_budget",
+            ):
                 if getattr(self, name) != getattr(own, name):
                     raise ValueError(
                         f"{flag_name(name)} is not for --kv-sparsity none: say evict or select, or leave it out"
                     )
             return
-        if self.selects_blocks and self.kv_window != SparsityOptions().kv_window:
+        if self.selects_blocks and self.kv_observation_window != SparsityOptions().kv_observation_window:
             raise ValueError(
                 "--kv-sparsity evict:window= says by which rows blocks are chosen that stay, and select keeps all: "
                 "leave it out, or use evict"

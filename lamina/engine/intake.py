@@ -30,8 +30,8 @@ class RequestIntake:
         self._config, self._sessions = config, sessions
         self._drops_blocks, self._selects_blocks = config.kv.drops_blocks, config.kv.selects_blocks
         self._max_model_len, self._vocab_size, self._eos = info.max_model_len, info.vocab_size, info.eos_token_ids
-        stripe = info.stripe * info.block_size * num_kv_shards
-        self._overflow = build_context_overflow(config.overflow, info.max_model_len, stripe)
+        stripe_round_tokens = info.stripe_blocks * info.block_size * num_kv_shards
+        self._overflow = build_context_overflow(config.overflow, info.max_model_len, stripe_round_tokens)
         self._seeds, self._next_request = random.Random(config.batching.seed), 0
 
     def check(self, prompt: list[int], params: SamplingParams, terms: CacheOptions) -> None:

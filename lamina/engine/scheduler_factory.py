@@ -54,7 +54,7 @@ def new_block_tables(info: ComputeReady) -> BlockTables:
         num_usable_blocks(info.num_blocks),
         info.block_size,
         info.kv_shards,
-        info.stripe,
+        info.stripe_blocks,
         info.single_shard,
         info.sparse,
     )
@@ -81,7 +81,7 @@ def cordon(scheduler: Scheduler, info: ComputeReady, worker: int, *, on: bool) -
     there = sorted({w for holders in info.holders for w in holders})
     if worker not in there:
         raise ValueError(f"memory worker {worker}: there are memory workers 0 to {there[-1]}")
-    if info.stripe or all(lanes.has_all for lanes in info.kv_shards):
+    if info.stripe_blocks or all(lanes.has_all for lanes in info.kv_shards):
         raise ValueError(
             "each memory worker has a part of every sequence, so none can go without new ones: that is for several "
             "workers with --partition request; have it drained instead"

@@ -113,7 +113,7 @@ def check_capacity(binds: Sequence[BindRequest], more: int = 0) -> list[BindRepl
             windows=f.windows,
             kv_shards=f.kv_shards,
             sparse=f.sparse,
-            stripe=f.stripe,
+            stripe_blocks=f.stripe_blocks,
             single_shard=bind.partition.single_shard,
             num_blocks=f.num_blocks,
         )

@@ -121,7 +121,8 @@ def merged_ready(readies: Sequence[ComputeReady], topology: TopologyOptions) -> 
     if len(ranks) > 1:
         log.info("--collective %s: %s", topology.collective, ranks[0].summary["collective"])
     capacities = [
-        Capacity(r.windows, r.kv_shards, r.stripe, r.single_shard, r.sparse, r.num_blocks, r.holders) for r in ranks
+        Capacity(r.windows, r.kv_shards, r.stripe_blocks, r.single_shard, r.sparse, r.num_blocks, r.holders)
+        for r in ranks
     ]
     prefill = readies[len(readies) - topology.prefill_workers :]
     if (numbers := [len(ready.prefill_stores) for ready in prefill]) != [1] * len(prefill):

@@ -18,7 +18,7 @@ class Capacity(NamedTuple):
 
     windows: list[int]
     kv_shards: list[KvShards]
-    stripe: int
+    stripe_blocks: int
     single_shard: bool
     sparse: list[bool]
     num_blocks: list[list[int]]  # group -> blocks, by holder
@@ -27,8 +27,8 @@ class Capacity(NamedTuple):
 
 def partition_of(name: str, layers: Sequence[LayerShape], weights: Sequence[float], max_len: int) -> Partition:
     """Return the partition called ``name`` over memory workers with these ``weights``. Raises ValueError."""
-    stripe = choose_stripe(-(-max_len // CHUNK_TOKENS), len(weights))
-    return PARTITIONS[name]([s.kv_heads for s in layers], weights, stripe)
+    stripe_chunks = choose_stripe(-(-max_len // CHUNK_TOKENS), len(weights))
+    return PARTITIONS[name]([s.kv_heads for s in layers], weights, stripe_chunks)
 
 
 def num_usable_blocks(num_blocks: Sequence[Sequence[int]]) -> list[int]:
@@ -44,7 +44,7 @@ def combined_capacity(bounds: Sequence[BindReply], number: Callable[[int], int] 
         Capacity(
             b.windows,
             b.kv_shards,
-            b.stripe,
+            b.stripe_blocks,
             b.single_shard,
             b.sparse,
             [[n] for n in b.num_blocks],
@@ -68,7 +68,7 @@ def capacity_of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
     return Capacity(
         [window for window, _, _ in groups],
         [lanes for _, lanes, _ in groups],
-        ranks[0].stripe,
+        ranks[0].stripe_blocks,
         ranks[0].single_shard,
         [sparse for _, _, sparse in groups],
         [blocks for blocks, _ in groups.values()],

@@ -395,7 +395,7 @@ def max_message_sizes(
 
 def _cut(kv_shards: KvShards, partition: Partition, max_rows: int, stripes: int) -> RowCounts:
     """Return the most rows that result from ``max_rows`` rows if no sequence is whole, if that is possible."""
-    if not partition.stripe or kv_shards.has_all:
+    if not partition.stripe_chunks or kv_shards.has_all:
         return RowCounts(max_rows)
     return RowCounts(0, max_rows, max_rows, max_rows * max_partial_results(kv_shards, partition, stripes))
 
@@ -404,6 +404,6 @@ def max_partial_results(kv_shards: KvShards, partition: Partition, stripes: int)
     """Return the most partial results that ``kv_shards`` yield for one row of a sequence of up to ``stripes`` stripes.
     There is one for each node of stored tokens, and one for the new rows.
     """
-    if not partition.stripe or kv_shards.has_all:
+    if not partition.stripe_chunks or kv_shards.has_all:
         return 1
     return max_nodes(kv_shards, KvPlacement(partition.num_kv_shards, 1, partition.single_shard), stripes) + 1

@@ -229,7 +229,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     eos_token_ids: list[int]
     windows: list[int]  # as in BindReply, for the groups of all memory workers
     kv_shards: list[KvShards]
-    stripe: int
+    stripe_blocks: int
     single_shard: bool = False
     sparse: list[bool] = []
     num_blocks: list[list[int]]  # group -> blocks, by holder

@@ -142,7 +142,7 @@ class HeadTransfers:
 
     def _numbers(self, of: Partition, kv_shards: KvShards, window: int, *, was: bool) -> dict[int, dict[int, None]]:
         """Return sequence -> the numbers of its blocks that lie in ``kv_shards``."""
-        placement = KvPlacement(of.num_kv_shards, of.stripe * CHUNK_TOKENS // self._block_size, of.single_shard)
+        placement = KvPlacement(of.num_kv_shards, of.stripe_chunks * CHUNK_TOKENS // self._block_size, of.single_shard)
         extents, numbers = Extents([window], self._block_size, [kv_shards], placement), dict[int, dict[int, None]]()
         for each in self._keep:
             place: KvLocation = each.previous_location if was and each.previous_location is not None else each.location

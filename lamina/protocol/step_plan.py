@@ -42,7 +42,7 @@ from lamina.config.partition import KvShards, Partition
 
 from .kv_placement import FIRST_LOCATION, KvLocation
 
-VERSION = 21
+VERSION = 22
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MAX_PAGES_PER_TRANSFER = 64
@@ -482,7 +482,7 @@ class BindReply(msgspec.Struct, frozen=True, kw_only=True):
     windows: list[int]  # group -> window in tokens, 0 = all tokens
     kv_shards: list[KvShards]  # group -> the KV shards whose KV it keeps
     sparse: list[bool] = []  # group -> whether its layers are sparse; empty: none are
-    stripe: int  # KV blocks of a sequence that stay together; 0 = all
+    stripe_blocks: int  # KV blocks of a sequence that stay together; 0 = all
     single_shard: bool = False  # all blocks stay together, except for stripes on loan
     num_blocks: list[int]  # group -> KV blocks
     backend: str = ""  # attention backend, by its name in the table

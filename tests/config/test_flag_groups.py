@@ -88,7 +88,7 @@ def test_what_a_group_writes_it_reads(data: st.DataObject) -> None:
     if isinstance(group, ModeFlag):
         values = {group.option: data.draw(st.sampled_from([*group.modes])), **values}
         if values[group.option] == "select":
-            values.pop("kv_window", None)
+            values.pop("kv_observation_window", None)
     elif group.option:
         values = {group.option: data.draw(VALUES | TRICKY), **values}
     assert group.parse(group.write(values)) == values

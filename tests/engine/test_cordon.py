@@ -46,9 +46,9 @@ def open_engine(
         kv_shards=lanes,
         holders=holders,
         num_blocks=[[blocks]] * len(lanes),
-        stripe=stripe,
+        stripe_blocks=stripe,
     )
-    store = BindReply(windows=[0], kv_shards=[KvShards()], stripe=0, num_blocks=[200])
+    store = BindReply(windows=[0], kv_shards=[KvShards()], stripe_blocks=0, num_blocks=[200])
     ready = msgspec.structs.replace(ready, prefill_stores=[store] * prefill_workers)
     clock = VirtualClock()
     options = {"transport": "shm", "block_size": BLOCK, "max_num_seqs": 32, "enable_prefix_caching": caches}

@@ -234,7 +234,7 @@ def test_who_waits_in_silence_looks_round_and_still_has_a_deadline(monkeypatch: 
 def test_each_prefill_worker_has_one_store_of_prompts(counts: tuple[int, int]) -> None:
     """Else the stores of several would be taken for one another's."""
     ready = simulated_ready(num_layers=1, num_blocks=9, block_size=4, max_len=9)
-    store = BindReply(windows=[0], kv_shards=[KvShards()], stripe=0, num_blocks=[9])
+    store = BindReply(windows=[0], kv_shards=[KvShards()], stripe_blocks=0, num_blocks=[9])
     topology = make_config({"prefill_workers": 2}).topology
     one = [structs.replace(ready, prefill_stores=[store])] * 2
     assert merged_ready([ready, *one], topology).prefill_stores == [store, store]

@@ -193,9 +193,9 @@ def test_a_dropped_block_is_neither_written_nor_dropped_again() -> None:
         ),
         ({"kv_sparsity": "select", "kv_budget": 64}, "--kv-sparsity select:budget=64 has no room"),
         ({"kv_sparsity": "some"}, "kv.sparsity"),
-        ({"kv_window": 8}, "--kv-sparsity evict:window= is not for --kv-sparsity none"),
+        ({"kv_observation_window": 8}, "--kv-sparsity evict:window= is not for --kv-sparsity none"),
         (
-            {"kv_sparsity": "select", "kv_window": 8},
+            {"kv_sparsity": "select", "kv_observation_window": 8},
             "--kv-sparsity evict:window= says by which rows .*: leave it out, or use evict",
         ),
         ({"kv_error_budget": "default"}, "--kv-sparsity evict:max-top1= is not for --kv-sparsity none"),

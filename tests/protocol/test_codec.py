@@ -97,7 +97,7 @@ def test_what_one_side_writes_the_other_reads(binds: list[BindRequest], rows: li
     lanes, both = binds[0].partition.num_kv_shards, Both(binds, Echo())
     rows = [replace(r, location=KvLocation(r.location.kv_shard % lanes)) for r in rows]
     assert run(both, rows)
-    itemsize, stripe = DTYPES[binds[0].dtype].itemsize, binds[0].partition.stripe * CHUNK_TOKENS
+    itemsize, stripe = DTYPES[binds[0].dtype].itemsize, binds[0].partition.stripe_chunks * CHUNK_TOKENS
     sizes = {"max_rows": sum(r.count for r in rows), "stripes": -(-MAX_LEN // stripe) if stripe else 1}
     most = max_message_sizes(both.layers, binds[0].partition, itemsize, **sizes)
     for side in both.sides:
@@ -112,7 +112,7 @@ def test_two_sides_that_count_otherwise_are_seen(monkeypatch: pytest.MonkeyPatch
     binds = [bind(layers, [1.0, 1.0], w, "head", **fields) for w in range(2)]
     assert run(Both(binds, Echo()), rows)
     table = [HeadShare(s.head_start, s.head_stop, s.owners[::-1]) for s in binds[0].partition.tables[0]]
-    other = type(binds[0].partition)(2, 2, binds[0].partition.stripe, [table], [0])
+    other = type(binds[0].partition)(2, 2, binds[0].partition.stripe_chunks, [table], [0])
     with pytest.raises(AssertionError):
         run(Both(binds, Echo(), other), rows)
 
@@ -129,11 +129,11 @@ def test_a_sequence_dealt_by_rule_comes_back_in_few_nodes(weights: list[float]) 
     """128k tokens in the shape of a 70B model, 2 memory workers: at most 8 from each, wherever it begins and ends."""
     chunks = (128 << 10) // CHUNK_TOKENS
     partition = by_token([8] * 80, weights, choose_stripe(chunks, len(weights)))
-    stripe = partition.stripe * CHUNK_TOKENS
+    stripe = partition.stripe_chunks * CHUNK_TOKENS
     for worker in range(len(weights)):
         (piece,) = partition.pieces(0, worker)
         placement = KvPlacement(partition.num_kv_shards, stripe)
-        most = max_nodes(piece.kv_shards, placement, -(-chunks // partition.stripe))
+        most = max_nodes(piece.kv_shards, placement, -(-chunks // partition.stripe_chunks))
         assert most <= 8
         for first in range(stripe // 2, 128 << 10, stripe // 2):
             for lane in range(partition.num_kv_shards):

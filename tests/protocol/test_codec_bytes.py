@@ -85,7 +85,7 @@ def test_the_largest_messages_are_those_of_the_largest_layer_on_the_largest_work
 
 
 def test_where_tokens_are_dealt_out_each_row_has_several_results_in_fp32() -> None:
-    partition = by_token([3], [1.0, 1.0], stripe=1)
+    partition = by_token([3], [1.0, 1.0], stripe_chunks=1)
     (piece,) = partition.pieces(0, 0)
     nodes = max_nodes(piece.kv_shards, KvPlacement(2, 1), 4)
     assert nodes == 2
@@ -93,4 +93,4 @@ def test_where_tokens_are_dealt_out_each_row_has_several_results_in_fp32() -> No
     expected = MaxMessageSizes(q=10 * 6 * 8 * 2, kv=10 * 3 * 12 * 2, o=results * 6 * (4 + 1) * 4)
     assert most(partition, NARROW) == expected
     assert most(partition, NARROW, stripes=2).o == 10 * 2 * 6 * 5 * 4
-    assert most(by_token([3], [1.0], stripe=1), NARROW).o == 10 * 6 * 4 * 2, "one worker keeps all"
+    assert most(by_token([3], [1.0], stripe_chunks=1), NARROW).o == 10 * 6 * 4 * 2, "one worker keeps all"

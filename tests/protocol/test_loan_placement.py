@@ -225,7 +225,7 @@ def bound(layers: list[LayerShape], workers: int, worker: int, kv_bytes: int, mo
     return BindReply(
         windows=form.windows,
         kv_shards=form.kv_shards,
-        stripe=form.stripe,
+        stripe_blocks=form.stripe_blocks,
         single_shard=partition.single_shard,
         num_blocks=form.num_blocks,
     )
@@ -251,7 +251,7 @@ def test_bytes_fetched_over_bytes_shipped(length: int, ratio: int) -> None:
     come, over the Q that goes to it and the results that come back, as both sides lay them out.
     """
     partition = partition_of("spill", [LLAMA_8B], [1.0, 1.0], 2048)
-    placement = KvPlacement(partition.num_kv_shards, partition.stripe * CHUNK_TOKENS, partition.single_shard)
+    placement = KvPlacement(partition.num_kv_shards, partition.stripe_chunks * CHUNK_TOKENS, partition.single_shard)
     stripes = length // placement.stripe
     place = spill_to(
         KvLocation(0), stripes // 8, stripes // 8 + stripes, 1

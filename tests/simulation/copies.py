@@ -48,7 +48,7 @@ class SimCopies:
         """What ``worker`` is to have of it, as the one has it that gives."""
         tables, nbytes = worker.tables, 0
         place, length = tables.location(op.source), tables.length(op.sequence)
-        for number in range(op.stripe * tables.stripe, -(-length // worker.size)):
+        for number in range(op.stripe * tables.stripe_blocks, -(-length // worker.size)):
             for group, window in enumerate(tables.windows):
                 block = worker.block(group, op.sequence, KvLocation(op.kv_shard), number)
                 if block is not None:

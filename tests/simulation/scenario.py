@@ -214,7 +214,7 @@ def sparse(seed: int) -> Scenario:
         "kv_sparsity": mode, "kv_budget": 64, "kv_recent": 16, "kv_sink": 4, "block_size": 16, "seed": seed,
     }  # fmt: skip
     if mode == "evict":
-        options["kv_window"] = rng.choice((4, 8))
+        options["kv_observation_window"] = rng.choice((4, 8))
     if rng.random() < 0.7:
         options["kv_error_budget"] = "top1=0.1,kl=0.1,shadow=0.7"
     if options["enable_prefix_caching"] and mode == "evict" and "kv_error_budget" not in options:

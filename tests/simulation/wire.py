@@ -83,7 +83,7 @@ class SimExecutor:
         layout = self.layout
         return ComputeReady(
             epoch=self.view, vocab_size=VOCAB, num_layers=3, max_model_len=self._max_len, dtype="float32",
-            eos_token_ids=[EOS], windows=layout.windows, kv_shards=layout.lanes, stripe=layout.stripe,
+            eos_token_ids=[EOS], windows=layout.windows, kv_shards=layout.lanes, stripe_blocks=layout.stripe,
             single_shard=layout.stays, sparse=list(layout.sparse),
             num_blocks=[[layout.num_blocks] * len(h) for h in layout.holders], holders=layout.holders,
             block_size=layout.block_size, summary={}, storage=self._tier(),

@@ -121,7 +121,7 @@ class SimMemory:
     def _stored(self, group: int, sequence: int, place: KvLocation, numbers: range) -> list[tuple[int, list[int]]]:
         """Of these blocks, without those that others keep: the first position, and what is stored."""
         lanes, blocks = self.tables.kv_shards[group], self._blocks[group]
-        if self.tables.stripe and not lanes.has_all:
+        if self.tables.stripe_blocks and not lanes.has_all:
             each = ((n, self.block(group, sequence, place, n)) for n in numbers)
             return [(n * self.size, block) for n, block in each if block is not None]
         if place.kv_shard not in lanes:
@@ -200,7 +200,11 @@ class SimMemory:
         start, ids = tables.block_table(group, sequence)
         if number < start:
             raise AssertionError(f"memory worker {self.number} has given back block {number} of sequence {sequence}")
-        at = ids[number - start] if not tables.stripe else tables.block_ids(group, sequence, number, number + 1)[0]
+        at = (
+            ids[number - start]
+            if not tables.stripe_blocks
+            else tables.block_ids(group, sequence, number, number + 1)[0]
+        )
         return self._blocks[group][at]
 
 

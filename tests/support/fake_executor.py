@@ -35,7 +35,7 @@ class FakeWire:
     def __init__(self, num_blocks: int = 64, seed: int = 0) -> None:
         self.ready = ComputeReady(
             vocab_size=VOCAB, num_layers=3, max_model_len=128, dtype="float32", eos_token_ids=[EOS], windows=[0],
-            kv_shards=[KvShards()], stripe=0, num_blocks=[[num_blocks]], holders=[[0]], block_size=4, summary={},
+            kv_shards=[KvShards()], stripe_blocks=0, num_blocks=[[num_blocks]], holders=[[0]], block_size=4, summary={},
         )  # fmt: skip
         self.tables = BlockTables([0], [num_blocks], 4)
         self.stored: dict[int, list[int]] = {}

@@ -108,7 +108,7 @@ class FakePool:
             size, stop = self.tables.block_size, grant.first + grant.count
             low = max(grant.first, stop - window) if window else grant.first
             assert start <= low // size
-            stripe, lane = self.tables.stripe, self.tables.placement.kv_shard_of
+            stripe, lane = self.tables.stripe_blocks, self.tables.placement.kv_shard_of
             numbers = range(low // size, -(-stop // size))
             kept = [n for n in numbers if lane(grant.location, stripe and n // stripe) in self.tables.kv_shards[group]]
             found.append([self.tables.block_ids(group, grant.sequence, n, n + 1)[0] for n in kept])

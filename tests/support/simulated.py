@@ -223,10 +223,10 @@ class SimulatedWorker:
 
 def ready(view: int, blocks: int = 0, *, prefills: bool = False) -> ComputeReady:
     """Of an epoch; each has its own number of ``blocks``, where none is named. ``prefills``: who does has a store."""
-    store = BindReply(windows=[0], kv_shards=[KvShards()], stripe=0, num_blocks=[32])
+    store = BindReply(windows=[0], kv_shards=[KvShards()], stripe_blocks=0, num_blocks=[32])
     return ComputeReady(
         epoch=view, vocab_size=97, num_layers=3, max_model_len=128, dtype="float32", eos_token_ids=[], windows=[0],
-        kv_shards=[KvShards()], stripe=0, num_blocks=[[blocks or 10 * view]], holders=[[0]], block_size=4,
+        kv_shards=[KvShards()], stripe_blocks=0, num_blocks=[[blocks or 10 * view]], holders=[[0]], block_size=4,
         kv_bytes=[100, 200],
         summary={"attention": "sim", "heads": [(8, 4)], "weight_bytes": 1, "collective": "sim"},
         prefill_stores=[store] if prefills else [],

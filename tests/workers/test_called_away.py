@@ -90,7 +90,7 @@ class Server(ModelServer):
         worker = Waiting(fabric.accept(self.door, WAIT_S))
         return worker, ComputeReady(
             epoch=meeting.epoch, vocab_size=1, num_layers=1, max_model_len=1, dtype="", eos_token_ids=[], windows=[],
-            kv_shards=[], stripe=0, num_blocks=[], holders=[], block_size=1, summary={},
+            kv_shards=[], stripe_blocks=0, num_blocks=[], holders=[], block_size=1, summary={},
         )  # fmt: skip
 
 

@@ -288,7 +288,7 @@ def _check_longest(facts: _RankFacts, config: EngineConfig, free: int) -> None:
         BindReply(
             windows=[group.window for group in pool.groups],
             kv_shards=[group.kv_shards for group in pool.groups],
-            stripe=partition.stripe * CHUNK_TOKENS // size,
+            stripe_blocks=partition.stripe_chunks * CHUNK_TOKENS // size,
             single_shard=partition.single_shard,
             num_blocks=pool.num_blocks,
         )
@@ -338,7 +338,7 @@ def _tokens(facts: _RankFacts, config: EngineConfig, worker: int, kv: int) -> in
     from lamina.kv.stored_format import head_bytes
     from lamina.ops.attention.merge import CHUNK_TOKENS
 
-    stripe, block = facts.partition.stripe * CHUNK_TOKENS, config.kv.block_size
+    stripe, block = facts.partition.stripe_chunks * CHUNK_TOKENS, config.kv.block_size
     token = sum(
         piece.num_kv_heads * head_bytes(layer.qk_dim, layer.v_dim, facts.kv_dtype)
         for number, layer in enumerate(facts.layers)

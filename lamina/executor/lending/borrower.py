@@ -207,7 +207,7 @@ class Borrower(EngineFeature):
         first = next((s for s in engine.scheduler.waiting if not s.finished), None)
         if first is None:
             return 0
-        info, stripe = engine.worker_info, max(1, engine.worker_info.stripe)
+        info, stripe = engine.worker_info, max(1, engine.worker_info.stripe_blocks)
         whole = sum(min(n) for n, w in zip(info.num_blocks, info.windows, strict=True) if not w)
         free = sum(n // stripe for n, window in zip(engine.free_blocks, info.windows, strict=True) if not window)
         stripes = -(-first.max_len // (stripe * info.block_size)) - free

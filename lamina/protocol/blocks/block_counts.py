@@ -17,7 +17,7 @@ def split_memory(
     windows: Sequence[int],
     kv_shards: Sequence[KvShards],
     *,
-    stripe: int = 0,
+    stripe_blocks: int = 0,
     single_shard: bool = False,
     block_size: int,
     max_rows: int,
@@ -36,7 +36,7 @@ def split_memory(
     ValueError if ``kv_bytes`` cannot hold one sequence.
     """
 
-    placement = KvPlacement(num_kv_shards(kv_shards), 0 if single_shard else stripe)
+    placement = KvPlacement(num_kv_shards(kv_shards), 0 if single_shard else stripe_blocks)
     places = [KvLocation(lane) for lane in range(placement.num_kv_shards)]
 
     def most(length: int, limit: int) -> list[int]:
@@ -49,7 +49,7 @@ def split_memory(
         ]
 
     everything = -(-max_len // block_size)
-    counts = most(max_len, stripe if single_shard else everything)
+    counts = most(max_len, stripe_blocks if single_shard else everything)
     need = sum((n + 1) * b for n, b in zip(counts, block_bytes, strict=True))
     if need > kv_bytes:
         raise ValueError(
@@ -58,7 +58,7 @@ def split_memory(
             "--max-model-len"
         )
     kept = max_kept_tokens if any(max_kept_tokens) else [0] * len(kv_shards)
-    usual, dealt = most(max_len if any(kept) else -(-max_len // 4), everything), stripe > 0 and not single_shard
+    usual, dealt = most(max_len if any(kept) else -(-max_len // 4), everything), stripe_blocks > 0 and not single_shard
     usual = [min(n, -(-k // block_size)) if k else n for n, k in zip(usual, kept, strict=True)]
     typical = [n * (1.0 if dealt else x.portion) for n, x in zip(usual, kv_shards, strict=True)]
     more = (kv_bytes - need) / sum(n * b for n, b in zip(typical, block_bytes, strict=True))

@@ -92,8 +92,7 @@ class BlockPool:
 class SequenceBlocks:
     """The blocks of all sequences after the plans applied so far.
 
-    Group g keeps what lies in ``kv_shards[g]``, by the locations of sequences, rows and grants; ``stripe`` is in
-    blocks.
+    Group g keeps what lies in ``kv_shards[g]``, by the locations of sequences, rows and grants.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class SequenceBlocks:
         num_blocks: Sequence[int],
         block_size: int,
         kv_shards: Sequence[KvShards] | None = None,
-        stripe: int = 0,
+        stripe_blocks: int = 0,
         stays: bool = False,
         sparse: Sequence[bool] = (),
     ) -> None:
@@ -117,8 +116,8 @@ class SequenceBlocks:
         self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
         self.kv_shards = tuple(kv_shards)
-        self.stripe = stripe
-        self.placement = KvPlacement(num_kv_shards(kv_shards), stripe, stays)
+        self.stripe_blocks = stripe_blocks
+        self.placement = KvPlacement(num_kv_shards(kv_shards), stripe_blocks, stays)
         self.sparse = tuple(sparse) or (False,) * len(windows)
         if any(each and (w or not x.has_all) for each, w, x in zip(self.sparse, windows, kv_shards, strict=True)):
             raise ValueError("block tables of sparse layers with a window, or of some KV shards")

@@ -95,7 +95,7 @@ class DecisionLog:
         info = self.info
         if info is None:
             return []
-        goes_on = info.stripe > 0 and not info.single_shard
+        goes_on = info.stripe_blocks > 0 and not info.single_shard
         there = zip(info.kv_shards, info.holders, strict=True)
         return sorted({w for lanes, holders in there if goes_on or location.kv_shard in lanes for w in holders})
 

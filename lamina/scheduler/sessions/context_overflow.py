@@ -52,13 +52,13 @@ class ContextOverflow(NamedTuple):
                 )
 
 
-def build_context_overflow(options: OverflowOptions, limit: int, lane_tokens: int) -> ContextOverflow | None:
-    """Build the rule by which long prompts are truncated; None: they are refused. ``lane_tokens``: tokens of a stripe
-    in every KV shard. Raises ValueError where a context of ``limit`` tokens is too short to be truncated.
+def build_context_overflow(options: OverflowOptions, limit: int, stripe_round_tokens: int) -> ContextOverflow | None:
+    """Build the rule by which long prompts are truncated; None: they are refused. ``stripe_round_tokens``: tokens of a
+    stripe in every KV shard. Raises ValueError where a context of ``limit`` tokens is too short to be truncated.
     """
     if not options.truncates_context:
         return None
-    unit = math.lcm(PAGE, max(1, lane_tokens))
+    unit = math.lcm(PAGE, max(1, stripe_round_tokens))
     step = max(unit, int(limit * options.truncate_ratio) // unit * unit)
     first = options.keep_first
     if limit - limit // ANSWER_DIVISOR - step - first < 1:

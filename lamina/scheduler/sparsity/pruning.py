@@ -24,7 +24,7 @@ class BlockPruner(Feature):
 
     def __init__(self, options: SparsityOptions, block_size: int, num_workers: int) -> None:
         """``num_workers``: memory workers, each of which reports the scores of its heads."""
-        self._budget, self._window = kv_budget(options, block_size), options.kv_window
+        self._budget, self._window = kv_budget(options, block_size), options.kv_observation_window
         self._num_workers = num_workers
         self._requested: dict[int, Sequence] = {}  # sequences with reports to come, by number
         self.due: list[tuple[Sequence, DropBlocks]] = []  # for the next round

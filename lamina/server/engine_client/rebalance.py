@@ -28,7 +28,7 @@ class Rebalancer:
         topology = engine.config.topology
         # A worker that holds whole sequences may attend prompts while others decode, so its rate would mean nothing.
         info = engine.worker_info
-        alike = (info.stripe > 0 and not info.single_shard) or all(lanes.has_all for lanes in info.kv_shards)
+        alike = (info.stripe_blocks > 0 and not info.single_shard) or all(lanes.has_all for lanes in info.kv_shards)
         several = topology.memory_workers > topology.tensor_parallel_size
         watched = topology.measures_weights and several and _can_change(engine.config)
         self._shares = LoadBalancer(topology.tensor_parallel_size, clock) if watched and alike else None

@@ -120,7 +120,7 @@ def holds(info: ComputeReady, worker: int, sequence: RunningSequence) -> bool:
     """Return True if memory worker ``worker`` has, or is about to get, a part of the KV of ``sequence``. The rule of
     placement decides, not the worker's report.
     """
-    placement = KvPlacement(num_kv_shards(info.kv_shards), info.stripe, info.single_shard)
+    placement = KvPlacement(num_kv_shards(info.kv_shards), info.stripe_blocks, info.single_shard)
     blocks = -(-sequence.num_computed_tokens // info.block_size)
     groups = (g for g, holders in enumerate(info.holders) if worker in holders)
     return any(ShardCounter(info.kv_shards[g], placement).num_owned(sequence.location, blocks) for g in groups)

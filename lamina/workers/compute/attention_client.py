@@ -190,7 +190,9 @@ class AttentionClient:
         self.layers = [ClientLayer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
         self.backend, self._staging = backend, staging or HostStaging(CPU)
         self._groups = groups
-        self._placement = KvPlacement(partition.num_kv_shards, partition.stripe * CHUNK_TOKENS, partition.single_shard)
+        self._placement = KvPlacement(
+            partition.num_kv_shards, partition.stripe_chunks * CHUNK_TOKENS, partition.single_shard
+        )
         self._steps: dict[int, ClientStep] = {}  # batch -> its last step
         self._prepared: dict[tuple[int, int], ClientStep] = {}  # (batch, step) -> a step that is still to begin
         self.step = ClientStep(StepPlan(step=0, ops=[], rows=[]), self._groups, self._placement)

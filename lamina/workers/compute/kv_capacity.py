@@ -129,7 +129,7 @@ def split_blocks(
         sizes,
         [group.window for group in groups],
         [group.kv_shards for group in groups],
-        stripe=partition.stripe * CHUNK_TOKENS // block_size,
+        stripe_blocks=partition.stripe_chunks * CHUNK_TOKENS // block_size,
         single_shard=partition.single_shard,
         block_size=block_size,
         max_rows=max_rows,
@@ -158,9 +158,9 @@ def check_longest_sequence(
 def longest_spilled_sequence(bounds: Sequence[BindReply], block_size: int) -> int:
     """Return the tokens of the longest sequence that memory workers hold together, if they share stripes."""
     at = combined_capacity(bounds)
-    placement = KvPlacement(num_kv_shards(at.kv_shards), at.stripe, at.single_shard)
+    placement = KvPlacement(num_kv_shards(at.kv_shards), at.stripe_blocks, at.single_shard)
     room = free_stripes_by_shard(placement, at.kv_shards, at.windows, num_usable_blocks(at.num_blocks))
-    whole = longest_sequence(room) * at.stripe * block_size
+    whole = longest_sequence(room) * at.stripe_blocks * block_size
     return whole if any(w == 0 for w in at.windows) else 1 << 62
 
 
@@ -187,7 +187,7 @@ def attention_bytes(
 
 def max_stripes(partition: Partition, max_len: int) -> int:
     """Return the stripes of the longest sequence."""
-    return -(-max_len // (partition.stripe * CHUNK_TOKENS)) if partition.stripe else 1
+    return -(-max_len // (partition.stripe_chunks * CHUNK_TOKENS)) if partition.stripe_chunks else 1
 
 
 def choose_kv_bytes(

@@ -270,7 +270,7 @@ class ComputeServer(ModelServer):
 
     def _merging(self, cut: CutModel, backend: str) -> AttentionBackend:
         """Return the backend that merges partial results: the memory workers' own one, if CPUs have it."""
-        if not cut.partition.stripe:
+        if not cut.partition.stripe_chunks:
             return attention.get("reference", CPU, cut.dtype)
         try:
             return attention.get_equivalent(backend, CPU, cut.dtype, "reference")

@@ -93,13 +93,15 @@ class KvStore:
         self.backend = get(bind.kv.attention, device, self.dtype, self.kv_dtype)
         partition = bind.partition
         self.placement = KvPlacement(
-            partition.num_kv_shards, partition.stripe * CHUNK_TOKENS, partition.single_shard
+            partition.num_kv_shards, partition.stripe_chunks * CHUNK_TOKENS, partition.single_shard
         )  # in tokens
         form = store_shape(bind, kv_bytes)
         self.pieces = form.pieces
         self.equal_pieces = [self.pieces.index(x) for x in self.pieces]  # layer -> the first layer with the same pieces
         size, stays = bind.kv.block_size, partition.single_shard
-        self.tables = BlockTables(form.windows, form.num_blocks, size, form.kv_shards, form.stripe, stays, form.sparse)
+        self.tables = BlockTables(
+            form.windows, form.num_blocks, size, form.kv_shards, form.stripe_blocks, stays, form.sparse
+        )
         if bind.kv.zero_on_free:
             self.tables.take_freed()
         self.layers: list[list[StoredPiece]] = []
@@ -111,7 +113,7 @@ class KvStore:
         self.bind_reply = BindReply(
             windows=form.windows,
             kv_shards=form.kv_shards,
-            stripe=form.stripe,
+            stripe_blocks=form.stripe_blocks,
             single_shard=stays,
             sparse=form.sparse,
             num_blocks=form.num_blocks,
@@ -264,7 +266,7 @@ class StoreShape(NamedTuple):
     windows: list[int]
     kv_shards: list[KvShards]
     sparse: list[bool]  # by group; empty if none is sparse
-    stripe: int  # in blocks
+    stripe_blocks: int
     pieces: list[tuple[WorkerPiece, ...]]  # by layer
     num_blocks: list[int]  # by group
 
@@ -288,20 +290,20 @@ def store_shape(bind: BindRequest, kv_bytes: int) -> StoreShape:
             f"--kv-sparsity {bind.kv.kv_sparsity}: memory worker {bind.worker} has not all tokens of its heads: use "
             f"--memory-workers, or --memory-weights, by which KV heads can be dealt out whole"
         )
-    stripe = bind.partition.stripe * CHUNK_TOKENS // size
+    stripe_blocks = bind.partition.stripe_chunks * CHUNK_TOKENS // size
     num_blocks = split_memory(
         kv_bytes,
         block_bytes,
         windows,
         lanes,
-        stripe=stripe,
+        stripe_blocks=stripe_blocks,
         single_shard=bind.partition.single_shard,
         block_size=size,
         max_rows=bind.max_rows,
         max_len=bind.max_model_len,
         max_kept_tokens=[max_kept_tokens(bind.kv) * g.sparse for g in groups],
     )
-    return StoreShape(windows, lanes, sparse if any(sparse) else [], stripe, pieces, num_blocks)
+    return StoreShape(windows, lanes, sparse if any(sparse) else [], stripe_blocks, pieces, num_blocks)
 
 
 def shapes_by_layer(bind: BindRequest) -> list[list[Shape]]:

@@ -24,7 +24,8 @@ OLD_VALUES = {
     "max_logit_bias": "9", "header_timeout_s": "9", "body_timeout_s": "9", "slow_reader_timeout_s": "9",
     "sse_keep_alive_s": "9", "health_timeout_s": "9", "slo_ttft": "9s", "slo_tbt": "9ms", "overload": "early",
     "kvcache_balancing_threshold": "9", "journal_size": "9MiB", "kv_budget": "999", "kv_full_layers": "9",
-    "kv_sink": "9", "kv_recent": "9", "kv_window": "9", "kv_error_budget": "top1=0.9", "kv_store_dir": "/nine",
+    "kv_sink": "9", "kv_recent": "9", "kv_observation_window": "9", "kv_error_budget": "top1=0.9",
+    "kv_store_dir": "/nine",
     "kv_store_size": "9GiB", "kv_store_ttl": "9d", "kv_key_file": "/nine", "kv_eviction_policy": "lfu",
     "kv_load_failure_policy": "fail", "truncate_ratio": "0.25", "keep_first": "256", "plan": "auto:9",
     "driver_address": "h:9", "driver_name": "nine", "ray_address": "nine:9", "hosts": "nine.yaml",
@@ -35,7 +36,8 @@ OLD_VALUES = {
 # What an old flag's option goes with.
 SPARSE, STORED, LONG = ["--kv-sparsity", "evict"], ["--kv-offload", "dir=/nine"], ["--context-overflow", "truncate"]
 BESIDE = {
-    "kv_budget": SPARSE, "kv_full_layers": SPARSE, "kv_sink": SPARSE, "kv_recent": SPARSE, "kv_window": SPARSE,
+    "kv_budget": SPARSE, "kv_full_layers": SPARSE, "kv_sink": SPARSE, "kv_recent": SPARSE,
+    "kv_observation_window": SPARSE,
     "kv_error_budget": ["--kv-sparsity", "select"], "kv_store_size": STORED, "kv_store_ttl": STORED,
     "kv_key_file": STORED, "truncate_ratio": LONG, "keep_first": LONG, "journal_size": ["--journal", "/nine"],
     "driver_address": ["--launcher", "static"], "driver_name": ["--launcher", "static", "--driver", "h:1"],

@@ -49,7 +49,7 @@ class Elastic:
 
 def engine_with(free: tuple[int, int] = (32, 32), *max_lens: int) -> Any:
     """``max_lens``: of the sequences that wait."""
-    info = SimpleNamespace(num_blocks=[[32], [32]], windows=[0, 0], stripe=8, block_size=16)
+    info = SimpleNamespace(num_blocks=[[32], [32]], windows=[0, 0], stripe_blocks=8, block_size=16)
     scheduler = SimpleNamespace(waiting=[SimpleNamespace(finished=False, max_len=max_len) for max_len in max_lens])
     promises = SimpleNamespace(counts=lambda: None)
     return SimpleNamespace(worker_info=info, free_blocks=list(free), scheduler=scheduler, slo_admission=promises)

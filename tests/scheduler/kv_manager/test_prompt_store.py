@@ -356,7 +356,7 @@ def test_prefill_workers_meet_where_something_can_be_fetched(
 ) -> None:
     """28 blocks are for a prompt and the first chunk of the next."""
     lanes, totals = [KvShards()] * len(windows), [blocks] * len(windows)
-    store = BindReply(windows=windows, kv_shards=lanes, stripe=0, num_blocks=totals)
+    store = BindReply(windows=windows, kv_shards=lanes, stripe_blocks=0, num_blocks=totals)
     ready = simulated_ready(num_layers=1, num_blocks=1000, block_size=PAGE, max_len=100)
     batching = make_config({"transport": "shm", "prefill_chunk": 8, "max_num_seqs": 8}).batching
     assert (
@@ -375,7 +375,7 @@ class StoreWire(SimulatedExecutor):
 
     def _start(self, blocks: int) -> None:
         self.tables = BlockTables([0], [blocks], PAGE)
-        store = BindReply(windows=[0], kv_shards=[KvShards()], stripe=0, num_blocks=[blocks])
+        store = BindReply(windows=[0], kv_shards=[KvShards()], stripe_blocks=0, num_blocks=[blocks])
         self.ready = msgspec.structs.replace(self.ready, epoch=self.ready.epoch + 1, prefill_stores=[store])
 
     def submit_prefill(self, worker: int, new: RunRound) -> None:

@@ -245,7 +245,10 @@ class World:
     def _keeps(self, worker: SimMemory, number: int, place: KvLocation) -> bool:
         placement, size = worker.tables.placement, worker.size
         blocks = range(number * PAGE // size, (number + 1) * PAGE // size)
-        lanes = {placement.kv_shard_of(place, b // worker.tables.stripe if worker.tables.stripe else 0) for b in blocks}
+        lanes = {
+            placement.kv_shard_of(place, b // worker.tables.stripe_blocks if worker.tables.stripe_blocks else 0)
+            for b in blocks
+        }
         return any(lane in own for lane in lanes for own in worker.tables.kv_shards)
 
     def _keys(self, one: Known, count: int) -> list[bytes]:

@@ -11,7 +11,7 @@ from lamina.protocol.step_plan import BlockScoresReport, DropBlocks, ScoreBlocks
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sparsity.pruning import BlockPruner
 
-OPTIONS = SparsityOptions(kv_sparsity="evict", kv_budget=128, kv_sink=4, kv_recent=16, kv_window=16)
+OPTIONS = SparsityOptions(kv_sparsity="evict", kv_budget=128, kv_sink=4, kv_recent=16, kv_observation_window=16)
 PROMPT, SIZE = 300, 16
 
 
@@ -32,7 +32,7 @@ def rows(evictions: BlockPruner, sequence: Sequence, most: int) -> tuple[int, li
 def test_as_many_rows_are_scored_as_the_window_has() -> None:
     """Also where the last chunk has fewer, and a prompt at all."""
     for window, chunk, scored in ((4, 999, [4]), (40, 270, [10, 30]), (999, 999, [PROMPT])):
-        evictions, sequence = BlockPruner(replace(OPTIONS, kv_window=window), SIZE, 2), make(1, PROMPT, 5)
+        evictions, sequence = BlockPruner(replace(OPTIONS, kv_observation_window=window), SIZE, 2), make(1, PROMPT, 5)
         sequence.id, sequence.evicts_kv = 7, True
         ops = [op for _ in range(2) if not sequence.awaits_block_scores for op in rows(evictions, sequence, chunk)[1]]
         assert [op.rows for op in ops] == scored

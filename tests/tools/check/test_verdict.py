@@ -200,8 +200,8 @@ def test_memory_is_too_tight_for_what_four_prompts_become(dtype: str) -> None:
         found = LowMemoryCase(longest, layers, 320, prompts).preemption_options(config)
         two, one = (store_bytes(layers, stored_dtype(dtype, torch.float32), n, 16) for n in (32, 16))
         split = split_memory(
-            int(found["kv_memory"]), [two - one], [0], [KvShards((True,))], stripe=0, single_shard=False, block_size=16,
-            max_rows=64, max_len=found["max_model_len"],
+            int(found["kv_memory"]), [two - one], [0], [KvShards((True,))], stripe_blocks=0, single_shard=False,
+            block_size=16, max_rows=64, max_len=found["max_model_len"],
         )  # fmt: skip
         assert split == [blocks], "of all prompts, and at least one more than the longest of them becomes"
         assert found["max_model_len"] == min(320, -(-longest // 16) * 16)
@@ -224,7 +224,7 @@ def test_memory_is_too_tight_for_the_longest_sequence_alone(ranks: int) -> None:
         found = LowMemoryCase(longest, layers, 1 << 20).options(config)
         block = config.kv.block_size * 3 * 2 * 16 * 4 // ranks
         split = split_memory(
-            int(found["kv_memory"]), [block], [0], [KvShards((True, False, False))], stripe=4, single_shard=True,
+            int(found["kv_memory"]), [block], [0], [KvShards((True, False, False))], stripe_blocks=4, single_shard=True,
             block_size=config.kv.block_size, max_rows=64, max_len=found["max_model_len"],
         )  # fmt: skip
         assert split == [home // config.kv.block_size]

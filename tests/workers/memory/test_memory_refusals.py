@@ -157,7 +157,10 @@ def bad_binds() -> Iterator[tuple[BindRequest, str]]:
     ):
         yield msgspec.structs.replace(good, partition=Partition(1, lanes, 0, [shares], [0])), reason
     yield msgspec.structs.replace(good, partition=Partition(1, 1, 0, [], [0])), "without table 0"
-    yield msgspec.structs.replace(good, partition=msgspec.structs.replace(good.partition, stripe=3)), "stripes of 3"
+    yield (
+        msgspec.structs.replace(good, partition=msgspec.structs.replace(good.partition, stripe_chunks=3)),
+        "stripes of 3",
+    )
 
 
 @pytest.mark.parametrize(("bad", "reason"), list(bad_binds()), ids=lambda x: x if isinstance(x, str) else "")

@@ -211,7 +211,12 @@ def test_windowed_groups_give_blocks_back(either: Pool) -> None:
     size = (33 + 6) * BLOCK
     m = model(either, layers=layers, kv_bytes=size, max_rows=16, block_size=16)
     assert m.peers[0].bound == BindReply(
-        windows=[0, 20], kv_shards=[KvShards()] * 2, stripe=0, num_blocks=[32, 5], backend="native", kv_bytes=size
+        windows=[0, 20],
+        kv_shards=[KvShards()] * 2,
+        stripe_blocks=0,
+        num_blocks=[32, 5],
+        backend="native",
+        kv_bytes=size,
     )
     m.step(0, [New(1)], [RowRange(1, 0, 16)])
     for first in range(16, 496, 16):

@@ -171,7 +171,10 @@ class SimulatedPool(NamedTuple):
             "enable_prefix_caching": bool(self.kept),
         }  # fmt: skip
         store = BindReply(
-            windows=[0], kv_shards=[KvShards()], stripe=0, num_blocks=[self.kept + self.longest // self.block + 1]
+            windows=[0],
+            kv_shards=[KvShards()],
+            stripe_blocks=0,
+            num_blocks=[self.kept + self.longest // self.block + 1],
         )
         ready = msgspec.structs.replace(ready, prefill_stores=[store] * self.prefill if self.kept else [])
         wire = SimulatedExecutor(clock, ready, seconds, chunk_s)
@@ -184,8 +187,8 @@ def simulated_ready(*, num_layers: int, num_blocks: int, block_size: int, max_le
     """
     return ComputeReady(
         epoch=1, vocab_size=8, num_layers=num_layers, max_model_len=max_len, dtype="bfloat16", eos_token_ids=[],
-        windows=[0], kv_shards=[KvShards()], stripe=0, num_blocks=[[num_blocks]], holders=[[0]], block_size=block_size,
-        summary={},
+        windows=[0], kv_shards=[KvShards()], stripe_blocks=0, num_blocks=[[num_blocks]], holders=[[0]],
+        block_size=block_size, summary={},
     )  # fmt: skip
 
 

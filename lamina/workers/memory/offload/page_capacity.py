@@ -21,7 +21,7 @@ def page_capacity(offload: OffloadConfig, bind: BindRequest, kv_bytes: int) -> i
     # A sequence leaves no more tokens than the smallest window.
     tokens = min([bind.max_model_len, *(window for window in form.windows if window)])
     of = bind.partition
-    placement, lanes = KvPlacement(of.num_kv_shards, of.stripe * CHUNK_TOKENS, of.single_shard), form.kv_shards
+    placement, lanes = KvPlacement(of.num_kv_shards, of.stripe_chunks * CHUNK_TOKENS, of.single_shard), form.kv_shards
     firsts, places = range(0, tokens, PAGE), [KvLocation(lane) for lane in range(of.num_kv_shards)]
     owners = ([placement.kv_shard_at(place, first) for first in firsts] for place in places)
     pages = max(sum(any(lane in own for own in lanes) for lane in each) for each in owners)

@@ -49,7 +49,7 @@ def recuts(draw: st.DrawFn) -> tuple[Partition, Partition, list[int], list[int],
 
 def holders(of: Partition, layer: int, window: int, keep: SurvivingKv, place: KvLocation) -> dict[tuple[int, int], int]:
     """(head, block) -> whose it is, one token of one head at a time."""
-    placement = KvPlacement(of.num_kv_shards, of.stripe * CHUNK_TOKENS // BLOCK, of.single_shard)
+    placement = KvPlacement(of.num_kv_shards, of.stripe_chunks * CHUNK_TOKENS // BLOCK, of.single_shard)
     first = max(0, keep.length - window + 1) // BLOCK if window else 0
     found = {}
     for share in of.tables[of.layer_table[layer]]:
