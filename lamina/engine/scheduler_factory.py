@@ -294,6 +294,7 @@ def _tier(config: EngineConfig, tables: BlockTables, info: ComputeReady, prefixe
         info.storage,
         tables,
         info.holders,
+        prefixes.prefix_index,
         whole=whole,
         prompts_only=fixed,
         cached_tokens_of=prefixes.num_cached_tokens,

@@ -18,6 +18,7 @@ from hashlib import sha256
 from lamina.kv.page_keys import page_key
 
 from .sequence import Sequence
+from .sessions.session_table import SessionState
 
 Place = int
 POOL, PREFILL = "pool", "prefill"  # kinds of places; storage is another
@@ -66,7 +67,7 @@ class PageKeys:
 class Holding:
     """The chain of a sequence in a place: the ``keys`` of its first ``length`` tokens, the last page perhaps partial.
     ``until``: its lease, before which others give way; None: the sequence runs, and does not give way. ``page_size``:
-    tokens, where the pages after one are looked up by their tokens.
+    tokens, where the pages after one are looked up by their tokens. ``session``: the session that goes on after it.
     """
 
     sequence: Sequence
@@ -74,6 +75,7 @@ class Holding:
     length: int
     until: float | None = None
     page_size: int = 0
+    session: SessionState | None = None
 
     def tokens_of_page(self, number: int) -> list[int]:
         """Return the tokens of one of its pages."""

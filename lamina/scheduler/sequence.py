@@ -200,6 +200,11 @@ class Sequence:
     def interrupt(self) -> None:
         """Take note that steps do not go on as they did: batches are dealt anew, or workers were lost."""
 
+    def forget_page_keys(self) -> None:
+        """Take note that its pages have other keys from now on."""
+        self.page_keys.clear()
+        self.partial_page_keys.clear()
+
     def reset_computed(self) -> None:
         """Forget what was scheduled; everything that is known will be computed again under a new id."""
         self.id, self.awaits_external_token = -1, False

@@ -1,4 +1,4 @@
-"""KV outside of the memory workers' pools, by pages: the pages that exist, and the pages on their way. Pure policy: no
+"""KV outside of the memory workers' pools, by pages: those that storage has, and those on their way. Pure policy: no
 torch, no I/O, no clock.
 
 A sequence is saved as its pages fill. Once it is retained, the rest is saved: pages that no storage has yet, the last
@@ -33,7 +33,7 @@ from lamina.protocol.step_plan import (
     Transfer,
 )
 from lamina.scheduler.feature import Feature, Loss, PlanDraft, Scheduling
-from lamina.scheduler.prefix_index import PageKeys
+from lamina.scheduler.prefix_index import PageKeys, Place, PrefixIndex
 from lamina.scheduler.scheduler_output import TransferResult
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.token_ranges import count_tokens
@@ -73,13 +73,16 @@ class _SequenceSave:
 
 
 class OffloadIndex(Feature):
-    """The driver's index of all offloaded pages. The transfers of one sequence are loads or saves, not both."""
+    """The offloaded pages, each of which the index has at the KV shards whose workers can load it. The transfers of one
+    sequence are loads or saves, not both.
+    """
 
     def __init__(
         self,
         facts: OffloadFacts,
         tables: BlockTables,
         holders: Several[Several[int]],
+        prefix_index: PrefixIndex | None = None,
         *,
         whole: int = 1,
         prompts_only: bool = False,
@@ -95,6 +98,7 @@ class OffloadIndex(Feature):
         self._keys = PageKeys(facts.page_size, self._root_key)
         self._secret, self.identity, self._era = facts.secret, facts.identity, facts.era
         self._tags: dict[bytes, bytes] = {}  # of tenants
+        self._index, self._places = prefix_index or PrefixIndex(), list[Place]()  # of KV shards
         self._ledger = tables
         windows = [w for w in tables.windows if w]
         self._most = min(windows) if windows else 0  # tokens of which a pool holds all, if they are loaded at once
@@ -126,13 +130,12 @@ class OffloadIndex(Feature):
         self.hints = PrefetchHints(
             0 if self.is_complete else self._room(facts.capacities)
         )  # workers have no hint of a waiting turn yet
-        self._kv_shards: dict[bytes, set[int]] = {}  # page -> KV shards whose workers can load it
+        self._index.clear(sum(self._places))
+        self._places = [self._index.place(self.backend, lane) for lane in range(ledger.num_kv_shards)]
         page_keys = [self._drops.exclude_deleted(keys) for keys in facts.pages]
-        self._era = facts.era
-        for lane, owners in enumerate(self._num_holders):
-            for key in set.intersection(*(page_keys[w] for w in owners)):
-                self._kv_shards.setdefault(key, set()).add(lane)
-        self._found = None
+        for place, owners in zip(self._places, self._num_holders, strict=True):
+            self._index.add(place, list(set.intersection(*(page_keys[w] for w in owners))))
+        self._era, self._found = facts.era, None
 
     def _room(self, rooms: Several[int]) -> int:
         """Pages of all KV shards, where each has as many. ``rooms``: pages of which each worker can keep its part."""
@@ -155,7 +158,7 @@ class OffloadIndex(Feature):
         stop = min(stop, self._most) if self._most else stop
         if sequence.params.prompt_logprobs is not None or stop <= beyond:
             return None
-        if not self._kv_shards and not self.is_complete:
+        if not self.has_pages and not self.is_complete:
             return None
         keys = self.keys_of(sequence, stop)
         lengths = {
@@ -187,7 +190,7 @@ class OffloadIndex(Feature):
         left = [n for n in numbers if not count_tokens(sequence.discarded_ranges, (n + 1) * page, n * page)][
             : stop // page
         ]
-        if not left or not self._kv_shards:
+        if not left or not self.has_pages:
             return None
         every = self.keys_of_tokens(sequence.salt, sequence.original_prompt[: (left[-1] + 1) * page])
         keys = [every[n] for n in left]
@@ -203,7 +206,7 @@ class OffloadIndex(Feature):
         """Pages, from the first on, that are there, in the KV shard where they will lie."""
         lanes = [(self._kv_shard(location, now), self._kv_shard(location, was)) for now, was in enumerate(numbers)]
         there = [
-            now == was and now in self._kv_shards.get(key, ()) for (now, was), key in zip(lanes, keys, strict=True)
+            now == was and self._index.has(self._places[now], key) for (now, was), key in zip(lanes, keys, strict=True)
         ]
         return there.index(False) if False in there else len(there)
 
@@ -227,7 +230,17 @@ class OffloadIndex(Feature):
         return list(dict.fromkeys([*there, *map(KvLocation, range(num))]))
 
     def _has(self, key: bytes, kv_shard: int) -> bool:
-        return self.is_complete or kv_shard in self._kv_shards.get(key, ())
+        return self.is_complete or self._index.has(self._places[kv_shard], key)
+
+    @property
+    def has_pages(self) -> bool:
+        """True if storage has some page."""
+        return any(map(self._index.num_pages, self._places))
+
+    @property
+    def stored_keys(self) -> set[bytes]:
+        """The keys of all pages that storage has."""
+        return self._index.keys(sum(self._places))
 
     @property
     def has_pending_ops(self) -> bool:
@@ -339,9 +352,8 @@ class OffloadIndex(Feature):
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Find pages no more."""
-        for key in keys:
-            self._kv_shards.pop(key, None)
-            self._found = None
+        self._index.drop(sum(self._places), keys)
+        self._found = None
 
     def delete_ops(self, sequence: int, keys: Several[bytes]) -> list[DeletePages]:
         """Delete pages of ``sequence`` from storage, also those on their way there."""
@@ -373,13 +385,12 @@ class OffloadIndex(Feature):
         ``sequences`` too. Storage deletes the old pages bit by bit, but for pages that are being loaded.
         """
         for sequence in sequences:
-            sequence.page_keys.clear()
-            sequence.partial_page_keys.clear()
+            sequence.forget_page_keys()
         loading = set[bytes]().union(*(x.loadable.keys for x in self._loading.values()))
         saving = set[bytes]().union(*(x.keys for x in self._saving.values()))
-        self._drops.pending += sorted((self._kv_shards.keys() | saving) - loading)
+        self._drops.pending += sorted((self.stored_keys | saving) - loading)
         self._removed |= saving
-        self._kv_shards.clear()
+        self._index.clear(sum(self._places))
         self._found, self._era = None, era
         return ()
 
@@ -429,7 +440,7 @@ class OffloadIndex(Feature):
         op, saving = moving.op, self._saving[moving.op.sequence]
         for number, key in enumerate(op.keys[: moving.pages], op.first // self.page_size):
             if key not in self._removed:
-                self._kv_shards.setdefault(key, set()).add(self._kv_shard(saving.location, number))
+                self._index.add(self._places[self._kv_shard(saving.location, number)], [key])
                 self._found = None
         saving.error = saving.error or moving.error
         saving.num_waiting -= 1

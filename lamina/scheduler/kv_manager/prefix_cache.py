@@ -231,13 +231,14 @@ class PrefixCache(Feature):
                     held.until = max(until, held.until)
             return [Free(sequence.id)]
         ends = [self.prefix_index.end(self._place, key) for key in (*way, *self._parts(sequence, way, length))]
-        superseded = {n: None for n in ends if n is not None and self.sessions.session_of_sequence(n) is None}
-        if session is not None:
-            before = self.sessions.on_turn_ended(session, sequence.id, length, sequence.location)
-            superseded |= {} if before is None else {before: None}
+        superseded = {n: None for n in ends if n is not None and self._held[n].session is None}
+        if session is not None and session.retained_sequence is not None:
+            superseded[session.retained_sequence] = None
         until = max([until, *(self._held[number].until or 0.0 for number in superseded)])
         freed = [self.evict(number) for number in superseded]
-        self._hold(sequence, length, until)
+        held = self._hold(sequence, length, until)
+        if session is not None:
+            self.sessions.on_turn_ended(session, held, length)
         return [Truncate(sequence.id, length), *freed]
 
     def _end_detached(self, sequence: Sequence) -> list[SequenceOp]:
@@ -248,35 +249,30 @@ class PrefixCache(Feature):
         )
         if session is None or not length:
             return [Free(sequence.id)]
-        before = self.sessions.on_turn_ended(session, sequence.id, length, sequence.location, sequence.discarded_ranges)
-        freed = [] if before is None else [self.evict(before)]
-        self._hold(sequence, 0, 0.0)
+        freed = [] if session.retained_sequence is None else [self.evict(session.retained_sequence)]
+        self.sessions.on_turn_ended(session, self._hold(sequence, 0, 0.0), length, sequence.discarded_ranges)
         return [Truncate(sequence.id, length), *freed]
 
     def match_session(self, sequence: Sequence) -> PrefixHit | None:
         """The most that a turn has in common with the leaf of its session, which is at the same positions."""
         session = sequence.session
-        if session is None or session.retained_sequence is None or not self._page:
+        if session is None or session.leaf is None or not self._page:
             return None
-        leaf = self._held[session.retained_sequence].sequence
+        leaf = session.leaf.sequence
         if leaf.salt != sequence.salt:
             return None
         alike = common_length(leaf.tokens[: session.length], sequence.tokens[:-1])  # a row has to draw
         length = alike if self._exact and alike > self._page else alike // self._page * self._page
-        blocks = (
-            self._accounting.forkable_blocks(SurvivingKv(session.retained_sequence, length, session.location))
-            if length
-            else None
-        )
-        return None if blocks is None else PrefixHit(session.retained_sequence, length, session.location, blocks)
+        blocks = self._accounting.forkable_blocks(SurvivingKv(leaf.id, length, session.location)) if length else None
+        return None if blocks is None else PrefixHit(leaf.id, length, session.location, blocks)
 
     def detach(self, number: int, first: int, count: int) -> None:
         """Have no prompt find a retained sequence any more: it loses tokens, and later ones move to other positions."""
-        sequence = self.prefix_index.release(self._place, number).sequence
-        del sequence.tokens[first : first + count]
-        sequence.page_keys.clear()
-        sequence.partial_page_keys.clear()
-        self._hold(sequence, 0, 0.0)
+        held = self.prefix_index.release(self._place, number)
+        del held.sequence.tokens[first : first + count]
+        held.sequence.forget_page_keys()
+        held.keys, held.length, held.until = [], 0, 0.0
+        self.prefix_index.hold(self._place, number, held)
         self._shifted.add(number)
 
     def forget_sequence(self, sequence: Sequence) -> None:
@@ -296,14 +292,15 @@ class PrefixCache(Feature):
 
     def evictable_first(self) -> Iterator[int]:
         """The retained sequences without a name that are not prolonged, the least recently used first."""
-        now, named = self._clock(), self.sessions.session_of_sequence
-        return (n for n, h in self._held.items() if h.until is not None and h.until <= now and named(n) is None)
+        now = self._clock()
+        return (n for n, h in self._held.items() if h.until is not None and h.until <= now and h.session is None)
 
     def evict(self, number: int) -> Free:
         """Give up a retained sequence."""
-        self.prefix_index.release(self._place, number)
+        held = self.prefix_index.release(self._place, number)
         self._shifted.discard(number)
-        self.sessions.on_evicted(number)
+        if held.session is not None:
+            held.session.forget_leaf()
         return Free(number)
 
     def evictable(self, free: Blocks) -> list[int]:
@@ -321,8 +318,8 @@ class PrefixCache(Feature):
     def roll_back(self, loss: Loss) -> None:
         """Keep the retained sequences that are there whole, but no shifted one: it may lie as before its shift."""
         for number, held in list(self._held.items()):
-            owner = self.sessions.session_of_sequence(number)
-            each = SurvivingKv(number, held.length or (owner.length if owner else 0), held.sequence.location)
+            length = held.length or (held.session.length if held.session else 0)
+            each = SurvivingKv(number, length, held.sequence.location)
             if held.until is None:
                 self.prefix_index.release(self._place, number)
             elif each.length and number not in self._shifted and loss.count(each) == each.length:
@@ -337,9 +334,10 @@ class PrefixCache(Feature):
             if number not in places:
                 self.evict(number)
                 continue
-            self._held[number].sequence.location = places[number]
-            if (owner := self.sessions.session_of_sequence(number)) is not None:
-                owner.location = places[number]
+            held = self._held[number]
+            held.sequence.location = places[number]
+            if held.session is not None:
+                held.session.location = places[number]
 
     def clear(self) -> list[Free]:
         """Give up all."""
@@ -370,7 +368,8 @@ class PrefixCache(Feature):
             page = sequence.tokens[number * self._page : min(length, (number + 1) * self._page)]
             yield from self.prefix_index.parts(self._place, key, page)
 
-    def _hold(self, sequence: Sequence, length: int, until: float | None = None) -> None:
+    def _hold(self, sequence: Sequence, length: int, until: float | None = None) -> Holding:
         length, keys = self._chain(sequence, length)
-        page_size = self._page if self._exact else 0
-        self.prefix_index.hold(self._place, sequence.id, Holding(sequence, keys, length, until, page_size))
+        held = Holding(sequence, keys, length, until, self._page if self._exact else 0)
+        self.prefix_index.hold(self._place, sequence.id, held)
+        return held

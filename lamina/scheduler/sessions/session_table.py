@@ -12,7 +12,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,9 @@ from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
 from lamina.request.bounds import MOST_COUNT, Count, Identity, Salt, TokenBytes, Word
 
 from .token_ranges import TokenRanges
+
+if TYPE_CHECKING:
+    from lamina.scheduler.prefix_index import Holding
 
 MAX_SESSIONS = 1 << 14  # beyond these, the sessions whose last turn was the longest ago are forgotten
 POOL, NOWHERE = "pool", "none"  # tiers, in addition to the names of storage backends
@@ -51,7 +54,7 @@ class SessionState:
     waits_by_tier: dict[str, float] = field(default_factory=dict)  # see Sessions
     tier: str = ""  # that had the KV of the turn whose first row is to come; empty: none has, or it is the first turn
     turns: int = 0
-    retained_sequence: int | None = None  # the retained sequence that has its KV
+    leaf: Holding | None = None  # the retained sequence that has its KV
     length: int = 0  # tokens of that
     location: KvLocation = FIRST_LOCATION
     keys: list[bytes] = field(default_factory=list)
@@ -59,6 +62,17 @@ class SessionState:
     discarded_ranges: TokenRanges = ()  # tokens of the conversation that its KV has no more
     tokens: array[int] = field(default_factory=lambda: array("I"))  # in its pages
     salt: bytes = b""  # of its last turn
+
+    @property
+    def retained_sequence(self) -> int | None:
+        """The number of the retained sequence that has its KV."""
+        return None if self.leaf is None else self.leaf.sequence.id
+
+    def forget_leaf(self) -> None:
+        """Take note that nothing in the pool is kept for it."""
+        if self.leaf is not None:
+            self.leaf.session = None
+            self.leaf = None
 
     def on_turn_began(self, waited_s: float) -> None:
         """A turn's first row is on its way."""
@@ -84,7 +98,6 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_name: OrderedDict[SessionName, SessionState] = OrderedDict()
-        self._by_sequence: dict[int, SessionState] = {}
         self.hits = Counter[str]()  # turns after the first one of a session, by the tier that had its KV
         self.waits = dict[str, float]()  # seconds for which these waited for their first row
 
@@ -94,7 +107,7 @@ class Sessions:
         self._by_name.move_to_end(name)
         if len(self._by_name) > MAX_SESSIONS:
             _, oldest = self._by_name.popitem(last=False)
-            self._forget_sequence(oldest)
+            oldest.forget_leaf()
         return session
 
     def get(self, name: SessionName) -> SessionState | None:
@@ -116,35 +129,13 @@ class Sessions:
             session.tier = tier
         session.turns = min(session.turns + 1, MOST_COUNT)
 
-    def on_turn_ended(
-        self, session: SessionState, leaf: int, length: int, location: KvLocation, discarded: TokenRanges = ()
-    ) -> int | None:
-        """Note that a turn has ended, whose KV is that of the retained sequence ``leaf``. Returns the one before, which
-        is of no use any more.
-        """
-        before = session.retained_sequence
-        self._forget_sequence(session)
-        session.length, session.location, session.discarded_ranges = length, location, discarded
+    def on_turn_ended(self, session: SessionState, leaf: Holding, length: int, discarded: TokenRanges = ()) -> None:
+        """Note that a turn has ended, whose KV ``leaf`` has."""
+        session.forget_leaf()
+        session.length, session.location, session.discarded_ranges = length, leaf.sequence.location, discarded
         if self._by_name.get(session.name) is session:  # else it was dropped while this turn ran
-            session.retained_sequence = leaf
-            self._by_sequence[leaf] = session
-        return before
-
-    def session_of_sequence(self, number: int) -> SessionState | None:
-        """The session whose leaf a retained sequence is, if it is one."""
-        return self._by_sequence.get(number)
-
-    def on_evicted(self, number: int) -> None:
-        """A retained sequence gives its blocks back."""
-        if (session := self._by_sequence.pop(number, None)) is not None:
-            session.retained_sequence = None
+            session.leaf, leaf.session = leaf, session
 
     def drop(self, name: SessionName) -> SessionState | None:
         """Forget a session: what it had is the caller's to give up. None: there is no such session."""
         return self._by_name.pop(name, None)
-
-    def _forget_sequence(self, session: SessionState) -> None:
-        """The session's leaf has no name any more."""
-        if session.retained_sequence is not None:
-            self._by_sequence.pop(session.retained_sequence, None)
-            session.retained_sequence = None

@@ -127,5 +127,4 @@ class ReferenceDecoder(Feature):
         sequence.evicts_kv, sequence.kv_budget, sequence.block_scores = False, 0, None
         if self._options.selects_blocks and not sequence.full_attention:
             sequence.full_attention, sequence.salt = True, sequence.salt + FULL_ATTENTION_SALT
-            sequence.page_keys.clear()
-            sequence.partial_page_keys.clear()
+            sequence.forget_page_keys()

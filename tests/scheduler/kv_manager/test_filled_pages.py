@@ -18,6 +18,7 @@ from lamina.protocol.offload_messages import OffloadFacts, TransferDone
 from lamina.protocol.step_plan import DeletePages, LoadKv, SaveKv, SetRetention
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.prefix_index import PrefixIndex
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.sessions.token_ranges import remove_ranges
@@ -94,9 +95,9 @@ def test_what_lies_beside_the_pool_are_the_tokens_of_its_keys(seed: int, blocks:
     assert all(tokens == pages[key] for key, tokens in house.medium.items()), (
         "a page has other tokens than its key says"
     )
-    assert house.tier._kv_shards.keys() <= house.medium.keys(), "found, and not there"
+    assert house.tier.stored_keys <= house.medium.keys(), "found, and not there"
     if not errors:
-        assert house.tier._kv_shards.keys() == house.medium.keys() == pages.keys()
+        assert house.tier.stored_keys == house.medium.keys() == pages.keys()
 
 
 def test_a_page_that_could_not_be_saved_is_saved_at_the_end() -> None:
@@ -120,7 +121,7 @@ def test_what_went_wrong_leaves_nothing() -> None:
     sequence.finish("error")
     house.serve([sequence])
     assert house.medium == {}
-    assert not house.tier._kv_shards
+    assert not house.tier.stored_keys
 
 
 def test_pages_that_are_to_be_kept_are_named_at_the_end_also_where_others_have_them() -> None:
@@ -171,7 +172,7 @@ def test_a_session_that_is_deleted_in_its_turn_leaves_nothing(*, alone: bool) ->
     shared = dict(house.medium)
     sequence.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
     house.scheduler.add(sequence)
-    while len(house.tier._kv_shards) < 4:
+    while len(house.tier.stored_keys) < 4:
         house.round()
         if house.owed:
             house.answer()
@@ -250,9 +251,9 @@ def test_a_page_whose_last_token_is_being_drawn_waits_for_it() -> None:
 def test_a_page_on_loan_is_found_where_it_lies() -> None:
     """The first page was still being saved when the next one came to lie elsewhere."""
     lanes = (KvShards((True, False)), KvShards((False, True)))
-    ledger = BlockTables((0, 0), [20, 20], PAGE, lanes, 1, stays=True)
+    ledger, index = BlockTables((0, 0), [20, 20], PAGE, lanes, 1, stays=True), PrefixIndex()
     tier = OffloadIndex(
-        OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[], []]), ledger, [[0], [1]]
+        OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[], []]), ledger, [[0], [1]], index
     )
     sequence = make(1, 2 * PAGE + 1, 4)
     sequence.id, sequence.num_computed_tokens = 0, PAGE
@@ -262,4 +263,6 @@ def test_a_page_on_loan_is_found_where_it_lies() -> None:
     for op in tier.assign_ids([*ops]):
         for _ in range(2):
             tier.on_transfer_done(TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=1))  # type: ignore[union-attr]
-    assert [tier._kv_shards[key] for key in tier.keys_of(sequence, 2 * PAGE)] == [{0}, {1}]
+    places = [index.place(tier.backend, lane) for lane in range(2)]
+    found = [[index.has(place, key) for place in places] for key in tier.keys_of(sequence, 2 * PAGE)]
+    assert found == [[True, False], [False, True]]

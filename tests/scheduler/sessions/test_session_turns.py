@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scheduled import make
 
+from lamina.scheduler.prefix_index import Holding
 from lamina.scheduler.sessions import session_table
 from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.sessions.session_turns import (
@@ -98,12 +100,13 @@ def test_what_is_no_name(name: str) -> None:
 def test_names_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamina.scheduler.sessions.session_turns.MAX_SESSIONS", 2)
     monkeypatch.setattr(session_table, "MAX_SESSIONS", 2)
-    turns, known = SessionTurns(), session_table.Sessions()
+    turns, known, leaves = SessionTurns(), session_table.Sessions(), list[Holding]()
     for name in "abc":
         speak(turns, said(name), SessionName(b"", name))
-        known.on_turn_ended(known.get_or_create(SessionName(b"", name)), ord(name), 4, session_table.FIRST_LOCATION)
+        leaves.append(Holding(make(ord(name), 4, 1), [], 4, 0.0))
+        known.on_turn_ended(known.get_or_create(SessionName(b"", name)), leaves[-1], 4)
     assert [s.name.name for s in known.list_all()] == ["b", "c"]
-    assert known.session_of_sequence(ord("a")) is None, "its KV is as that of any other prefix"
+    assert [leaf.session is not None for leaf in leaves] == [False, True, True], "its KV is as that of any other prefix"
     speak(turns, said("z"), SessionName(b"", "a"))
 
 
