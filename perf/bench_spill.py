@@ -94,7 +94,7 @@ def kv_bytes(tokens: int) -> int:
 def lent(llm: LLM) -> float:
     """Of the blocks that memory workers use, the share that lies with a creditor."""
     scheduler = llm.engine.scheduler
-    used = sum(sum(n) for n in llm.engine.worker_info.num_blocks) - sum(scheduler.free_blocks)
+    used = sum(sum(n) for n in llm.engine.worker_info.num_blocks) - sum(scheduler.available_blocks)
     return round(sum(scheduler.borrowed_blocks or []) / used, 3)
 
 

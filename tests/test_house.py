@@ -67,7 +67,7 @@ POLICY = (
     "scheduler/sparsity/selection.py",
     "scheduler/kv_manager/allocator.py", "scheduler/preemption.py", "scheduler/prefill_grants.py",
     "scheduler/kv_manager/swap.py", "scheduler/step_timing.py", "scheduler/sampling_requests.py",
-    "scheduler/kv_manager/block_accounting.py", "scheduler/sparsity/pruning.py",
+    "scheduler/sparsity/pruning.py",
     "scheduler/sparsity/reference_decode.py", "scheduler/sparsity/error_budget.py", "kv/sparsity.py",
     "protocol/sparse_layers.py", "scheduler/surviving_kv.py", "workers/memory/committed_tokens.py",
     "api/vllm_compat.py", "ops/sampling/sampling_settings.py", "protocol/blocks/block_tables.py",

@@ -9,7 +9,7 @@ from .option import Choices, Options, ParsedBy, check_size, parse_seconds, parse
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
 STORE_SIZE = "10GiB"
 UNLIMITED_BYTES = 1 << 60  # bytes, of what takes no room
-POLICIES = ("lru", "fifo", "lfu", "length")  # see kv.eviction_policy, which has one rank for each
+EVICTION_POLICIES = ("lru", "fifo", "lfu", "length")  # see kv.eviction_policy, which has one rank for each
 
 
 class OffloadOptions(Options, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
     ] = ""
     kv_eviction_policy: Annotated[
         str,
-        Choices(POLICIES),
+        Choices(EVICTION_POLICIES),
         "pages that give way first in host memory or in the directory: used the longest ago (lru), the first to come "
         "(fifo), used the fewest times (lfu), furthest from the beginning of their sequence (length)",
     ] = "lru"

@@ -87,7 +87,7 @@ class Engine:
     @property
     def free_blocks(self) -> tuple[int, ...]:
         """KV blocks of each layer group that sequences can still have: free ones, and those of finished ones."""
-        return self.scheduler.free_blocks
+        return self.scheduler.available_blocks
 
     def add(
         self,

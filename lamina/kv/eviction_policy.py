@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from typing import NamedTuple
 
-from lamina.config.offload import POLICIES
+from lamina.config.offload import EVICTION_POLICIES
 
 
 class PageUsage(NamedTuple):
@@ -40,7 +40,7 @@ _RANKS: dict[str, Callable[[PageUsage], EvictionRank]] = {
 def eviction_rank(policy: str) -> Callable[[PageUsage], EvictionRank]:
     """Return the rank function of a policy: the page of the lowest rank is evicted first. Raises ValueError."""
     if policy not in _RANKS:
-        raise ValueError(f"--kv-offload eviction= must be one of {', '.join(POLICIES)}, not {policy!r}")
+        raise ValueError(f"--kv-offload eviction= must be one of {', '.join(EVICTION_POLICIES)}, not {policy!r}")
     return _RANKS[policy]
 
 

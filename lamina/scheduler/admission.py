@@ -8,13 +8,13 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import Fork
 
 from .batch import Batch, ChunkPolicy
 from .feature_table import FeatureTable
 from .kv_manager.allocator import Allocation, KvAllocator, subtract
-from .kv_manager.block_accounting import BlockAccounting
 from .sequence import Sequence
 from .starts import Candidates, DecodePlacement, KvStart, Verdict, start_op
 
@@ -38,7 +38,7 @@ class Admission:
 
     def __init__(
         self,
-        accounting: BlockAccounting,
+        accounting: BlockTables,
         allocator: KvAllocator,
         cuts: ChunkPolicy,
         max_num_seqs: int,
@@ -172,7 +172,7 @@ class Admission:
         sources |= {start.source} if start is not None and start.source is not None else set()
         oldest = (n for n in self._features.eviction_order if n not in sources)
         affinity = self._affinity.get(sequence.affinity_key) if sequence.affinity_key else None
-        while (fit := self._allocator.allocate(sequence, start, more, batch.running, running, affinity)) is None:
+        while (fit := self._allocator.find_room(sequence, start, more, batch.running, running, affinity)) is None:
             number = next(oldest, None)
             if number is None:
                 break

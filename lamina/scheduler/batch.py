@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.step_plan import SequenceOp, SurvivingKv
 
-from .kv_manager.block_accounting import BlockAccounting
 from .sequence import Sequence
 
 
@@ -119,7 +119,7 @@ def roll_back_batches(
     return keep, gone
 
 
-def find_overwritten(accounting: BlockAccounting, batches: Iterable[Batch], keep: list[SurvivingKv]) -> list[Sequence]:
+def find_overwritten(accounting: BlockTables, batches: Iterable[Batch], keep: list[SurvivingKv]) -> list[Sequence]:
     """Find sequences that would write into a shared block after a loss: another one was forked from them by steps that
     were done but not reported. They leave ``batches``, ``keep`` and the ledger, and are to begin anew.
     """

@@ -12,12 +12,12 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.executor import Report
 from lamina.protocol.step_plan import RowRange, SequenceOp, StepPlan, SurvivingKv
 
 from .batch import Batch
-from .kv_manager.block_accounting import BlockAccounting
 from .scheduler_output import Round, ScheduledStep, TransferResult
 from .sequence import Sequence
 from .starts import Candidates, KvStart
@@ -74,7 +74,7 @@ class PlanDraft:
     batch: Batch
     round: int
     picked: Mapping[Sequence, int]
-    accounting: BlockAccounting
+    accounting: BlockTables
     build: Callable[[], StepPlan]
     evict_for: Callable[[Batch, Iterable[RowRange]], bool]
     prefill_steps: list[ScheduledStep]
@@ -173,6 +173,11 @@ class Feature:
         """
 
     # What is retained of finished sequences, by their numbers:
+    @property
+    def has_retained(self) -> bool:
+        """True if there are any: as ``eviction_order``, but quick."""
+        return False
+
     @property
     def eviction_order(self) -> list[int]:
         """The retained sequences, in the order in which they give way."""

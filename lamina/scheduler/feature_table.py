@@ -98,6 +98,10 @@ class FeatureTable:
             f.on_step_done(step, done)
 
     @property
+    def has_retained(self) -> bool:
+        return any(f.has_retained for f in self._with["has_retained"])
+
+    @property
     def eviction_order(self) -> list[int]:
         return [number for f in self._with["eviction_order"] for number in f.eviction_order]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.step_plan import Free, RowRange
 
 from .batch import Batch
 from .feature import Leaving
 from .feature_table import FeatureTable
 from .kv_manager.allocator import KvAllocator, next_rows
-from .kv_manager.block_accounting import BlockAccounting
 from .sequence import Sequence
 
 
@@ -19,13 +19,13 @@ class Preemption:
 
     def __init__(
         self,
-        accounting: BlockAccounting,
+        accounting: BlockTables,
         allocator: KvAllocator,
         features: FeatureTable,
     ) -> None:
         self._accounting, self._allocator, self._features = accounting, allocator, features
 
-    def free_blocks(self, batch: Batch, picked: dict[Sequence, int], stuck: list[Sequence]) -> Sequence | None:
+    def make_room(self, batch: Batch, picked: dict[Sequence, int], stuck: list[Sequence]) -> Sequence | None:
         """Give up what is retained; else preempt the newest sequence of ``batch`` whose blocks help, of those with the
         highest number for a priority, which is returned.
         While K and V of that one are on their way, another of ``picked`` waits. ``stuck``: they are preempted first.

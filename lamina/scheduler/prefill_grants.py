@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from lamina.protocol.blocks.block_tables import PlanError
+from lamina.protocol.blocks.block_tables import BlockTables, PlanError
 from lamina.protocol.step_plan import Free, New, PrefillGrant, RowRange, SequenceOp
 
 from .feature import PlanDraft
 from .kv_manager.allocator import next_rows
-from .kv_manager.block_accounting import BlockAccounting
 
 
 class GrantBudget:
@@ -18,7 +17,7 @@ class GrantBudget:
     that its ops give back do not count. If it has other ops than New and Free, nothing is sure.
     """
 
-    def __init__(self, accounting: BlockAccounting, ops: Iterable[SequenceOp], rows: Iterable[RowRange]) -> None:
+    def __init__(self, accounting: BlockTables, ops: Iterable[SequenceOp], rows: Iterable[RowRange]) -> None:
         self._accounting = accounting
         self._granted = dict[int, RowRange]()  # by sequence: all rows of its grants
         self._free: list[int] = []  # by group; empty = nothing is sure

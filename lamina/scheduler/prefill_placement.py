@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .feature import Feature
-from .kv_manager.prefix_cache import PrefixCache, PrefixHit
+from .kv_manager.prefix_cache import PrefixCache
 from .prefill_dispatch import PrefillDispatcher
 from .sequence import Sequence
 from .starts import Candidates, KvStart, Verdict
@@ -29,7 +29,7 @@ class PrefillPlacement(Feature):
         if not self._prefill.can_accept(sequence):
             candidates.verdict = Verdict.STEPS_ASIDE if self._prefill.has_free_worker else Verdict.HOLDS_UP
 
-    def _common_hit(self, sequence: Sequence, known: int) -> PrefixHit | None:
+    def _common_hit(self, sequence: Sequence, known: int) -> KvStart | None:
         """The hit with as much of the ``known`` tokens as its worker has too."""
         length = self._prefill.num_cached_tokens(sequence, known)
         if not length:

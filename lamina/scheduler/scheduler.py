@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.executor import Report
 from lamina.protocol.step_plan import Free, SequenceOp, StepPlan, SurvivingKv, Truncate
 
@@ -26,7 +27,6 @@ from .batch import (
 from .feature import Feature, Leaving, Loss, PlanDraft
 from .feature_table import FeatureTable
 from .kv_manager.allocator import NO_SHARDS, KvAllocator, next_rows
-from .kv_manager.block_accounting import BlockAccounting, Blocks
 from .preemption import Preemption
 from .rotation.pipeline import route
 from .scheduler_output import Round, ScheduledStep, TransferResult, commit, round_of
@@ -49,7 +49,7 @@ class Scheduler:
 
     def __init__(
         self,
-        accounting: BlockAccounting,
+        accounting: BlockTables,
         *,
         max_num_seqs: int,
         prefill_chunk: int,
@@ -106,10 +106,10 @@ class Scheduler:
         return [s for b in self.batches for s in b.running]
 
     @property
-    def free_blocks(self) -> Blocks:
+    def available_blocks(self) -> tuple[int, ...]:
         """KV blocks that sequences can still have: free ones, and those of retained or finished sequences."""
         running = self.running
-        if not self.features.eviction_order and not any(s.finished for s in running):
+        if not self.features.has_retained and not any(s.finished for s in running):
             return self._accounting.free_blocks
         held = self._accounting.count_blocks(s.id for s in running if not s.finished)
         return tuple(total - n for total, n in zip(self._accounting.num_blocks, held, strict=True))
@@ -269,7 +269,7 @@ class Scheduler:
             self.features.on_arrival(sequence, is_new=False)
 
     def adopt_blocks(
-        self, blocks: BlockAccounting, keep: Iterable[SurvivingKv], new_shards: Mapping[int, int] = NO_SHARDS
+        self, blocks: BlockTables, keep: Iterable[SurvivingKv], new_shards: Mapping[int, int] = NO_SHARDS
     ) -> list[SurvivingKv]:
         """Adopt other blocks after ``roll_back``. Returns where KV is to lie; running sequences are placed first.
         ``new_shards``: see EpochChanged.
@@ -281,7 +281,7 @@ class Scheduler:
         self._reset_sequences([*self.waiting, *apply_locations(self.batches, kept)])
         return kept
 
-    def sequences_without_room(self, blocks: BlockAccounting) -> int:
+    def sequences_without_room(self, blocks: BlockTables) -> int:
         """Running sequences whose KV has no room in other blocks."""
         return self._allocator.num_without_room(blocks, [s for s in self.running if not s.finished])
 
@@ -352,7 +352,7 @@ class Scheduler:
         stuck = self._allocator.spill_next_stripes(picked, lambda: (self.running, self.features.eviction_order))
         plan = self._build_plan(batch, picked)
         while stuck or (picked and not self._accounting.can_apply(plan)):
-            if (victim := self._preemption.free_blocks(batch, picked, stuck)) is not None:
+            if (victim := self._preemption.make_room(batch, picked, stuck)) is not None:
                 requeue(self.waiting, victim)
                 self.num_preemptions += 1
             plan = self._build_plan(batch, picked)

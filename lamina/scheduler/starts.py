@@ -6,43 +6,31 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import Fork, New
 
 from .batch import Batch, ChunkPolicy
-from .kv_manager.block_accounting import Blocks
 from .sequence import Sequence
 
 
-class KvStart(Protocol):
-    """Stored tokens with which a sequence may begin: those of another sequence in the pool, or loaded ones."""
+class KvStart(NamedTuple):
+    """Stored tokens with which a sequence may begin: the first ``length`` of its own.
 
-    @property
-    def length(self) -> int:
-        """Tokens."""
-        ...
+    ``locations``: places where it may begin; that of a fork is its source's. ``source``: the number of the sequence in
+    the pool that has them and is forked; None: pages of ``keys`` are loaded. ``blocks``: those that a fork need not
+    take, by layer group. ``is_swapped``: it is its own KV, of before it was preempted. ``page_shifts``: of each page,
+    from how many positions further on it comes; empty: none is moved.
+    """
 
-    @property
-    def source(self) -> int | None:
-        """The number of the sequence that has them and is forked; None: they are loaded."""
-        ...
-
-    @property
-    def locations(self) -> tuple[KvLocation, ...]:
-        """Places where the sequence may begin. That of a fork is its source's."""
-        ...
-
-    @property
-    def blocks(self) -> Blocks:
-        """KV blocks that the sequence need not take, by layer group; empty: none."""
-        ...
-
-    @property
-    def is_swapped(self) -> bool:
-        """True of the sequence's own KV, from before it was preempted."""
-        ...
+    length: int
+    locations: tuple[KvLocation, ...]
+    keys: tuple[bytes, ...] = ()
+    source: int | None = None
+    blocks: tuple[int, ...] = ()
+    is_swapped: bool = False
+    page_shifts: tuple[int, ...] = ()
 
 
 def start_op(sequence: Sequence, start: KvStart | None) -> New | Fork:

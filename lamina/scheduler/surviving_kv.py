@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import structs
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.step_plan import SurvivingKv
 
-from .kv_manager.block_accounting import BlockAccounting
 from .sequence import Sequence as RunningSequence
 
 
@@ -16,7 +16,7 @@ class SurvivingTokens:
     """Counts tokens that every holder of a part of their sequence has in all layers; others are computed again."""
 
     def __init__(
-        self, accounting: BlockAccounting, holders: Sequence[Sequence[int]], reports: Sequence[Mapping[int, int]]
+        self, accounting: BlockTables, holders: Sequence[Sequence[int]], reports: Sequence[Mapping[int, int]]
     ) -> None:
         """``holders``: group -> memory workers; ``reports``: see EpochChanged, empty for those that were lost."""
         self._ledger, self._holders, self._reports = accounting, holders, reports

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.config.offload import POLICIES
+from lamina.config.offload import EVICTION_POLICIES
 from lamina.kv.eviction_policy import EvictionQueue, eviction_rank
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
@@ -78,7 +78,7 @@ def test_lru_beside_an_ordered_dict(uses: list[tuple[int, bool]]) -> None:
     assert [n in tier for n in map(key, range(13))] == [n in model for n in map(key, range(13))]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=300))
 def test_a_tier_keeps_to_its_size(policy: str, uses: list[int]) -> None:
     tier = EvictionQueue(policy, 70)

@@ -19,8 +19,9 @@ from lamina.kv.storage.host import HostStorage
 from lamina.kv.storage.layered import TieredStorage
 from lamina.protocol.kv_placement import FIRST_LOCATION
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.scheduler.kv_manager.prefetch import LoadableKv, PrefetchHints
+from lamina.scheduler.kv_manager.prefetch import PrefetchHints
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.starts import KvStart
 from lamina.tools.plan.simulator.clock import VirtualClock
 
 TOKENS = 512  # of a page
@@ -167,10 +168,10 @@ class Conversations:
     def _there(self, keys: tuple[bytes, ...]) -> int:
         return next((n for n, key in enumerate(keys) if self._medium.lookup(key) is None), len(keys))
 
-    def _to_load(self, sequence: Sequence) -> LoadableKv | None:
+    def _to_load(self, sequence: Sequence) -> KvStart | None:
         keys = self._talks[sequence.request_id].keys()
         pages = self._there(keys)
-        return LoadableKv(pages * TOKENS, (FIRST_LOCATION,), keys[:pages]) if pages else None
+        return KvStart(pages * TOKENS, (FIRST_LOCATION,), keys[:pages]) if pages else None
 
     def _load(self, talk: _Talk) -> None:
         """The first page last, as transfers do."""

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import RowRange, SurvivingKv
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.starts import KvStart
 
-from .block_accounting import BlockAccounting
 from .spill_placement import SpillPlacement
 
 MAX_LISTED_SHARDS = 1 << 20
@@ -35,7 +35,7 @@ class Allocation(NamedTuple):
 class KvAllocator:
     """The ledger's blocks, by layer group, as sequences will take them: what is promised counts as taken."""
 
-    def __init__(self, accounting: BlockAccounting, max_rows: int, homes: int = 0, max_kept_tokens: int = 0) -> None:
+    def __init__(self, accounting: BlockTables, max_rows: int, homes: int = 0, max_kept_tokens: int = 0) -> None:
         """``max_rows``: of a step. ``homes``: KV shards in which sequences begin, the first ones; 0 = all.
         ``max_kept_tokens``: that a sequence has in sparse layers once it has lost blocks; 0 = none loses any.
         """
@@ -69,7 +69,7 @@ class KvAllocator:
             room, whole = [n - a + b for n, a, b in zip(room, whole, needed, strict=True)], needed
         return min(n * len(each) / needed for n, needed in zip(room, whole, strict=True) if needed)
 
-    def allocate(
+    def find_room(
         self,
         sequence: Sequence,
         start: KvStart | None,
@@ -78,8 +78,8 @@ class KvAllocator:
         running: Several[Sequence],
         affinity_location: KvLocation | None = None,
     ) -> Allocation | None:
-        """Room of a new sequence that begins with ``start``, if there is one, in ``left`` blocks; see ``place``. One
-        that was preempted goes back to its KV, also where no other begins.
+        """Find room for a new sequence that begins with ``start``, if there is one, in ``left`` blocks. One that was
+        preempted goes back to its KV, also where no other begins.
         """
         place: KvLocation | None
         forked = start is not None and start.source is not None
@@ -156,7 +156,7 @@ class KvAllocator:
         """KV blocks of running sequences by the layer group that lends them; None where none does."""
         return self.spill.borrowed_blocks(running) if self.spill else None
 
-    def num_without_room(self, other: BlockAccounting, running: Iterable[Sequence]) -> int:
+    def num_without_room(self, other: BlockTables, running: Iterable[Sequence]) -> int:
         """Count the ``running`` sequences that would have no room in the blocks of ``other``."""
         keep = [SurvivingKv(s.id, s.num_tokens_with_placeholders, s.location) for s in running]
         return len(keep) - len(KvAllocator(other, self._max_rows, self._homes).reassign(keep))

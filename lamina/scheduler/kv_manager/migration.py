@@ -13,6 +13,7 @@ from collections.abc import Sequence as Several
 from itertools import islice
 from typing import NamedTuple
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.executor import Report
 from lamina.protocol.kv_placement import KvLocation, StripeRun
 from lamina.protocol.loan_placement import relocated
@@ -23,7 +24,6 @@ from lamina.scheduler.scheduler_output import Round, ScheduledStep
 from lamina.scheduler.sequence import Sequence
 
 from .allocator import KvAllocator, subtract
-from .block_accounting import BlockAccounting
 from .prefix_cache import PrefixCache
 
 MAX_STRIPES_PER_COPY = 8  # of a copy
@@ -43,9 +43,7 @@ class _StripeCopy(NamedTuple):
 class KvMigration(Feature):
     """``ranks``: each copies what it has of the stripes; 0, or layers with a window: nothing moves."""
 
-    def __init__(
-        self, accounting: BlockAccounting, allocator: KvAllocator, prefix_cache: PrefixCache, ranks: int
-    ) -> None:
+    def __init__(self, accounting: BlockTables, allocator: KvAllocator, prefix_cache: PrefixCache, ranks: int) -> None:
         self.num_moved_blocks = 0  # KV blocks of each layer, that have gone home, or left
         self.closing_shards: set[int] = set()  # groups of memory workers that are to go: whole sequences leave them
         self._stuck = False  # none of those that are left there finds room elsewhere

@@ -40,7 +40,7 @@ from lamina.scheduler.sessions.token_ranges import count_tokens
 from lamina.scheduler.starts import Candidates, KvStart
 
 from .pending_deletes import PendingDeletes
-from .prefetch import LoadableKv, PrefetchHints
+from .prefetch import PrefetchHints
 
 NO_TRANSFER_ID = 0  # a transfer whose plan is not made yet
 MAX_PAGES_PER_SAVE = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
@@ -57,7 +57,7 @@ class _PageTransfer:
 @dataclass
 class _SequenceLoad:
     sequence: Sequence
-    loadable: LoadableKv
+    loadable: KvStart
     num_waiting: int  # transfers under way
     num_not_ready: int  # reports to come before its first rows
     num_valid_tokens: int  # tokens that are there, as far as is known
@@ -109,7 +109,7 @@ class OffloadIndex(Feature):
         self._removed: set[bytes] = set()  # pages that some worker has given up while others may still save them
         self._drops = PendingDeletes()
         # What was asked for last, and the answer.
-        self._found: tuple[Sequence, int, int, LoadableKv | None] | None = None
+        self._found: tuple[Sequence, int, int, KvStart | None] | None = None
         self.num_queried_tokens = 0  # tokens of admitted sequences that the pool has not
         self.num_hit_tokens = 0  # how many of them were loaded
         self.sync(facts, holders)
@@ -144,7 +144,7 @@ class OffloadIndex(Feature):
         lanes_of = Counter(worker for owners in self._num_holders for worker in owners)
         return len(self._num_holders) * min(rooms[w] // lanes_of[w] for owners in self._num_holders for w in owners)
 
-    def find_loadable(self, sequence: Sequence, beyond: int) -> LoadableKv | None:
+    def find_loadable(self, sequence: Sequence, beyond: int) -> KvStart | None:
         """Return what can be loaded of a waiting sequence, more than ``beyond`` tokens. Its last token has to be
         computed: a row has to draw.
         """
@@ -153,7 +153,7 @@ class OffloadIndex(Feature):
             self._found = sequence, beyond, tokens, self._find(sequence, beyond)
         return self._found[3]
 
-    def _find(self, sequence: Sequence, beyond: int) -> LoadableKv | None:
+    def _find(self, sequence: Sequence, beyond: int) -> KvStart | None:
         stop = len(sequence.tokens) - 1
         stop = min(stop, self._most) if self._most else stop
         if sequence.params.prompt_logprobs is not None or stop <= beyond:
@@ -172,9 +172,9 @@ class OffloadIndex(Feature):
         ):  # to go on from the pool costs less
             return None
         able = tuple(place for place, n in lengths.items() if n == length)
-        return LoadableKv(length, able, tuple(self.keys_of(sequence, length, parts=True)))
+        return KvStart(length, able, tuple(self.keys_of(sequence, length, parts=True)))
 
-    def find_shifted(self, sequence: Sequence) -> LoadableKv | None:
+    def find_shifted(self, sequence: Sequence) -> KvStart | None:
         """Return what can be loaded of a turn that has lost tokens: pages of its whole conversation, which were saved
         before, and whose K is rotated as they come. Pages that were computed after tokens were lost are never saved.
         """
@@ -183,7 +183,7 @@ class OffloadIndex(Feature):
             self._found = sequence, beyond, tokens, self._find_moved(sequence)
         return self._found[3]
 
-    def _find_moved(self, sequence: Sequence) -> LoadableKv | None:
+    def _find_moved(self, sequence: Sequence) -> KvStart | None:
         stop, page = len(sequence.tokens) - 1, self.page_size
         stop = min(stop, self._most) if self._most else stop
         numbers = range(len(sequence.original_prompt) // page)
@@ -200,7 +200,7 @@ class OffloadIndex(Feature):
             return None
         able = tuple(place for place, n in pages.items() if n >= most)
         moved = tuple((n - m) * page for m, n in enumerate(left[:most]))
-        return LoadableKv(most * page, able, tuple(keys[:most]), page_shifts=moved)
+        return KvStart(most * page, able, tuple(keys[:most]), page_shifts=moved)
 
     def _num_moved(self, keys: Several[bytes], numbers: Several[int], location: KvLocation) -> int:
         """Pages, from the first on, that are there, in the KV shard where they will lie."""
@@ -251,7 +251,7 @@ class OffloadIndex(Feature):
         """Return whether some page of a sequence is on its way to storage."""
         return number in self._saving
 
-    def begin_load(self, sequence: Sequence, wanted: LoadableKv, spare_s: float = 0.0) -> list[LoadKv]:
+    def begin_load(self, sequence: Sequence, wanted: KvStart, spare_s: float = 0.0) -> list[LoadKv]:
         """Begin: the sequence has its number and its place. ``spare_s``: for which its first rows will be computed."""
         keys, ops, low = list(wanted.keys), list[LoadKv](), 0
         for moved, alike in groupby(wanted.page_shifts or (0,) * len(keys)):
@@ -408,7 +408,7 @@ class OffloadIndex(Feature):
         if scheduling.waiting or self.hints:
             scheduling.batches[0].ops += self.hints.next_ops([*scheduling.waiting], self._to_load)
 
-    def _to_load(self, sequence: Sequence) -> LoadableKv | None:
+    def _to_load(self, sequence: Sequence) -> KvStart | None:
         """Return what a sequence will load. Preempted ones come back soon, and truncated ones begin with their
         session's KV alone.
         """
@@ -468,13 +468,13 @@ class OffloadIndex(Feature):
         sequence = candidates.sequence
         if start is None or not start.is_swapped:
             self.num_queried_tokens += sequence.num_tokens_with_placeholders - sequence.num_computed_tokens
-        if not isinstance(start, LoadableKv):
+        if start is None or start.source is not None:
             return []
         sequence.num_loading_tokens = start.length
         return self.begin_load(sequence, start, self._spare_s(candidates, start))
 
     @staticmethod
-    def _spare_s(candidates: Candidates, load: LoadableKv) -> float:
+    def _spare_s(candidates: Candidates, load: KvStart) -> float:
         """Seconds for which its first rows after a load will be computed. 0 where they wait for its end: they attend
         with blocks that are scored, or they score its prompt, and no load that fails may have been scored.
         """

@@ -11,33 +11,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
-from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import MAX_HINTED_PAGES, MAX_PAGES_PER_TRANSFER, PrefetchHint
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.starts import KvStart
 
 MAX_HINTED_PAGES_PER_PLAN = 1024  # pages in one plan, unless one turn has more
-
-
-class LoadableKv(NamedTuple):
-    """The first ``length`` tokens of a new sequence can be loaded, where it begins at one of ``locations``.
-    ``is_swapped``: it is its own KV, of before it was preempted.
-    """
-
-    length: int
-    locations: tuple[KvLocation, ...]
-    keys: tuple[bytes, ...]  # of its pages
-    is_swapped: bool = False
-    page_shifts: tuple[int, ...] = ()  # of each page, from how many positions further on; empty: none is moved
-
-    @property
-    def source(self) -> None:
-        """No sequence in the pool has it."""
-        return None
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """All its blocks are new ones."""
-        return ()
 
 
 class _HintedSequence(NamedTuple):
@@ -59,7 +37,7 @@ class PrefetchHints:
         """The number of turns with hints that still wait or load."""
         return len(self._hinted)
 
-    def next_ops(self, waiting: Several[Sequence], find: Callable[[Sequence], LoadableKv | None]) -> list[PrefetchHint]:
+    def next_ops(self, waiting: Several[Sequence], find: Callable[[Sequence], KvStart | None]) -> list[PrefetchHint]:
         """Return the next plan's hints. ``waiting``: the first one is next. ``find``: what can be loaded of one."""
         loading = [s for s in self._hinted if s.num_loading_tokens]
         line = (len(waiting), waiting[:1], waiting[-1:], len(loading))
@@ -87,7 +65,7 @@ class PrefetchHints:
         gone = [s for s in self._hinted if s not in ahead]
         return [PrefetchHint(number) for number, pages in map(self._hinted.pop, gone) if pages] + new
 
-    def _ops_of(self, sequence: Sequence, load: LoadableKv | None) -> list[PrefetchHint]:
+    def _ops_of(self, sequence: Sequence, load: KvStart | None) -> list[PrefetchHint]:
         if load is None:
             return []
         session = sequence.session

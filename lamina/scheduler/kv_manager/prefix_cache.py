@@ -16,7 +16,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from lamina.kv.fetch_window import eviction_order
-from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.step_plan import Free, SequenceOp, SurvivingKv, Truncate
 from lamina.scheduler.feature import Feature, Leaving, Loss
 from lamina.scheduler.prefix_index import POOL, Holding, PageKeys, PrefixIndex, common_length
@@ -24,28 +24,7 @@ from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import Sessions, SessionState
 from lamina.scheduler.starts import Candidates, KvStart, Verdict
 
-from .block_accounting import BlockAccounting, Blocks
-
 MAX_SEQUENCES_TRIED = 8  # sequences of one beginning, of which each may have given back what a window has passed
-
-
-class PrefixHit(NamedTuple):
-    """The first ``length`` tokens of a new sequence are those of ``source``."""
-
-    source: int
-    length: int
-    location: KvLocation
-    blocks: Blocks  # that it need not take, by layer group
-
-    @property
-    def locations(self) -> tuple[KvLocation, ...]:
-        """The only place where the sequence may begin."""
-        return (self.location,)
-
-    @property
-    def is_swapped(self) -> bool:
-        """False: it is another sequence's."""
-        return False
 
 
 class CommonPrefix(NamedTuple):
@@ -62,7 +41,7 @@ class PrefixCache(Feature):
 
     def __init__(
         self,
-        accounting: BlockAccounting,
+        accounting: BlockTables,
         page: int,
         *,
         prompts_only: bool = False,
@@ -138,7 +117,7 @@ class PrefixCache(Feature):
         stop = len(sequence.prompt) - 1  # a row has to draw
         return stop if self._exact and stop >= self._page else stop // self._page * self._page
 
-    def longest_cached(self, beginnings: list[CommonPrefix]) -> PrefixHit | None:
+    def longest_cached(self, beginnings: list[CommonPrefix]) -> KvStart | None:
         """The most of ``beginnings`` whose KV is there."""
         for key, length in reversed(beginnings):
             for number in islice(reversed(self.prefix_index.sequences(self._place, key)), MAX_SEQUENCES_TRIED):
@@ -149,7 +128,7 @@ class PrefixCache(Feature):
                     else None
                 )
                 if blocks is not None:
-                    return PrefixHit(number, length, place, blocks)
+                    return KvStart(length, (place,), source=number, blocks=blocks)
         return None
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
@@ -157,7 +136,7 @@ class PrefixCache(Feature):
         hit = self.longest_cached(self.lookup(sequence))
         return hit.length if hit else 0
 
-    def pending_match(self, beginnings: list[CommonPrefix], hit: PrefixHit | None) -> Sequence | None:
+    def pending_match(self, beginnings: list[CommonPrefix], hit: KvStart | None) -> Sequence | None:
         """A running sequence that is about to have more pages of ``beginnings``."""
         key, length = next((x for x in reversed(beginnings) if x.length % self._page == 0), (b"", 0))
         if length <= (hit.length if hit else 0):
@@ -253,7 +232,7 @@ class PrefixCache(Feature):
         self.sessions.on_turn_ended(session, self._hold(sequence, 0, 0.0), length, sequence.discarded_ranges)
         return [Truncate(sequence.id, length), *freed]
 
-    def match_session(self, sequence: Sequence) -> PrefixHit | None:
+    def match_session(self, sequence: Sequence) -> KvStart | None:
         """The most that a turn has in common with the leaf of its session, which is at the same positions."""
         session = sequence.session
         if session is None or session.leaf is None or not self._page:
@@ -264,7 +243,7 @@ class PrefixCache(Feature):
         alike = common_length(leaf.tokens[: session.length], sequence.tokens[:-1])  # a row has to draw
         length = alike if self._exact and alike > self._page else alike // self._page * self._page
         blocks = self._accounting.forkable_blocks(SurvivingKv(leaf.id, length, session.location)) if length else None
-        return None if blocks is None else PrefixHit(leaf.id, length, session.location, blocks)
+        return None if blocks is None else KvStart(length, (session.location,), source=leaf.id, blocks=blocks)
 
     def detach(self, number: int, first: int, count: int) -> None:
         """Have no prompt find a retained sequence any more: it loses tokens, and later ones move to other positions."""
@@ -286,9 +265,9 @@ class PrefixCache(Feature):
         prolonged, then the others that no turn waits for, each the least recently used first. Last come those of
         waiting turns, from the end of the queue on.
         """
-        named = dict.fromkeys([*self.evictable_first(), *self._retained()])
+        order = list(dict.fromkeys([*self.evictable_first(), *self._retained()]))
         queue = [s.retained_sequence for s in self.pinned if s.retained_sequence is not None]
-        return eviction_order(queue, len(queue), list(named))  # more than the pool holds are not in it
+        return eviction_order(queue, len(queue), order) if queue else order  # more than the pool holds are not in it
 
     def evictable_first(self) -> Iterator[int]:
         """The retained sequences without a name that are not prolonged, the least recently used first."""
@@ -303,7 +282,7 @@ class PrefixCache(Feature):
             held.session.forget_leaf()
         return Free(number)
 
-    def evictable(self, free: Blocks) -> list[int]:
+    def evictable(self, free: tuple[int, ...]) -> list[int]:
         """Blocks with KV of ended sequences among the blocks that sequences can still have, by layer group."""
         return [n - empty for n, empty in zip(free, self._accounting.free_blocks, strict=True)]
 

@@ -8,12 +8,11 @@ from collections.abc import Container, Iterable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import FIRST_LOCATION
 from lamina.protocol.step_plan import FetchPrefix, Fork, Free, New, SequenceOp, StepPlan, SurvivingKv
 from lamina.scheduler.prefix_index import PREFILL, Holding, PageKeys, PrefixIndex
 from lamina.scheduler.sequence import Sequence
-
-from .block_accounting import BlockAccounting
 
 
 class _CachedPrompt(NamedTuple):
@@ -46,7 +45,7 @@ class PromptCache:
         worker: int,
         index: PrefixIndex,
         keys: PageKeys,
-        accounting: BlockAccounting,
+        accounting: BlockTables,
         room: Several[int],
     ) -> None:
         """``accounting``: of the worker's blocks. ``room``: those by layer group that kept prompts never take: for the

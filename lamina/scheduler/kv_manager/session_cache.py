@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from lamina.config.conflicts import SESSION_FILE, need_text
 from lamina.kv.page_keys import tenant_of
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.blocks.extents import sequences_of_op
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import ContextShift, Free, SequenceOp, Truncate
@@ -27,7 +28,6 @@ from lamina.scheduler.sessions.session_table import (
 from lamina.scheduler.sessions.token_ranges import count_tokens, first_missing, union
 from lamina.scheduler.starts import Candidates, KvStart, Verdict
 
-from .block_accounting import BlockAccounting
 from .offload_index import OffloadIndex
 from .prefix_cache import PrefixCache
 
@@ -35,9 +35,7 @@ from .prefix_cache import PrefixCache
 class SessionCache(Feature):
     """The KV of all sessions, whose last turns the prefix cache retains."""
 
-    def __init__(
-        self, prefix_cache: PrefixCache, accounting: BlockAccounting, offload_index: OffloadIndex | None
-    ) -> None:
+    def __init__(self, prefix_cache: PrefixCache, accounting: BlockTables, offload_index: OffloadIndex | None) -> None:
         self._sessions, self._prefix_cache, self._offload_index = prefix_cache.sessions, prefix_cache, offload_index
         self._accounting = accounting
         self.num_shifts = 0

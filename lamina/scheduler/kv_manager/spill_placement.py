@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.loan_placement import (
     free_stripes_by_shard,
@@ -19,13 +20,11 @@ from lamina.protocol.loan_placement import (
 )
 from lamina.scheduler.sequence import Sequence
 
-from .block_accounting import BlockAccounting
-
 
 class SpillPlacement:
     """The loans of a ledger whose sequences stay, but for stripes on loan. Blocks are by layer group."""
 
-    def __init__(self, accounting: BlockAccounting, homes: int = 0) -> None:
+    def __init__(self, accounting: BlockTables, homes: int = 0) -> None:
         """``homes``: KV shards in which sequences begin, the first ones; 0 = all."""
         self._homes = homes or accounting.num_kv_shards
         self._accounting, self._placement = accounting, accounting.placement

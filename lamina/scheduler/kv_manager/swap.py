@@ -15,7 +15,6 @@ from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.starts import Candidates, KvStart, Verdict
 
 from .offload_index import OffloadIndex
-from .prefetch import LoadableKv
 
 DECAY = 0.7  # the weight of earlier measures; a new one has the rest
 
@@ -110,7 +109,7 @@ class SwapPolicy(Feature):
         kept = self._swapped.get(sequence)
         return kept is not None and self._offload_index.is_saving(kept.number)
 
-    def find_loadable(self, sequence: Sequence) -> LoadableKv | None:
+    def find_loadable(self, sequence: Sequence) -> KvStart | None:
         """Return the sequence's own KV, as far as storage has it. After a loss some is of tokens that no reader has
         seen: these are drawn again, so their KV is left out.
         """
@@ -127,7 +126,7 @@ class SwapPolicy(Feature):
         places = tuple(place for place, n in there.items() if n == pages)
         length = kept.length if pages == len(kept.keys) else pages * self._offload_index.page_size // whole * whole
         pages = -(-length // self._offload_index.page_size)
-        return LoadableKv(length, places, tuple(kept.keys[:pages]), is_swapped=True) if length else None
+        return KvStart(length, places, tuple(kept.keys[:pages]), is_swapped=True) if length else None
 
     def drop(self, sequence: Sequence) -> list[DeletePages]:
         """The sequence runs again, or never will: its KV is given up."""

@@ -13,17 +13,18 @@ from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
 from lamina.protocol.offload_messages import OffloadFacts
 from lamina.protocol.step_plan import MAX_HINTED_PAGES, MAX_PAGES_PER_TRANSFER, PrefetchHint
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
-from lamina.scheduler.kv_manager.prefetch import MAX_HINTED_PAGES_PER_PLAN, LoadableKv, PrefetchHints
+from lamina.scheduler.kv_manager.prefetch import MAX_HINTED_PAGES_PER_PLAN, PrefetchHints
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import SessionName, SessionState
+from lamina.scheduler.starts import KvStart
 
 
 def keys_of(sequence: Sequence, pages: int) -> tuple[bytes, ...]:
     return tuple(f"{sequence.request_id}/{n}".encode() for n in range(pages))
 
 
-def finds(pages: int = 2) -> Callable[[Sequence], LoadableKv | None]:
-    return lambda s: LoadableKv(pages * 128, (FIRST_LOCATION,), keys_of(s, pages)) if s.request_id % 5 else None
+def finds(pages: int = 2) -> Callable[[Sequence], KvStart | None]:
+    return lambda s: KvStart(pages * 128, (FIRST_LOCATION,), keys_of(s, pages)) if s.request_id % 5 else None
 
 
 def waiting(*numbers: int) -> list[Sequence]:
@@ -79,7 +80,7 @@ def test_where_it_will_most_likely_lie() -> None:
     """Where its session lies, if it can be loaded there."""
     (one,) = waiting(1)
     one.session = SessionState(SessionName(b"", "a"), location=KvLocation(2))
-    load = LoadableKv(128, (KvLocation(1), KvLocation(2)), (b"k",))
+    load = KvStart(128, (KvLocation(1), KvLocation(2)), (b"k",))
     assert [op.location for op in PrefetchHints(9).next_ops([one], lambda s: load)] == [KvLocation(2)]
     one.session.location = KvLocation(7)
     assert [op.location for op in PrefetchHints(9).next_ops([one], lambda s: load)] == [KvLocation(1)]

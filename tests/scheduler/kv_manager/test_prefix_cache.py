@@ -13,12 +13,12 @@ from lamina.protocol.kv_placement import FIRST_LOCATION
 from lamina.protocol.step_plan import Fork, Free, New, RowRange, SequenceOp, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
 from lamina.scheduler.batch import ChunkPolicy
-from lamina.scheduler.kv_manager.prefix_cache import PrefixCache, PrefixHit
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import SessionName
-from lamina.scheduler.starts import Candidates, start_op
+from lamina.scheduler.starts import Candidates, KvStart, start_op
 
 SIZE = 4
 
@@ -37,20 +37,20 @@ class Desk:
         found.id = number
         return found
 
-    def match(self, sequence: Sequence) -> PrefixHit | None:
+    def match(self, sequence: Sequence) -> KvStart | None:
         return self.prefixes.longest_cached(self.prefixes.lookup(sequence))
 
-    def start_op(self, sequence: Sequence, hit: PrefixHit | None) -> SequenceOp:
+    def start_op(self, sequence: Sequence, hit: KvStart | None) -> SequenceOp:
         self.prefixes.on_started(Candidates(sequence, [], ChunkPolicy(1, False), alone=True), hit)
         return start_op(sequence, hit)
 
-    def is_coming(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
+    def is_coming(self, sequence: Sequence, hit: KvStart | None) -> bool:
         return self.prefixes.pending_match(self.prefixes.lookup(sequence), hit) is not None
 
     def serve(
         self, number: int, prompt: list[int], more: tuple[int, ...] = (), reason: str = "stop", salt: bytes = b"",
         retention_s: float = 0.0,
-    ) -> PrefixHit | None:  # fmt: skip
+    ) -> KvStart | None:  # fmt: skip
         """Start a sequence, compute all of it but the last token, and end it."""
         sequence = self.waiting(prompt, number, salt)
         sequence.retention_s = retention_s
@@ -75,6 +75,10 @@ class Desk:
         self.ledger.check_integrity()
 
 
+def forked(source: int, length: int, blocks: tuple[int, ...]) -> KvStart:
+    return KvStart(length, (FIRST_LOCATION,), source=source, blocks=blocks)
+
+
 def tokens(*runs: tuple[int, int]) -> list[int]:
     return [100 * name + i for name, count in runs for i in range(count)]
 
@@ -82,9 +86,9 @@ def tokens(*runs: tuple[int, int]) -> list[int]:
 def test_the_longest_known_beginning_is_found_to_the_token() -> None:
     desk = Desk()
     assert desk.serve(1, tokens((1, 11))) is None
-    assert desk.serve(2, tokens((1, 6), (2, 20))) == PrefixHit(1, 6, FIRST_LOCATION, (1,))
+    assert desk.serve(2, tokens((1, 6), (2, 20))) == forked(1, 6, (1,))
     found = desk.match(desk.waiting(tokens((1, 6), (2, 11), (3, 9))))
-    assert found == PrefixHit(2, 17, FIRST_LOCATION, (4,)), "6 + 11 tokens are four pages and a token"
+    assert found == forked(2, 17, (4,)), "6 + 11 tokens are four pages and a token"
     assert desk.match(desk.waiting(tokens((1, 3), (4, 9)))) is None, "less than a page is not worth a fork"
     assert desk.match(desk.waiting(tokens((2, 20)))) is None, "a page counts behind the same pages only"
 
@@ -96,7 +100,7 @@ def test_another_salt_finds_nothing_and_the_same_one_finds_all() -> None:
     assert desk.serve(3, tokens((1, 9))) is None, "none is another one, too"
     assert desk.ledger.sequences == [1, 2, 3], "each holds blocks of its own"
     for number, salt in ((1, b"a"), (2, b"b"), (3, b"")):
-        assert desk.match(desk.waiting(tokens((1, 9)), salt=salt)) == PrefixHit(number, 8, FIRST_LOCATION, (2,))
+        assert desk.match(desk.waiting(tokens((1, 9)), salt=salt)) == forked(number, 8, (2,))
 
 
 def test_nobody_waits_for_another_salt() -> None:
@@ -149,7 +153,7 @@ def test_of_all_that_goes_on_behind_a_page_the_nearest_is_found() -> None:
 def test_a_fork_of_a_begun_block_takes_one_of_its_own() -> None:
     desk = Desk(blocks=8)
     desk.serve(1, tokens((1, 8)))  # 7 tokens in 2 blocks
-    assert desk.serve(2, tokens((1, 6), (2, 2))) == PrefixHit(1, 6, FIRST_LOCATION, (1,))
+    assert desk.serve(2, tokens((1, 6), (2, 2))) == forked(1, 6, (1,))
     assert desk.ledger.free_blocks == (5,)
     assert desk.ledger.block_table(0, 1)[1][0] == desk.ledger.block_table(0, 2)[1][0]
     assert desk.ledger.block_table(0, 1)[1][1] != desk.ledger.block_table(0, 2)[1][1]
@@ -237,11 +241,11 @@ def test_a_running_one_is_found_as_far_as_it_was_scheduled() -> None:
     assert desk.is_coming(other, None)
     source.num_computed_tokens = 9
     hit = desk.match(other)
-    assert hit == PrefixHit(1, 8, FIRST_LOCATION, (2,))
+    assert hit == forked(1, 8, (2,))
     assert desk.is_coming(other, hit), "a third page"
     source.num_computed_tokens = 12
     desk.apply(rows=[RowRange(1, 9, 3)])
-    assert desk.match(other) == PrefixHit(1, 12, FIRST_LOCATION, (3,))
+    assert desk.match(other) == forked(1, 12, (3,))
     assert not desk.is_coming(other, desk.match(other))
     assert desk.prefixes.eviction_order == [], "it runs"
     desk.prefixes.forget_sequence(source)
@@ -316,7 +320,7 @@ def test_what_is_retained_gives_way_at_once() -> None:
         house.ask(tokens((number, 7)), 2)
         house.serve()
     assert house.scheduler.features[PrefixCache].num_retained == 32, "all blocks"
-    assert house.scheduler.features[PrefixCache].evictable(house.scheduler.free_blocks) == [64]
+    assert house.scheduler.features[PrefixCache].evictable(house.scheduler.available_blocks) == [64]
     asked = [house.ask(tokens((100 + number, 11)), 12) for number in range(16)]
     rounds = house.serve()
     assert rounds[0][0] == 16, "3 blocks of 64 each"

@@ -53,7 +53,7 @@ def test_none_begins_on_a_guest_however_much_room_it_has() -> None:
         "nor comes to lie there when all are laid out"
     )
     others = [sequence(STRIPE * BLOCK, KvLocation(0)), sequence(STRIPE * BLOCK, KvLocation(1))]
-    short = room.allocate(sequence(STRIPE * BLOCK, KvLocation(0)), None, free, others, others)
+    short = room.find_room(sequence(STRIPE * BLOCK, KvLocation(0)), None, free, others, others)
     assert short is not None
     assert short.location.kv_shard < 2
 

@@ -16,7 +16,7 @@ from lamina.protocol.offload_messages import OffloadFacts, TransferDone
 from lamina.protocol.step_plan import DeletePages, Free, LoadKv, New, RowRange, SaveKv, StepPlan, Transfer
 from lamina.scheduler.batch import Batch
 from lamina.scheduler.feature import Loss, PlanDraft
-from lamina.scheduler.kv_manager.offload_index import LoadableKv, OffloadIndex
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.kv_manager.swap import SwapPolicy
@@ -24,6 +24,7 @@ from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import Round, ScheduledStep
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.slo_admission import SloAdmission
+from lamina.scheduler.starts import KvStart
 from lamina.scheduler.step_timing import StepTimer
 
 SIZE = PAGE = 4
@@ -189,7 +190,7 @@ def test_the_medium_is_asked_once_for_who_waits(monkeypatch: pytest.MonkeyPatch)
     asked = 0
     right = OffloadIndex._find
 
-    def find(self: OffloadIndex, sequence: Sequence, beyond: int) -> LoadableKv | None:
+    def find(self: OffloadIndex, sequence: Sequence, beyond: int) -> KvStart | None:
         nonlocal asked
         asked += sequence is waiting
         return right(self, sequence, beyond)
@@ -204,9 +205,9 @@ def test_the_medium_is_asked_once_for_who_waits(monkeypatch: pytest.MonkeyPatch)
     house.tier.sync(OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[keys]), [[0]])
     house.round()
     assert asked == 2, "there are others now"
-    assert house.tier.find_loadable(waiting, 0) == LoadableKv(8, (FIRST_LOCATION,), tuple(keys))
+    assert house.tier.find_loadable(waiting, 0) == KvStart(8, (FIRST_LOCATION,), tuple(keys))
     house.tier.remove(keys[1:])
-    assert house.tier.find_loadable(waiting, 0) == LoadableKv(4, (FIRST_LOCATION,), tuple(keys[:1]))
+    assert house.tier.find_loadable(waiting, 0) == KvStart(4, (FIRST_LOCATION,), tuple(keys[:1]))
 
 
 def test_auto_takes_the_faster_way() -> None:
@@ -235,7 +236,7 @@ def test_what_was_saved_before_others_came_is_loaded_wherever_it_lies_now() -> N
         for _ in range(2):
             tier.on_transfer_done(TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=2))  # type: ignore[union-attr]
     keys = list(swaps._swapped[sequence].keys)
-    own = LoadableKv(2 * PAGE, (KvLocation(1),), tuple(keys), is_swapped=True)
+    own = KvStart(2 * PAGE, (KvLocation(1),), tuple(keys), is_swapped=True)
     assert swaps.find_loadable(sequence) == own
     ledger.replace_with(BlockTables((0,), [20], SIZE, lanes))
     tier.sync(structs.replace(facts, pages=[keys]), [[0]])
@@ -266,7 +267,7 @@ def test_what_steps_have_drawn_that_were_never_told_is_drawn_again(drawing: int)
     sequence.roll_back(0)
     tier.roll_back(Loss([], lambda keep: 0))
     tier.sync(structs.replace(facts, pages=[keys]), [[0]])
-    assert swaps.find_loadable(sequence) == LoadableKv(8, (FIRST_LOCATION,), tuple(keys[:2]), is_swapped=True)
+    assert swaps.find_loadable(sequence) == KvStart(8, (FIRST_LOCATION,), tuple(keys[:2]), is_swapped=True)
 
 
 def test_where_bits_count_no_clock_decides() -> None:

@@ -110,7 +110,7 @@ def test_a_shadow_has_the_same_tokens_in_the_same_steps(
     run = Run(scheduler, sequences, (False, 0.0))
     run.to_the_end()
     assert all(s.finished and s.output.finish_reason == "length" for s in sequences)
-    assert scheduler.free_blocks == (blocks,)
+    assert scheduler.available_blocks == (blocks,)
     assert not any(s.output.kv_rebuilt for s in sequences)
     assert all(by.tokens == by.max_tokens for by in run.witnesses.values()), "each has come to its end"
     if blocks > 3 * sum(a + b for a, b in lengths):  # room for all
