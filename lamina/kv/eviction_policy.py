@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
-from itertools import takewhile
 from typing import NamedTuple
 
 from lamina.config.offload import EVICTION_POLICIES
@@ -64,10 +63,6 @@ class EvictionQueue:
 
     def __len__(self) -> int:
         return len(self._uses)
-
-    def num_cached(self, keys: Iterable[bytes]) -> int:
-        """Return how many of a prefix's pages are here, up to the first missing one."""
-        return sum(1 for _ in takewhile(self._uses.__contains__, keys))
 
     def record_use(self, key: bytes, number: int, nbytes: int) -> None:
         """Record a use of page ``number`` of its sequence. The page is added, or changes its size, if necessary."""

@@ -70,7 +70,10 @@ def page_key(parent: bytes, number: int, tokens: Sequence[int]) -> bytes:
     words = array("I", tokens)
     if sys.byteorder == "big":
         words.byteswap()
-    return sha256(_joined(b"lamina kv page 1", parent, number.to_bytes(8, "little"), words.tobytes())).digest()
+    sizes = len(parent), len(words) * words.itemsize
+    before, after = (size.to_bytes(_LENGTH_BYTES, "little") for size in sizes)  # as ``_joined`` does, in less time
+    which = number.to_bytes(8, "little")
+    return sha256(b"%b%b%b%b%b%b%b" % (_PAGE_TAG, before, parent, _EIGHT, which, after, words.tobytes())).digest()
 
 
 def data_key_wrapper(secret: bytes) -> bytes:
@@ -86,3 +89,6 @@ def _hmac(secret: bytes, *fields: bytes) -> bytes:
 
 def _joined(*fields: bytes) -> bytes:
     return b"".join(part for field in fields for part in (len(field).to_bytes(_LENGTH_BYTES, "little"), field))
+
+
+_PAGE_TAG, _EIGHT = _joined(b"lamina kv page 1"), (8).to_bytes(_LENGTH_BYTES, "little")

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 
 from lamina.kv.page_keys import page_key
@@ -56,9 +56,9 @@ class PageKeys:
     def partial(self, sequence: Sequence, length: int) -> bytes:
         """Return the key of the partial page with which its first ``length`` tokens end."""
         if (key := sequence.partial_page_keys.get((self, length))) is None:
-            *_, parent = self.root(sequence.salt), *self.whole(sequence, length)
-            number = length // self.page_size
-            key = page_key(parent, number, sequence.tokens[number * self.page_size : length])
+            whole = self.whole(sequence, length)
+            parent, first = whole[-1] if whole else self.root(sequence.salt), len(whole) * self.page_size
+            key = page_key(parent, len(whole), sequence.tokens[first:length])
             sequence.partial_page_keys[self, length] = key
         return key
 
@@ -82,11 +82,30 @@ class Holding:
         return self.sequence.tokens[number * self.page_size : min(self.length, (number + 1) * self.page_size)]
 
 
-@dataclass(slots=True)
+class _Begun:
+    """The sequences of one place that begin with a page, as they came; the pages after it there, by their tokens; and
+    the leased sequence whose chain ends with it.
+    """
+
+    __slots__ = ("end", "next", "sequences")
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, None] = {}
+        self.next: list[tuple[list[int], bytes]] = []
+        self.end: int | None = None
+
+
 class _Page:
-    places: Place = 0  # all that have it, or will
-    ready: Place = 0
-    sequences: dict[Place, dict[int, None]] = field(default_factory=dict)  # that begin with it, as they came
+    """A page: the places that have it, or will; those of them where it is ready; and what begins with it by place."""
+
+    __slots__ = ("begun", "places", "ready")
+
+    def __init__(self) -> None:
+        self.places = self.ready = 0
+        self.begun: dict[Place, _Begun] = {}
+
+
+NOTHING = _Begun()
 
 
 class PrefixIndex:
@@ -95,8 +114,6 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._pages: dict[bytes, _Page] = {}
         self._holdings: dict[Place, OrderedDict[int, Holding]] = {}
-        self._ends: dict[tuple[Place, bytes], int] = {}  # page -> the leased sequence whose chain ends there
-        self._next: dict[tuple[Place, bytes], list[tuple[list[int], bytes]]] = {}  # page -> those after it, by tokens
         self._places: dict[tuple[str, int], Place] = {}
         self._kinds: dict[Place, str] = {}
         self._num_pages = Counter[Place]()
@@ -147,11 +164,11 @@ class PrefixIndex:
                 continue
             gone = page.places & places & ~(0 if ready else page.ready)
             for place in _bits(gone):
-                if place not in page.sequences:
+                if place not in page.begun:
                     page.places, page.ready = page.places & ~place, page.ready & ~place
                     self._num_replicas[self._kinds[place]] -= bool(page.places)
                     self._num_pages[place] -= 1
-            if not page.places and not page.sequences:
+            if not page.places and not page.begun:
                 del self._pages[key]
 
     def clear(self, places: Place) -> None:
@@ -198,36 +215,36 @@ class PrefixIndex:
 
     def hold(self, place: Place, number: int, holding: Holding) -> None:
         """Hold the chain of a sequence, by its number, in a place."""
-        parent = b""
         self.holdings(place)[number] = holding
+        before: _Begun | None = None
         for at, key in enumerate(holding.keys):
             page = self._page(key)
-            if place not in page.sequences:
-                page.sequences[place] = {}
-                if holding.page_size and parent:
-                    insort(self._next.setdefault((place, parent), []), (holding.tokens_of_page(at), key))
-            page.sequences[place][number] = None
-            parent = key
-        if holding.until is not None and parent:
-            self._ends[place, parent] = number
+            begun = page.begun.get(place)
+            if begun is None:
+                begun = page.begun[place] = _Begun()
+                if holding.page_size and before is not None:
+                    insort(before.next, (holding.tokens_of_page(at), key))
+            begun.sequences[number] = None
+            before = begun
+        if holding.until is not None and before is not None:
+            before.end = number
 
     def release(self, place: Place, number: int) -> Holding:
-        """Hold a sequence no more: the place has the pages no more that no other one has there."""
-        holding, parent, gone = self._holdings[place].pop(number), b"", list[bytes]()
+        """Hold a sequence no more: the place has the pages no more that no other one there has."""
+        holding, gone = self._holdings[place].pop(number), list[bytes]()
+        before: _Begun | None = None
         for at, key in enumerate(holding.keys):
-            sequences = self._pages[key].sequences
-            del sequences[place][number]
-            if not sequences[place]:
-                del sequences[place]
+            page = self._pages[key]
+            begun = page.begun[place]
+            del begun.sequences[number]
+            if begun.end == number:
+                begun.end = None
+            if not begun.sequences:
+                del page.begun[place]
                 gone.append(key)
-                if holding.page_size and parent:
-                    after = self._next[place, parent]
-                    del after[bisect_left(after, (holding.tokens_of_page(at), key))]
-                    if not after:
-                        del self._next[place, parent]
-            parent = key
-        if self._ends.get((place, parent)) == number:
-            del self._ends[place, parent]
+                if holding.page_size and before is not None and before.sequences:
+                    del before.next[bisect_left(before.next, (holding.tokens_of_page(at), key))]
+            before = begun
         self.drop(place, gone)
         return holding
 
@@ -235,31 +252,38 @@ class PrefixIndex:
         """Return what is held in a place, the least recently used first."""
         return self._holdings.setdefault(place, OrderedDict())
 
+    def _begun(self, place: Place, key: bytes) -> _Begun:
+        page = self._pages.get(key)
+        return NOTHING if page is None else page.begun.get(place, NOTHING)
+
     def sequences(self, place: Place, key: bytes) -> dict[int, None]:
         """Return the held sequences that begin with a page, as they came."""
-        page = self._pages.get(key)
-        return page.sequences.get(place, {}) if page else {}
+        return self._begun(place, key).sequences
 
     def num_held(self, place: Place, keys: Several[bytes]) -> int:
         """Return how many pages, from the first on, held sequences begin with."""
-        return next((n for n, key in enumerate(keys) if not self.sequences(place, key)), len(keys))
+        for number, key in enumerate(keys):
+            page = self._pages.get(key)
+            if page is None or place not in page.begun:
+                return number
+        return len(keys)
 
     def end(self, place: Place, key: bytes) -> int | None:
         """Return the leased sequence whose chain ends with a page."""
-        return self._ends.get((place, key))
+        return self._begun(place, key).end
 
     def nearest(self, place: Place, key: bytes, tokens: list[int]) -> list[tuple[int, bytes]]:
         """Return the pages after that of ``key`` that have most tokens in common with ``tokens``, one at least, and
         how many; the best last.
         """
-        after = self._next.get((place, key), [])
+        after = self._begun(place, key).next
         at = bisect_left(after, (tokens, b""))
         alike = [(common_length(some, tokens), other) for some, other in after[max(0, at - 1) : at + 1]]
         return sorted((each for each in alike if each[0]), key=lambda each: each[0])
 
     def parts(self, place: Place, key: bytes, tokens: list[int]) -> list[bytes]:
         """Return the pages after that of ``key`` that are shorter than ``tokens``, and with which these begin."""
-        after = self._next.get((place, key), [])
+        after = self._begun(place, key).next
         some = after[bisect_left(after, (tokens[:1], b"")) : bisect_left(after, (tokens, b""))]
         return [other for part, other in some if part == tokens[: len(part)]]
 

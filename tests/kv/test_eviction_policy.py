@@ -104,7 +104,7 @@ def hit_rate(requests: list[list[bytes]], policy: str, pages: int) -> float:
     """Of pages, partial ones counted whole: match, then touch or insert from the last page to the first, then evict."""
     tier, hits = EvictionQueue(policy, pages), 0
     for keys in requests:
-        hits += tier.num_cached(keys)
+        hits += next((n for n, key in enumerate(keys) if key not in tier), len(keys))
         for number in reversed(range(len(keys))):
             tier.record_use(keys[number], number, 1)
         tier.evict()

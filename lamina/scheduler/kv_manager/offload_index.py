@@ -95,9 +95,8 @@ class OffloadIndex(Feature):
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
         self.backend, self.is_complete = facts.backend, facts.is_complete
         self._exact = not prompts_only  # whether a page is kept, too, that is not whole
-        self._keys = PageKeys(facts.page_size, self._root_key)
+        self.keys = PageKeys(facts.page_size, self._root_key)
         self._secret, self.identity, self._era = facts.secret, facts.identity, facts.era
-        self._tags: dict[bytes, bytes] = {}  # of tenants
         self._index, self._places = prefix_index or PrefixIndex(), list[Place]()  # of KV shards
         self._ledger = tables
         windows = [w for w in tables.windows if w]
@@ -192,7 +191,7 @@ class OffloadIndex(Feature):
         ]
         if not left or not self.has_pages:
             return None
-        every = self.keys_of_tokens(sequence.salt, sequence.original_prompt[: (left[-1] + 1) * page])
+        every = self.keys.after([], sequence.salt, sequence.original_prompt[: (left[-1] + 1) * page])
         keys = [every[n] for n in left]
         pages = {place: self._num_moved(keys, left, place) for place in self.locations()}
         most = max(pages.values()) * page // self.whole_page_tokens * self.whole_page_tokens // page
@@ -214,7 +213,7 @@ class OffloadIndex(Feature):
         """Return the stop of the longest stored partial page after its ``whole`` stored tokens."""
         lane, most = self._kv_shard(location, whole // self.page_size), min(stop, whole + self.page_size - 1)
         lengths = range(most, whole, -1) if self._exact and (whole or self.is_complete) else ()
-        return next((n for n in lengths if self._has(self._keys.partial(sequence, n), lane)), whole)
+        return next((n for n in lengths if self._has(self.keys.partial(sequence, n), lane)), whole)
 
     def num_loadable_pages(self, keys: Several[bytes], location: KvLocation) -> int:
         """Pages, from the first of ``keys`` on, that a sequence at ``location`` can load."""
@@ -502,14 +501,10 @@ class OffloadIndex(Feature):
 
     def keys_of(self, sequence: Sequence, length: int, *, parts: bool = False) -> list[bytes]:
         """Return the keys of the whole pages of its first ``length`` tokens; ``parts``: and of a partial last one."""
-        keys = self._keys.whole(sequence, length)
+        keys = self.keys.whole(sequence, length)
         if parts and self._exact and length % self.page_size and (keys or self.is_complete):
-            keys.append(self._keys.partial(sequence, length))
+            keys.append(self.keys.partial(sequence, length))
         return keys
-
-    def keys_of_tokens(self, salt: bytes, tokens: Several[int]) -> list[bytes]:
-        """Return the keys of the whole pages of ``tokens``, of a prompt with ``salt``."""
-        return self._keys.after([], salt, tokens)
 
     def _root_key(self, salt: bytes, owner: bytes | None = None) -> bytes:
         """The key before a first page with ``salt``, of the tenant of prompts with the salt ``owner``."""
@@ -518,10 +513,7 @@ class OffloadIndex(Feature):
 
     def _tenant_tag(self, salt: bytes) -> bytes:
         """Return the tag of the tenant of a prompt with ``salt``."""
-        tenant = tenant_of(salt)
-        if tenant not in self._tags:
-            self._tags[tenant] = tenant_tag(self._secret, tenant)
-        return self._tags[tenant]
+        return tenant_tag(self._secret, tenant_of(salt))
 
     def _kv_shard(self, location: KvLocation, number: int) -> int:
         """Return the KV shard of a page."""

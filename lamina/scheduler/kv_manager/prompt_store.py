@@ -56,7 +56,6 @@ class PromptCache:
         self._max_cached = [n - r for n, r in zip(accounting.num_blocks, room, strict=True)]
         self._cached = index.holdings(self._place)  # those that are whole, the least recently used first
         self._sources = dict[int, int]()  # prompt -> the kept one with whose KV it is to begin
-        self._evicted_while_sending = set[int]()  # sources that go as soon as they were used
         self._fetches = dict[int, FetchPrefix]()  # of prompts that are to begin with KV of other workers
         self._under_way = set[int]()  # begun, and not whole yet, although some are kept by what is planned
         self._computing: _ComputingPrompt | None = None
@@ -97,9 +96,8 @@ class PromptCache:
 
     def _reserve_for_send(self, sequence: Sequence, length: int) -> int:
         """Return whose first tokens they are; they stay until ``on_sent``."""
-        source = self._match(sequence, length, self._under_way).number
-        self._sources[sequence.id] = source
-        return source
+        self._sources[sequence.id] = self._match(sequence, length, self._under_way).number
+        return self._sources[sequence.id]
 
     def on_sent(self, sequence: Sequence) -> None:
         """Another worker has what it had promised to a sequence from here, or needs it no more."""
@@ -157,7 +155,6 @@ class PromptCache:
         """The worker has nothing any more, and knows that."""
         self._index.clear(self._place)
         self._sources.clear()
-        self._evicted_while_sending.clear()
         self._fetches.clear()
         self._under_way.clear()
         self._computing, self._ops = None, []
@@ -208,9 +205,7 @@ class PromptCache:
 
     def _evict(self, number: int) -> None:
         self._index.release(self._place, number)
-        if number in self._sources.values():
-            self._evicted_while_sending.add(number)
-        else:
+        if number not in self._sources.values():  # else it goes as soon as it was used
             self._ops.append(Free(number))
 
     def _touch(self, source: int) -> list[SequenceOp]:
@@ -218,6 +213,5 @@ class PromptCache:
         if source in self._cached:
             self._cached.move_to_end(source)
         elif source not in self._sources.values():
-            self._evicted_while_sending.discard(source)
             return [Free(source)]
         return []

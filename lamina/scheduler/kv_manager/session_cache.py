@@ -168,7 +168,7 @@ class SessionCache(Feature):
         tokens.frombytes(copy.tokens[: len(copy.tokens) // tokens.itemsize * tokens.itemsize])
         session = self._sessions.get_or_create(name)
         session.turns, session.salt, session.tokens = max(1, copy.turns), copy.salt, _little(tokens)
-        session.keys, session.length = tier.keys_of_tokens(copy.salt, session.tokens), len(session.tokens)
+        session.keys, session.length = tier.keys.after([], copy.salt, session.tokens), len(session.tokens)
         session.location = max(
             map(KvLocation, range(self._accounting.num_kv_shards)),
             key=lambda p: tier.num_loadable_pages(session.keys, p),
