@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "attributes.h"
 #include "compute/pool.h"
 #include "module_types.h"
 #include "tables.h"
@@ -126,19 +127,23 @@ PyObject* pool_send(PyObject* object, PyObject*) {
   return PyCapsule_New(&pool_of(object).send, rows::Send::kName, nullptr);
 }
 
-// receive(rows, layer, first, *tensors)
-PyObject* pool_receive(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+// receive(layer, first, out, parts)
+PyObject* pool_receive(PyObject* object, PyObject* args) {
+  static const Name o("o"), lse("lse");
   Pool& pool = pool_of(object);
-  if (count < 3) return PyErr_Format(PyExc_TypeError, "receive takes (rows, layer, first, *tensors)");
-  const Py_ssize_t rows = PyLong_AsSsize_t(args[0]), layer = PyLong_AsSsize_t(args[1]),
-                   first = PyLong_AsSsize_t(args[2]);
+  Py_ssize_t layer, first;
+  PyObject *out, *parts;
+  if (!PyArg_ParseTuple(args, "nnOO!", &layer, &first, &out, &PyList_Type, &parts)) return nullptr;
+  const Py_ssize_t rows = PyObject_Size(out);
+  std::vector<char*> tensors{Attribute(out).address<char>()};
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parts); ++i)
+    for (PyObject* name : {static_cast<PyObject*>(o), static_cast<PyObject*>(lse)})
+      tensors.push_back(Attribute(PyList_GET_ITEM(parts, i))[name].address<char>());
   if (PyErr_Occurred()) return nullptr;
   if (!pool.step || layer < 0 || std::size_t(layer) >= pool.alike.size() || first < 0)
     return PyErr_Format(PyExc_ValueError, "layer %zd of %zu", layer, pool.alike.size());
   if (rows != pool.step->rows)
     return PyErr_Format(PyExc_ValueError, "%zd rows of a step of %lld", rows, (long long)pool.step->rows);
-  std::vector<char*> tensors;
-  if (!read_addresses(args + 3, count - 3, &tensors)) return nullptr;
   for (const Share& share : pool.step->shares[pool.alike[std::size_t(layer)]])
     for (const Copy& each : share.copies[kO])
       if (each.tensor >= tensors.size()) return PyErr_Format(PyExc_ValueError, "%zu tensors", tensors.size());
@@ -158,7 +163,7 @@ PyObject* pool_spans(PyObject* object, PyObject*) { return spans_of(pool_of(obje
 PyMethodDef pool_methods[] = {{"step", pool_step, METH_VARARGS, nullptr},
                               {"select", pool_select, METH_O, nullptr},
                               {"send", pool_send, METH_NOARGS, nullptr},
-                              {"receive", method(pool_receive), METH_FASTCALL, nullptr},
+                              {"receive", pool_receive, METH_VARARGS, nullptr},
                               {"send_s", pool_send_s, METH_NOARGS, nullptr},
                               {"spans", pool_spans, METH_NOARGS, nullptr},
                               {nullptr, nullptr, 0, nullptr}};

@@ -1,3 +1,7 @@
+from torch import Tensor
+
+from lamina.ops.attention.merge import Partial
+
 class StepMessages:
     """The messages of a step, of one Pool."""
 
@@ -21,10 +25,10 @@ class Pool:
     def send(self) -> object:
         """A capsule of csrc/rows/send.h, which does not keep the pool."""
 
-    def receive(self, rows: int, layer: int, first: int, /, *tensors: int) -> int:
-        """O of the links from ``first`` on, to the tensors at these addresses, of as many ``rows`` as the step. The
-        number of links where all have come; else that of the link whose next ``wait_signal`` has another message than
-        the one that is due.
+    def receive(self, layer: int, first: int, out: Tensor, parts: list[Partial], /) -> int:
+        """O of the links from ``first`` on: final results to ``out``, as many rows as the step, others to ``parts``.
+        The number of links where all have come; else that of the link whose next ``wait_signal`` has another message
+        than the one that is due.
         """
 
     def send_s(self) -> float:

@@ -99,11 +99,10 @@ class NativeAttentionClient(AttentionClient):
         if len(out) != self.step.num_rows or out.dtype != self.dtype:
             of = f"a step of {self.step.num_rows} rows of {self.dtype}"
             raise ValueError(f"{len(out)} rows of {out.dtype} of {of}")
-        targets = [out.data_ptr(), *(x.data_ptr() for part in parts for x in part)]
-        came = self.pool.receive(len(out), layer, 0, *targets)
+        came = self.pool.receive(layer, 0, out, parts)
         while came < len(self.clients):  # that link has another message, which is dropped or raised
             self._receive(came, layer, out, parts)
-            came = self.pool.receive(len(out), layer, came + 1, *targets)
+            came = self.pool.receive(layer, came + 1, out, parts)
 
     def _put_spans(self) -> None:
         for event, layer, link, start, end, value in native_spans(self.pool.spans()):
