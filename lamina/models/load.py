@@ -175,20 +175,28 @@ def max_model_len(config: Any) -> int:
 
 def _describe(model: nn.Module, path: Path | None) -> LoadedModel:
     config: Any = model.config
-    generation = getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
-    ids = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
     vocab = config.get_text_config(decoder=True).vocab_size
     return LoadedModel(
         model=model,
         config=config,
-        eos_token_ids=tuple(int(i) for i in ids if 0 <= i < vocab),  # no other token can be drawn
+        eos_token_ids=tuple(i for i in _eos_token_ids(model) if 0 <= i < vocab),  # no other token can be drawn
         max_model_len=max_model_len(config),
         dtype=_dtype_of(model),
         path=path,
     )
+
+
+def _eos_token_ids(model: Any) -> list[int]:
+    """Return the tokens that end a text, as for ``generate`` of transformers: those of generation_config.json, or of
+    config.json if there is no such file. Raises ModelError.
+    """
+    generation = getattr(model, "generation_config", None)
+    source = model.config.get_text_config(decoder=True) if generation is None else generation
+    eos = getattr(source, "eos_token_id", None)
+    ids = list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+    if wrong := [i for i in ids if not isinstance(i, int)]:
+        raise ModelError(f"eos_token_id of the model's {type(source).__name__} has {wrong[0]!r}: give ids of tokens")
+    return [int(i) for i in ids]
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -250,8 +258,10 @@ def _read_part(
     try:
         with _quiet(progress):
             read_shard(model, directory, shard, dtype)
-            with contextlib.suppress(OSError):  # not every model has one
-                model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+            # As from_pretrained, which takes it from config.json if it has no file of its own.
+            own = (directory / "generation_config.json").exists()
+            source = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True, **source)
     except (SafetensorError, RuntimeError, OSError, KeyError, ImportError) as error:
         raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
     shard.attach_collectives(model)

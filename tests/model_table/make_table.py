@@ -199,7 +199,8 @@ def page(results: Iterable[Result]) -> str:
     counts = {verdict: len(of.get(verdict, ())) for verdict in (SAME, REFUSED, WRONG, NOT_BUILT)}
     text = [
         "# Model families\n",
-        "Look up whether a model of `transformers` runs on Lamina. `tests/model_table/make_table.py` makes this page.\n",
+        "Look up whether a model of `transformers` runs on Lamina. A program makes this page:",
+        "`tests/model_table/make_table.py --write`.\n",
         "The program builds each causal language model, and the text part of each image-text model, tiny and with",
         "random weights. Then it compares greedy tokens of `LLM` and of `wrap` with those of `transformers`, in fp32.",
         "The names are those of `model_type`, with settings after a colon.\n",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Phi3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Phi3Config,
+)
 
 from lamina.models.checkpoint import check_room, peek_config
 from lamina.models.errors import ModelError, UnsupportedModelError
@@ -70,6 +78,41 @@ def test_end_tokens_that_cannot_be_drawn_are_left_out() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     model.generation_config.eos_token_id = [-1, 5, SHAPE["vocab_size"]]
     assert load(model).eos_token_ids == (5,)
+
+
+ABSENT = object()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("file", [True, False])
+def test_end_tokens_are_those_of_generate(model: Path, file: bool, size: int) -> None:
+    """generation_config.json decides where it is there, even if it has none; else config.json does."""
+    generation = model / "generation_config.json"
+    for own, other in product((ABSENT, None, 5, [5, 6]), (ABSENT, None, 7, [7, 8])):
+        edit(model / "config.json", partial(set_eos, own))
+        if file:
+            generation.write_text(json.dumps({} if other is ABSENT else {"eos_token_id": other}))
+        else:
+            generation.unlink(missing_ok=True)
+        reference = AutoModelForCausalLM.from_pretrained(model)
+        eos = reference.generation_config.eos_token_id
+        decided = other if file else own
+        assert eos == (None if decided is ABSENT else decided)
+        assert list(load(model, size=size).eos_token_ids) == (
+            [] if eos is None else eos if type(eos) is list else [eos]
+        )
+
+
+def set_eos(value: object, config: dict[str, Any]) -> None:
+    config.pop("eos_token_id", None)
+    if value is not ABSENT:
+        config["eos_token_id"] = value
+
+
+@pytest.mark.parametrize("eos", ["</s>", "5", [5, None], 5.5])
+def test_end_tokens_that_are_no_ids_are_refused(model: Path, eos: object) -> None:
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    refused(model, "eos_token_id of the model's GenerationConfig has (None|'</s>'|'5'|5.5): give ids of tokens")
 
 
 def test_dtypes(whole: Path) -> None:
