@@ -188,7 +188,7 @@ def many(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[str, 
     partings, begun = list[Parting](), time.perf_counter()
     killer.rest()
     while (kills := sum(map(len, killer.pauses.values()))) < args.many:
-        outputs: dict[int, CompletionOutput] = {}
+        outputs: dict[str, CompletionOutput] = {}
         with llm.stream(prompts, params) as outcome:
             for output in outcome:
                 killer.look()
@@ -263,7 +263,7 @@ def stream(
             killed = time.perf_counter()
 
     timer = threading.Timer(after_s, kill)
-    outputs: dict[int, Any] = {}
+    outputs: dict[str, Any] = {}
     begun = last = time.perf_counter()
     pause: float | None = None
     if victim:

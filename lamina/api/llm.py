@@ -335,9 +335,9 @@ class Stream(Iterator[RequestOutput]):
         self._collector = collector
 
     @property
-    def request_ids(self) -> list[int]:
+    def request_ids(self) -> list[str]:
         """The ids of the stream's requests, in the order of their prompts."""
-        return list(self._collector.request_ids)
+        return list(map(str, self._collector.request_ids))
 
     def __next__(self) -> RequestOutput:
         if self._collector.dropped:

@@ -66,6 +66,7 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
         (1,), "--pipeline n rotates n batches over n - 1 replicas; layers are not shared out"
     ),
     "data_parallel_size": ((1,), _WORKERS),
+    "api_server_count": ((1,), _WORKERS),
     "distributed_executor_backend": (("mp", "uni"), "--launcher and --cluster say where workers are started"),
     "tokenizer_mode": (("auto", "hf", "fast"), "--tokenizer takes a Hugging Face tokenizer"),
     "load_format": (("auto", "safetensors", "hf"), "weights are read from safetensors"),

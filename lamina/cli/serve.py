@@ -96,11 +96,20 @@ def _seconds(text: str) -> float:
         return parse_seconds(text, "")
 
 
+def _key(name: str, given: str) -> str:
+    """Return a key from its flag or its variable. Raises ValueError for a variable without a key in it."""
+    variable = f"LAMINA_{name.upper()}"
+    if given:
+        print(f"{flag_name(name)}: other users of this host can see it; set {variable} instead", file=sys.stderr)
+    elif variable in os.environ and not os.environ[variable].strip(" ,\t\n"):
+        raise ValueError(f"{variable} is set and blank: give a key, or unset it")
+    return given or os.environ.get(variable, "")
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 after an orderly end, 1 where the engine was lost; raises ValueError for bad input."""
     options = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)}
-    options["api_key"] = options["api_key"] or os.environ.get("LAMINA_API_KEY", "")
-    options["admin_key"] = options["admin_key"] or os.environ.get("LAMINA_ADMIN_KEY", "")
+    options |= {name: _key(name, options[name]) for name in ("api_key", "admin_key")}
     config, engine = ServerConfig(**options), engine_config(args)
     if config.prefill_policy != ServerConfig.prefill_policy and not engine.topology.prefill_workers:
         raise ValueError(need_text(PREFILL_POLICY, ["--prefill-workers"]))

@@ -84,7 +84,7 @@ class RequestOutputCollector:
                 return None
             request_id = next(iter(self._grown))
             mark = self._grown.pop(request_id)
-        return mark.output(request_id if self._name is None else self._name)
+        return mark.output(str(request_id) if self._name is None else self._name)
 
 
 class RequestStreams:
@@ -194,7 +194,7 @@ class _Mark:
         self._scored = len(output.prompt_logprobs or ())
         self._times = copy(output.times)
 
-    def output(self, request_id: int | str) -> RequestOutput:
+    def output(self, request_id: str) -> RequestOutput:
         """The request as it was then. It shares the prompt with other outputs of it, and nothing that grows."""
         of = self._of
         scores = of.prompt_logprobs

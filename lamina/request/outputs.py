@@ -162,7 +162,7 @@ class RequestTimes:
 class RequestOutput:
     """All completions of one prompt."""
 
-    request_id: Any  # the engine's number, an int; for AsyncLLM, its caller's text
+    request_id: Any  # a text: the engine's number, for AsyncLLM its caller's; within the engine an int
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

@@ -32,7 +32,9 @@ def make_app(service: Service) -> FastAPI:
     """Return the application with its routes, without middleware."""
     root = service.config.root_path
     servers = [{"url": root}] if root else None
-    app = FastAPI(title="Lamina", version=__version__, docs_url=None, redoc_url=None, servers=servers)
+    app = FastAPI(
+        title="Lamina", version=__version__, docs_url=None, redoc_url=None, servers=servers, redirect_slashes=False
+    )
     app.state.service = service
     for router in _routers(service):
         app.include_router(router)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from html import escape
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from lamina import __version__
 
@@ -37,6 +38,26 @@ async def health(request: Request) -> Response:
     if illness is None:
         return json_response({"status": "ok"})
     return json_response({"status": illness}, 503, {"Retry-After": "5"})
+
+
+@router.get("/ping", responses=responses_of(503))
+async def ping(request: Request) -> Response:
+    """As /health, by SageMaker's name."""
+    return await health(request)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    """All routes as a page, without scripts from elsewhere."""
+    paths = request.app.openapi()["paths"]
+    lines = (
+        f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{escape(about.get('description', ''))}"
+        for path, methods in paths.items()
+        for method, about in methods.items()
+    )
+    head = "<!doctype html><meta charset=utf-8><title>Lamina</title><p><a href=openapi.json>openapi.json</a>"
+    policy = {"Content-Security-Policy": "default-src 'none'"}
+    return HTMLResponse(f"{head} has all fields.<table>{''.join(lines)}</table>", headers=policy)
 
 
 @router.get("/version", responses=responses_of())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .errors import ApiError
 
-RETRY_AFTER_S = 1
+RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1, 60
 
 
 class QueueTicket:
@@ -50,7 +50,7 @@ class QueueLimit:
         self, max_running: int, max_queued: int, max_queued_tokens: int, refused: Callable[[str], None]
     ) -> None:
         """``refused`` gets the reason of each refusal, as one word."""
-        self._limit = max_running + max_queued
+        self._max_running, self._limit = max_running, max_running + max_queued
         self._max_tokens = max_queued_tokens
         self._refused = refused
         self.completions = 0  # running and waiting ones
@@ -72,7 +72,8 @@ class QueueLimit:
             text = f"{completions} completions in one request; at most {self._limit} fit (--max-num-queued-reqs)"
             raise ApiError(400, text, code="too_many_completions")
         if self.completions + completions > self._limit:
-            self._refuse("requests")
+            what = f"{self._waiting} of at most {self._limit - self._max_running} completions"
+            self._refuse("requests", what, "--max-num-queued-reqs")
 
     def admit(self, completions: int) -> QueueTicket:
         """Take places; call it before any costly wait. Raises as ``check``."""
@@ -88,8 +89,16 @@ class QueueLimit:
     def check_tokens(self, tokens: int) -> None:
         """Check that prompts with so many tokens may wait. Raises ApiError 429."""
         if self._max_tokens and self.tokens and self.tokens + tokens > self._max_tokens:
-            self._refuse("tokens")
+            what = f"{self.tokens} of at most {self._max_tokens} prompt tokens"
+            self._refuse("tokens", what, "--max-num-queued-tokens")
 
-    def _refuse(self, reason: str) -> None:
+    @property
+    def _waiting(self) -> int:
+        return max(0, self.completions - self._max_running)
+
+    def _refuse(self, reason: str, what: str, flag: str) -> None:
+        """``what``: the limit that is reached, set by ``flag``. Clients come later the more completions wait."""
         self._refused(reason)
-        raise ApiError(429, "too many requests are waiting", code="overloaded", retry_after_s=RETRY_AFTER_S)
+        retry_s = min(RETRY_AFTER_S + self._waiting // self._max_running, MAX_RETRY_AFTER_S)
+        text = f"too many requests are waiting: {what} ({flag}); retry in {retry_s} s"
+        raise ApiError(429, text, code="overloaded", retry_after_s=retry_s)

@@ -136,6 +136,9 @@ class ServerConfig:
         if self.chat_template_content_format not in (formats := ("auto", "string", "openai")):
             given = self.chat_template_content_format
             raise ValueError(f"--chat-template-content-format must be one of {', '.join(formats)}, not {given!r}")
+        for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_key.strip())):
+            if getattr(self, name) and not keys:
+                raise ValueError(f"{flag_name(name)} is blank: give a key, or leave it out")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("--ssl-keyfile and --ssl-certfile belong together: give both")
         if self.prefill_policy not in POLICIES:

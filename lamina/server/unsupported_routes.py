@@ -37,7 +37,7 @@ _UNSERVED: list[tuple[str, tuple[str, ...], str]] = [
     ("rendered prompts", tuple(f"/v1/{kind}/{word}" for kind in ("completions", "chat/completions")
                                for word in ("render", "derender")), _PARTS),
     ("SageMaker's routes", ("/invocations",), "POST /v1/chat/completions or /v1/completions"),
-    ("probes of other servers", ("/ping", "/ready", "/readyz", "/healthz", "/livez"), "GET /health"),
+    ("probes of other servers", ("/ready", "/readyz", "/healthz", "/livez"), "GET /health"),
     ("adapters (LoRA)", ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
     ("sleep", ("/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused"), _ADMIN.format("drain")),
     ("new weights in a running engine", ("/update_weights", "/init_weight_transfer_engine", "/start_weight_update",
@@ -46,7 +46,7 @@ _UNSERVED: list[tuple[str, tuple[str, ...], str]] = [
     ("profiles", ("/start_profile", "/stop_profile"), "start it with --trace FILE, read by lamina-launch timeline"),
     ("facts of the server", ("/server_info",), "GET /version, /v1/models and /metrics"),
     ("caches of media", ("/reset_mm_cache", "/reset_encoder_cache"), "there is none to reset"),
-    ("pages that load scripts from elsewhere", ("/docs", "/redoc"), "GET /openapi.json"),
+    ("pages that load scripts from elsewhere", ("/redoc",), "GET /docs"),
 ]  # fmt: skip
 # Routes that a flag or variable enables.
 _BY_FLAG = {

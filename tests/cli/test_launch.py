@@ -254,6 +254,21 @@ def test_dry_run_of_serve_looks_for_its_files(capsys: pytest.CaptureFixture[str]
     assert "--ssl-keyfile no/such" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["", " ", " , ", "\n"])
+@pytest.mark.parametrize("name", ["LAMINA_API_KEY", "LAMINA_ADMIN_KEY"])
+def test_a_key_that_is_set_and_blank_is_refused(
+    name: str, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, key)
+    assert main(["serve", MODEL, "--host", "0.0.0.0", "--dry-run"]) == 2
+    assert capsys.readouterr().err == f"lamina-launch serve: {name} is set and blank: give a key, or unset it\n"
+
+
+def test_a_key_on_the_command_line_warns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", MODEL, "--api-key", "one", "--print-config"]) == 0
+    assert capsys.readouterr().err == "--api-key: other users of this host can see it; set LAMINA_API_KEY instead\n"
+
+
 def test_version_and_a_typo_in_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -269,6 +284,10 @@ def test_version_and_a_typo_in_a_flag(capsys: pytest.CaptureFixture[str]) -> Non
     ("argv", "words"),
     [
         (["bench", "decode", "m", "--batchsize=8"], "lamina-launch bench decode: unknown argument --batchsize (did"),
+        (["serve", "--model", "m"], "unknown argument --model: the model is an argument without a flag; see"),
+        (["serve", "m", "--ctx-size", "4096"], "unknown argument --ctx-size (did you mean --max-model-len?); see"),
+        (["serve", "m", "--n-predict", "5"], "unknown argument --n-predict: a request's max_tokens says that; see"),
+        (["serve", "m", "--n-gpu-layers", "2"], "unknown argument --n-gpu-layers; see"),
         (["timeline", "t", "--qqq"], "lamina-launch timeline: unknown argument --qqq; see"),
         (["plan", "pipeline", "--n", "two"], "--n must be a whole number, not 'two'; see lamina-launch plan pipeline"),
         (["generate", "m", "--temperature", "hot"], "generate: --temperature must be a number, not 'hot'; see"),

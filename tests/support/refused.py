@@ -168,6 +168,8 @@ SERVER_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"root_path": "/llm/"}, "--root-path must begin with / and not end with it, such as /llm, not '/llm/'"),
     ({"metrics_compat": "tgi"}, "--metrics-compat must be vllm or empty, not 'tgi'"),
     ({"chat_template_content_format": "parts"}, "--chat-template-content-format must be one of auto, string, openai, not 'parts'"),
+    ({"api_key": " , "}, "--api-key is blank: give a key, or leave it out"),
+    ({"admin_key": " "}, "--admin-key is blank: give a key, or leave it out"),
     ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile and --ssl-certfile belong together: give both"),
     ({"prefill_policy": "fastest"}, "--prefill-policy must be one of auto, mooncake, cache-aware, load-balance, random, not 'fastest'"),
     ({"overload": "late"}, "--slo overload= must be one of baseline, early, predictive, not 'late'"),

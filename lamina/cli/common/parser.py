@@ -12,7 +12,7 @@ from lamina.api.vllm_compat import replacement_of
 
 from .config_file import read_config
 from .group_flags import tell_old_flags
-from .vllm_flags import translated
+from .vllm_flags import WORDS, translated
 
 NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 _OWN_TITLES = ("positional arguments", "options")  # of argparse's own groups
@@ -43,10 +43,17 @@ class Parser(argparse.ArgumentParser):
             option = flag.lstrip("-").partition(".")[0].replace("-", "_")  # --some-config.field
             if way_out := replacement_of(option):
                 self.error(f"{flag} is not here: {way_out}")
-            near = get_close_matches(flag, known, n=1) if flag.startswith("--") else []
-            self.error(f"unknown argument {flag}" + (f" (did you mean {near[0]}?)" if near else ""))
+            self.error(f"unknown argument {flag}{self._hint(flag)}")
         tell_old_flags(flags)
         return flags, unknown
+
+    def _hint(self, flag: str) -> str:
+        """Return what another program's flag is here, or the flag that was perhaps meant; "" if neither is known."""
+        shown = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+        if (word := WORDS.get(flag)) is not None:
+            return f" (did you mean {word}?)" if word in shown else "" if word.startswith("-") else f": {word}"
+        near = get_close_matches(flag, shown, n=1, cutoff=0.8) if flag.startswith("--") else []
+        return f" (did you mean {near[0]}?)" if near else ""
 
     def format_help(self) -> str:
         """Return the page of --help."""

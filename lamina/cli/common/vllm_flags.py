@@ -20,6 +20,28 @@ _NOTHING = {
     "--disable-uvicorn-access-log": "there is none; --no-enable-log-requests leaves out a line for every request",
 }
 
+# Flags of vLLM, llama.cpp, TGI and Ollama -> the flag here, or what to do.
+WORDS = {
+    **dict.fromkeys(("--model", "--model-id", "-m"), "the model is an argument without a flag"),
+    **dict.fromkeys(
+        ("--ctx-size", "-c", "--num-ctx", "--max-total-tokens", "--max-input-length", "--max-input-tokens"),
+        "--max-model-len",
+    ),
+    **dict.fromkeys(("--n-predict", "-n", "--num-predict"), "a request's max_tokens says that"),
+    **dict.fromkeys(("--parallel", "-np", "--max-concurrent-requests", "--max-batch-size"), "--max-num-seqs"),
+    "--max-batch-prefill-tokens": "--prefill-chunk",
+    **dict.fromkeys(("--cache-type-k", "--cache-type-v"), "--kv-cache-dtype"),
+    "--alias": "--served-model-name",
+    "--hostname": "--host",
+    "--num-shard": "--tensor-parallel-size",
+    "--chat-template-file": "--chat-template",
+    "--ssl-key-file": "--ssl-keyfile",
+    "--ssl-cert-file": "--ssl-certfile",
+    "--cors-allow-origin": "--allowed-origins",
+    "--api-prefix": "--root-path",
+    "--metrics": "GET /metrics is always there",
+}
+
 
 def translated(args: Sequence[str], known: Collection[str]) -> list[str]:
     """``args`` with flags and values by the names that they have here, less those that mean nothing here, of which a

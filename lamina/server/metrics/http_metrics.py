@@ -18,6 +18,7 @@ from .metric_table import COMMON_LABELS, METRICS, counter, histogram, other_name
 
 _TOTALS = ("prompt_tokens", "generation_tokens", "prompt_tokens_cached")
 COMPUTED, FOUND = "local_compute", "local_cache_hit"  # sources of a prompt token's KV, in vLLM's words
+METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})  # of routes, and of browsers before a request
 _OLD_LABELS = {"layers": "tier"}  # as metrics under old names have them
 _HTTP_SECONDS = "http_request_duration_seconds"
 
@@ -70,7 +71,9 @@ class ServerMetrics:
         self._rejections.labels(**self.labels, reason=reason).inc()
 
     def on_http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """Count an HTTP request and its duration."""
+        """Count an HTTP request and its duration. Clients choose names of methods: unknown ones are not counted."""
+        if method not in METHODS:
+            return
         self._http.labels(handler, method, str(status)).inc()
         self._http_s.labels(handler, method).observe(seconds)
 

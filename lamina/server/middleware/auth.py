@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lamina.server.errors import ApiError, error_response
 
 OPERATOR = frozenset({"/scale", "/drain", "/cordon"})  # they accept the operator's key only
-PUBLIC_PATHS = OPERATOR | {"/health"}
+PUBLIC_PATHS = OPERATOR | {"/health", "/ping"}
 
 
 class Auth:

@@ -7,6 +7,7 @@ no objects. Two quotes without a backslash before them count as one text, and a 
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8, getincrementaldecoder
 from typing import Any
 
 import msgspec
@@ -39,11 +40,15 @@ _messages = msgspec.json.Decoder(list[_ChatMessage]).decode
 _each_message = msgspec.json.Decoder(list[Fields]).decode
 _texts = msgspec.json.Decoder(list[str]).decode
 _ids = msgspec.json.Decoder(list[int]).decode
+_HALF_PAIR = re.compile(
+    rb"(?<!\\)(?:\\\\)*(\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}))"
+)
 _OPENING = re.compile(rb"[\s,]*\[")
 
 
 def split_fields(body: bytes | bytearray, max_nesting: int) -> Fields:
     """Return the fields of a body, not decoded yet. Raises ApiError."""
+    _check_encoding(body)
     if _count_texts(body) > MAX_TEXTS:
         raise ApiError(400, f"the body has more than {MAX_TEXTS} texts: send fewer at once", code="too_many_texts")
     if sum(body.count(b",", i, i + PIECE) for i in range(0, len(body), PIECE)) > MAX_COMMAS:
@@ -53,10 +58,25 @@ def split_fields(body: bytes | bytearray, max_nesting: int) -> Fields:
         return _fields(body)
     except msgspec.ValidationError as e:
         raise ApiError(400, "the body must be a JSON object", code="invalid_json") from e
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise ApiError(400, f"the body is not JSON: {e}", code="invalid_json") from e
+    except msgspec.DecodeError as e:
+        half = _HALF_PAIR.search(body)
+        what = f"half of a surrogate pair, {half[1].decode()}" if half else e
+        raise ApiError(400, f"the body is not JSON: {what}", code="invalid_json") from e
     except RecursionError as e:
         raise ApiError(400, f"the body is nested deeper than {max_nesting}", code="too_deep") from e
+
+
+def _check_encoding(body: bytes | bytearray) -> None:
+    """Raises ApiError unless a body is UTF-8 without a byte order mark."""
+    if body.startswith(BOM_UTF8):
+        raise ApiError(400, "the body begins with a byte order mark: leave it out", code="invalid_json")
+    decoder, view = getincrementaldecoder("utf-8")(), memoryview(body)
+    for begin in range(0, len(body), PIECE):  # between pieces, other threads can run
+        try:
+            decoder.decode(view[begin : begin + PIECE], final=begin + PIECE >= len(body))
+        except UnicodeDecodeError as e:
+            text = f"the body is not UTF-8: byte {e.object[e.start]:#04x} after {e.object[: e.start][-8:]!r}"
+            raise ApiError(400, text, code="invalid_json") from e
 
 
 class Allowance:

@@ -71,7 +71,7 @@ def _parse(model: type[M], body: bytes | bytearray, service: Service) -> tuple[M
     is_cut = "truncate_prompt_tokens" in model.model_fields and fields.get("truncate_prompt_tokens", _NULL) != _NULL
     limit = json_decoding.MAX_COMMAS if is_cut or cuts else service.client.ready.max_model_len
     rest = json_decoding.Allowance("the body")
-    for name, raw in fields.items():
+    for name, raw in sorted(fields.items(), key=lambda field: field[0] not in ("tools", "functions")):
         if name in model.model_fields:
             if name not in LONG:
                 rest.take(raw)
@@ -82,7 +82,7 @@ def _parse(model: type[M], body: bytes | bytearray, service: Service) -> tuple[M
                 name, json_decoding.decode_value(name, raw, config.max_nesting) if small else ..., UNSUPPORTED[name]
             )
         elif name not in IGNORED:
-            service.unknown_fields.check_name(name, [*model.model_fields, *UNSUPPORTED])
+            service.unknown_fields.check_name(name, model.model_fields)
     if given.get("generation_config") is not None and "generation_config" in model.model_fields:
         given = {**fields_of(given["generation_config"]), **{k: v for k, v in given.items() if v is not None}}
     _check_inner(given, service)

@@ -101,6 +101,24 @@ MESSAGE: dict[str, tuple[Any, ...]] = {
     "provider_specific_fields": ({},),
 }
 PART: dict[str, tuple[Any, ...]] = {"annotations": ([],), "cache_control": ({"type": "ephemeral"},)}
+# Words of vLLM, llama.cpp, TGI and Ollama for fields that requests have here.
+WORDS = {
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict", "max_length", "max_gen_len"), "max_tokens"),
+    "min_new_tokens": "min_tokens",
+    **dict.fromkeys(("repeat_penalty", "rep_pen"), "repetition_penalty"),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
+    **dict.fromkeys(("inputs", "input", "text"), "prompt"),
+    "conversation": "messages",
+    "random_seed": "seed",
+    **dict.fromkeys(("n_probs", "decoder_input_details"), "logprobs"),
+    "top_n_tokens": "top_logprobs",
+    "truncate": "truncate_prompt_tokens",
+    "return_full_text": "echo",
+    "enable_thinking": "chat_template_kwargs",
+    "content": "tokens",
+    "num_beams": "n",
+}
+_TOGETHER = {"tools": "tool_choice", "functions": "function_call"}  # a field -> one that means nothing without it
 MAX_LOGGED_NAMES = 1000  # names remembered, so that clients cannot fill the memory with them
 logger = logging.getLogger(__name__)
 
@@ -122,9 +140,9 @@ class UnknownFields:
                 self._seen.add(full)
                 logger.info("ignoring the unknown field %r; logged once", full)
             return
-        near = get_close_matches(name[:64], known, n=1)
-        hint = f"did you mean {where}{near[0]}? Correct it" if near else "correct it"
-        text = f"unknown field {full!r}: {hint} or leave it out; a server with --allow-unknown-fields ignores it"
+        text = f"unknown field {full!r}: leave it out; a server with --allow-unknown-fields ignores it"
+        if near := _nearest(name[:64], known):
+            text = text.replace("leave", f"did you mean {where}{near}? Correct it or leave", 1)
         raise ApiError(400, text, param=full, code="unknown_field")
 
     def check_inner(
@@ -135,12 +153,20 @@ class UnknownFields:
             if name in neutral:
                 check_neutral(f"{where}{name}", value, neutral[name])
             elif name not in known:
-                self.check_name(name, [*known, *neutral], where)
+                self.check_name(name, known, where)
+
+
+def _nearest(name: str, known: Collection[str]) -> str | None:
+    """Return the known field that has another server's name, or perhaps a mistake in its name."""
+    if (word := WORDS.get(name)) is not None:
+        return word if word in known else None
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), None)
 
 
 def check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     """Raises ApiError if an unsupported field requests something."""
     if value is not None and value not in neutral:
         hint = f", or send {neutral[0]!r}" if neutral and neutral[0] not in ("", [], {}) else ""
+        hint = f", and {_TOGETHER[name]} with it" if name in _TOGETHER else hint
         text = f"{name} is not supported by this server: leave it out{hint}"
         raise ApiError(400, text, param=name, code="unsupported_value")

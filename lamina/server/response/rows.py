@@ -32,7 +32,16 @@ def _listed(value: Any) -> Any:
     raise NotImplementedError  # msgspec names the type
 
 
-encode = msgspec.json.Encoder(enc_hook=_listed).encode  # all at once
+_encode = msgspec.json.Encoder(enc_hook=_listed).encode
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\u0085\u2028\u2029"}
+
+
+def encode(value: Any) -> bytes:
+    """Encode all at once. Characters at which some clients end a line, of a stream of events too, are escaped."""
+    made = _encode(value)
+    for end, escaped in _LINE_ENDS.items():
+        made = made.replace(end, escaped)
+    return made
 
 
 def units(value: Any) -> int:

@@ -61,14 +61,14 @@ class FaultRunner:
         """Run the prompts as ``LLM.generate``. Raises ValueError if no process died before the last token, or if it had
         no KV of the prompts. Raises FaultVisibleError if no process replaced it, and as ``LLM.stream``.
         """
-        engine, outputs = self._llm.engine, dict[int, RequestOutput]()
+        engine, outputs = self._llm.engine, dict[str, RequestOutput]()
         before, is_set = self._llm.pools.pids, self._fault.before_prompt_end
         at_once = min(len(prompts), engine.config.batching.max_num_seqs)
         if is_set:
             self._set(before)
         with self._or_harmed(), closing(self._llm.stream(prompts, params)) as stream:
             ids = stream.request_ids
-            self._wire.on_change = lambda: self._note(ids)
+            self._wire.on_change = lambda: self._note([int(i) for i in ids])
             for output in stream:
                 outputs[output.request_id] = output
                 if not is_set and len(outputs) >= at_once:

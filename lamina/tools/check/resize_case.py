@@ -33,7 +33,7 @@ class ResizeRunner:
         next one after it. Raises ValueError if a change is impossible, ResizeFailedError if one failed, and as
         ``LLM.stream``.
         """
-        outputs = dict[int, RequestOutput]()
+        outputs = dict[str, RequestOutput]()
         at_once = min(len(prompts), self._llm.engine.config.batching.max_num_seqs)
         with closing(self._llm.stream(prompts, params)) as stream:
             for output in stream:

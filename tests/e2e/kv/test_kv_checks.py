@@ -33,7 +33,7 @@ def open_llm(path: Path, **options: Any) -> LLM:
 
 def run(llm: LLM, tripwire: Failpoint, victim: str) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities. A block of ``victim`` is damaged in their midst, of a sequence that decodes."""
-    outputs, tripped = dict[int, Any](), False
+    outputs, tripped = dict[str, Any](), False
     with llm.stream(PROMPTS, PARAMS) as stream:
         for output in stream:
             outputs[output.request_id] = output

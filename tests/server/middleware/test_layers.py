@@ -49,7 +49,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 def test_every_route_but_health_needs_a_key() -> None:
     service = make_service(api_key="one,two")
-    open_to_keys = [r for r in routes(make_app(service)) if r.path != "/health"]
+    open_to_keys = [r for r in routes(make_app(service)) if r.path not in ("/health", "/ping")]
     assert {"/v1/completions", "/metrics", "/openapi.json", "/v1/models/{model:path}"} <= {r.path for r in open_to_keys}
     paths = [*(r.path for r in open_to_keys), "/", "/health/", "/nothing"]
     wrong = [{}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}]
@@ -62,7 +62,7 @@ def test_every_route_but_health_needs_a_key() -> None:
                 assert error_of(response)["code"] == "invalid_api_key"
 
     run(work())
-    assert ask("GET", "/health", service).status_code == 200
+    assert [ask("GET", path, service).status_code for path in ("/health", "/ping")] == [200, 200]
     for key in ("one", "two"):
         assert ask("GET", "/v1/models", service, headers={"authorization": f"Bearer {key}"}).status_code == 200
 
@@ -124,7 +124,27 @@ def test_a_body_that_never_ends() -> None:
 def test_paths_and_methods_that_are_not_there() -> None:
     assert error_of(ask("GET", "/nothing"))["code"] == "not_found"
     assert error_of(ask("GET", "/v1/completions"))["code"] == "method_not_allowed"
-    assert ask("GET", "/docs").status_code == 404, "it would load scripts from elsewhere"
+    slash = ask("POST", "/llm/v1/completions/", make_service(root_path="/llm"), json=GOOD)
+    assert slash.status_code == 404, "a redirect would lose the prefix and the scheme"
+    assert error_of(slash)["message"] == "there is no such route: did you mean /v1/completions?"
+
+
+def test_docs_is_a_page_of_all_routes_without_scripts() -> None:
+    page = ask("GET", "/docs")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"] == "default-src 'none'"
+    assert "<td>POST<td><code>/v1/chat/completions</code><td>Complete a conversation." in page.text
+    assert "<script" not in page.text
+
+
+def test_odd_methods_add_no_series_of_metrics() -> None:
+    service = make_service()
+    ask("POST", "/v1/completions", service, json=GOOD)
+    before = service.metrics.render(vllm=True).count(b"http_request")
+    for method in ("BREW", "PROPFIND", "LOCK", "X" * 30, "TRACE"):
+        assert ask(method, "/v1/completions", service).status_code in (405, 501)
+    assert service.metrics.render(vllm=True).count(b"http_request") == before > 5
 
 
 @pytest.mark.parametrize(
@@ -229,7 +249,7 @@ def test_what_a_layer_answers_is_logged_by_its_route(
 def test_health_and_load_tell_the_truth() -> None:
     client = FakeClient()
     service = make_service(client, health_timeout_s=4.0)
-    assert ask("GET", "/health", service).status_code == 200
+    assert [ask("GET", path, service).status_code for path in ("/health", "/ping")] == [200, 200]
     client.seconds_without_progress = 4.1
     assert ask("GET", "/health", service).status_code == 503
     client.seconds_without_progress, client.failure = 0.0, "lost"

@@ -23,7 +23,7 @@ from lamina.server.unsupported_routes import unsupported_route
         ("/pooling/", "/pooling (pooling)", "embedding"),
         ("/v1/chat/completions/render", "/v1/chat/completions/render (rendered prompts)", "/tokenize"),
         ("/v1/messages", "/v1/messages (Anthropic's API)", "/v1/chat/completions"),
-        ("/ping", "/ping (probes of other servers)", "GET /health"),
+        ("/livez", "/livez (probes of other servers)", "GET /health"),
     ],
 )
 def test_a_route_of_others_is_named(path: str, named: str, instead: str) -> None:

@@ -351,9 +351,11 @@ def test_refusals_to_the_word() -> None:
     reasons = list[str]()
     room = QueueLimit(2, 3, 100, reasons.append)
     room.admit(3).set_prompt_tokens(100)
-    overload = {"status": 429, "retry_after_s": 1, "message": "too many requests are waiting",
-                "type": "rate_limit_error", "param": None, "code": "overloaded"}  # fmt: skip
-    assert refused(room.check, 3) == refused(room.check_tokens, 1) == overload
+    overload = {"status": 429, "retry_after_s": 1, "type": "rate_limit_error", "param": None, "code": "overloaded"}
+    requests = "too many requests are waiting: 1 of at most 3 completions (--max-num-queued-reqs); retry in 1 s"
+    assert refused(room.check, 3) == {**overload, "message": requests}
+    tokens = "too many requests are waiting: 100 of at most 100 prompt tokens (--max-num-queued-tokens); retry in 1 s"
+    assert refused(room.check_tokens, 1) == {**overload, "message": tokens}
     room.check(2)
     assert refused(room.check, 6) == {
         "status": 400, "retry_after_s": 0, "type": "invalid_request_error", "param": None,
@@ -367,6 +369,17 @@ def test_refusals_to_the_word() -> None:
         "type": "service_unavailable_error", "param": None, "code": "shutting_down",
     }  # fmt: skip
     assert reasons == ["requests", "tokens", "draining"]
+
+
+def test_clients_come_later_the_more_completions_wait() -> None:
+    room = QueueLimit(2, 200, 100, lambda reason: None)
+    waits = list[int]()
+    for _ in range(4):
+        ticket = room.admit(50)
+        waits.append(refused(room.check, 203 - room.completions)["retry_after_s"])
+    assert waits == [25, 50, 60, 60]
+    ticket.close()
+    assert refused(room.check, 100)["retry_after_s"] == 60
 
 
 def test_without_a_limit_any_number_of_tokens_may_wait_and_with_one_a_long_prompt_alone() -> None:

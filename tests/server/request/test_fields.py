@@ -35,6 +35,11 @@ def refused(path: str, body: dict[str, Any], service: Any = None) -> dict[str, A
         (COMPLETIONS, "temprature", 0.5, "did you mean temperature?"),
         (COMPLETIONS, "max_new_tokens", 5, "did you mean max_tokens?"),
         (COMPLETIONS, "messages", [], "unknown field 'messages'"),
+        (CHAT, "num_predict", 5, "did you mean max_tokens?"),
+        (CHAT, "system", "be brief", "unknown field 'system': leave it out;"),
+        (CHAT, "json_mode", True, "unknown field 'json_mode': leave it out;"),
+        (CHAT, "tool", [], "unknown field 'tool': leave it out;"),
+        (COMPLETIONS, "inputs", "x", "did you mean prompt?"),
         (CHAT, "prompt", "x", "unknown field 'prompt'"),
         (CHAT, "suffix", "x", "suffix is not supported by this server: leave it out"),
         (COMPLETIONS, "reasoning_effort", "high", "reasoning_effort is not supported"),
@@ -156,6 +161,44 @@ def prompts_of(body: dict[str, Any], path: str = CHAT, template: str | None = No
 def test_what_a_template_takes_reaches_it(fields: dict[str, Any], text: str) -> None:
     tokenizer = make_service().prompt_processor.tokenizer
     assert prompts_of({**TALK, **fields}, template=THINKING) == [token_ids(tokenizer, text, add_special_tokens=False)]
+
+
+def test_tools_and_their_choice_are_one_refusal() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for body in ({"tool_choice": "required", "tools": tools}, {"tools": tools, "tool_choice": "required"}):
+        error = refused(CHAT, {**TALK, **body})
+        assert error["param"] == "tools"
+        assert error["message"] == "tools is not supported by this server: leave it out, and tool_choice with it"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{"prompt": "caf\u00e9"}'.encode("latin-1"), "the body is not UTF-8: byte 0xe9 after b't\": \"caf'"),
+        ('{"prompt": "a"}'.encode("utf-16"), "the body is not UTF-8: byte 0xff after b''"),
+        (b"\xef\xbb\xbf" + b'{"prompt": "a"}', "the body begins with a byte order mark: leave it out"),
+        (b'{"prompt": "a\\ud800b"}', "the body is not JSON: half of a surrogate pair, \\ud800"),
+        (b'{"prompt": "a\\udc00b"}', "the body is not JSON: half of a surrogate pair, \\udc00"),
+        (b'{"prompt": "a\xf0\x9f"}', "the body is not UTF-8"),
+    ],
+)
+def test_a_body_in_another_encoding_is_refused_as_that(body: bytes, words: str) -> None:
+    response = ask("POST", COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(words)
+    assert (response.json()["error"]["param"], response.json()["error"]["code"]) == (None, "invalid_json")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_characters_that_end_a_line_are_escaped(stream: bool) -> None:
+    class Lines(FakeClient):
+        def _deltas(self, *given: Any, **how: Any) -> Any:
+            deltas = super()._deltas(*given, **how)
+            deltas[0].text = "a\u2028b\u2029c\u0085d\u2027"
+            return deltas
+
+    raw = ask("POST", COMPLETIONS, make_service(Lines()), json={**TEXT, "stream": stream}).content
+    assert b"a\\u2028b\\u2029c\\u0085d\xe2\x80\xa7" in raw
 
 
 @pytest.mark.parametrize("content", ["hi there", [{"type": "text", "text": "hi there"}]])
