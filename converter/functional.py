@@ -31,7 +31,7 @@ def make_functional(graph: fx.Graph) -> None:
             continue
         source: Any = node.args[0]
         before = [user for user in source.users if order[user] < order[node]]
-        if _is_fresh(source) and all(map(_is_fresh, before)) and _gives_the_same(plain, node):
+        if is_fresh(source) and all(map(is_fresh, before)) and gives_the_same(plain, node):
             node.target = plain
             seen = {node, *before}
             source.replace_all_uses_with(node, delete_user_cb=lambda user, seen=seen: user not in seen)
@@ -50,11 +50,11 @@ def _functional(target: Any) -> torch._ops.OpOverload | None:
     return None if overload is None or overload._schema.is_mutable else overload
 
 
-def _is_fresh(node: fx.Node) -> bool:
+def is_fresh(node: fx.Node) -> bool:
     """Return True if an operator's results share no memory with its arguments."""
     if node.target is operator.getitem:
         (parent,) = node.all_input_nodes
-        return _is_fresh(parent)
+        return is_fresh(parent)
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
@@ -64,7 +64,7 @@ def _is_fresh(node: fx.Node) -> bool:
     return target in _FRESH or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
-def _gives_the_same(plain: torch._ops.OpOverload, node: fx.Node) -> bool:
+def gives_the_same(plain: torch._ops.OpOverload, node: fx.Node) -> bool:
     """Return True if the result has the dtype and shape of the tensor written to: a promoted result would be rounded in
     place.
     """

@@ -112,14 +112,14 @@ class DecodeLamina:
     def __init__(
         self, path: Path, prompts: list[list[int]], tokens: int, sampling: dict[str, Any] = GREEDY, **options: Any
     ) -> None:
-        self._batch, rounds = len(prompts), len(prompts) * -(-len(prompts[0]) // CHUNK)
+        self.batch, rounds = len(prompts), len(prompts) * -(-len(prompts[0]) // CHUNK)
         tokens += rounds  # the first prompt's sequence decodes while the others' are read
-        options |= {"max_model_len": len(prompts[0]) + tokens + 8, "max_num_seqs": self._batch, "prefill_chunk": CHUNK}
+        options |= {"max_model_len": len(prompts[0]) + tokens + 8, "max_num_seqs": self.batch, "prefill_chunk": CHUNK}
         self.llm = LLM(str(path), **options)
-        self._engine = self.llm.engine
+        self.engine = self.llm.engine
         start = time.perf_counter()
         for seed, prompt in enumerate(prompts):
-            self._engine.add(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed, **sampling))
+            self.engine.add(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed, **sampling))
         self._outputs: list[RequestOutput] = []
         self._step()  # the first after which all decode together
         self.prompts_s = time.perf_counter() - start
@@ -135,8 +135,8 @@ class DecodeLamina:
 
     def _step(self) -> float:
         start = time.perf_counter()
-        while len(outputs := self._engine.step()) < self._batch:
-            if not self._engine.has_work:
+        while len(outputs := self.engine.step()) < self.batch:
+            if not self.engine.has_work:
                 raise RuntimeError("a sequence ended before the others had begun")
         self._outputs = outputs
         return time.perf_counter() - start
@@ -235,7 +235,7 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
                 if name not in PEERS:
                     raise
                 missing[name] = str(e)
-        figures = _rounds(players, args.tokens // TURN_STEPS, args.batch)
+        figures = run_rounds(players, args.tokens // TURN_STEPS, args.batch)
         greedy = {name: player for name, player in players.items() if not args.temperature or name == "lamina greedy"}
         notes = {name: player.note() for name, player in players.items() if isinstance(player, DecodePeer)}
         return {**figures, "missing_peers": missing, "notes": notes, "quality": _quality(path, prompts, greedy)}
@@ -244,7 +244,7 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
             player.close()
 
 
-def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
+def run_rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in players}
     pressure = []
     split = players[SUBJECT].llm

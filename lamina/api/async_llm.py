@@ -45,11 +45,11 @@ class AsyncLLM:
         if front.tokenizer is not None:
             token_ids(front.tokenizer, "")  # initializes it: from now on several threads use it
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
-        self._engine = EngineThread(front.streams, front.pools, _wake, _closed)
-        self._live: dict[str, _LoopCollector] = {}  # by request_id
+        self.engine_thread = EngineThread(front.streams, front.pools, _wake, _closed)
+        self.live: dict[str, _LoopCollector] = {}  # by request_id
         self._names = itertools.count()
         self._lock = threading.RLock()  # guards both; reentrant, as the garbage collector may run while it is held
-        self._finalizer = weakref.finalize(self, _shut_down, self._engine, self._tokenizing)
+        self._finalizer = weakref.finalize(self, _shut_down, self.engine_thread, self._tokenizing)
 
     def generate(
         self,
@@ -93,10 +93,10 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator yields the output so far, with finish_reason "abort". Ignores unknown names."""
         with self._lock:
-            collector = self._live.get(request_id)
+            collector = self.live.get(request_id)
         if collector is not None:
             with suppress(RuntimeError):  # it has been shut down
-                self._tokenizing.submit(self._engine.abort, collector)  # after the request's tokenization
+                self._tokenizing.submit(self.engine_thread.abort, collector)  # after the request's tokenization
 
     async def get_tokenizer(self) -> Any:
         """Return the Hugging Face tokenizer, or None."""
@@ -105,28 +105,28 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Stop using KV of earlier requests; later requests are computed whole. Always returns True."""
         self._check()
-        self._engine.reset_prefix_cache()
+        self.engine_thread.reset_prefix_cache()
         return True
 
     @property
     def is_running(self) -> bool:
         """True while the engine takes requests."""
-        return self._engine.is_running
+        return self.engine_thread.is_running
 
     @property
     def is_stopped(self) -> bool:
         """True if the engine has ended, by ``shutdown`` or by an error."""
-        return not self._engine.is_running
+        return not self.engine_thread.is_running
 
     @property
     def errored(self) -> bool:
         """True if the engine has ended by an error."""
-        return self._engine.error is not None
+        return self.engine_thread.error is not None
 
     @property
     def dead_error(self) -> WorkerError:
         """The error that every caller gets once the engine has ended by an error."""
-        return WorkerError(str(self._engine.error or "the engine has not failed"))
+        return WorkerError(str(self.engine_thread.error or "the engine has not failed"))
 
     async def check_health(self) -> None:
         """Raises ``dead_error`` if ``errored``, ValueError after ``shutdown``. The loss of a worker while nothing is
@@ -155,15 +155,15 @@ class AsyncLLM:
     def _check(self) -> None:
         if self.errored:
             raise self.dead_error
-        if not self._engine.is_running or not self._finalizer.alive:
+        if not self.engine_thread.is_running or not self._finalizer.alive:
             raise _closed()
 
     def _register(self, request_id: str | None) -> _LoopCollector:
         with self._lock:
             name = f"request-{next(self._names)}" if request_id is None else str(request_id)
-            if (other := self._live.get(name)) is not None and other.is_unfinished:
+            if (other := self.live.get(name)) is not None and other.is_unfinished:
                 raise ValueError(f"request_id {name!r} is in use: give each request one of its own, or None")
-            self._live[name] = collector = _LoopCollector(name=name)
+            self.live[name] = collector = _LoopCollector(name=name)
         return collector
 
     def _add(
@@ -171,7 +171,7 @@ class AsyncLLM:
     ) -> None:
         try:
             if not collector.dropped:
-                self._engine.add(
+                self.engine_thread.add(
                     replace(self.front.engine_request(prompt, params), cache_options=cache_options), collector
                 )
         except Exception as error:  # noqa: BLE001 - a tokenizer's error, too: no reader may wait forever
@@ -180,9 +180,9 @@ class AsyncLLM:
 
     def _forget(self, collector: _LoopCollector) -> None:
         with self._lock:
-            if self._live.get(collector.name) is collector:
-                del self._live[collector.name]
-        self._engine.drop(collector)
+            if self.live.get(collector.name) is collector:
+                del self.live[collector.name]
+        self.engine_thread.drop(collector)
 
 
 class AsyncStream(AsyncIterator[RequestOutput]):
@@ -190,18 +190,18 @@ class AsyncStream(AsyncIterator[RequestOutput]):
 
     def __init__(self, llm: AsyncLLM, collector: _LoopCollector) -> None:
         self._llm = llm
-        self._collector = collector
+        self.collector = collector
 
     @property
     def request_id(self) -> str:
         """The request's name."""
-        return self._collector.name
+        return self.collector.name
 
     async def __anext__(self) -> RequestOutput:
-        if self._collector.dropped:
+        if self.collector.dropped:
             raise StopAsyncIteration
         try:
-            output = await self._collector.next()
+            output = await self.collector.next()
         except BaseException:
             self._close()
             raise
@@ -215,8 +215,8 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         self._close()
 
     def _close(self) -> None:
-        if not self._collector.dropped:
-            self._llm._forget(self._collector)
+        if not self.collector.dropped:
+            self._llm._forget(self.collector)
 
     def __del__(self) -> None:
         self._close()

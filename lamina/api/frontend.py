@@ -63,13 +63,13 @@ def metrics_of(engine: Engine) -> list[Metric]:
 class Frontend:
     """The started pools, engine and tokenizer of an ``LLM``. Raises as ``LLM`` does."""
 
-    _defaults: Mapping[str, Any] = MappingProxyType({})  # defaults of SamplingParams
-    _max_logprobs = MAX_LOGPROBS
+    defaults: Mapping[str, Any] = MappingProxyType({})  # defaults of SamplingParams
+    max_logprobs = MAX_LOGPROBS
     _speller: TokenSpeller | None = None
 
     def __init__(self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any]) -> None:
         generation_config = options.pop("generation_config", AUTO)
-        self._max_logprobs = _checked_limit(options.pop("max_logprobs", MAX_LOGPROBS))
+        self.max_logprobs = checked_limit(options.pop("max_logprobs", MAX_LOGPROBS))
         config, _ = choose_transport(make_config(our_option_names(options)))
         model = _checked_model(model)
         if isinstance(model, str):
@@ -77,7 +77,7 @@ class Frontend:
         elif config.batching.enable_prefix_caching is None and not config.offload.backend:  # its weights may change
             config = replace_options(config, {"enable_prefix_caching": False})
         remote = config.model.trust_remote_code
-        self._defaults = default_sampling_params(model, generation_config, trust_remote_code=remote)
+        self.defaults = default_sampling_params(model, generation_config, trust_remote_code=remote)
         with progress_bar(progress) as on_progress:
             source = model if tokenizer is None else tokenizer
             here = not isinstance(model, str) or netstack.in_process(config.launch.scheme)
@@ -96,7 +96,7 @@ class Frontend:
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters for prompts without their own."""
-        return SamplingParams(**self._defaults)
+        return SamplingParams(**self.defaults)
 
     def engine_request(self, prompt: str | list[int], params: SamplingParams) -> EngineRequest:
         """Convert a prompt for the engine. Raises ValueError if it has no token ids and cannot be tokenized."""
@@ -122,7 +122,7 @@ class Frontend:
         )
 
     def _check_logprobs(self, params: SamplingParams) -> None:
-        most = self._max_logprobs
+        most = self.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and most >= 0 and not 0 <= count <= most:
@@ -160,7 +160,7 @@ def our_option_names(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **replacements, **by_dtype}
 
 
-def _checked_limit(count: Any) -> int:
+def checked_limit(count: Any) -> int:
     if type(count) is not int or count < -1:
         raise ValueError(f"max_logprobs must be at least 0, or -1 for the whole vocabulary, not {count!r}")
     return count

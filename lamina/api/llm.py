@@ -332,17 +332,17 @@ class Stream(Iterator[RequestOutput]):
 
     def __init__(self, llm: LLM, collector: RequestOutputCollector) -> None:
         self._llm = llm
-        self._collector = collector
+        self.collector = collector
 
     @property
     def request_ids(self) -> list[str]:
         """The ids of the stream's requests, in the order of their prompts."""
-        return list(map(str, self._collector.request_ids))
+        return list(map(str, self.collector.request_ids))
 
     def __next__(self) -> RequestOutput:
-        if self._collector.dropped:
+        if self.collector.dropped:
             raise StopIteration
-        output = self._llm._next(self._collector)
+        output = self._llm._next(self.collector)
         if output is None:
             self.close()
             raise StopIteration
@@ -350,8 +350,8 @@ class Stream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """Cancel unfinished requests. Idempotent."""
-        if not self._collector.dropped:
-            self._llm._drop(self._collector)
+        if not self.collector.dropped:
+            self._llm._drop(self.collector)
 
     def __enter__(self) -> Stream:
         return self
@@ -360,5 +360,5 @@ class Stream(Iterator[RequestOutput]):
         self.close()
 
     def __del__(self) -> None:
-        if not self._collector.dropped:
-            self._llm._collect(self._collector)
+        if not self.collector.dropped:
+            self._llm._collect(self.collector)

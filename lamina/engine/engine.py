@@ -75,14 +75,14 @@ class Engine:
         own = build_engine_features(config, self.scheduler, self.slo_admission, conducts=conducts)
         self.features = (*own, *features)
         self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, self.sessions)
-        self._requests = ActiveRequests(clock)
+        self.requests = ActiveRequests(clock)
         self.in_flight: dict[tuple[int, int], ScheduledStep] = {}  # by batch and step
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
 
     @property
     def has_work(self) -> bool:
         """Whether some request is unfinished."""
-        return bool(self._requests)
+        return bool(self.requests)
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ class Engine:
                 sequence.session = self.sessions.get_or_create(terms.session)
         for resumed in resume_from:
             request.replay(resumed)
-        self._requests.add(request)  # not one whose tokens could not be taken
+        self.requests.add(request)  # not one whose tokens could not be taken
         for sequence in request.sequences:
             if not sequence.finished:
                 self.scheduler.add(sequence)
@@ -148,7 +148,7 @@ class Engine:
         for feature in self.features if plans else ():
             feature.after_schedule(self)
         self._take(self._run(steps))
-        return self._requests.take_outputs()
+        return self.requests.take_outputs()
 
     def feature(self, kind: type[AnyFeature]) -> AnyFeature | None:
         """The engine's feature of a kind, if there is one."""
@@ -156,31 +156,31 @@ class Engine:
 
     def request(self, request_id: int) -> Request:
         """An unfinished request. Raises KeyError for another one."""
-        return self._requests[request_id]
+        return self.requests[request_id]
 
     def cancel(self, request_id: int) -> RequestOutput | None:
         """End a request; its KV is freed with the next step. What became of it; None for unknown and finished ids."""
-        return self._requests.cancel(request_id)
+        return self.requests.cancel(request_id)
 
     def release_idle_blocks(self) -> None:
         """Where no request is left, take in what is in flight and free its blocks: an idle engine holds none."""
-        while not self._requests and (self.scheduler.num_running or self.in_flight or self.scheduler.has_pending_ops):
+        while not self.requests and (self.scheduler.num_running or self.in_flight or self.scheduler.has_pending_ops):
             self.step()
-        if not self._requests:
+        if not self.requests:
             self.scheduler.drop_cancelled()
 
     def finish_in_flight(self) -> list[RequestOutput]:
         """Take in what is in flight and begin nothing; returns the requests that got tokens. Raises WorkerError."""
         while self.in_flight or self.scheduler.has_transfers:
             self._take(self.executor.wait())
-        return self._requests.take_outputs()
+        return self.requests.take_outputs()
 
     def check_workers(self) -> list[RequestOutput]:
         """Of an engine without work: whether its workers live. Raises WorkerError when one is lost for good."""
         for feature in self.features:
             feature.after_schedule(self)
         self._take(self.executor.check_workers())
-        return self._requests.take_outputs()
+        return self.requests.take_outputs()
 
     def resume(self, ready: ComputeReady) -> None:
         """Go on with workers that have met anew, and have kept their KV. Raises ValueError while steps are in flight,
@@ -233,7 +233,7 @@ class Engine:
 
     def _look_for_room(self) -> EpochChanged | None:
         """With nothing to wait for: memory workers that come may be all that the requests need."""
-        if not self._requests:
+        if not self.requests:
             return None
         if (change := self.executor.check_workers()) is not None:
             self.idle = False
@@ -242,9 +242,9 @@ class Engine:
             if (refusal := feature.on_idle(self)) is not None:
                 self.idle = False
                 if refusal:
-                    request = self._requests[self.scheduler.waiting[0].request_id]
+                    request = self.requests[self.scheduler.waiting[0].request_id]
                     request.refuse(refusal)
-                    self._requests.mark_grown(request)
+                    self.requests.mark_grown(request)
                 break
         return None
 
@@ -252,7 +252,7 @@ class Engine:
         ends, row, now = {}, 0, self._clock()
         scores: list[SamplingRequest] = []
         for sequence, rows in zip(step.sequences, step.plan.rows, strict=True):
-            if rows.first == sequence.num_cached_tokens and (request := self._requests.of(sequence)):
+            if rows.first == sequence.num_cached_tokens and (request := self.requests.of(sequence)):
                 request.on_scheduled(sequence, now)
                 for feature in self.features:
                     feature.on_first_rows(sequence)
@@ -269,18 +269,18 @@ class Engine:
         """Take in what has happened."""
         start = self._trace.now()
         if isinstance(done, StepDone):
-            self._on_step_done(done)
+            self.on_step_done(done)
             self._trace.add(Event.POSTPROCESS, start, done)
         elif isinstance(done, EpochChanged):
-            self._on_epoch_changed(done)
+            self.on_epoch_changed(done)
         elif done is not None:
             self._on_report(done)
 
-    def _on_step_done(self, done: StepDone) -> None:
+    def on_step_done(self, done: StepDone) -> None:
         step = self.in_flight.pop((done.batch, done.step))
         step.fetch_s = done.fetch_s
         for sequence, drawn in zip(step.prompt_logprob_requests, done.sampled_tokens, strict=False):
-            if request := self._requests.of(sequence):
+            if request := self.requests.of(sequence):
                 request.append_prompt_logprob(drawn)
         step.drawn = done.sampled_tokens[len(step.prompt_logprob_requests) :]
         self._append_sampled(zip(step.sampled_sequences, step.drawn, strict=True))
@@ -295,7 +295,7 @@ class Engine:
         for sequence, drawn in each:
             if sequence.hold_back(drawn):
                 continue
-            request = self._requests.of(sequence)
+            request = self.requests.of(sequence)
             if sequence.finished or request is None:
                 sequence.num_output_placeholders -= 1  # a row that turned out to be one too many
                 continue
@@ -304,7 +304,7 @@ class Engine:
                 for refusal in (feature.on_first_token(sequence) for feature in self.features):
                     if refusal is not None:
                         request.refuse_late(refusal)
-            self._requests.mark_grown(request)
+            self.requests.mark_grown(request)
 
     def _on_report(self, report: Report) -> None:
         """A memory worker has saved, loaded or scored KV, or has not."""
@@ -318,27 +318,27 @@ class Engine:
         if not transfer.error:
             early, sequence.early_tokens = sequence.early_tokens, []
             self._append_sampled((sequence, drawn) for drawn in early)
-        elif request := self._requests.of(sequence):
+        elif request := self.requests.of(sequence):
             if self.config.offload.kv_load_failure_policy == "recompute":
                 request.output.num_cached_tokens = None  # reported anew
             else:
                 request.fail(sequence, transfer.error)
-                self._requests.mark_grown(request)
+                self.requests.mark_grown(request)
 
-    def _on_epoch_changed(self, change: EpochChanged) -> None:
+    def on_epoch_changed(self, change: EpochChanged) -> None:
         """Take in what was done, take back what was not, and go on under another epoch."""
         now, had = self._clock(), num_stored_tokens(self.scheduler.running)
         met: ComputeReady | EpochChanged = change
         while isinstance(met, EpochChanged):
             for done in met.done:
-                self._on_step_done(done)
-            met = self.executor.resume(self._roll_back(met))
+                self.on_step_done(done)
+            met = self.executor.resume(self.roll_back(met))
         self.resume(met)
         again, pause_s = had - num_stored_tokens(self.scheduler.running), self._clock() - now
         log.info("epoch %d: all sequences go on after %.3f s; %d tokens are computed again", met.epoch, pause_s, again)
 
-    def _roll_back(self, change: EpochChanged) -> list[SurvivingKv]:
-        for request in self._requests:
+    def roll_back(self, change: EpochChanged) -> list[SurvivingKv]:
+        for request in self.requests:
             request.roll_back()
         steps, self.in_flight = self.in_flight, {}
         kept = SurvivingTokens(self.accounting, self.worker_info.holders, change.surviving)

@@ -57,8 +57,8 @@ class EngineThread:
         self._stopping = False
         self._open = True
         self._lock = threading.RLock()  # between the last orders and the end; a garbage collector may order, too
-        self._thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
+        self.thread.start()
 
     @property
     def is_running(self) -> bool:
@@ -86,11 +86,11 @@ class EngineThread:
         """End the engine and its workers; every reader is told. Idempotent."""
         self._stopping = True
         self._orders.put(None)
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self.thread:
             return  # a garbage collector came by: the thread ends behind this step
-        self._thread.join(JOIN_S)
+        self.thread.join(JOIN_S)
         self._workers.close()  # ends the wait for a step that takes longer
-        self._thread.join(JOIN_S)
+        self.thread.join(JOIN_S)
 
     def _order(self, order: _Command) -> None:
         with self._lock:

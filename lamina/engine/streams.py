@@ -46,7 +46,7 @@ class RequestOutputCollector:
         self._left = count  # not finished
         self._finished_only = finished_only
         self._name = name
-        self._grown: dict[int, _Mark] = {}  # by request; the one that has waited longest first
+        self.grown: dict[int, _Mark] = {}  # by request; the one that has waited longest first
         self._error: Exception | None = None
         self._lock = threading.RLock()  # a garbage collector may come by while it is held
 
@@ -61,7 +61,7 @@ class RequestOutputCollector:
         with self._lock:
             self._left -= finished
             if finished or not self._finished_only:
-                self._grown[output.request_id] = _Mark(output)
+                self.grown[output.request_id] = _Mark(output)
 
     def fail(self, error: Exception) -> None:
         """Nothing more will come: ``get_nowait`` raises ``error`` behind what has come. The first one stays; where all
@@ -78,12 +78,12 @@ class RequestOutputCollector:
         Raises what ``fail`` was told, once nothing is left.
         """
         with self._lock:
-            if not self._grown:
+            if not self.grown:
                 if self._error is not None:
                     raise self._error
                 return None
-            request_id = next(iter(self._grown))
-            mark = self._grown.pop(request_id)
+            request_id = next(iter(self.grown))
+            mark = self.grown.pop(request_id)
         return mark.output(str(request_id) if self._name is None else self._name)
 
 
@@ -92,7 +92,7 @@ class RequestStreams:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._collectors: dict[int, RequestOutputCollector] = {}  # by unfinished request
+        self.collectors: dict[int, RequestOutputCollector] = {}  # by unfinished request
         self._turns = SessionTurns()
         self._session_of_request: dict[int, SessionName] = {}  # unfinished request -> the session of which it is a turn
 
@@ -106,7 +106,7 @@ class RequestStreams:
             for a in requests:
                 request_id = self._add(a)
                 feed.request_ids.append(request_id)
-                self._collectors[request_id] = feed
+                self.collectors[request_id] = feed
         except BaseException:
             self.drop(feed)
             raise
@@ -151,12 +151,12 @@ class RequestStreams:
         """``Engine.step``; the feeds that have got something. Raises WorkerError when a worker is lost."""
         fed = []
         for output in self.engine.step():
-            feed = self._collectors.get(output.request_id)
+            feed = self.collectors.get(output.request_id)
             if feed is not None:
                 feed.put(output)
                 fed.append(feed)
                 if output.finished:
-                    del self._collectors[output.request_id]
+                    del self.collectors[output.request_id]
                     self._end_turn(output.request_id, answered=_answered(output))
         return fed
 
@@ -164,20 +164,20 @@ class RequestStreams:
         """Nobody reads ``feed`` any more: cancel its unfinished requests. Idempotent."""
         feed.dropped = True
         for request_id in feed.request_ids:
-            if self._collectors.pop(request_id, None) is not None:
+            if self.collectors.pop(request_id, None) is not None:
                 self.engine.cancel(request_id)
                 self._end_turn(request_id, answered=False)
 
     def abort(self, feed: RequestOutputCollector) -> None:
         """End what is unfinished; its reader gets it as far as it came, with the finish_reason "abort"."""
         for request_id in feed.request_ids:
-            if self._collectors.pop(request_id, None) is not None and (output := self.engine.cancel(request_id)):
+            if self.collectors.pop(request_id, None) is not None and (output := self.engine.cancel(request_id)):
                 feed.put(output)
                 self._end_turn(request_id, answered=False)
 
     def pop_collectors(self) -> list[RequestOutputCollector]:
         """The feeds of unfinished requests, for the caller to fail: none of them goes on."""
-        feeds, self._collectors = list(self._collectors.values()), {}
+        feeds, self.collectors = list(self.collectors.values()), {}
         return feeds
 
 

@@ -30,7 +30,7 @@ class KvParity:
     def __init__(self, config: EngineConfig, registry: WorkerRegistry, worker_group: WorkerGroup, clock: Clock) -> None:
         self._wanted, self._limit = bool(config.topology.kv_parity), config.deadlines.start_timeout_s
         self._silent_s = config.deadlines.step_timeout_s  # after which workers stop waiting for a silent peer
-        self._registry, self._workers, self._clock = registry, worker_group, clock
+        self.registry, self._workers, self._clock = registry, worker_group, clock
         self._lost: int | None = None  # number of the worker whose KV is to be rebuilt
 
     @property
@@ -44,7 +44,7 @@ class KvParity:
         """
         if not self._wanted:
             return kept
-        lost = [i for i, member in enumerate(self._registry.memory) if member in self._registry.lost_workers]
+        lost = [i for i, member in enumerate(self.registry.memory) if member in self.registry.lost_workers]
         self._lost = lost[0] if len(lost) == 1 else None
         if self._lost is not None:
             kept[self._lost] = _least([report for i, report in enumerate(kept) if i != self._lost])
@@ -58,10 +58,10 @@ class KvParity:
         place, self._lost = self._lost, None
         if place is None or not keep:
             return True
-        memory, begun = self._registry.memory, self._clock()
+        memory, begun = self.registry.memory, self._clock()
         others = [i for i in range(len(memory)) if i != place]
         order = RebuildKv(
-            epoch=self._registry.epoch,
+            epoch=self.registry.epoch,
             bind=None,
             surviving=list(keep),
             peers=[self._workers.address_of(member) for member in memory],
@@ -72,11 +72,11 @@ class KvParity:
         )
         for me, member in enumerate(memory):
             bind = self._bind_of(place) if me == place else None
-            self._registry.send(member, structs.replace(order, own_index=me, bind=bind))
+            self.registry.send(member, structs.replace(order, own_index=me, bind=bind))
         purpose = "to rebuild KV"
         answers, limit_s = list[ReshardDone](), self._limit
         for _ in memory:
-            answers.append(self._registry.wait_for(memory, ReshardDone, limit_s, purpose))
+            answers.append(self.registry.wait_for(memory, ReshardDone, limit_s, purpose))
             # As long again; after that one hangs.
             limit_s = min(self._limit, max(self._clock() - begun, self._silent_s))
             if error := answers[-1].error:  # the others may hang, and never reply

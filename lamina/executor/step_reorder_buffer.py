@@ -20,26 +20,26 @@ class StepReorderBuffer:
     """
 
     def __init__(self) -> None:
-        self._queued: dict[int, deque[int]] = {}  # batch -> its steps in flight
-        self._done: dict[tuple[int, int], StepDone] = {}  # reported, not yet returned
+        self.queued: dict[int, deque[int]] = {}  # batch -> its steps in flight
+        self.done: dict[tuple[int, int], StepDone] = {}  # reported, not yet returned
 
     def __len__(self) -> int:
         """Return the number of steps that were not yet returned."""
-        return sum(map(len, self._queued.values()))
+        return sum(map(len, self.queued.values()))
 
     def add_round(self, new: RunRound) -> None:
         """Record that a round was sent."""
         for step in new.steps:
-            self._queued.setdefault(step.plan.batch, deque()).append(step.plan.step)
+            self.queued.setdefault(step.plan.batch, deque()).append(step.plan.step)
 
     def on_step_done(self, done: StepDone) -> None:
         """Record a step that a replica has reported."""
-        self._done[done.batch, done.step] = done
+        self.done[done.batch, done.step] = done
 
     def next_done(self) -> StepDone | None:
         """Return the next step that is done; None if there is none."""
-        for batch, steps in self._queued.items():
-            if steps and (done := self._done.pop((batch, steps[0]), None)):
+        for batch, steps in self.queued.items():
+            if steps and (done := self.done.pop((batch, steps[0]), None)):
                 steps.popleft()
                 return done
         return None

@@ -37,7 +37,7 @@ class Supervisor:
     ) -> None:
         self._config, self._registry, self._workers, self._clock = config, registry, worker_group, clock
         self._step_s, self._start_s = config.deadlines.step_timeout_s, config.deadlines.start_timeout_s
-        self._restart_budget = RestartBudget(config.launch.max_recoveries, clock)
+        self.restart_budget = RestartBudget(config.launch.max_recoveries, clock)
         self._failures = dict[str, float]()  # error of a failed and replaced worker -> time of the failure
         self._failed_workers = set[str]()  # errors of workers in this recovery
         self._deaths = RestartBudget(config.launch.max_recoveries, clock)  # recoveries of spare workers
@@ -66,7 +66,7 @@ class Supervisor:
         """Start spare workers in place of dead ones, as often as recoveries are allowed; not during a recovery."""
         spares = self._workers.spare_workers
         self._missing_capacity = bool(spares.exited()) or self._missing_capacity
-        if self._restart_budget.in_progress:
+        if self.restart_budget.in_progress:
             return
         if self._missing_capacity and self._deaths.allows([]):
             self._deaths.begin([self], [])
@@ -92,12 +92,12 @@ class Supervisor:
             return False
         known = {*self._registry.lost_workers, *self._known(loss)}
         each = {*known, *loss.workers}
-        return (bool(each) and all(m.on_loan for m in each)) or self._restart_budget.allows(known)
+        return (bool(each) and all(m.on_loan for m in each)) or self.restart_budget.allows(known)
 
     def exit_message(self, loss: WorkersLostError) -> str:
         """Return the error text of a run that ends by ``loss``."""
-        if self._is_replaceable(loss) and self._restart_budget.max_recoveries and not self.is_recoverable(loss):
-            limit = f", as --max-recoveries {self._restart_budget.max_recoveries} allows no more in ten minutes,"
+        if self._is_replaceable(loss) and self.restart_budget.max_recoveries and not self.is_recoverable(loss):
+            limit = f", as --max-recoveries {self.restart_budget.max_recoveries} allows no more in ten minutes,"
         elif loss.is_certain:
             limit = ""
         else:
@@ -133,7 +133,7 @@ class Supervisor:
         each = {*lost, *loss.workers}
         if not each:
             return loss.is_certain  # a loss without workers: all reconnect under another epoch
-        if self._restart_budget.in_progress and not all(map(self._workers.has_answered, late)):
+        if self.restart_budget.in_progress and not all(map(self._workers.has_answered, late)):
             return False
         may_go_well = all(x.is_certain or self._is_first(member, x) for member, x in lost.items())
         return may_go_well and all(map(self._workers.can_replace, each))
@@ -145,7 +145,7 @@ class Supervisor:
         WINDOW_S, or in this recovery before this worker started.
         """
         said_at, again = self._failures.get(str(failure), -math.inf), str(failure) in self._failed_workers
-        if not self._workers.has_answered(worker) or (again and self._restart_budget.is_lost_again(worker)):
+        if not self._workers.has_answered(worker) or (again and self.restart_budget.is_lost_again(worker)):
             return False
         return self._clock() - said_at > WINDOW_S
 
@@ -160,7 +160,7 @@ class Supervisor:
         Earlier messages remain for WorkerRegistry.read_messages. ``loss``: None if no worker is lost so far. Raises
         WorkersLostError if a loss cannot be repaired.
         """
-        meets_late = loss is not None and not loss.is_certain and self._restart_budget.in_progress
+        meets_late = loss is not None and not loss.is_certain and self.restart_budget.in_progress
         if loss is not None:
             # Without references to workers.
             log.warning("%s; lost workers are replaced, and all requests go on", str(loss))
@@ -179,7 +179,7 @@ class Supervisor:
                     if member not in asked:
                         asked.add(member)
                         self._registry.send(member, Quiesce(epoch=view))
-                kept[left[0]] = self._await_quiesced(left[0], deadline)
+                kept[left[0]] = self.await_quiesced(left[0], deadline)
             except WorkersLostError as another:
                 log.warning("after that loss: %s", another)
                 for member in another.workers:
@@ -205,13 +205,13 @@ class Supervisor:
         """Count the losses against the budget. Lost workers on loan do not count, since other deployments may lend."""
         lost = self._registry.lost_workers
         self._failed_workers |= {str(failure) for failure in lost.values() if not failure.is_certain}
-        self._restart_budget.begin(self._registry, lost, free=all(m.on_loan for m in lost) and bool(lost))
+        self.restart_budget.begin(self._registry, lost, free=all(m.on_loan for m in lost) and bool(lost))
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady:
         """Replace lost workers and connect all. Raises WorkersLostError, and ValueError for what a user can correct."""
         self._workers.replace()
         ready = self._workers.connect(keep)
-        self._restart_budget.end()
+        self.restart_budget.end()
         self._failures |= dict.fromkeys(self._failed_workers, self._clock())
         self._failed_workers.clear()
         self._fill_spares()
@@ -226,7 +226,7 @@ class Supervisor:
             self._registry.fence(lost)
         return [m for m in self._registry if m not in self._registry.lost_workers and m not in kept]
 
-    def _await_quiesced(self, worker: RegisteredWorker, deadline: float) -> dict[int, int]:
+    def await_quiesced(self, worker: RegisteredWorker, deadline: float) -> dict[int, int]:
         loading = not self._workers.has_answered(worker)
         left = self._start_s if loading else deadline - self._clock()
         halted: Quiesced = self._registry.wait_for([worker], Quiesced, left, "to quiesce after a loss")

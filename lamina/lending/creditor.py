@@ -59,17 +59,17 @@ class Creditor:
         self.leases: dict[int, Lease] = {}
         self.refusals = 0
         self.own_blocks: set[int] = set()  # leases whose blocks a guest has: they end with the guest, not by time
-        self._free = list(range(blocks - 1, -1, -1))
+        self.free = list(range(blocks - 1, -1, -1))
         self._busy = busy
         self._next = 0
         self._heartbeat_number = 0
         self._frozen_until = 0.0
         # Debtor -> its last request and the reply.
-        self._answered: dict[str, tuple[int, LoanGranted | LoanRefused]] = {}
+        self.answered: dict[str, tuple[int, LoanGranted | LoanRefused]] = {}
 
     @property
     def free_blocks(self) -> int:
-        return len(self._free)
+        return len(self.free)
 
     @property
     def lent_blocks(self) -> int:
@@ -82,24 +82,24 @@ class Creditor:
     def answer_request(self, ask: LoanRequest, now: float) -> LoanGranted | LoanRefused | None:
         """Grant or refuse a request, also of this instance itself. None: an old request that has come late."""
         self.expire(now)
-        last, answer = self._answered.get(ask.debtor, (-1, None))
+        last, answer = self.answered.get(ask.debtor, (-1, None))
         if ask.number <= last:
             return answer if ask.number == last else None
-        why = self._refusal_reason(ask.debtor, ask.blocks, now)
+        why = self.refusal_reason(ask.debtor, ask.blocks, now)
         if why:
             self.refusals += 1
             refused = LoanRefused(number=ask.number, creditor=self.name, beat=self._heartbeat_number, why=why)
-            self._answered[ask.debtor] = ask.number, refused
+            self.answered[ask.debtor] = ask.number, refused
             return refused
         local = ask.debtor == self.name
         until = NEVER if local else now + self.terms.lease_s
-        blocks = [self._free.pop() for _ in range(ask.blocks)]
+        blocks = [self.free.pop() for _ in range(ask.blocks)]
         self.leases[self._next] = Lease(self._next, ask.debtor, blocks, until)
         granted = LoanGranted(
             number=ask.number, creditor=self.name, lease=self._next, blocks=ask.blocks, lease_s=self.terms.lease_s
         )
         self._next += 1
-        self._answered[ask.debtor] = ask.number, granted
+        self.answered[ask.debtor] = ask.number, granted
         return granted
 
     def renew(self, message: Renew, now: float) -> Renewed:
@@ -143,7 +143,7 @@ class Creditor:
 
     def end_lease(self, number: int) -> None:
         """End a lease whose debtor is gone."""
-        self._free += self.leases.pop(number).blocks
+        self.free += self.leases.pop(number).blocks
         self.own_blocks.discard(number)
 
     def freeze(self, until: float) -> None:
@@ -172,7 +172,7 @@ class Creditor:
             address=self.terms.address,
         )
 
-    def _refusal_reason(self, debtor: str, blocks: int, now: float) -> str:
+    def refusal_reason(self, debtor: str, blocks: int, now: float) -> str:
         if blocks < 1:
             return "no blocks were requested"
         if blocks > self.free_blocks:
@@ -194,7 +194,7 @@ class Creditor:
     def _shrink(self, lease: Lease, left: int) -> int:
         count = max(0, len(lease.blocks) - left)
         if count:
-            self._free += lease.blocks[left:]
+            self.free += lease.blocks[left:]
             del lease.blocks[left:]
         if not lease.blocks and lease.number in self.leases:
             self.end_lease(lease.number)

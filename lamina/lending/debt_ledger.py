@@ -45,14 +45,14 @@ class DebtLedger:
 
     def __init__(self, silent_s: float = 10.0) -> None:
         self.entries: dict[str, LedgerEntry] = {}
-        self._early: dict[str, int] = {}  # refusals of creditors that sent no heartbeat yet: name -> heartbeat number
+        self.early: dict[str, int] = {}  # refusals of creditors that sent no heartbeat yet: name -> heartbeat number
         self._silent_s = silent_s
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> bool:
         """Record a heartbeat. Returns whether it is new: heartbeats may come in any order, and twice."""
         entry = self.entries.get(beat.name)
         if entry is None:
-            refused = min(self._early.pop(beat.name, -1), beat.number + MAX_LATE_REFUSALS)
+            refused = min(self.early.pop(beat.name, -1), beat.number + MAX_LATE_REFUSALS)
             self.entries[beat.name] = LedgerEntry(beat, now, refused=refused)
         elif beat.number > entry.heartbeat.number:
             entry.heartbeat, entry.received_at, entry.promised = beat, now, 0
@@ -66,9 +66,9 @@ class DebtLedger:
         creditor for good. A restarted ledger may receive a refusal before an older heartbeat.
         """
         if (entry := self.entries.get(message.creditor)) is None:
-            self._early[message.creditor] = max(message.beat, self._early.pop(message.creditor, -1))
-            if len(self._early) > MAX_NAMES:
-                del self._early[next(iter(self._early))]
+            self.early[message.creditor] = max(message.beat, self.early.pop(message.creditor, -1))
+            if len(self.early) > MAX_NAMES:
+                del self.early[next(iter(self.early))]
         else:
             entry.refused = max(entry.refused, min(message.beat, entry.heartbeat.number + MAX_LATE_REFUSALS))
 

@@ -33,19 +33,19 @@ MAX_FILES = 256  # files in the folder; the least recently used ones are removed
 MAX_FILE_BYTES = 64 << 20  # bytes of a file
 LOCK_TIMEOUT_S = 120.0  # seconds for another process to capture
 LOOK_S = 0.02
-_IMPORTED_S = time.time()  # files up to this time are the code that this process runs
+IMPORTED_S = time.time()  # files up to this time are the code that this process runs
 
 
 class CaptureCache:
     """The file of one capture. Reads and writes do not fail: a missing capture is made again."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def proof_file(self, stamps: Sequence[FileStamp]) -> CaptureCache:
         """Return the file of a proof for the model with the weights of exactly these files."""
-        name = hashlib.sha256(json.dumps([self._path.stem, stamps]).encode()).hexdigest()
-        return CaptureCache(self._path.with_name(f"{name}.json"))
+        name = hashlib.sha256(json.dumps([self.path.stem, stamps]).encode()).hexdigest()
+        return CaptureCache(self.path.with_name(f"{name}.json"))
 
     def read(self) -> str | None:
         """Return the stored text; None if there is none, or if another user may have written it."""
@@ -69,7 +69,7 @@ class CaptureCache:
             yield
 
     def _wait_or_hold(self, after: contextlib.ExitStack) -> None:
-        path = self._path.with_suffix(".turn")
+        path = self.path.with_suffix(".turn")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         after.callback(os.close, file)
@@ -82,7 +82,7 @@ class CaptureCache:
         fcntl.flock(file, fcntl.LOCK_UN)
 
     def _file(self) -> CachedFile:
-        return CachedFile(self._path, largest=MAX_FILE_BYTES, most_files=MAX_FILES)
+        return CachedFile(self.path, largest=MAX_FILE_BYTES, most_files=MAX_FILES)
 
 
 def capture_file(model: nn.Module, **facts: object) -> CaptureCache | None:
@@ -98,7 +98,7 @@ def capture_file(model: nn.Module, **facts: object) -> CaptureCache | None:
     try:
         identity = {
             "versions": [torch.__version__, transformers.__version__, platform.python_version()],
-            "code": [_own_code(), *_code_of(model)],
+            "code": [own_code(), *_code_of(model)],
             "config": _configuration(model),
             "tensors": _tensors(model),
             "facts": {name: str(value) for name, value in facts.items()},
@@ -159,19 +159,19 @@ def _code_of(model: nn.Module) -> list[str]:
     classes = {type(m) for m in model.modules()}
     files = {sys.modules[c.__module__].__file__ for c in classes if not c.__module__.startswith("torch.")}
     names = sorted(f"{c.__module__}.{c.__qualname__}" for c in classes)
-    return [*names, *(_digest(Path(file)) for file in sorted(filter(None, files)))]
+    return [*names, *(file_digest(Path(file)) for file in sorted(filter(None, files)))]
 
 
 @cache
-def _own_code() -> str:
+def own_code() -> str:
     """Return a digest of Lamina's own files that route, capture and write. Raises OSError."""
     lamina = Path(__file__).resolve().parents[1]
     files = [path for folder in CODE_FOLDERS for path in sorted((lamina / folder).glob("*.py"))]
-    return hashlib.sha256("".join(map(_digest, files)).encode()).hexdigest()
+    return hashlib.sha256("".join(map(file_digest, files)).encode()).hexdigest()
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """Return a file's digest. Raises OSError for code that has changed since this process read it."""
-    if path.stat().st_ctime > _IMPORTED_S:
+    if path.stat().st_ctime > IMPORTED_S:
         raise OSError(f"{path} is newer than this process")
     return hashlib.sha256(path.read_bytes()).hexdigest()

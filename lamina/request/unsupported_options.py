@@ -21,7 +21,7 @@ ORDER = (
 )  # fmt: skip
 _GRAMMAR = "outputs follow no grammar or schema here: leave it out, and check the text that comes"
 # Name -> the values, in addition to None, that request nothing; the replacement.
-_UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
+UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "structured_outputs": ((), _GRAMMAR),
     "guided_decoding": ((), _GRAMMAR),
     "response_format": (({"type": "text"},), _GRAMMAR),
@@ -109,10 +109,10 @@ def check_supported_fields(given: Mapping[str, Any], known: Collection[str]) -> 
     supported ones.
     """
     for name, value in given.items():
-        if name not in _UNSERVED:
+        if name not in UNSERVED:
             near = get_close_matches(name, known, n=1)
             raise ValueError(f"{name} is no sampling parameter{f': did you mean {near[0]}?' if near else ''}")
-        neutral, instead = _UNSERVED[name]
+        neutral, instead = UNSERVED[name]
         plain = value.value if isinstance(value, Enum) else value
         if value is not None and not any(type(plain) is type(n) and plain == n for n in neutral):
             shown = " ".join(repr(value).split())

@@ -47,15 +47,15 @@ class Admission:
         self._accounting, self._allocator, self._chunk_policy = accounting, allocator, cuts
         self._max_num_seqs = max_num_seqs
         self._features = features
-        self._next_id = 0
+        self.next_id = 0
         self._affinity = OrderedDict[
             bytes, KvLocation
         ]()  # where each has begun last, the one that did so first before others
 
     def next_sequence_id(self) -> int:
         """Return the id of a new sequence: no other one has had it."""
-        self._next_id += 1
-        return self._next_id - 1
+        self.next_id += 1
+        return self.next_id - 1
 
     def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
         """Deal waiting sequences to the batches while there is room for all of their known tokens. The first sequence

@@ -73,7 +73,7 @@ class PrefillDispatcher(Feature):
         """``first_batch``: the number of the first worker's batch; those of the others follow. ``stores``: what they
         keep of prompts; none of them: nothing. ``ahead``: chunks of a worker in flight.
         """
-        self._workers = [_PrefillWorkerState(i) for i in range(num_workers)]
+        self.workers = [_PrefillWorkerState(i) for i in range(num_workers)]
         self._lenders = dict[Sequence, _PrefixFetch]()  # of how a prompt begins
         self._chunk = chunk
         self._first_batch, self._ahead = first_batch, ahead
@@ -86,18 +86,18 @@ class PrefillDispatcher(Feature):
         """
         rest = sequence.num_tokens_with_placeholders - known
         here = rest <= 1 or (known > 0 and rest <= self._chunk and self.slo_admission.keeps_slo(rest))
-        return bool(self._workers) and not here
+        return bool(self.workers) and not here
 
     def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> None:
         """Choose the worker of a sequence that waits, if that matters."""
         if self.slo_admission.routes_prompts and (
-            not self._workers or self.is_for_prefill_worker(sequence, self.slo_admission.cached_tokens_of(sequence))
+            not self.workers or self.is_for_prefill_worker(sequence, self.slo_admission.cached_tokens_of(sequence))
         ):
             self.slo_admission.reserve(sequence)
 
     def skip(self, sequence: Sequence) -> None:
         """A new sequence has its prompt computed where it decodes."""
-        if self._workers:
+        if self.workers:
             self.slo_admission.on_decode_without_prefill(sequence)
 
     def waits_for_own_worker(self, sequence: Sequence) -> bool:
@@ -107,17 +107,17 @@ class PrefillDispatcher(Feature):
     @property
     def has_free_worker(self) -> bool:
         """True if some worker can take a prompt."""
-        return any(len(w.prompts) < self.MAX_PROMPTS_PER_WORKER for w in self._workers)
+        return any(len(w.prompts) < self.MAX_PROMPTS_PER_WORKER for w in self.workers)
 
     def can_accept(self, sequence: Sequence) -> bool:
         """Return whether the worker of a sequence can take its prompt."""
-        return len(self._workers[self.slo_admission.reserve(sequence)].prompts) < self.MAX_PROMPTS_PER_WORKER
+        return len(self.workers[self.slo_admission.reserve(sequence)].prompts) < self.MAX_PROMPTS_PER_WORKER
 
     def num_cached_tokens(self, sequence: Sequence, most: int) -> int:
         """Return the first tokens of a sequence that its worker has or is to have from another one, at most
         ``most``.
         """
-        store = self._workers[self.slo_admission.reserve(sequence)].prompt_cache
+        store = self.workers[self.slo_admission.reserve(sequence)].prompt_cache
         own = store.num_cached_tokens(sequence, most) if store else 0
         lender = self._prefix_source(sequence, most)
         return max(own, lender.num_sendable_tokens(sequence, most)) if lender else own
@@ -129,7 +129,7 @@ class PrefillDispatcher(Feature):
         source = self.slo_admission.prefix_source(sequence)
         if source == NO_WORKER:
             return None
-        order = sorted(self._workers, key=lambda w: w.index != source)
+        order = sorted(self.workers, key=lambda w: w.index != source)
         stores = [
             w.prompt_cache
             for w in order
@@ -141,7 +141,7 @@ class PrefillDispatcher(Feature):
         """Return whether its worker will soon have more than its ``known`` first tokens, which the memory workers have:
         by a prompt that the worker computes before it.
         """
-        worker = self._workers[self.slo_admission.reserve(sequence)]
+        worker = self.workers[self.slo_admission.reserve(sequence)]
         before = [*worker.in_flight, *worker.prompts]
         return worker.prompt_cache is not None and worker.prompt_cache.will_cache_more(sequence, known, before)
 
@@ -150,7 +150,7 @@ class PrefillDispatcher(Feature):
         all.
         """
         sequence.prefill_worker = self.slo_admission.reserve(sequence)
-        worker = self._workers[sequence.prefill_worker]
+        worker = self.workers[sequence.prefill_worker]
         worker.prompts.append(sequence)
         if worker.prompt_cache:
             begun = sequence.num_computed_tokens
@@ -176,7 +176,7 @@ class PrefillDispatcher(Feature):
         self.slo_admission.remove(sequence)
         self._return(sequence)
         if sequence.prefill_worker is not None:
-            worker = self._workers[sequence.prefill_worker]
+            worker = self.workers[sequence.prefill_worker]
             if sequence in worker.prompts:
                 worker.prompts.remove(sequence)
             if worker.prompt_cache:
@@ -190,7 +190,7 @@ class PrefillDispatcher(Feature):
         steps never go back.
         """
         self._lenders.clear()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.prompts.clear()
             worker.in_flight.clear()
             worker.held_sequence, worker.computing = NO_STEP, None
@@ -202,7 +202,7 @@ class PrefillDispatcher(Feature):
 
     def reset_caches(self, stores: Several[PromptCache]) -> None:
         """Give workers new, empty stores after ``roll_back``; none: they keep nothing of prompts."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.prompt_cache = stores[worker.index] if stores else None
         self.slo_admission.keeps_prompts = bool(stores)
 
@@ -211,7 +211,7 @@ class PrefillDispatcher(Feature):
         grant for each of their steps, as far as there are blocks; what is retained gives way.
         """
         running, ops = draft.batch.running, draft.batch.ops
-        if not self._workers or any(s.is_schedulable and s not in draft.picked for s in running):
+        if not self.workers or any(s.is_schedulable and s not in draft.picked for s in running):
             return
         budget, epoch = None, 0
         forked = {op.sequence for op in ops if isinstance(op, Fork)}  # they have to be there first
@@ -230,7 +230,7 @@ class PrefillDispatcher(Feature):
         """Return a grant for the next chunk of ``sequence``, if it is its turn."""
         if sequence.prefill_worker is None:
             return None
-        worker = self._workers[sequence.prefill_worker]
+        worker = self.workers[sequence.prefill_worker]
         if len(worker.in_flight) >= self._ahead or not worker.prompts or worker.prompts[0] is not sequence:
             return None
         count = min(self._chunk, sequence.num_tokens_with_placeholders - sequence.num_computed_tokens)
@@ -240,7 +240,7 @@ class PrefillDispatcher(Feature):
 
     def begin_chunk(self, sequence: Sequence, grant: PrefillGrant, epoch: int = 0) -> ScheduledStep:
         """The worker's step for a grant that was given, under ``epoch``."""
-        worker = self._workers[grant.worker]
+        worker = self.workers[grant.worker]
         batch, ops = self._first_batch + worker.index, self._ops(worker, sequence)
         plan = StepPlan(epoch=epoch, batch=batch, step=grant.step, ops=ops, rows=[grant.rows])
         if worker.prompt_cache:
@@ -271,7 +271,7 @@ class PrefillDispatcher(Feature):
 
     def reset(self, era: bytes, sequences: Several[Sequence]) -> tuple[SequenceOp, ...]:
         """Forget the KV of earlier prompts on prefill workers: no later prompt begins with it."""
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.prompt_cache:
                 worker.prompt_cache.invalidate()
         return ()
@@ -285,7 +285,7 @@ class PrefillDispatcher(Feature):
 
     def on_chunk_stored(self, step: ScheduledStep, worker: int) -> None:
         """The memory workers have the K and V of ``step``, which ``worker`` has computed."""
-        load = self._workers[worker]
+        load = self.workers[worker]
         load.in_flight.pop(0)  # in their order
         (sequence,) = step.sequences
         if lent := self._return(sequence):

@@ -72,13 +72,13 @@ class Scheduler:
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers
         self.features = FeatureTable(features)
-        self._admission = Admission(accounting, self._allocator, self._chunk_policy, max_num_seqs, self.features)
+        self.admission = Admission(accounting, self._allocator, self._chunk_policy, max_num_seqs, self.features)
         self._preemption = Preemption(accounting, self._allocator, self.features)
         self._prefill_steps: list[ScheduledStep] = []  # for prefill workers, not taken yet
         self._pending_ops: list[SequenceOp] = []  # for the next plan
         self._num_batches = num_batches  # from the next round on
-        self._in_flight: list[Round] = []
-        self._next_round = 0  # also the number of its steps, so that all batches rotate in one phase
+        self.rounds_in_flight: list[Round] = []
+        self.next_round = 0  # also the number of its steps, so that all batches rotate in one phase
         self.num_preemptions = 0
 
     def begin_epoch(self, epoch: int, num_replicas: int) -> None:
@@ -140,7 +140,7 @@ class Scheduler:
     @property
     def can_schedule_ahead(self) -> bool:
         """True if one more round can be queued before a step is done."""
-        return len(self._in_flight) <= self.LOOKAHEAD
+        return len(self.rounds_in_flight) <= self.LOOKAHEAD
 
     @property
     def has_transfers(self) -> bool:
@@ -171,7 +171,7 @@ class Scheduler:
         if not self.can_schedule_ahead:
             return []
         if self._num_batches != len(self.batches):
-            if self._in_flight:
+            if self.rounds_in_flight:
                 return []
             for sequence in self.running:
                 sequence.interrupt()
@@ -184,14 +184,14 @@ class Scheduler:
             self._drop_finished(batch)
             batch.ops += self.features.batch_ops(batch.running)
         if self.waiting:
-            self._admission.admit(self.waiting, self.batches)
+            self.admission.admit(self.waiting, self.batches)
         self.features.after_admission(self)
         steps = [s for s in map(self._schedule_batch, self.batches) if s is not None]
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, has_more=step is not steps[-1])
         if steps:
-            self._in_flight.append(round_of(steps, self.batches, follows=bool(self._in_flight)))
-            self._next_round += 1
+            self.rounds_in_flight.append(round_of(steps, self.batches, follows=bool(self.rounds_in_flight)))
+            self.next_round += 1
         return steps
 
     def drop_cancelled(self) -> None:
@@ -205,14 +205,9 @@ class Scheduler:
         """Give up what is kept for a sequence that has ended without KV in the pool."""
         self._pending_ops += self.features.on_leave(Leaving(sequence)).first
 
-    @property
-    def next_round(self) -> int:
-        """The number of the next round, while it is planned."""
-        return self._next_round
-
     def new_sequence_id(self) -> int:
         """A number that no other sequence has had."""
-        return self._admission.next_sequence_id()
+        return self.admission.next_sequence_id()
 
     def preempt(self, batch: Batch, sequence: Sequence) -> None:
         """Free the KV of a running sequence of ``batch``, which runs no more; the caller has it wait."""
@@ -230,11 +225,11 @@ class Scheduler:
         return done
 
     def _take_done(self, step: ScheduledStep) -> Round | None:
-        flight = next(r for r in self._in_flight if step in r.unfinished_steps)
+        flight = next(r for r in self.rounds_in_flight if step in r.unfinished_steps)
         flight.unfinished_steps.discard(step)
         if flight.unfinished_steps:
             return None
-        self._in_flight.remove(flight)
+        self.rounds_in_flight.remove(flight)
         return flight
 
     def roll_back(
@@ -248,7 +243,7 @@ class Scheduler:
             for sequence, rows in zip(step.sequences, step.plan.rows, strict=True):
                 if sequence.id == rows.sequence:
                     sequence.num_computed_tokens = min(sequence.num_computed_tokens, rows.first)
-        self._in_flight = []
+        self.rounds_in_flight = []
         sequences = [*self.waiting, *self.running]
         for sequence in sequences:
             sequence.interrupt()
@@ -315,7 +310,7 @@ class Scheduler:
         self.features.extend_plan(
             PlanDraft(
                 batch,
-                self._next_round,
+                self.next_round,
                 picked,
                 self._accounting,
                 lambda: self._build_plan(batch, picked),
@@ -359,9 +354,9 @@ class Scheduler:
         return picked, plan
 
     def _build_plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
-        source, reply_to = self._route(batch.index, self._next_round)
+        source, reply_to = self._route(batch.index, self.next_round)
         return StepPlan(
-            epoch=self.epoch, batch=batch.index, step=self._next_round, ops=batch.ops, rows=next_rows(picked),
+            epoch=self.epoch, batch=batch.index, step=self.next_round, ops=batch.ops, rows=next_rows(picked),
             send_from=source, reply_to=reply_to,
         )  # fmt: skip
 

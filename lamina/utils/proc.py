@@ -59,16 +59,16 @@ def descendants_of(pid: int) -> list[int]:
     """Return all descendants of a process, whichever thread started them. While processes end, one look may miss living
     ones (proc(5)), so it looks until no new one appears.
     """
-    before, seen = None, _seen_now(pid)
+    before, seen = None, seen_now(pid)
     while seen != before:
-        before, seen = seen, seen | _seen_now(pid)
+        before, seen = seen, seen | seen_now(pid)
     return sorted(seen)
 
 
-def _seen_now(pid: int) -> set[int]:
+def seen_now(pid: int) -> set[int]:
     pids = set[int]()
     for path in glob(f"/proc/{pid}/task/*/children"):
         with suppress(OSError):  # the thread has ended
             children = set(map(int, Path(path).read_text().split()))
-            pids |= children.union(*map(_seen_now, children))
+            pids |= children.union(*map(seen_now, children))
     return pids

@@ -63,7 +63,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     yield make
     for llm in made:
         llm.shutdown()
-        assert not llm._engine._thread.is_alive()
+        assert not llm.engine_thread.thread.is_alive()
 
 
 async def last(llm: AsyncLLM, prompt: list[int], count: int, name: str | None = None) -> RequestOutput:
@@ -132,7 +132,7 @@ def test_many_callers_are_decoded_together(make: Callable[..., AsyncLLM]) -> Non
     assert [o.outputs[0].token_ids for o in outputs] == [continuation(p, 9) for p in prompts]
     assert [o.request_id for o in outputs] == [f"r{i}" for i in range(12)]
     assert wire.most_rows >= 12
-    assert not llm._live
+    assert not llm.live
 
 
 def test_two_event_loops_share_one_engine(make: Callable[..., AsyncLLM]) -> None:
@@ -178,7 +178,7 @@ def test_a_reader_that_goes_cancels_its_request(end: str, make: Callable[..., As
                 await task
         del stream
         gc.collect()
-        assert not llm._live
+        assert not llm.live
         done.clear()
         wire.gate.release(10)  # for what is in flight, far from what 100 tokens take
         while not done.wait(0):
@@ -187,7 +187,7 @@ def test_a_reader_that_goes_cancels_its_request(end: str, make: Callable[..., As
     run(go())
     assert not llm.front.engine.has_work
     assert llm.front.engine.free_blocks == FULL
-    assert not llm.front.streams._collectors
+    assert not llm.front.streams.collectors
 
 
 def test_who_reads_slowly_gets_what_has_grown_and_no_queue(make: Callable[..., AsyncLLM]) -> None:
@@ -201,7 +201,7 @@ def test_who_reads_slowly_gets_what_has_grown_and_no_queue(make: Callable[..., A
         assert wire.gate
         wire.gate.release(200)
         await asyncio.to_thread(done.wait, LIMIT_S)
-        assert len(stream._collector._grown) <= 1
+        assert len(stream.collector.grown) <= 1
         rest = [o async for o in stream]
         assert len(rest) == 1
         assert 1 <= len(once.outputs[0].token_ids) <= 5
@@ -322,7 +322,7 @@ def test_shutdown_ends_everybody_though_a_step_hangs(
                 await reader
 
     run(go())
-    llm._engine._thread.join(LIMIT_S)
+    llm.engine_thread.thread.join(LIMIT_S)
     assert wire.is_closed
     assert not llm.errored
     assert llm.is_stopped
@@ -336,7 +336,7 @@ def test_one_that_nobody_holds_ends(make: Callable[..., AsyncLLM], monkeypatch: 
     monkeypatch.setattr("lamina.api.async_llm.Frontend", FakeFront)
     wire = Wire()
     llm = AsyncLLM(wire)
-    thread = llm._engine._thread
+    thread = llm.engine_thread.thread
     unread = llm.generate([1], tokens(3))
     del llm
     gc.collect()
@@ -356,7 +356,7 @@ def test_a_worker_that_is_lost_while_nothing_is_decoded_is_noticed(
     llm = make(wire)
     run(last(llm, [1], 3))
     wire.broken = WorkerError("memory worker 0 (pid 7) was killed by SIGKILL")
-    llm._engine._thread.join(LIMIT_S)
+    llm.engine_thread.thread.join(LIMIT_S)
     assert llm.errored
 
 

@@ -11,7 +11,7 @@ from test_streams import FakeFront
 from transformers import AutoTokenizer
 
 from lamina import SamplingParams
-from lamina.api.frontend import Frontend, _checked_limit
+from lamina.api.frontend import Frontend, checked_limit
 from lamina.engine.intake import check_token_ids
 from lamina.engine.request import decoded_logprobs
 from lamina.models.tokenizer import TokenSpeller, bad_words_ids
@@ -89,10 +89,10 @@ def test_more_log_probabilities_than_the_limit_are_refused(front: Frontend, name
         ValueError, match=f"^{name} must be at most 20, not -1, the whole vocabulary: .*max_logprobs=-1$"
     ):
         Frontend.engine_request(front, [5], SamplingParams(**{name: -1}))
-    front._max_logprobs = -1
+    front.max_logprobs = -1
     Frontend.engine_request(front, [5], SamplingParams(**{name: -1}))
     Frontend.engine_request(front, [5], SamplingParams(**{name: 21}))
-    front._max_logprobs = 0
+    front.max_logprobs = 0
     Frontend.engine_request(front, [5], SamplingParams(**{name: 0}))
     with pytest.raises(ValueError, match="must be at most 0, not 1"):
         Frontend.engine_request(front, [5], SamplingParams(**{name: 1}))
@@ -100,9 +100,9 @@ def test_more_log_probabilities_than_the_limit_are_refused(front: Frontend, name
 
 @pytest.mark.parametrize("limit", [-2, 1.0, "5", True, None])
 def test_a_limit_that_is_none_is_refused(limit: Any) -> None:
-    assert [_checked_limit(n) for n in (-1, 0, 7)] == [-1, 0, 7]
+    assert [checked_limit(n) for n in (-1, 0, 7)] == [-1, 0, 7]
     with pytest.raises(ValueError, match="^max_logprobs must be at least 0, or -1 for the whole vocabulary, not"):
-        _checked_limit(limit)
+        checked_limit(limit)
 
 
 def test_texts_of_tokens_go_with_detokenize(front: Frontend) -> None:

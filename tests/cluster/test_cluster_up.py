@@ -47,7 +47,7 @@ class Hosts:
     def up(self) -> set[str]:
         """Addresses where Ray runs."""
         folders = (self.folder / "state" / "lamina" / "hosts").glob("*")
-        return {folder.name for folder in folders if ray_node._running(folder) is not None}
+        return {folder.name for folder in folders if ray_node.running_pid(folder) is not None}
 
 
 @pytest.fixture
@@ -82,14 +82,14 @@ def test_hosts_that_run_go_on_where_a_new_one_fails(
 ) -> None:
     """What this call started is ended, and nothing else."""
     assert main(["cluster", "up", hosts.file(HEAD, SECOND)]) == 0
-    pids = {a: ray_node._running(ray_node._folder(a)) for a in hosts.up()}
+    pids = {a: ray_node.running_pid(ray_node.folder_of(a)) for a in hosts.up()}
     capsys.readouterr()
     new = "{address: 127.0.0.3, memory: 1}"
     assert main(["cluster", "up", hosts.file(HEAD, SECOND, new, f"{{address: {bad}}}")]) == 2
     said = capsys.readouterr()
     assert words in said.err
     assert "ended what this call has started: 127.0.0.3" in said.err
-    assert {a: ray_node._running(ray_node._folder(a)) for a in hosts.up()} == pids
+    assert {a: ray_node.running_pid(ray_node.folder_of(a)) for a in hosts.up()} == pids
 
 
 def test_all_that_fails_is_told(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:

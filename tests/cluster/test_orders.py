@@ -60,7 +60,7 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such/file")
     yield
-    if (pid := ray_node._running(ray_node._folder(ADDRESS))) is not None:
+    if (pid := ray_node.running_pid(ray_node.folder_of(ADDRESS))) is not None:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
@@ -113,10 +113,10 @@ def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 def test_who_does_not_heed_a_signal_is_killed_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_node, "END_S", 0.2)
     pid = ray_node.up(order("--stubborn", "--with-child"))["pid"]
-    child = int((ray_node._folder(ADDRESS) / "log").read_text().split()[1])
+    child = int((ray_node.folder_of(ADDRESS) / "log").read_text().split()[1])
     assert len(alive([pid, child])) == 2
     assert ray_node.down(order()) == {"ended": True}
-    assert not (ray_node._folder(ADDRESS) / "pid").exists()
+    assert not (ray_node.folder_of(ADDRESS) / "pid").exists()
     assert eventually(lambda: not alive([pid, child]), 10.0)
 
 
@@ -130,7 +130,7 @@ def test_who_ends_before_the_signal_is_ended(monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(ray_node.os, "kill", late)
         assert ray_node.down(order()) == {"ended": True}
-    assert not (ray_node._folder(ADDRESS) / "pid").exists()
+    assert not (ray_node.folder_of(ADDRESS) / "pid").exists()
 
 
 def test_a_start_needs_nothing_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_start_needs_nothing_of_its_caller(tmp_path: Path, monkeypatch: pytest
         for number in (own, there):
             os.close(number)
     assert json.loads((tmp_path / "report").read_text())["stdin"] == ""
-    (ray_node._folder(ADDRESS) / "order").unlink()
+    (ray_node.folder_of(ADDRESS) / "order").unlink()
     assert ray_node.up(order()) == {"pid": pid, "fresh": False, "arguments": []}
 
 
@@ -214,7 +214,7 @@ def test_an_order_is_a_line_and_so_is_the_answer(
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({**order(), **text})))
     assert ray_node.main() == 0
     said = capsys.readouterr().out
-    assert json.loads(said.replace(str(ray_node._folder(ADDRESS) / "log"), "LOG")) == answer
+    assert json.loads(said.replace(str(ray_node.folder_of(ADDRESS) / "log"), "LOG")) == answer
     assert said.count("\n") == 1
 
 
@@ -233,7 +233,7 @@ def test_a_start_waits_for_an_end_that_is_under_way(tmp_path: Path) -> None:
         assert [end.result(30.0) for end in ends] == [{"ended": True}] * 2
         assert start.result(30.0)["fresh"]
     assert not alive([old])
-    assert ray_node._running(ray_node._folder(ADDRESS)) == start.result()["pid"], (
+    assert ray_node.running_pid(ray_node.folder_of(ADDRESS)) == start.result()["pid"], (
         "the second end is of the first call alone"
     )
 
@@ -241,13 +241,13 @@ def test_a_start_waits_for_an_end_that_is_under_way(tmp_path: Path) -> None:
 def test_an_end_does_not_wait_for_a_start_that_is_under_way() -> None:
     with ThreadPoolExecutor(1) as pool:
         start = pool.submit(ray_node.up, order("--wordless", timeout_s=100.0))
-        assert eventually(lambda: ray_node._running(ray_node._folder(ADDRESS)) is not None, 10.0)
+        assert eventually(lambda: ray_node.running_pid(ray_node.folder_of(ADDRESS)) is not None, 10.0)
         assert ray_node.down({**order(), "call": "another"}) == {"ended": False}
         assert not start.done()
         assert ray_node.down(order()) == {"ended": True}
         with pytest.raises(ray_node.NodeError, match="Ray did not start: an order to end it came before"):
             start.result(30.0)
-    assert ray_node._running(ray_node._folder(ADDRESS)) is None
+    assert ray_node.running_pid(ray_node.folder_of(ADDRESS)) is None
 
 
 def test_an_end_is_seen_while_it_is_waited_for() -> None:

@@ -258,7 +258,7 @@ def test_spares_take_the_places_of_lost_workers_and_have_successors(
             wanted, launcher = tokens(llm), llm.pools.workers.launcher
             assert isinstance(launcher, RayLauncher)
             hosts = {
-                launcher._spares["memory"][0].assignment.host.name,
+                launcher.spares["memory"][0].assignment.host.name,
                 *(p.host.name for p in launcher.assignments["memory"]),
             }
             assert len(hosts) == 3, "one on each node that has room for a memory worker"

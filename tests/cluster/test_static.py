@@ -93,9 +93,9 @@ def visit(launcher: StaticLauncher, role: str = "memory", **said: Any) -> Contro
 
 def settle(launcher: StaticLauncher, role: str = "memory", **said: Any) -> ControlLink:
     """``visit``, until the launcher counts on it."""
-    before = set(launcher._agents)
+    before = set(launcher.agents)
     link = visit(launcher, role, **said)
-    wait_until(lambda: len(launcher._agents) > len(before))
+    wait_until(lambda: len(launcher.agents) > len(before))
     return link
 
 
@@ -108,7 +108,7 @@ def wait_until(true: Callable[[], object]) -> None:
 
 def too_late(launcher: StaticLauncher) -> None:
     """As if --start-timeout-s were over."""
-    launcher._deadline = 0.0
+    launcher.deadline = 0.0
 
 
 @pytest.mark.no_retry
@@ -238,7 +238,7 @@ def test_each_place_is_taken_once_and_is_free_again_when_its_holder_leaves(launc
     again = visit(launcher, index=1).recv(SOON_S)
     assert again == WorkerRefused("all workers of that kind have come already")
     first.close()
-    wait_until(lambda: len(launcher._agents) == 1)
+    wait_until(lambda: len(launcher.agents) == 1)
     links = [settle(launcher, cores=6), settle(launcher, "compute")]
     assert launcher.thread_count("memory", 1) == 3  # of six cores, with another memory worker beside it
     assert launcher.thread_count("memory", 0) == 2
@@ -298,7 +298,7 @@ def test_strangers_stay_outside(launch: Open) -> None:
     host, _, port = launcher.address.rpartition(":")
     with pytest.raises(HandshakeError, match="keys differ"):
         connect(host, int(port), bytes(32), SOON_S, name=AGENT_NAME, peer=launcher.name)
-    wait_until(lambda: launcher._refusal)
+    wait_until(lambda: launcher.refusal)
     too_late(launcher)
     with pytest.raises(OSError, match="the last one that came was refused: the connector's proof is wrong: the keys"):
         launcher.start("memory", 0)
@@ -403,9 +403,9 @@ def test_a_worker_serves_the_driver_of_its_command_alone(launch: Open, capsys: p
         f"the listener is not the peer that we want, '{own.name}': are the cluster's key and the name of --driver"
         in (capsys.readouterr().err)
     )
-    assert not other._agents
+    assert not other.agents
     link = settle(own)
-    assert len(own._agents) == 1
+    assert len(own.agents) == 1
     link.close()
 
 

@@ -92,8 +92,8 @@ def test_what_others_see_is_left(function: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.parametrize("function", OTHERS[1:4])
 def test_each_of_them_would_go_wrong(function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the checks the results are others."""
-    monkeypatch.setattr(functional, "_is_fresh", lambda node: True)
-    monkeypatch.setattr(functional, "_gives_the_same", lambda plain, node: True)
+    monkeypatch.setattr(functional, "is_fresh", lambda node: True)
+    monkeypatch.setattr(functional, "gives_the_same", lambda plain, node: True)
     program = captured(function)
     *_, output = program.graph.nodes
     if any(node.target is torch.ops.aten.dropout.default for n in output.all_input_nodes for node in n.all_input_nodes):

@@ -61,7 +61,7 @@ def test_a_process_that_got_the_number_of_one_of_ours_is_left_alone(
 ) -> None:
     monkeypatch.setattr(ray_node, "state_folder", lambda: tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as stranger:
-        folder = ray_node._folder("10.0.0.1:6379")
+        folder = ray_node.folder_of("10.0.0.1:6379")
         folder.mkdir(parents=True)
         birth = start_time_of(stranger.pid)
         (folder / "pid").write_text(f"{stranger.pid} {int(birth) - 1}")

@@ -94,7 +94,7 @@ def test_a_stream_that_ends_early_leaves_nothing(llm: LLM, read: int, end: str) 
     assert not llm.engine.has_work
     assert llm.engine.free_blocks == FULL
     assert llm.engine.scheduler.num_running == llm.engine.scheduler.num_waiting == 0
-    assert not llm.front.streams._collectors
+    assert not llm.front.streams.collectors
 
 
 def test_who_looks_late_gets_one_output_with_all_that_has_grown(llm: LLM) -> None:
@@ -138,9 +138,9 @@ def test_a_reader_cannot_change_what_is_generated(llm: LLM) -> None:
 def test_a_paused_stream_holds_one_output(llm: LLM) -> None:
     paused = llm.stream([1, 2], tokens(60))
     next(paused)
-    feed = paused._collector
+    feed = paused.collector
     llm.generate([7], tokens(50))
-    assert len(feed._grown) == 1
+    assert len(feed.grown) == 1
     assert len(next(paused).outputs[0].token_ids) > 40
 
 
@@ -221,7 +221,7 @@ def test_a_feed_takes_turns_and_raises_last(llm: LLM) -> None:
 
 
 def test_prompts_that_come_alone_are_sampled_as_the_model_says(llm: LLM) -> None:
-    llm.front._defaults = {"max_tokens": 3, "temperature": 0.5}
+    llm.front.defaults = {"max_tokens": 3, "temperature": 0.5}
     assert llm.get_default_sampling_params() == SamplingParams(max_tokens=3, temperature=0.5)
     assert len(llm.generate([[1, 2]])[0].outputs[0].token_ids) == 3
     assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=5))[0].outputs[0].token_ids) == 5

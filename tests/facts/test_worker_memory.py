@@ -82,12 +82,12 @@ def test_the_table() -> None:
 
 def test_prefill_workers_have_channels_to_each_other_where_something_can_be_fetched() -> None:
     """Two to each, for asks of either side. A store of one prompt keeps none for others."""
-    facts = memory_table._facts(MODEL, make_config({}), 100 * GB)
+    facts = memory_table.rank_facts(MODEL, make_config({}), 100 * GB)
     one_prompt = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, 16)
 
     def slots(workers: int, **options: object) -> int:
         config = make_config({"prefill_workers": workers, "block_size": 16, **options})
-        return memory_table._prefill(facts, config, 0, 100 * GB).slots
+        return memory_table.prefill_memory(facts, config, 0, 100 * GB).slots
 
     assert slots(3) - slots(1) == 4 * channel_bytes(*prefix_inboxes(0))
     assert slots(3, enable_prefix_caching=False) == slots(3, prefill_kv_memory=str(one_prompt)) == slots(1)
@@ -95,8 +95,8 @@ def test_prefill_workers_have_channels_to_each_other_where_something_can_be_fetc
 
 def test_a_stage_has_a_channel_for_what_crosses_to_each_of_those_beside_it() -> None:
     staged = make_config({"prefill_workers": 3, "prefill_pipeline": 3})
-    facts = memory_table._facts(MODEL, staged, 100 * GB)
-    first, second, last = (memory_table._prefill(facts, staged, i, 100 * GB).slots for i in range(3))
+    facts = memory_table.rank_facts(MODEL, staged, 100 * GB)
+    first, second, last = (memory_table.prefill_memory(facts, staged, i, 100 * GB).slots for i in range(3))
     crosses = channel_bytes(*stage_inboxes(stage_cuts(facts.program), staged.batching.max_rows))
     assert second - first == second - last == crosses
 

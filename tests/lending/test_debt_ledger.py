@@ -92,4 +92,4 @@ def test_a_ledger_that_begins_anew_hears_of_refusals_before_heartbeats() -> None
     assert sorted(names(ledger)) == ["c", "far"], "nobody is silenced for good"
     for number in range(2 * MAX_NAMES):
         ledger.on_refusal(CreditorRefused(creditor=str(number), beat=1))
-    assert len(ledger._early) == MAX_NAMES
+    assert len(ledger.early) == MAX_NAMES

@@ -46,7 +46,7 @@ def llama(**options: Any) -> LlamaForCausalLM:
 def place(model: nn.Module, **facts: object) -> Path:
     found = capture_file(model, **facts)
     assert found is not None
-    return found._path
+    return found.path
 
 
 @pytest.mark.long
@@ -146,7 +146,7 @@ def test_so_it_is_with_what_is_shown_of_weights(tmp_path: Path, monkeypatch: pyt
     slow = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: (waits.set(), time.sleep(seconds)))
     monkeypatch.setattr(capture_cache, "time", slow)
     with ThreadPoolExecutor(1) as beside:
-        with under_way(of._path):
+        with under_way(of.path):
             late = beside.submit(convert_model, loaded.model, max_model_len=64, keep=True, stamps=loaded.stamps)
             assert waits.wait(60)
             monkeypatch.setattr("lamina.models.convert.check_layers", None)
@@ -203,13 +203,15 @@ def test_what_else_tracing_depends_on_is_in_the_name() -> None:
 def test_code_that_differs_is_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Lamina, of a module's class, and the versions of packages."""
     known = place(model := llama())
-    digest = capture_cache._digest
+    digest = capture_cache.file_digest
     for name in ("convert.py", "mincut.py", "spec.py", "mesh.py", "modeling_llama.py"):
         with monkeypatch.context() as patch:
-            capture_cache._own_code.cache_clear()
-            patch.setattr(capture_cache, "_digest", lambda path, name=name: digest(path) + "*" * (path.name == name))
+            capture_cache.own_code.cache_clear()
+            patch.setattr(
+                capture_cache, "file_digest", lambda path, name=name: digest(path) + "*" * (path.name == name)
+            )
             assert place(model) != known
-    capture_cache._own_code.cache_clear()
+    capture_cache.own_code.cache_clear()
     assert place(model) == known
     monkeypatch.setattr("transformers.__version__", "0")
     assert place(model) != known
@@ -270,8 +272,8 @@ def test_code_that_has_changed_since_it_was_read_and_code_of_others_keep_nothing
     assert capture_file(model) is not None
     model.extra = type("Extra", (torch.nn.Module,), {"__module__": "somebody"})()
     assert capture_file(model) is None
-    capture_cache._own_code.cache_clear()
-    monkeypatch.setattr(capture_cache, "_IMPORTED_S", 0.0)
+    capture_cache.own_code.cache_clear()
+    monkeypatch.setattr(capture_cache, "IMPORTED_S", 0.0)
     assert capture_file(llama()) is None
 
 

@@ -224,11 +224,11 @@ def test_all_log_probabilities_are_told_by_rank(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2, temperature=0.0, logprobs=-1, prompt_logprobs=-1)
     with pytest.raises(ValueError, match="logprobs must be at most 20, not -1"):
         llm.generate("class A", params)
-    llm.front._max_logprobs = -1
+    llm.front.max_logprobs = -1
     try:
         (output,) = llm.generate("class A", params)
     finally:
-        llm.front._max_logprobs = 20
+        llm.front.max_logprobs = 20
     vocabulary = llm.engine.worker_info.vocab_size
     for entry in [*(output.outputs[0].logprobs or []), *(output.prompt_logprobs or [])[1:]]:
         assert entry is not None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lamina import SamplingParams
-from lamina.request.unsupported_options import _UNSERVED, ORDER
+from lamina.request.unsupported_options import ORDER, UNSERVED
 
 
 class Kind(Enum):
@@ -35,8 +35,8 @@ def test_arguments_without_names_are_taken_in_their_order() -> None:
     with pytest.raises(TypeError, match=f"takes {len(ORDER)} arguments without names, not {len(ORDER) + 1}"):
         SamplingParams(*[None] * (len(ORDER) + 1))  # type: ignore[misc]
     known = {f.name for f in fields(SamplingParams)}
-    assert {*ORDER} - known <= _UNSERVED.keys()
-    assert not known & _UNSERVED.keys()
+    assert {*ORDER} - known <= UNSERVED.keys()
+    assert not known & UNSERVED.keys()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_field_that_asks_for_something_is_refused_by_name(name: str, value: An
 
 
 def test_a_field_that_asks_for_nothing_is_taken() -> None:
-    for name, (neutral, _) in _UNSERVED.items():
+    for name, (neutral, _) in UNSERVED.items():
         for value in (None, *neutral):
             assert SamplingParams(**{name: value}) == SamplingParams(), name
     assert SamplingParams(output_kind=Kind.CUMULATIVE) == SamplingParams()  # type: ignore[call-arg]

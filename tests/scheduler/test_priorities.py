@@ -13,7 +13,7 @@ from lamina.scheduler.batch import enqueue, requeue
 from lamina.scheduler.conductor import ConductorConfig, PromptInfo
 from lamina.scheduler.conductor.overload import SloLimits
 from lamina.scheduler.conductor.queues import PrefillQueue, QueuedPrompt
-from lamina.scheduler.conductor.routing import WorkerMatch
+from lamina.scheduler.conductor.routing import POLICIES, WorkerMatch
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.scheduler.slo_admission import SloAdmission
@@ -70,12 +70,13 @@ def test_a_forecast_knows_whom_a_prompt_overtakes() -> None:
 def test_the_conductor_asks_for_the_line_before_a_prompt(
     priority: int, queue_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seen, policy = list[WorkerMatch](), ConductorConfig().policy
+    choose = POLICIES[policy]
+    monkeypatch.setitem(POLICIES, policy, lambda asked: seen.extend(asked.workers) or choose(asked))
     promises = SloAdmission(1)
     promises.conductor.prefill_latency.model = promises.conductor.prefill_latency.model._replace(b=1.0)
     promises.reserve(make(0, 50, 5))
-    seen = list[WorkerMatch]()
-    choose = promises.conductor._policy
-    monkeypatch.setattr(promises.conductor, "_policy", lambda asked: seen.extend(asked.workers) or choose(asked))
+    seen.clear()
     promises.conductor.choose(PromptInfo(10, priority=priority), 0.0)
     assert [at.queue_s for at in seen] == [queue_s]
 

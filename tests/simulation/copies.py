@@ -40,11 +40,11 @@ class SimCopies:
         there = all({op.sequence, op.source} <= {*worker.tables.sequences} for worker in self._memory)
         fails = self._rng.random() < FAILS
         for worker in self._memory:
-            nbytes = self._take(worker, op) if there else 0
+            nbytes = self.take(worker, op) if there else 0
             error = "the link has ended" if nbytes and fails else ""
             self._say(StripesCopied(epoch=0, sequence=op.sequence, nbytes=0 if error else nbytes, error=error))
 
-    def _take(self, worker: SimMemory, op: CopyStripes) -> int:
+    def take(self, worker: SimMemory, op: CopyStripes) -> int:
         """What ``worker`` is to have of it, as the one has it that gives."""
         tables, nbytes = worker.tables, 0
         place, length = tables.location(op.source), tables.length(op.sequence)

@@ -62,8 +62,8 @@ class Play:
 
     def __init__(self, asks: Sequence[Arriving], engine: Engine, clock: VirtualClock) -> None:
         self._engine, self._clock = engine, clock
-        self._left = in_order(asks)
-        self._asked: dict[int, tuple[int, Arriving]] = {}  # by request: its place, and its arrival
+        self.left = in_order(asks)
+        self.asked: dict[int, tuple[int, Arriving]] = {}  # by request: its place, and its arrival
         self._outputs: dict[int, RequestOutput] = {}
         self._seen: dict[tuple[int, int], SoFar] = {}  # by request and completion
         self.steps = 0
@@ -73,7 +73,7 @@ class Play:
         for _ in range(most):
             self._let_requests_come()
             self._look_round()
-            if not self._engine.has_work and not self._left:
+            if not self._engine.has_work and not self.left:
                 return True
             self._take(self._engine.step())
             if self._engine.idle and self._engine.has_work:
@@ -95,23 +95,23 @@ class Play:
 
     def _let_requests_come(self) -> None:
         engine, clock = self._engine, self._clock
-        if not engine.has_work and self._left:
-            self._wait_until(self._left[0][1].at_s)
+        if not engine.has_work and self.left:
+            self._wait_until(self.left[0][1].at_s)
             self._take(engine.check_workers())
             self._check_view()
-        while self._left and self._left[0][1].at_s <= clock.now:
-            place, ask = self._left.pop(0)
+        while self.left and self.left[0][1].at_s <= clock.now:
+            place, ask = self.left.pop(0)
             if ask.forgets == "all":
                 engine.reset_prefix_cache()
             elif ask.forgets and ask.terms.session:
                 engine.drop_session(ask.terms.session)
             prompt = [*self._said_before(ask), *ask.prompt]
             request = engine.add(prompt, ask.sampling, make_detokenizer=Letters, terms=ask.terms)
-            self._asked[request] = place, ask
+            self.asked[request] = place, ask
 
     def _said_before(self, ask: Arriving) -> list[int]:
         """The conversation that a turn of a session continues, less its end where that would be too long."""
-        turns = [number for number, (_, other) in self._asked.items() if other.terms.session == ask.terms.session]
+        turns = [number for number, (_, other) in self.asked.items() if other.terms.session == ask.terms.session]
         if ask.terms.session is None or not turns or turns[-1] not in self._outputs:
             return []
         last = self._outputs[turns[-1]]
@@ -120,7 +120,7 @@ class Play:
         return said if config.overflow.truncates_context else said[:limit]
 
     def _cancel(self) -> None:
-        for request, (_, ask) in self._asked.items():
+        for request, (_, ask) in self.asked.items():
             if ask.cancel_s is not None and self._clock.now >= ask.at_s + ask.cancel_s:
                 output = self._engine.cancel(request)
                 if output is not None:

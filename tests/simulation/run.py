@@ -181,7 +181,7 @@ class EnginePlay(Play):
         self._check_rest()
         self._check_all_is_free()
         answers: list[tuple[Completion, ...]] = [()] * len(self._of.asks)
-        for request, (place, _) in self._asked.items():
+        for request, (place, _) in self.asked.items():
             output = self._outputs.get(request)
             if output and request in self._scores:
                 output.prompt_logprobs = self._scores[request]
@@ -197,7 +197,7 @@ class EnginePlay(Play):
     def heard(self) -> HeardByReaders:
         """What readers have by now."""
         ended, asked = dict[int, RequestOutput](), list[BegunRequest]()
-        for request, (place, _) in self._asked.items():
+        for request, (place, _) in self.asked.items():
             output = self._outputs.get(request)
             if output is not None and output.finished:
                 ended[place] = output
@@ -207,16 +207,16 @@ class EnginePlay(Play):
             seen = {i: seen for (r, i), seen in self._seen.items() if r == request}
             scores = output.prompt_logprobs if output and output.outputs[0].token_ids else None
             asked.append(BegunRequest(place, told, seen, copy(scores), logprobs))
-        return HeardByReaders(ended, asked, [place for place, _ in self._left])
+        return HeardByReaders(ended, asked, [place for place, _ in self.left])
 
     def go_on_from(self, heard: HeardByReaders) -> None:
         """With the requests of an engine that has died, as far as readers have them."""
         asks = self._of.asks
-        self._left, self._ended = [(place, asks[place]) for place in heard.left], dict(heard.ended)
+        self.left, self._ended = [(place, asks[place]) for place in heard.left], dict(heard.ended)
         for place, told, seen, scores, logprobs in heard.asked:
             ask = asks[place]
             again = self._engine.add(list(ask.prompt), ask.sampling, make_detokenizer=Letters, resume_from=told)
-            self._asked[again], self._logprobs[again] = (place, ask), logprobs
+            self.asked[again], self._logprobs[again] = (place, ask), logprobs
             if any(one.token_ids for one in told[:1]):
                 self._scores[again] = scores
             self._seen |= {(again, i): one for i, one in seen.items()}

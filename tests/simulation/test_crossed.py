@@ -38,7 +38,7 @@ def test_every_stream_goes_on(part: int) -> None:
 def kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:
     """What a memory worker said as it came to rest counts, though it has died since."""
     right, left, said = (
-        Supervisor._await_quiesced,
+        Supervisor.await_quiesced,
         KvParity.surviving_after_rebuild,
         dict[RegisteredWorker, dict[int, int]](),
     )
@@ -48,9 +48,9 @@ def kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:
         return said[member]
 
     def all_that_was_said(self: KvParity, kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:
-        return left(self, [said.get(m, own) for m, own in zip(self._registry.memory, kept, strict=True)])
+        return left(self, [said.get(m, own) for m, own in zip(self.registry.memory, kept, strict=True)])
 
-    patch.setattr(Supervisor, "_await_quiesced", rest_of)
+    patch.setattr(Supervisor, "await_quiesced", rest_of)
     patch.setattr(KvParity, "surviving_after_rebuild", all_that_was_said)
 
 
@@ -76,7 +76,7 @@ def one_loss_at_a_time(patch: pytest.MonkeyPatch) -> None:
     right = Supervisor.is_recoverable
 
     def alone(self: Supervisor, loss: WorkersLostError) -> bool:
-        return not self._restart_budget.in_progress and right(self, loss)
+        return not self.restart_budget.in_progress and right(self, loss)
 
     patch.setattr(Supervisor, "is_recoverable", alone)
 

@@ -16,13 +16,12 @@ from lamina.executor.launchers import HostLostError
 from lamina.executor.worker_executor import WorkerExecutor
 from lamina.executor.worker_registry import WorkerRegistry
 from lamina.netstack import ChannelUnreachable, Terms
-from lamina.protocol.control import Connect, RunRound
+from lamina.protocol.control import Connect, RunRound, StepDone
 from lamina.protocol.executor import EpochChanged, ReducedCapacityError
 from lamina.protocol.step_plan import ProtocolError, SurvivingKv
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.sequence import Sequence
 from lamina.workers.compute.compute_worker import ComputeWorker
-from lamina.workers.compute.main import ComputeServer
 from lamina.workers.epoch_channels import SILENT_S
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer import block_parts, parity_rebuild
@@ -31,7 +30,7 @@ from lamina.workers.prefill.prefill_worker import PrefillWorker
 from simulation.play import ScenarioError, is_broken
 from simulation.whole.network import SimChannel, SimFabric
 from simulation.whole.process import CUT, SimHost
-from simulation.whole.run import _FleetPlay, check_fleet, play_fleet, smaller_fleet
+from simulation.whole.run import FleetPlay, check_fleet, play_fleet, smaller_fleet
 from simulation.whole.scenario import (
     FleetChange,
     FleetScenario,
@@ -104,8 +103,8 @@ class LastingCut:
                 if not self.left:
                     self._there.add(terms.peer)
                 if terms.peer in self._there:
-                    assert fabric._process is not None
-                    fabric._process._host.baton.sleep(timeout_s)
+                    assert fabric.process is not None
+                    fabric.process.sim_host.baton.sleep(timeout_s)
                     self.asked += 1
                     raise ChannelUnreachable(f"{url}: connect: the listener did not accept in time")
             return connect(fabric, url, terms, timeout_s=timeout_s)
@@ -141,7 +140,7 @@ def cut_once(call: int) -> FleetScenario:
 def test_a_cut_that_lasts_sends_a_memory_worker_to_another_host(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """First the compute worker goes, which is stateless, and then whom it does not reach: nobody waits for a start."""
     lasting = LastingCut(monkeypatch)
-    monkeypatch.setattr(_FleetPlay, "_check_who_is_left", lambda play: None)  # who is blamed was not hit itself
+    monkeypatch.setattr(FleetPlay, "check_who_is_left", lambda play: None)  # who is blamed was not hit itself
     played = check_fleet(cut_once(call))
     assert (played.cuts, played.tokens > 0) == (1, True)
     assert lasting.left
@@ -219,7 +218,7 @@ def test_a_loss_that_counters_show_as_memory_workers_come_or_go(monkeypatch: pyt
         return done
 
     monkeypatch.setattr(WorkerExecutor, "wait", struck_behind)
-    monkeypatch.setattr(_FleetPlay, "_check_who_is_left", lambda play: None)  # who was struck was not hit by the host
+    monkeypatch.setattr(FleetPlay, "check_who_is_left", lambda play: None)  # who was struck was not hit by the host
     of = fleet_scenario(3)
     options = {**of.options, "partition": "request", "memory_workers": 3, "kv_memory": "1MiB"}
     asks = tuple(longer(random.Random(3), ask) for ask in of.asks)
@@ -282,9 +281,9 @@ def chunks_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     right = PrefillWorker.connect
 
     def wrong(self: PrefillWorker, *args: Any) -> None:
-        computed = list(self._computed)
+        computed = list(self.computed)
         right(self, *args)
-        self._computed.extend(computed)
+        self.computed.extend(computed)
 
     monkeypatch.setattr(PrefillWorker, "connect", wrong)
 
@@ -299,7 +298,7 @@ def steps_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def change(self: Engine, change: Any) -> None:
         for done in change.done:
-            self._on_step_done(done)
+            self.on_step_done(done)
         there = {s: min(kept.get(s, 0) for kept in change.surviving) for s in self.accounting.sequences}
         ready: Any = self.executor.resume([SurvivingKv(s, n) for s, n in there.items() if n])
         self.scheduler.epoch = ready.epoch
@@ -310,15 +309,15 @@ def steps_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
                 right(self.executor, RunRound(round=new.round, steps=steps))  # type: ignore[arg-type]
 
     monkeypatch.setattr(WorkerExecutor, "submit", submit)
-    monkeypatch.setattr(Engine, "_on_epoch_changed", change)
+    monkeypatch.setattr(Engine, "on_epoch_changed", change)
 
 
 def deaf_to_halts(self: MemoryServer, message: object) -> None:
     """It hears of a Connect alone."""
     if isinstance(message, Connect):
-        self._next_epoch = message.epoch
-        if self._worker is not None:
-            self._worker.leave_epochs_before(message.epoch)
+        self.next_epoch = message.epoch
+        if self.worker is not None:
+            self.worker.leave_epochs_before(message.epoch)
 
 
 # A mistake -> a scenario by its seed, which is right without it.
@@ -333,7 +332,7 @@ MISTAKES: dict[str, tuple[Mistake, int]] = {
     "no truncation": (replacing(KvStore, "reconcile", lambda self, keep: None), 0),
     "a block is used twice": (OF_THE_ENGINE["shared blocks"], 13),
     "a delta twice": (OF_THE_ENGINE["a delta twice"], 27),
-    "a Halt is ignored": (replacing(MemoryServer, "_on_message", deaf_to_halts), 0),
+    "a Halt is ignored": (replacing(MemoryServer, "on_message", deaf_to_halts), 0),
     "steps are sent again": (steps_sent_again, 0),
 }
 
@@ -354,14 +353,14 @@ def test_a_mistake_is_seen(mistake: str) -> None:
 @pytest.mark.long
 def test_one_that_fails_and_says_why_is_seen_though_another_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where memory workers come and go, and nobody knows who is to be left."""
-    right, turns = ComputeServer._take_messages, count(1)
+    right, turns = ComputeWorker.run_next, count(1)
 
-    def take(self: ComputeServer) -> bool:
-        if self._has_work and next(turns) == TURNS:
+    def run(self: ComputeWorker) -> StepDone | None:
+        if self.has_work and next(turns) == TURNS:
             raise ProtocolError("a mistake")
         return right(self)
 
-    monkeypatch.setattr(ComputeServer, "_take_messages", take)
+    monkeypatch.setattr(ComputeWorker, "run_next", run)
     with pytest.raises(ScenarioError, match="it fails: compute worker: a mistake"):
         check_fleet(planned_fleet(1))
 

@@ -65,18 +65,18 @@ class ServedPlay(EnginePlay):
         super().__init__(of)
         self.readers, self._lives = readers, dict[int, ActivePrompt]()
         if left is not None:
-            self._left = list(left)
+            self.left = list(left)
         for place, reader in readers.items():
             if not reader.ended:
                 add: AddPrompt = sent(reader.hearing.request_message(place))
                 request = self._engine.add(
                     add.prompt, add.params, make_detokenizer=Letters, resume_from=add.resumed, accepted=add.accepted
                 )
-                self._lives[request], self._asked[request] = ActivePrompt(add, request), (place, of.asks[place])
+                self._lives[request], self.asked[request] = ActivePrompt(add, request), (place, of.asks[place])
 
     def _take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            place, ask = self._asked[output.request_id]
+            place, ask = self.asked[output.request_id]
             if place not in self.readers:
                 self.readers[place] = Reader(PromptProgress(list(ask.prompt), ask.sampling, DEFAULT_CACHE_OPTIONS))
             if output.request_id not in self._lives:
@@ -94,8 +94,8 @@ def answers(of: Scenario, deaths: Sequence[int]) -> tuple[dict[int, tuple[Any, .
         served = ServedPlay(of, readers, left)
         served.take_steps(steps)
         begun += sum(bool(r.tokens) and not r.ended for r in readers.values())
-        waiting = [place for place, _ in served._asked.values() if place not in readers]  # the server has them
-        left = [*((place, of.asks[place]) for place in waiting), *served._left]
+        waiting = [place for place, _ in served.asked.values() if place not in readers]  # the server has them
+        left = [*((place, of.asks[place]) for place in waiting), *served.left]
     ServedPlay(of, readers, left).run()
     return {place: r.answer for place, r in readers.items() if of.asks[place].cancel_s is None}, begun
 

@@ -67,13 +67,13 @@ def _no_cap(self: Creditor, debtor: str, blocks: int, now: float) -> str:
 
 
 def _asks_anew(self: Creditor, ask: Any, now: float, take: Any = Creditor.answer_request) -> Any:
-    self._answered.clear()
+    self.answered.clear()
     return take(self, ask, now)
 
 
 def _frees_and_keeps(self: Creditor, lease: Any, left: int) -> int:
     count = max(0, len(lease.blocks) - left)
-    self._free += lease.blocks[left:]
+    self.free += lease.blocks[left:]
     return count
 
 
@@ -83,12 +83,12 @@ def _renews_for_ever(self: Debtor, message: Any) -> None:
             loan.until += 2 * message.lease_s
 
 
-def _turns_away(self: Creditor, debtor: str, blocks: int, now: float, why: Any = Creditor._refusal_reason) -> str:
+def _turns_away(self: Creditor, debtor: str, blocks: int, now: float, why: Any = Creditor.refusal_reason) -> str:
     return str(why(self, debtor, blocks, now) or ("it is not your turn" if debtor != self.name and blocks > 4 else ""))
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "a cap is forgotten": (Creditor, "_refusal_reason", _no_cap),
+    "a cap is forgotten": (Creditor, "refusal_reason", _no_cap),
     "a debtor counts a lease for longer": (debtor, "SAFETY_FACTOR", 3.0),
     "an old heartbeat counts": (DebtLedger, "on_heartbeat", _old_heartbeats_too),
     "a refusal is forgotten": (DebtLedger, "on_refusal", lambda self, message: None),
@@ -98,7 +98,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "an ask that comes twice has two loans": (Creditor, "answer_request", _asks_anew),
     "blocks come back and stay lent": (Creditor, "_shrink", _frees_and_keeps),
     "a renewal counts from its answer, and more": (Debtor, "_renewed", _renews_for_ever),
-    "who comes first is not served": (Creditor, "_refusal_reason", _turns_away),
+    "who comes first is not served": (Creditor, "refusal_reason", _turns_away),
     "a freeze does not hold": (Creditor, "freeze", lambda self, until: None),
     "a settlement gives all back": (Debtor, "_settle", _settles_all),
     "who borrows lends": (SimInstance, "_busy", lambda self: ""),

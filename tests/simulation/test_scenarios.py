@@ -94,7 +94,7 @@ def test_every_stream_goes_on_while_memory_workers_come_and_go(part: int) -> Non
 @pytest.mark.parametrize("mistake", ["", "nothing is copied", "where it lies is sure at once"])
 def test_sequences_leave_memory_workers_one_by_one(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of whom die in the midst of that."""
-    took, take, tend = list[int](), SimCopies._take, KvMigration.after_admission
+    took, take, tend = list[int](), SimCopies.take, KvMigration.after_admission
 
     def taken(self: SimCopies, worker: SimMemory, op: CopyStripes) -> int:
         took.append(take(self, worker, op) if mistake != "nothing is copied" else 4)
@@ -102,9 +102,9 @@ def test_sequences_leave_memory_workers_one_by_one(mistake: str, monkeypatch: py
 
     def tended(self: KvMigration, *args: Any, **options: Any) -> None:
         tend(self, *args, **options)
-        self._unsure.clear()
+        self.unsure.clear()
 
-    monkeypatch.setattr(SimCopies, "_take", taken)
+    monkeypatch.setattr(SimCopies, "take", taken)
     if mistake == "where it lies is sure at once":
         monkeypatch.setattr(KvMigration, "after_admission", tended)
     if mistake:
@@ -160,7 +160,7 @@ def prefill_keeping(part: str) -> Callable[[pytest.MonkeyPatch], None]:
     """One thing that prefill workers have stays with them."""
 
     def wrong(self: PrefillDispatcher, sequences: Iterable[Sequence] = ()) -> tuple[int, ...]:
-        for worker in self._workers:
+        for worker in self.workers:
             if part != "prompts":
                 worker.prompts.clear()
             if part != "in_flight":
@@ -173,21 +173,21 @@ def prefill_keeping(part: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def scores_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Engine._roll_back
+    right = Engine.roll_back
 
     def wrong(self: Engine, change: Any) -> Any:
-        before = [(s, s.num_scored_prompt_tokens) for r in self._requests.values() for s in r.sequences]
+        before = [(s, s.num_scored_prompt_tokens) for r in self.requests.values() for s in r.sequences]
         keep = right(self, change)
         for sequence, count in before:
             sequence.num_scored_prompt_tokens = count
         return keep
 
-    monkeypatch.setattr(Engine, "_roll_back", wrong)
+    monkeypatch.setattr(Engine, "roll_back", wrong)
 
 
 def told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was done before a loss is added once more."""
-    right, right_append = Engine._on_epoch_changed, Request.append
+    right, right_append = Engine.on_epoch_changed, Request.append
 
     def twice(self: Request, sequence: Sequence, drawn: Any) -> None:
         right_append(self, sequence, drawn)
@@ -198,7 +198,7 @@ def told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
             meanwhile.setattr(Request, "append", twice)
             return right(self, change)
 
-    monkeypatch.setattr(Engine, "_on_epoch_changed", wrong)
+    monkeypatch.setattr(Engine, "on_epoch_changed", wrong)
 
 
 def old_view_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def rows_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def holders_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the memory workers from before."""
-    right = Engine._roll_back
+    right = Engine.roll_back
 
     def wrong(self: Engine, change: Any) -> Any:
         before = self.worker_info.holders
@@ -249,17 +249,17 @@ def holders_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         self.worker_info = msgspec.structs.replace(self.worker_info, holders=before)
         return keep
 
-    monkeypatch.setattr(Engine, "_roll_back", wrong)
+    monkeypatch.setattr(Engine, "roll_back", wrong)
 
 
 def old_done_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is done counts, though one before it was not."""
 
     def take(self: StepReorderBuffer) -> StepDone | None:
-        for batch, step in self._done:
-            if step in self._queued.get(batch, ()):
-                self._queued[batch].remove(step)
-                return self._done.pop((batch, step))
+        for batch, step in self.done:
+            if step in self.queued.get(batch, ()):
+                self.queued[batch].remove(step)
+                return self.done.pop((batch, step))
         return None
 
     monkeypatch.setattr(StepReorderBuffer, "next_done", take)
@@ -278,20 +278,20 @@ MISTAKES = {
     "a step behind a gap": old_done_used,
     "the epoch": old_view_kept,
     "no truncation": keeping(Sequence, "roll_back", "num_computed_tokens"),
-    "steps of the engine": keeping(Engine, "_roll_back", "_in_flight"),
-    "rounds in flight": keeping(Scheduler, "roll_back", "_in_flight"),
+    "steps of the engine": keeping(Engine, "roll_back", "in_flight"),
+    "rounds in flight": keeping(Scheduler, "roll_back", "rounds_in_flight"),
     "numbers of rounds": replacing(
         Scheduler,
         "roll_back",
         lambda self, *args, right=Scheduler.roll_back: (
-            setattr(self, "_next_round", max(0, self._next_round - 1)),
+            setattr(self, "next_round", max(0, self.next_round - 1)),
             right(self, *args),
         )[1],
     ),
     "numbers of sequences": replacing(
         Scheduler,
         "roll_back",
-        lambda self, *args, right=Scheduler.roll_back: (setattr(self._admission, "_next_id", 0), right(self, *args))[1],
+        lambda self, *args, right=Scheduler.roll_back: (setattr(self.admission, "next_id", 0), right(self, *args))[1],
     ),
     "prompts": prefill_keeping("prompts"),
     "chunks": prefill_keeping("in_flight"),
@@ -301,7 +301,7 @@ MISTAKES = {
     "KV behind a window": replacing(
         BlockTables,
         "surviving_blocks",
-        lambda self, keep: self._extents.num_held_blocks(self._sequences.get(keep.sequence)),
+        lambda self, keep: list(self.count_blocks([keep.sequence])),
     ),
     "retained KV": replacing(
         PrefixCache,

@@ -26,7 +26,7 @@ def test_what_any_thread_has_started_is_seen_and_what_that_has() -> None:
 
 @pytest.mark.parametrize("looks", [[{2}, {1, 2}, {1, 3}, {3}], [set(), {1, 2, 3}, {1}]])
 def test_what_one_look_leaves_out_is_seen_by_the_next(looks: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proc, "_seen_now", lambda pid: looks.pop(0))
+    monkeypatch.setattr(proc, "seen_now", lambda pid: looks.pop(0))
     assert descendants_of(1) == [1, 2, 3]
     assert not looks
 

@@ -25,7 +25,7 @@ from lamina.request import FILTERS, SamplingParams
 from .generate_call import GenerateCall
 
 
-def _repetition(processor: Any, call: GenerateCall) -> dict[str, Any] | None:
+def repetition_penalty_of(processor: Any, call: GenerateCall) -> dict[str, Any] | None:
     """Map a repetition penalty. Padding of a prompt never counts here; in transformers the processor must ignore it
     too.
     """
@@ -37,7 +37,7 @@ def _repetition(processor: Any, call: GenerateCall) -> dict[str, Any] | None:
 
 # Stages in the order of the workers. Each returns fields of SamplingParams, or None if workers cannot do it.
 _STAGES: list[dict[type, Callable[[Any, GenerateCall], dict[str, Any] | None]]] = [
-    {RepetitionPenaltyLogitsProcessor: _repetition},
+    {RepetitionPenaltyLogitsProcessor: repetition_penalty_of},
     {
         MinLengthLogitsProcessor: lambda p, call: {"min_tokens": max(0, p.min_length - call.length)},
         MinNewTokensLengthLogitsProcessor: lambda p, _: {"min_tokens": p.min_new_tokens},

@@ -57,7 +57,7 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     from lamina import netstack
 
     with _memory_runtime(config) as measured:
-        facts = _facts(model, config, free)
+        facts = rank_facts(model, config, free)
         working = resident()
         working = working._replace(private=working.private + CUT_WITH_WEIGHTS)
         idle = measured()
@@ -68,7 +68,7 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     left -= own * (topology.num_compute + topology.prefill_groups + spares["compute"]) + facts.shared
     workers = [
         *(_compute(facts, config, i) for i in range(topology.num_compute)),
-        *(_prefill(facts, config, i, left) for i in range(topology.prefill_workers)),
+        *(prefill_memory(facts, config, i, left) for i in range(topology.prefill_workers)),
         *(_memory(facts, config, i, left) for i in range(topology.num_workers["memory"])),
         *(_spare(_compute(facts, config, i), i) for i in range(spares["compute"])),
         *(_spare(_memory(facts, config, 0, left), i) for i in range(spares["memory"])),
@@ -112,7 +112,7 @@ def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
         worker.join(END_S)
 
 
-def _facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
+def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     from lamina import netstack
     from lamina.kv.stored_format import stored_dtype
     from lamina.models.checkpoint import find_checkpoint, read_config
@@ -195,7 +195,7 @@ def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
     )
 
 
-def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> WorkerMemory:
+def prefill_memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> WorkerMemory:
     """``free``: as of ``_memory``."""
     from lamina.config.partition import by_head
     from lamina.kv.stored_format import head_bytes

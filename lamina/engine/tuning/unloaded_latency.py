@@ -36,7 +36,7 @@ def check_slo(
     with engine.slo_admission.without_log():
         for number in range(NUM_TRIES):
             on_progress("measuring", number, NUM_TRIES)
-            best = UnloadedLatency(*map(min, best, _measure(engine, clock)))
+            best = UnloadedLatency(*map(min, best, measure(engine, clock)))
             if best.ttft_s <= limits.ttft_s and best.tbt_s <= limits.tbt_s:
                 return
     if best.ttft_s > limits.ttft_s:
@@ -44,7 +44,7 @@ def check_slo(
     raise ValueError(_below("--slo tbt=", limits.tbt_s, STEP, best.tbt_s))
 
 
-def _measure(engine: Engine, clock: Callable[[], float]) -> UnloadedLatency:
+def measure(engine: Engine, clock: Callable[[], float]) -> UnloadedLatency:
     """No time at all of what there is none: gaps where sequences are too short, all where it has no room."""
     count, ends = min(NUM_TOKENS + 1, engine.worker_info.max_model_len - 1), [clock()]
     params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0, seed=0)

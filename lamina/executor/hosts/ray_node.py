@@ -40,10 +40,10 @@ def up(order: dict[str, Any]) -> dict[str, Any]:
 
     Returns {pid, fresh, arguments}: whether this ``call`` has started it, and the arguments with which it was started.
     """
-    folder = _folder(order["address"])
+    folder = folder_of(order["address"])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _alone(folder, order["timeout_s"]):
-        if (pid := _running(folder)) is not None:
+        if (pid := running_pid(folder)) is not None:
             return {"pid": pid, "fresh": False, "arguments": _started_by(folder).get("arguments", [])}
         return {"pid": _start(folder, order), "fresh": True, "arguments": order["arguments"]}
 
@@ -52,14 +52,14 @@ def down(order: dict[str, Any]) -> dict[str, Any]:
     """End Ray. ``order``: {address, call}; with a ``call``, Ray stays if another call started it. Returns {ended}:
     whether there was anything to end.
     """
-    folder, call = _folder(order["address"]), order.get("call")
+    folder, call = folder_of(order["address"]), order.get("call")
 
     def own() -> bool:
         return not call or _started_by(folder).get("call") == call
 
     if not folder.is_dir() or not own():
         return {"ended": False}
-    ran = _running(folder) is not None
+    ran = running_pid(folder) is not None
     (folder / STOP).touch()  # ends the wait of a start in progress
     with _alone(folder, DOWN_S):
         (folder / STOP).unlink(missing_ok=True)
@@ -72,7 +72,7 @@ def status(order: dict[str, Any]) -> dict[str, Any]:
     """Return {pid}, 0: not up; for the head {hosts, serves}: free resources by address, workers by driver. ``order``:
     {address, token, head}.
     """
-    pid = _running(_folder(order["address"])) or 0
+    pid = running_pid(folder_of(order["address"])) or 0
     if not pid or not order["head"]:
         return {"pid": pid}
     os.environ.update({MODE: "token", TOKEN: order["token"]})
@@ -140,12 +140,12 @@ def _start(folder: Path, order: dict[str, Any]) -> int:
 
 def _end(folder: Path) -> bool:
     """End Ray. Returns whether there was anything to end."""
-    pid = _running(folder)
+    pid = running_pid(folder)
     if pid is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)  # `ray start --block` then ends all that it started
             deadline = time.monotonic() + END_S
-            while _running(folder) is not None:
+            while running_pid(folder) is not None:
                 if time.monotonic() > deadline:
                     os.killpg(pid, signal.SIGKILL)  # its own session
                     break
@@ -163,11 +163,11 @@ def _started_by(folder: Path) -> dict[str, Any]:
     return order
 
 
-def _folder(address: str) -> Path:
+def folder_of(address: str) -> Path:
     return state_folder() / "hosts" / address.replace(":", "_")
 
 
-def _running(folder: Path) -> int | None:
+def running_pid(folder: Path) -> int | None:
     """Return the process that an earlier order started, if it still runs; a pid alone may be reused."""
     try:
         pid, birth = (folder / "pid").read_text().split()

@@ -145,7 +145,7 @@ class RayLauncher:
         self._limit_s = min(CALL_S, config.deadlines.start_timeout_s)
         self._incarnation = secrets.token_hex(8)  # part of the names on control links
         self._slots: dict[str, list[BundleSlot]] = {}  # by role
-        self._spares: dict[str, list[BundleSlot]] = {}
+        self.spares: dict[str, list[BundleSlot]] = {}
         self._groups: list[Any] = []
         self._lost = set(without)  # hosts, by name
         try:
@@ -155,7 +155,7 @@ class RayLauncher:
             self._groups += [group] if group is not None else []
             check_kv_memory(places, config.devices.kv_bytes())
             for bundle, (role, index, at) in enumerate(_each(places)):
-                kind = self._slots if index < wanted[role] else self._spares
+                kind = self._slots if index < wanted[role] else self.spares
                 kind.setdefault(role, []).append(BundleSlot(at, group, bundle, f"{role}-{index}"))
             for seat in self._all_slots():
                 self.start_agent(seat)
@@ -181,7 +181,7 @@ class RayLauncher:
         return self._finish(seat, role, index, what)
 
     def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> RayWorker | None:
-        seat, what = self._spares[role][number], f"the spare {role} worker {number}"
+        seat, what = self.spares[role][number], f"the spare {role} worker {number}"
         if seat.pending_call is None:
             self._call(seat, role, what, threads, patient=bool(wait_s))
         if self._is_up(seat, wait_s):
@@ -203,7 +203,7 @@ class RayLauncher:
                 return bool(done)
 
     def promote_spare(self, role: str, number: int, index: int) -> None:
-        seats, spares = self._slots[role], self._spares[role]
+        seats, spares = self._slots[role], self.spares[role]
         seats[index], spares[number] = spares[number], seats[index]
 
     def avoid_host(self, role: str, index: int) -> None:
@@ -263,7 +263,7 @@ class RayLauncher:
         return isinstance(lost, RayWorker)
 
     def close(self) -> None:
-        seats, self._slots, self._spares = self._all_slots(), {}, {}
+        seats, self._slots, self.spares = self._all_slots(), {}, {}
         if not self._ray.is_initialized():
             return
         for seat in seats:
@@ -275,7 +275,7 @@ class RayLauncher:
             self._ray.shutdown()
 
     def _all_slots(self) -> list[BundleSlot]:
-        return [seat for kind in (self._slots, self._spares) for seats in kind.values() for seat in seats]
+        return [seat for kind in (self._slots, self.spares) for seats in kind.values() for seat in seats]
 
     def _move(self, seat: BundleSlot, role: str, what: str, *, patient: bool) -> None:
         """Move a slot to another host, as its own is lost. Raises OSError, HostLostError."""

@@ -108,27 +108,27 @@ class StaticLauncher:
         self._listener = ControlListener(at, key, self.name, "", port=int(port), links=links)
         self.address = host_port(at, self._listener.port)
         self.commands = commands(config, self._planned, self._wanted, self.address, self.name)
-        self._agents: dict[WorkerId, AgentConnection] = {}
+        self.agents: dict[WorkerId, AgentConnection] = {}
         self._control: dict[str, EncryptedSocket | None] = {}  # by the name that the worker was given
         self._changed = threading.Condition()
         self._closed = False
-        self._refusal = ""
+        self.refusal = ""
         limit_s = config.deadlines.start_timeout_s
-        self._deadline = time.monotonic() + limit_s
+        self.deadline = time.monotonic() + limit_s
         threading.Thread(target=self._receive, name="lamina-static", daemon=True).start()
         if self.commands:
             log.warning("%s", instructions(self.commands, limit_s))
 
     def thread_count(self, role: str, index: int) -> int:
         self._all_connected()
-        own = self._agents[role, index].hello
-        num_on_same_host = sum(v.hello.host == own.host for (of, _), v in self._agents.items() if of == role)
+        own = self.agents[role, index].hello
+        num_on_same_host = sum(v.hello.host == own.host for (of, _), v in self.agents.items() if of == role)
         return max(1, own.cores // num_on_same_host)
 
     def start(self, role: str, index: int, threads: int = 0) -> StaticWorker:
         threads = threads or self.thread_count(role, index)  # waits too
         self._all_connected()
-        warden, name = self._agents[role, index], f"{role}-{index}-{secrets.token_hex(8)}"
+        warden, name = self.agents[role, index], f"{role}-{index}-{secrets.token_hex(8)}"
         who = f"the command for {role} worker {index} on {warden.hello.host}"
         with self._changed:
             self._control[name] = None
@@ -158,8 +158,8 @@ class StaticLauncher:
 
     def keep_workers(self, role: str, numbers: Sequence[int]) -> None:
         with self._changed:
-            stay = {(role, new): self._agents[role, old] for new, old in enumerate(numbers)}
-            self._agents = {who: v for who, v in self._agents.items() if who[0] != role} | stay
+            stay = {(role, new): self.agents[role, old] for new, old in enumerate(numbers)}
+            self.agents = {who: v for who, v in self.agents.items() if who[0] != role} | stay
             self._wanted[role] = len(numbers)
 
     def can_replace(self, lost: WorkerHandle) -> bool:
@@ -168,7 +168,7 @@ class StaticLauncher:
 
     def close(self) -> None:
         with self._changed:
-            visitors, self._agents, self._closed = list(self._agents.values()), {}, True
+            visitors, self.agents, self._closed = list(self.agents.values()), {}, True
             unclaimed, self._control = [sock for sock in self._control.values() if sock], {}
             self._changed.notify_all()
         self._listener.close()
@@ -182,12 +182,12 @@ class StaticLauncher:
         """Wait for all workers. Raises OSError after the deadline, ValueError if they cannot work together."""
         total = sum(self._wanted.values())
         with self._changed:
-            left = self._deadline - time.monotonic()
-            here = self._changed.wait_for(lambda: len(self._agents) == total or self._closed, max(0.0, left))
+            left = self.deadline - time.monotonic()
+            here = self._changed.wait_for(lambda: len(self.agents) == total or self._closed, max(0.0, left))
             if not here or self._closed:
                 raise OSError(self._missing_workers())
             hosts = {
-                who: Host(name=v.hello.host, address=v.hello.host, resources={}) for who, v in self._agents.items()
+                who: Host(name=v.hello.host, address=v.hello.host, resources={}) for who, v in self.agents.items()
             }
         places = {
             role: [HostAssignment(hosts[role, i], {}) for i in range(count)] for role, count in self._wanted.items()
@@ -195,10 +195,10 @@ class StaticLauncher:
         check_kv_memory(places, self._config.devices.kv_bytes())
 
     def _missing_workers(self) -> str:
-        missing = [who for who in self.commands if who not in self._agents]
+        missing = [who for who in self.commands if who not in self.agents]
         words = "; ".join(f"on {c.host or 'any host'}: {c.text}" for c in (self.commands[who] for who in missing))
         limit_s, total = self._config.deadlines.start_timeout_s, len(self.commands)
-        refused = f"; the last one that came was refused: {self._refusal}" if self._refusal else ""
+        refused = f"; the last one that came was refused: {self.refusal}" if self.refusal else ""
         return (
             f"{len(missing)} of {total} workers did not come to {self.address} within {limit_s:g} s "
             f"(--start-timeout-s): {words}{refused}"
@@ -211,12 +211,12 @@ class StaticLauncher:
                 name, sock, keys = self._listener.accept_any(TURN_S)
             except ChannelTimeout as error:
                 _, _, refusal = str(error).partition("the last one was refused: ")
-                self._refusal = refusal or self._refusal
+                self.refusal = refusal or self.refusal
                 continue
             except ChannelAborted:
                 return
             except ChannelError as error:  # such as too few descriptors
-                self._refusal = str(error)
+                self.refusal = str(error)
                 threading.Event().wait(TURN_S)
                 continue
             sealed = EncryptedSocket(sock.detach(), keys)
@@ -236,13 +236,13 @@ class StaticLauncher:
             try:
                 visitor, who = self._admit(sock, link, came)
             except ValueError as error:
-                self._refusal = f"{came.role} worker from {came.host}: {error}"
+                self.refusal = f"{came.role} worker from {came.host}: {error}"
                 link.send(WorkerRefused(str(error)))
                 return
             visitor.listen()
             with self._changed:
-                if not visitor.pid and self._agents.get(who) is visitor:
-                    del self._agents[who]  # it left before it was needed: another one may connect
+                if not visitor.pid and self.agents.get(who) is visitor:
+                    del self.agents[who]  # it left before it was needed: another one may connect
                 self._changed.notify_all()
         except (TimeoutError, LinkClosedError):
             return
@@ -258,7 +258,7 @@ class StaticLauncher:
             raise ValueError(f"it reports {came.cores} cores")
         with self._changed:
             count = self._wanted.get(came.role, 0)
-            free = [i for i in range(count) if (came.role, i) not in self._agents]
+            free = [i for i in range(count) if (came.role, i) not in self.agents]
             if came.index != ANY or not count:
                 if not 0 <= came.index < count:
                     raise ValueError(f"the driver has {count} {came.role} workers, numbered from 0")
@@ -272,9 +272,9 @@ class StaticLauncher:
             if self._closed:
                 raise ValueError("the driver ends")
             who = came.role, fitting[0]
-            visitor = self._agents[who] = AgentConnection(sock, link, came)
+            visitor = self.agents[who] = AgentConnection(sock, link, came)
             self._changed.notify_all()
-        left = len(self.commands) - len(self._agents)
+        left = len(self.commands) - len(self.agents)
         log.info("%s worker %d has come from %s; %d more to come", *who, host, left)
         return visitor, who
 

@@ -48,7 +48,7 @@ class BlockTables(SequenceBlocks):
         """
         change = [0] * len(self.windows)
         for row in rows:
-            old = self._sequences.get(row.sequence) or self._extents.extent_before(row)
+            old = self.sequence_extents.get(row.sequence) or self._extents.extent_before(row)
             if self._extents.stays_in_block(old, row):
                 continue
             after = self._extents.advance(old, row)
@@ -85,7 +85,7 @@ class BlockTables(SequenceBlocks):
             self._commit_migration(adopt)
         self._change(changes)
         self._num_taken.clear()
-        self._sequences |= steady
+        self.sequence_extents |= steady
         self.pending_copies = [self._copies(group, forks, begun) for group in range(len(self.windows))]
 
     def _checked_after(self, plan: StepPlan) -> PlannedExtents:
@@ -108,9 +108,9 @@ class BlockTables(SequenceBlocks):
                 self._take(sequence, extent)
         for sequence, extent in changes.items():
             if extent is None:
-                del self._sequences[sequence]
+                del self.sequence_extents[sequence]
             else:
-                self._sequences[sequence] = extent
+                self.sequence_extents[sequence] = extent
 
     def forget_plans(self) -> None:
         """Treat no later plan as a replay of an earlier one."""
@@ -123,7 +123,7 @@ class BlockTables(SequenceBlocks):
 
     def surviving_blocks(self, keep: SurvivingKv) -> tuple[int, ...] | None:
         """Return, by group, the number of blocks of ``keep``; None if some of them were freed."""
-        old, extent = self._sequences.get(keep.sequence), self._extents.extent_of_surviving(keep)
+        old, extent = self.sequence_extents.get(keep.sequence), self._extents.extent_of_surviving(keep)
         held = self._extents.num_held_blocks(extent)
         if not any(held):
             return held
@@ -135,7 +135,7 @@ class BlockTables(SequenceBlocks):
         A new sequence may appear if none of its blocks are kept here, or its KV is ``moved`` to here. Raises PlanError,
         and NoBlocksError for KV that is moved.
         """
-        changes: dict[int, Extent | None] = dict.fromkeys(self._sequences)
+        changes: dict[int, Extent | None] = dict.fromkeys(self.sequence_extents)
         coming = [self._extents.num_held_blocks(self._extents.extent_of_surviving(x)) for x in keep] if moved else []
         if any(sum(n) > free for *n, free in zip(*coming, self.free_blocks, strict=True)):
             raise NoBlocksError(f"{len(keep)} sequences come: {list(self.free_blocks)} KV blocks are too few for them")
@@ -175,7 +175,7 @@ class BlockTables(SequenceBlocks):
             if row.sequence in seen:
                 raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}, or shifted")
             seen.add(row.sequence)
-            old = None if shares or row.sequence in changes else self._sequences.get(row.sequence)
+            old = None if shares or row.sequence in changes else self.sequence_extents.get(row.sequence)
             # True of most rows: no block is taken or freed.
             if old is not None and self._extents.stays_in_block(old, row):
                 steady[row.sequence] = Extent(row.first + row.count, row.first, *old[2:])
@@ -189,7 +189,7 @@ class BlockTables(SequenceBlocks):
                 self._check_alone(row, shared)
         if not changes:  # true of most plans: no block is taken or freed
             return changes, steady, []
-        changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
+        changes = {s: e for s, e in changes.items() if e is not None or s in self.sequence_extents}
         forks = [op for op in plan.ops if isinstance(op, Fork) and op.sequence in changes]
         self._check_room(plan.step, {s: e for s, e in changes.items() if e is None or s not in shifted}, forks)
         return changes, steady, forks
@@ -217,7 +217,7 @@ class BlockTables(SequenceBlocks):
                 op, self._extents, partial(self._known, changes), self._check_fork, self._shifted
             )
             if isinstance(op, CommitMigration):
-                self._extent(self._sequences, op.copy)  # begun by an earlier plan
+                self._extent(self.sequence_extents, op.copy)  # begun by an earlier plan
                 changes[op.copy] = None
             if isinstance(op, Fork):
                 forked[op.sequence] = op.length
@@ -246,7 +246,7 @@ class BlockTables(SequenceBlocks):
             if extent is not None and sequence in forked:
                 self._add(need, self._extents.num_blocks_after(extent, forked[sequence].length))
             elif not self._holds_the_same(sequence, extent):
-                self._add(need, self._num_new_blocks(sequence, self._sequences.get(sequence), extent, shared))
+                self._add(need, self._num_new_blocks(sequence, self.sequence_extents.get(sequence), extent, shared))
         for g, (blocks, pool) in enumerate(zip(need, self._pools, strict=True)):
             if blocks > pool.num_free:
                 raise NoBlocksError(
@@ -264,7 +264,7 @@ class BlockTables(SequenceBlocks):
             b - a
             for a, b in zip(self._extents.num_held_blocks(old), self._extents.num_held_blocks(extent), strict=True)
         ]
-        if sequence in self._sequences and (any(shared) or any(pool.has_shared for pool in self._pools)):
+        if sequence in self.sequence_extents and (any(shared) or any(pool.has_shared for pool in self._pools)):
             for g, pool in enumerate(self._pools):
                 gone, _ = self._split(g, sequence, extent)
                 taken[g] += sum(pool.num_holders(b) > 1 or (b in shared[g] if shared else False) for b in gone)
@@ -272,7 +272,7 @@ class BlockTables(SequenceBlocks):
 
     def holds_exclusively(self, sequence: int, position: int) -> bool:
         """Return whether no other sequence holds the blocks from that of ``position`` on."""
-        known, alone = self._sequences.get(sequence), True
+        known, alone = self.sequence_extents.get(sequence), True
         if known is not None and any(pool.has_shared for pool in self._pools):
             number = max(position // self.block_size, 0)
             for g, pool in enumerate(self._pools):
@@ -289,7 +289,7 @@ class BlockTables(SequenceBlocks):
 
     def _holds_the_same(self, sequence: int, extent: Extent | None) -> bool:
         """Return whether no block is taken or freed, which is true of most tokens of a decoding sequence."""
-        old, size = self._sequences.get(sequence), self.block_size
+        old, size = self.sequence_extents.get(sequence), self.block_size
         if old is None or extent is None:
             return False
         same = old.starts == extent.starts and old.dropped_blocks == extent.dropped_blocks
@@ -298,7 +298,7 @@ class BlockTables(SequenceBlocks):
 
     def _check_fork(self, fork: Fork) -> Extent:
         """Return the extent of the sequence that ``fork`` starts. Raises PlanError if its source lacks the blocks."""
-        source = self._extent(self._sequences, fork.source)
+        source = self._extent(self.sequence_extents, fork.source)
         if fork.length < 1:
             raise PlanError(f"a fork of {fork.length} tokens of sequence {fork.source}")
         kept = SurvivingKv(fork.source, fork.length, source.location)
@@ -308,7 +308,7 @@ class BlockTables(SequenceBlocks):
 
     def _blocks_shared(self, group: int, fork: Fork) -> array[int]:
         """Return the whole blocks that both sequences will hold."""
-        extent, source = self._check_fork(fork), self._sequences[fork.source]
+        extent, source = self._check_fork(fork), self.sequence_extents[fork.source]
         numbers = extent.starts[group], fork.length // self.block_size
         low, high = (self._extents.table_index(group, source, n) for n in numbers)
         return self._tables[group][fork.source][low:high]
@@ -321,25 +321,27 @@ class BlockTables(SequenceBlocks):
 
     def blocks_after(self, group: int, sequence: int, position: int) -> list[int]:
         """Return the ids of the kept blocks of a sequence, from that of ``position`` on."""
-        at = self._extents.table_index(group, self._extent(self._sequences, sequence), position // self.block_size)
+        at = self._extents.table_index(
+            group, self._extent(self.sequence_extents, sequence), position // self.block_size
+        )
         return list(self._tables[group][sequence][max(0, at) :])
 
     def _shifted(self, op: ContextShift) -> Extent:
         """Return the extent of a sequence after the shift. Raises PlanError."""
-        after = self._extents.after_shift(self._extent(self._sequences, op.sequence), op)
+        after = self._extents.after_shift(self._extent(self.sequence_extents, op.sequence), op)
         for group, pool in enumerate(self._pools):
             if any(pool.num_holders(b) > 1 for b in self.blocks_after(group, op.sequence, op.first + op.count)):
                 raise PlanError(f"{op}: others hold blocks after position {op.first + op.count}")
         return after
 
     def _shift(self, op: ContextShift) -> None:
-        after, before, size = self._shifted(op), self._sequences[op.sequence], self.block_size
+        after, before, size = self._shifted(op), self.sequence_extents[op.sequence], self.block_size
         gone = range(op.first // size, (op.first + op.count) // size)
         for group, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
             each = list(zip(self._extents.block_numbers(group, before), tables[op.sequence], strict=True))
             pool.free(block for number, block in reversed(each) if number in gone)
             tables[op.sequence] = array("q", (block for number, block in each if number not in gone))
-        self._sequences[op.sequence] = after
+        self.sequence_extents[op.sequence] = after
 
     def _share(self, fork: Fork) -> None:
         """Start the fork's sequence with the blocks that it shares, still without the block of which it gets a copy."""
@@ -349,11 +351,11 @@ class BlockTables(SequenceBlocks):
             ids = self._blocks_shared(g, fork)
             tables[fork.sequence] = ids
             pool.share(ids)
-        self._sequences[fork.sequence] = extent
+        self.sequence_extents[fork.sequence] = extent
 
     def _commit_migration(self, op: CommitMigration) -> None:
         """Give the copy's blocks to its sequence, which takes them in place of free ones."""
-        copy = self._sequences[op.copy]
+        copy = self.sequence_extents[op.copy]
         for g, tables in enumerate(self._tables):
             numbers = self._extents.block_numbers(g, copy)
             self._num_taken[g, op.sequence] = dict(zip(numbers, tables[op.copy], strict=True))
@@ -376,7 +378,7 @@ class BlockTables(SequenceBlocks):
 
     def _free(self, sequence: int, extent: Extent | None) -> None:
         """Free the blocks that ``sequence`` holds outside ``extent``."""
-        old = self._sequences.get(sequence)
+        old = self.sequence_extents.get(sequence)
         if old is None or (extent is not None and _grows(old, extent)):
             return
         for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
@@ -388,7 +390,7 @@ class BlockTables(SequenceBlocks):
 
     def _split(self, group: int, sequence: int, extent: Extent | None) -> tuple[array[int], array[int]]:
         """Return the blocks that ``sequence`` frees for ``extent``, and those that stay, UNALLOCATED for new ones."""
-        old, ids = self._sequences[sequence], self._tables[group][sequence]
+        old, ids = self.sequence_extents[sequence], self._tables[group][sequence]
         if extent is None or extent.starts[group] < old.starts[group]:  # gone, or a new one of the same id
             return ids, array("q")
         if extent.location != old.location or extent.dropped_blocks != old.dropped_blocks:
@@ -404,7 +406,7 @@ class BlockTables(SequenceBlocks):
 
     def _take(self, sequence: int, extent: Extent) -> None:
         """Fill the tables of ``sequence`` up to ``extent``; enough blocks are free."""
-        old = self._sequences.get(sequence)
+        old = self.sequence_extents.get(sequence)
         moved = old is not None and (old.location, old.dropped_blocks) != (extent.location, extent.dropped_blocks)
         for pool, tables, held in zip(self._pools, self._tables, self._extents.num_held_blocks(extent), strict=True):
             ids = tables.setdefault(sequence, array("q"))

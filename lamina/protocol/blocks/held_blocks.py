@@ -122,7 +122,7 @@ class SequenceBlocks:
         if any(each and (w or not x.has_all) for each, w, x in zip(self.sparse, windows, kv_shards, strict=True)):
             raise ValueError("block tables of sparse layers with a window, or of some KV shards")
         self._extents = Extents(self.windows, block_size, self.kv_shards, self.placement, self.sparse)
-        self._sequences: dict[int, Extent] = {}
+        self.sequence_extents: dict[int, Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
         self._pools = [BlockPool(n) for n in num_blocks]
@@ -152,31 +152,31 @@ class SequenceBlocks:
     @property
     def sequences(self) -> list[int]:
         """The sequences that exist, oldest first."""
-        return list(self._sequences)
+        return list(self.sequence_extents)
 
     def length(self, sequence: int) -> int:
         """Return the tokens of ``sequence`` up to the end of its last rows. Raises PlanError if it does not exist."""
-        return self._extent(self._sequences, sequence).length
+        return self._extent(self.sequence_extents, sequence).length
 
     def location(self, sequence: int) -> KvLocation:
         """Return the location of ``sequence``. Raises PlanError if it does not exist."""
-        return self._extent(self._sequences, sequence).location
+        return self._extent(self.sequence_extents, sequence).location
 
     def block_table(self, group: int, sequence: int) -> tuple[int, array[int]]:
         """Return (start, ids): the kept blocks of the sequence from the ``start``-th on, in order. Read only."""
-        return self._extent(self._sequences, sequence).starts[group], self._tables[group][sequence]
+        return self._extent(self.sequence_extents, sequence).starts[group], self._tables[group][sequence]
 
     def block_ids(self, group: int, sequence: int, low: int, high: int) -> array[int]:
         """Return the ids of blocks ``low .. high`` of the sequence, counted from token 0, without dropped ones. All
         other blocks in that range are kept.
         """
-        extent = self._extent(self._sequences, sequence)
+        extent = self._extent(self.sequence_extents, sequence)
         at, stop = (self._extents.table_index(group, extent, n) for n in (low, high))
         return self._tables[group][sequence][at:stop]
 
     def dropped_blocks(self, group: int, sequence: int) -> tuple[int, ...]:
         """Return the blocks of the sequence that the group no longer keeps, counted from token 0, ascending."""
-        return self._extent(self._sequences, sequence).dropped_blocks if self.sparse[group] else ()
+        return self._extent(self.sequence_extents, sequence).dropped_blocks if self.sparse[group] else ()
 
     def max_blocks(self, location: KvLocation, length: int, max_rows: int) -> list[int]:
         """Return, by group, the most blocks that one sequence at ``location``, of up to ``length`` tokens, holds."""
@@ -184,12 +184,12 @@ class SequenceBlocks:
 
     def count_blocks(self, sequences: Iterable[int]) -> tuple[int, ...]:
         """Return, by group, the blocks that ``sequences`` hold together; those that do not exist hold none."""
-        known = [s for s in sequences if s in self._sequences]
+        known = [s for s in sequences if s in self.sequence_extents]
         return tuple(len({b for s in known for b in tables[s]}) for tables in self._tables)
 
     def exclusive_blocks(self, sequence: int) -> tuple[int, ...]:
         """Return, by group, the blocks that only ``sequence`` holds: so many become free with it. Raises PlanError."""
-        self._extent(self._sequences, sequence)
+        self._extent(self.sequence_extents, sequence)
         each = zip(self._pools, self._tables, strict=True)
         return tuple(sum(pool.num_holders(b) == 1 for b in tables[sequence]) for pool, tables in each)
 
@@ -216,24 +216,24 @@ class SequenceBlocks:
                     raise PlanError(f"sequence {sequence}: blocks that cannot be {count} of {self.num_blocks[g]}")
         if at != len(ids) or len(extents) != len(keep):
             raise PlanError(f"{len(ids)} blocks for {len(keep)} sequences, which hold {at}")
-        self._sequences, self._tables, self._checked = dict(extents), tables, None
+        self.sequence_extents, self._tables, self._checked = dict(extents), tables, None
         self._last.clear()
         for pool, of in zip(self._pools, tables, strict=True):
             pool.restore(block for table in of.values() for block in table)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every block is free or in tables, and every table is as long as its sequence."""
-        held = {sequence: self._extents.num_held_blocks(extent) for sequence, extent in self._sequences.items()}
+        held = {sequence: self._extents.num_held_blocks(extent) for sequence, extent in self.sequence_extents.items()}
         for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
             pool.check(b for table in tables.values() for b in table)
             for sequence, blocks in held.items():
                 if len(tables[sequence]) != blocks[g]:
                     raise RuntimeError(f"layer group {g}: sequence {sequence} holds {len(tables[sequence])} blocks")
-            if tables.keys() != self._sequences.keys():
+            if tables.keys() != self.sequence_extents.keys():
                 raise RuntimeError(f"layer group {g}: a table without a sequence")
 
     def _extent(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent:
         return check_exists(self._known(changes, sequence), sequence)
 
     def _known(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent | None:
-        return changes[sequence] if sequence in changes else self._sequences.get(sequence)
+        return changes[sequence] if sequence in changes else self.sequence_extents.get(sequence)

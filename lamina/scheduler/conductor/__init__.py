@@ -75,14 +75,14 @@ class Conductor:
     seed: int = 0
     staged: PrefillPipelineShape = SINGLE_STAGE  # of each worker
     places: list[Place] = field(init=False)  # of the workers in the index
-    _queues: list[PrefillQueue] = field(init=False)
+    queues: list[PrefillQueue] = field(init=False)
     _sends_until: list[float] = field(init=False)
     _reservations: dict[Hashable, tuple[RoutingDecision, PromptInfo]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._policy, self._random = {**POLICIES, **BASELINE_POLICIES}[self.config.policy], random.Random(self.seed)
         self.places = [self.prefix_index.place(PREFILL, worker) for worker in range(self.num_workers)]
-        self._queues = [PrefillQueue() for _ in range(self.num_workers)]
+        self.queues = [PrefillQueue() for _ in range(self.num_workers)]
         self._sends_until = [0.0] * self.num_workers
 
     def choose(self, prompt: PromptInfo, now_s: float, among: Collection[int] | None = None) -> RoutingDecision:
@@ -107,7 +107,7 @@ class Conductor:
                 lengths[ready[w]],
                 len(line.prompts),
             )
-            for w, line in enumerate(self._queues)
+            for w, line in enumerate(self.queues)
             if among is None or w in among
         ]
         return RoutingQuery(
@@ -142,7 +142,7 @@ class Conductor:
         """Take ``choice`` for the request. What moves stays where it is too, so that pages which many want are soon in
         many places (section 5.2).
         """
-        line = self._queues[choice.worker]
+        line = self.queues[choice.worker]
         if choice.source != NO_WORKER:
             self._sends_until[choice.source] = now_s + choice.transfer_s
         if choice.transfer_would_pay and self.transfer_latency:
@@ -167,25 +167,25 @@ class Conductor:
 
     def on_prefill_started(self, request: Hashable, now_s: float) -> None:
         """The request's worker computes its prompt from now on."""
-        self._queues[self._reservations[request][0].worker].on_started(request, now_s)
+        self.queues[self._reservations[request][0].worker].on_started(request, now_s)
 
     def on_prefill_done(self, request: Hashable, now_s: float, seconds: float, prefix: int) -> None:
         """The request's worker has computed its prompt behind ``prefix`` tokens, in so many seconds of work."""
         choice, prompt = self._reservations.pop(request)
-        self._queues[choice.worker].remove(request, now_s)
+        self.queues[choice.worker].remove(request, now_s)
         self.prefill_latency.observe(prompt.tokens, prefix, seconds)
         self.prefix_index.confirm(self.places[choice.worker], prompt.keys)
 
     def on_cancelled(self, request: Hashable, now_s: float) -> None:
         """The request's prompt will not be computed."""
         choice, prompt = self._reservations.pop(request)
-        self._queues[choice.worker].remove(request, now_s)
+        self.queues[choice.worker].remove(request, now_s)
         self.prefix_index.drop(self.places[choice.worker], prompt.keys, ready=False)
 
     def reset(self) -> None:
         """Nobody has a prompt or a page any more. What was learned of times stays."""
         self.prefix_index.clear(sum(self.places))
-        self._queues = [PrefillQueue() for _ in range(self.num_workers)]
+        self.queues = [PrefillQueue() for _ in range(self.num_workers)]
         self._sends_until = [0.0] * self.num_workers
         self._reservations.clear()
 
@@ -205,7 +205,7 @@ class Conductor:
 
     def prefill_load(self, now_s: float) -> float:
         """The longest queue over the limit of a first token (section 6.1)."""
-        return max(line.queue_s(now_s) for line in self._queues) / self.config.limits.ttft_s
+        return max(line.queue_s(now_s) for line in self.queues) / self.config.limits.ttft_s
 
     def decode_load(self) -> float:
         """A step's time over the limit of a gap."""
@@ -219,7 +219,7 @@ class Conductor:
             return 0.0
         if self.config.overload == "early":
             return self.decode_load_model.select(prompt.tokens)[1]
-        joining = chain(*(line.completions() for line in self._queues), [(done_s, prompt.tokens)])
+        joining = chain(*(line.completions() for line in self.queues), [(done_s, prompt.tokens)])
         return self.decode_load_model.tbt_at(done_s, now_s, joining)
 
     def _transfer_s(self, source: int, tokens: int, now_s: float) -> float:

@@ -51,13 +51,13 @@ class KvMigration(Feature):
         self._ranks = 0 if any(accounting.windows) else ranks  # of what a window has passed there is nothing to copy
         self._copy: _StripeCopy | None = None
         self._stored, self._failed = 0, False  # of it: ranks that have it
-        self._unsure: dict[int, int] = {}  # sequence -> step, before which not all know where it lies
+        self.unsure: dict[int, int] = {}  # sequence -> step, before which not all know where it lies
         self._fails = not self._ranks  # nothing more is tried under this epoch
 
     @property
     def in_flight(self) -> bool:
         """True while memory workers copy something, or do not know yet where it lies."""
-        return self._copy is not None or bool(self._unsure) or bool(self.closing_shards)
+        return self._copy is not None or bool(self.unsure) or bool(self.closing_shards)
 
     @property
     def has_transfers(self) -> bool:
@@ -75,7 +75,7 @@ class KvMigration(Feature):
     def is_drained(self, running: Iterable[Sequence]) -> bool:
         """Return whether all sequences that can have left, and all memory workers know where they lie."""
         there = [s for s in running if not s.finished]
-        sure = self._unsure.keys().isdisjoint(s.id for s in there)
+        sure = self.unsure.keys().isdisjoint(s.id for s in there)
         return self._copy is None and sure and (self._fails or self._stuck or not any(map(self._is_leaving, there)))
 
     def on_report(self, report: Report) -> None:
@@ -86,16 +86,16 @@ class KvMigration(Feature):
 
     def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
         """Memory workers with rows of a batch's step that is done know where these sequences lie."""
-        if not self._unsure or step.prefill_worker is not None:
+        if not self.unsure or step.prefill_worker is not None:
             return
         for rows in step.plan.rows:
-            if self._unsure.get(rows.sequence, step.plan.step + 1) <= step.plan.step:
-                del self._unsure[rows.sequence]
+            if self.unsure.get(rows.sequence, step.plan.step + 1) <= step.plan.step:
+                del self.unsure[rows.sequence]
 
     def roll_back(self, loss: Loss) -> None:
         """Distrust sequences that not all memory workers know to lie elsewhere."""
-        loss.distrusted.update(self._unsure)
-        self._copy, self._unsure, self._fails, self._stuck = None, {}, not self._ranks, False
+        loss.distrusted.update(self.unsure)
+        self._copy, self.unsure, self._fails, self._stuck = None, {}, not self._ranks, False
 
     def relocate(self, kept: Iterable[SurvivingKv]) -> None:
         """The memory workers that were to go have gone."""
@@ -104,7 +104,7 @@ class KvMigration(Feature):
     def after_admission(self, scheduling: Scheduling) -> None:
         """Add the ops that are due to the next plans."""
         batches = scheduling.batches
-        self._unsure = {s: at for s, at in self._unsure.items() if any(self._accounting.count_blocks([s]))}
+        self.unsure = {s: at for s, at in self.unsure.items() if any(self._accounting.count_blocks([s]))}
         idle = not self.closing_shards and (bool(scheduling.waiting) or self._allocator.spill is None)
         if self._copy is None and (self._fails or idle):
             return
@@ -188,7 +188,7 @@ class KvMigration(Feature):
         elif self._stored >= self._ranks:
             sequence, batch = of
             batch.ops.append(CommitMigration(sequence.id, copy.number, place))
-            sequence.location, self._unsure[sequence.id] = place, step
+            sequence.location, self.unsure[sequence.id] = place, step
             stripes, whole = (
                 copy.run.stop - copy.run.start,
                 -(-sequence.num_computed_tokens // self._accounting.block_size),

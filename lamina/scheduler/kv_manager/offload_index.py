@@ -149,10 +149,10 @@ class OffloadIndex(Feature):
         """
         tokens = len(sequence.tokens)
         if self._found is None or self._found[:3] != (sequence, beyond, tokens):
-            self._found = sequence, beyond, tokens, self._find(sequence, beyond)
+            self._found = sequence, beyond, tokens, self.find(sequence, beyond)
         return self._found[3]
 
-    def _find(self, sequence: Sequence, beyond: int) -> KvStart | None:
+    def find(self, sequence: Sequence, beyond: int) -> KvStart | None:
         stop = len(sequence.tokens) - 1
         stop = min(stop, self._most) if self._most else stop
         if sequence.params.prompt_logprobs is not None or stop <= beyond:

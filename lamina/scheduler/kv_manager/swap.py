@@ -37,7 +37,7 @@ class SwapPolicy(Feature):
         self._offload_index, self._nonce = offload_index, nonce
         self._always, self._never = mode == "swap" or (mode == "auto" and fixed), mode == "recompute"
         self._swapped: dict[Sequence, _Swapped] = {}
-        self._load_s: float | None = None  # of a token
+        self.load_s: float | None = None  # of a token
         self._compute_s: float | None = None  # the same, to be computed
         self.num_swapped_tokens = 0  # sequences
 
@@ -47,7 +47,7 @@ class SwapPolicy(Feature):
 
     def record_load(self, tokens: int, seconds: float) -> None:
         """Tokens came from a medium after so long."""
-        self._load_s = _moving_average(self._load_s, seconds / tokens)
+        self.load_s = _moving_average(self.load_s, seconds / tokens)
 
     def prefill_estimate_s(self, tokens: int) -> float:
         """Return the seconds that tokens of a prompt will take; 0: nothing is known yet."""
@@ -58,7 +58,7 @@ class SwapPolicy(Feature):
         """True if the next preempted sequence is to be saved: also if nothing is known yet, so that it will be."""
         if self._always or self._never:
             return self._always
-        return self._load_s is None or self._compute_s is None or self._load_s < self._compute_s
+        return self.load_s is None or self._compute_s is None or self.load_s < self._compute_s
 
     def may_start(self, sequence: Sequence) -> bool:
         """Any sequence may have been preempted."""

@@ -43,24 +43,24 @@ class Drill:
     def __init__(self, target: Target, args: argparse.Namespace, faults: Mapping[str, tuple[str, str]]) -> None:
         self._target, self._args, self._faults = target, args, faults
         self._rng = random.Random(args.seed)
-        self._bodies = bodies_of(
+        self.bodies = bodies_of(
             args.streams, args.tokens, self._rng, PAGES_OF if target.has_pages else NUM_PAGES_PROMPTS
         )
         self._moments = FaultPoints(self._rng, grants=target.has_prefill, pages=target.has_pages)
         self._num_salts = 0
         self._due: list[tuple[str, FaultPoint]] = []  # for the next reading
-        self._wanted: list[StreamRecord] = []
+        self.wanted: list[StreamRecord] = []
         self._took = 0.0
 
     def run_undisturbed(self) -> Counter[str]:
         """Run twice without a fault, and compare the second run with the first. Streams that differ then prove nothing
         later.
         """
-        self._read(self._bodies)  # the first requests of a server are slower
+        self.read_streams(self.bodies)  # the first requests of a server are slower
         began = time.perf_counter()
-        self._wanted = self._read(self._bodies)
+        self.wanted = self.read_streams(self.bodies)
         self._took = time.perf_counter() - began
-        return self._judged(self._read(self._bodies), well=True)
+        return self.judged(self.read_streams(self.bodies), well=True)
 
     def inject_all(self, faults: Sequence[str], count: int, until: float = inf) -> list[FaultResult]:
         """Inject ``count`` faults from ``faults`` in turn, none after ``until`` by time.perf_counter(). There are fewer
@@ -77,15 +77,15 @@ class Drill:
         """Read all streams once, and inject each of ``faults`` meanwhile, one after the other. Returns the results of
         those that came in time, and whether the server is healthy after them. Raises ValueError.
         """
-        due = self._due_of(faults)
+        due = self.due_of(faults)
         first, moment = due[0]
-        bodies = self._forgotten(self._bodies) if moment.kind == SAVE else self._bodies
+        bodies = self._forgotten(self.bodies) if moment.kind == SAVE else self.bodies
         for _ in range(NUM_TRIES):
             victim, strikes = self._target.victim(self._faults[first][0], self._rng), list[Injection]()
-            told = [StreamRecord() for _ in self._bodies]
+            told = [StreamRecord() for _ in self.bodies]
             after_s = 0.0 if moment.before_prompt_end else self._rng.uniform(0.1, 0.7 / len(due)) * self._took
             began = time.perf_counter()
-            self._read(bodies, partial(self._strike_all, due, victim, strikes, told), after_s, told)
+            self.read_streams(bodies, partial(self._strike_all, due, victim, strikes, told), after_s, told)
             if _in_time(strikes, told):
                 break
             self._took = time.perf_counter() - began  # the machine has become faster
@@ -94,7 +94,7 @@ class Drill:
             raise ValueError(f"--tokens {tokens}: {NUM_TRIES} times all streams had ended before {first}: give more")
         self._await_notice(strikes[-1])
         well = self._target.is_healthy(RECOVERY_TIMEOUT_S)
-        verdicts = self._judged(told, well=well)
+        verdicts = self.judged(told, well=well)
         ends = [*(s.at for s in strikes[1:]), inf]
         return [self._blow(s, end, told, verdicts) for s, end in zip(_in_time(strikes, told), ends, strict=False)], well
 
@@ -105,7 +105,7 @@ class Drill:
         self._num_salts += 1
         return [{**body, "cache_salt": f"hit {self._num_salts}"} for body in bodies]
 
-    def _due_of(self, faults: Sequence[str]) -> list[tuple[str, FaultPoint]]:
+    def due_of(self, faults: Sequence[str]) -> list[tuple[str, FaultPoint]]:
         """Return when each fault comes. One that comes before the first request is the first of a reading."""
         for fault in faults[len(self._due) :]:
             role, how = self._faults[fault]
@@ -154,7 +154,7 @@ class Drill:
         rebuilt = target.rebuilt(strike.at, until)
         return FaultResult(strike.fault, strike.victim, strike.kind, noticed, pause, rebuilt, verdicts, idle)
 
-    def _read(
+    def read_streams(
         self,
         bodies: Sequence[dict[str, Any]],
         hit: Callable[[], object] | None = None,
@@ -164,20 +164,20 @@ class Drill:
         return read_all(self._target.url, bodies, self._args.timeout_s, hit, after_s, records)
 
     def _read_one(self, body: dict[str, Any]) -> StreamRecord:
-        return self._read([body])[0]
+        return self.read_streams([body])[0]
 
-    def _judged(self, records: Sequence[StreamRecord], *, well: bool) -> Counter[str]:
+    def judged(self, records: Sequence[StreamRecord], *, well: bool) -> Counter[str]:
         """Judge the streams. If the server is healthy, streams without a seed are requested again, with the seed that
         they were given. They use no KV of the disturbed streams, as damage in it would be in both replies.
         """
-        wanted, bodies = dict(enumerate(self._wanted)), self._forgotten(self._bodies)
+        wanted, bodies = dict(enumerate(self.wanted)), self._forgotten(self.bodies)
         known = {i for i, b in enumerate(bodies) if has_one_answer(b)}
         if well:
             seeds = seeds_of(self._target.journal)
             again = [i for i, one in enumerate(records) if i not in known and one.id in seeds]
             for i in again:
                 bodies[i] = {**bodies[i], "seed": seeds[records[i].id]}
-            wanted.update(zip(again, self._read([bodies[i] for i in again]), strict=True))
+            wanted.update(zip(again, self.read_streams([bodies[i] for i in again]), strict=True))
             known.update(again)
         verdicts = [verdict(one, wanted[i], exactly=i in known) for i, one in enumerate(records)]
         error = max((error_of(one, wanted[i]) for i, one in enumerate(records) if i in known), default=0.0)

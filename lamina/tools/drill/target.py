@@ -87,7 +87,7 @@ class Target:
         self.injected_at = 0.0
         self._key, self._few = secrets.token_hex(), 0  # for scaling, and the fewest memory workers
         self.has_prefill, self.has_pages = False, any(f.partition("=")[0] in BESIDE for f in flags)
-        self._log: list[tuple[float, str]] = []
+        self.log: list[tuple[float, str]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="lamina-drill-"))
         self._tripwire = Failpoint(self._folder / "tripwire")
         self.journal = self._folder / "journal"
@@ -187,7 +187,7 @@ class Target:
 
     def has_logged(self, words: str, since: float) -> bool:
         """Return True if its log has had ``words`` since that moment of time.perf_counter."""
-        return any(words in line for at, line in list(self._log) if at >= since)
+        return any(words in line for at, line in list(self.log) if at >= since)
 
     def metrics(self) -> str:
         """Return the text of its /metrics. Raises OSError."""
@@ -206,7 +206,7 @@ class Target:
         return max(0.0, each[0][0] - float(each[0][1][1])) if each else 0.0
 
     def _noticed(self, since: float, until: float) -> list[tuple[float, str]]:
-        return [(at, line) for at, line in list(self._log) if since <= at < until and NOTICED in line]
+        return [(at, line) for at, line in list(self.log) if since <= at < until and NOTICED in line]
 
     def is_noticed(self, timeout_s: float) -> bool:
         """Return True if the log reports the last fault within so many seconds."""
@@ -219,7 +219,7 @@ class Target:
         """Return the tokens whose KV was computed again meanwhile, by the log; None if it does not show that: that
         engine is gone.
         """
-        each = [m for at, line in list(self._log) if since <= at < until and (m := _REBUILT.search(line))]
+        each = [m for at, line in list(self.log) if since <= at < until and (m := _REBUILT.search(line))]
         return sum(int(m[1]) for m in each) if each else None
 
     def is_healthy(self, timeout_s: float) -> bool:
@@ -260,11 +260,11 @@ class Target:
         log = self._server.stderr
         assert log is not None
         for line in log:
-            self._log.append((time.perf_counter(), line))
+            self.log.append((time.perf_counter(), line))
             sys.stderr.write(line)
 
     def _processes(self) -> list[Victim]:
-        places, victims = places_of([line for _, line in list(self._log)]), []
+        places, victims = places_of([line for _, line in list(self.log)]), []
         for pid in descendants_of(self._server.pid):
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_text()

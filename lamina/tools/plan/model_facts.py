@@ -114,7 +114,7 @@ def model_facts(model: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
     with suppress(OSError, msgspec.DecodeError):
         if kept is not None:
             return msgspec.json.decode(kept.read_bytes(), type=ModelFacts)
-    facts = _captured(model, dtype, trust_remote_code)
+    facts = captured_facts(model, dtype, trust_remote_code)
     if kept is not None:
         with suppress(OSError):
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def _code() -> bytes:
     return b"".join((package / name).read_bytes() for name in ("tools/plan/model_facts.py", "models/meta_capture.py"))
 
 
-def _captured(model: str, dtype: str, trust_remote_code: bool) -> ModelFacts:
+def captured_facts(model: str, dtype: str, trust_remote_code: bool) -> ModelFacts:
     from lamina.converter.explain import facts_of
     from lamina.models.load import max_model_len
     from lamina.models.meta_capture import attention_calls, configuration, gemm_work, plan_cuts

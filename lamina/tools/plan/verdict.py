@@ -151,16 +151,18 @@ def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, b
     memory, ranked = best.memory, planner.rank(asked, trace).points
     if memory is not None and memory != best.compute:
         hour = planner.prices.hour(memory)
-        turns.append(_turn(f"price of {memory.name}", dearer, lambda f: f"${hour * f:.2f}/h"))
+        turns.append(turning_point(f"price of {memory.name}", dearer, lambda f: f"${hour * f:.2f}/h"))
     mean, rate = trace.mean_prompt, planner.costs.link.rate * 8 / 1e9
-    longer = _turn(
+    longer = turning_point(
         "length of prompts", lambda f: anew(planner, trace.scaled(f)), lambda f: f"{mean * f:.0f} tokens on average"
     )
-    faster = _turn("rate of the link", lambda f: anew(planner.with_link(f), trace), lambda f: f"{rate * f:.0f} Gbps")
+    faster = turning_point(
+        "rate of the link", lambda f: anew(planner.with_link(f), trace), lambda f: f"{rate * f:.0f} Gbps"
+    )
     return [*turns, longer, faster]
 
 
-def _turn(what: str, of: Callable[[float], float], describe: Callable[[float], str]) -> TurningPoint:
+def turning_point(what: str, of: Callable[[float], float], describe: Callable[[float], str]) -> TurningPoint:
     """Return the turning point nearest to 1, and where the verdict turns back after it."""
     crossings, low, high = _crossings(of)
     factor = min(crossings, key=lambda f: abs(math.log(f)), default=None)

@@ -190,12 +190,12 @@ class AttentionClient:
         self.layers = [ClientLayer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
         self.backend, self._staging = backend, staging or HostStaging(CPU)
         self._groups = groups
-        self._placement = KvPlacement(
+        self.placement = KvPlacement(
             partition.num_kv_shards, partition.stripe_chunks * CHUNK_TOKENS, partition.single_shard
         )
         self._steps: dict[int, ClientStep] = {}  # batch -> its last step
         self._prepared: dict[tuple[int, int], ClientStep] = {}  # (batch, step) -> a step that is still to begin
-        self.step = ClientStep(StepPlan(step=0, ops=[], rows=[]), self._groups, self._placement)
+        self.step = ClientStep(StepPlan(step=0, ops=[], rows=[]), self._groups, self.placement)
         self._send_s = 0.0
         self._wait_s = 0.0
 
@@ -224,7 +224,7 @@ class AttentionClient:
         self.step = step
 
     def _laid_out(self, plan: StepPlan) -> ClientStep:
-        return ClientStep(plan, self._groups, self._placement, guarded=bool(self._parity_links))
+        return ClientStep(plan, self._groups, self.placement, guarded=bool(self._parity_links))
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send the plan of a coming step to all memory workers."""
@@ -356,7 +356,7 @@ class ClientStep:
         self, plan: StepPlan, groups: list[LayerGroup], placement: KvPlacement, *, guarded: bool = False
     ) -> None:
         """``guarded``: whether a parity worker stores the exclusive or of all others' K and V."""
-        self.plan, self._groups, self._placement, self._guarded = plan, groups, placement, guarded
+        self.plan, self._groups, self.placement, self._guarded = plan, groups, placement, guarded
         self.num_rows = plan.num_rows
         self._layouts: dict[int, RowLayout] = {}
         self._rows: dict[int, _GroupIndices] = {}
@@ -427,7 +427,7 @@ class ClientStep:
     def _layout(self, group: int) -> RowLayout:
         if group not in self._layouts:
             at = self._groups[group]
-            self._layouts[group] = row_layout(self.plan.rows, at.kv_shards, at.window, self._placement)
+            self._layouts[group] = row_layout(self.plan.rows, at.kv_shards, at.window, self.placement)
         return self._layouts[group]
 
     def _index(self, rows: list[int]) -> Index:

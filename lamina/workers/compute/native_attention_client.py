@@ -90,7 +90,7 @@ class NativeAttentionClient(AttentionClient):
         self.pool.select(self.step.native)
 
     def _laid_out(self, plan: StepPlan) -> NativeClientStep:
-        step = NativeClientStep(plan, self._groups, self._placement, guarded=bool(self._parity_links))
+        step = NativeClientStep(plan, self._groups, self.placement, guarded=bool(self._parity_links))
         table = _step_table(self.layers, step, self._forms, self.dtype)
         step.native = self.pool.step(table, MessageKey.packed_for_layer_0(plan))
         return step

@@ -83,9 +83,9 @@ class MemoryServer:
 
     def __init__(self, link: ControlLink, start: StartMemory, around: Runtime = RUNTIME) -> None:
         self._link, self._start, self._runtime = link, start, around
-        self._trace = recorder(start.trace)
-        self._worker: MemoryWorker | None = None  # set by _loaded
-        self._next_epoch = -1  # the epoch of the last Connect
+        self.trace = recorder(start.trace)
+        self.worker: MemoryWorker | None = None  # set by _loaded
+        self.next_epoch = -1  # the epoch of the last Connect
         self._store_preallocation: PrepareStore | None = None  # the last one that was requested
         self._prepare_thread = threading.Lock()  # serializes preparations
         self._loading = threading.Lock()
@@ -95,9 +95,9 @@ class MemoryServer:
             link,
             lambda: self._loaded().stats(),
             self._abort,
-            self._trace,
+            self.trace,
             lambda: self._loaded().read_bandwidth(),
-            self._on_message,
+            self.on_message,
             around,
         )
 
@@ -123,7 +123,7 @@ class MemoryServer:
                         service.link.send(Quiesced(epoch=order.epoch, surviving_tokens=worker.surviving_tokens()))
                         continue
                     try:
-                        worker.leave_epochs_before(self._next_epoch)
+                        worker.leave_epochs_before(self.next_epoch)
                         worker.serve(door, order, self._fabric)
                     except (ChannelError, ProtocolError):  # the other end reports the reason to the driver
                         worker.reject_until_next_epoch(door, order.epoch)
@@ -135,8 +135,8 @@ class MemoryServer:
                 service.report_failure(f"memory worker: {type(e).__name__}: {e}")
                 raise
         finally:
-            if self._worker is not None:
-                self._worker.close()
+            if self.worker is not None:
+                self.worker.close()
             if self._fabric is not None:
                 self._fabric.close()
 
@@ -189,7 +189,7 @@ class MemoryServer:
     def _loaded(self) -> MemoryWorker:
         """Return the worker, and create it first if needed. Safe from any thread."""
         with self._loading:
-            if self._worker is None:
+            if self.worker is None:
                 from lamina.workers.device_selection import memory_share, pick_device
 
                 from .memory_worker import MemoryWorker
@@ -197,8 +197,8 @@ class MemoryServer:
                 start, asked = self._start, self._start.devices.memory_device
                 device = pick_device("--memory-device", asked, start.device_number)
                 parts = memory_share(asked, start.device_users)
-                self._worker = MemoryWorker(device, self._trace, parts, self._link.send, self._runtime)
-            return self._worker
+                self.worker = MemoryWorker(device, self.trace, parts, self._link.send, self._runtime)
+            return self.worker
 
     def _set_threads(self) -> None:
         import torch
@@ -207,7 +207,7 @@ class MemoryServer:
         if threads not in (0, torch.get_num_threads()):  # the call makes torch wake its threads even for tiny tensors
             torch.set_num_threads(threads)
 
-    def _on_message(self, message: object) -> None:
+    def on_message(self, message: object) -> None:
         """Handle a message on arrival, on the link's thread. A Connect or a Quiesce ends the present epoch, whose
         serving thread may wait for ever for peers that have left it. A PrepareStore starts in the background while the
         worker continues to serve.
@@ -216,12 +216,12 @@ class MemoryServer:
             self._store_preallocation = message
             self._runtime.start_background(partial(self._prepare, message), "lamina-prepare")
         if isinstance(message, Connect | Quiesce):
-            self._next_epoch = message.epoch
-            if self._worker is not None:
-                self._worker.leave_epochs_before(message.epoch)
+            self.next_epoch = message.epoch
+            if self.worker is not None:
+                self.worker.leave_epochs_before(message.epoch)
 
     def _abort(self, reason: str) -> None:
-        if self._worker is not None:
-            self._worker.abort(reason)
+        if self.worker is not None:
+            self.worker.abort(reason)
         if self._fabric is not None:
             self._fabric.close()

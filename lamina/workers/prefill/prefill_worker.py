@@ -186,7 +186,7 @@ class PrefillWorker:
         self._waiting_since: float | None = None  # for the stage before, since when
         self._timeout_s = timeout_s
         self._clock = clock
-        self._computed: deque[StepDone] = deque()  # steps that are not stored everywhere yet
+        self.computed: deque[StepDone] = deque()  # steps that are not stored everywhere yet
         self._stored = [-1] * len(links)  # the last stored step, by memory worker
         self._since = 0.0  # when the oldest of them was computed, or its predecessor stored
         self.stored_wait_s = 0.0
@@ -201,7 +201,7 @@ class PrefillWorker:
         self._attention.connect(pool, keep)
         self._worker.connect(self._attention, epoch)
         self._links, self._view, self._receives_q, self._waiting_since = links, epoch, _is_here, None
-        self._computed.clear()
+        self.computed.clear()
         self._stored, self._fetch_s = [-1] * len(links), self._attention.fetch_s
 
     def connect_stages(self, ring: PipelineComm, comes: Callable[[float], bool], before: int) -> None:
@@ -214,7 +214,7 @@ class PrefillWorker:
     @property
     def has_work(self) -> bool:
         """True if a slice task can be run, or memory workers have not stored everything."""
-        return self._worker.has_work or bool(self._computed)
+        return self._worker.has_work or bool(self.computed)
 
     def submit(self, new: RunRound) -> None:
         """Queue a round's chunk."""
@@ -222,23 +222,23 @@ class PrefillWorker:
 
     def run_next(self) -> StepDone | None:
         """Run a slice of the chunk. Returns the oldest step if that is now done. Raises ChannelError, ProtocolError."""
-        busy = self._worker.has_work and self._can_run(0.0 if self._computed else STAGE_WAIT_S)
+        busy = self._worker.has_work and self._can_run(0.0 if self.computed else STAGE_WAIT_S)
         done = self._worker.run_next() if busy else None
         if done is not None:
-            if not self._computed:
+            if not self.computed:
                 self._since = self._clock()
             before, self._fetch_s = self._fetch_s, self._attention.fetch_s
-            self._computed.append(structs.replace(done, fetch_s=self._fetch_s - before))
+            self.computed.append(structs.replace(done, fetch_s=self._fetch_s - before))
         begun, start = self._clock(), self._trace.now()
-        stored = bool(self._computed) and self._is_stored(self._computed[0].step, 0.0 if busy else POLL_S)
+        stored = bool(self.computed) and self._is_stored(self.computed[0].step, 0.0 if busy else POLL_S)
         if not busy:
             self.stored_wait_s += self._clock() - begun
-            if self._computed:
-                self._trace.add(Event.WAIT_STORED, start, self._computed[0])
+            if self.computed:
+                self._trace.add(Event.WAIT_STORED, start, self.computed[0])
         if not stored:
             return None
         self._since = self._clock()
-        return self._computed.popleft()
+        return self.computed.popleft()
 
     def stats(self) -> dict[str, float]:
         """Return a compute worker's counters as far as they apply, those of attention, and ``stored_wait_s``. The last

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from lamina.api.wrapped.sampling_mapping import _repetition
+from lamina.api.wrapped.sampling_mapping import repetition_penalty_of
 
 NONE = torch.tensor([[1, 1, 1], [1, 1, 1]])
 SOME = torch.tensor([[0, 0, 1], [1, 1, 1]])
@@ -29,5 +29,5 @@ def test_a_penalty_counts_here_what_it_counts_there_or_is_not_taken(mask: Any, i
     call: Any = SimpleNamespace(mask=mask)
     processor = RepetitionPenaltyLogitsProcessor(1.5)
     processor.prompt_ignore_length = ignored  # older releases take no tensor
-    found = _repetition(processor, call)
+    found = repetition_penalty_of(processor, call)
     assert found == ({"repetition_penalty": 1.5} if here else None)

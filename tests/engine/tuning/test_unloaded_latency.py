@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lamina.engine.engine import Engine
-from lamina.engine.tuning.unloaded_latency import NUM_TRIES, _measure, check_slo
+from lamina.engine.tuning.unloaded_latency import NUM_TRIES, check_slo, measure
 from lamina.request import SamplingParams
 from lamina.scheduler.conductor import ConductorConfig
 from lamina.scheduler.conductor.decision_log import DecisionLog
@@ -50,7 +50,7 @@ def test_where_nothing_is_promised_nothing_is_tried() -> None:
 def test_a_slow_beginning_refuses_nobody() -> None:
     host = Host()
     for _ in range(NUM_TRIES - 1):
-        _measure(host.engine, host.clock)
+        measure(host.engine, host.clock)
     host = Host(slow=-host.left)
     host.check(SloLimits(0.02, 0.02))
     assert host.tries == list(range(NUM_TRIES))

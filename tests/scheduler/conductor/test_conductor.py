@@ -155,7 +155,7 @@ def test_a_way_has_one_price_when_it_is_chosen_and_when_it_is_booked(stages: int
         one.transfer_latency.model = TransferLatency(rng.choice([0.0, 0.3]), rng.choice([1e-6, 1e-4]))
         choice = one.choose(LONG, 0.0)
         one.reserve("it", LONG, choice, 0.0)
-        (due_s,) = [p.due_s for line in one._queues for p in line.prompts if p.request == "it"]
+        (due_s,) = [p.due_s for line in one.queues for p in line.prompts if p.request == "it"]
         assert choice.ttft_s == pytest.approx(due_s), choice
         fetched, filled = fetched + (choice.transferred_tokens > 0), filled + (choice.fill_s > choice.queue_s)
     assert fetched > 20

@@ -13,7 +13,7 @@ from lamina.cli.launch import main
 from lamina.observe.perfetto import read
 from lamina.observe.trace import Note
 from lamina.protocol.kv_placement import KvLocation
-from lamina.scheduler.conductor import ConductorConfig
+from lamina.scheduler.conductor import ConductorConfig, PromptInfo
 from lamina.scheduler.conductor.decision_log import DecisionLog, LoggedPrompt, prefill_worker_name
 from lamina.scheduler.conductor.latency_model import PrefillPipelineShape
 from lamina.scheduler.conductor.overload import SloLimits
@@ -60,9 +60,7 @@ def test_a_choice_names_whoever_computes(workers: int, stages: int, names: list[
 
 def test_what_moves_names_the_group_that_has_it() -> None:
     promises, notes = noting(2, 2)
-    choice = promises.conductor.choose(promises._known_prompt(make(0, 50, 5)), 0.0)._replace(
-        source=1, transferred_tokens=32
-    )
+    choice = promises.conductor.choose(PromptInfo(50), 0.0)._replace(source=1, transferred_tokens=32)
     assert promises.decision_log is not None
     promises.decision_log.log_routed(LoggedPrompt(0, 0, 50), 32, "prefill-0..1", "remote match", choice, [choice], SEAT)
     assert notes[0].fields["source"] == notes[0].fields["prices"][0]["source"] == "prefill-2..3"

@@ -196,7 +196,7 @@ def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, s
     assert told == any(isinstance(op, DeletePages) for step in steps for op in step.plan.ops)
     if saved_again:
         house.pool.run(steps.pop())
-        house.scheduler._in_flight.clear()
+        house.scheduler.rounds_in_flight.clear()
         house.scheduler.add(other)
         house.serve([other])
     keep = house.scheduler.roll_back(steps, lambda each: each.length)

@@ -188,14 +188,14 @@ def test_the_medium_is_asked_once_for_who_waits(monkeypatch: pytest.MonkeyPatch)
     house = TierHouse(11)
     running, waiting = make(1, 20, 12), make(2, 30, 4)
     asked = 0
-    right = OffloadIndex._find
+    right = OffloadIndex.find
 
     def find(self: OffloadIndex, sequence: Sequence, beyond: int) -> KvStart | None:
         nonlocal asked
         asked += sequence is waiting
         return right(self, sequence, beyond)
 
-    monkeypatch.setattr(OffloadIndex, "_find", find)
+    monkeypatch.setattr(OffloadIndex, "find", find)
     for sequence in (running, waiting):
         house.scheduler.add(sequence)
     for _ in range(6):
@@ -232,10 +232,11 @@ def test_what_was_saved_before_others_came_is_loaded_wherever_it_lies_now() -> N
     swaps, sequence = SwapPolicy(tier, "swap", b"n"), make(1, 2 * PAGE + 1, 4)
     sequence.id, sequence.num_computed_tokens, sequence.location = 0, 2 * PAGE, KvLocation(1)
     ledger.apply(StepPlan(step=0, ops=[New(0)], rows=[RowRange(0, 0, 2 * PAGE, KvLocation(1))]))
-    for op in tier.assign_ids([*swaps.save_ops(sequence)]):
+    ops = tier.assign_ids([*swaps.save_ops(sequence)])
+    for op in ops:
         for _ in range(2):
             tier.on_transfer_done(TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=2))  # type: ignore[union-attr]
-    keys = list(swaps._swapped[sequence].keys)
+    keys = [key for op in ops for key in op.keys]  # type: ignore[union-attr]
     own = KvStart(2 * PAGE, (KvLocation(1),), tuple(keys), is_swapped=True)
     assert swaps.find_loadable(sequence) == own
     ledger.replace_with(BlockTables((0,), [20], SIZE, lanes))
@@ -261,8 +262,7 @@ def test_what_steps_have_drawn_that_were_never_told_is_drawn_again(drawing: int)
     swaps, sequence = SwapPolicy(tier, "swap", b"n"), make(1, 9, 4)
     sequence.id, sequence.num_output_placeholders, sequence.num_computed_tokens = 0, drawing, 8 + drawing
     ledger.apply(StepPlan(step=0, ops=[New(0)], rows=[RowRange(0, 0, 8 + drawing)]))
-    swaps.save_ops(sequence)
-    keys = list(swaps._swapped[sequence].keys)
+    keys = [key for op in swaps.save_ops(sequence) for key in op.keys]
     sequence.reset_computed()
     sequence.roll_back(0)
     tier.roll_back(Loss([], lambda keep: 0))
@@ -299,12 +299,12 @@ def test_times_are_those_of_rounds_of_prompts_and_of_loads() -> None:
     sequence.id = 7
     first, second = (begin(StepPlan(step=n, ops=[], rows=[]), at_s) for n, at_s in ((0, 1.0), (1, 1.5)))
     end(first, 39, 3.0)
-    assert swaps._compute_s == 2.0 / 40
+    assert swaps.prefill_estimate_s(1) == 2.0 / 40
     end(second, 0, 9.0)
-    assert swaps._compute_s == 2.0 / 40, "a round of decoding says nothing"
+    assert swaps.prefill_estimate_s(1) == 2.0 / 40, "a round of decoding says nothing"
     sequence.num_loading_tokens = 32
     end(begin(StepPlan(step=2, ops=[], rows=[]), 9.0, sequence), 39, 99.0)
-    assert swaps._compute_s == 2.0 / 40, "nor does one that may have waited for a load"
+    assert swaps.prefill_estimate_s(1) == 2.0 / 40, "nor does one that may have waited for a load"
     sequence.num_loading_tokens = 0
     begin(StepPlan(step=3, ops=[LoadKv(7, 1, 0, 8, [b"k"])], rows=[]), 10.0)
     sequence.num_cached_tokens = 8
@@ -312,7 +312,7 @@ def test_times_are_those_of_rounds_of_prompts_and_of_loads() -> None:
     timing.on_loaded(sequence)
     now[0] = 99.0
     timing.on_loaded(sequence)
-    assert swaps._load_s == 0.5
+    assert swaps.load_s == 0.5
 
 
 def test_a_swap_needs_a_place() -> None:

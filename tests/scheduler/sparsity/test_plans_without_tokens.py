@@ -332,7 +332,13 @@ def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if mistake == "share":
         monkeypatch.setattr(BlockPool, "share", lambda self, blocks: None)
     elif mistake == "copy":
-        monkeypatch.setattr(BlockTables, "_copies", lambda self, group, forks, begun: [])
+        apply = BlockTables.apply
+
+        def uncopied(self: BlockTables, plan: StepPlan) -> None:
+            apply(self, plan)
+            self.pending_copies = [[] for _ in self.windows]
+
+        monkeypatch.setattr(BlockTables, "apply", uncopied)
     else:
         right = SimMemory.begin
 
@@ -340,9 +346,9 @@ def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
             right(self, plan)
             for op in plan.ops:
                 if isinstance(op, Fork) and op.sequence in self.tables.sequences:
-                    extent = self.tables._sequences[op.sequence]
+                    extent = self.tables.sequence_extents[op.sequence]
                     lane = (extent.location.kv_shard + 1) % self.tables.num_kv_shards
-                    self.tables._sequences[op.sequence] = type(extent)(
+                    self.tables.sequence_extents[op.sequence] = type(extent)(
                         extent.length, extent.first, extent.starts, KvLocation(lane), extent.dropped_blocks
                     )
 

@@ -30,14 +30,14 @@ class SimFabric(LoopbackFabric):
     def __init__(self, key: bytes, baton: Baton, delay_s: Callable[[], float], process: SimProcess | None) -> None:
         """``delay_s`` of a message is drawn as it is sent. ``process``: None = one that nobody kills."""
         super().__init__(key, condition=lambda: BatonCondition(baton), clock=baton.clock)
-        self._delay_s, self._process = delay_s, process
+        self._delay_s, self.process = delay_s, process
 
     def _link(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> SimLink:
         return SimLink(outbound, inbound, gpu, self.condition())
 
     def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
         channel = SimChannel(link, side, peer, terms, self._clock)
-        channel.draw_delay_s, channel.process = self._delay_s, self._process
+        channel.draw_delay_s, channel.process = self._delay_s, self.process
         return channel
 
     def die(self) -> None:
@@ -125,7 +125,7 @@ class SimControl:
         self, baton: Baton, messages: Any, ways: tuple[SimPipe, SimPipe], process: SimProcess | SimDriver
     ) -> None:
         """``messages``: those that it takes. ``ways``: to here, and to the other end. ``process``: which has it."""
-        self._baton, self._process = baton, process
+        self._baton, self.process = baton, process
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._in, self._out = ways
         self.closed = False
@@ -144,7 +144,7 @@ class SimControl:
         if self.closed or self._in.ended:
             raise LinkClosedError("control link: the other end is gone")
         self._out.put(_ENCODER.encode(message))
-        self._process.passed(message)
+        self.process.passed(message)
         self._act()
 
     def recv(self, timeout_s: float | None = None) -> Any:
@@ -154,7 +154,7 @@ class SimControl:
         if self._in.came and not self.closed:
             self._act()
             message = self._decoder.decode(self._in.came.popleft())
-            self._process.passed(message)
+            self.process.passed(message)
             return message
         raise LinkClosedError("control link: the other end is gone")
 
@@ -165,4 +165,4 @@ class SimControl:
             self._out.put(None)
 
     def _act(self) -> None:
-        self._process.act()
+        self.process.act()

@@ -137,7 +137,7 @@ class SimProcess:
 
     def __init__(self, host: SimHost, role: str, index: int, pid: int) -> None:
         self.role, self.index, self.pid = role, index, pid
-        self._host, self._fate = host, ""
+        self.sim_host, self._fate = host, ""
         self.ended = self.was_hit = self.is_stopped = self.hangs = False
         self.fabric: SimFabric | None = None
         self.server: Any = None
@@ -151,33 +151,33 @@ class SimProcess:
     @property
     def memory(self) -> MemoryWorker:
         """The worker that it has loaded."""
-        worker: MemoryWorker = self.server._worker
+        worker: MemoryWorker = self.server.worker
         return worker
 
     def start(self, work: Callable[[], None], name: str) -> None:
         """One of its threads."""
-        self._host.baton.start(work, f"{name} of pid {self.pid}", self)
+        self.sim_host.baton.start(work, f"{name} of pid {self.pid}", self)
 
     def open(self, scheme: str, *, key: bytes, gpu: int | None = None, device: str = "") -> SimFabric:
         """Its network, whatever the scheme."""
-        self.fabric = SimFabric(key, self._host.baton, self._host.delay_s, self)
+        self.fabric = SimFabric(key, self.sim_host.baton, self.sim_host.delay_s, self)
         return self.fabric
 
     def act(self, channel: SimChannel | None = None) -> None:
         """A call, of ``channel`` or of the control link: its last one, perhaps."""
         if self.ended:
             raise Slain
-        how = self._host.hit_of(self)
+        how = self.sim_host.hit_of(self)
         self.was_hit = self.was_hit or how in (DIES, STOPS, HANGS, TOLD, FLIPS)
         if how == CUT and channel is not None:
-            self._host.cuts += 1
+            self.sim_host.cuts += 1
             channel.cut()
         elif how == STOPS:
             self.is_stopped = True
-            self._host.baton.wait(lambda: not self.is_stopped)
+            self.sim_host.baton.wait(lambda: not self.is_stopped)
         elif how == HANGS:
             self.hangs = True
-            self._host.baton.wait(lambda: not self.hangs)
+            self.sim_host.baton.wait(lambda: not self.hangs)
         elif how == FLIPS:
             self.damaging.wanted = True
         elif how == TOLD and self.role == "memory":
@@ -190,13 +190,13 @@ class SimProcess:
     def passed(self, message: object) -> None:
         """A message that it has, or has sent. Raises AssertionError where it has failed: another one would go on."""
         assert not isinstance(message, Failed), f"it fails: {message.text}"
-        self._host.passed(self, type(message).__name__)
+        self.sim_host.passed(self, type(message).__name__)
 
     def exit_reason(self) -> str | None:
         return self._fate or None
 
     def join(self, timeout_s: float) -> None:
-        if not self._host.baton.wait(lambda: self.ended, timeout_s):
+        if not self.sim_host.baton.wait(lambda: self.ended, timeout_s):
             self.kill()
 
     def kill(self) -> None:
@@ -220,17 +220,17 @@ class SimProcess:
         except LinkClosedError:
             self._end("exited with status 0")
             return
-        baton = self._host.baton
+        baton = self.sim_host.baton
         around = Runtime(
             baton.clock, self.start, self.start, partial(BatonQueue, baton), self.open, partial(BatonCondition, baton),
             self._end_at_once,
         )  # fmt: skip
         if isinstance(start, StartMemory):
             self.server = MemoryServer(self._link, start, around)  # type: ignore[arg-type]
-            self.server._trace = self.damaging
+            self.server.trace = self.damaging
         elif isinstance(start, StartCompute):
             server = IntegerComputeServer if self.role == "compute" else IntegerPrefillServer
-            self.server = server(self._link, start, self._host.model, around)  # type: ignore[arg-type]
+            self.server = server(self._link, start, self.sim_host.model, around)  # type: ignore[arg-type]
         self.server.run()
         self._end("exited with status 0")
 

@@ -78,7 +78,7 @@ def play_fleet(of: FleetScenario) -> FleetPlayed:
     baton = Baton(VirtualClock(), rng)
     torch.set_num_threads(1)  # one thread runs at a time, and has little to compute
     try:
-        played = _FleetPlay(of, baton, rng).run()
+        played = FleetPlay(of, baton, rng).run()
         baton.end()
     finally:
         baton.cut()
@@ -113,7 +113,7 @@ class _WatchedPools(WorkerExecutor):
         return answer
 
 
-class _FleetPlay(Play):
+class FleetPlay(Play):
     def __init__(self, of: FleetScenario, baton: Baton, rng: random.Random) -> None:
         self._of, self._baton, self._model = of, baton, IntegerModel(of.windows)
         hits = {(hit.place, hit.behind, hit.call): hit.how for hit in of.hits}
@@ -152,10 +152,10 @@ class _FleetPlay(Play):
         self._check_all_is_free()
         self._check_view()
         if not (self._engines or self._of.changes or hits[HANGS] or hits[TOLD]):  # by which others end, too
-            self._check_who_is_left()
+            self.check_who_is_left()
         preemptions = engine.scheduler.num_preemptions
         engine.close()
-        for request, (place, _) in self._asked.items():
+        for request, (place, _) in self.asked.items():
             self._ended[place] = list(self._heard(request).values())
         tokens = sum(self._check_answer(self._of.asks[place], seen) for place, seen in self._ended.items())
         assert len(self._ended) == len(self._of.asks), "a request without an answer"
@@ -167,7 +167,7 @@ class _FleetPlay(Play):
                            self._engines, self._changed, moved, hits[HANGS], hits[TOLD], left,
                            self._host.num_damaged)  # fmt: skip
 
-    def _check_who_is_left(self) -> None:
+    def check_who_is_left(self) -> None:
         replaced = {*self._host.processes} - self._pools.there
         unhurt = [p.role for p in replaced if not p.was_hit]
         assert len(unhurt) <= self._host.cuts, f"workers were replaced that had not been hit: {unhurt}"
@@ -184,8 +184,8 @@ class _FleetPlay(Play):
             with suppress(EngineDied):  # so does the next one, perhaps, as it starts
                 self._engine = self._open()
                 break
-        heard = [(place, ask, self._heard(request)) for request, (place, ask) in self._asked.items()]
-        self._asked, self._outputs, self._seen = {}, {}, {}
+        heard = [(place, ask, self._heard(request)) for request, (place, ask) in self.asked.items()]
+        self.asked, self._outputs, self._seen = {}, {}, {}
         for place, ask, seen in heard:
             if len(seen) == ask.params["n"] and all(one.reason for one in seen.values()):
                 self._ended[place] = list(seen.values())
@@ -199,7 +199,7 @@ class _FleetPlay(Play):
             again = self._engine.add(
                 list(ask.prompt), ask.sampling, make_detokenizer=Letters, resume_from=told, accepted=True
             )
-            self._asked[again] = place, ask
+            self.asked[again] = place, ask
             self._seen |= {(again, i): one for i, one in seen.items()}
 
     def _heard(self, request: int) -> dict[int, SoFar]:

@@ -128,7 +128,7 @@ class SplitRunner:
             parts.setdefault(self._view * MAX_SEQUENCES + row.sequence, []).append(row.position)
         ops = [New(s) for s in parts if s not in self._known]
         self._known |= set(parts)
-        lanes = self._pool._placement.num_kv_shards  # in turn, so that all workers have something
+        lanes = self._pool.placement.num_kv_shards  # in turn, so that all workers have something
         listed = [RowRange(s, p[0], len(p), KvLocation(s % lanes)) for s, p in parts.items()]
         plan = StepPlan(epoch=self._view, step=self._step, ops=list(ops), rows=listed)
         self._step += 1

@@ -43,7 +43,7 @@ def test_a_turn_of_lamina_takes_nothing_of_the_next_ones(bench: ModuleType, monk
     ahead = Ahead([1.0, 1.0, 2.0, 1.0, 2.0])
     monkeypatch.setattr(bench, "time", ahead)
     player = bench.DecodeLamina.__new__(bench.DecodeLamina)
-    player._engine, player._batch = ahead, 1
+    player.engine, player.batch = ahead, 1
     assert player.turn(3) == [1.0, 1.0, 2.0]
     assert ahead.now >= ahead.under_way_until
 
@@ -65,12 +65,12 @@ class Steady:
 def test_whoever_else_is_left_out_the_rest_is_compared(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "REST_S", 0.0)
     players = {"lamina shm": Steady(1.0), "vllm": Steady(2.0)}
-    found = bench._rounds(players, 1, 4)
+    found = bench.run_rounds(players, 1, 4)
     assert found["speed_of_lamina_shm"] == {"vllm": 2.0}
     assert found["prompts_s"] == {"lamina shm": 9.0, "vllm": 18.0}
     assert found["disaggregation_tax"] is found["cost_of_deterministic"] is None
     players["lamina loopback"] = Steady(0.5)
-    assert bench._rounds(players, 1, 4)["disaggregation_tax"] == 1.0
+    assert bench.run_rounds(players, 1, 4)["disaggregation_tax"] == 1.0
 
 
 def test_who_is_compared_takes_part(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,5 +88,5 @@ def test_filters_of_nothing_sampled_are_refused(bench: ModuleType, monkeypatch: 
 def test_sampling_costs_what_it_takes_beyond_greedy(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "REST_S", 0.0)
     players = {"lamina shm": Steady(1.5), "lamina greedy": Steady(1.0)}
-    assert bench._rounds(players, 1, 4)["cost_of_sampling"] == 0.5
-    assert bench._rounds({"lamina shm": Steady(1.5)}, 1, 4)["cost_of_sampling"] is None
+    assert bench.run_rounds(players, 1, 4)["cost_of_sampling"] == 0.5
+    assert bench.run_rounds({"lamina shm": Steady(1.5)}, 1, 4)["cost_of_sampling"] is None

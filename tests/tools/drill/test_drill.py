@@ -150,17 +150,17 @@ def test_a_stop_counts_from_when_somebody_waits() -> None:
     target = object.__new__(Target)
     waited = "memory worker 0 (pid 7) has been stopped for 1.75 s while it is waited for, {} s at most; lost"
     words = f"{waited} workers are replaced, and all requests go on"
-    target._log = [(10.0, words.format("1.00")), (25.0, words.format("2.26")), (40.0, words.format("300.10"))]
+    target.log = [(10.0, words.format("1.00")), (25.0, words.format("2.26")), (40.0, words.format("300.10"))]
     assert target.noticed_s(20.0, 30.0) == 5.0
     assert target.idle_s(20.0, 30.0) == pytest.approx(2.74)
     assert (target.noticed_s(37.7), target.idle_s(37.7)) == (pytest.approx(2.3), 0.0), "it owed a step all the time"
-    target._log = [(25.0, "memory worker 0 (pid 7) was killed by SIGKILL; all requests go on")]
+    target.log = [(25.0, "memory worker 0 (pid 7) was killed by SIGKILL; all requests go on")]
     assert (target.noticed_s(20.0), target.idle_s(20.0)) == (5.0, 0.0)
 
 
 def test_a_hit_before_the_first_request_is_the_first_of_a_reading() -> None:
     drill = Drill(NoServer(), argparse.Namespace(seed=0, streams=2, tokens=8), FAULTS)  # type: ignore[arg-type]
-    readings = [drill._due_of(["kill-memory", "kill-compute", "stop"]) for _ in range(12)]
+    readings = [drill.due_of(["kill-memory", "kill-compute", "stop"]) for _ in range(12)]
     assert all(not moment.before_prompt_end for due in readings for _, moment in due[1:])
     assert {len(due) for due in readings} == {1, 3}
     kinds = {moment.kind for due in readings for fault, moment in due if fault != "stop"}
@@ -177,10 +177,10 @@ def test_kv_that_a_hit_has_damaged_is_not_read_by_the_run_that_judges(
         ids = [[5, 6] if body.get("cache_salt") else [5, 7] for body in bodies]
         return [StreamRecord({0: "a"}, {0: x}, {}, {0: "length"}, 2, "", [1.0], "cmpl-1") for x in ids]
 
-    drill._read = read  # type: ignore[method-assign,assignment]
-    drill._wanted = read(drill._bodies)
+    drill.read_streams = read  # type: ignore[method-assign,assignment]
+    drill.wanted = read(drill.bodies)
     asyncio.run(write_seed(tmp_path))
-    assert drill._judged(read(drill._bodies), well=True) == {"right": 7, "wrong": 1}
+    assert drill.judged(read(drill.bodies), well=True) == {"right": 7, "wrong": 1}
     assert "stream 6 received tokens {0: [5, 7]}; wanted are {0: [5, 6]}" in caplog.text
 
 

@@ -11,7 +11,7 @@ from lamina.cli.launch import main
 from lamina.observe.perfetto import write
 from lamina.observe.trace import Event, Recording, Span
 from lamina.tools.plan.calibrate.delays import Delays, StepDelay
-from lamina.tools.plan.calibrate.fit import Calibration, _growing, calibrate
+from lamina.tools.plan.calibrate.fit import Calibration, calibrate, growing
 from lamina.tools.plan.calibrate.load_driver import RunShape, shapes_of
 from lamina.tools.plan.calibrate.prediction import predict_shape
 from lamina.tools.plan.calibrate.recorded_run import steps_of
@@ -161,10 +161,10 @@ def test_a_step_that_nothing_followed_says_nothing_of_its_length() -> None:
 
 
 def test_more_rows_never_take_less() -> None:
-    assert _growing({1: (5.0, 1), 2: (4.0, 3), 8: (6.0, 2), 9: (6.5, 1)}) == {
+    assert growing({1: (5.0, 1), 2: (4.0, 3), 8: (6.0, 2), 9: (6.5, 1)}) == {
         1: (4.25, 1), 2: (4.25, 3), 8: (6.0, 2), 9: (6.5, 1)
     }  # fmt: skip
-    assert [t for t, _ in _growing({1: (3.0, 1), 2: (2.0, 1), 3: (1.0, 1)}).values()] == [2.0] * 3
+    assert [t for t, _ in growing({1: (3.0, 1), 2: (2.0, 1), 3: (1.0, 1)}).values()] == [2.0] * 3
 
 
 def test_shapes_are_read() -> None:

@@ -19,7 +19,7 @@ from lamina.tools.plan.cost_model import BatchLoad, split_load
 from lamina.tools.plan.deployment import Deployment, deployments
 from lamina.tools.plan.ranking import MeanStoredTokens
 from lamina.tools.plan.tables import network_link
-from lamina.tools.plan.verdict import _turn, decide_by_simulation, decide_split
+from lamina.tools.plan.verdict import decide_by_simulation, decide_split, turning_point
 from lamina.tools.request_traces import RequestTrace, TracedRequest
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -108,13 +108,13 @@ def test_a_turning_point_is_one() -> None:
 
 
 def test_the_nearest_of_two_turning_points_is_told_and_where_it_turns_back() -> None:
-    turn = _turn("price", lambda f: f - 0.6 if f < 1 else 4 - f, lambda f: f"{f:.1f}")
+    turn = turning_point("price", lambda f: f - 0.6 if f < 1 else 4 - f, lambda f: f"{f:.1f}")
     assert (turn.factor, turn.value) == (pytest.approx(0.6, rel=1e-2), "0.6")
-    back = _turn("price", lambda f: (f - 2) * (f - 8), lambda f: f"{f:.1f}")
+    back = turning_point("price", lambda f: (f - 2) * (f - 8), lambda f: f"{f:.1f}")
     assert back.value == "2.0, and back at 8.0"
-    never = _turn("price", lambda f: 1.0, str)
+    never = turning_point("price", lambda f: 1.0, str)
     assert (never.factor, never.low, never.high) == (None, pytest.approx(1 / 32), pytest.approx(32))
-    short = _turn("price", lambda f: 1.0 if f < 2 else float("nan"), str)
+    short = turning_point("price", lambda f: 1.0 if f < 2 else float("nan"), str)
     assert short.factor is None, "no verdict where nothing can be compared"
     assert short.high == pytest.approx(2**0.5), "as far as it was looked for"
 
@@ -371,5 +371,5 @@ def test_facts_of_a_configuration_are_kept(
     first = plan_json(capsys, *arguments)
     assert first["model"]["kv_bytes_per_token"] == 8 * 2 * 2 * 16 * 2
     assert len(list((tmp_path / "cache" / "facts").glob("*.json"))) == 1
-    monkeypatch.setattr("lamina.tools.plan.model_facts._captured", None)
+    monkeypatch.setattr("lamina.tools.plan.model_facts.captured_facts", None)
     assert plan_json(capsys, *arguments) == first

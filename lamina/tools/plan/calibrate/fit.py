@@ -108,10 +108,10 @@ def _by_rows(steps: Sequence[RecordedStep]) -> dict[int, tuple[float, int]]:
     took = defaultdict[int, list[float]](list)
     for step in steps:
         took[step.rows].append(step.model_s)
-    return _growing({rows: (median(each), len(each)) for rows, each in sorted(took.items())})
+    return growing({rows: (median(each), len(each)) for rows, each in sorted(took.items())})
 
 
-def _growing(by_rows: Mapping[int, tuple[float, int]]) -> dict[int, tuple[float, int]]:
+def growing(by_rows: Mapping[int, tuple[float, int]]) -> dict[int, tuple[float, int]]:
     """Make times grow with rows: neighbours that contradict get their mean, weighted by their steps."""
     pools = list[tuple[list[int], float, int]]()  # rows, their seconds, steps
     for rows, (took, steps) in by_rows.items():
