@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 60.0  # a trial's result for an address is valid for so long
 
 
-def _name(place: str) -> str:
+def listener_name(place: str) -> str:
     return f"lamina-at-{place}"
 
 
@@ -46,7 +46,7 @@ class TransportChoice:
 
 
 TRANSPORT_CHOICES = (
-    TransportChoice("shm", _name, "memory", "the listener is on this host and of this user"),
+    TransportChoice("shm", listener_name, "memory", "the listener is on this host and of this user"),
     TransportChoice(
         "mlx5", str, "RDMA by kernels", "both sides name a device, have a GPU, and messages pass", kernels=True
     ),
@@ -90,7 +90,7 @@ class AutoFabric(BaseFabric):
             fabric.join(listener)
         place = listener.url.partition("://")[2]
         try:
-            listener.adopt(self._shm.listen(_name(place)))
+            listener.adopt(self._shm.listen(listener_name(place)))
         except ChannelError as error:
             log.warning("%s: no shared memory here: %s", listener.url, error)
         listener.url = f"{self.scheme}://{place}"

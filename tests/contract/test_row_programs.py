@@ -546,4 +546,4 @@ def test_operators_that_look_alike_are_not_taken_for_each_other() -> None:
         assert not add(torch.int64, 3), "integers do not move"
         assert add(torch.float32, 4)
         assert not add(torch.float32, 3, alpha=2), "an option that no rule has"
-    assert len(taken._known) == 4
+    assert len(taken.known) == 4

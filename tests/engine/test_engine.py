@@ -50,8 +50,8 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
 class WireThatFails(FakeWire):
     """The seventh token is none."""
 
-    def _execute(self, step: RunStep) -> StepDone:
-        done = super()._execute(step)
+    def execute(self, step: RunStep) -> StepDone:
+        done = super().execute(step)
         drawn = [
             SampledToken(d.sequence, NO_TOKEN) if i.output_index == 6 else d
             for i, d in zip(step.sampling_requests, done.sampled_tokens, strict=True)

@@ -27,8 +27,8 @@ PROMPTS = [[1, 2, 3], [5] * 30, [7], [4] * 11]
 class WireOfLogits(FakeWire):
     """Of a whole draw, the model's next token has the largest logit."""
 
-    def _execute(self, step: RunStep) -> StepDone:
-        done = super()._execute(step)
+    def execute(self, step: RunStep) -> StepDone:
+        done = super().execute(step)
         drawn = [
             SampledToken(d.sequence, 0, logits=logits(next_token(self.stored[d.sequence]))) if d.return_logits else one
             for d, one in zip(step.sampling_requests, done.sampled_tokens, strict=True)

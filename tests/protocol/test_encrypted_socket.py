@@ -57,14 +57,10 @@ def test_records_arrive_as_one_stream(records: list[bytes], piece: int) -> None:
 
 def wire(data: bytes) -> bytes:
     """What a record looks like on its way, the first of its session."""
-    one, other = socket.socketpair()
-    with other:
-        sender = EncryptedSocket.__new__(EncryptedSocket)
-        socket.socket.__init__(sender, fileno=one.detach())
-        sender._send_key, sender._sent = THERE, 0
-        with sender:
-            sender.sendall(data)
-        return other.recv(4096)
+    sender, receiver = pair()
+    with sender, socket.socket(fileno=receiver.detach()) as plain:
+        sender.sendall(data)
+        return plain.recv(4096)
 
 
 @pytest.mark.parametrize("at", [0, 4, 20, 35, 36, 40])

@@ -96,7 +96,7 @@ def start_up(module: ModuleType, model: str, config: EngineConfig) -> None:
         LLM(model, **flat_options(config))
     else:
         start = StartEngine(model=model, tokenizer="", config=config)
-        engine_process._serve(ControlLink(socket.socket(), StartEngine), start)
+        engine_process.serve_link(ControlLink(socket.socket(), StartEngine), start)
 
 
 def test_generate_gives_up(stuck: str, capsys: pytest.CaptureFixture[str]) -> None:

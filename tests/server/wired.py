@@ -58,13 +58,13 @@ class StoringWire(FakeWire):
             return self.reports.popleft()
         return super().wait()
 
-    def _execute(self, step: RunStep) -> StepDone:
+    def execute(self, step: RunStep) -> StepDone:
         for op in step.plan.ops:
             if isinstance(op, SaveKv | LoadKv):
                 pages = len(op.keys) if isinstance(op, SaveKv) else 0
                 error = "" if isinstance(op, SaveKv) else "no such page"
                 self.reports.append(TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=pages, error=error))
-        done = super()._execute(step)
+        done = super().execute(step)
         for tokens in self.stored.values():
             if any(t >= FATAL and len(tokens) - at > t - FATAL for at, t in enumerate(tokens)):
                 raise KeyError("a defect of the engine")

@@ -286,13 +286,13 @@ class SimExecutor:
             return
         job = queue.popleft()
         job.executed = True
-        self._execute(job)
+        self.execute(job)
         for number in range(len(self.memory)):
             if number not in job.written:
                 self._later(self._write, number, job)
         self._try_execute(batch)
 
-    def _execute(self, job: Passing) -> None:
+    def execute(self, job: Passing) -> None:
         run, plan, at = job.run, job.run.plan, 0
         last, ids, seen = self._last.get(plan.batch, {}), list[int](), list[int]()
         draws = run.sampling_requests

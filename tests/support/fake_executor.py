@@ -51,13 +51,13 @@ class FakeWire:
 
     def wait(self) -> StepDone:
         if not self.done or (self.flight and self.order.random() < 0.3):
-            self.done += [self._execute(s) for s in self.flight.popleft().steps]
+            self.done += [self.execute(s) for s in self.flight.popleft().steps]
         first = {d.batch: d for d in reversed(self.done)}
         done = first[self.order.choice(sorted(first))]
         self.done.remove(done)
         return done
 
-    def _execute(self, step: RunStep) -> StepDone:
+    def execute(self, step: RunStep) -> StepDone:
         self.tables.apply(step.plan)
         begin(step.plan, self.stored)
         at = 0

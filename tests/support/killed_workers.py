@@ -119,7 +119,7 @@ def main() -> None:
             cut[said[-1][0]] = cut.get(said[-1][0], 0) + 1
     medium = opened(directory)
     there = {name for name in os.listdir(directory) if name.startswith("segment-")}
-    indexed = {f"segment-{number:06d}" for number in medium._index.segments()}
+    indexed = {f"segment-{number:06d}" for number in medium.page_index.segments()}
     names = {name.partition("-")[0] for name in os.listdir(directory)}
     medium.close()
     assert there == indexed

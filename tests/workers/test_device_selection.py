@@ -116,7 +116,7 @@ def test_who_starts_workers_takes_the_nearest(module: ModuleType, monkeypatch: p
     )
     start = StartEngine(model=TINY, tokenizer="", config=make_config({}))
     with pytest.raises(ValueError, match="enough"):
-        LLM(TINY) if module is frontend else engine_process._serve(ControlLink(socket.socket(), StartEngine), start)
+        LLM(TINY) if module is frontend else engine_process.serve_link(ControlLink(socket.socket(), StartEngine), start)
     assert [config.launch.transport for config in taken] == ["loopback"]
 
 

@@ -186,9 +186,7 @@ class StaticLauncher:
             here = self._changed.wait_for(lambda: len(self.agents) == total or self._closed, max(0.0, left))
             if not here or self._closed:
                 raise OSError(self._missing_workers())
-            hosts = {
-                who: Host(name=v.hello.host, address=v.hello.host, resources={}) for who, v in self.agents.items()
-            }
+            hosts = {who: Host(name=v.hello.host, address=v.hello.host, resources={}) for who, v in self.agents.items()}
         places = {
             role: [HostAssignment(hosts[role, i], {}) for i in range(count)] for role, count in self._wanted.items()
         }

@@ -46,9 +46,9 @@ class FileStorage:
             undo.callback(folder.close)
             first = folder.lock(config.server)
             keys = DataKeys(folder, config.secret or store_secret(folder))
-            self._index = PageIndex(folder)
-            undo.callback(self._index.close)
-            self._segments = Segments(folder, self._index, config.total_bytes, config.workers)
+            self.page_index = PageIndex(folder)
+            undo.callback(self.page_index.close)
+            self._segments = Segments(folder, self.page_index, config.total_bytes, config.workers)
             undo.callback(self._segments.close)
             if first:
                 self._segments.recover()
@@ -65,9 +65,9 @@ class FileStorage:
             if nbytes > self._segments.share:
                 raise StorageFullError(f"{nbytes} bytes are more than this worker's part of it, {self._segments.share}")
             if not self._segments.make_room(nbytes):
-                self._expected.retained_until = self._index.retained_keys(int(self._clock()))
+                self._expected.retained_until = self.page_index.retained_keys(int(self._clock()))
                 try:
-                    given += self._index.evict(self._segments.own, self._enough(nbytes), self._rank)
+                    given += self.page_index.evict(self._segments.own, self._enough(nbytes), self._rank)
                 finally:
                     self._segments.refresh()
                 if not self._segments.make_room(nbytes):
@@ -82,7 +82,7 @@ class FileStorage:
         if not self._ttl_s or now < self._expires_s:
             return []
         self._expires_s = now + max(1.0, self._ttl_s * _EXPIRES_PART)
-        return self._index.expire(int(now), self._ttl_s)
+        return self.page_index.expire(int(now), self._ttl_s)
 
     def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
         """Encrypt the fragments and add them to the page. Raises StorageFullError, StorageError; ValueError for a
@@ -98,7 +98,7 @@ class FileStorage:
             if extent is None:
                 raise StorageFullError(f"no space for {nbytes} bytes")
             try:
-                self._index.add(self._identity, page, self._records.put(page, extent, views, encrypt=self._encrypt))
+                self.page_index.add(self._identity, page, self._records.put(page, extent, views, encrypt=self._encrypt))
             finally:
                 with self._writing:
                     self._segments.commit(extent)
@@ -110,7 +110,7 @@ class FileStorage:
         views = {fragment: memoryview(buffer).cast("B") for fragment, buffer in into.items()}
         with self._call():
             self._read(key, lambda entry: views)
-            self._index.note_use(self._identity, key)
+            self.page_index.note_use(self._identity, key)
 
     def read_page(
         self, key: bytes, fragments: frozenset[PageFragment] | None = None
@@ -136,7 +136,7 @@ class FileStorage:
     def lookup(self, key: bytes) -> StoredPage | None:
         """Return a page with its stored fragments; None if there are none."""
         with self._call():
-            entry = self._index.lookup(self._identity, key)
+            entry = self.page_index.lookup(self._identity, key)
         return None if entry is None else _held(entry)
 
     def hint(self, turn: int, keys: Sequence[bytes]) -> None:
@@ -151,7 +151,7 @@ class FileStorage:
         """Evict these pages after others for ``seconds``, even by the next server."""
         with self._call():
             now = self._clock()
-            self._index.set_retention(self._identity, keys, int(now), int(now + seconds))
+            self.page_index.set_retention(self._identity, keys, int(now), int(now + seconds))
 
     def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         """Return None: there is one place, so no page is moved."""
@@ -164,13 +164,13 @@ class FileStorage:
         self, key: bytes, room: Callable[[PageEntry | None], dict[PageFragment, memoryview]]
     ) -> tuple[PageEntry, dict[PageFragment, memoryview]]:
         """Fill the buffers that ``room`` returns for a page."""
-        entry = self._index.lookup(self._identity, key)
+        entry = self.page_index.lookup(self._identity, key)
         for _ in range(_TRIES):
             views = room(entry)
             try:
                 return self._fill(entry, views), views
             except IntegrityError as e:
-                before, entry = entry, self._index.lookup(self._identity, key)
+                before, entry = entry, self.page_index.lookup(self._identity, key)
                 if entry == before:
                     raise FragmentLostError(f"a fragment is damaged: {e}") from None
         raise FragmentLostError("the page is replaced again and again")
@@ -190,7 +190,7 @@ class FileStorage:
     def delete(self, keys: Iterable[bytes]) -> None:
         """Delete these pages, of all workers. Raises StorageError."""
         with self._call():
-            self._index.drop(self._identity, keys)
+            self.page_index.drop(self._identity, keys)
 
     def set_num_workers(self, workers: int) -> list[bytes]:
         """Share the size among ``workers`` workers in equal parts; other workers may take segments beyond it. Returns
@@ -202,12 +202,12 @@ class FileStorage:
     def pages(self) -> list[StoredPage]:
         """Return the pages of this identity, the most recently used last. Raises StorageError."""
         with self._call():
-            return [_held(entry) for entry in self._index.entries(self._identity)]
+            return [_held(entry) for entry in self.page_index.entries(self._identity)]
 
     def keys(self, fragments: frozenset[PageFragment], most: int) -> list[bytes]:
         """Return keys of the last used pages that have all of ``fragments``, from the index. Raises StorageError."""
         with self._call():
-            return self._index.keys(self._identity, fragments, most)
+            return self.page_index.keys(self._identity, fragments, most)
 
     def close(self) -> None:
         """Close the index; files stay for the next server. Waits for calls of other threads."""

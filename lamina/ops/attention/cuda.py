@@ -103,14 +103,14 @@ class CudaAttention(AttentionBackend):
     def __init__(
         self, kernels: Kernels, device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype | None = None
     ) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self._device = device
         self._element = ELEMENTS[dtype]
         self._stored = STORED.get(store_dtype, "")
         # For kernels that are the same in all variants.
         self._common = Variant(element=self._element, stored=self._stored)
         self._scratch: dict[str, Tensor] = {}
-        self._outgrown: list[Tensor] = []  # captured graphs may still use it
+        self.outgrown: list[Tensor] = []  # captured graphs may still use it
         self._plain = set[tuple[int, int]]()  # head sizes for which it was logged that they do not use tensor cores
 
     def new_step(self, *, sequences: int, rows: int, tokens: int, block_size: int) -> DeviceTable:
@@ -200,7 +200,7 @@ class CudaAttention(AttentionBackend):
         spec, group = op.spec, op.q_heads // op.kv_heads
         variant = choose(self._element, op.qk_dim, op.v_dim, step.most_rows * group, self._stored)
         key = PlanKey(variant, group, op.kv_heads, stored)
-        geometry = self._geometry(step, key)
+        geometry = self.geometry(step, key)
         if not variant.columns:
             self._warn(op.qk_dim, op.v_dim)
         q, k, v = map(_aligned, (q, kv.k, kv.v))
@@ -247,26 +247,26 @@ class CudaAttention(AttentionBackend):
         )  # fmt: skip
 
     def _plan(self, step: DeviceTable, key: PlanKey) -> None:
-        geometry = self._geometry(step, key)
+        geometry = self.geometry(step, key)
         shape = (geometry.capacity, key.variant.tile, key.group, key.kv_heads, geometry.blocks, key.stored)
         blocks = max(1, -(-step.sequences // SEQUENCES_PER_WARP))  # an empty plan must be written, too
         arguments = (*step.arguments(), _address(step.plans[key]), *map(np.int32, shape))
         self._launch(self._common, "lamina_plan", blocks, *arguments)
 
-    def _geometry(self, step: DeviceTable, key: PlanKey) -> LaunchShape:
+    def geometry(self, step: DeviceTable, key: PlanKey) -> LaunchShape:
         sizes = {"sequences": step.sequences, "rows": step.rows, "group": key.group, "kv_heads": key.kv_heads}
-        return LaunchShape.of(key.variant, self._kernels.device, **sizes)
+        return LaunchShape.of(key.variant, self.kernels.device, **sizes)
 
     def _launch(self, variant: Variant, name: str, blocks: int, *arguments: Argument) -> None:
         if blocks:
-            self._kernels.launch(variant, name, blocks, arguments)
+            self.kernels.launch(variant, name, blocks, arguments)
 
     def _reserve(self, name: str, numbers: int, dtype: torch.dtype) -> Tensor:
         """Return scratch memory that is kept for later calls; zeros if it is new."""
         scratch = self._scratch.get(name)
         if scratch is None or scratch.numel() < numbers:
             if scratch is not None:
-                self._outgrown.append(scratch)
+                self.outgrown.append(scratch)
             scratch = self._scratch[name] = torch.zeros(numbers, dtype=dtype, device=self._device)
         return scratch
 

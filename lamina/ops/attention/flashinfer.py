@@ -81,7 +81,7 @@ class FlashInferChunks:
         self.planned: dict[tuple[object, ...], Any] = {}  # shape -> FlashInfer's wrapper
 
 
-class _FlashInferRows(NamedTuple):
+class FlashInferRows(NamedTuple):
     step: DeviceTable
     chunks: FlashInferChunks | None  # None: the cuda backend attends
 
@@ -94,12 +94,12 @@ class FlashInferAttention(AttentionBackend):
         self._wrapper, self._cuda, self._device, self._dtype = wrapper, cuda, device, dtype
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
-    def prepare(self, rows: RowTable) -> _FlashInferRows:
+    def prepare(self, rows: RowTable) -> FlashInferRows:
         step, decode = self._cuda.prepare(rows), not rows.window and (rows.count == 1).all()
         taken = decode and (rows.seen == rows.origin).all() and (rows.seen < rows.stop).any()
-        return _FlashInferRows(step, FlashInferChunks(rows, self._device) if taken else None)
+        return FlashInferRows(step, FlashInferChunks(rows, self._device) if taken else None)
 
-    def attend_stored(self, op: Operator, prepared: _FlashInferRows, store: LayerCache, q: Tensor) -> Partial:
+    def attend_stored(self, op: Operator, prepared: FlashInferRows, store: LayerCache, q: Tensor) -> Partial:
         chunks, known = prepared.chunks, op.qk_dim == op.v_dim and op.qk_dim in HEAD_DIMS and op.slopes is None
         if chunks is None or not known:
             return self._cuda.attend_stored(op, prepared.step, store, q)
@@ -116,11 +116,11 @@ class FlashInferAttention(AttentionBackend):
         out.o[rows], out.lse[rows] = parts.o[chunks.roots], parts.lse[chunks.roots]
         return out
 
-    def attend_new(self, op: Operator, prepared: _FlashInferRows, q: Tensor, kv: StoredRows) -> Partial:
+    def attend_new(self, op: Operator, prepared: FlashInferRows, q: Tensor, kv: StoredRows) -> Partial:
         return self._cuda.attend_new(op, prepared.step, q, kv)
 
     def finish(
-        self, op: Operator, prepared: _FlashInferRows, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
+        self, op: Operator, prepared: FlashInferRows, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
     ) -> None:
         self._cuda.finish(op, prepared.step, stored, q, kv, out)
 

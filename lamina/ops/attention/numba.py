@@ -78,7 +78,7 @@ class NumbaAttention(AttentionBackend):
         self._reference = ReferenceAttention(torch.device("cpu"), _merge)
         self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")  # starts threads on demand
         with _in_turn():
-            self._compile(store_dtype)
+            self.compile_kernels(store_dtype)
 
     def prepare(self, rows: RowTable) -> _NumbaRows:
         return _NumbaRows(rows, self._reference)
@@ -124,7 +124,7 @@ class NumbaAttention(AttentionBackend):
         for run in helped:
             run.result()
 
-    def _compile(self, store_dtype: torch.dtype) -> None:
+    def compile_kernels(self, store_dtype: torch.dtype) -> None:
         stored = _array(torch.empty(1, 1, 1, 1, dtype=store_dtype))
         numbers, integers = np.empty((1, 1, 1), np.float32), np.empty((1, 1), np.int64)
         tensors, zero = (numbers, stored, stored, *_scales(None, 3)), np.float32(0.0)

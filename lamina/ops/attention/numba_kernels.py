@@ -73,7 +73,7 @@ def _power_of_two(_context: Any, x: Any) -> Any:
 
 
 @_compiled({"contract"})
-def _exp(x: Any) -> Any:
+def exp(x: Any) -> Any:
     """Return exp(x) for x <= 0, to 2 ulp; exp(-87) below that. It vectorises, which math.exp does not. Range reduction
     and minimax polynomial of Cephes' expf (Moshier, Methods and Programs for Mathematical Functions).
     """
@@ -90,7 +90,7 @@ def _exp(x: Any) -> Any:
 
 
 @_compiled({"contract", "reassoc"})
-def _scores(q: Any, k: Any, block: int, head: int, start: int, stop: int, at: int, score: Any) -> None:
+def score_block(q: Any, k: Any, block: int, head: int, start: int, stop: int, at: int, score: Any) -> None:
     """Compute score [G, at ..] = q [G, D] . k [block, head, start .. stop]."""
     groups, dim = q.shape
     for token in range(stop - start):
@@ -113,7 +113,7 @@ def _scores(q: Any, k: Any, block: int, head: int, start: int, stop: int, at: in
 
 
 @_compiled({"contract", "reassoc"})
-def _accumulate(score: Any, at: int, v: Any, block: int, head: int, start: int, stop: int, o: Any) -> None:
+def accumulate_block(score: Any, at: int, v: Any, block: int, head: int, start: int, stop: int, o: Any) -> None:
     """Compute o [G, Dv] += score [G, at ..] . v [block, head, start .. stop], two heads by four tokens at a time."""
     groups, dim = o.shape
     quads = (stop - start) // 4
@@ -147,7 +147,7 @@ def _softmax(score: Any) -> Any:
     for i in range(len(score)):
         high = score[i] if score[i] > high else high  # noqa: FURB136 - vectorises
     for i in range(len(score)):
-        score[i] = _exp(score[i] - high)
+        score[i] = exp(score[i] - high)
     total = _f32(0.0)
     for i in range(len(score)):
         total += score[i]
@@ -173,7 +173,7 @@ def merge(o: Any, lse: Any, left: int, right: int) -> None:
     for g in range(o.shape[1]):
         a, b = lse[left, g], lse[right, g]
         high = a if a > b else b  # noqa: FURB136
-        weight_a, weight_b = _exp(a - high), _exp(b - high)
+        weight_a, weight_b = exp(a - high), exp(b - high)
         total = weight_a + weight_b
         weight_a, weight_b = weight_a / total, weight_b / total
         lse[left, g] = high + _f32(math.log(total))
@@ -182,7 +182,7 @@ def merge(o: Any, lse: Any, left: int, right: int) -> None:
 
 
 @_compiled({"contract"})
-def _root(o: Any, lse: Any, chunks: Any, places: Any) -> None:
+def merge_to_root(o: Any, lse: Any, chunks: Any, places: Any) -> None:
     """Merge the aligned tree over parts, of the chunks ``chunks`` (ascending, overwritten), into part 0."""
     n = len(chunks)
     for i in range(n):
@@ -223,7 +223,7 @@ def attend_stored(
             while t < stop:
                 upto = min(stop, t // size * size + size)
                 block = table[s, (t - origin[s]) // size]
-                _scores(q[row[s], q_heads], k, block, head, t % size, t % size + upto - t, t - start, score)
+                score_block(q[row[s], q_heads], k, block, head, t % size, t % size + upto - t, t - start, score)
                 _multiply(score, t - start, k_scale, block, head, t % size, t % size + upto - t)
                 t = upto
             for g in range(groups):
@@ -243,12 +243,12 @@ def attend_stored(
                 upto = min(stop, t // size * size + size)
                 block = table[s, (t - origin[s]) // size]
                 _multiply(score, t - start, v_scale, block, head, t % size, t % size + upto - t)
-                _accumulate(score, t - start, v, block, head, t % size, t % size + upto - t, o[parts])
+                accumulate_block(score, t - start, v, block, head, t % size, t % size + upto - t, o[parts])
                 t = upto
             chunks[parts] = chunk
             parts += 1
         if parts:
-            _root(o[:parts], lse[:parts], chunks[:parts], places)
+            merge_to_root(o[:parts], lse[:parts], chunks[:parts], places)
         for g in range(groups):  # slices on the left take twice as long to compile
             lse_out[row[s], head * groups + g] = lse[0, g] if parts else -np.inf
             for i in range(o.shape[2]):

@@ -41,8 +41,8 @@ class MeshCollective:
         self.rank, self.size = rank, len(channels)
         self.wait_s = 0.0
         self._channels = channels
-        self._peers = [c for c in channels if c is not None]
-        self._early: dict[int, deque[Arrival]] = {id(c): deque() for c in self._peers}
+        self.peers = [c for c in channels if c is not None]
+        self._early: dict[int, deque[Arrival]] = {id(c): deque() for c in self.peers}
         self._timeout_s = timeout_s
         self._number = 0
 
@@ -78,7 +78,7 @@ class MeshCollective:
             return x
         out = torch.empty_like(x)
         for low, high in self._spans(x):
-            piece, (leader, *_) = out.view(-1)[low:high], self._peers
+            piece, (leader, *_) = out.view(-1)[low:high], self.peers
             arrival = self._receive(leader, _nbytes(piece))
             piece.copy_(tensor_over(arrival.data, x.dtype))
             leader.release(arrival)
@@ -91,7 +91,7 @@ class MeshCollective:
         """
         deadline = time.monotonic() + within_s
         while True:
-            for channel in self._peers:
+            for channel in self.peers:
                 with suppress(ChannelTimeout):
                     self._early[id(channel)].append(channel.wait_signal(timeout_s=min(within_s, _LOOK_S)))
             if time.monotonic() >= deadline:
@@ -149,7 +149,7 @@ class MeshCollective:
         self._put(data, self._number, data.nbytes)
 
     def _put(self, data: memoryview, number: int, nbytes: int) -> None:
-        for channel in self._peers:
+        for channel in self.peers:
             slot = channel.reserve(data.nbytes, timeout_s=self._timeout_s)
             slot.data[:] = data
             channel.put_signal(slot, _TAG.pack(number, nbytes))

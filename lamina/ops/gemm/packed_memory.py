@@ -81,34 +81,34 @@ class SharedMemory:
         self._own = PrivateMemory()
         self._places: dict[str, int] = {}  # name of a weight -> its place
         self._end = 0
-        self._window: _MappedWindow | None = None
+        self.window: _MappedWindow | None = None
         self._mapped = _MappedFiles()
         self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._take_turn(time.monotonic() + timeout_s)
-            self.is_filled = _is_sealed(self._fd)
+            self.is_filled = _is_sealed(self.fd)
             if self.is_filled:
                 self._read()
         except BaseException:
-            os.close(self._fd)
+            os.close(self.fd)
             raise
 
     def _take_turn(self, deadline: float) -> None:
-        while not _is_sealed(self._fd):
+        while not _is_sealed(self.fd):
             with suppress(BlockingIOError):
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this worker ends
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this worker ends
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError("another worker has packed weights for too long")
             time.sleep(POLL_S)
 
     def _read(self) -> None:
-        size = os.fstat(self._fd).st_size
-        length = int.from_bytes(os.pread(self._fd, _LENGTH, size - _LENGTH), "little")
-        self._places, whole = json.loads(os.pread(self._fd, length, size - _LENGTH - length))
-        self._window = _MappedWindow(whole)
-        self._show_sealed(self._window)
+        size = os.fstat(self.fd).st_size
+        length = int.from_bytes(os.pread(self.fd, _LENGTH, size - _LENGTH), "little")
+        self._places, whole = json.loads(os.pread(self.fd, length, size - _LENGTH - length))
+        self.window = _MappedWindow(whole)
+        self._show_sealed(self.window)
 
     def _show_sealed(self, window: _MappedWindow) -> None:
         """Map the file by a read-only descriptor: before Linux 6.7, others may not map a file that is sealed like
@@ -127,40 +127,40 @@ class SharedMemory:
     def reserve(self, size: int) -> None:
         """Reserve ``size`` bytes in the file, unless it is filled."""
         if size and not self.is_filled:
-            self._window = _MappedWindow(-(-size // HUGE) * HUGE)
-            os.ftruncate(self._fd, 0)  # another worker may have died while it filled the file
-            os.ftruncate(self._fd, self._window.size)
-            self._window.show(self._fd, mmap.PROT_READ | mmap.PROT_WRITE)
+            self.window = _MappedWindow(-(-size // HUGE) * HUGE)
+            os.ftruncate(self.fd, 0)  # another worker may have died while it filled the file
+            os.ftruncate(self.fd, self.window.size)
+            self.window.show(self.fd, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def allocate(self, w: Tensor, size: int) -> tuple[Tensor, bool]:
         name = self._mapped.name_of(w)
-        if self._window and name in self._places:
-            return self._window.part(self._places[name], size), True
-        if self.is_filled or not self._window or not name or self._end + size > self._window.size:
+        if self.window and name in self._places:
+            return self.window.part(self._places[name], size), True
+        if self.is_filled or not self.window or not name or self._end + size > self.window.size:
             return self._own.allocate(w, size)
         at, self._end = self._end, self._end + -(-size // LINE) * LINE
         self._places[name] = at
-        return self._window.part(at, size), False
+        return self.window.part(at, size), False
 
     def seal(self) -> None:
-        if self._fd < 0:
+        if self.fd < 0:
             return
-        if self._window and not self.is_filled:
-            self._window.collapse()
-            self._window.hide()  # no process may have it mapped for writing when it is sealed
-            index = json.dumps((self._places, self._window.size)).encode()
-            os.pwrite(self._fd, index + len(index).to_bytes(_LENGTH, "little"), self._window.size)
+        if self.window and not self.is_filled:
+            self.window.collapse()
+            self.window.hide()  # no process may have it mapped for writing when it is sealed
+            index = json.dumps((self._places, self.window.size)).encode()
+            os.pwrite(self.fd, index + len(index).to_bytes(_LENGTH, "little"), self.window.size)
             self._seal(time.monotonic() + SEAL_S)
-            self._show_sealed(self._window)
+            self._show_sealed(self.window)
             self.is_filled = True
-        os.close(self._fd)
-        self._fd = -1
+        os.close(self.fd)
+        self.fd = -1
 
     def _seal(self, deadline: float) -> None:
         """Seal the file; tries again while the kernel uses its pages, for example to move them. Raises OSError."""
         while True:
             try:
-                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
                 return
             except OSError as error:
                 if error.errno != errno.EBUSY or time.monotonic() > deadline:

@@ -185,7 +185,7 @@ class SupportedOperators:
     """The operators of one program's slices that instructions may support; equal ones are checked once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, bool] = {}
+        self.known: dict[Any, bool] = {}
 
     def takes(self, node: fx.Node) -> bool:
         """Return whether some instruction may do what this operator does."""
@@ -195,13 +195,13 @@ class SupportedOperators:
         if name_of(node) not in RULES:
             return False
         key = _key(node)
-        if key not in self._known:
+        if key not in self.known:
             try:
                 _alone(node)
-                self._known[key] = True
+                self.known[key] = True
             except UnsupportedError:
-                self._known[key] = False
-        return self._known[key]
+                self.known[key] = False
+        return self.known[key]
 
 
 def _key(node: fx.Node) -> Any:

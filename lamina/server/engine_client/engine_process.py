@@ -78,7 +78,7 @@ def serve_engine(sock: socket.socket) -> None:
         start = link.recv()
         if isinstance(start, StartEngine):
             _log(start)
-            _serve(link, start)
+            serve_link(link, start)
     except LinkClosedError:
         pass  # the server is gone, so this process ends too
     except (ValueError, OSError, ImportError) as e:
@@ -106,7 +106,7 @@ def _log(start: StartEngine) -> None:
             logging.getLogger(room).setLevel(logging.INFO)
 
 
-def _serve(link: ControlLink, start: StartEngine) -> None:
+def serve_link(link: ControlLink, start: StartEngine) -> None:
     config, _ = choose_transport(start.config)
     here = netstack.in_process(config.launch.scheme)
     remote, limit_s = config.model.trust_remote_code, config.deadlines.start_timeout_s

@@ -43,7 +43,7 @@ class TimedWire(FakeWire):
         if not self.done:
             new = self.flight.popleft()
             self.now += self._seconds(new)
-            self.done += [self._execute(s) for s in new.steps]
+            self.done += [self.execute(s) for s in new.steps]
         return self.done.pop(0)
 
     def _seconds(self, new: RunRound) -> float:

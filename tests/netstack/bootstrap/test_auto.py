@@ -14,7 +14,7 @@ from wiring import KEY, beyond_memory, connect, open_or_skip, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Terms
-from lamina.netstack.auto import AutoFabric, _name
+from lamina.netstack.auto import AutoFabric, listener_name
 from lamina.netstack.bootstrap.handshake import AuthenticatedTerms
 from lamina.netstack.bootstrap.listener import Meeting
 from lamina.netstack.bootstrap.self_test import SELF_TEST_TAG, SIZES, run_self_test
@@ -61,7 +61,7 @@ def test_a_squatter_on_the_local_name_cannot_stop_a_connection(fabric: AutoFabri
     listener = far.listen()
     place = listener.url.partition("://")[2]
     squatter = netstack.open("shm", key=b"another key, of a stranger")
-    squatted = squatter.listen(_name(place))
+    squatted = squatter.listen(listener_name(place))
     listener.url = f"auto://{place}"
     with ThreadPoolExecutor(1) as pool:
         strangers = pool.submit(squatted.accept, timeout_s=0.5)

@@ -91,7 +91,7 @@ def test_every_head_size_on_tensor_cores(
     case = CASE(((300, 1), (0, 3), (1030, 2)), op, dtype, store=store)
     backend = emulated(dtype, store=store)
     out, _, _ = contract.run(backend, case)
-    assert backend._kernels.launched["tensor"] == 2  # type: ignore[attr-defined]
+    assert backend.kernels.launched["tensor"] == 2  # type: ignore[attr-defined]
     assert contract.error(out, contract.oracle(case)) < contract.DTYPES[dtype]
 
 
@@ -195,7 +195,7 @@ def test_plans_make_no_difference_bit_for_bit(dtype: torch.dtype) -> None:
     for processors in (1, 3, 20, 132):
         kernels = EmulatedKernels(replace(SMALL, processors=processors))
         backend = emulated(dtype)
-        backend._kernels = kernels
+        backend.kernels = kernels
         found.append(contract.run(backend, case))
     assert all(contract.same(x, found[0]) for x in found)
 
@@ -206,6 +206,6 @@ def test_who_takes_which_task_makes_no_difference_bit_for_bit(dtype: torch.dtype
     found = []
     for first_is_fast in (False, True):
         backend = emulated(dtype)
-        backend._kernels = EmulatedKernels(replace(SMALL, processors=1), first_is_fast=first_is_fast)
+        backend.kernels = EmulatedKernels(replace(SMALL, processors=1), first_is_fast=first_is_fast)
         found.append(contract.run(backend, case))
     assert contract.same(*found)

@@ -13,7 +13,7 @@ import torch
 from cuda_emulation import emulated, needs_gxx
 from torch import Tensor
 
-from lamina.ops.attention.flashinfer import FlashInferAttention, _FlashInferRows
+from lamina.ops.attention.flashinfer import FlashInferAttention, FlashInferRows
 
 pytestmark = needs_gxx
 DTYPE = torch.bfloat16
@@ -88,7 +88,7 @@ def test_one_plan_a_step(backend: FlashInferAttention) -> None:
     rows = [contract.RowRange(0, 300, 1)]
     tables, store = contract.fill(case, case.tensors(), 0.0, rows)
     tables.apply(contract.StepPlan(step=2, ops=[], rows=rows))
-    prepared: _FlashInferRows = backend.prepare(contract.row_table(tables, 0, rows, align=128))
+    prepared: FlashInferRows = backend.prepare(contract.row_table(tables, 0, rows, align=128))
     for _ in range(3):
         backend.attend_stored(case.op, prepared, store, case.tensors()[0][0])
     assert prepared.chunks is not None

@@ -41,7 +41,7 @@ def planned(
     step.most_rows = int(rows.count.max())
     backend.refill(step, rows)
     key = PlanKey(variant, group, kv_heads, stored)
-    capacity = backend._geometry(step, key).capacity
+    capacity = backend.geometry(step, key).capacity
     step.plans[key] = torch.full((4 + 4 * capacity,), -1, dtype=torch.int32)
     backend.refill(step, rows)
     data = step.plans[key].numpy()

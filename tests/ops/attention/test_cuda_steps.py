@@ -36,7 +36,7 @@ class Recorded(EmulatedKernels):
 
 def recorded(dtype: torch.dtype) -> tuple[CudaAttention, Recorded]:
     backend, kernels = emulated(dtype), Recorded()
-    backend._kernels = kernels
+    backend.kernels = kernels
     return backend, kernels
 
 
@@ -103,7 +103,7 @@ def test_a_layer_takes_one_launch_for_each_part(tables: BlockTables) -> None:
     for _ in range(3):
         backend.finish(op, prepared, backend.attend_stored(op, prepared, store, q), q, StoredRows(k, k), out)
     assert kernels.launched == {"lamina_plan": 2, "lamina_attend": 6}
-    assert not backend._outgrown
+    assert not backend.outgrown
 
 
 @pytest.mark.long

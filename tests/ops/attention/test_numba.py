@@ -44,7 +44,7 @@ def test_chunks_are_merged_in_the_aligned_tree(start: int, length: int) -> None:
     o, lse = parts(length, start)
     want_o, want_lse = o.copy(), lse.copy()
     place = tree(want_o, want_lse, list(range(start, start + length)))
-    kernels._root(o, lse, np.arange(start, start + length), np.empty(length, np.int64))
+    kernels.merge_to_root(o, lse, np.arange(start, start + length), np.empty(length, np.int64))
     assert place == 0
     assert np.array_equal(o[0], want_o[0])
     assert np.array_equal(lse[0], want_lse[0])
@@ -54,19 +54,19 @@ def test_another_tree_would_show() -> None:
     """The control: chunks 1, 2, 3 are (1), (2, 3), not (1, 2), (3)."""
     o, lse = parts(3, 1)
     other_o, other_lse = o.copy(), lse.copy()
-    kernels._root(o, lse, np.array([1, 2, 3]), np.empty(3, np.int64))
-    kernels._root(other_o, other_lse, np.array([0, 1, 2]), np.empty(3, np.int64))
+    kernels.merge_to_root(o, lse, np.array([1, 2, 3]), np.empty(3, np.int64))
+    kernels.merge_to_root(other_o, other_lse, np.array([0, 1, 2]), np.empty(3, np.int64))
     assert not (np.array_equal(o[0], other_o[0]) and np.array_equal(lse[0], other_lse[0]))
 
 
 def test_exp_is_good_to_the_last_bits() -> None:
     x = -np.linspace(0, 87, 20001, dtype=np.float32)
-    got = np.array([kernels._exp(v) for v in x], np.float32)
+    got = np.array([kernels.exp(v) for v in x], np.float32)
     want = np.exp(x.astype(np.float64))
     assert np.abs(got / want - 1).max() < 2.5e-7
     assert got[0] == 1
-    assert 0 <= kernels._exp(np.float32(-np.inf)) < 1e-37
-    assert np.isnan(kernels._exp(np.float32(np.nan)))
+    assert 0 <= kernels.exp(np.float32(-np.inf)) < 1e-37
+    assert np.isnan(kernels.exp(np.float32(np.nan)))
 
 
 @pytest.mark.parametrize("groups", range(1, 10))
@@ -76,10 +76,10 @@ def test_all_sizes_of_the_unrolled_loops(groups: int, tokens: int) -> None:
     q, k = rng.standard_normal((groups, 7), np.float32), rng.standard_normal((2, 3, 8, 7), np.float32)
     score, o = np.full((groups, 12), 9, np.float32), np.ones((groups, 7), np.float32)
     start = 8 - tokens
-    kernels._scores(q, k, 1, 2, start, 8, 2, score)
+    kernels.score_block(q, k, 1, 2, start, 8, 2, score)
     assert np.allclose(score[:, 2 : 2 + tokens], q @ k[1, 2, start:].T, atol=1e-5)
     assert (np.delete(score, range(2, 2 + tokens), 1) == 9).all()
-    kernels._accumulate(score, 2, k, 1, 2, start, 8, o)
+    kernels.accumulate_block(score, 2, k, 1, 2, start, 8, o)
     assert np.allclose(o, 1 + score[:, 2 : 2 + tokens] @ k[1, 2, start:], atol=1e-4)
 
 
@@ -95,7 +95,7 @@ def test_of_processes_that_start_together_one_compiles(monkeypatch: pytest.Monke
             except BlockingIOError:
                 refused.append(True)
 
-    monkeypatch.setattr(backend.NumbaAttention, "_compile", compile_here)
+    monkeypatch.setattr(backend.NumbaAttention, "compile_kernels", compile_here)
     backend.NumbaAttention(torch.float32)
     assert refused == [True]
     monkeypatch.setattr(backend, "COMPILE_S", 0.1)

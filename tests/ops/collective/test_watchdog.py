@@ -206,7 +206,7 @@ def test_a_rank_that_has_gone_is_named_where_a_library_knows_of_it_first(monkeyp
         if mesh.rank == 1:
             assert asked.wait(WAIT_S)
             raise RuntimeError("of its own")
-        (channel,) = mesh._peers
+        (channel,) = mesh.peers
         wait_signal = channel.wait_signal
 
         def first_asked(*, timeout_s: float) -> Any:

@@ -135,8 +135,8 @@ def test_a_worker_that_dies_leaves_its_turn_to_the_next_one(path: str, weights: 
     dead = SharedMemory(path, 0)
     dead.reserve(1 << 20)
     dead.allocate(weights[0], weights[0].nbytes)[0].fill_(9)
-    os.close(dead._fd)  # as its end does, which takes its view of the file, too
-    dead._window = None
+    os.close(dead.fd)  # as its end does, which takes its view of the file, too
+    dead.window = None
     fill(pages := SharedMemory(path, 0), weights)
     assert pages.is_filled
 

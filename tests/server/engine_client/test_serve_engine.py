@@ -67,7 +67,7 @@ def failing(error: Exception) -> Callable[..., None]:
     ],
 )
 def test_why_an_engine_did_not_start(error: Exception, told: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "_serve", failing(error))
+    monkeypatch.setattr(engine_process, "serve_link", failing(error))
     server = Server(START)
     serve_engine(server.sock)
     assert server.told() == [told]
@@ -77,7 +77,7 @@ def test_an_error_of_ours_is_told_and_raised(monkeypatch: pytest.MonkeyPatch) ->
     """And written before, once."""
     said: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, at: said.append(error))
-    monkeypatch.setattr(engine_process, "_serve", failing(KeyError("x")))
+    monkeypatch.setattr(engine_process, "serve_link", failing(KeyError("x")))
     server = Server(START)
     with pytest.raises(KeyError) as raised:
         serve_engine(server.sock)
@@ -88,7 +88,7 @@ def test_an_error_of_ours_is_told_and_raised(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nothing_is_started_for_a_server_that_says_anything_else_or_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "_serve", failing(AssertionError("it was started")))
+    monkeypatch.setattr(engine_process, "serve_link", failing(AssertionError("it was started")))
     server = Server(Stop())
     serve_engine(server.sock)
     assert server.told() == []
@@ -105,7 +105,7 @@ def test_a_server_that_goes_while_it_is_told_of_a_failure_is_no_failure(monkeypa
         server.link.close()
         raise ValueError("nobody hears it")
 
-    monkeypatch.setattr(engine_process, "_serve", fail)
+    monkeypatch.setattr(engine_process, "serve_link", fail)
     serve_engine(server.sock)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric, Geometry, Listener, Terms
-from lamina.netstack.auto import AutoFabric, _name
+from lamina.netstack.auto import AutoFabric, listener_name
 from lamina.netstack.bench.job import Payloads
 from lamina.netstack.bootstrap.listener import StreamListener
 
@@ -59,7 +59,7 @@ def beyond_memory(fabric: AutoFabric) -> StreamListener:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))  # nobody is given this port, and who names it may still listen there (socket(7))
         place = f"127.0.0.1:{kept.getsockname()[1]}"
-        with closing(squatter.listen(_name(place))):
+        with closing(squatter.listen(listener_name(place))):
             return fabric.listen(place)
 
 
