@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lamina.cli.common.flags import check_writable
+from lamina.cli.common.flags import check_at_least, check_writable
 from lamina.cli.common.group_flags import FlagValue, add_groups
 from lamina.config.engine_config import BatchingOptions, KVOptions
 from lamina.config.flag_groups import flag_name
@@ -88,8 +88,7 @@ class _Devices:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns exit status 0; raises ValueError for bad input."""
-    if args.tensor_parallel_size < 1:
-        raise ValueError(f"--tensor-parallel-size must be at least 1, not {args.tensor_parallel_size}")
+    check_at_least(args, 1, "tensor_parallel_size", "batch", "length")
     devices = _devices(args)
     sparsity = _sparsity(args)
     _check_dtype(args.dtype)
@@ -142,9 +141,6 @@ def _print(
 
 
 def _devices(args: argparse.Namespace) -> _Devices | None:
-    for name in ("batch", "length"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
     if args.compute_device is None and args.memory_device is None:
         return None
     for name in ("compute_device", "memory_device"):

@@ -133,7 +133,7 @@ def _numbers(name: str, factor: float) -> list[float]:
         load = BatchLoad(256, {0: 256 * 2048})
         step = costs.step(where, load)
         found += [step.model_s, step.attention_s, DeviceMemory(used).kv_bytes(model, where), costs.driver_s(256)]
-    found.append(costs.attention(Deployment(H100, 1, replace(H20, tflops=1.0), 1), BatchLoad(1, {0: 1e6})).seconds)
+    found.append(costs.step(Deployment(H100, 1, replace(H20, tflops=1.0), 1), BatchLoad(1, {0: 1e6})).attention_s)
     return [*found, costs.message_bandwidth(Deployment(H100, 2, H20, 4), BatchLoad(300, {0: 300 * 4096}))]
 
 

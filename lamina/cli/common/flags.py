@@ -70,6 +70,13 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return make_config(options | replacements)
 
 
+def check_at_least(args: argparse.Namespace, low: int, *names: str) -> None:
+    """Raises ValueError that names the flag of an argument below ``low``."""
+    for name in names:
+        if (value := getattr(args, name)) < low:
+            raise ValueError(f"{flag_name(name)} must be at least {low}, not {value}")
+
+
 def print_config(config: EngineConfig, **more: Any) -> None:
     """JSON on stdout: what was asked for, and the defaults of the rest."""
     print(json.dumps({**more, **flat_options(config)}, indent=2))

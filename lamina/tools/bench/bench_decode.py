@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lamina.cli.common.config_file import add_config_flag
-from lamina.cli.common.flags import add_engine_flags, engine_config, print_config
+from lamina.cli.common.flags import add_engine_flags, check_at_least, engine_config, print_config
 from lamina.config.flat_options import flat_options
 from lamina.facts.report import count_text
 
@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark. Returns exit status 0. Raises ValueError, WorkerError."""
-    for name in ("batch_size", "input_len", "output_len"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    check_at_least(args, 1, "batch_size", "input_len", "output_len")
     config = engine_config(args)
     if args.print_config:
         print_config(config, model=args.model)

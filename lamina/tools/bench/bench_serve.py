@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lamina.cli.common.flags import check_at_least
 from lamina.facts.report import count_text
 from lamina.tools.request_traces import TRACE_HELP, RequestTrace, read_trace, spread_arrivals
 
@@ -90,10 +91,8 @@ class _OneFile(argparse.Action):
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark. Returns exit status 0, or 1 if a request failed. Raises ValueError, OSError, ImportError."""
-    for name, low in (("num_prompts", 0), ("max_concurrency", 0), ("num_warmups", 0), ("output_len", 0),
-                      ("random_input_len", 1), ("random_output_len", 1)):  # fmt: skip
-        if getattr(args, name) < low:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, not {getattr(args, name)}")
+    check_at_least(args, 0, "num_prompts", "max_concurrency", "num_warmups", "output_len")
+    check_at_least(args, 1, "random_input_len", "random_output_len")
     url = args.base_url.rstrip("/").removesuffix("/v1") or f"http://{args.host}:{args.port}"
     trace = _trace(args)
     if args.dry_run:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from lamina.cli.common.flags import add_engine_flags, engine_config
+from lamina.cli.common.flags import add_engine_flags, check_at_least, engine_config
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flat_options import flat_options, replace_options
 
@@ -72,10 +72,8 @@ def run(args: argparse.Namespace) -> int:
     input.
     """
     config = replace_options(engine_config(args), BASE_OPTIONS)
-    if args.max_tokens < 2:
-        raise ValueError(f"--max-tokens must be at least 2, not {args.max_tokens}")
-    if args.prompt_seed < 0:
-        raise ValueError(f"--prompt-seed must be at least 0, not {args.prompt_seed}")
+    check_at_least(args, 2, "max_tokens")
+    check_at_least(args, 0, "prompt_seed")
     settings = settings_of_axes(_matrix(config, all_of_them=args.all), args.axis)
     asked = [s for s in settings if s.axis in args.axis or not args.axis]
     if args.print_config:

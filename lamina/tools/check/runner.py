@@ -22,18 +22,18 @@ from lamina.config.flat_options import flat_options, replace_options
 from lamina.kv.stored_format import dequantise, is_scaled, quantise, stored_dtype
 from lamina.models.cache_name import cache_name
 from lamina.models.load import load
+from lamina.observe.failpoints import Failpoint
 from lamina.protocol.executor import WorkerError
 from lamina.request import RequestOutput, SamplingParams
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.sparsity.pruning import BlockPruner
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
-from .checked import CheckedEngine
-from .fault_case import FaultVisibleError, failpoint_for
+from .fault_case import FaultRunner, FaultVisibleError, failpoint_for
 from .low_memory_case import LowMemoryCase
 from .matrix import BASE_OPTIONS, BASE_STORE, Setting
 from .recording_executor import RecordingExecutor
-from .resize_case import ResizeFailedError
+from .resize_case import ResizeFailedError, ResizeRunner
 from .server_case import generate_served
 from .verdict import Outcome, Verdict, failed_verdict, judge
 
@@ -99,7 +99,7 @@ class Check:
                     return
                 llm.engine.executor = wire = RecordingExecutor(llm.engine.executor)
                 for setting in settings:
-                    yield self._run_one(CheckedEngine(llm, wire, tripwire), setting, start)
+                    yield self._run_one(llm, wire, tripwire, setting, start)
                     start = time.monotonic()
 
     def _config_of(self, setting: Setting) -> EngineConfig:
@@ -110,13 +110,18 @@ class Check:
             config = replace_options(config, self._low_memory.preemption_options(config))
         return config
 
-    def _run_one(self, on: CheckedEngine, setting: Setting, start: float) -> Verdict:
-        llm = on.llm
+    def _run_one(
+        self, llm: LLM, wire: RecordingExecutor, tripwire: Failpoint | None, setting: Setting, start: float
+    ) -> Verdict:
+        """``tripwire``: of the engine's workers, if one is to die."""
+        run: FaultRunner | ResizeRunner = ResizeRunner(llm, setting.changes)
+        if setting.fault is not None and tripwire is not None:
+            run = FaultRunner(llm, wire, tripwire, setting.fault)
         before = _loaded_bytes(llm)
         if setting.loads_from_disk:
             llm.engine.finish_in_flight()  # until all is saved
             llm.engine.scheduler.evict_retained()
-        verdict = self._verdict_of(setting, partial(self._outcome, on, setting, start))
+        verdict = self._verdict_of(setting, partial(self._outcome, llm, wire, run, setting, start))
         if setting.loads_from_disk and _loaded_bytes(llm) == before:
             verdict = failed_verdict(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
         if (
@@ -142,11 +147,11 @@ class Check:
         except FaultVisibleError as e:
             return failed_verdict(setting, str(e), held=False)
 
-    def _outcome(self, on: CheckedEngine, setting: Setting, start: float) -> Outcome:
-        llm, wire = on.llm, on.executor
+    def _outcome(
+        self, llm: LLM, wire: RecordingExecutor, run: FaultRunner | ResizeRunner, setting: Setting, start: float
+    ) -> Outcome:
         wire.clear()
         prompts = list(self._prompts) or random_prompts(llm, self._params)
-        run = on.runner(setting)
         outputs = [
             o
             for batch in ([[p] for p in prompts] if setting.runs_alone else [prompts])

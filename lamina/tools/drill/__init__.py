@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from math import inf
 
+from lamina.cli.common.flags import check_at_least
 from lamina.facts.report import count_text
 
 # name -> (role, signal or action). CUT: it loses a connection to a memory worker. SCALE: it ends as the server gets
@@ -81,9 +82,7 @@ def parse_arguments(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     for name in faults:
         if name not in FAULTS:
             raise ValueError(f"--faults: there is no {name!r}; there are {', '.join(FAULTS)}")
-    for name in ("count", "streams", "tokens", "per_reading"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    check_at_least(args, 1, "count", "streams", "tokens", "per_reading")
     for name, least in (("noticed_s", "at least 0"), ("pause_s", "at least 0"), ("timeout_s", "more than 0")):
         if not 0.0 <= (value := getattr(args, name)) < inf or (name == "timeout_s" and not value):
             raise ValueError(f"--{name.replace('_', '-')} must be a number of seconds, {least}, not {value:g}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -23,10 +22,12 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+from lamina.cli.operate.operator_client import send_request
 from lamina.config.flag_groups import flag_words
 from lamina.netstack.own_python import own_python
 from lamina.observe.failpoints import FAILPOINT, Failpoint
 from lamina.observe.trace import FLIP_BIT
+from lamina.protocol.executor import WorkerError
 from lamina.utils.proc import descendants_of, is_alive
 
 from .cut_connection import cut
@@ -160,16 +161,12 @@ class Target:
         """Scale the server. Raises OSError if it refuses."""
         there = sum(v.role == "memory" for v in self._processes())
         self._few = self._few or there
-        body = json.dumps({"memory_workers": 2 * there if there == self._few else self._few}).encode()
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        body = {"memory_workers": 2 * there if there == self._few else self._few}
         self.injected_at = time.perf_counter()
-        asked = urllib.request.Request(self.url + "/scale", body, headers)
         try:
-            with urllib.request.urlopen(asked, timeout=START_S):
-                pass
-        except urllib.error.HTTPError as error:
-            with error:
-                raise OSError(f"the server does not scale: {error.read().decode(errors='replace')}") from None
+            send_request(self.url, "/scale", self._key, START_S, body=body)
+        except (ValueError, WorkerError) as error:
+            raise OSError(f"the server does not scale: {error}") from None
 
     def _trips(self, victim: Victim, moment: FaultPoint, limit_s: float = TRIP_S) -> bool:
         if moment.event is None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lamina.cli.common.flags import check_at_least
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import parse_seconds
 from lamina.facts.hardware import DEVICES, Device, device, read_devices
@@ -71,11 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises ValueError for bad values of flags, and for flags that do not go together."""
-    for name in ("rows", "max_num_seqs", "simulate"):
-        if getattr(args, name) < (name == "rows"):
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be at least {int(name == 'rows')}, not {getattr(args, name)}"
-            )
+    check_at_least(args, 1, "rows")
+    check_at_least(args, 0, "max_num_seqs", "simulate")
     OPTIONS["dtype"].check(args.dtype)
     if args.calibrate:
         add_arguments(unset := argparse.ArgumentParser())

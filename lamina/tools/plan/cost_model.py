@@ -41,9 +41,12 @@ class BatchLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a batch's step: seconds of its slices, of its attention, and of the network that nothing hides."""
+    """Times of a batch's step: seconds of its slices, of its attention, and of the network that nothing hides.
+    ``hidden_s``: of the network, while the memory workers attend by Q.
+    """
 
     phases: Mapping[str, PhaseTime]
+    hidden_s: float
 
     @property
     def model_s(self) -> float:
@@ -71,14 +74,6 @@ class RoundTime(NamedTuple):
     limit: str
     compute_busy: float
     memory_busy: float
-
-
-class _StepSeconds(NamedTuple):
-    """Seconds of a StepTimes."""
-
-    model: float
-    attention: float
-    network: float
 
 
 class _RowTimes(NamedTuple):
@@ -120,9 +115,9 @@ class CostModel:
 
     def round(self, deployment: Deployment, loads: Sequence[BatchLoad]) -> RoundTime:
         """Return the time of a round: one step of each batch with rows; ``loads`` has at least one."""
-        each = {id(load): self._seconds(deployment, load) for load in loads}
+        each = {id(load): self._seconds(deployment, load) for load in loads}  # a replay needs it again and again
         steps = [each[id(load)] for load in loads]
-        model, attention = sum(s.model for s in steps), sum(s.attention for s in steps)
+        model, attention = sum(s[0] for s in steps), sum(s[1] for s in steps)
         if not deployment.is_split:
             seconds = model + attention + self.baseline.driver_s
             limit = "compute" if model > attention else "memory"
@@ -133,7 +128,7 @@ class CostModel:
             "network": network_card_seconds(
                 self.link, deployment, [self._of_rows(deployment, load.rows).sent for load in loads]
             ),
-            "latency": max(s.model + s.attention + s.network for s in steps),
+            "latency": max(map(sum, steps)),
             "driver": self.driver_s(sum(load.rows for load in loads)),
         }
         limit = max(bounds, key=lambda name: bounds[name])
@@ -141,16 +136,24 @@ class CostModel:
         return RoundTime(seconds, limit, bounds["compute"] / seconds, attention / seconds)
 
     def step(self, deployment: Deployment, load: BatchLoad) -> StepTimes:
-        """Return the parts of one batch's step."""
-        parts = {**self._of_rows(deployment, load.rows).slices, "attention": self.attention(deployment, load)}
-        parts["network"] = self.network(deployment, load.rows, parts)
-        return StepTimes(parts)
+        """Return the parts of one batch's step. K and V are computed and sent while the memory workers attend by Q.
+        That can be more than the messages take. Then the seconds of the network are below 0, and a step is shorter than
+        slices and attention one after the other. With n > 2 the cut moves to the next replica, too.
+        """
+        of_rows, origins = self._of_rows(deployment, load.rows), [x.origin for x in self._readers_of(deployment)]
+        _, attention, network = self._seconds(deployment, load)
+        link = f"link: {self.link.name}, {self._cards(deployment)} cards on each side"
+        parts = {
+            **of_rows.slices,
+            "attention": PhaseTime(attention, "; ".join(dict.fromkeys(origins))),
+            "network": PhaseTime(network, link if deployment.is_split else "none: one pool"),
+        }
+        return StepTimes(parts, of_rows.moving_s - network)
 
-    def _seconds(self, deployment: Deployment, load: BatchLoad) -> _StepSeconds:
-        """Return the same in seconds only: a replay needs it again and again."""
+    def _seconds(self, deployment: Deployment, load: BatchLoad) -> tuple[float, float, float]:
+        """Return the seconds of one batch's step: of its slices, its attention, and the network that nothing hides."""
         of_rows, attention = self._of_rows(deployment, load.rows), self._attention_s(deployment, load)
-        hidden = min(attention, of_rows.hidden_s)
-        return _StepSeconds(of_rows.model_s, attention, of_rows.moving_s - hidden if deployment.is_split else 0.0)
+        return of_rows.model_s, attention, of_rows.moving_s - min(attention, of_rows.hidden_s)
 
     def _of_rows(self, deployment: Deployment, rows: float) -> _RowTimes:
         known = self._rows.get((deployment, rows))
@@ -161,8 +164,10 @@ class CostModel:
                 "collective": self.collective(deployment, rows),
             }
             model_s = sum(part.seconds for part in slices.values())
-            moved = message_bytes_of(self.model, deployment, rows)
-            times = self._messages(deployment, moved, model_s) if deployment.is_split else (0.0, 0.0)
+            moved, times = MessageBytes(0.0, 0.0, 0.0, 0.0), (0.0, 0.0)
+            if deployment.is_split:
+                moved = message_bytes_of(self.model, deployment, rows)
+                times = self._messages(deployment, moved, model_s)
             known = self._rows[deployment, rows] = _RowTimes(slices, model_s, moved, *times)
         return known
 
@@ -227,12 +232,8 @@ class CostModel:
             each * (self.constants["collective_floor"] + moving), "roofline: collective_floor, collective_share"
         )
 
-    def attention(self, deployment: Deployment, load: BatchLoad) -> PhaseTime:
-        """Return the attention's time in all layers, spread evenly over the devices that hold K and V."""
-        origins = dict.fromkeys(reader.origin for reader in self._readers_of(deployment))
-        return PhaseTime(self._attention_s(deployment, load), "; ".join(origins))
-
     def _attention_s(self, deployment: Deployment, load: BatchLoad) -> float:
+        """Return the attention's seconds in all layers, spread evenly over the devices that hold K and V."""
         pairs, seconds = load.pairs or load.stored, 0.0
         for layers, copies, devices, flops, reading_s, _ in self._readers_of(deployment):
             reading = reading_s(layers.kv_bytes * load.stored[layers.window] * copies / devices)
@@ -269,25 +270,6 @@ class CostModel:
         floor = self.constants["attention_floor"]
         origin = "roofline: attention_floor, attention_bandwidth_share, attention_flops_share"
         return lambda read: floor + read / bandwidth, origin
-
-    def step_without_overlap(self, deployment: Deployment, load: BatchLoad) -> float:
-        """Return the seconds of the network in one batch's step if Q left with K and V."""
-        return self.network(deployment, load.rows, self.step(deployment, load).phases, overlap=False).seconds
-
-    def network(
-        self, deployment: Deployment, rows: float, parts: Mapping[str, PhaseTime], *, overlap: bool = True
-    ) -> PhaseTime:
-        """Return the time of the messages of all layers, minus the part that ``overlap`` hides: K and V are computed
-        and sent while the memory workers attend by Q. That can be more than the messages take. Then the seconds are
-        below 0, and a step is shorter than slices and attention one after the other. With n > 2 the cut moves to the
-        next replica, too.
-        """
-        if deployment.memory is None:
-            return PhaseTime(0.0, "none: one pool")
-        model_s = sum(parts[p].seconds for p in ("linear", "elementwise", "collective"))
-        moving, most = self._messages(deployment, message_bytes_of(self.model, deployment, rows), model_s)
-        hidden = overlap * min(parts["attention"].seconds, most)
-        return PhaseTime(moving - hidden, f"link: {self.link.name}, {self._cards(deployment)} cards on each side")
 
     def message_bandwidth(self, deployment: Deployment, load: BatchLoad) -> float:
         """Return the bytes per second between the pools with which messages take the share of a step that the paper

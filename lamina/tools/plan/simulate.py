@@ -12,6 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from lamina.cli.common.flags import check_at_least
 from lamina.config.flag_groups import flag_name
 from lamina.config.option import parse_seconds
 from lamina.scheduler.conductor import Conductor, ConductorConfig
@@ -158,16 +159,8 @@ def _check(args: argparse.Namespace) -> None:
     for policy in _listed(args.policy):
         if policy not in (taken := (*POLICIES, *BASELINE_POLICIES)):
             raise ValueError(f"--policy must be one of {', '.join(taken)}, not {policy!r}")
-    for name, least in (
-        ("rows", 0),
-        ("prefill_workers", 1),
-        ("prefill_pipeline", 1),
-        ("prefill_chunk", 1),
-        ("pages", 1),
-        ("instances", 0),
-    ):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    check_at_least(args, 0, "rows", "instances")
+    check_at_least(args, 1, "prefill_workers", "prefill_pipeline", "prefill_chunk", "pages")
     if args.prefill_workers % (stages := args.prefill_pipeline):
         raise ValueError(
             f"--prefill-pipeline {stages} does not divide --prefill-workers {args.prefill_workers}: use one that does"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 from conducted import LAW, RATE, STEP, conductor, even, played, zipf
+from timed_prefill import timed_engine
 
 from lamina.request import OverloadedError, RequestOutput, SamplingParams
 from lamina.scheduler.conductor import ConductorConfig, PromptInfo, routing
@@ -51,9 +52,9 @@ def served(
     """
     clock = VirtualClock()
     pool = SimulatedPool(
-        layers=1, blocks=1 << 16, block=128, longest=1 << 16, most=1 << 10, chunk=CHUNK, prefill=workers, kept=kept
+        layers=1, blocks=1 << 16, block=128, longest=1 << 16, most=1 << 10, chunk=CHUNK, prefill=workers
     )
-    engine, wire = pool.engine(clock, step_s, chunk_s)
+    engine, wire = timed_engine(pool, clock, step_s, chunk_s, kept)
     engine.slo_admission.set_config(rules)
     one = engine.slo_admission.conductor
     one.transfer_latency, wire.tokens_per_s = moves_at(tokens_per_s / wrong), tokens_per_s or math.inf

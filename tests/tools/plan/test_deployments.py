@@ -80,14 +80,14 @@ def test_several_ranks_may_have_the_same_kv_head() -> None:
     assert where in set(deployments({"h20": Inventory(H20, 8)}, few))
     assert all(d.ranks <= 2 for d in deployments({"h20": Inventory(H20, 8)}, few) if d.is_split)
     assert mine.memory.kv_bytes(mine.costs.model, where) == pytest.approx(4 * mine.memory.kv_bytes(few, where))
-    once, four = (replace(mine.costs, model=m).attention(where, load).seconds for m in (mine.costs.model, few))
+    once, four = (replace(mine.costs, model=m).step(where, load).attention_s for m in (mine.costs.model, few))
     floors = mine.costs.constants["attention_floor"] * few.num_layers
     assert four - floors == pytest.approx(4 * (once - floors))
 
 
 def test_attention_is_by_its_table_where_there_is_one() -> None:
     costs, load = planner().costs, BatchLoad(64, {0: 64 * 1024.0})
-    by_table, by_roofline = (costs.attention(Deployment(H100, 1, d, 1), load) for d in (H100, H20))
+    by_table, by_roofline = (costs.step(Deployment(H100, 1, d, 1), load).phases["attention"] for d in (H100, H20))
     assert by_table.origin.startswith("table: h100, 8 query heads")
     assert by_roofline.origin.startswith("roofline")
     read = 64 * 1024 * 4096  # bytes of a layer, a number of the table

@@ -6,10 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
-from typing import NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
@@ -17,7 +14,7 @@ from lamina.engine.engine import Engine
 from lamina.netstack import HERE
 from lamina.protocol.control import ComputeReady, RunRound, RunStep, SampledToken, StepDone
 from lamina.protocol.executor import EpochChanged
-from lamina.protocol.step_plan import BindReply, FetchPrefix, SurvivingKv
+from lamina.protocol.step_plan import SurvivingKv
 
 from .clock import VirtualClock
 
@@ -60,55 +57,31 @@ class _Flight(NamedTuple):
 
 class SimulatedExecutor:
     """An Executor on a virtual clock, without losses. Rounds run one after the other, and all steps of a round are done
-    with it. Every draw is TOKEN.
+    with it. Chunks on prefill workers take no time. Every draw is TOKEN.
     """
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        ready: ComputeReady,
-        seconds: Callable[[RoundLoad], float],
-        chunk_s: Callable[[StepLoad], float] | None = None,
-    ) -> None:
-        """``chunk_s``: seconds of a chunk on a prefill worker; None = it takes no time."""
-        self.clock, self.ready = clock, ready
-        self._seconds, self._chunk_s = seconds, chunk_s
-        self._chunks = list[tuple[float, int, list[StepDone]]]()  # on prefill workers, a heap: when each is done
-        self._chunks_free_at, self._num_chunks = dict[int, float](), 0
-        self.tokens_per_s = float("inf")  # from one prefill worker to another
+    def __init__(self, clock: VirtualClock, ready: ComputeReady, seconds: Callable[[RoundLoad], float]) -> None:
+        self.clock, self.ready, self._seconds = clock, ready, seconds
         self._done: deque[StepDone] = deque()
         self._flights: deque[_Flight] = deque()
         self._free_at = 0.0
         self.decoding: list[int] = []  # decoding rows of each round
 
     def submit(self, new: RunRound) -> None:
-        load = RoundLoad(tuple(_load(step) for step in new.steps if step.plan.rows))
+        load = RoundLoad(tuple(load_of(step) for step in new.steps if step.plan.rows))
         self._free_at = max(self.clock.now, self._free_at) + (self._seconds(load) if load.steps else 0.0)
         self.decoding.append(load.decoding)
-        self._flights.append(_Flight(self._free_at, [_done(step) for step in new.steps]))
+        self._flights.append(_Flight(self._free_at, [done_of(step) for step in new.steps]))
 
     def submit_prefill(self, worker: int, new: RunRound) -> None:
-        done = [_done(step) for step in new.steps]
-        if self._chunk_s is None:
-            self._done.extend(done)
-            return
-        free_at = max(self.clock.now, self._chunks_free_at.get(worker, 0.0))
-        moved = sum(op.count for step in new.steps for op in step.plan.ops if isinstance(op, FetchPrefix))
-        begins = max(free_at, self.clock.now + moved / self.tokens_per_s)  # it comes while the chunk before is computed
-        done = [msgspec.structs.replace(each, fetch_s=begins - free_at) for each in done]
-        self._chunks_free_at[worker] = begins + sum(self._chunk_s(_load(step)) for step in new.steps)
-        self._num_chunks += 1
-        heappush(self._chunks, (self._chunks_free_at[worker], self._num_chunks, done))
+        self._done.extend(done_of(step) for step in new.steps)
 
     def wait(self) -> StepDone | EpochChanged:
         if not self._done:
             due = self.next_event_s
             while self.clock.advance(due):  # until nothing else happens by then
                 pass
-            if self._chunks and self._chunks[0][0] <= due:
-                self._done.extend(heappop(self._chunks)[2])
-            else:
-                self._done.extend(self._flights.popleft().done)
+            self._done.extend(self._flights.popleft().done)
         return self._done.popleft()
 
     @property
@@ -116,8 +89,7 @@ class SimulatedExecutor:
         """The time at which ``wait`` has a result; infinite if nothing is in flight."""
         if self._done:
             return self.clock.now
-        flight = self._flights[0].due if self._flights else float("inf")
-        return min(flight, self._chunks[0][0]) if self._chunks else flight
+        return self._flights[0].due if self._flights else float("inf")
 
     def check_workers(self) -> EpochChanged | None:
         return None
@@ -139,7 +111,6 @@ class SimulatedPool(NamedTuple):
     """Simulated workers that take the time of a function, as an engine sees them. ``blocks`` of ``block`` tokens;
     sequences of up to ``longest`` tokens, ``most`` at once, in ``batches``. ``chunk``: rows of prompts in a round or,
     with ``prefill`` workers, on one of these. 0 = prompts take no time, and ``prefill`` of them can begin at once.
-    ``kept``: blocks that such a worker keeps for shared prefixes, in addition to the longest prompt; 0 = it keeps none.
     """
 
     layers: int
@@ -150,35 +121,28 @@ class SimulatedPool(NamedTuple):
     batches: int = 1
     chunk: int = 0
     prefill: int = 0
-    kept: int = 0
 
-    def engine(
-        self,
-        clock: VirtualClock,
-        seconds: Callable[[RoundLoad], float],
-        chunk_s: Callable[[StepLoad], float] | None = None,
-    ) -> tuple[Engine, SimulatedExecutor]:
-        """Return the real engine, unchanged, on an executor with such workers. ``seconds``: of a round; ``chunk_s``: of
-        a chunk on a prefill worker.
-        """
-        ready = simulated_ready(
+    @property
+    def ready(self) -> ComputeReady:
+        """The facts of the workers."""
+        return simulated_ready(
             num_layers=self.layers, num_blocks=self.blocks, block_size=self.block, max_len=self.longest + 1
         )
-        options = {
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of an engine for them."""
+        return {
             "transport": HERE, "block_size": self.block, "max_num_seqs": self.most, "memory_workers": 1,
             "prefill_chunk": self.chunk or max(self.longest, self.block),
             "prefill_workers": self.prefill or (0 if self.chunk else PREFILL_WORKERS), "pipeline": self.batches,
-            "enable_prefix_caching": bool(self.kept),
+            "enable_prefix_caching": False,
         }  # fmt: skip
-        store = BindReply(
-            windows=[0],
-            kv_shards=[KvShards()],
-            stripe_blocks=0,
-            num_blocks=[self.kept + self.longest // self.block + 1],
-        )
-        ready = msgspec.structs.replace(ready, prefill_stores=[store] * self.prefill if self.kept else [])
-        wire = SimulatedExecutor(clock, ready, seconds, chunk_s)
-        return Engine(wire, make_config(options), clock), wire
+
+    def engine(self, clock: VirtualClock, seconds: Callable[[RoundLoad], float]) -> tuple[Engine, SimulatedExecutor]:
+        """Return the real engine, unchanged, on an executor with such workers. ``seconds``: of a round."""
+        executor = SimulatedExecutor(clock, self.ready, seconds)
+        return Engine(executor, make_config(self.options), clock), executor
 
 
 def simulated_ready(*, num_layers: int, num_blocks: int, block_size: int, max_len: int) -> ComputeReady:
@@ -192,7 +156,8 @@ def simulated_ready(*, num_layers: int, num_blocks: int, block_size: int, max_le
     )  # fmt: skip
 
 
-def _load(step: RunStep) -> StepLoad:
+def load_of(step: RunStep) -> StepLoad:
+    """Return the work of a step."""
     number = prompt = stored = pairs = 0
     for row in step.plan.rows:
         first, count = row.first, row.count
@@ -204,7 +169,8 @@ def _load(step: RunStep) -> StepLoad:
     return StepLoad(step.plan.batch, number, prompt, stored, pairs)
 
 
-def _done(step: RunStep) -> StepDone:
+def done_of(step: RunStep) -> StepDone:
+    """Return the report on a step."""
     plan = step.plan
     return StepDone(
         epoch=plan.epoch,
