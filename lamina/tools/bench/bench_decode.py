@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from lamina.cli.common.config_file import add_config_flag
 from lamina.cli.common.flags import add_engine_flags, check_at_least, engine_config, print_config
 from lamina.config.flat_options import flat_options
-from lamina.facts.report import count_text
+from lamina.facts.report import count_text, table
 
-from .bench_report import PERCENTILES, spread_ms
+from .bench_report import spread_ms, spread_table
 
 if TYPE_CHECKING:
     from lamina.api.llm import LLM
@@ -118,12 +118,10 @@ def _seconds(after: dict[str, float], before: dict[str, float]) -> dict[str, flo
 
 
 def _table(result: dict[str, Any]) -> str:
-    lines = [
-        f"{'output tokens/s':<24}{result['output_throughput']:10.1f}",
-        f"{'prefill tokens/s':<24}{result['prefill_throughput']:10.1f}",
-        f"{'step, ms':<24}{'mean':>10}" + "".join(f"{f'p{p}':>10}" for p in PERCENTILES),
-        f"{'':<24}{result['mean_step_ms']:10.2f}" + "".join(f"{result[f'p{p}_step_ms']:10.2f}" for p in PERCENTILES),
+    rates = {f"{name} tokens/s": f"{result[f'{name}_throughput']:.1f}" for name in ("output", "prefill")}
+    rows = [list(rate) for rate in rates.items()]
+    rows += [
+        [worker, "  ".join(f"{k.removesuffix('_s')} {v:.3f} s" for k, v in seconds.items())]
+        for worker, seconds in result["seconds_by_worker"].items()
     ]
-    for worker, seconds in result["seconds_by_worker"].items():
-        lines.append(f"{worker:<24}" + "  ".join(f"{k.removesuffix('_s')} {v:.3f} s" for k, v in seconds.items()))
-    return "\n".join(lines)
+    return "\n".join([*table(rows), *spread_table(result, {"a step": "step"})])

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from lamina.facts import report
 
 if TYPE_CHECKING:
     from .openai_client import Answer
 
 PERCENTILES = (50, 90, 95, 99)
+_TITLES = {  # of numbers alone
+    "completed": "requests served",
+    "refused": "refused for load",
+    "failed": "failed",
+    "dropped": "dropped, since too long",
+    "duration": "seconds",
+    "total_input_tokens": "input tokens",
+    "total_output_tokens": "output tokens",
+    "request_throughput": "requests/s",
+    "output_throughput": "output tokens/s",
+    "total_token_throughput": "tokens/s",
+}
 TITLES = {
     "ttft": "time to first token",
     "tpot": "time per output token, first one excluded",
@@ -69,27 +83,20 @@ def summary(answers: Sequence[Answer], *, details: bool = False) -> dict[str, An
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the same results as a table."""
-    lines = [
-        _line("requests served", result["completed"]),
-        _line("refused for load", result["refused"]),
-        _line("failed", result["failed"]),
-        _line("seconds", result["duration"]),
-        _line("input tokens", result["total_input_tokens"]),
-        _line("output tokens", result["total_output_tokens"]),
-        _line("requests/s", result["request_throughput"]),
-        _line("output tokens/s", result["output_throughput"]),
-        _line("tokens/s", result["total_token_throughput"]),
-    ]
-    if "dropped" in result:
-        lines.insert(3, _line("dropped, since too long", result["dropped"]))
-    heads = ["mean", *(f"p{p}" for p in PERCENTILES)]
-    lines.append(f"{'milliseconds':<44}" + "".join(f"{h:>11}" for h in heads))
-    for name, title in TITLES.items():
-        cells = [result[f"mean_{name}_ms"], *(result[f"p{p}_{name}_ms"] for p in PERCENTILES)]
-        lines.append(f"{f'{name.upper()}  {title}':<44}" + "".join(f"{c:11.2f}" for c in cells))
+    """Return the same results as tables."""
+    named = {name: title for name, title in _TITLES.items() if name in result}
+    rows = [[title, _number(result[name])] for name, title in named.items()]
+    times = {f"{name.upper()}  {title}": name for name, title in TITLES.items()}
+    lines = [*report.table(rows), *spread_table(result, times)]
     return "\n".join([*lines, *(f"error: {e}" for e in result["errors"])])
 
 
-def _line(title: str, value: float) -> str:
-    return f"{title:<44}{value:11.2f}" if isinstance(value, float) else f"{title:<44}{value:11d}"
+def spread_table(result: dict[str, Any], names: Mapping[str, str]) -> list[str]:
+    """Return lines with mean and percentiles of what ``spread_ms`` has put into a result: title -> its name there."""
+    fields = ("mean", *(f"p{p}" for p in PERCENTILES))
+    rows = [[title, *(_number(result[f"{field}_{name}_ms"]) for field in fields)] for title, name in names.items()]
+    return report.table([["milliseconds", *fields], *rows])
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

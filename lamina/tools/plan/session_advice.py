@@ -1,16 +1,56 @@
-"""``lamina-launch sessions advise MODEL``: how much memory or disk its sessions need, and what that costs."""
+"""``lamina-launch sessions advise MODEL``: the memory or disk that inactive sessions need, and its cost compared with
+computing them again (CachedAttention, arXiv 2403.19708, sections 2.4, 3.2 and 4.3.6).
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from lamina.config.option import parse_size
 from lamina.facts.report import duration_text, size_text, table
 
-if TYPE_CHECKING:
-    from .session_memory import SessionMemory, SessionPrices
+HOUR_S = 3600.0
+# Capacity divided by the need of all sessions of an hour -> the share of turns that were hits, in the paper's run
+# (figure 23).
+PAPER_HITS = {0.1: 0.51, 0.25: 0.98}
+
+
+class SessionPrices(NamedTuple):
+    """US dollars for an hour: of a GPU, of a GB of memory, of a GB of disk. Those of the paper (section 4.2)."""
+
+    gpu: float = 5.0
+    memory: float = 0.0088
+    disk: float = 0.000082
+
+
+class SessionMemory(NamedTuple):
+    """Bytes. ``session``: CCpS, one at its longest; ``all``: CCpUT, all sessions of an hour. ``advised``: the share of
+    these by PAPER_HITS with nearly as many hits.
+    """
+
+    session: float
+    all: float
+    advised: float
+
+
+def session_memory(kv_bytes_per_token: float, context: int, per_hour: float) -> SessionMemory:
+    """Return the memory of sessions. ``context``: most tokens; ``per_hour``: DSpUT, distinct active sessions within an
+    hour, the least time that the KV of each is kept.
+    """
+    session = kv_bytes_per_token * context
+    return SessionMemory(session, per_hour * session, max(PAPER_HITS) * per_hour * session)
+
+
+def stored_cost(memory_bytes: float, disk_bytes: float, prices: SessionPrices) -> float:
+    """Return the dollars for storage of one hour."""
+    return (memory_bytes * prices.memory + disk_bytes * prices.disk) / 1e9
+
+
+def computed_cost(tokens: float, tokens_per_s: float, prices: SessionPrices) -> float:
+    """Return the dollars for computing so many tokens again, if a GPU computes ``tokens_per_s`` of a prompt."""
+    return tokens / tokens_per_s / HOUR_S * prices.gpu
 
 
 def add_arguments(group: Any) -> None:
@@ -31,7 +71,6 @@ def add_arguments(group: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the action. Returns exit status 0. Raises ValueError."""
     from .model_facts import model_facts
-    from .session_memory import session_memory
 
     if args.id:
         raise ValueError("sessions advise takes a model and no session_id")
@@ -58,15 +97,11 @@ def run(args: argparse.Namespace) -> int:
 
 def prices_of(args: argparse.Namespace) -> SessionPrices:
     """Return the paper's prices, replaced by those that are given."""
-    from .session_memory import SessionPrices
-
     given = {"gpu": args.gpu_hour, "memory": args.memory_hour, "disk": args.disk_hour}
     return SessionPrices()._replace(**{name: price for name, price in given.items() if price is not None})
 
 
 def _capacity(args: argparse.Namespace, context: int, demand: SessionMemory) -> list[list[str]]:
-    from .session_memory import PAPER_HITS, stored_cost
-
     memory = parse_size(args.memory, "--memory") if args.memory else 0
     prices = prices_of(args)
     disk = max(0.0, demand.advised - memory)
@@ -90,8 +125,6 @@ def _capacity(args: argparse.Namespace, context: int, demand: SessionMemory) -> 
 def _again(args: argparse.Namespace, context: int, demand: SessionMemory) -> list[list[str]]:
     """Return rows on the cost of computing a session again at its longest."""
     from lamina.kv.layerwise_load import buffer_bytes
-
-    from .session_memory import computed_cost
 
     prices, rows = prices_of(args), list[list[str]]()
     rows.append(["computed again", duration_text(context / args.prefill_rate), f"of a GPU for {context} tokens"])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lamina.cli.common.flags import check_at_least
 from lamina.config.flag_groups import flag_name
 from lamina.config.option import parse_seconds
+from lamina.facts.report import table
 from lamina.scheduler.conductor import Conductor, ConductorConfig
 from lamina.scheduler.conductor.baselines import BASELINE_POLICIES
 from lamina.scheduler.conductor.latency_model import (
@@ -218,10 +219,7 @@ def _told(rules: ConductorConfig, report: PoolsReport, cpu_s: float) -> dict[str
     return {"policy": rules.policy, "overload": rules.overload, "cpu_s": round(cpu_s, 2), **report.to_json()}
 
 
-_COLUMNS = (
-    f"{'policy':13}{'TTFT mean':>10}{'p50':>8}{'p90':>8}{'p99':>8}{'hit':>6}{'moved':>9}{'copies':>8}"
-    f"{'max/mean':>9}{'off':>6}{'CPU s':>7}"
-)
+_COLUMNS = ["policy", "TTFT mean", "p50", "p90", "p99", "hit", "moved", "copies", "max/mean", "off", "CPU s"]
 
 
 def _head(args: argparse.Namespace, trace: RequestTrace, count: int) -> str:
@@ -237,13 +235,18 @@ def _text(
     trace: RequestTrace,
     told: list[tuple[ConductorConfig, PoolsReport, float]],
 ) -> str:
-    lines = [_head(args, trace, told[0][1].requests), _COLUMNS]
-    for rules, report, cpu_s in told:
-        lines.append(
-            f"{rules.policy:13}{report.mean_ttft_s:10.2f}{report.p50_ttft_s:8.2f}{report.p90_ttft_s:8.2f}"
-            f"{report.p99_ttft_s:8.2f}{report.hit:6.3f}{report.moved_tokens:9}{report.kv_replicas:8}"
-            f"{report.imbalance:9.2f}{report.expected_off:6.2f}{cpu_s:7.1f}"
-        )
+    rows = [
+        [
+            rules.policy, f"{r.mean_ttft_s:.2f}", f"{r.p50_ttft_s:.2f}", f"{r.p90_ttft_s:.2f}", f"{r.p99_ttft_s:.2f}",
+            f"{r.hit:.3f}", f"{r.moved_tokens}", f"{r.kv_replicas}", f"{r.imbalance:.2f}", f"{r.expected_off:.2f}",
+            f"{cpu_s:.1f}",
+        ]
+        for rules, r, cpu_s in told
+    ]  # fmt: skip
+    columns, *shown = table([_COLUMNS, *rows])
+    lines = [_head(args, trace, told[0][1].requests), columns]
+    for line, (rules, report, _) in zip(shown, told, strict=True):
+        lines.append(line)
         if rules.limits != SloLimits():
             refused = ", ".join(f"{n} by {why}" for why, n in sorted(report.refused.items())) or "none"
             lines.append(

@@ -7,7 +7,7 @@ import pytest
 from lamina.cli.launch import main
 from lamina.kv.layerwise_load import buffer_bytes
 from lamina.tools.plan.model_facts import paper_models
-from lamina.tools.plan.session_memory import SessionPrices, computed_cost, session_memory, stored_cost
+from lamina.tools.plan.session_advice import SessionPrices, computed_cost, session_memory, stored_cost
 
 GIB = 1 << 30
 PAPER = SessionPrices()
