@@ -106,6 +106,12 @@ def _key(name: str, given: str) -> str:
     return given or os.environ.get(variable, "")
 
 
+def _check_key_file(path: str) -> None:
+    """Raises ValueError for a TLS key that all users of this host may use."""
+    if path and os.path.isfile(path) and (mode := stat.S_IMODE(os.stat(path).st_mode)) & 0o007:
+        raise ValueError(f"--ssl-keyfile {path}: all users of this host may use it (mode {mode:04o}): chmod o= {path}")
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 after an orderly end, 1 where the engine was lost; raises ValueError for bad input."""
     options = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)}
@@ -120,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
         shown = {**dataclasses.asdict(config), **secret}
         print_config(engine, model=args.model, **shown)
         return 0
+    _check_key_file(config.ssl_keyfile)
     if args.dry_run:
         if config.journal:
             check_journal_directory(config.journal)
@@ -146,6 +153,8 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     from lamina.server.engine_client.messages import StartEngine
 
     peek_config(model, trust_remote_code=engine.model.trust_remote_code)
+    for secret in ("LAMINA_API_KEY", "LAMINA_ADMIN_KEY"):  # workers and hosts elsewhere get this environment
+        os.environ.pop(secret, None)
     with _journal(model, config) as journal, listener(config) as sock:
         url = _url(config, sock)
         START.get(worker_environment(0))

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from lamina.request import ErrorOrigin, Refusal
 
@@ -63,7 +64,19 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
         headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error.body, error.status, headers)
+    return _ErrorResponse(error, headers)
+
+
+class _ErrorResponse(Response):
+    """The reply of an error, which it leaves in the request's state for the log."""
+
+    def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
+        super().__init__(msgspec.json.encode(error.body), error.status, headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["error"] = self._error
+        await super().__call__(scope, receive, send)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -58,7 +58,7 @@ def run(
     journal: Journal | None,
 ) -> int:
     """Serve until a signal, or until the engine is lost. Returns the exit status: 0, or 1 if the engine was lost."""
-    set_up_logging(as_json=config.log_json)
+    set_up_logging(as_json=config.log_json, level=config.log_level)
     logger.info("starting %s", model)
     return uvloop.run(_serve(model, config, engine_config, handle, sock, on_ready, journal))
 

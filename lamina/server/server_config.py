@@ -21,6 +21,9 @@ def option(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Everything about the HTTP side. Lists are separated by commas; 0 or "" switches a thing off unless said
@@ -108,6 +111,7 @@ class ServerConfig:
     dashboard: bool = option(True, "a page at / to chat and to watch both pools; with API keys browsers cannot load it")
     metrics_compat: str = option("", "'vllm' shows metrics under the names of vLLM too")
     log_json: bool = option(False, "log lines as JSON")
+    log_level: str = option("info", f"the least level of lines in the log: {', '.join(LOG_LEVELS)}")
     log_stats_s: float = option(10.0, "seconds between status lines in the log; 0 = none")
     enable_log_requests: bool = option(True, "log a line for every request; never its text")
 
@@ -131,6 +135,8 @@ class ServerConfig:
             raise ValueError(f"--port must lie in 0..65535, not {self.port}")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"--root-path must begin with / and not end with it, such as /llm, not {self.root_path!r}")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"--log-level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         if self.metrics_compat not in ("", "vllm"):
             raise ValueError(f"--metrics-compat must be vllm or empty, not {self.metrics_compat!r}")
         if self.chat_template_content_format not in (formats := ("auto", "string", "openai")):

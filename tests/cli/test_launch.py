@@ -269,6 +269,15 @@ def test_a_key_on_the_command_line_warns(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "--api-key: other users of this host can see it; set LAMINA_API_KEY instead\n"
 
 
+def test_a_tls_key_that_all_users_may_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "key.pem"
+    key.write_text("")
+    key.chmod(0o604)
+    assert main(["serve", MODEL, "--dry-run", "--ssl-keyfile", str(key), "--ssl-certfile", str(key)]) == 2
+    said = f"--ssl-keyfile {key}: all users of this host may use it (mode 0604): chmod o= {key}"
+    assert capsys.readouterr().err == f"lamina-launch serve: {said}\n"
+
+
 def test_version_and_a_typo_in_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -168,6 +168,7 @@ SERVER_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"root_path": "/llm/"}, "--root-path must begin with / and not end with it, such as /llm, not '/llm/'"),
     ({"metrics_compat": "tgi"}, "--metrics-compat must be vllm or empty, not 'tgi'"),
     ({"chat_template_content_format": "parts"}, "--chat-template-content-format must be one of auto, string, openai, not 'parts'"),
+    ({"log_level": "loud"}, "--log-level must be one of debug, info, warning, error, not 'loud'"),
     ({"api_key": " , "}, "--api-key is blank: give a key, or leave it out"),
     ({"admin_key": " "}, "--admin-key is blank: give a key, or leave it out"),
     ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile and --ssl-certfile belong together: give both"),

@@ -7,9 +7,12 @@ import json
 import logging
 import re
 import secrets
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import TracebackType
 from typing import Any
 
 from starlette.routing import BaseRoute, Match, Route
@@ -21,6 +24,7 @@ from .http_metrics import ServerMetrics
 
 NO_REQUEST = "-"
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default=NO_REQUEST)
+MAX_PATH = 256  # characters of a path in the log
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 logger = logging.getLogger(__name__)
 
@@ -84,7 +88,22 @@ class RequestLog:
         call = state.get("call")
         if self._log_requests and (call is not None or status >= 400):
             fields = {"status": status, "seconds": round(seconds, 4), **(call.log_fields() if call is not None else {})}
+            if status >= 400:
+                fields |= _why(scope, state)
             logger.info("%s %s", scope["method"], handler, extra={"fields": fields})
+
+
+def _why(scope: Scope, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a refused request's line: who asked for what, and the error."""
+    path = (state.get("raw_path") or scope.get("raw_path") or b"")[:MAX_PATH].decode("ascii", "backslashreplace")
+    fields = {"path": path, "client": (scope.get("client") or ("",))[0]}
+    if isinstance(error := state.get("error"), ApiError):
+        fields |= {"code": error.code, "param": error.param, "error": error.message}
+    return {name: value for name, value in fields.items() if value}
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) and (" " in value or not value.isprintable()) else str(value)
 
 
 class LogFormatter(logging.Formatter):
@@ -97,7 +116,7 @@ class LogFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # the part before a traceback
         about = REQUEST_ID.get()
         fields = getattr(record, "fields", {}) | ({"request_id": about} if about != NO_REQUEST else {})
-        return super().formatMessage(record) + "".join(f" {k}={v}" for k, v in fields.items())
+        return super().formatMessage(record) + "".join(f" {k}={_quoted(v)}" for k, v in fields.items())
 
     def format(self, record: logging.LogRecord) -> str:
         if not self._as_json:
@@ -115,11 +134,22 @@ class LogFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def set_up_logging(*, as_json: bool) -> None:
-    """Log lines of this package, and warnings of uvicorn, to stderr."""
+def set_up_logging(*, as_json: bool, level: str = "info") -> None:
+    """Log lines of this package, and warnings of all others, to stderr: also Python's warnings, and uncaught exceptions
+    of all threads.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(as_json=as_json))
-    for name, level in (("lamina", logging.INFO), ("uvicorn", logging.WARNING)):
-        log = logging.getLogger(name)
-        log.handlers, log.propagate = [handler], False
-        log.setLevel(level)
+    logging.getLogger().handlers = [handler]
+    log = logging.getLogger("lamina")
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(level.upper())
+    logging.captureWarnings(True)
+    if as_json:
+        sys.excepthook = _log_uncaught
+        threading.excepthook = lambda failed: _log_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if error is not None and not issubclass(kind, KeyboardInterrupt | SystemExit):
+        logger.error("uncaught exception", exc_info=(kind, error, trace))

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lamina.server.errors import ApiError, error_response
 
 OPERATOR = frozenset({"/scale", "/drain", "/cordon"})  # they accept the operator's key only
+METRICS = "/metrics"  # of all tenants: where there is an operator's key, it needs that one
 PUBLIC_PATHS = OPERATOR | {"/health", "/ping"}
 
 
@@ -31,7 +32,7 @@ class Auth:
         given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
         key_id = _match(given, self._digests) if self._digests else b""
         error = None
-        if scope["path"] in OPERATOR and self._operator is not None:
+        if scope["path"] in (*OPERATOR, METRICS) and self._operator is not None:
             error = _operator_error(given) if _match(given, [self._operator]) is None else None
         elif key_id is None and scope["path"] not in PUBLIC_PATHS:
             error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")

@@ -16,6 +16,7 @@ class RootPath:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
             raw = scope.get("raw_path") or b""
+            scope.setdefault("state", {})["raw_path"] = raw  # for the log
             scope = {**scope, "path": scope["path"][len(self._root) :]}
             if raw.startswith(self._root.encode()):
                 scope["raw_path"] = raw[len(self._root.encode()) :]

@@ -8,6 +8,8 @@ import itertools
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -333,3 +335,57 @@ def test_a_wrong_method_is_told_the_right_one() -> None:
         assert response.status_code == 405
         assert response.headers["allow"] == allowed
         assert allowed in error_of(response)["message"]
+
+
+def test_the_line_of_a_refused_request_says_who_asked_for_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("lamina").propagate = True
+    service = make_service(root_path="/llm")
+    with caplog.at_level(logging.INFO, "lamina"):
+        ask("POST", "/llm/v1/completions", service, json={"prompt": "x", "temprature": 1})
+        ask("GET", "/nothing%20here", service)
+        ask("GET", "/v1/models", make_service(api_key="k"))
+    fields = [record.fields for record in caplog.records if hasattr(record, "fields")]
+    for each in fields:
+        assert each.pop("seconds") >= 0
+    assert fields == [
+        {
+            "status": 400,
+            "path": "/llm/v1/completions",
+            "client": "127.0.0.1",
+            "code": "unknown_field",
+            "param": "temprature",
+            "error": "unknown field 'temprature': did you mean temperature? Correct it or leave it out; a server with "
+            "--allow-unknown-fields ignores it",
+        },
+        {"status": 404, "path": "/nothing%20here", "client": "127.0.0.1", "code": "not_found",
+         "error": "there is no such route"},
+        {"status": 401, "path": "/v1/models", "client": "127.0.0.1", "code": "invalid_api_key",
+         "error": "a valid API key is needed: Authorization: Bearer KEY"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["", "k"])
+def test_metrics_need_the_operators_key_where_there_is_one(key: str) -> None:
+    service = make_service(api_key=key, admin_key="admin")
+    for given, status in ((None, 401), ("k", 401), ("admin", 200)):
+        headers = {} if given is None else {"authorization": f"Bearer {given}"}
+        assert ask("GET", "/metrics", service, headers=headers).status_code == status
+    assert ask("GET", "/metrics").status_code == 200
+
+
+def test_warnings_and_uncaught_exceptions_are_json() -> None:
+    program = (
+        "import sys, threading, warnings, logging; from lamina.server.metrics.request_log import set_up_logging;"
+        "set_up_logging(as_json=True, level='warning'); logging.getLogger('lamina').info('no');"
+        "warnings.warn('old'); logging.getLogger('other').warning('theirs');"
+        "t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join(); raise ValueError('end')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["level"] for line in lines] == ["WARNING", "WARNING", "ERROR", "ERROR"]
+    assert ["old" in lines[0]["message"], lines[1]["message"]] == [True, "theirs"]
+    assert [lines[n]["exception"].splitlines()[-1] for n in (2, 3)] == [
+        "ZeroDivisionError: division by zero",
+        "ValueError: end",
+    ]
+    assert done.returncode == 1
