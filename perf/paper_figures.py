@@ -216,8 +216,8 @@ def figure14() -> PaperFigure:
             if 4096 * batch <= capacities(name)[0]:
                 of = batch_load(batch, 4096)
                 with_it = costs.step(where, of)
-                total = with_it.model_s + with_it.attention_s
-                savings[batch] = 100 * (1 - (total + with_it.network_s) / (total + with_it.network_s + with_it.hidden_s))
+                total = with_it.model_s + with_it.attention_s + with_it.network_s
+                savings[batch] = 100 * (1 - total / (total + with_it.hidden_s))
         lines += [FigureValue(f"{name}, {b} requests", "%", None, share) for b, share in savings.items()]
         lines.append(FigureValue(f"{name}, the most", "%", stated, max(savings.values())))
     return PaperFigure(

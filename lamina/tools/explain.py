@@ -19,7 +19,7 @@ from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import options_of, parse_size
 from lamina.config.sparsity import SparsityOptions
-from lamina.facts.hardware import DEVICES, Device, device
+from lamina.facts.hardware import DEVICES, device
 from lamina.facts.report import estimate_text, explain_text
 from lamina.facts.roofline import Estimate, estimate
 
@@ -76,16 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be planned")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Devices:
-    compute: Device
-    memory: Device
-    num_compute: int
-    num_memory: int
-    batch: int
-    length: int
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns exit status 0; raises ValueError for bad input."""
     check_at_least(args, 1, "tensor_parallel_size", "batch", "length")
@@ -108,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     modelled = None
     if devices is not None:
         layers = attention_work(program, args.kv_cache_dtype)
-        modelled = estimate(gemm_work(program), layers, program.weight_bytes, **vars(devices))
+        modelled = estimate(gemm_work(program), layers, program.weight_bytes, **devices)
     tiers = _tiers(args, sparsity, program) if sparsity is not None else []
     if args.dot:
         Path(args.dot).write_text(to_dot(program))
@@ -120,27 +110,28 @@ def _print(
     args: argparse.Namespace,
     facts: dict[str, Any],
     modelled: Estimate | None,
-    devices: _Devices | None,
+    devices: dict[str, Any] | None,
     tiers: Sequence[KVTiers | MemorySplit],
 ) -> None:
     if args.json:
         for part in tiers:
             facts |= part.facts
         if modelled is not None and devices is not None:
-            named = {"compute_device": devices.compute.name, "memory_device": devices.memory.name}
+            named = {f"{role}_device": devices[role].name for role in ("compute", "memory")}
             facts["modelled"] = {**named, "kv_cache_dtype": args.kv_cache_dtype, **dataclasses.asdict(modelled)}
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         return
     sys.stdout.write(explain_text(facts) + "  (columns: lamina-launch explain --help)\n")
     if modelled is not None and devices is not None:
-        sys.stdout.write("\n" + estimate_text(modelled, devices.compute, devices.memory, args.kv_cache_dtype))
+        sys.stdout.write("\n" + estimate_text(modelled, devices["compute"], devices["memory"], args.kv_cache_dtype))
     for part in tiers:
         sys.stdout.write("\n" + "\n".join(part.lines) + "\n")
     if args.dot:
         sys.stdout.write(f"\nwrote {args.dot}; draw it with: dot -Tsvg -O {args.dot}\n")
 
 
-def _devices(args: argparse.Namespace) -> _Devices | None:
+def _devices(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return what ``estimate`` takes, by name; None if no devices are named. Raises ValueError."""
     if args.compute_device is None and args.memory_device is None:
         return None
     for name in ("compute_device", "memory_device"):
@@ -152,9 +143,11 @@ def _devices(args: argparse.Namespace) -> _Devices | None:
         raise ValueError(f"--dop {args.dop} is not two numbers such as 2,4") from None
     if min(num_compute, num_memory) < 1:
         raise ValueError(f"--dop {args.dop}: at least one device of each kind is needed")
-    compute = device(args.compute_device, "--compute-device")
-    memory = device(args.memory_device, "--memory-device")
-    return _Devices(compute, memory, num_compute, num_memory, args.batch, args.length)
+    return {
+        "compute": device(args.compute_device, "--compute-device"), "num_compute": num_compute,
+        "memory": device(args.memory_device, "--memory-device"), "num_memory": num_memory,
+        "batch": args.batch, "length": args.length,
+    }  # fmt: skip
 
 
 def _sparsity(args: argparse.Namespace) -> SparsityOptions | None:

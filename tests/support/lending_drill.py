@@ -14,10 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lending_fixture import DrillSizes, LendingFixture, StreamReader, seconds_until
+from lending_fixture import DebtorServer, DrillSizes, LendingFixture, StreamReader, seconds_until
 
 from lamina.config.option import parse_size
-from lamina.tools.drill.target import Target
 
 SILENCE_S = 300.0  # that fails a stream, and anything else that does not come
 SOON_S = 30.0
@@ -172,7 +171,7 @@ class LendingDrill:
         right = any(lent.values()) and back is not None and back < BACK_S
         return Scene("", right, f"{_said(lent)} came back, as the ledger knew {back or SOON_S:.1f} s later")
 
-    def _begun(self, server: Target) -> StreamReader:
+    def _begun(self, server: DebtorServer) -> StreamReader:
         """A stream of which some tokens have come, while nothing was on loan before."""
         self._await_rest()
         reading = StreamReader(server.url, self._body, SILENCE_S)
@@ -191,7 +190,7 @@ class LendingDrill:
         return Scene("", right and same, what + (f"; other tokens: {told.error}" if not same else ""), pause)
 
 
-def borrowed_bytes(server: Target) -> float:
+def borrowed_bytes(server: DebtorServer) -> float:
     """Bytes that ``server`` borrows, by its metrics."""
     lines = [line for line in server.metrics().splitlines() if "lamina:borrowed_bytes{" in line]
     return sum(float(line.rpartition(" ")[2]) for line in lines)

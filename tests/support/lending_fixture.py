@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from lamina.executor.lending.lending_listener import LEDGER_NAME, open_link, par
 from lamina.lending.lending_messages import DebtsReply, DebtsRequest, FromLedger
 from lamina.netstack.contract.cluster_key import KEY
 from lamina.netstack.own_python import own_python
-from lamina.tools.drill.client_streams import StreamRecord, read_one
+from lamina.tools.drill.client_streams import StreamRecord, read_all
 from lamina.tools.drill.target import Target
 from lamina.utils.proc import descendants_of
 
@@ -59,12 +60,31 @@ class StartedCommand(NamedTuple):
         self.process.wait()
 
 
+class DebtorServer(Target):
+    """A server whose log, metrics and processes are looked at."""
+
+    def pid_of(self, place: str) -> int:
+        """The id of the process at a place, such as engine. Raises StopIteration where there is none."""
+        return next(victim.pid for victim in self._processes() if victim.place == place)
+
+    def has_logged(self, words: str, since: float) -> bool:
+        """Whether its log has had ``words`` since that moment of time.perf_counter."""
+        return any(words in line for at, line in list(self.log) if at >= since)
+
+    def metrics(self) -> str:
+        """The text of its /metrics. Raises OSError."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=60.0) as answer:
+            return str(answer.read().decode())
+
+
 class StreamReader:
     """A stream that a thread reads."""
 
     def __init__(self, url: str, body: dict[str, Any], timeout_s: float) -> None:
         self.record, self.has_begun = StreamRecord(), time.perf_counter()
-        self._thread = threading.Thread(target=read_one, args=(url, body, timeout_s, self.record), daemon=True)
+        self._thread = threading.Thread(
+            target=read_all, args=(url, [body], timeout_s, None, 0.0, [self.record]), daemon=True
+        )
         self._thread.start()
 
     @property
@@ -87,7 +107,7 @@ class LendingFixture:
     def __init__(self, model: str, sizes: DrillSizes) -> None:
         """Raises OSError where something does not start."""
         self._key, self._sizes, self._started = secrets.token_bytes(32), sizes, list[StartedCommand]()
-        self._targets, self._folder = list[Target](), tempfile.TemporaryDirectory()
+        self._targets, self._folder = list[DebtorServer](), tempfile.TemporaryDirectory()
         self._environment = {**os.environ, KEY: self._key.hex()}
         try:
             self.start_ledger(f"127.0.0.1:{free_port()}")  # not by 0: it is to be taken again
@@ -147,12 +167,12 @@ class LendingFixture:
         self._folder.cleanup()
         return left
 
-    def _serve(self, model: str, kv_bytes: int, entry: str) -> Target:
+    def _serve(self, model: str, kv_bytes: int, entry: str) -> DebtorServer:
         file = Path(self._folder.name) / f"lending-{len(self._targets)}.yaml"
         file.write_text(f"ledger: {self.place}\n{entry}\n")
         flags = ["--kv-cache-memory-bytes", str(kv_bytes), "--lending", str(file)]
         own = ["--partition", "spill", "--memory-workers", "2", "--no-enable-prefix-caching", "--deterministic"]
-        target = Target(model, [*own, *flags], environment=self._environment)
+        target = DebtorServer(model, [*own, *flags], environment=self._environment)
         self._targets.append(target)
         return target
 

@@ -116,18 +116,6 @@ async def _read_all(
     return records
 
 
-def read_one(url: str, body: dict[str, Any], timeout_s: float, record: StreamRecord) -> None:
-    """Read a stream to its end into ``record``, which other threads may read meanwhile."""
-
-    async def read() -> None:
-        from lamina.tools.bench.openai_client import open_client
-
-        async with open_client(url, "", timeout_s) as http:
-            await _read(http, body, record)
-
-    asyncio.run(read())
-
-
 async def _call(hit: Callable[[], object], after_s: float) -> None:
     await asyncio.sleep(after_s)
     await asyncio.to_thread(hit)  # it may wait for its moment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -22,12 +23,10 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from lamina.cli.operate.operator_client import send_request
 from lamina.config.flag_groups import flag_words
 from lamina.netstack.own_python import own_python
 from lamina.observe.failpoints import FAILPOINT, Failpoint
 from lamina.observe.trace import FLIP_BIT
-from lamina.protocol.executor import WorkerError
 from lamina.utils.proc import descendants_of, is_alive
 
 from .cut_connection import cut
@@ -161,12 +160,16 @@ class Target:
         """Scale the server. Raises OSError if it refuses."""
         there = sum(v.role == "memory" for v in self._processes())
         self._few = self._few or there
-        body = {"memory_workers": 2 * there if there == self._few else self._few}
+        body = json.dumps({"memory_workers": 2 * there if there == self._few else self._few}).encode()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
         self.injected_at = time.perf_counter()
+        asked = urllib.request.Request(self.url + "/scale", body, headers)
         try:
-            send_request(self.url, "/scale", self._key, START_S, body=body)
-        except (ValueError, WorkerError) as error:
-            raise OSError(f"the server does not scale: {error}") from None
+            with urllib.request.urlopen(asked, timeout=START_S):
+                pass
+        except urllib.error.HTTPError as error:
+            with error:
+                raise OSError(f"the server does not scale: {error.read().decode(errors='replace')}") from None
 
     def _trips(self, victim: Victim, moment: FaultPoint, limit_s: float = TRIP_S) -> bool:
         if moment.event is None:
@@ -177,19 +180,6 @@ class Target:
             self.injected_at = now  # or later: the log may report it before the next check
             time.sleep(TRIP_LOOK_S)
         return self._tripwire.disarm()
-
-    def pid_of(self, place: str) -> int:
-        """Return the id of the process at a place, such as engine. Raises StopIteration if there is none."""
-        return next(victim.pid for victim in self._processes() if victim.place == place)
-
-    def has_logged(self, words: str, since: float) -> bool:
-        """Return True if its log has had ``words`` since that moment of time.perf_counter."""
-        return any(words in line for at, line in list(self.log) if at >= since)
-
-    def metrics(self) -> str:
-        """Return the text of its /metrics. Raises OSError."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=END_S) as answer:
-            return str(answer.read().decode())
 
     def noticed_s(self, since: float, until: float = inf) -> float | None:
         """Return the seconds from the fault at ``since`` until the log reported it; None if not before ``until``."""

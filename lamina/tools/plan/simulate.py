@@ -30,7 +30,7 @@ from lamina.scheduler.conductor.routing import POLICIES
 from lamina.tools.request_traces import HASHED, TRACE_HELP, RequestTrace, read_trace
 
 if TYPE_CHECKING:
-    from .simulator.conducted_run import TracedPrompt
+    from .simulator.conducted_run import SimulatedPoolSpec, TracedPrompt
     from .simulator.simulation_report import PoolsReport
 
 DECODE_S = 20.0  # assumed time of decoding a completion, until some have ended
@@ -78,14 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns exit status 0; raises ValueError for bad input."""
     _check(args)
+    truth = _truth(args)
     runs = [_rules(args, policy, overload) for policy in _listed(args.policy) for overload in _listed(args.overload)]
     trace = read_trace(args.trace)
     arrivals = _arrivals(trace.first(args.rows or None), args)
-    _check_first_token(args, arrivals)
+    _check_limits(args, truth, arrivals)
     if args.dry_run:
         print(f"would conduct {len(arrivals)} requests of {trace.name} in {len(runs)} runs")
         return 0
-    told = [_one(args, rules, arrivals) for rules in runs]
+    told = [_one(args, truth, rules, arrivals) for rules in runs]
     if args.json:
         report = {"trace": trace.name, "surrogate": trace.is_surrogate, "runs": [_told(*one) for one in told]}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
@@ -94,32 +95,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def conductor_of(args: argparse.Namespace, rules: ConductorConfig) -> Conductor:
-    """Return a new conductor, which knows nothing yet."""
-    from .simulator.bounded_index import BoundedPrefixIndex
+def _truth(args: argparse.Namespace) -> SimulatedPoolSpec:
+    """Return the laws of the workers. Those that compute a prompt together are one: each has some of its layers, which
+    it computes and sends.
+    """
+    from .simulator.conducted_run import SimulatedPoolSpec
 
     stages = args.prefill_pipeline
-    groups, pages = args.prefill_workers // stages, args.pages * stages
-    decoding = DecodeLoadModel(max(1, args.instances), StepLatency(*_law(args.decode_law, "--decode-law")), DECODE_S)
-    return Conductor(
-        config=rules, prefix_index=BoundedPrefixIndex(pages),
-        prefill_latency=PrefillLatencyEstimator(_stage_law(args)),
-        transfer_latency=TransferLatencyEstimator(_transfer_law(args)), decode_load_model=decoding,
-        num_workers=groups, seed=args.seed,
-        staged=PrefillPipelineShape(stages, args.prefill_chunk),
-    )  # fmt: skip
+    return SimulatedPoolSpec(
+        PrefillLatency(*(x / stages for x in _law(args.prefill_law, "--prefill-law"))),
+        TransferLatency.at_rate(args.transfer_rate * stages),
+        args.instances,
+        StepLatency(*_law(args.decode_law, "--decode-law")),
+    )
 
 
 def _one(
-    args: argparse.Namespace, rules: ConductorConfig, arrivals: list[TracedPrompt]
+    args: argparse.Namespace, truth: SimulatedPoolSpec, rules: ConductorConfig, arrivals: list[TracedPrompt]
 ) -> tuple[ConductorConfig, PoolsReport, float]:
-    from .simulator.conducted_run import SimulatedPools, SimulatedPoolSpec
+    from .simulator.bounded_index import BoundedPrefixIndex
+    from .simulator.conducted_run import SimulatedPools
     from .simulator.simulation_report import report
 
-    conductor, begun = conductor_of(args, rules), time.process_time()
-    truth = SimulatedPoolSpec(
-        _stage_law(args), _transfer_law(args), args.instances, StepLatency(*_law(args.decode_law, "--decode-law")),
+    stages = args.prefill_pipeline
+    conductor = Conductor(
+        config=rules, prefix_index=BoundedPrefixIndex(args.pages * stages),
+        prefill_latency=PrefillLatencyEstimator(truth.prefill),
+        transfer_latency=TransferLatencyEstimator(truth.transfer),
+        decode_load_model=DecodeLoadModel(max(1, args.instances), truth.decode, DECODE_S),
+        num_workers=args.prefill_workers // stages, seed=args.seed,
+        staged=PrefillPipelineShape(stages, args.prefill_chunk),
     )  # fmt: skip
+    begun = time.process_time()
     pools = SimulatedPools(conductor, truth, sample_s=1.0 if args.instances else 0.0)
     pools.run(arrivals)
     return rules, report(pools, conductor), time.process_time() - begun
@@ -171,34 +178,24 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name):g}")
     if not 0 <= args.spread < math.inf:
         raise ValueError(f"--spread must be a number of seconds, not {args.spread:g}")
-    first = StepLatency(*_law(args.decode_law, "--decode-law")).seconds(1, 1)
-    tbt_s = parse_seconds(args.slo_tbt, "--slo-tbt")
+
+
+def _check_limits(args: argparse.Namespace, truth: SimulatedPoolSpec, arrivals: list[TracedPrompt]) -> None:
+    """Raises ValueError for a limit that no request could keep."""
+    ttft_s, tbt_s = parse_seconds(args.slo_ttft, "--slo-ttft"), parse_seconds(args.slo_tbt, "--slo-tbt")
     if tbt_s and not args.instances:
         raise ValueError("--slo-tbt is of what decodes: say how many --instances do")
-    if args.instances and 0 < tbt_s < first:
+    if args.instances and 0 < tbt_s < (first := truth.decode.seconds(1, 1)):
         raise ValueError(f"--slo-tbt {args.slo_tbt} is below a step of one completion alone, {first:g} s: raise it")
-
-
-def _check_first_token(args: argparse.Namespace, arrivals: list[TracedPrompt]) -> None:
-    limit_s = parse_seconds(args.slo_ttft, "--slo-ttft")
-    law, staged = _stage_law(args), PrefillPipelineShape(args.prefill_pipeline, args.prefill_chunk)
     shortest = min((arrival.prompt.tokens for arrival in arrivals), default=0)
-    alone_s = law.seconds(shortest) + staged.fill_s(shortest, 0, law.seconds(shortest))
-    if 0 < limit_s < alone_s:
+    stages = PrefillPipelineShape(args.prefill_pipeline, args.prefill_chunk)
+    alone_s = truth.prefill.seconds(shortest)
+    alone_s += stages.fill_s(shortest, 0, alone_s)
+    if 0 < ttft_s < alone_s:
         raise ValueError(
             f"--slo-ttft {args.slo_ttft} is below what the shortest prompt, of {shortest} tokens, takes alone, "
             f"{alone_s:g} s: raise it"
         )
-
-
-def _stage_law(args: argparse.Namespace) -> PrefillLatency:
-    """Return the law of each of the stages that compute a prompt together."""
-    return PrefillLatency(*(x / args.prefill_pipeline for x in _law(args.prefill_law, "--prefill-law")))
-
-
-def _transfer_law(args: argparse.Namespace) -> TransferLatency:
-    """Return the law of all stages that compute a prompt together, each of which sends its layers."""
-    return TransferLatency.at_rate(args.transfer_rate * args.prefill_pipeline)
 
 
 def _law(text: str, name: str) -> tuple[float, float, float]:

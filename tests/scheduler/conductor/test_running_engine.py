@@ -7,8 +7,7 @@ import statistics
 from typing import NamedTuple
 
 import pytest
-from conducted import LAW, RATE, STEP, conductor, even, played, zipf
-from timed_prefill import timed_engine
+from conducted import LAW, RATE, STEP, conductor, even, played, timed_engine, zipf
 
 from lamina.request import OverloadedError, RequestOutput, SamplingParams
 from lamina.scheduler.conductor import ConductorConfig, PromptInfo, routing
