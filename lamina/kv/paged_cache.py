@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -43,7 +44,7 @@ class LayerCache:
     def null_block(self) -> int:
         return self.k.shape[0] - 1
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """The bytes of a token's K and V in all heads."""
         return self.k.shape[1] * head_bytes(self.k.shape[3], self.v.shape[3], self.k.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lamina.kv.paged_cache import SlotMapping, row_table, slot_mapping
 from lamina.kv.sparsity import kv_budget
-from lamina.kv.stored_format import StoredRows, is_scaled, to_stored_format
+from lamina.kv.stored_format import StoredRows, to_stored_format
 from lamina.ops.attention.merge import CHUNK_TOKENS, Partial
 from lamina.protocol.codec import (
     LayerMessages,
@@ -57,7 +57,7 @@ class KvWrites:
         """``layouts``: of the rows, by group. ``write_positions``: of K and V, by group: those of whole sequences, and
         those of other ones.
         """
-        self._store, self._is_scaled = store, is_scaled(store.kv_dtype)
+        self._store = store
         self._counts = tuple(map(count_rows, layouts))
         self.write_positions = [
             (_place(store, g, x.whole_sequences), _place(store, g, x.kv)) for g, x in enumerate(layouts)
@@ -81,8 +81,8 @@ class KvWrites:
         return [StoredKvRows(self._stored(flat, *p[:2]), self._stored(flat, *p[2:])) for p in self.messages(layer).kv]
 
     def _stored(self, flat: Tensor, k: TensorSpan, v: TensorSpan) -> StoredRows:
-        rows = part_of(flat, *k), part_of(flat, *v)
-        return to_stored_format(*rows, self._store.kv_dtype) if self._is_scaled and k.is_present else StoredRows(*rows)
+        rows, store = (part_of(flat, *k), part_of(flat, *v)), self._store
+        return to_stored_format(*rows, store.kv_dtype) if store.is_scaled and k.is_present else StoredRows(*rows)
 
     def write(self, layer: int, rows: list[StoredKvRows]) -> None:
         """Store the rows at their positions."""
@@ -289,10 +289,10 @@ class GroupAttentionStep:
         lanes, stays = store.tables.kv_shards[group], store.placement.single_shard
         remote = (n for n in layout.merge_nodes if stays and n.rows.location.kv_shard not in lanes)
         self.remote_tokens = sum(max(0, min(n.high, n.rows.first) - n.low) for n in remote)
-        self.nodes = self._attended(rows, ranges, _index(rows, q_at, store.device))
-        at = _index(layout.new_rows, q_at, store.device)
+        self.nodes = self._attended(rows, ranges, _index(rows, q_at, store.device) if rows else None)
+        at = _index(layout.new_rows, q_at, store.device) if layout.new_rows else None
         self.new_rows = self._attended(layout.new_rows, [(r.first, r.first) for r in layout.new_rows], at)
-        self.new_kv = _index(layout.new_rows, kv_at, store.device)
+        self.new_kv = _index(layout.new_rows, kv_at, store.device) if layout.new_rows else None
 
     @property
     def prepared_dense_rows(self) -> Any:

@@ -17,7 +17,7 @@ from lamina.facts.host_memory import free_bytes, not_enough_memory_message
 from lamina.kv.arena import HugePageArena, Shape
 from lamina.kv.paged_cache import LayerCache, allocate_layer, cache_shapes
 from lamina.kv.rope_shift import rotate_blocks
-from lamina.kv.stored_format import bounds_bytes, head_bytes, stored_dtype
+from lamina.kv.stored_format import bounds_bytes, head_bytes, is_scaled, stored_dtype
 from lamina.ops.attention import Operator, get, name_of
 from lamina.ops.attention.merge import CHUNK_TOKENS
 from lamina.ops.attention.spec import AttentionSpec
@@ -90,6 +90,7 @@ class KvStore:
         self.device = device
         kv_bytes = num_kv_bytes(bind, device, share, given)
         self.kv_dtype = stored_dtype(bind.kv.kv_cache_dtype, self.dtype)
+        self.is_scaled = is_scaled(self.kv_dtype)
         self.backend = get(bind.kv.attention, device, self.dtype, self.kv_dtype)
         partition = bind.partition
         self.placement = KvPlacement(

@@ -15,7 +15,6 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-from lamina.kv.stored_format import is_scaled
 from lamina.netstack import Channel
 from lamina.observe.trace import Event, native_spans
 from lamina.ops.attention import Operator
@@ -129,7 +128,7 @@ class NativeLayerLoop(HostLayerLoop):
 
 def _store_table(store: KvStore) -> bytes:
     """Return the bytes that csrc/memory/step_tables.cpp reads as a Store."""
-    stored = STORED.index(store.kv_dtype) if is_scaled(store.kv_dtype) else 0
+    stored = STORED.index(store.kv_dtype) if store.is_scaled else 0
     numbers = [torch.get_num_threads(), WIRE.index(store.dtype), stored]
     numbers += [store.tables.block_size, int(store.bind_request.kv.overlap)]
     numbers += [len(store.tables.num_blocks), *store.tables.num_blocks, len(store.layers)]
