@@ -22,7 +22,7 @@ from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.slo_admission import SloAdmission
 
 MAX_ROWS = 12
-STOP = 1_000_000  # a token that no prompt has, and nobody draws
+STOP = 1_000_000  # a token that no prompt has and no model draws
 
 
 def make(request_id: int, prompt: int, outputs: int, stop_at: int | None = None) -> Sequence:
