@@ -18,10 +18,11 @@ from .partition import PARTITIONS, Partition
 class ModelLimits(NamedTuple):
     """The limits that a model's configuration names; 0 = it does not name one. The workers check the real shapes."""
 
-    max_len: int  # tokens of a sequence at most
+    max_len: int  # tokens of a sequence at most, unless --max-model-len says more
     kv_heads: int  # of a layer
     token_elements: int  # of a token's K and V, in all layers
     window: int  # tokens
+    longest_len: int = 0  # tokens that --max-model-len may say, if they are more than max_len
 
 
 def check_compatible(config: EngineConfig) -> None:
@@ -50,16 +51,21 @@ def check_names(config: EngineConfig, attention: Collection[str], gemm: Collecti
             raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
 
 
-def max_sequence_length(asked: int, own: int) -> int:
-    """Tokens of a sequence: --max-model-len ``asked`` (0: nothing), of a model for ``own``. Raises ValueError."""
-    if asked > own:
-        raise ValueError(f"--max-model-len {asked} exceeds the model's own limit of {own} tokens")
+def max_sequence_length(asked: int, own: int, longest: int = 0) -> int:
+    """Tokens of a sequence: --max-model-len ``asked`` (0: nothing), of a model for ``own``, or for up to ``longest`` if
+    it is asked for them. Raises ValueError.
+    """
+    if asked > (most := max(own, longest)):
+        raise ValueError(
+            f"--max-model-len {asked} exceeds the model's own limit of {most} tokens; a rope scaling in config.json "
+            f"may extend it (docs/use.md)"
+        )
     return asked or own
 
 
 def check_model(config: EngineConfig, model: ModelLimits) -> int:
     """The longest sequence, in tokens. Raises ValueError where workers cannot share or keep ``model`` as asked."""
-    max_len = max_sequence_length(config.model.max_model_len, model.max_len)
+    max_len = max_sequence_length(config.model.max_model_len, model.max_len, model.longest_len)
     topology, size, heads = config.topology, config.topology.tensor_parallel_size, model.kv_heads
     if heads % size:
         raise ValueError(

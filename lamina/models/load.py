@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,15 @@ NO_LIMIT = 1 << 20  # tokens; for models that state no limit
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to be cut. ``max_model_len``: tokens of the longest text that it can serve exactly."""
+    """A model ready to be cut. ``max_model_len``: tokens of the longest text that it can serve exactly.
+    ``longest_model_len``: those that --max-model-len may ask for.
+    """
 
     model: nn.Module
     config: Any  # transformers.PretrainedConfig
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    longest_model_len: int
     dtype: torch.dtype
     path: Path | None  # the checkpoint's directory; None for a module
     part: WeightShard = WHOLE_MODEL  # the loaded part of the weights
@@ -160,17 +163,50 @@ def _kept_in_fp32(config: Any, dtype: torch.dtype) -> Callable[[str], bool]:
 
 
 def max_model_len(config: Any) -> int:
-    """Return the tokens of the longest text that a model of this configuration serves exactly. That is its number of
-    positions, or less if rotary frequencies, masks or scales change for longer texts.
+    """Return the tokens of the longest text that a model of this configuration serves exactly, unless it is asked for
+    more: its number of positions, or less if rotary frequencies, masks or scales change for longer texts.
     """
+    originals = [r.get("original_max_position_embeddings") for r in _ropes(config) if r.get("rope_type") == "longrope"]
+    return min(_lengths([_positions(config), *_other_limits(config), *originals]), default=NO_LIMIT)
+
+
+def longest_model_len(config: Any) -> int:
+    """Return the most tokens that may be asked for, by vLLM's rule: the number of positions times the factor of the
+    rotary embedding, where its frequencies do not count on fewer. If layers have several, the least one counts.
+    """
+    positions = _positions(config)
+    scaled = [_scaled_positions(rope, positions) for rope in _ropes(config)] if positions else []
+    return min(_lengths([min(scaled, default=positions), *_other_limits(config)]), default=NO_LIMIT)
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of the rotary embeddings of a model: one set, or one for each type of layer."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [v for v in rope.values() if isinstance(v, dict) and "rope_type" in v] or ([rope] if rope else [])
+
+
+def _scaled_positions(rope: dict[str, Any], positions: int) -> int:
+    kind, factor = rope.get("rope_type"), rope.get("factor")
+    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
+        return positions
+    return int(factor * ((kind == "yarn" and rope.get("original_max_position_embeddings")) or positions))
+
+
+def _positions(config: Any) -> int:
     text = config.get_text_config(decoder=True)
-    limits = [getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len", "attention_chunk_size")]
+    return min(_lengths([getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len")]), default=0)
+
+
+def _other_limits(config: Any) -> list[int]:
+    text = config.get_text_config(decoder=True)
+    limits = [getattr(text, "attention_chunk_size", None)]
     if getattr(text, "attn_temperature_tuning", False):  # scales queries by a position that it counts itself
         limits.append(text.floor_scale - 1)
-    rope = getattr(text, "rope_parameters", None) or {}
-    ropes = [rope, *(v for v in rope.values() if isinstance(v, dict))]
-    limits += [r.get("original_max_position_embeddings") for r in ropes if r.get("rope_type") == "longrope"]
-    return min((n for n in limits if isinstance(n, int) and n > 0), default=NO_LIMIT)
+    return _lengths(limits)
+
+
+def _lengths(values: Sequence[Any]) -> list[int]:
+    return [n for n in values if isinstance(n, int) and n > 0]
 
 
 def _describe(model: nn.Module, path: Path | None) -> LoadedModel:
@@ -181,6 +217,7 @@ def _describe(model: nn.Module, path: Path | None) -> LoadedModel:
         config=config,
         eos_token_ids=tuple(i for i in _eos_token_ids(model) if 0 <= i < vocab),  # no other token can be drawn
         max_model_len=max_model_len(config),
+        longest_model_len=longest_model_len(config),
         dtype=_dtype_of(model),
         path=path,
     )

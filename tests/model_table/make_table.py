@@ -170,7 +170,11 @@ def in_own_process(name: str, run: Callable[[str], Result] = run_family, limit_s
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
             with os.fdopen(writing, "w") as out:
-                out.write(json.dumps(run(name)._asdict()))
+                try:
+                    result = run(name)
+                except BaseException as error:  # noqa: BLE001 - only refusals are expected
+                    result = Result(name, WRONG, one_line(error))
+                out.write(json.dumps(result._asdict()))
         finally:
             os._exit(0)
     os.close(writing)

@@ -32,6 +32,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as build_falcon_alibi
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+from lamina.converter import SlicedProgram
 from lamina.models.attention_routing import DecodeStep, routed_attention
 from lamina.models.convert import convert_model, layer_shapes
 from lamina.models.errors import UnsupportedModelError
@@ -190,14 +191,16 @@ def test_bidirectional_layers_are_refused() -> None:
         convert_model(model, max_model_len=64)
 
 
+def frequencies(program: SlicedProgram) -> torch.Tensor:
+    return next(t for name, t in program.slices[0].weights.items() if "inv_freq" in name)
+
+
 @pytest.mark.long
-def test_rotary_frequencies_that_switch_are_held_on_their_near_side() -> None:
+def test_rotary_frequencies_that_switch_are_those_of_the_longest_text() -> None:
     model = MODELS["phi3-longrope"]()
-    short = [t for t in convert_model(model, max_model_len=64).slices[0].weights.items() if "inv_freq" in t[0]]
-    assert short
-    assert torch.equal(short[0][1], model.model.rotary_emb.original_inv_freq)
-    with pytest.raises(UnsupportedModelError, match=r"above 64 tokens.*--max-model-len to 64"):
-        convert_model(model, max_model_len=65)
+    short, long = (frequencies(convert_model(model, max_model_len=n)) for n in (64, 65))
+    assert torch.equal(short, model.model.rotary_emb.original_inv_freq)
+    assert torch.equal(long, short / 4)
 
 
 @pytest.mark.long
@@ -211,11 +214,13 @@ def test_frequencies_left_by_a_longer_text_are_not_captured() -> None:
     assert all(torch.equal(t, rotary.original_inv_freq) for n, t in weights.items() if "inv_freq" in n)
 
 
-def test_dynamic_frequencies_are_held_too() -> None:
+@pytest.mark.long
+def test_dynamic_frequencies_are_those_of_the_longest_text_too() -> None:
     model = llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
-    convert_model(model, max_model_len=128)
-    with pytest.raises(UnsupportedModelError, match="dynamic"):
-        convert_model(model, max_model_len=129)
+    short, longer, longest = (frequencies(convert_model(model, max_model_len=n)) for n in (128, 129, 256))
+    assert torch.equal(short, model.model.rotary_emb.original_inv_freq)
+    assert (short[1:] > longer[1:]).all()
+    assert (longer[1:] > longest[1:]).all()
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 6, 8, 12])

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -24,7 +25,7 @@ from transformers import (
 
 from lamina.models.checkpoint import check_room, peek_config
 from lamina.models.errors import ModelError, UnsupportedModelError
-from lamina.models.load import NO_LIMIT, from_config, load, max_model_len
+from lamina.models.load import NO_LIMIT, from_config, load, longest_model_len, max_model_len
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -279,6 +280,34 @@ def test_the_longest_text_is_one_that_is_exact() -> None:
     assert max_model_len(Llama4TextConfig(attention_chunk_size=100)) == 100
     assert max_model_len(Llama4TextConfig(attention_chunk_size=8192, floor_scale=4096)) == 4095
     assert max_model_len(BloomConfig()) == NO_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_type": "default"}, 128),
+        ({"rope_type": "linear", "factor": 4.0}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}, 128),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+          "original_max_position_embeddings": 64}, 128),
+    ],
+)  # fmt: skip
+def test_the_longest_text_that_may_be_asked_for_is_that_of_vllm(rope: dict[str, Any], most: int) -> None:
+    config = LlamaConfig(**SHAPE, rope_parameters={"rope_theta": 1e4, **rope})
+    assert longest_model_len(config) == most
+    assert max_model_len(config) == (64 if rope["rope_type"] == "longrope" else 128)
+
+
+def test_the_least_factor_of_several_rotary_embeddings_counts() -> None:
+    ropes = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert longest_model_len(Gemma3TextConfig(max_position_embeddings=128, rope_parameters=ropes)) == 128
 
 
 def test_room_for_every_replica(tmp_path: Path) -> None:

@@ -146,7 +146,11 @@ MODEL_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention": "magic"}, "--attention-backend must be one of auto, native, numba, cuda, flashinfer, reference, emulate, not 'magic'"),
     ({"gemm": "magic"}, "--gemm must be one of auto, native, torch, not 'magic'"),
     ({"trace": "/no/such/dir/x"}, "--trace /no/such/dir/x cannot be written: No such file or directory; name a file in a folder that exists"),
-    ({"max_model_len": 99999}, "--max-model-len 99999 exceeds the model's own limit of 2048 tokens"),
+    (
+        {"max_model_len": 99999},
+        "--max-model-len 99999 exceeds the model's own limit of 2048 tokens; a rope scaling in config.json may extend "  # noqa: ISC004
+        "it (docs/use.md)",
+    ),
     ({"tensor_parallel_size": 3, "memory_workers": 3}, "--tensor-parallel-size 3 does not divide the model's 4 KV heads: use 1 or 2 or 4"),
     ({"kv_parity": 1, "memory_workers": 3}, "--kv-parity 1: the model's 4 KV heads make no equal parts for --memory-workers 3: use a number that divides them, or leave it out"),
     ({"kv_sparsity": "evict", "memory_workers": 3}, "--kv-sparsity evict compares blocks where all tokens of a head are, and 4 KV heads cannot be dealt out whole: use --memory-workers, or --memory-weights, by which they can"),

@@ -47,12 +47,12 @@ def _check_checkpoint(directory: Path, config: EngineConfig) -> int:
     """Imports torch and transformers, which takes seconds, after ``check`` has refused what it can without them."""
     from lamina.executor.kv_storage import check_store
     from lamina.models.checkpoint import check_room, check_weights, read_config
-    from lamina.models.load import max_model_len, weights_dtype
+    from lamina.models.load import weights_dtype
     from lamina.workers import device_selection
     from lamina.workers.memory.kv_store import available_bytes
 
     model_config = read_config(directory, trust_remote_code=config.model.trust_remote_code)
-    limit = check_model(config, _facts(model_config, max_model_len(model_config)))
+    limit = check_model(config, _facts(model_config))
     if config.launch.may_span_hosts:
         return limit
     _check_cores(config)
@@ -170,10 +170,13 @@ def _check_names(config: EngineConfig) -> None:
     check_names(config, BACKENDS, LINEAR)
 
 
-def _facts(model: Any, max_len: int) -> ModelLimits:
+def _facts(model: Any) -> ModelLimits:
+    from lamina.models.load import longest_model_len, max_model_len
+
     text, heads = model.get_text_config(), _kv_heads(model)
     layers, dim = getattr(text, "num_hidden_layers", 0), getattr(text, "head_dim", 0)
-    return ModelLimits(max_len, heads, 2 * layers * heads * (dim or 0), getattr(text, "sliding_window", None) or 0)
+    elements, window = 2 * layers * heads * (dim or 0), getattr(text, "sliding_window", None) or 0
+    return ModelLimits(max_model_len(model), heads, elements, window, longest_model_len(model))
 
 
 def _kv_heads(config: Any) -> int:

@@ -195,7 +195,7 @@ class ModelServer:
             rank=start.rank,
             size=start.topology.tensor_parallel_size,
         )
-        max_len = max_sequence_length(start.model.max_model_len, loaded.max_model_len)
+        max_len = max_sequence_length(start.model.max_model_len, loaded.max_model_len, loaded.longest_model_len)
         self.clock.lap("load_s")
         self._progress("cutting the model", 0, 1)
         here = netstack.in_process(start.scheme)
