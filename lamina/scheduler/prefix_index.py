@@ -171,16 +171,16 @@ class PrefixIndex:
             if not page.places and not page.begun:
                 del self._pages[key]
 
-    def clear(self, places: Place) -> None:
-        """Note that ``places`` have nothing any more."""
-        for place in _bits(places):
+    def clear(self, places: Place, *, ready: bool = True) -> None:
+        """Note that ``places`` have nothing any more; not ``ready``: but for what is there."""
+        for place in _bits(places if ready else 0):
             for number in list(self.holdings(place)):
                 self.release(place, number)
-        self.drop(places, list(self._pages))
+        self.drop(places, list(self._pages), ready=ready)
 
     def keys(self, places: Place) -> set[bytes]:
-        """Return the pages that some of ``places`` have."""
-        return {key for key, page in self._pages.items() if page.places & places}
+        """Return the pages that are ready at some of ``places``."""
+        return {key for key, page in self._pages.items() if page.ready & places}
 
     def has(self, places: Place, key: bytes) -> bool:
         """Return whether a page is ready at some of ``places``."""

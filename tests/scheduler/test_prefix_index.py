@@ -158,6 +158,9 @@ def test_places_have_what_they_were_given(moves: list[tuple[int, int, int, str]]
     assert [index.num_pages(place) for place in places] == [len(own) for own in held]
     assert index.num_replicas(PREFILL) == sum(map(len, held)) - len(set().union(*held))
     assert index.num_known_pages == len(set().union(*held))
+    index.clear(sum(places), ready=False)
+    assert [index.num_pages(place) for place in places] == [len(own) for own in ready], "promises alone are forgotten"
+    assert index.keys(sum(places)) == set().union(*ready)
     index.clear(sum(places))
     assert (index.num_known_pages, index.num_replicas(PREFILL)) == (0, 0)
 

@@ -66,7 +66,6 @@ class _SequenceLoad:
 
 @dataclass
 class _SequenceSave:
-    location: KvLocation
     keys: set[bytes]
     num_waiting: int
     error: str = ""
@@ -105,7 +104,6 @@ class OffloadIndex(Feature):
         self._moving: dict[int, _PageTransfer] = {}
         self._saving: dict[int, _SequenceSave] = {}  # by retained sequence
         self._loading: dict[int, _SequenceLoad] = {}  # by sequence
-        self._removed: set[bytes] = set()  # pages that some worker has given up while others may still save them
         self._drops = PendingDeletes()
         # What was asked for last, and the answer.
         self._found: tuple[Sequence, int, int, KvStart | None] | None = None
@@ -317,11 +315,12 @@ class OffloadIndex(Feature):
             ops.append(SaveKv(sequence.id, NO_TRANSFER_ID, first, count, some, tag, prompt))
         if ops:
             page_keys = {key for op in ops for key in op.keys}
-            saving = self._saving.setdefault(sequence.id, _SequenceSave(sequence.location, set(), 0))
+            saving = self._saving.setdefault(sequence.id, _SequenceSave(set(), 0))
             saving.keys |= page_keys
             saving.num_waiting += len(ops)
-            saving.location = sequence.location  # which may know more runs by now
-            self._removed -= page_keys
+            for number, key in enumerate(keys):
+                if key in page_keys:
+                    self._index.promise(self._places[self._kv_shard(sequence.location, number)], [key])
             self._drops.on_saved(page_keys)
         return ops
 
@@ -339,7 +338,6 @@ class OffloadIndex(Feature):
     def on_transfer_done(self, report: TransferDone) -> TransferResult | None:
         """A memory worker has ended a transfer; None while others of its sequence are under way."""
         self.remove(report.evicted)
-        self._removed.update(report.evicted)
         moving = self._moving[report.transfer_id]
         moving.num_waiting -= 1
         moving.pages = min(moving.pages, max(0, report.num_pages))
@@ -357,8 +355,6 @@ class OffloadIndex(Feature):
     def delete_ops(self, sequence: int, keys: Several[bytes]) -> list[DeletePages]:
         """Delete pages of ``sequence`` from storage, also those on their way there."""
         self.remove(keys)
-        if self._saving:
-            self._removed.update(keys)
         return self._drops.delete_ops(sequence, keys)
 
     def retention_ops(self, sequence: Sequence, length: int) -> list[SetRetention]:
@@ -377,7 +373,7 @@ class OffloadIndex(Feature):
         self._moving.clear()
         self._saving.clear()
         self._loading.clear()
-        self._removed.clear()
+        self._index.clear(sum(self._places), ready=False)
 
     def reset(self, era: bytes, sequences: Several[Sequence]) -> tuple[SequenceOp, ...]:
         """Find none of the present pages again, nor those on their way: later pages are of another ``era``, pages of
@@ -388,7 +384,6 @@ class OffloadIndex(Feature):
         loading = set[bytes]().union(*(x.loadable.keys for x in self._loading.values()))
         saving = set[bytes]().union(*(x.keys for x in self._saving.values()))
         self._drops.pending += sorted((self.stored_keys | saving) - loading)
-        self._removed |= saving
         self._index.clear(sum(self._places))
         self._found, self._era = None, era
         return ()
@@ -437,17 +432,14 @@ class OffloadIndex(Feature):
 
     def _saved(self, moving: _PageTransfer) -> TransferResult | None:
         op, saving = moving.op, self._saving[moving.op.sequence]
-        for number, key in enumerate(op.keys[: moving.pages], op.first // self.page_size):
-            if key not in self._removed:
-                self._index.add(self._places[self._kv_shard(saving.location, number)], [key])
-                self._found = None
+        self._index.confirm(sum(self._places), op.keys[: moving.pages])  # those that nobody has given up since then
+        self._index.drop(sum(self._places), op.keys[moving.pages :], ready=False)
+        self._found = None
         saving.error = saving.error or moving.error
         saving.num_waiting -= 1
         if saving.num_waiting:
             return None
         del self._saving[op.sequence]
-        if not self._saving:
-            self._removed.clear()
         return TransferResult(None, op.sequence, saving.error)
 
     def may_start(self, sequence: Sequence) -> bool:
