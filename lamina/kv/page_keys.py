@@ -43,7 +43,7 @@ class Identity(NamedTuple):
 def tenant_of(salt: bytes) -> bytes:
     """Return the tenant in a request's salt; empty for a server without API keys."""
     tenant = salt[:SALT_BYTES]
-    return tenant if any(tenant) else b""
+    return tenant if len(tenant) == SALT_BYTES and any(tenant) else b""
 
 
 def tenant_tag(secret: bytes, tenant: bytes) -> bytes:

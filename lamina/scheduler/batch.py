@@ -73,9 +73,9 @@ def balance_batches(running: Iterable[Sequence], num_batches: int) -> list[Batch
 
 
 def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Have a new sequence wait, after the sequences of its priority."""
-    at = len(waiting)
-    while at and waiting[at - 1].priority > sequence.priority:
+    """Have a new sequence wait, after the sequences of its priority that have its stamp or a lower one."""
+    at, key = len(waiting), (sequence.priority, sequence.fair_stamp)
+    while at and (waiting[at - 1].priority, waiting[at - 1].fair_stamp) > key:
         at -= 1
     waiting.insert(at, sequence)
 

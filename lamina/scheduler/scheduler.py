@@ -25,6 +25,7 @@ from .batch import (
     roll_back_batches,
 )
 from .feature import Feature, Leaving, Loss, PlanDraft
+from .fair_order import FairOrder
 from .feature_table import FeatureTable
 from .kv_manager.allocator import NO_SHARDS, KvAllocator, next_rows
 from .preemption import Preemption
@@ -69,6 +70,7 @@ class Scheduler:
         self._allocator = allocator or KvAllocator(accounting, max_num_seqs + prefill_chunk)
         self.cordoned = self._allocator.cordoned  # groups in which no sequence begins
         self.waiting: deque[Sequence] = deque()  # the next one first
+        self._order = FairOrder()
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers
         self.features = FeatureTable(features)
@@ -133,9 +135,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, and those that features have wait with it."""
-        enqueue(self.waiting, sequence)
+        self._queue(sequence)
         for other in self.features.on_arrival(sequence, is_new=True):
-            enqueue(self.waiting, other)
+            self._queue(other)
+
+    def _queue(self, sequence: Sequence) -> None:
+        self._order.stamp(sequence, self.waiting)
+        enqueue(self.waiting, sequence)
 
     @property
     def can_schedule_ahead(self) -> bool:
@@ -257,7 +263,7 @@ class Scheduler:
 
     def _reset_sequences(self, sequences: Iterable[Sequence]) -> None:
         """They are all that wait, oldest first of those with one priority."""
-        self.waiting = deque(sorted(sequences, key=lambda s: (s.priority, s.request_id, s.output.index)))
+        self.waiting = deque(sorted(sequences, key=lambda s: (s.priority, s.fair_stamp, s.request_id, s.output.index)))
         for sequence in self.waiting:
             sequence.roll_back(0)
             sequence.reset_computed()

@@ -40,6 +40,7 @@ class Sequence:
     salt: bytes = b""  # it shares KV with sequences of the same salt only
     affinity_key: bytes = b""  # where there is room it begins where others of its kin did
     priority: int = 0  # who waits with a lower number comes first
+    fair_stamp: int = 0  # of those with one priority, who waits with a lower number comes first; see FairOrder
     retention_s: float = 0.0  # after its end, for which its pages are not given up as long as others can be
     discarded_ranges: TokenRanges = ()  # tokens that a longer prompt has lost: it shares KV with its session alone
     original_prompt: list[int] = field(default_factory=list)  # that longer prompt, where it has lost some

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.kv.page_keys import Identity, page_key, root_key, tenant_tag
+from lamina.kv.page_keys import Identity, page_key, root_key, tenant_of, tenant_tag
 from lamina.kv.pages import PAGE
+from lamina.scheduler.sequence import FULL_ATTENTION_SALT
 
 SECRET = b"s" * 32
 IDENTITY = Identity("weights", ("layer 0", "layer 1"), "rope", "bfloat16", "int8")
@@ -86,3 +87,9 @@ def test_refusals() -> None:
         tenant_tag(b"s" * 31, b"a")
     with pytest.raises(ValueError, match="16 bytes, not 3"):
         root_key(SECRET, b"", b"abc")
+
+
+def test_a_mark_after_an_empty_salt_names_no_tenant() -> None:
+    tenant = b"t" * 32
+    assert tenant_of(b"") == tenant_of(FULL_ATTENTION_SALT) == tenant_of(bytes(32) + b"d" * 32) == b""
+    assert tenant_of(tenant) == tenant_of(tenant + FULL_ATTENTION_SALT) == tenant

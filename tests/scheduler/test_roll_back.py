@@ -11,6 +11,7 @@ from lamina.config.partition import KvShards
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import ContextShift, Free, New, RowRange, SurvivingKv
+from lamina.scheduler.batch import requeue
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
@@ -147,17 +148,18 @@ def test_who_has_nothing_is_computed_anew_under_another_id_oldest_first() -> Non
     assert not any(isinstance(op, Free) for step in steps for op in step.plan.ops), "memory workers keep only `keep`"
 
 
-def test_those_of_one_request_come_back_in_the_order_of_its_completions() -> None:
+def test_sequences_come_back_in_the_order_in_which_they_came() -> None:
     scheduler, _ = begin()
-    sequences = [make(request, 4, 20) for request in (3, 3, 1, 3)]
-    for sequence, index in zip(sequences, (2, 0, 0, 1), strict=True):
+    sequences = [make(request, 4, 20) for request in (1, 3, 3, 3)]
+    for sequence, index in zip(sequences, (0, 0, 1, 2), strict=True):
         sequence.output.index = index
     add(scheduler, *sequences)
+    requeue(scheduler.waiting, scheduler.waiting.pop())  # as if the last one had been preempted
     scheduler.roll_back([], all_of_it)
     scheduler.schedule()
     serve(scheduler, scheduler.schedule())
     scheduler.schedule()
-    assert [sequences[i].id for i in (2, 1, 3, 0)] == [0, 1, 2, 3]
+    assert [sequence.id for sequence in sequences] == [0, 1, 2, 3]
 
 
 def test_what_is_there_in_part_is_kept_in_part() -> None:
