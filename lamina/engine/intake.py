@@ -111,7 +111,7 @@ class RequestIntake:
         if terms.session is None:
             return
         if params.n > 1:
-            raise ValueError(f"n must be 1 with session_id, not {params.n}: a session goes on behind one answer")
+            raise ValueError(f"n must be 1 with session_id, not {params.n}: a session continues after one answer")
         if not self._config.caches_prefixes:
             raise ValueError(conflict_text(SESSION_ID, "--no-enable-prefix-caching"))
         self._check_sparsity(params)
@@ -131,7 +131,7 @@ class RequestIntake:
 
 
 def check_token_ids(prompt: list[int], params: SamplingParams, vocabulary: int) -> None:
-    """Raises ValueError, in one line, for a token that there is not, and for bad words that nobody has made tokens."""
+    """Raise ValueError, in one line, for a token that does not exist, and for bad words that are no tokens yet."""
     if params.bad_words and params.bad_words_token_ids is None:
         raise ValueError("bad_words need a tokenizer: pass tokenizer=, or name their tokens in bad_words_token_ids")
     if params.prompt_logprobs is not None:

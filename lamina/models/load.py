@@ -164,14 +164,14 @@ def _kept_in_fp32(config: Any, dtype: torch.dtype) -> Callable[[str], bool]:
 
 def max_model_len(config: Any) -> int:
     """Return the tokens of the longest text that a model of this configuration serves exactly, unless it is asked for
-    more: its number of positions, or less if rotary frequencies, masks or scales change for longer texts.
+    more. That is its number of positions, or less if rotary frequencies, masks or scales change for longer texts.
     """
     originals = [r.get("original_max_position_embeddings") for r in _ropes(config) if r.get("rope_type") == "longrope"]
     return min(_lengths([_positions(config), *_other_limits(config), *originals]), default=NO_LIMIT)
 
 
 def longest_model_len(config: Any) -> int:
-    """Return the most tokens that may be asked for, by vLLM's rule: the number of positions times the factor of the
+    """Return the most tokens that may be asked for, by vLLM's rule. It is the number of positions times the factor of the
     rotary embedding, where its frequencies do not count on fewer. If layers have several, the least one counts.
     """
     positions = _positions(config)

@@ -52,8 +52,8 @@ def check_layers(model: nn.Module, router: AttentionRouter, max_model_len: int) 
     """Run the routed model on a few tokens and return its attention layers.
 
     During the run, the attention of each token is limited to itself. Raises UnsupportedModelError if a layer has no
-    attention, unless the configuration says that it is an MLP, or if a token's result depends on more than the token
-    and its position. Such cases are convolutions, recurrences, and positions counted inside. Models without weights
+    attention, unless the configuration says that it is an MLP. Raises it too if a token's result depends on more than
+    the token and its position. Such cases are convolutions, recurrences, and positions counted inside. Models without weights
     (meta device) are only counted.
     """
     router.local = True

@@ -24,8 +24,8 @@ from .batch import (
     requeue,
     roll_back_batches,
 )
-from .feature import Feature, Leaving, Loss, PlanDraft
 from .fair_order import FairOrder
+from .feature import Feature, Leaving, Loss, PlanDraft
 from .feature_table import FeatureTable
 from .kv_manager.allocator import NO_SHARDS, KvAllocator, next_rows
 from .preemption import Preemption

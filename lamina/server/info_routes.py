@@ -42,7 +42,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ping", responses=responses_of(503))
 async def ping(request: Request) -> Response:
-    """As /health, by SageMaker's name."""
+    """Return what /health returns, by SageMaker's name."""
     return await health(request)
 
 

@@ -36,7 +36,7 @@ columns: "slices" are the parts of the model between attention operators, slice 
 share a row. "operators" are calls in its program. "GEMM before Q", "Q to KV" and "after KV" are shares of the slice's
 GEMM weights that are read before Q is sent, from then until K and V are sent, and after that. "Q first" says whether
 attention can begin while K and V are computed. "cut N" has the tensors that stay on compute workers from slice N to
-N + 1, by their bytes for a token; "uncut" is what would be alive there without a minimum cut. "messages N" has the
+N + 1, by their bytes for a token. "uncut" is what would be alive there without a minimum cut. "messages N" has the
 bytes of Q, of K and V together (KV), and of O of layer N, between compute and memory workers.
 """
 

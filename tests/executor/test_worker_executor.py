@@ -1,4 +1,4 @@
-"""What the executor does with a lost worker, and with counters, over simulated workers."""
+"""The executor over simulated workers: a lost worker is replaced, and counters are read."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ VISION: dict[str, Any] = {
     "patch_size": 14, "depth": 1, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64, "num_channels": 3,
 }  # fmt: skip
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# What some kinds need beside that, so that their parts fit together.
+# What some kinds need in addition, so that their parts fit together.
 SETTINGS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 64, "n_layer": LAYERS, "n_head": 4},
     "mpt": {"d_model": 48, "n_layers": 3, "n_heads": 6, "expansion_ratio": 2, "max_seq_len": POSITIONS},

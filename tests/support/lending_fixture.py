@@ -68,7 +68,7 @@ class DebtorServer(Target):
         return next(victim.pid for victim in self._processes() if victim.place == place)
 
     def has_logged(self, words: str, since: float) -> bool:
-        """Whether its log has had ``words`` since that moment of time.perf_counter."""
+        """Return whether its log has had ``words`` since that moment of time.perf_counter."""
         return any(words in line for at, line in list(self.log) if at >= since)
 
     def metrics(self) -> str:

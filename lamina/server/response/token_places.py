@@ -12,8 +12,8 @@ Place = tuple[int, str]
 
 
 def has_lost_space(name: str, piece: str) -> bool:
-    """Return True if a token whose text is ``name`` has the text ``piece`` at its place, without the space before it:
-    decoders drop that space at the beginning of a text.
+    """Return True if a token whose text is ``name`` has the text ``piece`` at its place, without the space before it.
+    Decoders drop that space at the beginning of a text.
     """
     return name.startswith(" ") and not (piece[:1].isspace() or piece.startswith("\ufffd"))
 

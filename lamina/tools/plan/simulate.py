@@ -247,7 +247,7 @@ def _text(
         if rules.limits != SloLimits():
             refused = ", ".join(f"{n} by {why}" for why, n in sorted(report.refused.items())) or "none"
             lines.append(
-                f"  {rules.overload}: goodput {report.goodput_requests}; refused {refused}; "
+                f"  {rules.overload}: goodput {report.goodput_requests}, refused {refused}, "
                 f"{report.wasted_tokens} tokens computed in vain"
             )
         if args.instances:

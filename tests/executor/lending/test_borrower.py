@@ -19,7 +19,7 @@ OPTIONS = {"partition": "spill", "memory_workers": 2, "transport": "shm", "borro
 
 
 class Links(SimpleNamespace):
-    """What a creditor's links say, and what is asked of them."""
+    """A fake of a creditor's links: it records what is asked."""
 
     def __init__(self, own_unrequested: int = 0, of_others: int = 0, guests: Sequence[Any] = ()) -> None:
         self.own_unrequested, self.borrowed_from_others, self.is_seeking = own_unrequested, of_others, of_others > 0
@@ -56,7 +56,7 @@ def engine_with(free: tuple[int, int] = (32, 32), *max_lens: int) -> Any:
 
 
 def borrower(links: Any, elastic: Elastic | None = None, own: Any = None, **way_in: Any) -> Borrower:
-    """Of two memory workers of 8 MiB, each with four stripes of 8 blocks of 16 tokens. ``way_in``: how guests come."""
+    """An engine with two memory workers of 8 MiB, each with four stripes of 8 blocks. ``way_in``: how guests come."""
     cohort: Any = SimpleNamespace(kv_bytes=[[8 << 20, 8 << 20]], start_borrowed=lambda guest, key: guest.nbytes)
     members: Any = SimpleNamespace(memory=[SimpleNamespace(handle=None)] * 2, **way_in)
     return Borrower(make_config(OPTIONS), members, cohort, elastic or Elastic(), links, own)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""For tests: executors of simulated workers, by public names of the product alone."""
+"""Executors of simulated workers, by public names of the product alone."""
 
 from __future__ import annotations
 
