@@ -44,9 +44,11 @@ class Running:
     imported nothing, as a user's; else forked, which is the same to all that a test sees, for a tenth of the CPU time.
     """
 
-    def __init__(self, log: Path, *flags: str, env: dict[str, str] | None = None, fresh: bool = False) -> None:
+    def __init__(
+        self, log: Path, *flags: str, env: dict[str, str] | None = None, fresh: bool = False, model: str = MODEL
+    ) -> None:
         self.log = log
-        words, own = ["serve", MODEL, "--port", "0", *flags], {"OMP_NUM_THREADS": "1", **(env or {})}
+        words, own = ["serve", model, "--port", "0", *flags], {"OMP_NUM_THREADS": "1", **(env or {})}
         with log.open("wb") as stderr:
             self.process: Program = (
                 _fresh(words, stderr, own) if fresh else ForkedProgram(words, stderr=stderr, env=own)
