@@ -171,8 +171,8 @@ def max_model_len(config: Any) -> int:
 
 
 def longest_model_len(config: Any) -> int:
-    """Return the most tokens that may be asked for, by vLLM's rule. It is the number of positions times the factor of the
-    rotary embedding, where its frequencies do not count on fewer. If layers have several, the least one counts.
+    """Return the most tokens that may be asked for, by vLLM's rule. It is the number of positions times the factor of
+    the rotary embedding, where its frequencies do not count on fewer. If layers have several, the least one counts.
     """
     positions = _positions(config)
     scaled = [_scaled_positions(rope, positions) for rope in _ropes(config)] if positions else []

@@ -53,8 +53,8 @@ def check_layers(model: nn.Module, router: AttentionRouter, max_model_len: int) 
 
     During the run, the attention of each token is limited to itself. Raises UnsupportedModelError if a layer has no
     attention, unless the configuration says that it is an MLP. Raises it too if a token's result depends on more than
-    the token and its position. Such cases are convolutions, recurrences, and positions counted inside. Models without weights
-    (meta device) are only counted.
+    the token and its position. Such cases are convolutions, recurrences, and positions counted inside. Models without
+    weights (meta device) are only counted.
     """
     router.local = True
     try:

@@ -53,8 +53,8 @@ class WeightNames:
 
 def check_all_used(model: nn.Module, directory: Path, *, allow_unused: bool = False) -> None:
     """Raise ModelError if the directory has a weight that ``model`` does not have, or has in a type that is no rounding
-    of the stored one. ``model`` may lie on the meta device. Reads headers alone. Weights that transformers knows to leave
-    out for this class are no fault. ``allow_unused``: nor are others.
+    of the stored one. ``model`` may lie on the meta device. Reads headers alone. Weights that transformers knows to
+    leave out for this class are no fault. ``allow_unused``: nor are others.
     """
     names = WeightNames(model)
     unused: dict[str, str] = {}  # names in the files, by those that the model would have
