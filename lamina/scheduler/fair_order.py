@@ -2,7 +2,8 @@
 
 Each tenant has a clock. A request that comes is stamped with its tenant's clock, which then advances by the tokens that
 the request may have. Requests wait in the order of their stamps, so each tenant that waits gets the same share of
-tokens. With one tenant this is the order of arrival. Pure policy: no torch, no I/O, no clock.
+tokens. With one tenant this is the order of arrival. Requests of one priority share, and no others, so each priority
+has clocks of its own. Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -18,16 +19,24 @@ class FairOrder:
     """Stamps sequences in the order in which they come."""
 
     def __init__(self) -> None:
-        self._clocks: dict[bytes, int] = {}  # by tenant: the stamp of its next request
-        self._now = 0  # tokens; no stamp from now on is lower, so a tenant that was idle has saved up nothing
+        # Of priorities of which some request waits: by tenant, the stamp of its next request.
+        self._clocks: dict[int, dict[bytes, int]] = {}
+        # Tokens, by priority: no stamp from now on is lower, so a tenant that was idle has saved up nothing.
+        self._now: dict[int, int] = {}
+        self._latest = 0  # of all clocks so far
 
     def stamp(self, sequence: Sequence, waiting: deque[Sequence]) -> None:
         """Stamp a new sequence. ``waiting``: those before it, the next one first."""
-        if waiting:
-            self._now = max(self._now, waiting[0].fair_stamp)
-        else:
-            self._now = max(self._now, *self._clocks.values(), 0)
+        priority = sequence.priority
+        first = next((s for s in waiting if s.priority == priority), None)
+        if not waiting:
             self._clocks.clear()
+            self._now.clear()
+        if first is None:
+            self._clocks[priority], self._now[priority] = {}, self._latest
+        clocks = self._clocks.setdefault(priority, {})
+        now = max(self._now.get(priority, self._latest), 0 if first is None else first.fair_stamp)
         tenant = tenant_of(sequence.salt)
-        sequence.fair_stamp = max(self._now, self._clocks.get(tenant, 0))
-        self._clocks[tenant] = sequence.fair_stamp + (0 if sequence.is_hidden else sequence.max_len)
+        sequence.fair_stamp = max(now, clocks.get(tenant, 0))
+        clocks[tenant] = sequence.fair_stamp + (0 if sequence.is_hidden else sequence.max_len)
+        self._now[priority], self._latest = now, max(self._latest, clocks[tenant])

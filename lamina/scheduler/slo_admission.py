@@ -104,8 +104,9 @@ class SloAdmission:
         self._counts = SloCounts()
 
     def set_config(self, rules: ConductorConfig) -> None:
-        """Keep to these from now on. Nobody has come yet."""
-        self.conductor = replace(self.conductor, config=rules)
+        """Keep to these from now on. Nobody has come yet, and made-up prompts have taught nothing."""
+        untaught = PrefillLatencyEstimator(INITIAL_PREFILL_LATENCY, trusted=False)
+        self.conductor = replace(self.conductor, config=rules, prefill_latency=untaught)
         self.has_limits = rules.limits != NO_LIMITS
 
     @contextmanager

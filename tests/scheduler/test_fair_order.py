@@ -87,6 +87,27 @@ def test_requests_with_long_answers_count_as_much_as_they_may_have() -> None:
     assert list(accumulate(n in long for n in order))[-1] == 3
 
 
+def test_one_tenants_urgent_request_does_not_put_anothers_after_all_that_the_first_asked_for() -> None:
+    engine = one_at_a_time(scheduling_policy="priority")
+    many = [add(engine, "a") for _ in range(20)]
+    add(engine, "a", priority=-1)
+    one = add(engine, "b")
+    order = order_of(engine)
+    assert order.index(one) < order.index(many[3])
+
+
+def test_shares_of_urgent_requests_do_not_depend_on_those_that_wait_for_them() -> None:
+    engine = one_at_a_time(scheduling_policy="priority")
+    add(engine, "c", priority=1)
+    many = [add(engine, "a", priority=-1) for _ in range(20)]
+    for _ in range(30):
+        engine.step()
+    late = [add(engine, "b", priority=-1) for _ in range(20)]
+    order = order_of(engine)
+    left = [n for n in many if n in order]
+    assert order.index(left[5]) < order.index(late[10]), "b has saved up nothing while a alone asked"
+
+
 def test_priorities_come_before_shares() -> None:
     engine = one_at_a_time(scheduling_policy="priority")
     add(engine, "c")

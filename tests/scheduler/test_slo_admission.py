@@ -65,6 +65,18 @@ def test_a_prompt_that_comes_too_late_is_refused_and_told_when_to_come() -> None
     assert (counts.prompts, counts.actual_ttft_s) == (10, 20.0)
 
 
+def test_what_was_computed_before_there_were_limits_teaches_nothing() -> None:
+    clock = Hand()
+    promises, unused = SloAdmission(1, 100, clock), SloAdmission(1, 100, clock)
+    for number in range(5):
+        computed(promises, clock, one := make(number, 1, 5), 0.5)
+        promises.remove(one)
+    for each in (promises, unused):
+        each.set_config(ConductorConfig(limits=SloLimits(ttft_s=1.0)))
+    long = PromptInfo(30000)
+    assert promises.conductor.choose(long, clock.now).ttft_s == unused.conductor.choose(long, clock.now).ttft_s
+
+
 def test_nobody_is_refused_by_a_law_that_is_wrong_where_nobody_waits() -> None:
     clock = Hand()
     promises = promising(clock, ttft_s=1.0)

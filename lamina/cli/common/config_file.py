@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from lamina.config.flag_groups import RENAMED_FLAGS
+from lamina.config.flag_groups import OLD_OPTIONS, RENAMED_FLAGS
 from lamina.utils.yaml_file import read_yaml
 
 FLAG = "--config"
 _HIDDEN = "***"  # a key, as --print-config prints it
-_BY_FLAG = {flag.strip("-").replace("-", "_"): option for option, flag in RENAMED_FLAGS.items()}
+_BY_FLAG = {flag.strip("-").replace("-", "_"): option for option, flag in RENAMED_FLAGS.items()} | OLD_OPTIONS
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from lamina.cli.common.parser import Parser
 from lamina.cli.launch import main
 from lamina.cli.serve import add_arguments
 from lamina.config.flag_groups import OLD_FLAGS, OLD_NAMES_GO, flag_text
+from lamina.config.flat_options import make_config
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = ROOT / "docs" / "flags.md"
@@ -136,6 +137,17 @@ def test_an_old_name_sets_its_option_and_tells_the_new_one(
     again, lines = config(capsys, *beside, *new.split(" ", 1))
     assert (again, lines) == (found, []), "what the line says to write is the same"
     assert old not in new.split()
+
+
+def test_the_window_of_sparsity_has_its_old_names_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert OLD_FLAGS["--kv-window"] == "kv_observation_window"
+    assert make_config({"kv_sparsity": "evict", "kv_window": 9}).kv.kv_observation_window == 9
+    with pytest.raises(ValueError, match="kv_window is an old name of kv_observation_window: leave it out"):
+        make_config({"kv_sparsity": "evict", "kv_window": 9, "kv_observation_window": 9})
+    file = tmp_path / "settings.json"
+    file.write_text('{"kv_sparsity": "evict", "kv_window": 9}')
+    found, _ = config(capsys, "--config", str(file))
+    assert found["kv_observation_window"] == 9
 
 
 def test_the_table_of_old_names_is_whole() -> None:
