@@ -164,6 +164,8 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
             tokenizer=config.tokenizer,
             config=engine,
             conductor_config=config.conductor_config,
+            log_json=config.log_json,
+            log_level=config.log_level,
             is_first=True,
         )
         handle = launch_engine(start)

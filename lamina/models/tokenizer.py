@@ -284,20 +284,21 @@ def render_chat(
         text = render(conversation)
     except ValueError as e:
         error = e
-    lost = {str(m.get("role")) for m in conversation if error or not _shows(text, m)}
-    as_parts = set[str]()
-    if content_format == "auto":
-        as_parts = {
-            role for role in lost if _shows_role(render, conversation, role, _as_text) is (None if error else False)
-        }
-    silent = next((role for role in as_parts if not _shows_role(render, conversation, role, _as_parts)), None)
+    lost = {_role(m) for m in conversation if error or not _surely_shows(text, m)}
+    as_parts, silent = set[str](), None
+    if content_format == "auto" and lost:
+        shown = _shown_roles(render, conversation, _as_text)
+        if (shown is None) == (error is not None):
+            as_parts = lost - (shown or set())
+    if as_parts:
+        silent = next(iter(sorted(as_parts - (_shown_roles(render, conversation, _as_parts) or set()))), None)
     if error is not None and (silent or not as_parts):
         raise error
     if silent:
         raise ValueError(f"the chat template leaves out what the {silent} says, as text and as parts: set another one")
     if as_parts:
         pairs = zip(conversation, messages, strict=True)
-        text = render([_as_parts(m) if plain.get("role") in as_parts else plain for plain, m in pairs])
+        text = render([_as_parts(m) if _role(plain) in as_parts else plain for plain, m in pairs])
     return text
 
 
@@ -309,18 +310,25 @@ def _rendered(tokenizer: Any, options: dict[str, Any], messages: list[dict[str, 
 
 
 _Messages = list[dict[str, Any]]
-_WORD, _PROBE = "qz", "xqzj"  # in no template
+_PROBE = re.compile(r"xq(\d+)zj")  # in no template
+_MAX_LITERAL = 64  # characters of a text that a template may have by itself, such as "user"
 
 
-def _shows_role(
-    render: Callable[[_Messages], str], messages: _Messages, role: str, form: Callable[[dict[str, Any]], dict[str, Any]]
-) -> bool | None:
-    """Return whether a template shows what ``role`` says in this form; None if it refuses that."""
-    probes = [{**m, "content": _PROBE if str(m.get("role")) == role else _WORD} for m in messages]
+def _role(message: dict[str, Any]) -> str:
+    return str(message.get("role"))
+
+
+def _shown_roles(
+    render: Callable[[_Messages], str], messages: _Messages, form: Callable[[dict[str, Any]], dict[str, Any]]
+) -> set[str] | None:
+    """Return the roles of which a template shows what they say in this form; None if it refuses that."""
+    roles = list(dict.fromkeys(map(_role, messages)))
+    numbers = {role: number for number, role in enumerate(roles)}
     try:
-        return _PROBE in render([form(m) for m in probes]).lower()
+        text = render([form({**m, "content": f"xq{numbers[_role(m)]}zj"}) for m in messages])
     except ValueError:
         return None
+    return {roles[int(number)] for number in _PROBE.findall(text.lower())}
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -337,9 +345,12 @@ def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def _shows(text: str, message: dict[str, Any]) -> bool:
+def _surely_shows(text: str, message: dict[str, Any]) -> bool:
+    """Return whether a rendered text has a message's, which no template has by itself."""
     content = message.get("content")
-    return not isinstance(content, str) or content.strip() in text
+    if not isinstance(content, str) or not (content := content.strip()):
+        return True
+    return len(content) > _MAX_LITERAL and content in text
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:

@@ -6,6 +6,7 @@ know. The last two give a model that runs and writes nonsense, so they are refus
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ from .checkpoint import StoredWeight, stored_weights
 from .errors import ModelError
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_OLD_MASK = re.compile(r"\b(attn|attention)\.(bias|masked_bias|causal_mask)$")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 class WeightTarget(NamedTuple):
@@ -56,12 +59,14 @@ def check_all_used(model: nn.Module, directory: Path, *, allow_unused: bool = Fa
     of the stored one. ``model`` may lie on the meta device. Reads headers alone. Weights that transformers knows to
     leave out for this class are no fault. ``allow_unused``: nor are others.
     """
-    names = WeightNames(model)
+    names, further = WeightNames(model), _speculating_layers(model)
     unused: dict[str, str] = {}  # names in the files, by those that the model would have
     for weight in stored_weights(directory):
         target = names.find(weight.name).name
         if target not in names.tensors:
-            unused[target] = weight.name
+            layer = _LAYER.search(weight.name)
+            if not _is_old_mask(weight) and not (layer and int(layer[1]) in further):
+                unused[target] = weight.name
         elif not _can_hold(names.tensors[target].dtype, weight):
             raise ModelError(
                 f"{directory}: {weight.name} is stored as {weight.dtype}, where {type(model).__name__} has "
@@ -88,6 +93,19 @@ def name_first(names: list[str]) -> str:
 
 def _can_hold(dtype: torch.dtype, weight: StoredWeight) -> bool:
     return dtype.is_floating_point == (weight.dtype in FLOATS)
+
+
+def _is_old_mask(weight: StoredWeight) -> bool:
+    """Return whether a stored tensor is a mask, or its number, which attention modules of older versions stored."""
+    return _OLD_MASK.search(weight.name) is not None and weight.shape[:2] in ((), (1,), (1, 1))
+
+
+def _speculating_layers(model: Any) -> range:
+    """Return the numbers of layers after the last one that predict further tokens, by the configuration."""
+    text = model.config.get_text_config(decoder=True)
+    counts = [getattr(text, name, None) for name in ("num_hidden_layers", "num_nextn_predict_layers")]
+    first, count = (number if isinstance(number, int) else 0 for number in counts)
+    return range(first, first + count)
 
 
 def _unexpected(model: Any, names: Iterable[str]) -> set[str]:

@@ -84,6 +84,7 @@ async def _serve(
             config=engine_config,
             conductor_config=config.conductor_config,
             log_json=config.log_json,
+            log_level=config.log_level,
         )
         client = await EngineClient.connect(handle, stages, EngineRestarts(start, launch_engine), journal)
     stages.end()

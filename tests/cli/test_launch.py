@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,10 +18,13 @@ from lamina.cli.launch import COMMANDS, main
 from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import OPTIONS, make_config
 from lamina.config.option import parse_size, size_flag
+from lamina.executor.launchers import zygote_client
 from lamina.executor.load_balance import weights_of
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
 from lamina.request import SamplingParams
+from lamina.server.engine_client import launch
+from lamina.server.engine_client.messages import StartEngine
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
 STARTERS = (["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL])
@@ -267,6 +271,19 @@ def test_a_key_that_is_set_and_blank_is_refused(
 def test_a_key_on_the_command_line_warns(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", MODEL, "--api-key", "one", "--print-config"]) == 0
     assert capsys.readouterr().err == "--api-key: other users of this host can see it; set LAMINA_API_KEY instead\n"
+
+
+def test_the_first_engine_logs_as_the_server_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def note(start: StartEngine) -> None:
+        started.append((start.log_json, start.log_level))
+        raise OSError("seen")
+
+    monkeypatch.setattr(launch, "launch_engine", note)
+    monkeypatch.setattr(zygote_client, "START", SimpleNamespace(get=lambda environment: None))
+    assert main(["serve", MODEL, "--port", "0", "--log-json", "--log-level", "error"]) == 2
+    assert started == [(True, "error")]
 
 
 def test_a_tls_key_that_all_users_may_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

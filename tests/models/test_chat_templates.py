@@ -89,6 +89,26 @@ def test_whatever_a_template_raises_is_the_messages_refusal(template: str, why: 
         rendered(template)
 
 
+def test_a_text_that_the_template_has_by_itself_is_not_lost() -> None:
+    for word in ("user", "s", "["):
+        assert rendered(PARTS, [{"role": "user", "content": word}]) == f"[user]{word}"
+
+
+def test_a_template_runs_a_few_times_however_many_roles_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, runs = tokenizer_of("byte_level"), list[int]()
+    tokenizer.chat_template = PARTS
+    render = tokenizer.apply_chat_template
+
+    def counted(messages: list[dict[str, Any]], **options: Any) -> Any:
+        runs.append(len(messages))
+        return render(messages, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    talk = [{"role": f"role {n}", "content": f"text {n}"} for n in range(40)]
+    assert render_chat(tokenizer, talk) == "".join(f"[role {n}]text {n}" for n in range(40))
+    assert len(runs) <= 4
+
+
 def test_half_a_character_is_refused() -> None:
     tokenizer = tokenizer_of("byte_level")
     tokenizer.chat_template = TEXT + "{{ '\\ud800' }}"

@@ -17,6 +17,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -116,12 +118,19 @@ def test_weights_that_transformers_leaves_out_are_no_fault(tmp_path: Path) -> No
         "first_k_dense_replace": 1,
     }  # fmt: skip
     gpt2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2)
+    neo = GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+    )
+    further = DeepseekV3Config(**shape, **few, num_nextn_predict_layers=1)
     cases: list[tuple[Any, dict[str, Tensor]]] = [
         (LlamaForCausalLM(LlamaConfig(**SHAPE)), {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
         (LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)), {"lm_head.weight": torch.ones(64, 32)}),
         (GPT2LMHeadModel(gpt2), {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}),
         (DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **few)), {"model.layers.61.eh_proj.weight": torch.ones(2, 2)}),
         (MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)), {}),
+        (GPT2LMHeadModel(gpt2), {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}),
+        (GPTNeoForCausalLM(neo), {"transformer.h.1.attn.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8)}),
+        (DeepseekV3ForCausalLM(further), {"model.layers.2.eh_proj.weight": torch.ones(2, 2)}),
     ]
     for number, (model, more) in enumerate(cases):
         path = saved(tmp_path / str(number), model)
@@ -129,6 +138,13 @@ def test_weights_that_transformers_leaves_out_are_no_fault(tmp_path: Path) -> No
         load(path)
         change(path, lambda weights: weights.update({"model.stranger": torch.ones(1)}))
         refused(path, r"does not use: model\.stranger; ")
+
+
+def test_only_the_layers_that_are_announced_are_left_out(model: Path) -> None:
+    configure(model, num_hidden_layers=1, num_nextn_predict_layers=1)
+    load(model)
+    change(model, lambda weights: weights.update({"model.layers.2.norm.weight": torch.ones(2)}))
+    refused(model, r"does not use: model\.layers\.2\.norm")
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ def read_config(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     """Make the values of the file that ``args`` name the defaults of ``parser``. Ends the program with one line if the
     file cannot be read, or has an option that the command does not have.
     """
-    actions = {action.dest: action for action in parser._actions}
+    actions = {action.dest: action for action in reversed(parser._actions)}  # old flags come last
     path = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     path.add_argument(FLAG)
     if FLAG.strip("-") not in actions or (file := path.parse_known_args(args)[0].config) is None:
@@ -44,8 +44,24 @@ def read_config(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
                 raise ValueError(f"{FLAG} {file}: there is no option {key} ({hint})")
             if value == _HIDDEN:
                 continue
-            if (action := actions.get(name)) is not None and not action.option_strings:
-                action.nargs, action.required = "?", False
+            if (action := actions.get(name)) is not None:
+                value = _checked(action, value, f"{FLAG} {file}: {key}")
+                if not action.option_strings:
+                    action.nargs, action.required = "?", False
             parser.set_defaults(**{name: value})
     except (ValueError, ImportError) as error:
         parser.error(str(error))
+
+
+def _checked(action: argparse.Action, value: Any, name: str) -> Any:
+    """Return a value as the default of a flag. Raises ValueError for one that the flag could not have."""
+    if value is None and action.default is None:
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if action.nargs == 0 and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, not {value!r}")
+    if isinstance(action.default, int | float | str) and (value is None or isinstance(value, list | dict)):
+        raise ValueError(f"{name} must be one value, not {value!r}")
+    if action.type in (int, float) and not isinstance(value, str) and (not is_number or action.type(value) != value):
+        raise ValueError(f"{name} must be {'a whole number' if action.type is int else 'a number'}, not {value!r}")
+    return str(value) if action.type is str and is_number else value

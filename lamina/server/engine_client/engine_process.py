@@ -103,7 +103,7 @@ def _log(start: StartEngine) -> None:
     if not start.log_json:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
         for room in ("lamina.executor", "lamina.engine"):
-            logging.getLogger(room).setLevel(logging.INFO)
+            logging.getLogger(room).setLevel(start.log_level.upper())
 
 
 def serve_link(link: ControlLink, start: StartEngine) -> None:

@@ -21,6 +21,7 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     config: EngineConfig
     conductor_config: ConductorConfig = ConductorConfig()  # limits of times that the server promises
     log_json: bool = False  # the server logs JSON: then the engine logs no more than it must, as its lines are text
+    log_level: str = "info"
     is_first: bool = False  # the server's first engine: it refuses limits that a single request would exceed
     lost_hosts: list[str] = []  # hosts where no worker may start; see HostLostError
 

@@ -38,9 +38,9 @@ def test_a_file_that_was_printed_sets_the_same_options(
 
 def test_a_file_may_be_yaml_with_flags_as_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("memory-workers: 3\nkv-cache-memory-bytes: 1GiB\n")
+    file.write_text("memory-workers: 3\nkv-cache-memory-bytes: 1GiB\nserved-model-name: 7\n")
     config = printed(capsys, "serve", "m", "--config", str(file))
-    assert (config["memory_workers"], config["kv_memory"]) == (3, "1GiB")
+    assert (config["memory_workers"], config["kv_memory"], config["served_model_name"]) == (3, "1GiB", "7")
 
 
 def test_a_hidden_key_is_not_taken_for_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +56,10 @@ def test_a_hidden_key_is_not_taken_for_a_key(tmp_path: Path, capsys: pytest.Capt
         ('{"memory_worker": 3}', "there is no option memory_worker (did you mean memory_workers?)"),
         ("[1, 2]", "has no table of options: see --print-config"),
         ("{", "cannot be read"),
+        ("port: [1]", "port must be one value, not [1]"),
+        ("port:", "port must be one value, not None"),
+        ("port: 80.5", "port must be a whole number, not 80.5"),
+        ("dashboard: 'no'", "dashboard must be true or false, not 'no'"),
     ],
 )
 def test_a_bad_file_is_one_line(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

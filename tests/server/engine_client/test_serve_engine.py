@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from test_loop import PARAMS, PROMPT, SOON_S, FakeWire, Workers, continuation, until
 
@@ -48,6 +50,17 @@ def failing(error: Exception) -> Callable[..., None]:
         raise error
 
     return fail
+
+
+def test_events_of_workers_are_logged_from_the_servers_level_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "serve_link", failing(OSError("no such file")))
+    log = logging.getLogger("lamina.engine")
+    before = log.level
+    try:
+        serve_engine(Server(msgspec.structs.replace(START, log_level="error")).sock)
+        assert log.getEffectiveLevel() == logging.ERROR
+    finally:
+        log.setLevel(before)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +30,30 @@ def test_nothing_comes_from_elsewhere_and_it_can_be_switched_off() -> None:
     assert "default-src 'none'" in response.headers["content-security-policy"]
     assert ask("GET", "/", make_service(dashboard=False)).status_code == 404
     assert ask("GET", "/", make_service(api_key="k")).status_code == 401
+
+
+# A page of one element, and a server that keeps its metrics to itself.
+STAND_INS = """
+const element = {textContent: "", className: "", addEventListener() {}, firstElementChild: {setAttribute() {}}};
+const found = {}, document = {getElementById: (id) => found[id] ||= {...element}, querySelector: () => element};
+const answers = {health: [200, {status: "ok"}], metrics: [401, {error: {message: "the operator's key is needed"}}]};
+const fetch = async (path) => {
+  const [status, body] = answers[path] || [200, {data: [{id: "m"}]}];
+  return {ok: status == 200, status, json: async () => body, text: async () => JSON.stringify(body)};
+};
+const shown = () => JSON.stringify([found["health"].textContent, found["queue-now"]?.textContent || ""]);
+let polls = 0;
+const setTimeout = (again) => ++polls < 3 ? again() : console.log(shown());
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node is installed")
+def test_the_page_says_why_it_shows_no_pools() -> None:
+    page = ask("GET", "/", make_service(admin_key="a")).text
+    (script,) = re.findall(r"<script>(.*)</script>", page, re.DOTALL)
+    program = STAND_INS + script.replace('"use strict";', "")
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == ["ok; the pools: the operator's key is needed", ""]
 
 
 @pytest.fixture
