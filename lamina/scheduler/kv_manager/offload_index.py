@@ -227,7 +227,8 @@ class OffloadIndex(Feature):
         return list(dict.fromkeys([*there, *map(KvLocation, range(num))]))
 
     def _has(self, key: bytes, kv_shard: int) -> bool:
-        return self.is_complete or self._index.has(self._places[kv_shard], key)
+        there = kv_shard < len(self._places)  # a session may have been in a KV shard that has gone
+        return self.is_complete or (there and self._index.has(self._places[kv_shard], key))
 
     @property
     def has_pages(self) -> bool:

@@ -10,7 +10,9 @@ from scheduled import make
 
 from lamina.cli.launch import main
 from lamina.cli.operate.session_files import read_session, write_session
+from lamina.config.partition import KvShards
 from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.offload_messages import OffloadFacts
 from lamina.protocol.step_plan import Truncate
 from lamina.scheduler.feature import Leaving
@@ -78,6 +80,22 @@ def test_who_may_not_take_it() -> None:
         new[0].import_session(TENANT, copy, 2 * PAGE - 1)
     new[0].import_session(TENANT, replace(copy, tokens=copy.tokens[:-1]), MOST)
     assert new[1].sessions.get_or_create(NAME).length == 2 * PAGE - 1, "of what is cut off nothing is found"
+
+
+def test_a_session_in_storage_alone_is_counted_after_its_kv_shard_has_gone() -> None:
+    each, one = (KvShards((True, False)), KvShards((False, True))), (KvShards(),)
+    ledger = BlockTables([0, 0], [64, 64], PAGE, each)
+    facts = OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[], []])
+    prefixes, tier = PrefixCache(ledger, PAGE), OffloadIndex(facts, ledger, [[0], [1]])
+    of = SessionCache(prefixes, ledger, tier), prefixes, tier
+    spoken(of)
+    session = prefixes.sessions.get_or_create(NAME)
+    session.location = KvLocation(1)
+    tier.sync(replace(facts, pages=[[], session.keys]), [[0], [1]])
+    assert of[0].count_by_tier == {"host": 1}
+    ledger.replace_with(BlockTables([0], [64], PAGE, one))
+    tier.sync(replace(facts, pages=[session.keys]), [[0]])
+    assert of[0].count_by_tier.total() == 1
 
 
 @pytest.fixture
