@@ -2,7 +2,8 @@
 
 oneDNN, which torch calls for bf16 and fp16, makes code for each number of rows. It keeps about 1 MB of code for each
 shape of weights. Prompts have any number of rows, so a process would grow by hundreds of megabytes. Blocks of more than
-``FEWEST`` rows have 33 sizes. The last block begins earlier where its size is rounded up: some rows are computed twice.
+``FEWEST`` rows have 33 sizes, and a few larger ones. The last block begins earlier where its size is rounded up: some
+rows are computed twice.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LARGEST = 512  # rows of a block that others follow
+LARGE = 512  # rows; blocks that others follow have so many, or a power of two times as many
 FEWEST = 128  # rows; fewer are one block, whatever their number
 STEP, STEP_ALONE = 64, 16  # the rows of the last block are a multiple, and those of a block that is alone
 
@@ -43,17 +44,18 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 def blocks(rows: int) -> Iterator[tuple[int, int]]:
     """Yield the first row of each block and the row after its last. One block alone may end after the last row."""
     start = 0
-    while rows - start >= LARGEST + FEWEST:
-        yield start, start + LARGEST
-        start += LARGEST
-    if rows - start <= FEWEST:
-        yield start, rows
-        return
-    size = _rounded(rows - start, STEP)
-    if size <= rows:
-        yield rows - size, rows
-    else:
+    while (left := rows - start) >= LARGE + FEWEST:
+        size = LARGE << (left // LARGE).bit_length() - 1
+        if 0 < left - size < FEWEST:
+            size //= 2
+        yield start, start + size
+        start += size
+    if not start and left > FEWEST:
         yield 0, _rounded(rows, STEP_ALONE)
+    elif left > FEWEST:
+        yield rows - _rounded(left, STEP), rows
+    elif left:
+        yield start, rows
 
 
 def _multiply(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:

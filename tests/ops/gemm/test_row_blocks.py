@@ -23,8 +23,9 @@ def test_blocks_cover_all_rows(rows: int) -> None:
 
 def test_blocks_have_few_sizes_for_any_number_of_rows() -> None:
     sizes = {stop - start for rows in range(row_blocks.FEWEST + 1, MANY) for start, stop in row_blocks.blocks(rows)}
-    assert len(sizes) <= 33
+    assert len(sizes) <= 36, "33 up to 640 rows, and 1024, 2048 and 4096"
     assert all(size % row_blocks.STEP_ALONE == 0 for size in sizes)
+    assert list(row_blocks.blocks(2048)) == [(0, 2048)], "a whole chunk is one product"
 
 
 @pytest.mark.parametrize("rows", [128, 129, 144, 300, 511, 639, 640, 641, 1000])
