@@ -77,6 +77,7 @@ class Service:
             config.max_num_queued_reqs,
             config.max_num_queued_tokens,
             self.metrics.on_rejected,
+            len(config.api_keys) or 1,
         )
         limits = config.memory_limits(memory_bytes())
         self.bodies, self.answers = MemoryBudget(limits.body_total), MemoryBudget(limits.answer_total)

@@ -39,7 +39,8 @@ _ANSWERS = responses_of(429, 503, kinds=("application/json", "text/event-stream"
 async def completions(request: Request) -> Response:
     """Complete prompts."""
     service: Service = request.app.state.service
-    service.queue_limit.check(1)  # before the body is read, so that a refusal costs next to nothing
+    tenant = salt_of(request.state.key_id, None)
+    service.queue_limit.check(1, tenant)  # before the body is read, so that a refusal costs next to nothing
     body = await parse(CompletionRequest, request)
     name = service.check_model(body.model)
     params = completion_params(body, service.config, service.client.ready, service.defaults)
@@ -51,7 +52,7 @@ async def completions(request: Request) -> Response:
     asked = new_accepted_request(
         "cmpl", name, params, body, salt, tokens_as_ids=by_number, echo=echo, only_prompt=only_prompt
     )
-    with begin_turn(request, body, len(parts)) as turn, _room(service, len(parts) * params.n) as ticket:
+    with begin_turn(request, body, len(parts)) as turn, _room(service, len(parts) * params.n, tenant) as ticket:
         cut = service.prompt_processor.truncation_of(body, max_tokens)
         room = TextRoom(request.state.intake, service.tokenizing)
         prompts = await service.prompt_processor.completions(parts, max_tokens, room, special=special, cut=cut)
@@ -64,7 +65,8 @@ async def completions(request: Request) -> Response:
 async def chat(request: Request) -> Response:
     """Complete a conversation."""
     service: Service = request.app.state.service
-    service.queue_limit.check(1)
+    tenant = salt_of(request.state.key_id, None)
+    service.queue_limit.check(1, tenant)
     body = await parse(ChatRequest, request)
     name = service.check_model(body.model)
     params = chat_params(body, service.config, service.client.ready, service.defaults)
@@ -72,7 +74,7 @@ async def chat(request: Request) -> Response:
     salt, by_number = salt_of(request.state.key_id, body.cache_salt), service.config.return_tokens_as_token_ids
     echo = echoed_text(body.messages) if body.echo else ""
     asked = new_accepted_request("chatcmpl", name, params, body, salt, tokens_as_ids=by_number, echo=bool(echo))
-    with begin_turn(request, body) as turn, _room(service, params.n) as ticket:
+    with begin_turn(request, body) as turn, _room(service, params.n, tenant) as ticket:
         most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default shrinks to fit
         special, cut = bool(body.add_special_tokens), service.prompt_processor.truncation_of(body, most)
         room = TextRoom(request.state.intake, service.tokenizing)
@@ -83,11 +85,11 @@ async def chat(request: Request) -> Response:
 
 
 @contextmanager
-def _room(service: Service, completions: int) -> Iterator[QueueTicket]:
+def _room(service: Service, completions: int, tenant: bytes) -> Iterator[QueueTicket]:
     """Take a place in the queue before any other work, so that a refused client learns it at once. An exception frees
     it.
     """
-    ticket = service.queue_limit.admit(completions)
+    ticket = service.queue_limit.admit(completions, tenant)
     try:
         yield ticket
     except BaseException:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from lamina.facts.report import count_text
+from lamina.kv.page_keys import tenant_of
 from lamina.request import ErrorOrigin
 from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.server.call import Service
@@ -67,7 +68,8 @@ def _refuse(journal: Journal, entry: JournalEntry, status: int, message: str, co
 async def _compute(service: Service, entry: JournalEntry) -> bool:
     """Compute the rest of the reply. Returns True if it is whole. Raises PromptRefusedError, EngineGoneError."""
     replies, client = ReplyQueue(), service.client
-    ticket = service.queue_limit.readmit(sum(map(entry.unfinished_of, entry.keys)))
+    unfinished = sum(map(entry.unfinished_of, entry.keys))
+    ticket = service.queue_limit.readmit(unfinished, tenant_of(entry.accepted.salt))
     try:
         accepted = entry.accepted
         cache_options = CacheOptions(accepted.salt, priority=accepted.priority, discard_ranges=accepted.discard)
