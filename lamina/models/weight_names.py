@@ -19,7 +19,7 @@ from .checkpoint import StoredWeight, stored_weights
 from .errors import ModelError
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_OLD_MASK = re.compile(r"\b(attn|attention)\.(bias|masked_bias|causal_mask)$")
+_OLD_BUFFER = re.compile(r"\b((attn|attention)\.(bias|masked_bias|causal_mask)|inv_freq)$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -65,7 +65,7 @@ def check_all_used(model: nn.Module, directory: Path, *, allow_unused: bool = Fa
         target = names.find(weight.name).name
         if target not in names.tensors:
             layer = _LAYER.search(weight.name)
-            if not _is_old_mask(weight) and not (layer and int(layer[1]) in further):
+            if not _is_old_buffer(weight) and not (layer and int(layer[1]) in further):
                 unused[target] = weight.name
         elif not _can_hold(names.tensors[target].dtype, weight):
             raise ModelError(
@@ -83,7 +83,8 @@ def check_all_used(model: nn.Module, directory: Path, *, allow_unused: bool = Fa
 
 def stored_matrices(directory: Path) -> Iterator[StoredWeight]:
     """Yield the stored weights of at least two dimensions whose type is a plain floating-point one."""
-    return (w for w in stored_weights(directory) if len(w.shape) > 1 and w.dtype in FLOATS)
+    weights = (w for w in stored_weights(directory) if len(w.shape) > 1 and w.dtype in FLOATS)
+    return (w for w in weights if not _is_old_buffer(w))
 
 
 def name_first(names: list[str]) -> str:
@@ -95,9 +96,10 @@ def _can_hold(dtype: torch.dtype, weight: StoredWeight) -> bool:
     return dtype.is_floating_point == (weight.dtype in FLOATS)
 
 
-def _is_old_mask(weight: StoredWeight) -> bool:
-    """Return whether a stored tensor is a mask, or its number, which attention modules of older versions stored."""
-    return _OLD_MASK.search(weight.name) is not None and weight.shape[:2] in ((), (1,), (1, 1))
+def _is_old_buffer(weight: StoredWeight) -> bool:
+    """Return whether older versions stored a tensor that is no weight: rotary frequencies, or a mask or its number."""
+    match = _OLD_BUFFER.search(weight.name)
+    return match is not None and (match[1] == "inv_freq" or weight.shape[:2] in ((), (1,), (1, 1)))
 
 
 def _speculating_layers(model: Any) -> range:

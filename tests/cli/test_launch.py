@@ -312,7 +312,7 @@ def test_version_and_a_typo_in_a_flag(capsys: pytest.CaptureFixture[str]) -> Non
         (["bench", "decode", "m", "--batchsize=8"], "lamina-launch bench decode: unknown argument --batchsize (did"),
         (["serve", "--model", "m"], "unknown argument --model: the model is an argument without a flag; see"),
         (["serve", "m", "--ctx-size", "4096"], "unknown argument --ctx-size (did you mean --max-model-len?); see"),
-        (["serve", "m", "--n-predict", "5"], "unknown argument --n-predict: a request's max_tokens says that; see"),
+        (["serve", "m", "--n-predict", "5"], "argument --n-predict: a request's max_tokens says that, or --max"),
         (["serve", "m", "--n-gpu-layers", "2"], "unknown argument --n-gpu-layers; see"),
         (["timeline", "t", "--qqq"], "lamina-launch timeline: unknown argument --qqq; see"),
         (["plan", "pipeline", "--n", "two"], "--n must be a whole number, not 'two'; see lamina-launch plan pipeline"),

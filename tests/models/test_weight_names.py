@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
@@ -121,6 +123,7 @@ def test_weights_that_transformers_leaves_out_are_no_fault(tmp_path: Path) -> No
     neo = GPTNeoConfig(
         vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
     )
+    falcon = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     further = DeepseekV3Config(**shape, **few, num_nextn_predict_layers=1)
     cases: list[tuple[Any, dict[str, Tensor]]] = [
         (LlamaForCausalLM(LlamaConfig(**SHAPE)), {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
@@ -128,7 +131,9 @@ def test_weights_that_transformers_leaves_out_are_no_fault(tmp_path: Path) -> No
         (GPT2LMHeadModel(gpt2), {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}),
         (DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **few)), {"model.layers.61.eh_proj.weight": torch.ones(2, 2)}),
         (MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)), {}),
-        (GPT2LMHeadModel(gpt2), {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}),
+        (GPT2LMHeadModel(gpt2).half(), {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}),
+        (GPT2LMHeadModel(gpt2).half(), {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8)}),
+        (FalconForCausalLM(falcon), {"transformer.h.0.self_attention.maybe_rotary.inv_freq": torch.ones(4)}),
         (GPTNeoForCausalLM(neo), {"transformer.h.1.attn.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8)}),
         (DeepseekV3ForCausalLM(further), {"model.layers.2.eh_proj.weight": torch.ones(2, 2)}),
     ]

@@ -27,7 +27,9 @@ WORDS = {
         ("--ctx-size", "-c", "--num-ctx", "--max-total-tokens", "--max-input-length", "--max-input-tokens"),
         "--max-model-len",
     ),
-    **dict.fromkeys(("--n-predict", "-n", "--num-predict"), "a request's max_tokens says that"),
+    **dict.fromkeys(
+        ("--n-predict", "-n", "--num-predict"), "a request's max_tokens says that, or --max-tokens of generate"
+    ),
     **dict.fromkeys(("--parallel", "-np", "--max-concurrent-requests", "--max-batch-size"), "--max-num-seqs"),
     "--max-batch-prefill-tokens": "--prefill-chunk",
     **dict.fromkeys(("--cache-type-k", "--cache-type-v"), "--kv-cache-dtype"),
