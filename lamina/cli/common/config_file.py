@@ -26,9 +26,15 @@ def read_config(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     file cannot be read, or has an option that the command does not have.
     """
     actions = {action.dest: action for action in reversed(parser._actions)}  # old flags come last
-    path = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    if FLAG.strip("-") not in actions:
+        return
+    path = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     path.add_argument(FLAG)
-    if FLAG.strip("-") not in actions or (file := path.parse_known_args(args)[0].config) is None:
+    try:
+        file = path.parse_known_args(args)[0].config
+    except argparse.ArgumentError as error:
+        parser.error(str(error))
+    if file is None:
         return
     known = {*actions, *parser._defaults} - {"help", "config", "print_config", "dry_run"}
     try:
@@ -60,8 +66,11 @@ def _checked(action: argparse.Action, value: Any, name: str) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if action.nargs == 0 and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, not {value!r}")
-    if isinstance(action.default, int | float | str) and (value is None or isinstance(value, list | dict)):
+    is_one = isinstance(action.default, int | float | str) or not action.option_strings
+    if is_one and (value is None or isinstance(value, list | dict)):
         raise ValueError(f"{name} must be one value, not {value!r}")
+    if isinstance(action.default, list) and not isinstance(value, list):
+        raise ValueError(f"{name} must be a list, not {value!r}")
     if action.type in (int, float) and not isinstance(value, str) and (not is_number or action.type(value) != value):
         raise ValueError(f"{name} must be {'a whole number' if action.type is int else 'a number'}, not {value!r}")
     return str(value) if action.type is str and is_number else value

@@ -73,6 +73,27 @@ def test_a_bad_file_is_one_line(text: str, words: str, tmp_path: Path, capsys: p
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("stop: x", "stop must be a list, not 'x'"), ("model: [m]", "model must be one value, not ['m']")],
+)
+def test_a_list_is_not_taken_for_a_text_nor_a_text_for_a_list(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config"
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        main(["generate", "m", "--config", str(file), "--print-config"])
+    assert words in capsys.readouterr().err
+
+
+def test_a_missing_name_of_the_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "m", "--config"])
+    err = capsys.readouterr().err
+    assert err == "lamina-launch serve: argument --config: expected one argument; see lamina-launch serve --help\n"
+
+
 def page(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as ended:
         main([*argv])
