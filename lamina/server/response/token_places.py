@@ -29,9 +29,9 @@ class Places:
     def of(self, tokens: Iterable[int]) -> Iterator[Place]:
         """Yield the places of the next tokens."""
         for token in tokens:
-            piece = self._detokenizer.push([token])
-            yield self._offset, piece
-            self._offset += len(piece)
+            offset, piece = self._offset, self._detokenizer.push([token])
+            self._offset += len(piece)  # before it is read: a reader that has enough does not come back
+            yield offset, piece
 
 
 def places_in_text(tokenizer: Any, text: str, tokens: Sequence[int]) -> Iterator[Place]:

@@ -117,6 +117,23 @@ def test_offsets_of_a_clients_text_never_fall_and_cover_it(kind: str, text: str,
             assert name.startswith("bytes:") or text.startswith(name, offset) or name == BOS
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_of_a_stream_are_those_of_the_whole_answer(echo: bool) -> None:
+    tokenizer, prompt = made("byte_level"), "the cat"
+    known, ids = tokenizer(prompt)["input_ids"], tokenizer("sat on the mat", add_special_tokens=False)["input_ids"]
+    whole = answered("byte_level", prompt, ids, echo=echo)["logprobs"]
+    record = AcceptedRecord(
+        id="x", kind="cmpl", model="m", created=0, params=SamplingParams(logprobs=0), prompts=[], echo=echo
+    )
+    shape = response_shape(record, [Prompt(known, prompt)], TokenTexts(tokenizer))
+    streamed = dict[str, list[Any]]()
+    for token in ids:
+        delta = Delta(key=0, index=0, token_ids=[token], text="", logprobs=[encode_scores([(token, -0.5, 1)])])
+        for name, values in json.loads(encode(shape.choice(0, delta)))["logprobs"].items():
+            streamed.setdefault(name, []).extend(values)
+    assert streamed == whole
+
+
 def test_offsets_of_a_prompt_to_which_the_tokenizer_adds_a_token() -> None:
     choice = answered(
         "byte_level", "import os", made("byte_level")(" b c", add_special_tokens=False)["input_ids"], echo=True
