@@ -98,7 +98,8 @@ def test_streams_go_on_with_more_and_fewer_memory_workers(
     assert "--memory-workers 1 -> --memory-workers 2; streams paused for" in said
     assert "memory worker 0 has gone; 1 left; streams paused for" in said
     assert eventually(lambda: health(client) == (200, "ok"), 60)
-    assert client.get("/metrics").status_code == 200
+    metrics = client.get("/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    assert metrics.status_code == 200
 
 
 @pytest.mark.parametrize(
