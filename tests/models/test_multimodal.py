@@ -37,7 +37,7 @@ def expected(model: Any) -> list[int]:
     return tokens
 
 
-@pytest.mark.long(but=[f"[{kind}]" for kind in QUICK])
+@pytest.mark.long(but=QUICK)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_directory_with_a_multimodal_model_gives_its_text(kind: str, tmp_path: Path) -> None:
     model = build(kind)
@@ -49,7 +49,7 @@ def test_a_directory_with_a_multimodal_model_gives_its_text(kind: str, tmp_path:
     assert len(plan_cuts(str(tmp_path)).program.calls) == model.config.get_text_config(decoder=True).num_hidden_layers
 
 
-@pytest.mark.long(but=[f"[{kind}]" for kind in QUICK])
+@pytest.mark.long(but=QUICK)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_multimodal_module_can_be_wrapped(kind: str) -> None:
     model = build(kind)

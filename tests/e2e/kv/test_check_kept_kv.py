@@ -17,7 +17,7 @@ from lamina.kv.page_keys import page_key
 from lamina.kv.storage.host import HostStorage
 from lamina.protocol.blocks.extents import Extents
 from lamina.protocol.kv_placement import KvLocation
-from lamina.scheduler.kv_manager import page_keys
+from lamina.scheduler import prefix_index
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.tools.check.matrix import BASE, BASE_OPTIONS, FIXED, Setting, kv_reuse_settings
 from lamina.tools.check.runner import Check
@@ -77,7 +77,7 @@ def test_keys_that_know_no_parent_are_found(
     keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second page of the second prompt is taken for that of the first one."""
-    monkeypatch.setattr(page_keys, "page_key", lambda parent, number, tokens: page_key(b"p" * 32, number, tokens))
+    monkeypatch.setattr(prefix_index, "page_key", lambda parent, number, tokens: page_key(b"p" * 32, number, tokens))
     comparison, restored = keeping
     assert [v.held for v in comparison.run(restored)] == [True, False]
 
@@ -96,7 +96,7 @@ def test_a_fork_in_the_wrong_lane_is_found(
 
     def stray(self: PrefixCache, beginnings: Any) -> Any:
         hit = match(self, beginnings)
-        return hit and hit._replace(location=KvLocation(1 - hit.location.kv_shard))
+        return hit and hit._replace(locations=tuple(KvLocation(1 - place.kv_shard) for place in hit.locations))
 
     monkeypatch.setattr(PrefixCache, "longest_cached", stray)
     monkeypatch.setattr(Extents, "same_owners", lambda *_: True)
