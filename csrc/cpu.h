@@ -26,8 +26,8 @@ inline bool amx_usable() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h; bit of the registers' state
   constexpr unsigned kBf16AndTiles = 1 << 22 | 1 << 24;        // of leaf 7
   unsigned a, b, c, d;
-  return avx512_bf16_usable() && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
-         (d & kBf16AndTiles) == kBf16AndTiles && !syscall(SYS_arch_prctl, kRequestPermission, kTileData);
+  return avx512_bf16_usable() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBf16AndTiles) == kBf16AndTiles &&
+         !syscall(SYS_arch_prctl, kRequestPermission, kTileData);
 #else
   return false;
 #endif

@@ -81,8 +81,8 @@ PyObject* kernels_select(PyObject* object, PyObject* args) {
   bool sense = width > 0;
   const bool done = !PyErr_Occurred() && without_gil([&] {
     std::vector<Choice> choices;
-    sense = sense && read_choices(ints_of(numbers), count_of(numbers) / 6, ints_of(blocks), count_of(blocks), width,
-                                  &choices);
+    sense = sense &&
+            read_choices(ints_of(numbers), count_of(numbers) / 6, ints_of(blocks), count_of(blocks), width, &choices);
     of.choices = choices.data();
     if (sense) select_all(engine, of, choices.size(), threads);
   });
