@@ -26,7 +26,7 @@ from .checkpoint import (
 from .errors import ModelError
 from .read_shard import read_shard
 from .tensor_parallel_shard import plan_shard
-from .weight_names import FLOATS, WeightNames, check_all_used, name_first, stored_matrices
+from .weight_names import FLOATS, WeightNames, check_all_used, name_first, stored_matrices, text_weights
 from .weight_pages import prefault_weights
 
 # Loading, routing and torch.export change state of the whole process, which several workers may share.
@@ -67,10 +67,10 @@ def load(
 ) -> LoadedModel:
     """Load a model directory or a hub id; a module is used as it is.
 
-    Weights are mapped from their files, and their pages read. If ``dtype`` ("auto": the checkpoint's) is that of the
-    file, nothing is copied, and processes of one host share the pages. Each of ``size`` ranks reads its own part alone.
-    Weights in the files that the model does not use are refused, unless ``allow_unused_weights``. The model is in
-    evaluation mode and records no gradients. Raises ModelError.
+    Weights are mapped from their files, and the pages of those for texts are read. If ``dtype`` ("auto": the
+    checkpoint's) is that of the file, nothing is copied, and processes of one host share the pages. Each of ``size``
+    ranks reads its own part alone. Weights in the files that the model does not use are refused, unless
+    ``allow_unused_weights``. The model is in evaluation mode and records no gradients. Raises ModelError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
@@ -311,7 +311,7 @@ def _read_ahead(model: nn.Module, directory: Path, progress: OnProgress | None) 
             progress("reading weights (MB)", done, total)
 
     try:
-        prefault_weights([*model.parameters(), *model.buffers()], report)
+        prefault_weights([*(weight for _, weight in text_weights(model)), *model.buffers()], report)
     except OSError as error:
         raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
 

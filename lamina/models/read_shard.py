@@ -13,7 +13,7 @@ from .attention_routing import WHOLE_MODEL, WeightShard
 from .checkpoint import stored_weights, weight_files
 from .errors import ModelError, UnsupportedModelError
 from .tensor_parallel_shard import ShardedDim, ShardPlan
-from .weight_names import FLOATS, WeightNames, name_first
+from .weight_names import FLOATS, WeightNames, name_first, text_weights
 from .weight_pages import unmap_pages
 
 # Conversions of weights during reading after which each weight can be cut by itself.
@@ -118,8 +118,8 @@ class _ShardReader:
 
 
 def weight_bytes(model: nn.Module, directory: Path, shard: ShardPlan | None = None) -> WeightBytes:
-    """Return the bytes of a model whose weights are read from ``directory``. Reads headers alone. The model is on the
-    meta device; ``shard`` has shrunk it, if given.
+    """Return the bytes of a model whose weights are read from ``directory``; of mapped ones, those for texts. Reads
+    headers alone. The model is on the meta device; ``shard`` has shrunk it, if given.
     """
     cutter = _ShardReader(model, shard or ShardPlan(WHOLE_MODEL, {}, {}))
     reads = [cutter.read(w.name, w.dtype, len(w.shape)) for w in stored_weights(directory)]
@@ -127,10 +127,10 @@ def weight_bytes(model: nn.Module, directory: Path, shard: ShardPlan | None = No
     names: dict[int, set[str]] = {}  # all names of weights that are tied
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), set()).add(name)
-    mapped, copied = 0, sum(b.nbytes for b in model.buffers())
+    mapped, copied, read = 0, sum(b.nbytes for b in model.buffers()), {id(weight) for _, weight in text_weights(model)}
     for weight in model.parameters():
         if names[id(weight)] & copied_names:
             copied += weight.nbytes
-        else:
+        elif id(weight) in read:
             mapped += weight.nbytes
     return WeightBytes(mapped, copied)

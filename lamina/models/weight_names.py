@@ -87,6 +87,17 @@ def stored_matrices(directory: Path) -> Iterator[StoredWeight]:
     return (w for w in weights if not _is_old_buffer(w))
 
 
+def text_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters that a text runs through, with all of their names. Of a multimodal model these are its
+    language model's, and the embeddings of tokens in and out.
+    """
+    parts = [model]
+    if model.config.get_text_config(decoder=True) is not model.config:
+        parts = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    own = {id(weight) for part in parts for weight in part.parameters()}
+    return ((n, w) for n, w in model.named_parameters(remove_duplicate=False) if id(w) in own)
+
+
 def name_first(names: list[str]) -> str:
     """Return text that names the first one and counts the others."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

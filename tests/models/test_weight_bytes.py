@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    CLIPVisionConfig,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -98,6 +101,18 @@ def test_all_pages_are_there_once_it_is_loaded(tmp_path: Path) -> None:
     reading = [t for t in ticks if t[0] == "reading weights (MB)"]
     assert reading[0][1] == 0
     assert reading[-1][1] == reading[-1][2] == 10
+
+
+def test_weights_for_images_stay_in_their_file(tmp_path: Path) -> None:
+    """A multimodal model serves texts alone."""
+    config = LlavaConfig(text_config=LlamaConfig(**SHAPE), vision_config=CLIPVisionConfig(num_hidden_layers=2))
+    model = LlavaForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    text = sum(weight.nbytes for part in (model.model.language_model, model.lm_head) for weight in part.parameters())
+    image = sum(weight.nbytes for weight in model.model.vision_tower.parameters())
+    head: torch.Tensor = load(tmp_path).model.get_output_embeddings().weight  # type: ignore[operator]
+    assert text >> 10 <= resident_kb(head) < (text + image // 4) >> 10
+    assert planned(tmp_path).mapped == text
 
 
 def resident_kb(x: torch.Tensor) -> int:
