@@ -165,6 +165,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         tasks = [asyncio.create_task(log_status_forever(self._service)), asyncio.create_task(self._end_with_engine())]
         if (journal := self._service.journal) is not None:
             tasks.append(asyncio.create_task(finish_all(self._service, journal, journal.unfinished())))
+            tasks.append(asyncio.create_task(journal.retry_forever()))
         for task in tasks:
             task.add_done_callback(_log_failure)
         try:

@@ -4,12 +4,15 @@
 The tokens of a step are written, without a wait, before readers get them. They survive the process. A host that loses
 power loses the last ones, which are computed again.
 
-**A disk that fails.** After a failed wait the bytes on the disk are unknown. The next request first begins another
-segment, with all known records.
+**A disk that is full.** New requests are refused and running ones continue. What was not written of a request is
+written as a whole once there is room.
+
+**A disk that fails.** After a failed wait the bytes on the disk are unknown: another segment begins with all known
+records.
 
 **Lifetime.** Records go to the newest segment. At half of ``journal_size`` another one begins with the running
-requests. All older segments but one are removed, so a reply stays until one or two segments are full. Only a thread of
-the journal waits for the disk.
+requests. Once it is on disk all older segments but one are removed, so a reply stays until one or two segments are
+full. Only a thread of the journal waits for the disk.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import errno
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -33,70 +37,69 @@ from .journal_records import (
     DroppedRecord,
     FailedRecord,
     HeaderRecord,
+    OpenedRecord,
     RestartsRecord,
 )
-from .next_segment import DiskFailedError, NextSegment, begin_segment, is_whole
-from .segment import Segment, SegmentContents, frame_record
+from .segment import Segment, frame_record
 
-RETRY_S = 10.0  # until another segment is tried again
+RETRY_S = 10.0  # until a disk that was full or has failed is tried again
 
 log = logging.getLogger(__name__)
 
 
 class Journal:
-    """The journal of requests. All methods belong to one thread, the event loop's."""
+    """The journal of requests. All methods belong to one thread, the event loop's. ``error``: why it cannot be written
+    now; None if it can.
+    """
 
-    def __init__(self, path: str, model: str, size: int) -> None:
+    def __init__(self, path: str, model: str, size: int, retry_s: float = RETRY_S) -> None:
         """Open the journal at ``path``, or begin one. ``size``: the approximate bytes that it may take. Raises
         ValueError if it belongs to another model, user or server, or is damaged; nothing is changed then. Raises
         OSError.
         """
+        self.error: str | None = None
         self._entries: dict[str, JournalEntry] = {}
         self._by_key: dict[int, JournalEntry] = {}
         self._next_key = 0
-        self._torn = max(1, size // 2)
+        self._full_at, self._retry_s = max(1, size // 2), retry_s
         self._header = HeaderRecord(format=FORMAT, model=model, digest=model_digest(model))
-        self._folder = JournalDirectory(path)
         self._path, self._written, self._synced = path, 0, 0
-        self._next_try = 0.0  # when another segment may be tried
-        self._following: NextSegment | None = None
-        self._behind_at = 0  # value of ``_written`` when the following segment was begun
-        self._left = set[str]()  # ids of entries that the following segment leaves to earlier ones
-        self._syncing: asyncio.Future[None] | None = None
-        self._full = False  # whether the last write failed
-        self._unsynced = False  # whether the last wait for the disk failed
-        self._begun_with = 0  # bytes of the segment's opening
+        self._unwritten = set[str]()  # ids of replies whose last records are not in the segment
+        self._next_rewrite = self._next_try = 0.0  # when these, and when another segment, may be tried
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamina-journal")
+        self._wait: Future[None] | None = None
+        self._wait_written = 0  # ``_written`` when the wait began
+        self._is_unknown = False  # whether the last wait for the disk failed
+        self._before: Segment | None = None  # the full segment, until it is on disk, too
+        self._is_fresh = False  # whether this segment has not been on disk yet
+        self._folder = JournalDirectory(path)
         try:
-            self._number, self._segment = self._open()
-        except BaseException:
+            self._open()
+        except BaseException as e:
             self._folder.close()
+            if isinstance(e, OSError):
+                raise OSError(e.errno, f"--journal {path} cannot be begun: {e.strerror}") from e
             raise
 
-    def _open(self) -> tuple[int, Segment]:
-        segments, size = self._folder.segments(), 0
-        for place, (number, path) in enumerate(segments):
-            contents = SegmentContents(path)
-            if place and place == len(segments) - 1 and not is_whole(contents.records):
-                log.warning("--journal: %s was not begun whole: left out, as the one before has all of it", path)
-                size = 0
-                break
-            for at, record in enumerate(contents.records):
-                self._replay(record, first=at == 0, number=number)
-            if contents.num_torn_bytes:
-                log.warning(
-                    "--journal: the last %d bytes of %s were not written whole: left out", contents.num_torn_bytes, path
-                )
-            size = contents.end
-        number = segments[-1][0] if segments else 0
-        segment = Segment(self._folder.path_of(number), size)
-        if not size:
-            begin_segment(segment, self._opening(self.unfinished()), self._folder).note_synced(segment.size)
-        return number, segment
+    def _open(self) -> None:
+        self._number, size = 0, 0
+        for number, contents in self._folder.read(self._check):
+            for record in contents.records:
+                self._replay(record, number)
+            if torn := contents.size - contents.end:
+                log.warning("--journal: the last %d bytes of %s were not written whole: left out", torn, contents.path)
+            self._number, size = number, contents.end
+        if size:
+            self._segment = Segment(self._folder.path_of(self._number), size)
+        else:
+            self._segment = self._folder.begin(0, self._opening((), 0))
+            self._folder.sync()
+            self._folder.note_synced(0, self._segment.size)
+        self._keep_from, self._begun_with = self._number - 1, 0
+        self._has_room()
 
-    def _replay(self, record: Any, *, first: bool, number: int) -> None:
-        if first or isinstance(record, HeaderRecord):
-            self._check(record)
-        elif isinstance(record, AcceptedRecord):
+    def _replay(self, record: Any, number: int) -> None:
+        if isinstance(record, AcceptedRecord):
             self._enter(JournalEntry(record))
         elif isinstance(record, DeltasRecord):
             self._grow(record.deltas, number)
@@ -109,13 +112,18 @@ class Journal:
                 if entry := self._entries.get(answer_id):
                     entry.num_restarts = count
 
-    def _check(self, heading: Any) -> None:
-        if not isinstance(heading, HeaderRecord) or heading.format != FORMAT:
+    def _check(self, heading: HeaderRecord) -> None:
+        if heading.format != FORMAT:
             text = "was written by another version of Lamina: finish it there, or name another directory"
             raise ValueError(f"--journal {self._path} {text}")
         if heading.digest != self._header.digest:
             text = f"is of another model ({heading.model}): serve that one, or name another directory"
             raise ValueError(f"--journal {self._path} {text}")
+
+    @property
+    def entries(self) -> list[JournalEntry]:
+        """All known requests, the oldest first."""
+        return list(self._entries.values())
 
     def unfinished(self) -> list[JournalEntry]:
         """Return requests that an earlier server left unfinished, the oldest first."""
@@ -134,10 +142,10 @@ class Journal:
         """Write a request that is about to begin. It is on disk when this returns. Raises OSError; then it is not in
         the journal.
         """
-        while self._unsynced:
-            await self._sync_all()
-        self._append(record)
-        self._note(record)
+        self._maintain()
+        if self._is_unknown:
+            raise OSError(errno.EIO, "its disk has failed")
+        self._append(frame_record(record))
         entry = JournalEntry(record)
         self._enter(entry)
         try:
@@ -150,43 +158,61 @@ class Journal:
     def add_deltas(self, deltas: Sequence[Delta]) -> None:
         """Write the tokens of one step. Deltas of requests that are not in the journal are ignored."""
         own = [d for d in deltas if d.key in self._by_key]
-        gaps = [d for d in own if self._by_key[d.key].gap_segment == self._number]
-        if own and not self._try(DeltasRecord([d for d in own if d not in gaps] if gaps else own), DeltasRecord(own)):
-            gaps = own
-        self._grow(own, self._number)
-        for delta in gaps:
-            if entry := self._by_key.get(delta.key):
-                entry.gap_segment = self._number
-        self._next_segment()
+        if own:
+            self._grow(own, self._number)
+            ids = (self._by_key[d.key].accepted.id for d in own)
+            if self._unwritten:
+                own = [d for d in own if self._by_key[d.key].accepted.id not in self._unwritten]
+            self._try(DeltasRecord(own), ids)
+        self._maintain()
 
     def drop(self, answer_id: str) -> None:
         """Drop a reply that has no reader. A finished one stays; an unknown id is ignored."""
         entry = self._entries.get(answer_id)
         if entry is not None and not entry.ended:
-            self._try(DroppedRecord(answer_id))
             self._forget(answer_id)
+            self._try(DroppedRecord(answer_id), [answer_id])
 
     def restart(self, entry: JournalEntry) -> None:
         """Note that this server restarts a request of an earlier one."""
-        entry.num_restarts += 1
-        self._try(RestartsRecord({entry.accepted.id: entry.num_restarts}))
+        self._count_restart(entry, 1)
 
     def defer(self, entry: JournalEntry) -> None:
         """Undo ``restart``: this server stops in order and leaves the request to the next one."""
-        entry.num_restarts -= 1
-        self._try(RestartsRecord({entry.accepted.id: entry.num_restarts}))
+        self._count_restart(entry, -1)
+
+    def _count_restart(self, entry: JournalEntry, more: int) -> None:
+        entry.num_restarts += more
+        self._try(RestartsRecord({entry.accepted.id: entry.num_restarts}), [entry.accepted.id])
 
     def refuse(self, record: FailedRecord) -> None:
         """Write that a request cannot be finished."""
-        self._try(record)
         self._entries[record.id].refuse(record, self._number)
+        self._try(record, [record.id])
+
+    def retry(self) -> None:
+        """After an error, see whether there is room now, and write what did not fit."""
+        if self.error is not None and self._has_room():
+            with suppress(OSError):
+                self._rewrite()
+                if not self._is_unknown:
+                    log.warning("--journal %s can be written again", self._path)
+                    self.error = None
+        self._maintain()
+
+    async def retry_forever(self) -> None:
+        """Try a full disk again, from time to time."""
+        while True:
+            await asyncio.sleep(self._retry_s)
+            self.retry()
 
     def close(self) -> None:
         """Close the journal, so that another server may open it. Idempotent."""
-        following, self._following = self._following, None
-        if following is not None:
-            following.discard()
+        self._thread.shutdown()
+        with suppress(OSError):
+            self._rewrite()
         self._segment.close()
+        self._close_before()
         self._folder.close()
 
     def _enter(self, entry: JournalEntry) -> None:
@@ -205,131 +231,164 @@ class Journal:
             for prompt in entry.accepted.prompts:
                 self._by_key.pop(prompt.key, None)
 
-    def _append(self, record: Any) -> None:
-        data = frame_record(record)
-        self._segment.append(data)
+    def _append(self, data: bytes) -> None:
+        try:
+            self._segment.append(data)
+        except OSError as e:
+            self._note_error(e)
+            raise
         self._written += len(data)
 
-    def _note(self, record: Any) -> None:
-        """Add a record to the next segment, if one is begun."""
-        if self._following is not None:
-            self._following.add(frame_record(record))
-
-    def _try(self, record: Any, whole: Any = None) -> bool:
-        """Append a record if possible. Returns False if it cannot be written; running requests continue without it.
-        ``whole``: the record for a segment that has no gaps.
-        """
-        self._note(record if whole is None else whole)
+    def _has_room(self) -> bool:
         try:
-            self._append(record)
+            self._segment.check_room()
         except OSError as e:
-            if not self._full:
-                text = "running requests continue, and would restart from what is written there"
-                log.error("--journal %s cannot be written (%s): %s", self._path, e.strerror, text)
-            self._full = True
+            self._note_error(e)
             return False
-        self._full = False
         return True
 
+    def _note_error(self, e: OSError) -> None:
+        if self.error is None:
+            text = "new requests are refused, and running ones continue"
+            log.error("--journal %s cannot be written (%s): %s", self._path, e.strerror, text)
+        self.error = e.strerror or str(e)
+
+    def _try(self, record: Any, ids: Iterable[str]) -> None:
+        """Append a record of requests, whose change is known already, if possible."""
+        try:
+            self._append(frame_record(record))
+        except OSError:
+            self._unwritten.update(ids)
+            return
+        if self._unwritten and time.monotonic() >= self._next_rewrite:
+            with suppress(OSError):
+                self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Write all of the requests of which records are missing. Raises OSError."""
+        if not self._unwritten:
+            return
+        self._next_rewrite = time.monotonic() + self._retry_s
+        missing, self._unwritten = self._unwritten, set()
+        try:
+            self._append(b"".join(map(self._all_of, missing)))
+        except OSError:
+            self._unwritten = missing
+            raise
+        self._next_rewrite = 0.0
+        for answer_id in missing:
+            if (entry := self._entries.get(answer_id)) and entry.ended:
+                entry.ended_in = self._number
+
+    def _all_of(self, answer_id: str) -> bytes:
+        """Return the records of a request, which replace those before them."""
+        entry = self._entries.get(answer_id)
+        if entry is None:
+            return frame_record(DroppedRecord(answer_id))
+        records: list[Any] = [entry.accepted]
+        if deltas := entry.deltas:
+            records.append(DeltasRecord(deltas))
+        if entry.refusal is not None:
+            records.append(entry.refusal)
+        if entry.num_restarts:
+            records.append(RestartsRecord({answer_id: entry.num_restarts}))
+        return b"".join(map(frame_record, records))
+
+    def _opening(self, ids: Iterable[str], before: int) -> bytes:
+        """Return the first records of a segment: all that is needed without the earlier segments."""
+        return b"".join([frame_record(self._header), *map(self._all_of, ids), frame_record(OpenedRecord(before))])
+
     async def _sync(self) -> None:
-        """Wait until all written bytes are on disk. One wait at a time serves all callers that came before it."""
+        """Wait until all written bytes are on disk. One wait at a time serves all callers that came before it. Raises
+        OSError.
+        """
         wanted = self._written
         while self._synced < wanted:
-            if self._syncing is None:
-                self._syncing = asyncio.ensure_future(self._sync_once(self._written))
-            await asyncio.shield(self._syncing)
+            wait = self._begin_wait()
+            try:
+                await asyncio.shield(asyncio.wrap_future(wait))
+            finally:
+                self._maintain()
 
-    async def _sync_once(self, written: int) -> None:
-        size = self._segment.size
-        try:
-            await asyncio.to_thread(self._segment.sync)
-            self._synced = max(self._synced, written)
-        except OSError:
-            self._unsynced = True
-            raise
-        finally:
-            self._syncing = None
-        self._segment.note_synced(size)
-        self._next_segment()  # while requests keep coming, a wait is nearly always pending
+    def _begin_wait(self) -> Future[None]:
+        """Have the thread wait for the disk. Raises OSError."""
+        if self._wait is None:
+            folder, number, segment, before = self._folder, self._number, self._segment, self._before
+            size, is_fresh, keep_from = segment.size, self._is_fresh, self._keep_from
 
-    def _opening(self, entries: Iterable[JournalEntry]) -> bytes:
-        """Return the first records of a segment: all that is needed without the earlier segments."""
-        parts = [frame_record(self._header)]
-        for entry in entries:
-            parts.append(frame_record(entry.accepted))
-            if deltas := entry.deltas:
-                parts.append(frame_record(DeltasRecord(deltas)))
-            if entry.refusal is not None:
-                parts.append(frame_record(entry.refusal))
-            if entry.num_restarts:
-                parts.append(frame_record(RestartsRecord({entry.accepted.id: entry.num_restarts})))
-        return b"".join(parts)
+            def wait() -> None:
+                if before is not None:
+                    before.sync()
+                segment.sync()
+                if is_fresh:
+                    folder.sync()
+                folder.note_synced(number, size)
+                if is_fresh:
+                    folder.remove(keep_from)
 
-    async def _sync_all(self) -> None:
-        """Write all known records to another segment. Raises OSError if none can be begun now."""
-        self._follow()
-        if self._following is None:
-            raise OSError(errno.EIO, "its disk has failed")
+            try:
+                self._wait = self._thread.submit(wait)
+            except RuntimeError as e:
+                raise OSError(errno.EAGAIN, f"no thread can be started ({e})") from e
+            self._wait_written = self._written
+        return self._wait
+
+    def _maintain(self) -> None:
+        """Note the end of a wait, and begin another segment where this one is full or unknown."""
+        if self._wait is not None and self._wait.done():
+            self._end_wait(self._wait.exception())
+        if self._wait is not None:
+            return
+        is_full = self._segment.size >= max(self._full_at, 2 * self._begun_with)
         with suppress(OSError):
-            await asyncio.shield(asyncio.wrap_future(self._following.work))
-        self._next_segment()
+            if self._is_fresh and not self._is_unknown:  # the one before has to be on disk first
+                self._begin_wait()
+            elif (is_full or self._is_unknown) and time.monotonic() >= self._next_try:
+                self._turn_over()
 
-    def _next_segment(self) -> None:
-        """Begin another segment if this one is full, and switch to it once neither has a pending wait."""
-        if self._syncing is not None:
-            return
-        if self._following is not None:
-            if self._following.work.done():
-                self._go_over()
-        elif self._segment.size >= max(self._torn, 2 * self._begun_with) and not self._unsynced:
-            self._follow()
+    def _end_wait(self, failed: BaseException | None) -> None:
+        self._wait = None
+        if isinstance(failed, OSError):
+            self._is_unknown = True
+            self._note_error(failed)
+        elif failed is not None:
+            raise failed
+        else:
+            self._synced = self._wait_written
+            if self._is_fresh:
+                self._is_fresh, self._next_try = False, 0.0
+                self._close_before()
 
-    def _follow(self) -> None:
-        """Begin another segment with the running requests, or with all requests if the state of this segment is
-        unknown.
+    def _turn_over(self) -> None:
+        """Go on in another segment. It begins with the running requests, or with all if this one is unknown. Raises
+        OSError.
         """
-        if self._following is not None or time.monotonic() < self._next_try:
-            return
-        self._next_try = time.monotonic() + RETRY_S  # after a failure, such as a full disk
-        carried = list(self._entries.values()) if self._unsynced else self.unfinished()
-        self._left, self._behind_at = self._entries.keys() - {e.accepted.id for e in carried}, self._written
-        before = None if self._unsynced else self._segment
+        self._next_try = time.monotonic() + self._retry_s
+        before, keeps_all = self._segment, self._is_unknown
+        ids = [*(self._unwritten - self._entries.keys())]  # those that were dropped
+        ids += [i for i, e in self._entries.items() if keeps_all or not e.ended or i in self._unwritten]
         try:
-            self._following = NextSegment(self._number + 1, self._folder, self._opening(carried), before)
-        except RuntimeError as e:  # no thread could be started
-            log.error("--journal %s: no other segment can be begun (%s)", self._path, e)
-
-    def _go_over(self) -> None:
-        """Switch to the following segment, if there is one; waits for it."""
-        following, self._following = self._following, None
-        if following is None:
-            return
-        try:
-            new = following.take(self._segment)
-        except DiskFailedError as e:
-            log.error("--journal %s: its disk has failed (%s): another file gets all of it", self._path, e.strerror)
-            self._unsynced, self._next_try = True, 0.0
-            self._follow()
-            return
+            self._segment = self._folder.begin(self._number + 1, self._opening(ids, 0 if keeps_all else before.size))
         except OSError as e:
-            log.error("--journal %s: no other segment can be begun (%s)", self._path, e.strerror)
-            return
-        self._segment.close()
-        before, self._number, self._segment, self._next_try = self._number, following.number, new, 0.0
-        self._begun_with, self._synced = new.size, max(self._synced, self._behind_at)
-        for answer_id, entry in list(self._entries.items()):
-            if answer_id not in self._left and entry.ended:
-                entry.ended_in = self._number
-            elif entry.ended and entry.ended_in < before:
-                self._forget(answer_id)
-        self._remove(self._number if following.is_complete else before)
-        self._unsynced = False
+            self._note_error(e)
+            raise
+        self._close_before()
+        self._before, self._keep_from = before, self._number
+        if keeps_all:
+            self._close_before()
+            self._keep_from += 1
+        for answer_id in ids:
+            if entry := self._entries.get(answer_id):
+                entry.ended_in = self._number + 1
+        for entry in self.entries:
+            if entry.ended and entry.ended_in < self._number:
+                self._forget(entry.accepted.id)
+        self._number, self._begun_with = self._number + 1, self._segment.size
+        self._is_fresh, self._is_unknown = True, False
+        self._unwritten.clear()
+        self._begin_wait()
 
-    def _remove(self, before: int) -> None:
-        """Remove the segments with numbers below ``before``."""
-        try:
-            for old, path in self._folder.segments():
-                if old < before:
-                    path.unlink(missing_ok=True)
-        except (OSError, ValueError) as e:
-            log.error("--journal %s: old segments stay (%s)", self._path, e)
+    def _close_before(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.close()

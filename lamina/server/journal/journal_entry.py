@@ -16,17 +16,15 @@ from .journal_records import AcceptedRecord, FailedRecord
 
 
 class JournalEntry:
-    """A request and its reply. ``accepted``: the request. ``gap_segment``: the segment in which a part of the reply
-    could not be written, so nothing after it is written there. ``num_restarts``: servers that restarted the request and
-    did not stop in order; this one counts while it runs.
+    """A request and its reply. ``accepted``: the request. ``num_restarts``: servers that restarted the request and did
+    not stop in order; this one counts while it runs. ``ended_in``: the number of the segment in which the reply ends.
     """
 
     def __init__(self, accepted: AcceptedRecord) -> None:
         self.accepted = accepted
         self.refusal: FailedRecord | None = None
-        self.gap_segment = -1
         self.num_restarts = 0
-        self.ended_in = -1  # number of the segment
+        self.ended_in = -1
         self.params = accepted.params
         self.only_prompt = accepted.only_prompt
         self.prompts = [Prompt(p.ids, p.text) for p in accepted.prompts]

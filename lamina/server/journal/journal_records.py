@@ -11,7 +11,7 @@ from lamina.scheduler.sessions.token_ranges import TokenRanges
 from lamina.server.engine_client.messages import Delta
 
 SECRET_DIGITS = 20  # the last digits of an id; no log shows them
-FORMAT = 2  # increased when a server of the previous version could not read it
+FORMAT = 3  # increased when a server of the previous version could not read it
 
 
 class HeaderRecord(msgspec.Struct, frozen=True, kw_only=True, tag="heading"):
@@ -83,12 +83,14 @@ class RestartsRecord(msgspec.Struct, frozen=True, tag="begun"):
     counts: dict[str, int]
 
 
-class SyncedRecord(msgspec.Struct, frozen=True, tag="synced"):
-    """The first ``size`` bytes of this file are on disk, so a hole in them is damage."""
+class OpenedRecord(msgspec.Struct, frozen=True, tag="opened"):
+    """The end of a segment's opening. ``before``: the bytes of the earlier segment that count, too; 0: this one has all
+    that is known.
+    """
 
-    size: int
+    before: int
 
 
 JournalRecord = (
-    HeaderRecord | AcceptedRecord | DeltasRecord | DroppedRecord | FailedRecord | RestartsRecord | SyncedRecord
+    HeaderRecord | AcceptedRecord | DeltasRecord | DroppedRecord | FailedRecord | RestartsRecord | OpenedRecord
 )

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from .journal_records import JournalRecord, SyncedRecord
+from .journal_records import JournalRecord, OpenedRecord
 
 _HEAD = struct.Struct("<III")  # bytes of the record, checksum of that number, checksum of the record
 _NUMBER = struct.Struct("<I")
+_PROBE = bytes(1 << 16)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(JournalRecord).decode
-_SYNCED = _encode(SyncedRecord(0))[:-1]  # the first bytes of each SyncedRecord
 
 
 def frame_record(record: msgspec.Struct) -> bytes:
@@ -27,25 +27,23 @@ def frame_record(record: msgspec.Struct) -> bytes:
 
 
 class SegmentContents:
-    """The records of a file, and the offset at which the last whole one ends.
-
-    A host that loses power may leave holes in bytes that were not on disk yet, with whole records after them.
+    """The records of a file up to the first that is not whole. ``end``: where that one begins. ``is_known``: False if
+    it is whole, and not a record of this version. ``opened``: the end of the segment's opening, if it is there.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read a file. Raises ValueError if it is damaged before its end, and OSError."""
+        """Read a file. Raises OSError."""
         data = path.read_bytes()
+        self.path, self.size, self.end = path, len(data), 0
         self.records: list[Any] = []
-        self.end = 0
+        self.is_known = True
         try:
             while (entry := _record(data, self.end)) is not None:
                 record, self.end = entry
                 self.records.append(record)
-        except msgspec.DecodeError:  # the record is whole, but this version does not write such records
-            raise damaged(path, self.end) from None
-        self.num_torn_bytes = len(data) - self.end  # bytes after the last whole record
-        if self.num_torn_bytes and _synced(data, self.end) > self.end:
-            raise damaged(path, self.end)
+        except msgspec.DecodeError:
+            self.is_known = False
+        self.opened = next((record for record in self.records if isinstance(record, OpenedRecord)), None)
 
 
 def _record(data: bytes, at: int) -> tuple[Any, int] | None:
@@ -61,36 +59,31 @@ def _record(data: bytes, at: int) -> tuple[Any, int] | None:
     return _decode(data[begin:end]), end
 
 
-def _synced(data: bytes, at: int) -> int:
-    """Return how many bytes were on disk, by the SyncedRecords after an unreadable place."""
-    most, at = 0, data.find(_SYNCED, at)
-    while at >= 0:
-        with suppress(msgspec.DecodeError):
-            entry = _record(data, at - _HEAD.size)
-            if entry is not None and isinstance(entry[0], SyncedRecord):
-                most = max(most, entry[0].size)
-        at = data.find(_SYNCED, at + 1)
-    return most
-
-
-def damaged(path: Path, at: int) -> ValueError:
-    """Return the error for a file that cannot be read beyond byte ``at``."""
-    return ValueError(f"--journal: {path} is damaged at byte {at}, not at its end: move it away, or restore it")
-
-
 class Segment:
     """A file that grows. A partial write is cut off again."""
 
     def __init__(self, path: Path, size: int) -> None:
         """``size``: valid bytes of the file; the rest is cut off. Raises OSError."""
-        self.path = path
         self.size = size
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._torn = True  # there may be invalid bytes after the valid ones
-        self._cut()
+        try:
+            self._cut()
+        except OSError:
+            self.close()
+            raise
 
     def append(self, data: bytes) -> None:
         """Write all of ``data``, or nothing. Raises OSError."""
+        self._write(data)
+        self.size += len(data)
+
+    def check_room(self) -> None:
+        """Raises OSError if the file cannot grow. It stays as it is."""
+        self._write(_PROBE)
+        self._cut()
+
+    def _write(self, data: bytes) -> None:
         done = 0
         if self._torn:  # on some disks a full one cannot be cut either
             self._cut()
@@ -102,9 +95,9 @@ class Segment:
             with suppress(OSError):
                 self._cut()
             raise
-        self.size += len(data)
 
     def _cut(self) -> None:
+        self._torn = True
         os.ftruncate(self._fd, self.size)
         os.lseek(self._fd, self.size, os.SEEK_SET)
         self._torn = False
@@ -112,11 +105,6 @@ class Segment:
     def sync(self) -> None:
         """Wait until all written bytes survive a crash of the host. Raises OSError."""
         os.fdatasync(self._fd)
-
-    def note_synced(self, size: int) -> None:
-        """Try to write that ``size`` bytes are on disk. Without this record a hole in them looks like a torn end."""
-        with suppress(OSError):
-            self.append(frame_record(SyncedRecord(size)))
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -12,15 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_journal import accepted, delta, opened, request, shown
-
-from lamina.server.journal.journal import Journal
+from test_journal import accepted, delta, files, opened, request, shown, snapshot, turn_over
 
 SOON_S = 20.0
 
 
 class SlowDisk:
-    """Waits for it end once the test says so, by the thread that begins a segment; no other thread may wait."""
+    """Waits for it end once the test says so, all by the journal's thread; no other thread may wait."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.goes_on, self.waits = threading.Event(), threading.Event()
@@ -29,49 +27,35 @@ class SlowDisk:
         patch.setattr(os, "fdatasync", self._sync)
 
     def _sync(self, fd: int) -> None:
-        name = threading.current_thread().name
-        assert name != "MainThread", "all streams pause for as long"
-        if name.startswith("lamina-journal"):
-            self.waits.set()
-            assert self.goes_on.wait(SOON_S)
-            if self.error is not None:
-                raise self.error
+        assert threading.current_thread().name.startswith("lamina-journal"), "all streams pause for as long"
+        self.waits.set()
+        assert self.goes_on.wait(SOON_S)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
         self._right(fd)
-
-
-def grow_full(journal: Journal, key: int) -> int:
-    """Until another segment is begun; the next token."""
-    token = 0
-    while journal._following is None:
-        journal.add_deltas([delta(key, token)])
-        token += 1
-    return token
 
 
 def test_no_stream_waits_for_the_disk_as_a_segment_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = opened(tmp_path / "j", size=8000)
     first, goes = accepted(journal), accepted(journal)
     disk = SlowDisk(monkeypatch)
-    token = grow_full(journal, 0)
+    turn_over(journal, tmp_path / "j")
     assert disk.waits.wait(SOON_S)
-    journal.add_deltas([delta(0, token), delta(1, 3)])
+    journal.add_deltas([delta(0, 2), delta(1, 3)])
     journal.drop(goes.accepted.id)
-    late = accepted(journal)
-    journal.add_deltas([delta(late.keys[0], 5)])
-    was, number = shown(journal), journal._number
-    disk.goes_on.set()
-    assert journal._following is not None
-    journal._following.work.result(SOON_S)
-    journal.add_deltas([delta(0, token + 1), delta(late.keys[0], 6, end="stop")])
-    assert journal._number == number + 1
-    assert shown(journal)[0][2][0][2] == [*range(token + 2)]
-    assert len(was) == 2
+    snapshot(tmp_path / "j", tmp_path / "copy")
     was = shown(journal)
-    journal.close()
-    again = opened(tmp_path / "j", size=8000)
-    assert shown(again) == was
-    assert [e.accepted.id for e in again.unfinished()] == [first.accepted.id]
-    again.close()
+    assert files(tmp_path / "copy") == ["segment-00000000", "segment-00000001"]
+    disk.goes_on.set()
+    late = accepted(journal)
+    journal.add_deltas([delta(late.keys[0], 6, end="stop")])
+    for place, then in ((tmp_path / "copy", was), (tmp_path / "j", shown(journal))):
+        journal.close()
+        again = opened(place, size=8000)
+        assert shown(again) == then
+        assert [e.accepted.id for e in again.unfinished()] == [first.accepted.id]
+        again.close()
 
 
 def test_a_journal_that_is_closed_meanwhile_waits_for_the_thread_and_has_all(
@@ -79,29 +63,31 @@ def test_a_journal_that_is_closed_meanwhile_waits_for_the_thread_and_has_all(
 ) -> None:
     journal = opened(tmp_path / "j", size=8000)
     accepted(journal)
-    disk = SlowDisk(monkeypatch)
-    token = grow_full(journal, 0)
-    journal.add_deltas([delta(0, token)])
-    was = shown(journal)
-    disk.goes_on.set()
-    journal.close()
-    monkeypatch.undo()
-    assert [p.name for p in (tmp_path / "j").glob("segment-*")] == ["segment-00000000"]
+    with monkeypatch.context() as patched:
+        disk = SlowDisk(patched)
+        turn_over(journal, tmp_path / "j")
+        journal.add_deltas([delta(0, 3)])
+        was = shown(journal)
+        disk.goes_on.set()
+        journal.close()
     again = opened(tmp_path / "j", size=8000)
     assert shown(again) == was
     again.close()
 
 
 def test_without_a_thread_for_it_what_is_under_way_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = opened(tmp_path / "j", size=3000)
+    accepted(first)
+    first.close()
     journal = opened(tmp_path / "j", size=3000)
-    accepted(journal)
     with monkeypatch.context() as none:
         none.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
-        for token in range(60):
+        for token in range(200):
             journal.add_deltas([delta(0, token)])
-        assert (journal._number, journal._following) == (0, None)
-    journal._next_try = 0.0
-    grow_full(journal, 0)
+        assert files(tmp_path / "j") == ["segment-00000000", "segment-00000001"]  # of these, nothing may be removed
+        with pytest.raises(OSError, match="no thread"):
+            accepted(journal)
+    accepted(journal)
     was = shown(journal)
     journal.close()
     again = opened(tmp_path / "j", size=3000)
@@ -114,20 +100,20 @@ def test_a_disk_that_fails_then_has_all_in_another_one(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the full one nobody knows what is there; so an answer that had ended stands in the next one, too."""
-    journal = opened(tmp_path / "j", size=8000)
+    journal = opened(tmp_path / "j", size=8000, retry_s=0.0)
     accepted(journal)
     ended = accepted(journal)
     journal.add_deltas([delta(1, 9, end="stop")])
     disk = SlowDisk(monkeypatch)
-    token = grow_full(journal, 0)
+    turn_over(journal, tmp_path / "j")
     disk.error = OSError(code, "no")
     disk.goes_on.set()
-    while (following := journal._following) is not None:
-        disk.error = None if following.work.exception(SOON_S) else disk.error
+    token = 0
+    while files(tmp_path / "j")[0] < "segment-00000002":
         journal.add_deltas([delta(0, token)])
         token += 1
+    assert journal.error == "no"
     was = shown(journal)
-    assert [p.name for p in (tmp_path / "j").glob("segment-*")] == ["segment-00000001"]
     journal.close()
     again = opened(tmp_path / "j", size=8000)
     assert shown(again) == was
@@ -135,13 +121,18 @@ def test_a_disk_that_fails_then_has_all_in_another_one(
     again.close()
 
 
-def test_requests_that_come_behind_a_failed_wait_share_the_next_segment(
+def test_requests_that_come_after_a_failed_wait_share_the_next_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = opened(tmp_path / "j")
     accepted(journal)
-    journal._unsynced = True
     disk = SlowDisk(monkeypatch)
+    disk.error = OSError(errno.EIO, "no")
+    disk.goes_on.set()
+    with pytest.raises(OSError, match="no"):
+        accepted(journal)
+    disk.goes_on.clear()
+    disk.waits.clear()
 
     async def both() -> None:
         each = [asyncio.create_task(journal.accept(request(journal))) for _ in range(2)]
@@ -153,7 +144,7 @@ def test_requests_that_come_behind_a_failed_wait_share_the_next_segment(
 
     asyncio.run(both())
     was = shown(journal)
-    assert (len(was), journal._number) == (3, 1)
+    assert (len(was), files(tmp_path / "j")) == (3, ["segment-00000001"])
     journal.close()
     again = opened(tmp_path / "j")
     assert shown(again) == was
@@ -163,7 +154,7 @@ def test_requests_that_come_behind_a_failed_wait_share_the_next_segment(
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_a_server_that_ends_at_any_time_has_left_all_that_was_told(seed: int, tmp_path: Path) -> None:
-    """Whatever comes between the begin of a segment and the way over to it."""
+    """Whatever comes between the begin of a segment and its being on disk."""
     rng, journal, copies = random.Random(seed), opened(tmp_path / "j", size=6000), 0
 
     def grow() -> None:
@@ -172,51 +163,49 @@ def test_a_server_that_ends_at_any_time_has_left_all_that_was_told(seed: int, tm
             journal.add_deltas([delta(entry.keys[0], rng.randrange(99), end=rng.choice([None, None, None, "stop"]))])
 
     def drop() -> None:
-        if entries := list(journal._entries):
-            journal.drop(rng.choice(entries))
+        if entries := journal.entries:
+            journal.drop(rng.choice(entries).accepted.id)
 
-    def go_over() -> None:
-        if journal._following is not None:
-            journal._go_over()
-
-    acts: list[Callable[[], object]] = [grow, grow, grow, lambda: accepted(journal), drop, go_over, journal._follow]
+    acts: list[Callable[[], object]] = [grow, lambda: accepted(journal), drop, journal.retry]
     for _ in range(250):
-        rng.choices(acts, [6, 6, 6, 2, 1, 1, 1])[0]()
+        rng.choices(acts, [18, 2, 1, 1])[0]()
         if rng.random() < 0.3:
             copies += 1
             place = tmp_path / f"copy-{copies}"
-            shutil.copytree(tmp_path / "j", place)
-            place.chmod(0o700)
+            snapshot(tmp_path / "j", place)
             again = opened(place, size=6000)
             assert sorted(shown(again)) == sorted(shown(journal))
             again.close()
             shutil.rmtree(place)
-    assert journal._number > 2
+    assert files(tmp_path / "j")[-1] > "segment-00000002"
     journal.close()
 
 
-@pytest.mark.parametrize("is_over", [True, False])
+@pytest.mark.parametrize("is_on_disk", [True, False])
 def test_a_host_that_ends_meanwhile_may_lack_the_end_of_the_full_one(
-    is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind what was on the disk as the next one was begun, which has the rest if it is whole."""
-    journal = opened(tmp_path / "j")
+    """The next one counts only with all of the full one. Once it is on disk, the full one is there, too."""
+    journal, place = opened(tmp_path / "j", size=8000), tmp_path / "copy"
     accepted(journal)
-    journal.add_deltas([delta(0, 1)])
-    file, was = tmp_path / "j" / "segment-00000000", shown(journal)
-    size, disk = file.stat().st_size, SlowDisk(monkeypatch)
-    journal._follow()
-    journal.add_deltas([delta(0, 2)])
-    disk.goes_on.set()
-    if is_over:
-        journal._go_over()
-        was = shown(journal)
-    place = tmp_path / "copy"
-    shutil.copytree(tmp_path / "j", place)
-    with (place / file.name).open("r+b") as torn:
+    size = (tmp_path / "j" / "segment-00000000").stat().st_size
+    with monkeypatch.context() as patched:
+        disk = SlowDisk(patched)
+        turn_over(journal, tmp_path / "j")
+        if not is_on_disk:
+            snapshot(tmp_path / "j", place)
+        disk.goes_on.set()
+        journal.close()
+    if is_on_disk:
+        snapshot(tmp_path / "j", place)
+    with (place / "segment-00000000").open("r+b") as torn:
         torn.truncate(size + 9)
-    journal.close()
-    monkeypatch.undo()
-    again = opened(place)
-    assert shown(again) == was
-    again.close()
+    if is_on_disk:
+        with pytest.raises(ValueError, match=f"segment-00000000 is damaged at byte {size}"):
+            opened(place)
+        return
+    for _ in range(2):
+        again = opened(place)
+        assert [e.deltas for e in again.unfinished()] == [[]]
+        assert files(place) == ["segment-00000000"]
+        again.close()
