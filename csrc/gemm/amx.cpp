@@ -1,5 +1,6 @@
-// bf16 by matrix instructions: a tile of w is what lies in memory, x is laid out for it once a call. Linear layers of
-// few rows so take the time in which a core reads their weights. Other types are AVX-512's.
+// bf16 by matrix instructions: a tile of w is what lies in memory, x is laid out for it once a call. Packed, tiles lie one
+// after the other. Linear layers of few rows so take the time in which a core reads their weights. Other types are
+// AVX-512's.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -16,8 +17,8 @@
 namespace lamina::gemm::amx {
 namespace {
 
-constexpr std::size_t kDepth = 32;  // of k in a tile: 64 bytes
-constexpr std::size_t kTile = 16;   // rows of a tile
+constexpr std::size_t kDepth = 32, kBytes = 64;  // of k in a tile
+constexpr std::size_t kTile = 16;  // rows of a tile
 static_assert(kRowsPrepared % kTile == 0, "tiles are prepared whole");
 constexpr std::size_t kWide = 2 * kTile;  // columns of y at once
 
@@ -40,6 +41,9 @@ struct alignas(64) Config {
 };
 
 std::size_t slices(const Problem& p) { return (p.k_size + kDepth - 1) / kDepth; }
+
+// Columns n .. n + kWide of w as they were packed: [tiles of k][columns][kDepth].
+const char* panel(const Problem& p, std::size_t n) { return static_cast<const char*>(p.w) + n * slices(p) * kBytes; }
 
 // Where rows `first ..` of x lie once they are laid out: [slices, 16 pairs of k, rows of the tile], a dword for a pair.
 const std::uint32_t* laid_out(const Problem& p, std::size_t first) {
@@ -89,36 +93,49 @@ void prepare(const Problem& p, const void* x, std::size_t begin, std::size_t end
   }
 }
 
-// Rows of w under way: `cols` that there are, each of `left` numbers from here on.
+// Columns of w under way, at k: `cols` that there are, each of `left` numbers from here on.
 struct Weights {
-  const Bf16* at;
-  std::size_t ldw, cols, left;
+  const char* at;
+  std::size_t stride, step;  // bytes from one column to the next, and from one tile of k to the next
+  std::size_t cols, left;
+  std::size_t apart;  // columns that do not lie one after the other
+
+  Weights(const Problem& p, std::size_t n) {
+    if (p.packed) {
+      at = panel(p, n), stride = kBytes, step = kWide * kBytes;
+      cols = kWide, left = slices(p) * kDepth, apart = 0;
+    } else {
+      at = static_cast<const char*>(p.w) + 2 * n * p.ldw, stride = 2 * p.ldw, step = kBytes;
+      cols = apart = std::min(kWide, p.cols - n), left = p.k_size;
+    }
+  }
 };
 
-// Up to `kTile` rows of w, 32 numbers each, as tiles want them: where they lie, or in `space` with zeros behind them.
+// Up to `kTile` columns of w, 32 numbers each, as tiles want them: where they lie, or in `space` with zeros behind them.
 struct Tile {
   const void* at;
   std::size_t stride;
 
-  Tile(const Weights& w, std::size_t row, std::uint16_t (*space)[kDepth]) : at(w.at + row * w.ldw), stride(2 * w.ldw) {
-    const std::size_t rows = row < w.cols ? std::min(kTile, w.cols - row) : 0;
-    if (rows == kTile && w.left >= kDepth) return;
+  Tile(const Weights& w, std::size_t first, std::uint16_t (*space)[kDepth])
+      : at(w.at + first * w.stride), stride(w.stride) {
+    const std::size_t cols = first < w.cols ? std::min(kTile, w.cols - first) : 0;
+    if (cols == kTile && w.left >= kDepth) return;
     const __mmask32 some = w.left >= kDepth ? ~__mmask32(0) : (__mmask32(1) << w.left) - 1;
     for (std::size_t i = 0; i < kTile; ++i)
-      _mm512_storeu_si512(space[i], _mm512_maskz_loadu_epi16(i < rows ? some : 0, w.at + (row + i) * w.ldw));
+      _mm512_storeu_si512(space[i], _mm512_maskz_loadu_epi16(i < cols ? some : 0, w.at + (first + i) * w.stride));
     written(space);
     at = space, stride = sizeof space[0];
   }
 };
 
 // sums [2, 2, 16, 16] = columns of y, `kWide` of them, by the rows of x that the registers are set for. `ahead`: w that
-// comes next, fetched line by line between the products, and brought to L1 likewise before a tile is: the loads of a
-// whole tile at once would wait for each other.
+// comes next, `lines` of which are fetched between the products of a step of k. Columns that lie apart are brought to
+// L1 line by line first: the loads of a whole tile at once would wait for each other.
 template <bool kTwo>
 void products(const Problem& p, std::size_t n, std::size_t first, std::size_t left, std::size_t right,
-              const char* ahead, float (*sums)[2][kTile][kTile]) {
+              const char* ahead, std::size_t lines, float (*sums)[2][kTile][kTile]) {
   std::uint16_t space[2][kTile][kDepth];
-  Weights w{static_cast<const Bf16*>(p.w) + n * p.ldw, p.ldw, std::min(kWide, p.cols - n), p.k_size};
+  Weights w(p, n);
   const std::uint32_t *a = laid_out(p, first), *b = kTwo ? laid_out(p, first + kTile) : nullptr;
   _tile_zero(4);
   _tile_zero(6);
@@ -126,12 +143,9 @@ void products(const Problem& p, std::size_t n, std::size_t first, std::size_t le
     _tile_zero(5);
     _tile_zero(7);
   }
-  for (std::size_t k = 0; k < p.k_size; k += kDepth, w.at += kDepth, w.left -= kDepth) {
-    if (w.cols == kWide)
-      for (std::size_t i = 0; i < kWide; ++i, ahead += 64) {
-        __builtin_prefetch(ahead, 0, 2);
-        (void)*reinterpret_cast<const volatile std::uint8_t*>(w.at + i * w.ldw);
-      }
+  for (;; w.at += w.step, w.left -= kDepth) {
+    for (std::size_t i = 0; i < lines; ++i, ahead += kBytes) __builtin_prefetch(ahead, 0, 2);
+    for (std::size_t i = 0; i < w.apart; ++i) (void)*reinterpret_cast<const volatile char*>(w.at + i * w.stride);
     const Tile low(w, 0, space[0]), high(w, kTile, space[1]);
     _tile_loadd(2, a, 4 * left);
     if constexpr (kTwo) {
@@ -148,7 +162,7 @@ void products(const Problem& p, std::size_t n, std::size_t first, std::size_t le
       _tile_dpbf16ps(7, 1, 3);
     }
     a += kTile * left, b += kTile * right;
-    if (w.left < kDepth) break;
+    if (w.left <= kDepth) break;
   }
   _tile_stored(4, sums[0][0], sizeof sums[0][0][0]);
   _tile_stored(6, sums[1][0], sizeof sums[0][0][0]);
@@ -158,25 +172,35 @@ void products(const Problem& p, std::size_t n, std::size_t first, std::size_t le
   }
 }
 
-// A column of sums [16 columns of y, 16] as a row of y, with the bias.
-void store(const Problem& p, const float* sums, std::size_t m, std::size_t n) {
+// Sums [16 columns of y from n on, 16 rows] as `rows` rows of y from `m` on, with the bias.
+void store(const Problem& p, const float (*sums)[kTile], std::size_t m, std::size_t rows, std::size_t n) {
   const __mmask16 some = p.cols - n >= kTile ? ~__mmask16(0) : static_cast<__mmask16>((1u << (p.cols - n)) - 1);
-  const __m512i steps = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 4);
-  __m512 y = _mm512_i32gather_ps(steps, sums, 4);
+  written(sums);
+  __m512i r[kTile];
+  for (std::size_t i = 0; i < kTile; ++i) r[i] = _mm512_loadu_si512(sums[i]);
+  transpose(r);
+  __m512 bias = _mm512_setzero_ps();
   if (p.b) {
     const __m256i b = _mm256_maskz_loadu_epi16(some, static_cast<const Bf16*>(p.b) + n);
-    y = _mm512_add_ps(y, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16)));
+    bias = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
   }
-  _mm256_mask_storeu_epi16(static_cast<Bf16*>(p.y) + m * p.cols + n, some, (__m256i)_mm512_cvtneps_pbh(y));
+  for (std::size_t i = 0; i < rows; ++i) {
+    const __m512 sum = _mm512_castsi512_ps(r[i]), y = p.b ? _mm512_add_ps(sum, bias) : sum;
+    _mm256_mask_storeu_epi16(static_cast<Bf16*>(p.y) + (m + i) * p.cols + n, some, (__m256i)_mm512_cvtneps_pbh(y));
+  }
 }
 
-// All rows of x meet some columns before the next ones, at most 2 * kTile at once: w comes from memory once.
+// All rows of x meet some columns before the next ones, at most 2 * kTile at once: w comes from memory once. All of them
+// fetch their part of what comes next.
 void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
   written(p.x);
   float sums[2][2][kTile][kTile];
+  const std::size_t times = (p.rows + 2 * kTile - 1) / (2 * kTile), lines = (kWide + times - 1) / times;
   std::size_t set_for = 0;  // rows of x
-  for (std::size_t n = begin; n < end; n += kWide)
-    for (std::size_t first = 0; first < p.rows; first += 2 * kTile) {
+  for (std::size_t n = begin; n < end; n += kWide) {
+    const Weights w(p, n);
+    const char* ahead = w.at + kWide * (p.packed ? slices(p) * kBytes : w.stride);
+    for (std::size_t first = 0; first < p.rows; first += 2 * kTile, ahead += slices(p) * lines * kBytes) {
       const std::size_t rows = std::min(2 * kTile, p.rows - first), left = std::min(kTile, rows), right = rows - left;
       if (rows != set_for) {
         const Config config(left, right);
@@ -184,13 +208,33 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
         _tile_loadconfig(&config);
         set_for = rows;
       }
-      const Bf16* ahead = static_cast<const Bf16*>(p.w) + (n + (first ? 0 : kWide)) * p.ldw;
-      (right ? products<true> : products<false>)(p, n, first, left, right, reinterpret_cast<const char*>(ahead), sums);
-      for (std::size_t i = 0; i < 2; ++i)
-        for (std::size_t m = 0; n + i * kTile < end && m < rows; ++m)
-          store(p, sums[i][m / kTile][0] + m % kTile, first + m, n + i * kTile);
+      (right ? products<true> : products<false>)(p, n, first, left, right, ahead, lines, sums);
+      for (std::size_t i = 0; i < 2 && n + i * kTile < end; ++i) {
+        store(p, sums[i][0], first, left, n + i * kTile);
+        if (right) store(p, sums[i][1], first + kTile, right, n + i * kTile);
+      }
     }
+  }
   _tile_release();
+}
+
+std::size_t packed_bytes(std::size_t cols, std::size_t k_size) {
+  return (cols + kWide - 1) / kWide * kWide * ((k_size + kDepth - 1) / kDepth) * kBytes;
+}
+
+void pack(const Problem& p, std::size_t begin, std::size_t end, void* to) {
+  Problem packed = p;
+  packed.w = to;
+  for (std::size_t n = begin; n < end; n += kWide) {
+    char* at = const_cast<char*>(panel(packed, n));
+    for (std::size_t k = 0; k < p.k_size; k += kDepth)
+      for (std::size_t i = 0; i < kWide; ++i, at += kBytes) {
+        const std::size_t left = n + i < p.cols ? p.k_size - k : 0;
+        const __mmask32 some = left >= kDepth ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+        const auto* const from = static_cast<const Bf16*>(p.w) + (left ? (n + i) * p.ldw + k : 0);
+        _mm512_storeu_si512(at, _mm512_maskz_loadu_epi16(some, from));
+      }
+  }
 }
 
 }  // namespace
@@ -201,5 +245,6 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
 namespace lamina::gemm {
 
 const Kernel kAmx = {amx::plan, amx::prepare, amx::columns};
+const Packing kAmxPanels = {kAmx, amx::packed_bytes, amx::pack};
 
 }  // namespace lamina::gemm

@@ -77,7 +77,7 @@ constexpr int kTileRows = 6;
 const Variant* variants() {
   static const Kernel by_pairs[3] = {quantized::kAvx512[0], quantized::kAvx512Bf16, quantized::kAvx512[2]};
   static const Variant all[kVariants] = {
-      {"amx", amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, nullptr, by_pairs},
+      {"amx", amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, &kAmxPanels, by_pairs},
       {"avx512_bf16",
        avx512_bf16_usable(),
        {avx512::kernel<float>, kAvx512Bf16, avx512::kernel<Half>},

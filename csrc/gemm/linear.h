@@ -92,7 +92,7 @@ struct Variant {
 
 extern const Kernel kAmx, kAvx512Bf16, kAvx2Bf16;  // bf16
 extern const Kernel kAvx2Half;
-extern const Packing kPanels, kAvx2Panels;
+extern const Packing kAmxPanels, kPanels, kAvx2Panels;
 
 constexpr std::size_t kVariants = 4;
 extern const Variant* variants();  // best first; kVariants of them
