@@ -70,6 +70,7 @@ class Service:
         self.metrics = ServerMetrics(names[0], config.conductor_config.limits)
         self.engine_metrics = EngineMetrics(client, self.metrics.labels)
         self.metrics.registry.register(self.engine_metrics)
+        self.metrics.show("journal_unwritable", lambda: self.journal_error is not None)
         client.on_step = self.metrics.on_step
         self.unknown_fields = UnknownFields(allowed=config.allow_unknown_fields)
         self.queue_limit = QueueLimit(
@@ -91,6 +92,11 @@ class Service:
     def texts_of(self, record: AcceptedRecord) -> TokenTexts:
         """Return how the log-probabilities of a request name tokens: by text, or by number."""
         return TokenNumbers(self.token_texts.tokenizer) if record.tokens_as_ids else self.token_texts
+
+    @property
+    def journal_error(self) -> str | None:
+        """The reason why the journal cannot be written; None if it can, or if there is none."""
+        return self.journal.error if self.journal is not None else None
 
     @property
     def unhealthy_reason(self) -> str | None:

@@ -32,12 +32,15 @@ def _service(request: Request) -> Service:
 @router.get("/health", responses=responses_of(503))
 async def health(request: Request) -> Response:
     """200 while the engine makes progress, or is idle and all its workers reply. Otherwise 503 with the reason; it is
-    "recovering" while a lost worker is being replaced, after which all requests continue.
+    "recovering" while a lost worker is being replaced, after which all requests continue. ``journal``: why it cannot
+    be written, if so.
     """
-    illness = _service(request).unhealthy_reason
+    service = _service(request)
+    illness, error = service.unhealthy_reason, service.journal_error
+    journal = {} if error is None else {"journal": f"cannot be written: {error}"}
     if illness is None:
-        return json_response({"status": "ok"})
-    return json_response({"status": illness}, 503, {"Retry-After": "5"})
+        return json_response({"status": "ok", **journal})
+    return json_response({"status": illness, **journal}, 503, {"Retry-After": "5"})
 
 
 @router.get("/ping", responses=responses_of(503))

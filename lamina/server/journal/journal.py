@@ -78,7 +78,7 @@ class Journal:
         except BaseException as e:
             self._folder.close()
             if isinstance(e, OSError):
-                raise OSError(e.errno, f"--journal {path} cannot be begun: {e.strerror}") from e
+                raise OSError(f"--journal {path} cannot be opened: {e.strerror}") from e
             raise
 
     def _open(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
@@ -14,7 +14,7 @@ from lamina.request import SamplingParams
 from lamina.scheduler.conductor.overload import NO_LIMITS, SloLimits
 from lamina.server.engine_client.messages import Delta
 
-from .metric_table import COMMON_LABELS, METRICS, counter, histogram, other_names
+from .metric_table import COMMON_LABELS, METRICS, counter, gauge, histogram, other_names
 
 _TOTALS = ("prompt_tokens", "generation_tokens", "prompt_tokens_cached")
 COMPUTED, FOUND = "local_compute", "local_cache_hit"  # sources of a prompt token's KV, in vLLM's words
@@ -46,6 +46,10 @@ class ServerMetrics:
         """Add ``tokens`` to a counter."""
         self.totals[name] += tokens
         self._counts[name].inc(tokens)
+
+    def show(self, name: str, value: Callable[[], float]) -> None:
+        """Show a gauge, whose value is asked for when Prometheus scrapes."""
+        gauge(name, self.registry).labels(**self.labels).set_function(value)
 
     def on_step(self, tokens: int) -> None:
         """Count the ``tokens`` of a step, tokens of prompts included."""

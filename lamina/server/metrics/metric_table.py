@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -97,6 +97,7 @@ METRICS: dict[str, MetricSpec] = {
     "http_request_duration_seconds": MetricSpec(
         "histogram", "seconds", "duration of HTTP requests, streams included", ("handler", "method"), _FIRST
     ),
+    "journal_unwritable": _gauge("", "1 while --journal cannot be written, such as on a full disk"),
     # The engine's queue, as it last reported.
     "num_requests_running": _of_vllm("gauge", "requests", "completions that decode, or whose prompt is computed"),
     "num_requests_waiting": _of_vllm("gauge", "requests", "completions that wait for KV blocks or a place"),
@@ -225,6 +226,11 @@ def family_of(name: str, common: Sequence[str]) -> Metric:
 def counter(name: str, registry: CollectorRegistry) -> Counter:
     """Return a counter of this process."""
     return Counter(full_name(name), help_text(name), _labels(name), registry=registry)
+
+
+def gauge(name: str, registry: CollectorRegistry) -> Gauge:
+    """Return a gauge of this process."""
+    return Gauge(full_name(name), help_text(name), _labels(name), registry=registry)
 
 
 def histogram(name: str, registry: CollectorRegistry) -> Histogram:

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,55 @@ def test_the_answer_is_behind_the_key_of_the_server(service: Service) -> None:
     locked = make_service(service.client, api_key="secret")
     locked.journal = service.journal
     assert ask(locked, "GET", "/v1/completions/cmpl-0").status_code == 401
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system: needs root")
+def test_a_full_disk_is_shown_and_refuses_new_requests_until_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", place], check=False).returncode:
+        pytest.skip("mount: not permitted here")
+    try:
+        service = next_server(place)
+        journal = service.journal
+        assert journal is not None
+
+        def shown() -> tuple[dict[str, str], bool]:
+            return (
+                ask(service, "GET", "/health").json(),
+                'lamina:journal_unwritable{engine="0",model_name="tiny"} 1.0' in ask(service, "GET", "/metrics").text,
+            )
+
+        assert ask(service, "POST", "/v1/completions", BODY).status_code == 200
+        assert shown() == ({"status": "ok"}, False)
+        fill = place / "others"
+        with suppress(OSError), fill.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        line = f"--journal {place}/j cannot be written (No space left on device): new requests are refused"
+        full = {"status": "ok", "journal": "cannot be written: No space left on device"}
+        for _ in range(20):  # the last page of the journal's file has a little room
+            refused = ask(service, "POST", "/v1/completions", BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "journal_unwritable")
+        assert shown() == (full, True)
+        assert caplog.text.count(line) == 1
+        with pytest.raises(OSError, match="^--journal .*/new cannot be opened: No space left on device"):
+            Journal(str(place / "new"), str(ROOT / MODEL), 1 << 20)
+        journal.close()
+        service = next_server(place)  # at the start, too
+        journal = service.journal
+        assert journal is not None
+        assert caplog.text.count(line) == 2
+        assert shown() == (full, True)
+        fill.unlink()
+        journal.retry()
+        assert shown() == ({"status": "ok"}, False)
+        assert ask(service, "POST", "/v1/completions", BODY).status_code == 200
+        journal.close()
+    finally:
+        subprocess.run(["umount", place], check=True)
 
 
 def left_behind(service: Service, error: ApiError | None) -> str:
