@@ -38,7 +38,7 @@ from lamina.ops.gemm.packed_memory import PrivateMemory
 REST_S = 0.003  # before a turn, while idle threads of the one before go on spinning for work
 TURN_S = 0.5
 CHECK = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # norm-wise, between competitors
-PEAK_ROUNDS = 300_000
+PEAK_S = 0.02  # 1 ms is too short: threads start, and cores speed up
 
 Turn = Callable[[int], None]  # one pass over all layers with so many rows
 
@@ -143,14 +143,13 @@ def floors(layers: LayerWeights, threads: int, folder: Path) -> tuple[Turn, Call
     if not library.exists():
         subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
     peak = getattr(ctypes.CDLL(str(library)), "peak_bf16" if layers.bytes < 4 * layers.numel else "peak_float")
-    peak.restype, peak.argtypes = ctypes.c_double, [ctypes.c_long]
+    peak.restype, peak.argtypes = ctypes.c_double, [ctypes.c_double]
     reader, memory = Kernels(VARIANTS[0], "float32"), torch.ones(layers.bytes, dtype=torch.uint8)
     pool = ThreadPoolExecutor(threads)
 
     def rate() -> float:
-        start = time.perf_counter()
-        done = float(sum(pool.map(peak, [PEAK_ROUNDS] * threads)))
-        return done / (time.perf_counter() - start)
+        time.sleep(REST_S)
+        return float(sum(pool.map(peak, [PEAK_S] * threads)))
 
     def read(rows: int) -> None:
         reader.read(memory.data_ptr(), layers.bytes, threads)
