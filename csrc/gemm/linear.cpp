@@ -77,7 +77,8 @@ constexpr int kTileRows = 6;
 const Variant* variants() {
   static const Kernel by_pairs[3] = {quantized::kAvx512[0], quantized::kAvx512Bf16, quantized::kAvx512[2]};
   static const Variant all[kVariants] = {
-      {"amx", amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, &kAmxPanels, by_pairs},
+      // Pairs go at half the rate of floats there, and have the same bits.
+      {"amx", amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, &kAmxPanels, quantized::kAvx512},
       {"avx512_bf16",
        avx512_bf16_usable(),
        {avx512::kernel<float>, kAvx512Bf16, avx512::kernel<Half>},
