@@ -1,5 +1,5 @@
-"""Files that are kept from one start to the next, in a folder of this user. A file is ignored if it cannot be read, or
-if another user may have written it.
+"""Files that are kept from one start to the next, in a folder of this user. A file is ignored if it cannot be read, if
+its bytes are not those of its digest, or if another user may have written it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import re
 import stat
 import tempfile
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 VARIABLE = "LAMINA_CACHE"
 OTHERS_WRITE = 0o022
+DIGEST_BYTES = 32
 _OWN_NAME = re.compile(r"[0-9a-f]{64}|new-\w{8}")  # without the suffix
 
 
@@ -33,12 +35,14 @@ class CachedFile:
         self.path, self._largest, self._most_files = path, largest, most_files
 
     def read(self) -> bytes | None:
-        """Return the contents; None if there is no file, or if another user may have written it."""
+        """Return the contents; None if there is no file, if it is damaged, or if another user may have written it."""
         with suppress(OSError), open(self.path, "rb", opener=_plainly) as file:
             status = os.fstat(file.fileno())
             own = _is_own(status) and _is_own(os.stat(self.path.parent))
-            if own and stat.S_ISREG(status.st_mode) and status.st_size <= self._largest:
-                data = file.read()
+            if own and stat.S_ISREG(status.st_mode) and status.st_size <= self._largest + DIGEST_BYTES:
+                digest, data = file.read(DIGEST_BYTES), file.read()
+                if sha256(data).digest() != digest:
+                    return None
                 with suppress(OSError):  # a file system that is read only
                     os.utime(self.path)
                 return data
@@ -53,7 +57,7 @@ class CachedFile:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as file:
                 try:
-                    file.write(data)
+                    file.write(sha256(data).digest() + data)
                     file.close()
                     os.replace(file.name, self.path)
                 except OSError:

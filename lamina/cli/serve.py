@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import os
 import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -219,12 +219,7 @@ def listener(config: ServerConfig) -> Iterator[socket.socket]:
 def _unix_listener(path: str) -> Iterator[socket.socket]:
     """In the place of a socket that a server has left behind, and of nothing else; gone at the end."""
     failed = f"cannot listen on --uds {path}"
-    with socket.socket(socket.AF_UNIX) as claim, socket.socket(socket.AF_UNIX) as sock:
-        try:
-            # A server that starts does not listen yet. The claim, in the abstract namespace, ends with its process.
-            claim.bind(b"\0lamina-uds-" + sha256(os.fsencode(os.path.realpath(path))).digest())
-        except OSError as e:
-            raise OSError(f"{failed}: another server has it, or is about to") from e
+    with _claim(path, failed), socket.socket(socket.AF_UNIX) as sock:
         try:
             if _is_left_behind(path):
                 os.unlink(path)
@@ -237,6 +232,31 @@ def _unix_listener(path: str) -> Iterator[socket.socket]:
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+@contextmanager
+def _claim(path: str, failed: str) -> Iterator[None]:
+    """Lock a file next to a socket: a server that starts does not listen yet. The lock ends with its process."""
+    beside = f"{path}.lock"
+    try:
+        lock = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise OSError(f"{failed}: {beside} cannot be opened: {e.strerror}") from e
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_its_file = os.path.samestat(os.fstat(lock), os.stat(beside))
+        except OSError:
+            is_its_file = False  # another server holds it, or has just removed it
+        if not is_its_file:
+            raise OSError(f"{failed}: another server has it, or is about to")
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(beside)
+    finally:
+        os.close(lock)
 
 
 def _is_left_behind(path: str) -> bool:

@@ -80,7 +80,9 @@ class KVOptions(SparsityOptions, frozen=True, kw_only=True):
         "damaged memory is replaced. 1 = all blocks, 0 = none",
     ] = 0.0
     zero_on_free: Annotated[
-        bool, "write zeros over K and V when their blocks become free, so that they stay in no memory"
+        bool,
+        "write zeros over K and V when their blocks in the pool become free; copies in messages' buffers and in heaps "
+        "stay",
     ] = False
 
     def __post_init__(self) -> None:

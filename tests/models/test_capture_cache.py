@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -298,12 +299,25 @@ def test_what_another_user_owns_is_not_read(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_file_without_text_or_without_end_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
-    path.write_bytes(b"\xff\xfe")
+    path.write_bytes(sha256(b"\xff\xfe").digest() + b"\xff\xfe")
     assert CaptureCache(path).read() is None
+    CaptureCache(path).write("{  }")
+    assert CaptureCache(path).read() == "{  }"
     monkeypatch.setattr(capture_cache, "MAX_FILE_BYTES", 3)
-    path.write_text("{  }")
     assert CaptureCache(path).read() is None
     assert CaptureCache(tmp_path / "no").read() is None
+
+
+def test_a_damaged_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    CaptureCache(path).write('{"a": 10}')
+    data = path.read_bytes()
+    flips = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data))]
+    for bad in (*flips, *(data[:end] for end in range(len(data))), data + b" "):
+        path.write_bytes(bad)
+        assert CaptureCache(path).read() is None
+    path.write_bytes(data)
+    assert CaptureCache(path).read() == '{"a": 10}'
 
 
 def test_a_folder_that_cannot_be_made_is_no_fault(tmp_path: Path) -> None:

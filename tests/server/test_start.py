@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,21 @@ def test_a_socket_that_was_left_behind_is_replaced_and_goes_at_the_end(tmp_path:
     assert not path.exists()
     with listener(ServerConfig(uds=str(path))):
         path.unlink()  # by somebody else: no failure at the end
+
+
+def test_a_socket_is_claimed_by_a_lock_next_to_it_alone(tmp_path: Path) -> None:
+    path, lock = tmp_path / "socket", tmp_path / "socket.lock"
+    with socket.socket(socket.AF_UNIX) as stranger:  # a name that any user of the host can take
+        stranger.bind(b"\0lamina-uds-" + sha256(os.fsencode(path)).digest())
+        with listener(ServerConfig(uds=str(path))):
+            assert lock.stat().st_mode & 0o777 == 0o600
+    assert not lock.exists()
+    lock.touch()  # of a server that was killed
+    with listener(ServerConfig(uds=str(path))):
+        pass
+    lock.symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match=f"{lock} cannot be opened"), listener(ServerConfig(uds=str(path))):
+        pass
 
 
 @pytest.mark.parametrize("kind", ["listens", "starts", "file", "link", "folder"])

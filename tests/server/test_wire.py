@@ -107,6 +107,20 @@ def test_what_is_no_http_is_refused_in_the_envelope() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("bad", [b"zz\r\n", b"-1\r\n", b"\r\n", b"1\r\nab\r\n", b"1" * 17 + b"\r\n"])
+def test_a_malformed_chunk_is_refused_while_its_body_is_read(bad: bytes) -> None:
+    async def work() -> None:
+        async with serving(body_timeout_s=FOREVER) as place:
+            reader, writer = await place.connect(b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"1\r\n{\r\n")
+            writer.write(b'1\r\n"\r\n' + bad)
+            status, body = await answer(reader)
+            assert status.startswith("HTTP/1.1 400")
+            assert json.loads(body)["error"]["code"] == "not_http"
+            assert await reader.read() == b""
+
+    run(work())
+
+
 def test_the_rest_of_a_request_that_was_refused_has_a_deadline() -> None:
     async def work() -> None:
         async with serving(header_timeout_s=0.3) as place:
