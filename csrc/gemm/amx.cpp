@@ -21,6 +21,7 @@ constexpr std::size_t kDepth = 32, kBytes = 64;  // of k in a tile
 constexpr std::size_t kTile = 16;  // rows of a tile
 static_assert(kRowsPrepared % kTile == 0, "tiles are prepared whole");
 constexpr std::size_t kWide = 2 * kTile;  // columns of y at once
+constexpr std::size_t kInL2 = 5 << 18;  // bytes of x
 
 // Registers: 0, 1: w [16 columns of y, 64 bytes]; 2, 3: x [16 pairs of k, rows of x]; 4 .. 7: y^T [16 columns, rows of x],
 // by w and x.
@@ -190,18 +191,17 @@ void store(const Problem& p, const float (*sums)[kTile], std::size_t m, std::siz
   }
 }
 
-// All rows of x meet some columns before the next ones, at most 2 * kTile at once: w comes from memory once. All of them
-// fetch their part of what comes next.
-void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
-  written(p.x);
+// Rows [begin, end) of x and some columns of y. All of these rows meet some columns before the next ones, at most
+// 2 * kTile at once. All of them fetch their part of what comes next.
+void block(const Problem& p, std::size_t begin, std::size_t end, std::size_t from, std::size_t to) {
   float sums[2][2][kTile][kTile];
-  const std::size_t times = (p.rows + 2 * kTile - 1) / (2 * kTile), lines = (kWide + times - 1) / times;
+  const std::size_t times = (end - begin + 2 * kTile - 1) / (2 * kTile), lines = (kWide + times - 1) / times;
   std::size_t set_for = 0;  // rows of x
-  for (std::size_t n = begin; n < end; n += kWide) {
+  for (std::size_t n = from; n < to; n += kWide) {
     const Weights w(p, n);
     const char* ahead = w.at + kWide * (p.packed ? slices(p) * kBytes : w.stride);
-    for (std::size_t first = 0; first < p.rows; first += 2 * kTile, ahead += slices(p) * lines * kBytes) {
-      const std::size_t rows = std::min(2 * kTile, p.rows - first), left = std::min(kTile, rows), right = rows - left;
+    for (std::size_t first = begin; first < end; first += 2 * kTile, ahead += slices(p) * lines * kBytes) {
+      const std::size_t rows = std::min(2 * kTile, end - first), left = std::min(kTile, rows), right = rows - left;
       if (rows != set_for) {
         const Config config(left, right);
         written(&config);
@@ -209,12 +209,20 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
         set_for = rows;
       }
       (right ? products<true> : products<false>)(p, n, first, left, right, ahead, lines, sums);
-      for (std::size_t i = 0; i < 2 && n + i * kTile < end; ++i) {
+      for (std::size_t i = 0; i < 2 && n + i * kTile < to; ++i) {
         store(p, sums[i][0], first, left, n + i * kTile);
         if (right) store(p, sums[i][1], first + kTile, right, n + i * kTile);
       }
     }
   }
+}
+
+// As many rows of x as stay in L2 meet all columns before the next ones: up to some hundred, w comes from memory once.
+void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
+  written(p.x);
+  const std::size_t kept = std::max<std::size_t>(1, kInL2 / (2 * kTile * slices(p) * kBytes)) * 2 * kTile;
+  for (std::size_t first = 0; first < p.rows; first += kept)
+    block(p, first, std::min(first + kept, p.rows), begin, end);
   _tile_release();
 }
 

@@ -23,7 +23,7 @@ NO_LIMIT = (1 << 63) - 1
 CHANNEL_BLOCK = 128  # numbers of k that are summed before they are scaled, by channel
 # The rows of bf16 up to which native is about as fast as torch, by variant, if torch has its own bf16 product
 # (perf/DIARY.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
-MOST_ROWS = {"amx": 128, "avx512_bf16": 128, "avx512": 32, "avx2": 32}
+MOST_ROWS = {"amx": NO_LIMIT, "avx512_bf16": 128, "avx512": 32, "avx2": 32}
 
 
 class NativeLinear:
