@@ -1,4 +1,4 @@
-"""API keys: every route needs one, except PUBLIC_PATHS. The check reads no body."""
+"""API keys: every route needs one, except PUBLIC_PATHS and the page. The check reads no body."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lamina.server.errors import ApiError, error_response
 OPERATOR = frozenset({"/scale", "/drain", "/cordon"})  # they accept the operator's key only
 METRICS = "/metrics"  # of all tenants: where there is an operator's key, it needs that one
 PUBLIC_PATHS = OPERATOR | {"/health", "/ping"}
+PAGE = "/"  # the same for all: it asks its user for the key, and sends that with its requests
 
 
 class Auth:
@@ -34,7 +35,7 @@ class Auth:
         error = None
         if scope["path"] in (*OPERATOR, METRICS) and self._operator is not None:
             error = _operator_error(given) if _match(given, [self._operator]) is None else None
-        elif key_id is None and scope["path"] not in PUBLIC_PATHS:
+        elif key_id is None and scope["path"] not in (*PUBLIC_PATHS, PAGE):
             error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         if error is not None:
             await error_response(error)(scope, receive, send)

@@ -51,9 +51,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 def test_every_route_but_health_needs_a_key() -> None:
     service = make_service(api_key="one,two")
-    open_to_keys = [r for r in routes(make_app(service)) if r.path not in ("/health", "/ping")]
+    open_to_keys = [r for r in routes(make_app(service)) if r.path not in ("/", "/health", "/ping")]
     assert {"/v1/completions", "/metrics", "/openapi.json", "/v1/models/{model:path}"} <= {r.path for r in open_to_keys}
-    paths = [*(r.path for r in open_to_keys), "/", "/health/", "/nothing"]
+    paths = [*(r.path for r in open_to_keys), "/health/", "/nothing"]
     wrong = [{}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}]
 
     async def work() -> None:
@@ -64,7 +64,7 @@ def test_every_route_but_health_needs_a_key() -> None:
                 assert error_of(response)["code"] == "invalid_api_key"
 
     run(work())
-    assert [ask("GET", path, service).status_code for path in ("/health", "/ping")] == [200, 200]
+    assert [ask("GET", path, service).status_code for path in ("/", "/health", "/ping")] == [200] * 3
     for key in ("one", "two"):
         assert ask("GET", "/v1/models", service, headers={"authorization": f"Bearer {key}"}).status_code == 200
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -60,7 +61,8 @@ class Browser:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 result: dict[str, Any] = answer["result"]
                 return result
-            if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+            is_complaint = answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded")
+            if is_complaint and answer["params"].get("entry", {}).get("level") != "verbose":  # which is advice
                 self.complaints.append(json.dumps(answer["params"]))
 
     def _receive(self, deadline: float) -> dict[str, Any]:
@@ -89,6 +91,18 @@ class Browser:
             f"{LIMIT_S * 800}; (function look() {{ if ({script}) done(); else if (performance.now() > end) "
             "fail(new Error('never')); else setTimeout(look, 50); })(); })"
         )
+
+    def show(self, *, width: int, height: int = 860, scheme: str = "light") -> None:
+        """Take a window's size, and the colours that its user likes."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def picture(self, place: Path) -> None:
+        """Write what is shown, as PNG."""
+        place.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
         os.close(self._out)
