@@ -35,6 +35,18 @@ def cpu_ns_if_stopped(pid: int) -> int | None:
     return spent
 
 
+class StopProbe:
+    """Notices that a process is stopped, unless it has run since the last look, as one slowed by signals has."""
+
+    def __init__(self) -> None:
+        self._spent: int | None = None  # CPU time, if it was stopped at the last look
+
+    def is_stopped(self, pid: int) -> bool:
+        """Return whether ``pid``, the same at each look, is stopped now and has not run since the last look."""
+        before, self._spent = self._spent, cpu_ns_if_stopped(pid)
+        return self._spent is not None and before in (None, self._spent)
+
+
 def voluntary_switches_of(pid: int) -> int | None:
     """Return how often the first thread of a sleeping process has given up its core so far; None if it does not sleep.
     With equal numbers at two looks it has not run meanwhile.

@@ -43,6 +43,7 @@ from lamina.protocol.control import (
 from lamina.protocol.executor import EpochChanged, ReducedCapacityError, WorkerError
 from lamina.protocol.reshard import PrepareStore, StorePrepared
 from lamina.protocol.step_plan import BindRequest, LayerShape, SurvivingKv
+from lamina.utils import proc
 
 KEEP = [SurvivingKv(4, 17), SurvivingKv(9, 3)]
 NUM_WORKERS = 5
@@ -535,8 +536,8 @@ def test_how_long_one_was_waited_for_is_told_by_the_looks_around_it() -> None:
 def test_one_that_is_slowed_down_by_signals_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by cpulimit: whoever looks may find it stopped each time, and it has run in between."""
     now, spent = 100.0, 7
-    monkeypatch.setattr(local, "start", lambda *asked, **env: SimpleNamespace(pid=5))
-    monkeypatch.setattr(local, "cpu_ns_if_stopped", lambda pid: spent)
+    monkeypatch.setattr(local, "start", lambda *asked, **env: (SimpleNamespace(pid=5), None))
+    monkeypatch.setattr(proc, "cpu_ns_if_stopped", lambda pid: spent)
     standing, worker = StallDetector[str](lambda: now), local.ProcessWorker("memory", 0)
     for _ in range(40):
         assert standing.update(["it"] if worker.is_stopped else []) == []

@@ -97,9 +97,7 @@ def brother() -> dict[str, Any]:
     from lamina.executor.launchers import local
 
     local.ROLES["probe"] = ("zygote_probe", "serve_probe")
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = local.start("probe", theirs, 0, ())
+    process, ours = local.start("probe", 0, ())
     told = json.loads(ours.makefile().readline())
     parent = int(Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
     ours.sendall(b"5")

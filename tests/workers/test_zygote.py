@@ -21,6 +21,7 @@ import pytest
 from lamina.executor.launchers import local, zygote_client
 from lamina.executor.launchers.local import ProcessWorker, spawn
 from lamina.executor.launchers.zygote_client import ForkedProcess, OwnedZygote, ZygoteManager
+from lamina.executor.stall_detector import STOPPED_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 60.0  # imports on a busy machine
@@ -40,17 +41,30 @@ def start() -> Iterator[ZygoteManager]:
         made.close()
 
 
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ZygoteManager]:
+    """A warm process that imports next to nothing, for probes that say a line and end at a byte."""
+    (tmp_path / "zygote_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(local.ROLES, "probe", ROLE)
+    monkeypatch.setattr(zygote_client, "MODULES", ("json",))
+    made = ZygoteManager()
+    monkeypatch.setattr(local, "START", made)
+    yield made
+    made.close()
+
+
 class Probe:
     """``told``: its facts; it ends with ``order``."""
 
     def __init__(self, threads: int = 0, on: tuple[int, ...] = (), *, fresh: bool = False) -> None:
-        self.sock, theirs = socket.socketpair()
-        with theirs:
-            if fresh:
-                more = ["--cores", ",".join(map(str, on))] if on else []
+        if fresh:
+            more = ["--cores", ",".join(map(str, on))] if on else []
+            self.sock, theirs = socket.socketpair()
+            with theirs:
                 self.process: local.Process = local.SpawnedProcess(spawn("probe", theirs, threads, more))
-            else:
-                self.process = local.start("probe", theirs, threads, on)
+        else:
+            self.process, self.sock = local.start("probe", threads, on)
         self.sock.settimeout(SOON_S)
 
     def told(self) -> dict[str, Any]:
@@ -64,6 +78,7 @@ class Probe:
         return self.process.exit_status
 
 
+ANOTHER = "another one takes its place, and imports first"
 OWN = ["socket:"]  # beside the control link, the copy that is watched for its end
 
 
@@ -77,6 +92,10 @@ def state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return ""
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def wait_until(true: Callable[[], bool], what: str) -> None:
@@ -189,7 +208,7 @@ def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(
     following = Probe()
     assert isinstance(following.process, ForkedProcess)
     assert start.pid != before
-    assert [record.getMessage() for record in caplog.records] == [zygote_client.RESTART_MESSAGE]
+    assert [record.getMessage() for record in caplog.records] == [f"the zygote has ended: {ANOTHER}"]
     assert following.told()
     assert following.end() == 0
     assert probe.end() is None, "who could have told is gone"
@@ -234,15 +253,11 @@ def test_a_worker_of_another_environment_has_a_warm_process_of_it(
 
 
 def test_a_warm_process_with_a_thread_forks_nothing_and_that_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    light: ZygoteManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     (tmp_path / "pool.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()\n")
-    (tmp_path / "zygote_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(local.ROLES, "probe", ROLE)
     monkeypatch.setattr(zygote_client, "MODULES", ("pool",))
-    made, pids = ZygoteManager(), list[int]()
-    monkeypatch.setattr(local, "START", made)
+    pids = list[int]()
     monkeypatch.setattr(
         zygote_client, "OwnedZygote", lambda environment: (pids.append((own := OwnedZygote(environment)).pid), own)[1]
     )
@@ -254,59 +269,113 @@ def test_a_warm_process_with_a_thread_forks_nothing_and_that_is_said_once(
     assert [r.getMessage() for r in caplog.records if "2 threads" in r.getMessage()] == [
         "workers start as fresh processes, which takes longer: the zygote refuses to fork: it has 2 threads"
     ]
-    made.close()
+    light.close()
     (pid,) = pids
     assert not state(pid)
 
 
-def test_a_warm_process_that_stands_still_is_waited_for_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_a_warm_process_that_hangs_is_waited_for_once_and_hides_no_end_of_a_worker(
+    light: ZygoteManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    """It never reads the order, which holds descriptors."""
     (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
-    (tmp_path / "zygote_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(local.ROLES, "probe", ROLE)
     monkeypatch.setattr(zygote_client, "MODULES", ("endless",))
     monkeypatch.setattr(zygote_client, "FORK_S", 0.2)
-    made = ZygoteManager()
-    monkeypatch.setattr(local, "START", made)
     with caplog.at_level(logging.WARNING):
-        assert Probe().end() == 0
+        probe = Probe()
         monkeypatch.setattr(zygote_client, "FORK_S", 1e4)
         assert Probe().end() == 0
-    made.close()
+    probe.process.kill()
+    assert probe.sock.recv(1) == b"", "the driver sees the end of its link"
     assert "the zygote has not replied for 0.2 s" in caplog.text
 
 
-def test_a_warm_process_that_cannot_import_leaves_that_to_the_worker(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_warm_process_that_is_stopped_is_replaced_as_soon_as_a_worker_is(
+    how: signal.Signals, light: ZygoteManager, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "zygote_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(local.ROLES, "probe", ROLE)
+    """Or as one that has ended. The workers that it has forked go on."""
+    before = Probe()
+    pid = light.pid
+    assert pid is not None
+    os.kill(pid, how)
+    begun = time.monotonic()
+    after = Probe()
+    took_s = time.monotonic() - begun
+    assert isinstance(after.process, ForkedProcess)
+    assert light.pid != pid
+    assert state(pid) in ("", "Z")
+    assert took_s < 30.0, "far below the minute that imports may take"
+    why = f"has been stopped for {STOPPED_S:g} s" if how == signal.SIGSTOP else "has ended"
+    assert [record.getMessage() for record in caplog.records] == [f"the zygote {why}: {ANOTHER}"]
+    after.process.kill()
+    assert after.sock.recv(1) == b"", "no order that was not read holds the link's other end"
+    assert not before.process.has_ended()
+    assert before.end() is None
+
+
+def test_a_worker_whose_warm_process_is_stopped_starts_workers_from_one_of_its_own(
+    light: ZygoteManager, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The one that it was forked from is not the worker's to end, and forks nothing once it goes on."""
+    (tmp_path / "zygote_probe.py").write_text(STARTER)
+    monkeypatch.setattr(local, "STARTERS", {"probe"})
+    probe = Probe()
+    pid = light.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        probe.sock.sendall(b"1")
+        told = probe.told()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert told["kind"] == "ForkedProcess"
+    assert told["parent"] not in (pid, probe.process.pid)
+    assert told["took_s"] < 30.0
+    assert probe.process.has_ended(SOON_S)
+    assert light.pid == pid
+    wait_until(lambda: not children(pid), "it has forked a worker that nobody waits for")
+
+
+def test_a_warm_process_that_cannot_import_leaves_that_to_the_worker(
+    light: ZygoteManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(zygote_client, "MODULES", ("lamina.nowhere",))
-    made = ZygoteManager()
-    monkeypatch.setattr(local, "START", made)
     with caplog.at_level(logging.WARNING):
-        probe = Probe()
-        assert probe.end() == 0
-    made.close()
+        assert Probe().end() == 0
     assert "No module named 'lamina.nowhere'" in caplog.text
 
 
+STARTER = """
+import json, time
+from pathlib import Path
+from lamina.executor.launchers import local, zygote_client
+
+def serve_probe(sock):
+    if sock.recv(1) != b"1":
+        return
+    zygote_client.MODULES = ("json",)
+    local.ROLES["probe"] = ("zygote_probe", "serve_probe")
+    begun = time.monotonic()
+    process, link = local.start("probe", 0, ())
+    took_s = time.monotonic() - begun
+    parent = int(Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    told = {"kind": type(process).__name__, "parent": parent, "took_s": took_s}
+    link.close()
+    process.has_ended(60.0)
+    sock.sendall(json.dumps(told).encode() + b"\\n")
+"""
 DRIVER = """
-import os, sys, socket
+import os, sys
 from lamina.executor.launchers import local, zygote_client
 local.ROLES["probe"] = ("zygote_probe", "serve_probe")
-ours, theirs = socket.socketpair()
 if sys.argv[1] == "importing":
     zygote_client.MODULES = ("endless",)
     local.START.get(local.worker_environment(0))
     print(local.START.pid, flush=True)
 else:
     zygote_client.MODULES = ("json",)
-    worker = local.start("probe", theirs, 0, ())
-    theirs.close()
+    worker, ours = local.start("probe", 0, ())
     print(local.START.pid, worker.pid, flush=True)
 sys.stdin.read()
 """

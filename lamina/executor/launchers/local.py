@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +21,10 @@ from lamina.env import PACKED
 from lamina.facts.host_memory import check_kv_memory_fits, free_bytes
 from lamina.netstack.own_python import own_environment, own_python
 from lamina.utils import cpu_cores
-from lamina.utils.proc import cpu_ns_if_stopped
+from lamina.utils.proc import StopProbe
 
 from . import WorkerHandle
-from .zygote_client import START, NoForkError, ZygoteExitedError
+from .zygote_client import START, NoForkError, ZygoteLostError
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +89,9 @@ class ProcessWorker:
         additional environment variables.
         """
         self.role, self.index = role, index
-        self.sock, theirs = socket.socketpair()
-        with theirs:
-            self._process = start(role, theirs, threads, on, **env)
+        self._process, self.sock = start(role, threads, on, **env)
         self.pid = self._process.pid
-        self._spent: int | None = None  # CPU time, if it was stopped at the last look
+        self._stop_probe = StopProbe()
 
     def exit_reason(self) -> str | None:
         return exit_status_text(self._process.exit_status) if self._process.has_ended() else None
@@ -104,9 +103,7 @@ class ProcessWorker:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether it is stopped, unless it has run since the last look, as a process slowed by signals has."""
-        before, self._spent = self._spent, cpu_ns_if_stopped(self.pid)
-        return self._spent is not None and before in (None, self._spent)
+        return self._stop_probe.is_stopped(self.pid)
 
     def join(self, timeout_s: float) -> None:
         if not self._process.has_ended(timeout_s):
@@ -230,28 +227,45 @@ def core_topology() -> list[int]:
     return sorted(os.sched_getaffinity(0), key=place_of)
 
 
-def start(role: str, control: socket.socket, threads: int, on: cpu_cores.Cores, **env: str) -> Process:
-    """Start the process of a worker, with ``env`` as additional environment. It is forked from the zygote, if possible:
-    modules are imported already.
+def start(role: str, threads: int, on: cpu_cores.Cores, **env: str) -> tuple[Process, socket.socket]:
+    """Start the process of a worker, with ``env`` as additional environment. Returns it and the driver's end of its
+    control link. It is forked from the zygote, if possible: modules are imported already.
     """
     arguments = ["--cores", ",".join(map(str, on))] if on else []
     serve, own = ":".join(ROLES[role]), {**worker_environment(threads), **env}
-    if any(own.get(name) for name in BINDING):
+
+    def fresh(control: socket.socket) -> Process:
         return SpawnedProcess(spawn(role, control, threads, arguments, (), **env))
-    for _ in range(2):  # a dead zygote is replaced
+
+    if any(own.get(name) for name in BINDING):
+        return _linked(fresh)
+    for _ in range(2):  # a lost zygote is replaced
         if (warm := START.get(own)) is None:
             break
         try:
-            return warm.fork(serve, arguments, own, control, cores=on, starts=role in STARTERS)
-        except ZygoteExitedError as error:
-            START.forget(warm)
+            return _linked(partial(warm.fork, serve, arguments, own, cores=on, starts=role in STARTERS))
+        except ZygoteLostError as error:
+            START.forget(warm, error)
             gone, why = warm, error
         except NoForkError as error:
             START.give_up(warm, error)
             break
     else:
         START.give_up(gone, why)
-    return SpawnedProcess(spawn(role, control, threads, arguments, (), **env))
+    return _linked(fresh)
+
+
+def _linked(begin: Callable[[socket.socket], Process]) -> tuple[Process, socket.socket]:
+    """Return what ``begin`` starts with the worker's end of a new control link, and the driver's end. No two attempts
+    share a link: an order that no zygote has read holds its worker's end, which would hide the end of another worker.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            return begin(theirs), ours
+    except BaseException:
+        ours.close()
+        raise
 
 
 def spawn(

@@ -13,7 +13,7 @@ from typing import Any
 from lamina import __version__
 from lamina.netstack import ChannelError
 from lamina.netstack.contract.cluster_key import KEY, KEY_FILE
-from lamina.utils.proc import cpu_ns_if_stopped
+from lamina.utils.proc import StopProbe
 
 from .local import exit_status_text, spawn_supervised
 from .remote_links import ControlListener
@@ -34,7 +34,7 @@ class NodeAgent:
         self._life_line = -1
         self._started, self._ended = threading.Event(), threading.Event()
         self._fate = ""
-        self._spent: int | None = None  # CPU time, if the worker was stopped at the last look
+        self._stop_probe = StopProbe()
 
     def listen(self, order: str) -> str:
         """Listen for the driver. Returns {port, version, auth}; ``auth``: how Ray authenticates its own peers here.
@@ -57,12 +57,11 @@ class NodeAgent:
 
     def wait_stopped_change(self, known: bool) -> str:
         """Wait until the worker's state differs from ``known``, or it ends. Returns whether it is now stopped by a
-        signal; see ProcessWorker.is_stopped.
+        signal; see StopProbe.
         """
         still = known
         while still == known and not self._ended.wait(LOOK_S):
-            before, self._spent = self._spent, cpu_ns_if_stopped(self._process.pid) if self._process else None
-            still = self._spent is not None and before in (None, self._spent)
+            still = self._process is not None and self._stop_probe.is_stopped(self._process.pid)
         return json.dumps(still and not self._ended.is_set())
 
     def exit_reason(self) -> str:

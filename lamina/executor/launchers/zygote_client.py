@@ -24,11 +24,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from lamina.executor.stall_detector import STOPPED_S, StallDetector
 from lamina.netstack.own_python import own_python
+from lamina.utils.proc import StopProbe
 from lamina.workers import worker_process
 
 log = logging.getLogger(__name__)
-RESTART_MESSAGE = "the process that workers are forked from has ended: another one takes its place, and imports first"
+RESTART_MESSAGE = "%s: another one takes its place, and imports first"
 
 # Modules that workers import, in an order that suits each worker: torch without transformers first.
 MODULES = (
@@ -48,6 +50,7 @@ MODULES = (
 # Variables that no module reads at import: a worker's may differ from its zygote's.
 LATE = ("LAMINA_", "PYTEST_", "OMP_NUM_THREADS", "PWD", "OLDPWD", "CUDA_VISIBLE_DEVICES")
 FORK_S = 60.0  # for a worker to be forked, the imports of a busy machine included
+LOOK_S = 0.25  # between two looks whether the zygote is stopped; a thread that does not wake up would count as hung
 STATUS_S = 1.0  # for the zygote to report how a worker has ended
 
 
@@ -55,8 +58,8 @@ class NoForkError(OSError):
     """No worker can be forked here; the text names the reason."""
 
 
-class ZygoteExitedError(NoForkError):
-    """The zygote has ended; another one may fork."""
+class ZygoteLostError(NoForkError):
+    """The zygote has ended or stands still; another one may fork."""
 
 
 class ForkedProcess:
@@ -112,7 +115,7 @@ class ZygoteClient:
         starts: bool = False,
     ) -> ForkedProcess:
         """Fork a worker that serves ``control``. ``cores``: empty: those of the calling thread; ``starts``: whether it
-        starts workers of its own. Raises NoForkError, ZygoteExitedError.
+        starts workers of its own. Raises NoForkError, ZygoteLostError.
         """
         reply = {
             "serve": serve,
@@ -138,20 +141,36 @@ class ZygoteClient:
                 socket.send_fds(self._order_socket, [b"0"], fds, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
             except OSError as error:
                 ours.close()
-                raise ZygoteExitedError(f"the zygote accepts no order ({error.strerror})") from error
-        deadline = time.monotonic() + FORK_S
-        while not (answered := _readable(ours.fileno(), min(1.0, FORK_S))) and time.monotonic() < deadline:
-            pass  # a thread that does not wake up would count as hung
-        if not answered:
+                raise ZygoteLostError(f"the zygote accepts no order ({error.strerror})") from error
+        try:
+            self._await_reply(ours)
+        except NoForkError:
             ours.close()
-            raise NoForkError(f"the zygote has not replied for {FORK_S:g} s")
+            raise
         answer, passed = _receive(ours, 0.0)
         if "pid" in answer and passed:
             return ForkedProcess(answer["pid"], passed[0], ours)
         ours.close()
         if "refused" in answer:
             raise NoForkError(f"the zygote refuses to fork: {answer['refused']}")
-        raise ZygoteExitedError("the zygote has ended")
+        raise ZygoteLostError("the zygote has ended")
+
+    def _await_reply(self, line: socket.socket) -> None:
+        """Wait for a reply or for the zygote's end. Raises NoForkError if it is late, ZygoteLostError if the zygote is
+        stopped.
+        """
+        probe, stalls = StopProbe(), StallDetector[int](time.monotonic)
+        deadline = time.monotonic() + FORK_S
+        while not _readable(line.fileno(), min(LOOK_S, FORK_S)):
+            if stalls.update([self.pid] if probe.is_stopped(self.pid) else []):
+                raise ZygoteLostError(f"the zygote has been stopped for {STOPPED_S:g} s")
+            if time.monotonic() >= deadline:
+                raise NoForkError(f"the zygote has not replied for {FORK_S:g} s")
+
+    @property
+    def pid(self) -> int:
+        """The zygote's process id, while it lives: it is the parent of a worker that it has forked."""
+        return os.getppid()
 
     def close(self) -> None:
         self._order_socket.close()
@@ -238,7 +257,7 @@ class ZygoteManager:
             if self._parent is not None and self._parent.environment == wanted:
                 return self._parent
             if self._own is not None and not self._own.is_alive:
-                log.warning("%s", RESTART_MESSAGE)
+                log.warning(RESTART_MESSAGE, "the zygote has ended")
             if self._own is None or not self._own.is_alive or self._own.environment != wanted:
                 self._retire()
                 self._own = OwnedZygote(environment)
@@ -257,8 +276,8 @@ class ZygoteManager:
             self._retired.remove(ended)
             ended.close()
 
-    def forget(self, warm: ZygoteClient) -> None:
-        """Forget a zygote that has ended: the next one is new, and this process's own."""
+    def forget(self, warm: ZygoteClient, why: object) -> None:
+        """Forget a zygote that has ended or stands still: the next one is new, and this process's own."""
         with self._lock:
             if warm is self._parent:
                 self._parent = None
@@ -266,7 +285,7 @@ class ZygoteManager:
                 self._own = None
             else:
                 return
-        log.warning("%s", RESTART_MESSAGE)
+        log.warning(RESTART_MESSAGE, why)
         warm.close()
 
     def give_up(self, warm: ZygoteClient, why: object) -> None:
