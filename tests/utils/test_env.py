@@ -1,4 +1,7 @@
-"""Environment variables are listed in one place, and the cluster's key is what its variables say."""
+"""Environment variables are listed in one place, and the cluster's key is what its variables say.
+
+``python tests/utils/test_env.py`` writes docs/environment.md from ``lamina/env.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,42 @@ from lamina.env import VARIABLES, cluster_key
 from lamina.netstack.contract.cluster_key import KEY, KEY_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "environment.md"  # which this file writes, if it is run
+HEAD = """# Environment variables
+
+`python tests/utils/test_env.py` writes this page from `lamina/env.py`. Where a flag says the same, the flag wins.
+
+"""
 GOOD = "0123456789abcdef" * 4
 
 
-def test_every_variable_in_the_sources_is_listed_and_nothing_else() -> None:
-    found = set()
+def variables_read() -> set[str]:
+    """Names in Python sources, and those that C++ reads."""
+    found = set[str]()
     for package in ("lamina", "converter", "netstack"):
         for path in (ROOT / package).rglob("*.py"):
             if path != ROOT / "lamina" / "env.py":
                 found |= set(re.findall(r"(?<!-D)LAMINA_[A-Z0-9_]*[A-Z0-9]", path.read_text()))
-    assert found == set(VARIABLES)
+    for path in (ROOT / "csrc").rglob("*.*"):
+        found |= set(re.findall(r'getenv\("(LAMINA_\w+)"\)', path.read_text()))
+    return found
+
+
+def test_every_variable_in_the_sources_is_listed_and_nothing_else() -> None:
+    assert variables_read() == set(VARIABLES)
+
+
+def page() -> str:
+    """Return the text of the page. Variables that Lamina sets for its own processes come last."""
+    rows = {name: f"| `{name}` | {text} |" for name, text in VARIABLES.items()}
+    own = {name for name, text in VARIABLES.items() if text.startswith("set by ")}
+    parts = [[row for name, row in rows.items() if (name in own) == wanted] for wanted in (False, True)]
+    tables = ["\n".join(["| variable | meaning |", "|---|---|", *part]) for part in parts]
+    return HEAD + tables[0] + "\n\n## Set by Lamina for its own processes\n\n" + tables[1] + "\n"
+
+
+def test_the_page_is_the_table() -> None:
+    assert PAGE.read_text() == page(), "run: python tests/utils/test_env.py"
 
 
 def test_without_a_variable_every_run_has_a_key_of_its_own() -> None:
@@ -61,3 +90,7 @@ def test_both_at_once_and_a_file_that_is_not_there_are_refused(tmp_path: Path) -
         cluster_key({KEY: GOOD, KEY_FILE: "x"})
     with pytest.raises(ValueError, match="cannot be read"):
         cluster_key({KEY_FILE: str(tmp_path / "nowhere")})
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
