@@ -139,6 +139,7 @@ def _one_line(error: Exception) -> str:
 def run_program() -> None:
     """``main``, as all that this process does."""
     end = ExitPromptly()
+    import_module("lamina.utils.log_limit").limit_repeats()
     # Imports leave hardly any garbage: to look for it after every 700 objects is an eighth of their time.
     gc.set_threshold(GARBAGE_OBJECTS, *gc.get_threshold()[1:])
     try:

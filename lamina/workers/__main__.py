@@ -28,8 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.sched_setaffinity(0, map(int, args.cores.split(",")))
     module, _, function = args.serve.partition(":")
 
-    def serve(sock: socket.socket) -> None:
-        getattr(import_module(module), function)(sock)  # imported after the watch on the driver has begun
+    def serve(sock: socket.socket) -> None:  # imports after the watch on the driver has begun
+        import_module("lamina.utils.log_limit").limit_repeats()
+        getattr(import_module(module), function)(sock)
 
     worker_process.run_process(args.control_fd, serve, args.life_line_fd)
 

@@ -14,6 +14,7 @@ from lamina.executor.lending.ledger_service import LedgerService
 from lamina.executor.lending.lending_listener import LEDGER_NAME, key_of, open_link, parse_address
 from lamina.lending.lending_messages import DebtsReply, DebtsRequest, FromLedger, LenderRow
 from lamina.protocol.control import LinkClosedError
+from lamina.utils.log_limit import limit_repeats
 
 SHOW_S = 5.0
 
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(place: tuple[str, int], key: bytes, silent_s: float) -> int:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    limit_repeats()
     service = LedgerService(place, key, silent_s)
     try:
         print(f"the ledger is at {service.address}", flush=True)

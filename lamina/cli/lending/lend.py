@@ -14,6 +14,7 @@ from lamina.executor.lending.lender_service import BLOCK_BYTES, LenderService
 from lamina.executor.lending.lending_listener import key_of, parse_address
 from lamina.facts.host_memory import free_bytes
 from lamina.lending.creditor import LendingTerms
+from lamina.utils.log_limit import limit_repeats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     terms = LendingTerms(blocks, min(cap, blocks), args.lease_s, location=args.place or host)
     name = f"lend-{host[:24]}-{secrets.token_hex(4)}"
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    limit_repeats()
     budget = {"most_cores": args.lend_cores, "most_gbps": args.lend_gbps}
     service = LenderService(at, ledger, key, name, blocks, terms, threads=args.threads, **budget)
     try:

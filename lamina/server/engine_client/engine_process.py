@@ -27,6 +27,7 @@ from lamina.request import ErrorOrigin, OverloadedError, RequestOutput
 from lamina.scheduler.conductor.overload import NO_LIMITS
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, SessionName
+from lamina.utils.log_limit import limit_repeats
 from lamina.workers.worker_process import write_error
 
 from .frames import Garbled, garbled, in_place_of
@@ -77,7 +78,7 @@ def serve_engine(sock: socket.socket) -> None:
     try:
         start = link.recv()
         if isinstance(start, StartEngine):
-            _log(start)
+            set_up_engine_log(start)
             serve_link(link, start)
     except LinkClosedError:
         pass  # the server is gone, so this process ends too
@@ -98,10 +99,11 @@ def serve_engine(sock: socket.socket) -> None:
         link.close()
 
 
-def _log(start: StartEngine) -> None:
+def set_up_engine_log(start: StartEngine) -> None:
     """Log the events of workers to stderr in the format of the server's lines."""
     if not start.log_json:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+        limit_repeats()
         for room in ("lamina.executor", "lamina.engine"):
             logging.getLogger(room).setLevel(start.log_level.upper())
 

@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lamina.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
+from lamina.utils.log_limit import limit_repeats
 
 from .http_metrics import ServerMetrics
 
@@ -141,6 +142,7 @@ def set_up_logging(*, as_json: bool, level: str = "info") -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(as_json=as_json))
     logging.getLogger().handlers = [handler]
+    limit_repeats()
     log = logging.getLogger("lamina")
     log.handlers, log.propagate = [handler], False
     log.setLevel(level.upper())

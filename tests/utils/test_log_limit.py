@@ -1,0 +1,86 @@
+"""A warning that repeats is limited, in every process, and counted."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from lamina.utils.log_limit import MOST, MOST_TEXTS, WINDOW_S, RepeatLimit
+
+
+class LimitedLog:
+    """A log whose time the test sets."""
+
+    def __init__(self) -> None:
+        self.now, self._text = 0.0, io.StringIO()
+        self.log = logging.getLogger("limited")
+        self.log.propagate = False
+        handler = logging.StreamHandler(self._text)
+        handler.addFilter(RepeatLimit(lambda: self.now))
+        self.log.handlers = [handler]
+        self.log.setLevel(logging.INFO)
+
+    def lines(self) -> list[str]:
+        return self._text.getvalue().splitlines()
+
+
+def test_the_same_warning_is_shown_so_many_times_a_minute_and_the_rest_is_counted() -> None:
+    limited = LimitedLog()
+    for number in range(MOST + 7):
+        limited.log.warning("lost %d", number)
+        limited.log.info("request %d", number)
+    limited.log.error("another one")
+    warnings = [line for line in limited.lines() if line.startswith("lost")]
+    assert warnings == [f"lost {n}" for n in range(MOST - 1)] + [f"lost {MOST - 1} (more like it are counted for 60 s)"]
+    assert sum(line.startswith("request") for line in limited.lines()) == MOST + 7
+    assert limited.lines()[-1] == "another one"
+    limited.now = WINDOW_S - 0.1
+    limited.log.warning("lost %d", 1)
+    assert limited.lines()[-1] == "another one"
+    limited.now = WINDOW_S
+    for number in (50, 51):
+        limited.log.warning("lost %d", number)
+    assert limited.lines()[-2:] == ["lost 50 (8 more like it were held back)", "lost 51"]
+
+
+def test_texts_without_end_take_no_memory_without_end() -> None:
+    limited = LimitedLog()
+    for number in range(2 * MOST_TEXTS):
+        limited.log.warning(f"lost {number}")  # noqa: G004 # as careless callers write it
+        for _ in range(MOST):
+            limited.log.warning("always")
+    assert len(limited.lines()) == 2 * MOST_TEXTS + MOST * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "begun_by",
+    [
+        "from lamina.server.metrics.request_log import set_up_logging; set_up_logging(as_json=True)",
+        """
+        from lamina.config.flat_options import make_config
+        from lamina.server.engine_client.engine_process import set_up_engine_log
+        from lamina.server.engine_client.messages import StartEngine
+        set_up_engine_log(StartEngine(model="m", tokenizer="", config=make_config({})))
+        """,
+        """
+        import os, socket, sys
+        from lamina.workers.__main__ import main
+        here, there = socket.socketpair()
+        sys.modules["serving"] = type(sys)("serving")
+        sys.modules["serving"].serve = lambda sock: None
+        main(["serving:serve", "--control-fd", str(there.fileno())])
+        """,
+    ],
+    ids=["server", "engine", "worker"],
+)  # fmt: skip
+def test_it_is_so_in_every_process(begun_by: str) -> None:
+    repeat = "import logging\nfor n in range(99): logging.getLogger('lamina').error('lost %d', n)"
+    program = f"{textwrap.dedent(begun_by)}\n{repeat}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert sum("lost" in line for line in done.stderr.splitlines()) == MOST, done.stderr
