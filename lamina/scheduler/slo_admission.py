@@ -1,8 +1,7 @@
-"""The times that a running engine promises its prompts, and the refusals of prompts that it cannot promise. Pure
-policy: no torch, no I/O; the clock comes in.
+"""SLO admission: predicts the TTFT of each prompt, and refuses prompts whose TTFT or TBT would exceed the limits.
 
-A prompt is booked with the Conductor at its arrival, so that the next prompt sees it wait; from then on the Conductor
-hears of each change of it. Without prefill workers, the compute workers are the Conductor's only worker.
+Pure policy: no torch, no I/O; the clock is a parameter. The Conductor reserves a worker for a prompt when it arrives,
+so later prompts see it in the queue. Without prefill workers, the compute workers are the Conductor's only worker.
 """
 
 from __future__ import annotations
@@ -37,16 +36,17 @@ INITIAL_PREFILL_LATENCY = PrefillLatency(0.0, 1e-4, 0.0)  # of prompts, until so
 class _Reservation(NamedTuple):
     choice: RoutingDecision
     at_s: float
-    ttft_s: float  # that was expected
+    ttft_s: float  # as predicted
     uses_other_prompt: bool = False  # another completion of the request computes its prompt
-    candidates: Several[RoutingDecision] = ()  # of all ways, where somebody wants to know
+    candidates: Several[RoutingDecision] = ()  # all that were compared, if decisions are logged
 
 
 @dataclass
 class SloCounts:
-    """What became of promises: sums since the start, and the loads of both pools now, over their limits.
-    ``predicted_ttft_s``, ``actual_ttft_s``: from the arrival of a prompt to its first token.
-    ``rejected_after_prefill_tokens``: tokens of prompts that were computed and not decoded.
+    """Counts predictions and rejections since the start; the loads are current, as shares of their limits.
+
+    ``predicted_ttft_s``, ``actual_ttft_s``: sums, from the arrival of a prompt to its first token.
+    ``rejected_after_prefill_tokens``: tokens of prompts that were computed and then rejected.
     """
 
     prompts: int = 0
@@ -58,7 +58,7 @@ class SloCounts:
 
 
 class SloAdmission:
-    """Of one engine. ``clock``: seconds; by one that stands still, a prompt costs as many seconds as it has tokens."""
+    """The SLO admission of one engine. ``clock`` returns seconds; the default stands still."""
 
     def __init__(
         self,
@@ -74,15 +74,16 @@ class SloAdmission:
         shared_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
         decision_log: DecisionLog | None = None,
     ) -> None:
-        """``num_workers``: of prefill workers, or groups that are ``staged``; 0 = the compute workers do it.
-        ``prefix_index``: of what they keep of prompts, by ``keys``. ``transfer_latency``: from one to another; None:
-        nothing is sent.
-        ``cached_tokens_of``: the first tokens of a sequence that need not be computed. ``shared_tokens_of``: tokens
-        that the completions of its request compute once. ``decision_log``: of all choices; None: there is none.
+        """``num_workers``: prefill workers, or pipelines of them (``staged``); 0: compute workers run prompts.
+
+        ``prefix_index``, ``keys``: the pages of prompts that prefill workers keep. ``transfer_latency``: the time to
+        send pages from one prefill worker to another; None: they send none. ``cached_tokens_of``: the first tokens of
+        a sequence that are cached. ``shared_tokens_of``: tokens that the completions of a request compute once.
+        ``decision_log`` gets each decision, unless None.
         """
         self.cached_tokens_of, self.shared_tokens_of = cached_tokens_of, shared_tokens_of
         self.has_limits, self.decision_log = False, decision_log
-        self.keeps_prompts = False  # whether prefill workers keep K and V of prompts
+        self.keeps_prompts = False  # prefill workers keep K and V of prompts
         self.prefix_index, self.keys = prefix_index or PrefixIndex(), keys or PageKeys(0)
         self.conductor = Conductor(
             config=ConductorConfig(policy="auto"),
@@ -96,22 +97,22 @@ class SloAdmission:
         self._clock, self._max_num_seqs, self._on_prefill_workers = clock, max_num_seqs, num_workers > 0
         self._steps = StepLatencyEstimator()
         self._reservations = dict[Sequence, _Reservation]()
-        self._first = dict[int, Sequence]()  # of a request's completions, the one that computes the prompt for all
-        self._fetched = dict[Sequence, float]()  # of prompts that are computed: seconds until others had sent theirs
+        self._first = dict[int, Sequence]()  # by request: the completion that computes the prompt for all of them
+        self._fetched = dict[Sequence, float]()  # seconds that a prompt waited for pages of another prefill worker
         self._decoding = set[Sequence]()
-        self._inline = dict[Sequence, float]()  # whose rows compute workers have, since when
-        self._since_s = 0.0  # the last of these was done
+        self._inline = dict[Sequence, float]()  # prompts that compute workers run, and when each began
+        self._since_s = 0.0  # when the last of these ended
         self._counts = SloCounts()
 
     def set_config(self, rules: ConductorConfig) -> None:
-        """Keep to these from now on. Nobody has come yet, and made-up prompts have taught nothing."""
+        """Replace the configuration before the first request. Forgets what profiling's prompts have taught."""
         untaught = PrefillLatencyEstimator(INITIAL_PREFILL_LATENCY, trusted=False)
         self.conductor = replace(self.conductor, config=rules, prefill_latency=untaught)
         self.has_limits = rules.limits != NO_LIMITS
 
     @contextmanager
     def without_log(self) -> Iterator[None]:
-        """Log no decision meanwhile, such as those on made-up prompts."""
+        """Log no decision within the block, such as those on profiling's prompts."""
         decision_log, self.decision_log = self.decision_log, None
         try:
             yield
@@ -120,14 +121,16 @@ class SloAdmission:
 
     @property
     def routes_prompts(self) -> bool:
-        """Whether it matters who computes a prompt, and when: else nobody asks."""
+        """True if prompts need a reservation: there are prefill workers to choose from, or limits to keep."""
         return self._on_prefill_workers or self.has_limits
 
     def check_admission(
         self, sequences: Several[Sequence], places: Callable[[int], float], *, accepted: bool = False
     ) -> None:
-        """Of a request that comes now, of so many completions. ``places``: how many completions of so many tokens have
-        room for their KV at once. Raises OverloadedError where it would come too late and was not ``accepted`` before.
+        """Raise OverloadedError if a new request with these completions would miss its limits.
+
+        ``places(tokens)``: how many completions of that length fit the KV cache at once. ``accepted``: the request was
+        admitted before, so it is not refused.
         """
         if accepted or not self.has_limits:
             return
@@ -146,17 +149,17 @@ class SloAdmission:
             raise OverloadedError(refusal)
 
     def _estimate(self, prompt: PromptInfo) -> int:
-        """How many wait that come before ``prompt``."""
+        """The number of reserved prompts that run before ``prompt``."""
         return sum(waiting.priority <= prompt.priority for waiting in self._reservations)
 
     def reserve(self, sequence: Sequence) -> int:
-        """Book a sequence whose prompt is to be computed, unless it is booked; its worker."""
+        """Reserve a worker for the sequence's prompt, unless it has one. Returns the worker."""
         if sequence not in self._reservations:
             self._leave(sequence)
             prompt, now, first = self._known_prompt(sequence), self._clock(), self._first.get(sequence.request_id)
             shares = first is not None and (shared := self.shared_tokens_of(sequence)) > prompt.num_cached_tokens
             if first is not None and shares:
-                choice = self._behind(first, prompt._replace(num_cached_tokens=shared), now)
+                choice = self._after(first, prompt._replace(num_cached_tokens=shared), now)
             else:
                 choice = self.conductor.choose(prompt, now)
                 self._first.setdefault(sequence.request_id, sequence)
@@ -165,9 +168,10 @@ class SloAdmission:
             self._reservations[sequence] = _Reservation(choice, now, choice.ttft_s, shares, prices)
         return self._reservations[sequence].choice.worker
 
-    def _behind(self, first: Sequence, prompt: PromptInfo, now: float) -> RoutingDecision:
-        """For a completion that goes on behind what ``first`` computes: its own rows are those of a step of others, and
-        where prefill workers are none of these has them.
+    def _after(self, first: Sequence, prompt: PromptInfo, now: float) -> RoutingDecision:
+        """The decision for a completion that continues after the prompt that ``first`` computes.
+
+        Its own last rows run within a decoding step, so no prefill worker spends time on them.
         """
         at = self.conductor.choose(prompt, now, {self._reservations[first].choice.worker})
         own_s = 0.0 if self._on_prefill_workers else at.prefill_s - self.conductor.prefill_latency.model.a
@@ -175,8 +179,7 @@ class SloAdmission:
         return at._replace(prefill_s=own_s, fill_s=0.0, ttft_s=ttft_s, reason=reason)
 
     def on_placed(self, sequence: Sequence, seat: DecodePlacement, *, by_prefill_worker: bool) -> None:
-        """It is chosen where a sequence decodes; ``by_prefill_worker``: its worker computes the prompt, else compute
-        workers do."""
+        """Log where a sequence decodes. ``by_prefill_worker``: one runs its prompt, else compute workers do."""
         if self.decision_log is None:
             return
         booked, cached = self._reservations.get(sequence), sequence.num_cached_tokens
@@ -193,33 +196,35 @@ class SloAdmission:
         self.decision_log.log_routed(_asked(sequence), cached, by, why, choice, prices, seat)
 
     def has_reservation(self, sequence: Sequence) -> bool:
-        """Whether a worker is to compute its prompt, for it alone or for others too."""
+        """True if a worker is reserved to compute the prompt of this sequence itself."""
         return sequence in self._reservations and not self._reservations[sequence].uses_other_prompt
 
     def on_prefill_started(self, sequence: Sequence) -> float:
-        """The worker of a booked sequence computes its prompt from now on, which is returned."""
+        """Record that the reserved worker starts the prompt now. Returns the time."""
         now = self._clock()
         self.conductor.on_prefill_started(sequence, now)
         return now
 
     def prefix_source(self, sequence: Sequence) -> int:
-        """The prefill worker from which that of a booked sequence is to have its beginning; NOBODY: from none."""
+        """The prefill worker that sends the beginning of a sequence's prompt to the reserved one; NO_WORKER: none."""
         return self._reservations[sequence].choice.source
 
     def on_prefix_fetched(self, sequence: Sequence, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
-        """The worker of a booked sequence has so many tokens from another one, and waited so long for them, since it
-        was done with another prompt, ``ahead_s`` behind asking for them.
+        """Record that the reserved worker has received ``tokens`` from another one, and waited ``seconds`` for them.
+
+        ``ahead_s``: seconds from the request for them to the end of the worker's previous prompt.
         """
         self._fetched[sequence] = seconds
         self.conductor.record_transfer(tokens, seconds, ahead_s)
 
     def now_s(self) -> float:
-        """Seconds, by the clock that it keeps to."""
+        """The time of the clock, in seconds."""
         return self._clock()
 
     def on_prefill_done(self, sequence: Sequence, since_s: float, part: float = 1.0) -> None:
-        """The prompt of a booked sequence is computed, and it decodes. Its worker was at it since then, or at several,
-        of which it is such a part.
+        """Record that the prompt is computed and the sequence decodes. Its worker began at ``since_s``.
+
+        ``part``: the prompt's share of the work since then, if several ran together.
         """
         booked, now, counts = self._reservations.pop(sequence), self._clock(), self._counts
         self._release_waiters(sequence)
@@ -232,17 +237,17 @@ class SloAdmission:
             self._join(sequence)
 
     def stage_seconds(self, sequence: Sequence) -> float:
-        """Of the time of a prompt that no other was before: what each stage of its worker was at it."""
+        """The share of a prompt's time that each pipeline stage of its worker computes, if no prompt is before it."""
         return self.conductor.staged.stage_share(sequence.num_tokens_with_placeholders, sequence.num_cached_tokens)
 
     def on_decode_without_prefill(self, sequence: Sequence) -> None:
-        """A sequence decodes whose prompt is for no prefill worker."""
-        self._release_waiters(sequence)  # sequences that go on behind it still share
+        """Record that a sequence decodes whose prompt no prefill worker has computed."""
+        self._release_waiters(sequence)  # completions that continue after its prompt still share it
         self.remove(sequence)
         self._join(sequence)
 
     def keeps_slo(self, rows: int) -> bool:
-        """Whether sequences that decode keep their promised time with ``rows`` more rows in a step."""
+        """True if a step with ``rows`` more rows is still within the TBT limit."""
         pool = self.conductor.decode_load_model
         return (
             pool.latency.seconds(pool.num_running + rows, pool.mean_tokens * pool.num_running)
@@ -250,7 +255,7 @@ class SloAdmission:
         )
 
     def check_decode_admission(self, sequence: Sequence) -> Refusal | None:
-        """At the first token of a sequence: why it is not decoded; None where it is."""
+        """The reason why a sequence is rejected after its first token; None if it decodes."""
         booked = self._reservations.get(sequence)
         if not self.has_limits or booked is None or sequence.finished:
             return None
@@ -264,7 +269,7 @@ class SloAdmission:
         return refusal
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended, or whose KV is given up. What waits behind it is booked anew."""
+        """Forget a sequence that has ended or lost its KV. Completions that wait for its prompt are reserved anew."""
         self._inline.pop(sequence, None)
         self._fetched.pop(sequence, None)
         if self._reservations.pop(sequence, None) is not None:
@@ -279,7 +284,7 @@ class SloAdmission:
         self._leave(sequence)
 
     def _release_waiters(self, sequence: Sequence) -> bool:
-        """It computes nothing for others any more; whether it did."""
+        """Stop computing the prompt for other completions. Returns False if the sequence did not."""
         does = self._first.get(sequence.request_id) is sequence
         if does:
             del self._first[sequence.request_id]
@@ -294,7 +299,7 @@ class SloAdmission:
                 self.reserve(sequence)
 
     def reset_prefill(self) -> None:
-        """No prompt is being computed any more: all that are not computed are booked anew."""
+        """Reserve all prompts anew, since no worker computes one any more."""
         booked = list(self._reservations)
         self.conductor.reset()
         self._reservations.clear()
@@ -305,14 +310,14 @@ class SloAdmission:
             self.reserve(sequence)
 
     def on_round_done(self, rows: int, stored: float, seconds: float) -> None:
-        """A round of rows that all decode took so long, from its predecessor's end. Without limits nobody asks."""
+        """Record the time of a round that only decodes, from the end of the previous round. Needs limits."""
         if not self.has_limits:
             return
         self._steps.observe(rows, stored, seconds)
         self.conductor.decode_load_model.latency = self._steps.model
 
     def counts(self) -> SloCounts | None:
-        """None where nothing is promised."""
+        """The counts; None without limits."""
         if not self.has_limits:
             return None
         now, one = self._clock(), self.conductor
@@ -320,7 +325,7 @@ class SloAdmission:
 
     @property
     def num_page_replicas(self) -> int | None:
-        """Pages of prompts that prefill workers have beside the first one of each; None where they keep nothing."""
+        """Second and further copies of pages on prefill workers; None if they keep no pages."""
         return self.prefix_index.num_replicas(PREFILL) if self.keeps_prompts else None
 
     def _known_prompt(self, sequence: Sequence) -> PromptInfo:
@@ -346,17 +351,18 @@ class SloAdmission:
             ended = sequence.output.finish_reason in ("stop", "length")
             self.conductor.decode_load_model.leave(sequence, self._clock(), sequence.num_output_tokens if ended else 0)
 
-    # Where compute workers do it, several at once:
+    # Prompts on compute workers, several at once:
     def on_inline_prefill_started(self, sequence: Sequence) -> None:
-        """The first rows of a sequence are on their way to the compute workers."""
+        """Record that the first rows of a prompt are sent to the compute workers."""
         if not self._on_prefill_workers and sequence in self._reservations and sequence not in self._inline:
             self._inline[sequence] = self._clock()
             if len(self._inline) == 1:
                 self.on_prefill_started(sequence)
 
     def on_inline_sampled(self, sequences: Iterable[Sequence]) -> None:
-        """Compute workers have drawn a token for each of these. Prompts that a step has ended share its time by their
-        tokens.
+        """Record that compute workers have sampled a token for each sequence.
+
+        Prompts that end in the same step share its time in proportion to their tokens.
         """
         done = (
             [s for s in sequences if s in self._reservations]

@@ -1,5 +1,6 @@
-"""The Conductor: where a prompt is computed, whether it is taken at all, and where it decodes (Mooncake, sections 5 and
-6). The running engine and the simulator ask this one. Pure policy: no torch, no I/O, no clock; docs/prefill.md.
+"""The Conductor chooses the worker of each prompt, rejects prompts, and places decoding (Mooncake, sections 5 and 6).
+
+The running engine and the simulator use it. Pure policy: no torch, no I/O, no clock. docs/prefill.md explains it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from .routing import NO_WORKER, POLICIES, RoutingDecision, RoutingQuery, WorkerM
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorConfig:
-    """Names by which the options call them. ``policy``: of POLICIES or OTHERS. ``threshold``:
-    ``--prefill-policy mooncake:threshold=``. ``check_before_decode``: whether early and predictive look at decoding
-    once more when a prompt is computed; without that, what they take is decoded, as in section 6.3. Raises ValueError.
+    """Values by the names of the options. Raises ValueError.
+
+    ``policy``: a key of POLICIES or BASELINE_POLICIES. ``threshold``: ``--prefill-policy mooncake:threshold=``.
+    ``check_before_decode``: early and predictive check the decoding load again once a prompt is computed. Without it,
+    every admitted prompt decodes, as in section 6.3.
     """
 
     policy: str = "auto"
@@ -39,15 +42,16 @@ class ConductorConfig:
         if not 1.0 <= self.threshold < math.inf:
             raise ValueError(
                 f"--prefill-policy mooncake:threshold= must be at least 1, not {self.threshold:g}: a transfer must "
-                "bring more "
-                f"than a worker has itself"
+                "bring more than a worker has itself"
             )
 
 
 class PromptInfo(NamedTuple):
-    """``keys`` of its pages from the first on, of ``page`` tokens each: an engine names whole pages alone, a trace also
-    the rest behind them. A match never has the last token, which draws. ``num_cached_tokens``: first tokens that no
-    worker need compute. ``priority``: of prompts with a higher number, only one under way makes it wait.
+    """A prompt as the Conductor sees it.
+
+    ``keys``: those of its first pages, of ``page`` tokens each. An engine names whole pages; a trace may add a last,
+    partial one. The last token is never matched, since its logits are needed. ``num_cached_tokens``: first tokens that
+    every worker has. ``priority``: lower numbers run first, but interrupt no prompt.
     """
 
     tokens: int
@@ -57,14 +61,16 @@ class PromptInfo(NamedTuple):
     priority: int = 0
 
     def tokens_of_pages(self, pages: int) -> int:
-        """Tokens of its first so many pages."""
+        """The number of tokens in the first ``pages`` pages."""
         return min(pages * self.page, self.tokens - 1)
 
 
 @dataclass
 class Conductor:
-    """Times are seconds of one clock, which the caller reads. ``transfer_latency``: from one sender; None: nothing is
-    sent."""
+    """The queues, loads and predictions of all workers. Times are seconds of one clock, which the caller reads.
+
+    ``transfer_latency``: the time to send pages from one prefill worker to another; None: they send none.
+    """
 
     config: ConductorConfig
     prefix_index: PrefixIndex
@@ -86,13 +92,11 @@ class Conductor:
         self._sends_until = [0.0] * self.num_workers
 
     def choose(self, prompt: PromptInfo, now_s: float, among: Collection[int] | None = None) -> RoutingDecision:
-        """The worker that should compute ``prompt``, of all workers or of ``among``. Changes nothing but the next draw
-        of chance.
-        """
+        """The worker that should compute ``prompt``, of all or of ``among``. Only advances the random numbers."""
         return self._policy(self._routing_query(prompt, now_s, among))
 
     def rank_candidates(self, prompt: PromptInfo, now_s: float) -> list[RoutingDecision]:
-        """All ways to compute ``prompt``, the cheapest first, whatever the policy."""
+        """All candidates for ``prompt``, the lowest predicted TTFT first, whatever the policy."""
         return sorted(candidates(self._routing_query(prompt, now_s, None)), key=lambda choice: choice.ttft_s)
 
     def _routing_query(self, prompt: PromptInfo, now_s: float, among: Collection[int] | None) -> RoutingQuery:
@@ -124,9 +128,10 @@ class Conductor:
     def check_admission(
         self, prompt: PromptInfo, choice: RoutingDecision, now_s: float, room_s: float = 0.0
     ) -> Refusal | None:
-        """At a prompt's arrival: a refusal where the larger of both pools' loads is above 1 (section 6.2).
-        ``room_s``: until there is room for its KV and one more completion. A prompt that need not wait for
-        anybody is taken in any case: so a law that is wrong cannot refuse for ever.
+        """A refusal when a prompt arrives and the load of a pool is above 1 (section 6.2), else None.
+
+        ``room_s``: seconds until its KV and one more completion have room. A prompt that waits for no other one is
+        always admitted, so a wrong prediction cannot refuse for ever.
         """
         limits, waits_s, tbt_s = self.config.limits, max(0.0, room_s - choice.queue_s), 0.0
         ttft_s = choice.ttft_s + waits_s
@@ -139,9 +144,7 @@ class Conductor:
         return None
 
     def reserve(self, request: Hashable, prompt: PromptInfo, choice: RoutingDecision, now_s: float) -> None:
-        """Take ``choice`` for the request. What moves stays where it is too, so that pages which many want are soon in
-        many places (section 5.2).
-        """
+        """Reserve ``choice`` for the request. Pages are copied, so hot pages soon have many replicas (section 5.2)."""
         line = self.queues[choice.worker]
         if choice.source != NO_WORKER:
             self._sends_until[choice.source] = now_s + choice.transfer_s
@@ -153,44 +156,45 @@ class Conductor:
         self.prefix_index.promise(self.places[choice.worker], prompt.keys)
 
     def on_pages_received(self, request: Hashable) -> None:
-        """The pages that had to move for ``request`` have come."""
+        """Record that the transferred pages of ``request`` have arrived."""
         choice, prompt = self._reservations[request]
         moved = [k for n, k in enumerate(prompt.keys, 1) if prompt.tokens_of_pages(n) <= choice.prefix]
         self.prefix_index.confirm(self.places[choice.worker], moved)
 
     def record_transfer(self, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
-        """A transfer of so many tokens was waited for so long, behind ``ahead_s`` in which another was computed: the
-        times that are expected of the next ones follow that.
+        """Learn from a transfer of ``tokens``, for which a worker waited ``seconds``.
+
+        ``ahead_s``: seconds of the transfer that the worker's previous prompt hid.
         """
         if self.transfer_latency:
             self.transfer_latency.observe(tokens, seconds, ahead_s)
 
     def on_prefill_started(self, request: Hashable, now_s: float) -> None:
-        """The request's worker computes its prompt from now on."""
+        """Record that the request's worker starts its prompt."""
         self.queues[self._reservations[request][0].worker].on_started(request, now_s)
 
     def on_prefill_done(self, request: Hashable, now_s: float, seconds: float, prefix: int) -> None:
-        """The request's worker has computed its prompt behind ``prefix`` tokens, in so many seconds of work."""
+        """Record that the prompt is computed, in ``seconds`` of work. Its first ``prefix`` tokens were cached."""
         choice, prompt = self._reservations.pop(request)
         self.queues[choice.worker].remove(request, now_s)
         self.prefill_latency.observe(prompt.tokens, prefix, seconds)
         self.prefix_index.confirm(self.places[choice.worker], prompt.keys)
 
     def on_cancelled(self, request: Hashable, now_s: float) -> None:
-        """The request's prompt will not be computed."""
+        """Cancel the reservation of a request."""
         choice, prompt = self._reservations.pop(request)
         self.queues[choice.worker].remove(request, now_s)
         self.prefix_index.drop(self.places[choice.worker], prompt.keys, ready=False)
 
     def reset(self) -> None:
-        """Nobody has a prompt or a page any more. What was learned of times stays."""
+        """Drop all reservations and pages. Learned latencies stay."""
         self.prefix_index.clear(sum(self.places))
         self.queues = [PrefillQueue() for _ in range(self.num_workers)]
         self._sends_until = [0.0] * self.num_workers
         self._reservations.clear()
 
     def check_decode_admission(self, tokens: int, ttft_s: float) -> Refusal | None:
-        """At the end of a prompt: a refusal where no instance can decode it within the limit (section 3, step 4)."""
+        """A refusal once the prompt is computed, if no instance can decode within the TBT limit (section 3, step 4)."""
         if not self.config.check_before_decode and self.config.overload != "baseline":
             return None
         _, tbt_s = self.decode_load_model.select(tokens)
@@ -200,21 +204,19 @@ class Conductor:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that are not computed yet."""
+        """The number of prompts that are not computed yet."""
         return len(self._reservations)
 
     def prefill_load(self, now_s: float) -> float:
-        """The longest queue over the limit of a first token (section 6.1)."""
+        """The longest queue, as a share of the TTFT limit (section 6.1)."""
         return max(line.queue_s(now_s) for line in self.queues) / self.config.limits.ttft_s
 
     def decode_load(self) -> float:
-        """A step's time over the limit of a gap."""
+        """The time of a decoding step, as a share of the TBT limit."""
         return self.decode_load_model.tbt_s() / self.config.limits.tbt_s
 
     def tbt_s(self, prompt: PromptInfo, now_s: float, done_s: float) -> float:
-        """A step of those that will decode with ``prompt`` at ``done_s``, when it is computed, by ``--slo overload=``:
-        as it is foreseen now.
-        """
+        """The predicted TBT, in seconds, when ``prompt`` starts to decode at ``done_s``, by ``--slo overload=``."""
         if self.config.overload == "baseline":
             return 0.0
         if self.config.overload == "early":
@@ -223,7 +225,7 @@ class Conductor:
         return self.decode_load_model.tbt_at(done_s, now_s, joining)
 
     def _transfer_s(self, source: int, tokens: int, now_s: float) -> float:
-        """Of so many tokens, behind what ``source`` has to send before: who is asked by many is slow."""
+        """Seconds until ``tokens`` have come from ``source``, after what it has to send first."""
         own_s = self.transfer_latency.seconds(tokens) if self.transfer_latency else 0.0
         return max(0.0, self._sends_until[source] - now_s) + own_s
 

@@ -1,11 +1,12 @@
-"""Rules by which others choose a worker, for rows of a simulation beside ours. None of them moves anything. Pure
-policy: no torch, no I/O, no clock.
+"""Routing policies of other projects, for comparison in simulations. None of them transfers pages.
 
-sglang            its router's cache_aware, by the defaults that it documents: where one worker has more than 64
-                  requests more than another and 1.5 times as many, the one with the fewest; else who has more than 0.3
-                  of the prompt, the most; else who has the most room
-production-stack  its router's kvaware: who has all of the prompt but 2,000 tokens, the most; else the least busy one.
-                  It goes by requests per second, here by those that wait
+- ``sglang``: ``cache_aware`` of its router, with the documented defaults. If the loads differ by more than 64 requests
+  and by 1.5 times, it takes the worker with the fewest requests. Else it takes the longest prefix, if that is above 0.3
+  of the prompt. Else it takes the worker with the fewest pages.
+- ``production-stack``: ``kvaware`` of its router. It takes the longest prefix, if that lacks at most 2,000 tokens. Else
+  it takes the least busy worker, there by requests per second, here by waiting requests.
+
+Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_MISSING_TOKENS = 2000
 
 
 def sglang(query: RoutingQuery) -> RoutingDecision:
-    """By matches where loads are alike, else by loads."""
+    """The longest prefix if loads are balanced, else the lowest load."""
     loads = [at.waiting for at in query.workers]
     if max(loads) - min(loads) > IMBALANCE and max(loads) > IMBALANCE_RATIO * min(loads):
         return without_transfer(query, _idlest(query))._replace(reason="fewest prompts")
@@ -30,7 +31,7 @@ def sglang(query: RoutingQuery) -> RoutingDecision:
 
 
 def production_stack(query: RoutingQuery) -> RoutingDecision:
-    """Whoever has nearly all of it, however many wait there."""
+    """The worker with nearly the whole prompt, however long its queue is."""
     best = max(query.workers, key=lambda at: at.prefix)
     if best.prefix and best.prefix >= query.tokens - MAX_MISSING_TOKENS:
         return without_transfer(query, best)

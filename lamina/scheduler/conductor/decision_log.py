@@ -1,5 +1,6 @@
-"""Why a prompt is computed where it is, why it decodes where it does, and what the other ways would have cost: an event
-for each, for whoever keeps a trace. Pure policy: no torch, no I/O, no clock.
+"""Logs each routing decision as an event of the trace: the chosen workers, the reasons, and the other candidates.
+
+Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from lamina.scheduler.starts import DecodePlacement
 from .routing import NO_WORKER, RoutingDecision
 
 CHOICE, REFUSAL = "choice", "refusal"
-MAX_LOGGED_CANDIDATES = 8  # of the cheapest ways
-INLINE = "inline"  # compute workers compute the prompt, in the steps of decoding
-AFTER_PREFILL = "after prefill"  # of a limit: it was looked at again once the prompt was computed
+MAX_LOGGED_CANDIDATES = 8  # those with the lowest TTFT
+INLINE = "inline"  # compute workers compute the prompt, in steps that also decode
+AFTER_PREFILL = "after prefill"  # the limit was checked once the prompt was computed
 LogFields = dict[str, Any]  # numbers, text and lists of these, as JSON takes them
 
 
 def prefill_worker_name(worker: int, stages: int) -> str:
-    """The Conductor's ``worker`` by the names of its processes: prefill-1, and of a group of two prefill-2..3."""
+    """The names of the processes of the Conductor's ``worker``: prefill-1, or prefill-2..3 for a pipeline of two."""
     first = worker * stages
     return f"prefill-{first}" + (f"..{first + stages - 1}" if stages > 1 else "")
 
 
 class LoggedPrompt(NamedTuple):
-    """A prompt of so many tokens: of which request, and of its completions the so-manyth."""
+    """A prompt: the ids of its request and completion, and its number of tokens."""
 
     request: int
     completion: int
@@ -38,24 +39,26 @@ class LoggedPrompt(NamedTuple):
 
 @dataclass
 class DecisionLog:
-    """``write`` takes the name of an event and its words. ``stages``: prefill workers of each group; 0: there are none,
-    and compute workers do it.
+    """Writes decisions as events.
+
+    ``write`` takes an event's name and fields. ``stages``: prefill workers in each pipeline; 0: compute workers run
+    prompts.
     """
 
     write: Callable[[str, LogFields], None]
     stages: int = 1
-    info: ComputeReady | None = None  # of the epoch
+    info: ComputeReady | None = None  # what the compute workers of this epoch reported
 
     def worker_name(self, worker: int) -> str:
-        """Of a worker of the Conductor: its processes, or INLINE."""
+        """The name of a worker's processes; INLINE for compute workers."""
         return prefill_worker_name(worker, self.stages) if self.stages else INLINE
 
     def log_refused(self, prompt: LoggedPrompt, refusal: Refusal, prices: Sequence[RoutingDecision]) -> None:
-        """It is not taken."""
+        """Log a prompt that is rejected when it arrives."""
         self._refused(prompt, refusal.reason, refusal, prices)
 
     def log_refused_late(self, prompt: LoggedPrompt, refusal: Refusal) -> None:
-        """Its prompt is computed, and it is not decoded."""
+        """Log a prompt that is rejected after its prefill."""
         self._refused(prompt, f"{refusal.reason} {AFTER_PREFILL}", refusal, ())
 
     def _refused(self, prompt: LoggedPrompt, limit: str, refusal: Refusal, prices: Sequence[RoutingDecision]) -> None:
@@ -72,8 +75,10 @@ class DecisionLog:
         prices: Sequence[RoutingDecision],
         seat: DecodePlacement,
     ) -> None:
-        """``by`` whom it is computed, behind ``cached`` tokens: a prefill worker, or INLINE. ``choice``: of the
-        Conductor at its arrival, None where nobody asked; ``prices``: of all ways then.
+        """Log where a prompt is computed and where it decodes.
+
+        ``by``: the worker that computes it, or INLINE; ``cached``: its cached tokens. ``choice``: the Conductor's
+        decision when the prompt arrived, if it made one; ``prices``: all candidates then.
         """
         fields = {**prompt._asdict(), "cached": cached, "by": by, "reason": reason}
         foreseen = self._candidate_field(choice) if choice else {}
@@ -91,7 +96,7 @@ class DecisionLog:
         return {**fields, "memory": self._memory(seat.location), "blocks_left": list(seat.free_blocks)}
 
     def _memory(self, location: KvLocation) -> list[int]:
-        """The memory workers that have some of a sequence that begins at ``location``."""
+        """The memory workers that hold KV of a sequence that begins at ``location``."""
         info = self.info
         if info is None:
             return []

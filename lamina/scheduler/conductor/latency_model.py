@@ -1,11 +1,10 @@
-"""Predicted times of prompts on prefill workers, of transfers and of decoding steps. Each is a law of a few
-coefficients, which follow what is measured.
+"""Latency models of prompts on prefill workers, of transfers and of decoding steps, fitted to measurements.
 
     seconds(tokens, prefix) = a + b (tokens - prefix) + c (tokens^2 - prefix^2)
     seconds(tokens moved)   = a + b tokens
 
-The rows of a prompt cost b each; row i attends i tokens, which is the quadratic term (Mooncake, section 5.1: "the
-computation pattern of a Transformer is regular"). All tokens of a model have as many bytes. Pure policy: no torch, no
+The rows of a prompt cost b each. Row i attends i tokens, which gives the quadratic term (Mooncake, section 5.1: "the
+computation pattern of a Transformer is regular"). All tokens of a model have the same bytes. Pure policy: no torch, no
 I/O, no clock.
 """
 
@@ -19,52 +18,53 @@ import numpy as np
 
 from .overload import StepLatency
 
-_UNIT = 1024.0  # tokens: features of one order of magnitude, so that sums of their products lose no digits
-_KEPT = 0.96  # of the weight of what was measured before, with each new measurement
-_PRIOR = 1.0  # measurements that the first law weighs as much as
+_UNIT = 1024.0  # tokens; keeps features in one order of magnitude, so sums of their products lose no digits
+_KEPT = 0.96  # the weight that earlier measurements keep with each new one
+_PRIOR = 1.0  # the weight of the initial prefill model, in measurements
 _PRIOR_PROMPTS = ((1, 0), (512, 0), (4096, 0), (32768, 0), (32768, 16384))
 _PRIOR_MOVED = (512, 4096, 32768)  # tokens
-_GUESS = 0.01  # the same of the first law of transfers
-_PATIENCE, _MOST_PATIENCE = 16, 1024  # prompts in a row, until a transfer is thought to take half
-_AS_GOOD = 1 - 1e-9  # of rounding
-_FEW = 8  # measurements, from which on
-_KEPT_STEPS = 0.998  # the same of steps
-_OFTEN = 8
-_DEPENDENT = 1e-12  # the least eigenvalue of features of unit length that do not depend on each other
-_MOST_OUTLIER = 4.0  # times the prediction is the most that a measurement counts: one stall spoils no law
+_GUESS = 0.01  # the weight of the initial transfer model, in measurements
+_PATIENCE, _MOST_PATIENCE = 16, 1024  # prompts without a transfer, until its predicted time is halved
+_AS_GOOD = 1 - 1e-9  # tolerance for rounding
+_FEW = 8  # measurements, after which outliers are clipped
+_KEPT_STEPS = 0.998  # as _KEPT, for decoding steps
+_OFTEN = 8  # steps between two fits
+_DEPENDENT = 1e-12  # features of unit length with a smaller eigenvalue depend on each other
+_MOST_OUTLIER = 4.0  # a measurement counts as at most this many times the prediction, so one stall spoils no fit
 
 
 class PrefillLatency(NamedTuple):
-    """Seconds: ``a`` of a prompt, ``b`` of a token, ``c`` of a pair of tokens. None is negative."""
+    """The seconds of a prompt: ``a``, plus ``b`` for each token and ``c`` for each pair of tokens. None is negative."""
 
     a: float
     b: float
     c: float
 
     def seconds(self, tokens: int, prefix: int = 0) -> float:
-        """The seconds of computing a prompt whose first ``prefix`` tokens have K and V already."""
+        """The seconds of computing a prompt whose first ``prefix`` tokens are cached."""
         return self.a + self.b * (tokens - prefix) + self.c * (tokens * tokens - prefix * prefix)
 
 
 class TransferLatency(NamedTuple):
-    """Seconds: ``a`` of a transfer, ``b`` of a token. Neither is negative."""
+    """The seconds of a transfer: ``a``, plus ``b`` for each token. Neither is negative."""
 
     a: float
     b: float
 
     @staticmethod
     def at_rate(tokens_per_s: float) -> TransferLatency:
-        """One that costs its tokens alone."""
+        """The model of a link with this rate, and no time for a transfer as such."""
         return TransferLatency(0.0, 1.0 / tokens_per_s)
 
     def seconds(self, tokens: int) -> float:
-        """The seconds of sending K and V of so many tokens."""
+        """The seconds of sending K and V of ``tokens`` tokens."""
         return self.a + self.b * tokens
 
 
 class PrefillPipelineShape(NamedTuple):
-    """``stages`` workers compute a prompt together, in chunks of so many tokens. A law then is of the time that each of
-    them needs, for which other prompts wait.
+    """The shape of a pipeline of prefill workers: ``stages`` workers compute a prompt in chunks of ``chunk`` tokens.
+
+    A latency model then predicts the time of one stage, for which other prompts wait.
     """
 
     stages: int = 1
@@ -128,17 +128,17 @@ class LatencyFit:
 
 
 class PrefillLatencyEstimator:
-    """A law that follows what is measured."""
+    """A prefill latency model that is fitted anew with each measurement."""
 
     def __init__(self, model: PrefillLatency, *, trusted: bool = True) -> None:
-        """``model``: until something is measured. ``trusted``: it is worth one measurement then, else nothing."""
+        """``model``: the initial model. ``trusted``: it weighs as one measurement, else as none."""
         self.model, self._fit = model, LatencyFit(3, _KEPT)
         for tokens, prefix in _PRIOR_PROMPTS if trusted else ():
             if (expected := model.seconds(tokens, prefix)) > 0:
                 self._fit.add(_features(tokens, prefix), expected, expected, _PRIOR / len(_PRIOR_PROMPTS))
 
     def observe(self, tokens: int, prefix: int, seconds: float) -> None:
-        """A prompt took so long on a worker that did nothing else."""
+        """Learn from a prompt that took ``seconds`` on a worker that did nothing else."""
         if seconds > 0 and tokens > prefix:
             self._fit.observe(_features(tokens, prefix), seconds, self.model.seconds(tokens, prefix))
             a, b, c = self._fit.coefficients()
@@ -146,14 +146,14 @@ class PrefillLatencyEstimator:
 
 
 class TransferLatencyEstimator:
-    """A law of transfers that follows what is measured. The first one is a guess, worth next to nothing.
+    """A transfer latency model that is fitted anew with each measurement. The initial one is a guess of little weight.
 
-    Without transfers, a law that is too high would stay. So the more prompts in a row are computed in place of a
-    transfer, the cheaper a transfer seems, until one is tried. If that confirms the law, the next try comes later.
+    Without transfers, a prediction that is too high would stay. So with each prompt that is computed instead, the
+    predicted time falls, until a transfer is tried. If that confirms the model, the next try comes later.
     """
 
     def __init__(self, model: TransferLatency) -> None:
-        """``model``: until something is measured."""
+        """``model``: the initial model."""
         self.model, self._fit = model, LatencyFit(2, _KEPT)
         self._passed, self._patience = 0, _PATIENCE
         for tokens in _PRIOR_MOVED:
@@ -161,16 +161,18 @@ class TransferLatencyEstimator:
                 self._fit.add((tokens / _UNIT, 1.0), expected, expected, _GUESS / len(_PRIOR_MOVED))
 
     def seconds(self, tokens: int) -> float:
-        """The seconds that a transfer of so many tokens is thought to take."""
+        """The predicted seconds of a transfer of ``tokens`` tokens."""
         return self.model.seconds(tokens) * self._patience / (self._patience + self._passed)
 
     def on_not_taken(self) -> None:
-        """A prompt is computed that would come sooner by a transfer, were that for nothing."""
+        """Record that a prompt is computed which a transfer that takes no time would have made faster."""
         self._passed += 1
 
     def observe(self, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
-        """Follow a transfer, for which a worker waited ``seconds``. It had run for ``ahead_s`` before,
-        while other prompts were computed, so it took ``seconds`` at least and both together at most.
+        """Learn from a transfer, for which a worker waited ``seconds``.
+
+        It had run for ``ahead_s`` before, while other prompts were computed. So it took at least ``seconds``, and at
+        most the sum of both.
         """
         expected, most_s = self.model.seconds(tokens), seconds + ahead_s
         if tokens <= 0 or most_s <= 0:
@@ -191,14 +193,14 @@ class TransferLatencyEstimator:
 
 
 class StepLatencyEstimator:
-    """The law of a decoding step, that follows what steps take. It is solved anew once in _OFTEN steps."""
+    """A latency model of decoding steps, fitted anew every _OFTEN steps."""
 
     def __init__(self) -> None:
         self.model = StepLatency(0.0, 0.0, 0.0)
         self._fit, self._count = LatencyFit(3, _KEPT_STEPS), 0
 
     def observe(self, rows: int, stored: float, seconds: float) -> None:
-        """A step of so many rows, whose attention read so many tokens, took so long."""
+        """Learn from a step of ``rows`` rows, whose attention read ``stored`` tokens."""
         if seconds <= 0 or rows < 1:
             return
         self._count += 1

@@ -1,14 +1,13 @@
-"""What decodes, how long its next tokens will take, and whether one prompt more is too much. Pure policy: no torch, no
-I/O, no clock.
+"""Overload policies: predict the decoding load, and decide if one more prompt exceeds it.
 
-The load of a pool is a predicted time over its limit: of the first token for prefill workers, of the gap between tokens
-for what decodes (Mooncake, section 6.1). When decoding is looked at, says ``--slo overload=``:
+The load of a pool is a predicted time as a share of its limit: TTFT for prefill workers, TBT for decoding (Mooncake,
+section 6.1). ``--slo overload=`` says when the decoding load is checked:
 
-baseline    once the prompt is computed: if there is no room then, the prefill was for nothing
-early       at the arrival, as decoding is then (section 6.2)
-predictive  at the arrival, as decoding will be when the prompt is computed (section 6.4)
+- ``baseline``: once the prompt is computed. A rejected prompt has then wasted its prefill.
+- ``early``: when the prompt arrives, by the load at that time (section 6.2).
+- ``predictive``: when the prompt arrives, by the load predicted for the end of its prefill (section 6.4).
 
-Each of them looks at the end of the prompt again (section 3).
+All of them check again once the prompt is computed (section 3). Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 OVERLOAD_POLICIES = ("baseline", "early", "predictive")
-PRIOR_COMPLETIONS = 49  # completions that a first decoding time is worth
+PRIOR_COMPLETIONS = 49  # the weight of the initial decoding time, in completions
 
 
 class SloLimits(NamedTuple):
-    """``--slo ttft=`` and ``--slo tbt=``, seconds: infinite where nothing is promised."""
+    """``--slo ttft=`` and ``--slo tbt=``, in seconds; infinite without a limit."""
 
     ttft_s: float = math.inf
     tbt_s: float = math.inf
@@ -33,7 +32,7 @@ NO_LIMITS = SloLimits()
 
 
 class StepLatency(NamedTuple):
-    """Seconds of a step: ``a``, ``b`` of a row, ``c`` of a token that its attention reads."""
+    """The seconds of a decoding step: ``a``, plus ``b`` for each row and ``c`` for each token that attention reads."""
 
     a: float
     b: float
@@ -58,10 +57,11 @@ class _Instance:
 
 @dataclass
 class DecodeLoadModel:
-    """Completions that decode, by instance: who takes steps together. ``decode_s``: how long one decodes, all alike
-    (section 6.4), and ``mean_answer_tokens``: its tokens. Both follow those that end; ``weight``: completions that the
-    first ones count as. A completion counts with all the tokens that it will have, so that a step which is within the
-    limit stays there.
+    """Completions that decode, by decoding instance.
+
+    ``decode_s``: the time for which a completion decodes, the same for all (section 6.4). ``mean_answer_tokens``: its
+    tokens. Both follow completions that end; the initial values weigh as ``weight`` completions. A completion counts
+    with its final number of tokens, so a step within the limit stays within it.
     """
 
     num_instances: int
@@ -77,18 +77,16 @@ class DecodeLoadModel:
 
     @property
     def num_running(self) -> int:
-        """Completions."""
+        """The number of completions that decode."""
         return len(self._running)
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens that a completion will have, prompt included; 0 where none decodes."""
+        """The final tokens of a completion with its prompt, as a mean; 0 if none decodes."""
         return sum(i.stored for i in self._instances) / max(1, len(self._running))
 
     def select(self, stored: int) -> tuple[int, float]:
-        """The instance whose step stays the shortest with one more completion behind ``stored`` tokens, and that step's
-        seconds.
-        """
+        """The instance with the shortest step after one more completion of ``stored`` tokens joins, and its seconds."""
         seconds = [
             self.latency.seconds(i.rows + 1, i.stored + stored + self.mean_answer_tokens) for i in self._instances
         ]
@@ -96,13 +94,15 @@ class DecodeLoadModel:
         return at, seconds[at]
 
     def tbt_s(self) -> float:
-        """Seconds of a step now: the mean of the instances."""
+        """The current seconds of a step, as a mean over instances."""
         return sum(self.latency.seconds(i.rows, i.stored) for i in self._instances) / self.num_instances
 
     def tbt_at(self, when_s: float, now_s: float, joining: Iterable[tuple[float, int]]) -> float:
-        """The same at ``when_s``: sequences that will have decoded for ``decode_s`` are gone; prompts of ``joining``,
-        (time when computed, tokens), that are computed by then are spread over all instances. The expected change is
-        added to the time of a step now, as a sequence that decodes longer than ``decode_s`` still counts in it.
+        """The predicted seconds of a step at ``when_s``, as a mean over instances.
+
+        ``joining``: (time when computed, tokens) of prompts; those computed by then are spread over all instances.
+        Completions that will have decoded for ``decode_s`` are gone. The predicted change is added to the current
+        time, since completions that decode longer than ``decode_s`` still count there.
         """
         rows = stored = 0.0
         for at_s, tokens in joining:
@@ -113,8 +113,9 @@ class DecodeLoadModel:
         return max(0.0, self.tbt_s() + then - now)
 
     def _uniform_s(self, at_s: float, rows: float, stored: float) -> float:
-        """Seconds of a step at ``at_s`` of those that decode now, were ``decode_s`` true of each, with so many rows and
-        tokens more on each instance: the mean.
+        """The seconds of a step at ``at_s``, if each completion decodes for exactly ``decode_s``.
+
+        ``rows``, ``stored``: rows and tokens added to each instance.
         """
         left = [_Instance() for _ in self._instances]
         for one in self._running.values():
@@ -124,22 +125,22 @@ class DecodeLoadModel:
         return sum(self.latency.seconds(i.rows + rows, i.stored + stored) for i in left) / self.num_instances
 
     def time_until_slot_s(self, places: float, ahead: int) -> float:
-        """Seconds until one of ``places`` places is free for one more completion, if the completions ``ahead`` of it
-        take places first and all end evenly, one after the other.
+        """Seconds until one of ``places`` slots is free for a completion with ``ahead`` completions before it.
+
+        Completions are taken to end one after the other, at equal intervals.
         """
         missing = ahead + 1 - places
         return missing * self.decode_s / max(1.0, places) if missing > 0 else 0.0
 
     def join(self, request: Hashable, instance: int, tokens: int, now_s: float) -> None:
-        """``request`` begins to decode behind so many tokens."""
+        """Add ``request``, which decodes after ``tokens`` tokens."""
         stored = tokens + round(self.mean_answer_tokens)
         self._running[request] = _Decoding(instance, now_s, stored)
         self._instances[instance].rows += 1
         self._instances[instance].stored += stored
 
     def leave(self, request: Hashable, now_s: float, answer: int = 0) -> None:
-        """``request`` decodes no more. ``mean_answer_tokens``: the tokens with which it came to its own end; 0: it did
-        not."""
+        """Remove ``request``. ``answer``: its tokens if it ended by itself, else 0."""
         one = self._running.pop(request)
         self._instances[one.instance].rows -= 1
         self._instances[one.instance].stored -= one.stored
@@ -150,7 +151,7 @@ class DecodeLoadModel:
 
 
 def check_overload_policy(name: str) -> str:
-    """Raises ValueError for a name that is none."""
+    """Returns the name of a policy. Raises ValueError for another name."""
     if name not in OVERLOAD_POLICIES:
         raise ValueError(f"--slo overload= must be one of {', '.join(OVERLOAD_POLICIES)}, not {name!r}")
     return name

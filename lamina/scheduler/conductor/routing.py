@@ -1,14 +1,13 @@
-"""Which prefill worker computes a prompt: one function for each policy, by its name. Pure policy: no torch, no I/O, no
-clock.
+"""Routing policies: one function for each policy chooses the prefill worker of a prompt.
 
-A policy is told of each worker its queue and its match, and prices by two laws: seconds of prefill, seconds of a
-transfer. It changes nothing, and of equal workers it takes the first.
+A policy gets the queue and the cached prefix of each worker, and predicts TTFT from two latency models: prefill and
+transfer. It changes nothing. Of equal workers it takes the first. Pure policy: no torch, no I/O, no clock.
 
-mooncake      Algorithm 1 of Mooncake (section 5.1), to the letter
-auto          the cheaper of both ways on each worker, where a transfer comes while others are computed
-cache-aware   the least queue and prefill, with what the worker has itself
-load-balance  the least queue
-random        any
+- ``mooncake``: Algorithm 1 of Mooncake (section 5.1), to the letter
+- ``auto``: the lower TTFT, with or without a transfer. A transfer overlaps the worker's queue.
+- ``cache-aware``: the least queue plus prefill, without transfers
+- ``load-balance``: the shortest queue
+- ``random``: any worker
 """
 
 from __future__ import annotations
@@ -21,24 +20,26 @@ NO_WORKER = -1
 
 
 class WorkerMatch(NamedTuple):
-    """A prefill worker, as a prompt finds it. Tokens are the prompt's first ones, seconds from now."""
+    """A prefill worker's queue, and its cached prefix of a prompt. Tokens count from the prompt's first one."""
 
     worker: int
-    queue_s: float  # until it has computed all that it was given
+    queue_s: float  # from now until its queue is computed
     prefix: int  # tokens whose K and V it will have then
-    sendable: int  # how many of these the worker could send now
-    waiting: int = 0  # prompts that were given to it
+    sendable: int  # how many of these it can send now
+    waiting: int = 0  # prompts in its queue
 
     @staticmethod
     def idle(worker: int, prefix: int = 0) -> WorkerMatch:
-        """One that has nothing to do."""
+        """A worker with an empty queue."""
         return WorkerMatch(worker, 0.0, prefix, prefix)
 
 
 class RoutingDecision(NamedTuple):
-    """``worker`` computes the prompt behind its first ``prefix`` tokens; ``transferred_tokens`` of these come from
-    ``source``. ``fill_s``: from when its first stage begins, until the last one can. ``transfer_would_pay``: a transfer
-    would have been cheaper, were it for nothing.
+    """A worker for a prompt, with the predicted times that led to it.
+
+    ``worker`` has the first ``prefix`` tokens, of which ``source`` sends ``transferred_tokens``. ``fill_s``: seconds
+    from the start of its first pipeline stage to the start of the last one. ``transfer_would_pay``: a transfer that
+    took no time would have lowered the TTFT.
     """
 
     worker: int
@@ -55,18 +56,20 @@ class RoutingDecision(NamedTuple):
 
 
 class RoutingQuery(NamedTuple):
-    """The question that a policy answers. ``threshold``: a transfer must bring more than so many times the worker's own
-    match. ``random``: a number in [0, 1), for who needs chance.
+    """The input of a policy.
+
+    ``threshold``: a transfer must bring more than this many times the worker's own prefix. ``random``: draws a number
+    in [0, 1).
     """
 
     tokens: int
     workers: Sequence[WorkerMatch]
-    prefill_s: Callable[[int, int], float]  # of (tokens, prefix)
-    transfer_s: Callable[[int, int, int], float]  # of (source, worker, tokens)
+    prefill_s: Callable[[int, int], float]  # parameters: tokens, prefix
+    transfer_s: Callable[[int, int, int], float]  # parameters: source, worker, tokens
     threshold: float = 1.0
     random: Callable[[], float] = lambda: 0.0
-    num_pages: Callable[[int], int] = lambda worker: 0  # that a worker holds
-    # Of (tokens, prefix, prefill_s), until a worker's last stage can begin; None: it has one stage, and asks nobody.
+    num_pages: Callable[[int], int] = lambda worker: 0  # pages that a worker holds
+    # Seconds until a worker's last stage can begin. Parameters: tokens, prefix, prefill_s. None: one stage.
     fill_s: Callable[[int, int, float], float] | None = None
 
 
@@ -74,13 +77,13 @@ Policy = Callable[[RoutingQuery], RoutingDecision]
 
 
 def mooncake(query: RoutingQuery) -> RoutingDecision:
-    """TTFT = queue + transfer + prefill, where the best match of all exceeds the worker's own times ``threshold``; else
-    queue + prefill. The least TTFT.
+    """The lowest TTFT. It is queue + prefill, plus a transfer where the best prefix exceeds the worker's own by
+    ``threshold``.
     """
     prices, most, threshold = _Estimates(query), best_cached_worker(query), query.threshold
     best, best_s = query.workers[0], math.inf
     for at in query.workers:
-        if at.queue_s >= best_s:  # no way is shorter than its queue
+        if at.queue_s >= best_s:  # its TTFT is at least its queue
             continue
         fetches = most.sendable > at.prefix * threshold
         ttft_s = prices.fetched_s(at, most, hides=False) if fetches else prices.alone_s(at)
@@ -92,11 +95,11 @@ def mooncake(query: RoutingQuery) -> RoutingDecision:
 
 
 def auto(query: RoutingQuery) -> RoutingDecision:
-    """The cheapest of all ways; a transfer ends while the queue is computed, so the longer of both counts."""
+    """The lowest TTFT of all candidates. A transfer overlaps the queue, so the longer of both counts."""
     prices, most = _Estimates(query), best_cached_worker(query)
     best, best_s, fetches = query.workers[0], math.inf, False
     for at in query.workers:
-        if at.queue_s >= best_s:  # no way is shorter than its queue
+        if at.queue_s >= best_s:  # its TTFT is at least its queue
             continue
         if (ttft_s := prices.alone_s(at)) < best_s:
             best, best_s, fetches = at, ttft_s, False
@@ -109,7 +112,7 @@ def auto(query: RoutingQuery) -> RoutingDecision:
 
 
 def candidates(query: RoutingQuery) -> Iterator[RoutingDecision]:
-    """Both ways on each worker, with and without a transfer, by what the Conductor foresees of each."""
+    """Yields two candidates for each worker, without and with a transfer."""
     prices, most = _Estimates(query), best_cached_worker(query)
     for at in query.workers:
         yield prices.alone(at)
@@ -118,13 +121,13 @@ def candidates(query: RoutingQuery) -> Iterator[RoutingDecision]:
 
 
 def cache_aware(query: RoutingQuery) -> RoutingDecision:
-    """The least queue and prefill, nothing moves."""
+    """The least queue plus prefill; never a transfer."""
     prices = _Estimates(query)
     return prices.alone(min(query.workers, key=prices.alone_s))
 
 
 def load_balance(query: RoutingQuery) -> RoutingDecision:
-    """The shortest queue, whichever worker has a beginning of the prompt."""
+    """The shortest queue, whatever the workers have cached."""
     return without_transfer(query, min(query.workers, key=lambda at: at.queue_s))._replace(reason="shortest queue")
 
 
@@ -143,28 +146,29 @@ POLICIES: dict[str, Policy] = {
 
 
 def best_cached_worker(query: RoutingQuery) -> WorkerMatch:
-    """Who could send the most."""
+    """The worker that can send the longest prefix."""
     return max(query.workers, key=lambda at: at.sendable)
 
 
 def start_delay_s(queue_s: float, transfer_s: float, fill_s: float) -> float:
-    """Until the last stage of a worker can begin with a prompt: behind its queue, while which the transfer comes, and
-    so long after the first stage, which begins once all has come.
+    """Seconds until the last stage of a worker can begin with a prompt.
+
+    It waits for the queue. The transfer overlaps the queue; the first stage begins when all has arrived.
     """
     return max(queue_s, transfer_s + fill_s)
 
 
 def without_transfer(query: RoutingQuery, match: WorkerMatch) -> RoutingDecision:
-    """A worker computes all that it has not."""
+    """The decision that a worker computes all tokens that it has not cached."""
     return _Estimates(query).alone(match)
 
 
 class _Estimates:
-    """Of one question: seconds until the first token by a way, many of which are looked at, and the way as a choice."""
+    """Predicts the TTFT of candidates of one query, and makes decisions of them."""
 
     def __init__(self, query: RoutingQuery) -> None:
         self._asked = query
-        self._known: dict[int, tuple[float, float]] = {}  # by prefix: seconds, and until the last stage can begin
+        self._known: dict[int, tuple[float, float]] = {}  # by prefix: prefill_s and fill_s
 
     def _computing(self, prefix: int) -> tuple[float, float]:
         known, asked = self._known.get(prefix), self._asked
@@ -179,7 +183,7 @@ class _Estimates:
         return start_delay_s(match.queue_s, 0.0, fill_s) + prefill_s
 
     def fetched_s(self, match: WorkerMatch, most: WorkerMatch, *, hides: bool = True) -> float:
-        """``hides``: a transfer comes while the queue is computed; Algorithm 1 adds both."""
+        """The TTFT with a transfer. ``hides``: it overlaps the queue; Algorithm 1 adds both."""
         prefill_s, fill_s = self._computing(most.sendable)
         transfer_s = self._asked.transfer_s(most.worker, match.worker, most.sendable - match.prefix)
         if hides:
@@ -187,7 +191,7 @@ class _Estimates:
         return transfer_s + start_delay_s(match.queue_s, 0.0, fill_s) + prefill_s
 
     def for_nothing_s(self, match: WorkerMatch, most: WorkerMatch) -> float:
-        """As fetched, if a transfer took no time."""
+        """The TTFT with a transfer that takes no time."""
         prefill_s, fill_s = self._computing(max(match.prefix, most.sendable))
         return start_delay_s(match.queue_s, 0.0, fill_s) + prefill_s
 
