@@ -1,4 +1,4 @@
-"""The engine: schedule, run, take. One thread calls it; requests come and go between steps."""
+"""The engine: schedules steps, runs them on the workers, and appends sampled tokens to requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Engine:
         *,
         keeps_slo: bool = True,
     ) -> None:
-        """``features``: asked after the engine's own ones. ``keeps_slo``: ``slo_admission`` may get limits."""
+        """``features``: called after the engine's own ones. ``keeps_slo``: ``slo_admission`` may get limits."""
         self.config, self.executor, self.worker_info = config, executor, executor.ready
         self._clock, self._trace = clock, trace
         self.accounting = new_block_tables(self.worker_info)
@@ -77,16 +77,16 @@ class Engine:
         self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, self.sessions)
         self.requests = ActiveRequests(clock)
         self.in_flight: dict[tuple[int, int], ScheduledStep] = {}  # by batch and step
-        self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
+        self.idle = False  # the last step found nothing to do: requests that are left wait for blocks
 
     @property
     def has_work(self) -> bool:
-        """Whether some request is unfinished."""
+        """True while a request is unfinished."""
         return bool(self.requests)
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
-        """KV blocks of each layer group that sequences can still have: free ones, and those of finished ones."""
+        """Available KV blocks of each layer group: free blocks, and cached blocks of finished requests."""
         return self.scheduler.available_blocks
 
     def add(
@@ -105,10 +105,10 @@ class Engine:
     ) -> int:
         """Queue a prompt and return the request's id.
 
-        ``resume_from``: tokens of completions that another engine began; they continue with the seed that they had.
-        ``external_sampling``: ``Request.set_token`` chooses the tokens of its only completion. ``decode_token``: for
-        logprobs. ``cacheable``: its KV serves other requests after its end, on these ``terms``.
-        Raises ValueError for a prompt that cannot be served and, unless it was ``accepted`` before, OverloadedError.
+        ``resume_from``: tokens of completions that another engine began; they continue with their seeds.
+        ``external_sampling``: ``Request.set_token`` chooses the tokens of the only completion. ``decode_token``: makes
+        texts of logprobs. ``cacheable``: its KV stays for later requests, by the options ``terms``. ``accepted``: it
+        was admitted before. Raises ValueError for a prompt that cannot be served, and OverloadedError.
         """
         self.check(prompt, params, terms)
         request = self._intake.make(
@@ -136,14 +136,14 @@ class Engine:
         return request.id
 
     def check(self, prompt: list[int], params: SamplingParams, terms: CacheOptions = DEFAULT_CACHE_OPTIONS) -> None:
-        """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
+        """Raise ValueError, in one line, for a prompt or parameters that cannot be served."""
         self._intake.check(prompt, params, terms)
 
     def step(self) -> list[RequestOutput]:
-        """One pass of the loop; returns the requests that got tokens or ended. Raises WorkerError if a worker is lost
-        for good.
+        """Run one pass of the loop. Returns the outputs that grew or ended. Raises WorkerError if a worker is lost for
+        good.
         """
-        plans = self.scheduler.can_schedule_ahead  # else requests that have come are not looked at yet
+        plans = self.scheduler.can_schedule_ahead  # else new requests are not scheduled yet
         steps = self._schedule()
         for feature in self.features if plans else ():
             feature.after_schedule(self)
@@ -151,7 +151,7 @@ class Engine:
         return self.requests.take_outputs()
 
     def feature(self, kind: type[AnyFeature]) -> AnyFeature | None:
-        """The engine's feature of a kind, if there is one."""
+        """The engine's feature of a class; None if it has none."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def request(self, request_id: int) -> Request:
@@ -159,35 +159,36 @@ class Engine:
         return self.requests[request_id]
 
     def cancel(self, request_id: int) -> RequestOutput | None:
-        """End a request; its KV is freed with the next step. What became of it; None for unknown and finished ids."""
+        """End a request; its KV is freed with the next step. Returns its output; None for unknown and finished ids."""
         return self.requests.cancel(request_id)
 
     def release_idle_blocks(self) -> None:
-        """Where no request is left, take in what is in flight and free its blocks: an idle engine holds none."""
+        """Without requests, wait for the steps in flight and free their blocks, so that an idle engine holds none."""
         while not self.requests and (self.scheduler.num_running or self.in_flight or self.scheduler.has_pending_ops):
             self.step()
         if not self.requests:
             self.scheduler.drop_cancelled()
 
     def finish_in_flight(self) -> list[RequestOutput]:
-        """Take in what is in flight and begin nothing; returns the requests that got tokens. Raises WorkerError."""
+        """Wait for the steps in flight, and start none. Returns the outputs that grew. Raises WorkerError."""
         while self.in_flight or self.scheduler.has_transfers:
             self._take(self.executor.wait())
         return self.requests.take_outputs()
 
     def check_workers(self) -> list[RequestOutput]:
-        """Of an engine without work: whether its workers live. Raises WorkerError when one is lost for good."""
+        """Check the workers of an engine without work. Raises WorkerError if one is lost for good."""
         for feature in self.features:
             feature.after_schedule(self)
         self._take(self.executor.check_workers())
         return self.requests.take_outputs()
 
     def resume(self, ready: ComputeReady) -> None:
-        """Go on with workers that have met anew, and have kept their KV. Raises ValueError while steps are in flight,
-        and where the capacity is another one than before.
+        """Continue with workers that have reconnected and kept their KV.
+
+        Raises ValueError while steps are in flight, and if the number of KV blocks has changed.
         """
         if self.in_flight:
-            raise ValueError("workers met anew while steps were in flight: rest first")
+            raise ValueError("workers reconnected while steps were in flight: call finish_in_flight first")
         if (ready.num_blocks, ready.kv_shards) != (self.worker_info.num_blocks, self.worker_info.kv_shards):
             raise ValueError(
                 f"memory workers had {self.worker_info.num_blocks} KV blocks, and now have {ready.num_blocks}"
@@ -198,12 +199,13 @@ class Engine:
         self.scheduler.features.resume(ready)
 
     def reset_prefix_cache(self) -> None:
-        """Find no KV of finished requests any more, here or in a later engine; blocks are free with the next step."""
+        """Make the KV of finished requests unfindable, also for later engines. Blocks are freed with the next step."""
         self.scheduler.reset_prefix_cache(self.executor.begin_era() if self.worker_info.storage else b"")
 
     def drop_session(self, name: SessionName) -> bool:
-        """Forget a session and give up its KV, but for what others have too; the blocks are free with the next step,
-        or once the engine settles. False: there is no such session.
+        """Drop a session and its KV that is not shared. Returns False for an unknown one.
+
+        Blocks are freed with the next step, or by ``release_idle_blocks``.
         """
         return drop_session(self.scheduler, name)
 
@@ -212,14 +214,14 @@ class Engine:
         self.executor.close()
 
     def _schedule(self) -> list[ScheduledStep]:
-        """The steps of the next round; none if there is nothing to do, or enough of it in flight."""
+        """The steps of the next round; none if there is no work, or enough steps are in flight."""
         start, steps = self._trace.now(), self.scheduler.schedule()
         for step in steps if self._trace.native_buffer is not None else ():
             self._trace.add(Event.SCHEDULE, start, step.plan, value=step.num_attended_pairs)
         return steps
 
     def _run(self, steps: list[ScheduledStep]) -> Done | EpochChanged | None:
-        """Send a round off. Then wait for what happens next, unless another round can be queued first."""
+        """Submit a round. Then wait for the next event, unless another round can be queued first."""
         if steps:
             self.executor.submit(RunRound(round=steps[0].plan.step, steps=[self._prepare(s) for s in steps]))
         for chunk in self.scheduler.take_prefill_steps():
@@ -232,7 +234,7 @@ class Engine:
         return None if steps and self.scheduler.can_schedule_ahead else self.executor.wait()
 
     def _look_for_room(self) -> EpochChanged | None:
-        """With nothing to wait for: memory workers that come may be all that the requests need."""
+        """Without steps in flight, check for new memory workers, since waiting requests may need them."""
         if not self.requests:
             return None
         if (change := self.executor.check_workers()) is not None:
@@ -266,7 +268,7 @@ class Engine:
         return RunStep(plan=step.plan, token_ids=step.tokens, sampling_requests=draws)
 
     def _take(self, done: Done | EpochChanged | None) -> None:
-        """Take in what has happened."""
+        """Process an event of the executor."""
         start = self._trace.now()
         if isinstance(done, StepDone):
             self.on_step_done(done)
@@ -291,13 +293,13 @@ class Engine:
             log.warning("%s", line)
 
     def _append_sampled(self, each: Iterable[tuple[Sequence, SampledToken]]) -> None:
-        """Give drawn tokens to their requests."""
+        """Append sampled tokens to their requests."""
         for sequence, drawn in each:
             if sequence.hold_back(drawn):
                 continue
             request = self.requests.of(sequence)
             if sequence.finished or request is None:
-                sequence.num_output_placeholders -= 1  # a row that turned out to be one too many
+                sequence.num_output_placeholders -= 1  # the row was scheduled before the sequence ended
                 continue
             request.append(sequence, drawn)
             if request.is_first_token_of(sequence):
@@ -307,7 +309,7 @@ class Engine:
             self.requests.mark_grown(request)
 
     def _on_report(self, report: Report) -> None:
-        """A memory worker has saved, loaded or scored KV, or has not."""
+        """Process the report of a memory worker that has saved, loaded or scored KV, or failed to."""
         transfer = self.scheduler.on_report(report)
         if transfer is None:
             return
@@ -326,7 +328,7 @@ class Engine:
                 self.requests.mark_grown(request)
 
     def on_epoch_changed(self, change: EpochChanged) -> None:
-        """Take in what was done, take back what was not, and go on under another epoch."""
+        """Process finished steps, roll back the others, and continue in the new epoch."""
         now, had = self._clock(), num_stored_tokens(self.scheduler.running)
         met: ComputeReady | EpochChanged = change
         while isinstance(met, EpochChanged):
@@ -335,7 +337,7 @@ class Engine:
             met = self.executor.resume(self.roll_back(met))
         self.resume(met)
         again, pause_s = had - num_stored_tokens(self.scheduler.running), self._clock() - now
-        log.info("epoch %d: all sequences go on after %.3f s; %d tokens are computed again", met.epoch, pause_s, again)
+        log.info("epoch %d: all sequences continue after %.3f s; %d tokens are recomputed", met.epoch, pause_s, again)
 
     def roll_back(self, change: EpochChanged) -> list[SurvivingKv]:
         for request in self.requests:

@@ -1,4 +1,4 @@
-"""An engine on a thread of its own: requests come from any thread and go on together."""
+"""An engine on its own thread, which takes requests from any thread."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lamina.protocol.executor import WorkerError
 from .streams import EngineRequest, RequestOutputCollector, RequestStreams
 
 log = logging.getLogger(__name__)
-IDLE_S = 1.0  # how often an idle engine looks whether its workers live
-WAIT_S = 0.01  # the same, where requests wait for room
-JOIN_S = 5.0  # for a step to end, once nobody wants it
+IDLE_S = 1.0  # how often an idle engine checks its workers
+WAIT_S = 0.01  # how often, while requests wait for KV blocks
+JOIN_S = 5.0  # for a step to end, once the engine is closed
 
 
 class WorkerOwner(Protocol):
@@ -28,17 +28,19 @@ class WorkerOwner(Protocol):
 
 
 class _Command(NamedTuple):
-    """``asked`` None: no more of ``feed``, whose reader has gone or, with ``tell``, gets what there is. ``feed`` None:
-    kept prefixes are forgotten.
+    """An order to the engine's thread.
+
+    With ``request``: add it. Without: end the requests of ``collector``, which gets their outputs if ``keep_outputs``.
+    Without ``collector``: reset the prefix cache.
     """
 
-    feed: RequestOutputCollector | None
-    asked: EngineRequest | None = None
-    tell: bool = False
+    collector: RequestOutputCollector | None
+    request: EngineRequest | None = None
+    keep_outputs: bool = False
 
 
 class EngineThread:
-    """Steps the engine while there is work. All methods are safe from any thread, and wait for no step but ``stop``."""
+    """Steps the engine while it has work. All methods are thread-safe; only ``stop`` waits for a step."""
 
     def __init__(
         self,
@@ -47,63 +49,64 @@ class EngineThread:
         wake: Callable[[list[RequestOutputCollector]], None],
         closed: Callable[[], Exception],
     ) -> None:
-        """``wake``: called on this thread with the feeds that have got something. ``closed``: what readers get after
-        ``stop``.
+        """``wake``: called on the engine's thread with the collectors that have new outputs.
+
+        ``closed``: makes the error that readers get after ``stop``.
         """
         self.error: WorkerError | None = None  # why the engine has ended; None while it runs, and after ``stop``
         self._streams, self._workers, self._wake, self._closed = streams, workers, wake, closed
         self._engine = streams.engine
-        self._orders: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: nothing, but look up
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: nothing, but look up
         self._stopping = False
         self._open = True
-        self._lock = threading.RLock()  # between the last orders and the end; a garbage collector may order, too
+        self._lock = threading.RLock()  # orders the last commands and the end; a finalizer may send a command, too
         self.thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
         self.thread.start()
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine takes requests."""
+        """True while the engine takes requests."""
         return self._open
 
-    def add(self, asked: EngineRequest, feed: RequestOutputCollector) -> None:
-        """Queue a request. ``feed`` is told where it cannot be served, by a ValueError, and of the engine's end."""
-        self._order(_Command(feed, asked))
+    def add(self, request: EngineRequest, collector: RequestOutputCollector) -> None:
+        """Queue a request. ``collector`` fails with ValueError if it cannot be served, and when the engine ends."""
+        self._send(_Command(collector, request))
 
-    def drop(self, feed: RequestOutputCollector) -> None:
-        """Cancel what is unfinished of a feed that nobody reads any more. Idempotent."""
-        feed.dropped = True
-        self._order(_Command(feed))
+    def drop(self, collector: RequestOutputCollector) -> None:
+        """Cancel the unfinished requests of a collector that has no reader any more. Idempotent."""
+        collector.dropped = True
+        self._send(_Command(collector))
 
-    def abort(self, feed: RequestOutputCollector) -> None:
-        """End the unfinished requests of a feed, behind an ``add`` of it; its reader gets the tokens that exist."""
-        self._order(_Command(feed, tell=True))
+    def abort(self, collector: RequestOutputCollector) -> None:
+        """End the unfinished requests of a collector, after any ``add`` of it. Its reader gets the tokens so far."""
+        self._send(_Command(collector, keep_outputs=True))
 
     def reset_prefix_cache(self) -> None:
-        """Find no KV of finished requests any more, before whatever is added behind this call."""
-        self._order(_Command(None))
+        """Reset the prefix cache before any request that is added after this call."""
+        self._send(_Command(None))
 
     def stop(self) -> None:
-        """End the engine and its workers; every reader is told. Idempotent."""
+        """End the engine and its workers. Collectors of unfinished requests fail. Idempotent."""
         self._stopping = True
-        self._orders.put(None)
+        self._commands.put(None)
         if threading.current_thread() is self.thread:
-            return  # a garbage collector came by: the thread ends behind this step
+            return  # called by a finalizer: the thread ends after this step
         self.thread.join(JOIN_S)
         self._workers.close()  # ends the wait for a step that takes longer
         self.thread.join(JOIN_S)
 
-    def _order(self, order: _Command) -> None:
+    def _send(self, command: _Command) -> None:
         with self._lock:
             if self._open:
-                self._orders.put(order)
+                self._commands.put(command)
                 return
-        self._tell_end([order.feed] if order.feed is not None else [])
+        self._fail_all([command.collector] if command.collector is not None else [])
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if (order := self._next_order()) is not None:
-                    self._obey(order)
+                if (command := self._next_command()) is not None:
+                    self._execute(command)
                 elif self._engine.has_work:
                     self._wake(self._streams.step())
         except Exception as error:  # any error: else readers wait for ever
@@ -114,36 +117,36 @@ class EngineThread:
         finally:
             self._end()
 
-    def _next_order(self) -> _Command | None:
-        """The next order, or None. Waits for one, a little, where the engine has no work."""
+    def _next_command(self) -> _Command | None:
+        """The next command, or None. Waits a little for one if the engine has no work."""
         with suppress(queue.Empty):
-            return self._orders.get_nowait()
+            return self._commands.get_nowait()
         if self._engine.has_work and self._engine.idle:
             with suppress(queue.Empty):
-                return self._orders.get(timeout=WAIT_S)
+                return self._commands.get(timeout=WAIT_S)
         elif not self._engine.has_work:
             self._engine.release_idle_blocks()
             try:
-                return self._orders.get(timeout=IDLE_S)
+                return self._commands.get(timeout=IDLE_S)
             except queue.Empty:
                 self._engine.check_workers()
         return None
 
-    def _obey(self, order: _Command) -> None:
-        feed = order.feed
-        if feed is None:
+    def _execute(self, command: _Command) -> None:
+        collector = command.collector
+        if collector is None:
             self._engine.reset_prefix_cache()
-        elif order.asked is not None and not feed.dropped:
+        elif command.request is not None and not collector.dropped:
             try:
-                self._streams.add([order.asked], feed)
+                self._streams.add([command.request], collector)
             except Exception as error:  # noqa: BLE001 - a tokenizer raises what it likes: of this request, not of all
-                feed.fail(error)
-                self._wake([feed])
-        elif order.tell:
-            self._streams.abort(feed)
-            self._wake([feed])
+                collector.fail(error)
+                self._wake([collector])
+        elif command.keep_outputs:
+            self._streams.abort(collector)
+            self._wake([collector])
         else:
-            self._streams.drop(feed)
+            self._streams.drop(collector)
 
     def _end(self) -> None:
         try:
@@ -152,12 +155,12 @@ class EngineThread:
             with self._lock:
                 self._open = False
             left = self._streams.pop_collectors()
-            while not self._orders.empty():
-                if (order := self._orders.get()) is not None and order.feed is not None:
-                    left.append(order.feed)
-            self._tell_end(left)
+            while not self._commands.empty():
+                if (command := self._commands.get()) is not None and command.collector is not None:
+                    left.append(command.collector)
+            self._fail_all(left)
 
-    def _tell_end(self, feeds: list[RequestOutputCollector]) -> None:
-        for feed in feeds:
-            feed.fail(self._closed() if self.error is None else WorkerError(str(self.error)))
-        self._wake(feeds)
+    def _fail_all(self, collectors: list[RequestOutputCollector]) -> None:
+        for collector in collectors:
+            collector.fail(self._closed() if self.error is None else WorkerError(str(self.error)))
+        self._wake(collectors)

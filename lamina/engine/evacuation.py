@@ -1,4 +1,4 @@
-"""Sequences leave memory workers that are to go, one after the other, while all others decode."""
+"""Evacuation: sequences leave memory workers that will be removed, one by one, while all others decode."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from .engine import Engine
 
 
 class Evacuation:
-    """Of one change of the memory workers."""
+    """The evacuation before one change of the memory workers."""
 
     def __init__(self, engine: Engine, workers: Iterable[int]) -> None:
-        """``workers``: those that are to go."""
+        """``workers``: those that will be removed."""
         self._scheduler, going = engine.scheduler, set(workers)
         self._migration = engine.scheduler.features[KvMigration]
         self._groups = {
             group for group, holders in enumerate(engine.worker_info.holders) if going.intersection(holders)
         }
-        self._closed = self._groups - engine.scheduler.cordoned  # by this; the others an operator has
+        self._closed = self._groups - engine.scheduler.cordoned  # the rest was cordoned by an operator
 
     def begin(self) -> None:
-        """Memory workers can copy to each other: no sequence begins there from now on, and those there leave."""
+        """Cordon the workers and start to move their sequences. The memory workers must be connected."""
         self._scheduler.cordon(self._groups)
         self._migration.close(self._groups)
 
     def is_done(self) -> bool:
-        """Whether all have left who can; what is left there moves as the epoch changes."""
+        """True once every sequence has left that can. The rest moves when the epoch changes."""
         return self._migration.is_drained(self._scheduler.running)
 
     def cancel(self) -> None:
-        """They may stay, and others begin where they did."""
+        """Undo ``begin``: sequences stay, and new ones may begin there."""
         self._scheduler.uncordon(self._closed)
         self._migration.reopen(self._groups)
 
     def finish(self) -> None:
-        """They have gone: whoever takes their places is open."""
+        """Open the places of the removed workers for those that take them."""
         self._scheduler.uncordon(self._groups)
         self._migration.reopen(self._groups)

@@ -1,7 +1,7 @@
-"""The seam between the engine's loop and what is not the loop: what each feature may do, and when it is asked.
+"""The seam between the engine's loop and its features: the hooks, and when the loop calls them.
 
-The loop schedules, runs and takes. Admission by SLO, the choice of a number of batches, and loans are features: objects
-in one table, asked in its order. Features of the scheduler have a seam of their own (`lamina.scheduler.feature`).
+SLO admission, the choice of the number of batches, and loans are features: objects in one table, called in its order.
+Features of the scheduler have their own seam (`lamina.scheduler.feature`).
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ class EngineFeature:
     """A feature of the engine. Each hook does nothing here."""
 
     def after_schedule(self, engine: Engine) -> None:
-        """A pass of the loop has planned its round, so a request that begins in it does not wait any more. Or an engine
-        without work looks at its workers. No step's result is being read.
-        """
+        """A round was scheduled, or an engine without work checks its workers. No result is being processed."""
 
     def on_idle(self, engine: Engine) -> str | None:
-        """Nothing is in flight, and the first waiting request has no room. Returns why it never will; "" while room
-        may still come; None if this feature brings none.
+        """Nothing is in flight, and the first waiting request has no KV blocks.
+
+        Returns why it will never have them, "" if this feature may still bring some, else None.
         """
         return None
 
     def on_arrival(self, sequences: Several[Sequence], *, accepted: bool) -> None:
-        """A request of these sequences is about to be queued. ``accepted``: an earlier engine has accepted it. Raises
-        OverloadedError to refuse it.
+        """A request with these sequences will be queued. Raises OverloadedError to refuse it.
+
+        ``accepted``: an earlier engine has admitted it.
         """
 
     def on_first_rows(self, sequence: Sequence) -> None:
-        """The first rows of a sequence go to the compute workers."""
+        """The first rows of a sequence are sent to the compute workers."""
 
     def on_first_token(self, sequence: Sequence) -> Refusal | None:
-        """A request has its first token, of ``sequence``. Returns why it is not decoded further; None if it is."""
+        """A request has its first token, in ``sequence``. Returns the reason to reject it; None to decode on."""
         return None
 
     def on_round_done(self, done: Round) -> None:
-        """The last step of a round is done, and its tokens have been appended."""
+        """The last step of a round has completed, and its tokens are appended."""

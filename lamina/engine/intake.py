@@ -1,4 +1,4 @@
-"""Prompts become requests: they are checked, truncated where that was asked for, and dealt into sequences."""
+"""Intake: checks prompts, truncates them if configured, and makes requests with their sequences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lamina.scheduler.sessions.token_ranges import TokenRanges, remove_ranges, u
 
 from .request import DecodeToken, IncrementalDetokenizer, Request, build_text_streams
 
-MAX_PROMPT_LOGPROBS = 1 << 20  # of a prompt, which come back at once
+MAX_PROMPT_LOGPROBS = 1 << 20  # values of one prompt, since they are returned at once
 
 
 class RequestIntake:
-    """Makes the requests of one engine. Their numbers, and the seeds of those without one, follow one another."""
+    """Makes the requests of one engine, with consecutive ids. Requests without a seed get one."""
 
     def __init__(self, config: EngineConfig, info: ComputeReady, num_kv_shards: int, sessions: Sessions) -> None:
-        """``info``: facts of the model, which stay. Raises ValueError for a context too short to be truncated."""
+        """``info``: the model's constant facts. Raises ValueError for a context too short to be truncated."""
         self._config, self._sessions = config, sessions
         self._drops_blocks, self._selects_blocks = config.kv.drops_blocks, config.kv.selects_blocks
         self._max_model_len, self._vocab_size, self._eos = info.max_model_len, info.vocab_size, info.eos_token_ids
@@ -35,7 +35,7 @@ class RequestIntake:
         self._seeds, self._next_request = random.Random(config.batching.seed), 0
 
     def check(self, prompt: list[int], params: SamplingParams, terms: CacheOptions) -> None:
-        """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
+        """Raise ValueError, in one line, for a prompt or parameters that cannot be served."""
         self._check_cache_options(terms, params)
         if terms.discard_ranges:
             check_discard(terms.discard_ranges, len(prompt), params, self._overflow)
@@ -61,13 +61,13 @@ class RequestIntake:
         external_sampling: bool,
         cacheable: bool,
     ) -> Request:
-        """Return a request that has come at ``now_s``, whose sequences belong to no session yet. See ``Engine.add``."""
+        """Return a request that arrived at ``now_s``; its sequences have no session yet. See ``Engine.add``."""
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         discarded = TokenRanges() if external_sampling else self._ranges_to_discard(prompt, params, terms)
         left = remove_ranges(prompt, discarded) if discarded else prompt
         sparse = params.kv_sparsity != "none"
-        dense = self._selects_blocks and not sparse  # it begins with nothing that others have approximated
+        dense = self._selects_blocks and not sparse  # it reuses no KV that sparse requests computed
         limit, stops = self._max_model_len, self._stops(params)
         sequences = [
             Sequence(
@@ -96,7 +96,7 @@ class RequestIntake:
         return Request(output, sequences, build_text_streams(params, make_detokenizer), decode_token)
 
     def _check_sparsity(self, params: SamplingParams) -> None:
-        """Raise ValueError if a request asks for sparsity that the engine has not."""
+        """Raise ValueError if a request asks for another sparsity than the engine's."""
         own = self._config.kv.kv_sparsity
         if params.kv_sparsity not in (None, "none", own):
             raise ValueError(
@@ -105,7 +105,7 @@ class RequestIntake:
             )
 
     def _check_cache_options(self, terms: CacheOptions, params: SamplingParams) -> None:
-        """Raise ValueError if a request cannot be taken on such terms, whatever its prompt is."""
+        """Raise ValueError for cache options that this engine cannot serve, whatever the prompt is."""
         if terms.priority and self._config.batching.scheduling_policy == "fcfs":
             raise ValueError(need_text(PRIORITY, ["--scheduling-policy priority"]))
         if terms.session is None:
@@ -119,7 +119,7 @@ class RequestIntake:
             raise ValueError(conflict_text(SESSION_ID, "--kv-sparsity evict"))
 
     def _ranges_to_discard(self, prompt: list[int], params: SamplingParams, terms: CacheOptions) -> TokenRanges:
-        """The tokens that a prompt loses because its context is too long, or as its session has lost them before."""
+        """The tokens to drop: because the context is too long, or because the session dropped them before."""
         if self._overflow is None or params.prompt_logprobs is not None:
             return TokenRanges()
         session = self._sessions.get(terms.session) if terms.session else None
@@ -165,7 +165,7 @@ def check_stop_tokens(params: SamplingParams, stops: Collection[int], vocabulary
 
 
 def prompt_too_long_message(tokens: int, limit: int) -> str:
-    """Of a prompt that leaves no room for a token, in the words by which clients and scripts know it."""
+    """The error for a prompt that leaves no room for a token, in vLLM's words, which clients and scripts match."""
     return (
         f"This model's maximum context length is {limit} tokens (--max-model-len). The decoder prompt (length "
         f"{tokens}) plus the number of requested output tokens (at least 1) is longer than the maximum model length of "
@@ -175,9 +175,9 @@ def prompt_too_long_message(tokens: int, limit: int) -> str:
 
 
 def check_discard(ranges: TokenRanges, length: int, params: SamplingParams, overflow: ContextOverflow | None) -> None:
-    """Raises ValueError where a prompt of ``length`` cannot lose these tokens."""
+    """Raises ValueError if these tokens cannot be dropped from a prompt of ``length`` tokens."""
     if overflow is None:
         raise ValueError(need_text(KV_DISCARD, ["--context-overflow truncate"]))
     if params.prompt_logprobs is not None:
-        raise ValueError("kv_discard does not go with prompt_logprobs, which are of all tokens: leave out one")
+        raise ValueError("kv_discard excludes prompt_logprobs, which are of all tokens: leave out one")
     overflow.check(ranges, length)

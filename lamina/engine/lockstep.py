@@ -1,4 +1,4 @@
-"""Sequences that go on together, a token at a time, each of which their caller chooses by the logits of all."""
+"""Lockstep decoding: the caller chooses the next token of every sequence from the logits of all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from .request import Request
 
 
 class Lockstep:
-    """A context manager: its end forgets the sequences. No step is begun before every sequence has its token, so this
-    takes longer than drawing does: nothing is queued behind a running step.
+    """A context manager, whose end drops the sequences.
+
+    Each step waits for the caller's tokens, so no step is queued ahead, and this is slower than the engine's sampling.
     """
 
     def __init__(
@@ -26,16 +27,17 @@ class Lockstep:
         settle: Callable[[], object],
         use: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """``max_tokens``: that each sequence may have behind its prompt. ``step``: a pass of the engine's loop;
-        ``settle``: as the engine's. ``use``: entered for as long as the engine is touched. Raises ValueError for
-        prompts that cannot be served.
+        """``max_tokens``: the limit for each sequence, after its prompt. ``step``: runs a pass of the engine's loop.
+
+        ``settle``: ``Engine.release_idle_blocks``. ``use``: a context that is held while the engine is used. Raises
+        ValueError for prompts that cannot be served.
         """
         self._engine, self._step, self._release_idle_blocks, self._use = engine, step, settle, use
         self._requests: list[Request] = []
         most = engine.config.batching.max_num_seqs
         if len(prompts) > most:
             raise ValueError(
-                f"{len(prompts)} rows cannot go on together, at most {most} decode at once: pass fewer of them, or "
+                f"{len(prompts)} rows cannot decode together, at most {most} can: pass fewer of them, or "
                 f"start with max_num_seqs={len(prompts)}"
             )
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -51,10 +53,9 @@ class Lockstep:
             self._requests = [engine.request(request_id) for request_id in ids]
 
     def logits(self) -> list[bytes]:
-        """Of every sequence behind its last token, fp32 by token, little-endian, once they have come.
+        """Wait for the logits after the last token of each sequence: fp32, one for each token, little-endian.
 
-        Raises ValueError where the sequences have no room together, or one has ended, WorkerError where a worker is
-        lost.
+        Raises ValueError if the sequences have no room together, or one has ended, and WorkerError.
         """
         with self._use():
             while not all(logits := [request.pending_logits() for request in self._requests]):
@@ -68,8 +69,9 @@ class Lockstep:
             return logits
 
     def choose(self, tokens: Sequence[int]) -> None:
-        """Set the next token of every sequence, after ``logits``. Raises ValueError for one that is no token, and if a
-        sequence has ended.
+        """Set the next token of every sequence, after ``logits``.
+
+        Raises ValueError for an unknown token id, and if a sequence has ended.
         """
         with self._use():
             self._check_unfinished()

@@ -1,4 +1,4 @@
-"""Requests under way: their outputs, their sequences, and the text of each completion as a reader may see it."""
+"""Active requests: their outputs, their sequences, and the text of each completion that may be shown."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 _FIRST_MARK = 0xD800  # surrogates are in no text
 NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
 
-DecodeToken = Callable[[int, Several[int]], str]  # the text of a token behind others
+DecodeToken = Callable[[int, Several[int]], str]  # the text of a token after others
 
 
 class IncrementalDetokenizer(Protocol):
     """Turns tokens into text; models.tokenizer.Detokenizer is one."""
 
     def push(self, token_ids: Several[int]) -> str:
-        """The new text that later tokens cannot change."""
+        """Add tokens. Returns the new text that later tokens cannot change."""
         ...
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """End the text. Returns what was held back."""
         ...
 
     def special_tokens(self, texts: Several[str]) -> Mapping[int, str]:
@@ -46,19 +46,19 @@ class IncrementalDetokenizer(Protocol):
 
 
 def decoded_logprobs(scores: list[Score], before: Several[int], spell: DecodeToken | None) -> dict[int, Logprob]:
-    """By token. Without ``spell`` they have no texts."""
+    """The log-probabilities by token id. Their texts are None without ``spell``."""
     return {t: Logprob(value, rank, None if spell is None else spell(t, before)) for t, value, rank in scores}
 
 
 class TextStream:
-    """``text`` only grows: what might turn out to be the beginning of a stop string is kept back until it is not.
+    """The text of a completion, which only grows. A possible beginning of a stop string is held back.
 
-    Stop strings match special tokens by their texts, also where those are left out. Each such token has a mark in
-    ``_raw``, a code point that no text has, and so have the stop strings.
+    Stop strings match special tokens by their texts, even if the text omits those tokens. ``_raw`` and the stop strings
+    represent such a token by a code point that no text has.
     """
 
     def __init__(self, pieces: IncrementalDetokenizer, stops: Several[str], *, include_stop: bool = False) -> None:
-        """``include_stop``: whether the text ends behind the stop string and not before it."""
+        """``include_stop``: the text ends after the stop string, else before it."""
         self._pieces = pieces
         special = pieces.special_tokens(stops) if stops else {}
         self._marks = {token: chr(_FIRST_MARK + n) for n, token in enumerate(special)}
@@ -72,19 +72,19 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """The text that can be shown."""
+        """The text that may be shown."""
         text = self._raw if self._ended else self._raw[: len(self._raw) - num_held_back(self._raw, self._stops)]
         return text.translate(self._hidden) if self._hidden else text
 
     def push(self, token: int, *, search: bool) -> str | None:
-        """Take a token; the stop string that it completes, if ``search``. The text then ends before that string."""
+        """Add a token. With ``search``, returns the stop string that it completes; the text then ends there."""
         start = max(0, len(self._raw) - self._longest + 1)
         mark = self._marks.get(token)
         self._raw += self._pieces.push([token]) if mark is None else self._pieces.finish() + mark
         return self._cut(start) if search else None
 
     def finish(self, *, search: bool) -> str | None:
-        """The completion has ended: show everything, unless what was held back completes a stop string."""
+        """Show what was held back, since the completion has ended. May return a stop string, as ``push`` does."""
         if self._ended:
             return None
         start = max(0, len(self._raw) - self._longest + 1)
@@ -110,7 +110,7 @@ def _marked(stop: str, texts: Mapping[str, str]) -> str:
 def build_text_streams(
     params: SamplingParams, make_detokenizer: Callable[[], IncrementalDetokenizer] | None
 ) -> list[TextStream | None]:
-    """Of each completion of a request; None where nobody reads text."""
+    """Returns a stream for each completion of a request; None for each without a detokenizer."""
     stops, include = params.stop_strings, params.include_stop_str_in_output
     return [
         TextStream(make_detokenizer(), stops, include_stop=include) if make_detokenizer else None
@@ -119,7 +119,7 @@ def build_text_streams(
 
 
 class Request:
-    """A RequestOutput under way, with its sequences and, where there is a tokenizer, their texts."""
+    """An active request: its output, its sequences and, if there is a tokenizer, their texts."""
 
     def __init__(
         self,
@@ -132,15 +132,15 @@ class Request:
         self.decode_token = spell
         self.sequences = sequences
         self.text_streams = texts
-        self.logits = b""  # of a held one that waits, see SampledToken
+        self.logits = b""  # with external sampling, see SampledToken
 
     @property
     def id(self) -> int:
-        """The number of the request, in the order of arrival."""
+        """The number of the request, in order of arrival."""
         return self.sequences[0].request_id
 
     def on_scheduled(self, sequence: Sequence, now: float) -> None:
-        """The first rows of a sequence are on their way."""
+        """Record that the first rows of a sequence are scheduled."""
         output = self.output
         if sequence.session is not None:
             sequence.session.on_turn_began(now - output.times.arrival_s)
@@ -149,8 +149,9 @@ class Request:
             output.num_cached_tokens = min(sequence.num_cached_tokens, len(sequence.prompt))
 
     def replay(self, resumed: ResumedCompletion) -> None:
-        """Take the tokens that one completion had in an earlier engine, as if they were drawn now. The prompt's scores
-        were reported with the first of them.
+        """Append the tokens that a completion had in an earlier engine, as if they were sampled now.
+
+        The prompt's log-probabilities were reported with the first of them.
         """
         sequence = self.sequences[resumed.index]
         if resumed.index == 0 and resumed.token_ids:
@@ -160,23 +161,21 @@ class Request:
             self.append(sequence, SampledToken(sequence.id, token))
 
     def roll_back(self) -> None:
-        """All that is in flight is taken back: scores of the prompt that have not come are requested again."""
+        """Discard what is in flight: prompt log-probabilities that have not arrived are requested again."""
         if (scores := self.output.prompt_logprobs) is not None:
             self.sequences[0].num_scored_prompt_tokens = len(scores) - 1
 
     def pending_logits(self) -> bytes:
-        """Of a request with external sampling: the logits after its last token, see SampledToken; empty until they have
-        come.
-        """
+        """The logits after the last token, with external sampling; empty until they have arrived. See SampledToken."""
         return self.logits if self.sequences[0].awaits_external_token else b""
 
     def set_token(self, token: int) -> None:
-        """Set the next token of such a request, whose logits have come."""
+        """Set the next token, with external sampling, once the logits have arrived."""
         self.sequences[0].set_external_token(token)
         self.output.outputs[0].token_ids.append(token)
 
     def end_sequence(self, sequence: Sequence, reason: str, why: str | None = None) -> None:
-        """A sequence ends that is not finished: not by its last token. Its text ends with all that was held back."""
+        """End an unfinished sequence for another reason than its last token. Its text gets what was held back."""
         if not sequence.finished:
             sequence.finish(reason, why)
             text = self.text_streams[sequence.output.index]
@@ -185,30 +184,30 @@ class Request:
                 sequence.output.text = text.text
 
     def refuse(self, why: str) -> None:
-        """All of it ends, by no fault of its own."""
+        """End all sequences with an error of the server."""
         for sequence in self.sequences:
             self.fail(sequence, why)
 
     def fail(self, sequence: Sequence, why: str) -> None:
-        """One of its sequences ends, by no fault of its own."""
+        """End a sequence with an error of the server."""
         sequence.output.blame = ErrorOrigin.SERVER
         self.end_sequence(sequence, "error", why)
 
     def refuse_late(self, refusal: Refusal) -> None:
-        """Its prompt is computed and there is no room to decode: what has no end yet ends."""
+        """End all unfinished sequences, since the prompt is computed and decoding is overloaded."""
         for sequence in self.sequences:
             if not sequence.finished:
                 sequence.output.blame, sequence.output.refusal = ErrorOrigin.LOAD, refusal
                 self.end_sequence(sequence, "error", refusal_text(refusal))
 
     def is_first_token_of(self, sequence: Sequence) -> bool:
-        """Whether this one has the first token of all."""
+        """True if ``sequence`` has its first token, and no other sequence of the request has one."""
         return sequence.num_output_tokens == 1 and not any(
             s.num_output_tokens for s in self.sequences if s is not sequence
         )
 
     def append(self, sequence: Sequence, drawn: SampledToken) -> None:
-        """Take the token that was drawn for a sequence, or the reason why there is none."""
+        """Append the token that was sampled for a sequence, or end it with the reason why there is none."""
         output, text = sequence.output, self.text_streams[sequence.output.index]
         if sequence.external_sampling:
             self.logits = drawn.logits
@@ -220,8 +219,8 @@ class Request:
             output.blame = ErrorOrigin.CLIENT if banned else ErrorOrigin.SERVER
             sequence.num_output_placeholders -= 1
             self.end_sequence(sequence, "error", why)
-            level = logging.INFO if banned else logging.ERROR  # a client's, or the model's
-            log.log(level, "request %d ends behind %d tokens: %s", sequence.request_id, sequence.num_output_tokens, why)
+            level = logging.INFO if banned else logging.ERROR  # the client's fault, or the model's
+            log.log(level, "request %d ends after %d tokens: %s", sequence.request_id, sequence.num_output_tokens, why)
             return
         sequence.append(drawn.token_id)
         output.token_ids.append(drawn.token_id)
@@ -233,7 +232,7 @@ class Request:
             _extend(text, sequence, drawn.token_id)
 
     def append_prompt_logprob(self, drawn: SampledToken) -> None:
-        """The log-probability of the prompt's next token has come."""
+        """Append the log-probability of the prompt's next token."""
         scores, prompt = self.output.prompt_logprobs, self.output.prompt_token_ids
         if scores is not None:
             scores.append(
@@ -244,7 +243,7 @@ class Request:
 
 
 def _extend(text: TextStream, sequence: Sequence, token: int) -> None:
-    """A token that stopped the sequence has a text only on request; a stop string overrules an end by length."""
+    """Append a token's text. A stop token has a text only on request; a stop string overrules an end by length."""
     output, params = sequence.output, sequence.params
     search = sequence.num_output_tokens >= params.min_tokens and output.finish_reason != "stop"
     stop = None
@@ -259,9 +258,7 @@ def _extend(text: TextStream, sequence: Sequence, token: int) -> None:
 
 
 def all_tokens_banned_message(params: SamplingParams, outputs: int) -> str:
-    """Of a completion of so many tokens that has none left that it may have. ``min_tokens`` forbids no more once there
-    are so many.
-    """
+    """Explains why no token is allowed after ``outputs`` tokens, in one line that names the parameters."""
     forbids = {
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words_token_ids,
@@ -277,12 +274,12 @@ def all_tokens_banned_message(params: SamplingParams, outputs: int) -> str:
 
 
 class ActiveRequests:
-    """A request is here from its arrival until ``take_outputs`` has returned it finished, or it is cancelled."""
+    """The requests that are neither cancelled nor returned as finished by ``take_outputs``."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._all = dict[int, Request]()
-        self._grown = dict[int, Request]()  # since the last ``take_outputs``
+        self._grown = dict[int, Request]()  # those with new tokens since the last ``take_outputs``
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -294,21 +291,21 @@ class ActiveRequests:
         return self._all[request_id]
 
     def of(self, sequence: Sequence) -> Request | None:
-        """The request of a sequence; None for one that has left, and for a hidden sequence."""
+        """The request of a sequence; None if it is no longer active, or for a hidden sequence."""
         return self._all.get(sequence.request_id)
 
     def add(self, request: Request) -> None:
-        """Take a request in. One that is finished already is among the next outputs."""
+        """Add a request. If it is finished already, it is among the next outputs."""
         self._all[request.id] = request
         if request.output.finished:
             self.mark_grown(request)
 
     def mark_grown(self, request: Request) -> None:
-        """It has got a token, or has ended."""
+        """Return the request with the next outputs, since it has a new token or has ended."""
         self._grown[request.id] = request
 
     def cancel(self, request_id: int) -> RequestOutput | None:
-        """End a request, which leaves at once. Returns its output; None for a number that is not here."""
+        """Remove a request. Returns its output; None for an unknown id."""
         self._grown.pop(request_id, None)
         request = self._all.pop(request_id, None)
         if request is None:
@@ -319,7 +316,7 @@ class ActiveRequests:
         return request.output
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return what has grown, the first to grow first. Finished requests leave."""
+        """Return the outputs with new tokens, in the order in which they grew. Removes finished requests."""
         if not self._grown:
             return []
         now, outputs = self._clock(), list[RequestOutput]()

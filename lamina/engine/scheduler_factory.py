@@ -1,4 +1,4 @@
-"""The scheduler of an engine, by its options and what its workers have said."""
+"""Builds the scheduler of an engine from its options and the facts that its workers have reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .slo import SloGate
 from .tuning.tuner import Tuner
 
 NONCE_BYTES = 16
-INITIAL_TRANSFER_BYTES_PER_S = 1e9  # from one prefill worker to another, until some were sent
+INITIAL_TRANSFER_BYTES_PER_S = 1e9  # between prefill workers, until a transfer is measured
 
 
 def new_block_tables(info: ComputeReady) -> BlockTables:
@@ -61,7 +61,7 @@ def new_block_tables(info: ComputeReady) -> BlockTables:
 
 
 def check_kv_capacity(scheduler: Scheduler, info: ComputeReady, capacity: Capacity) -> None:
-    """Raises ValueError where memory workers of ``capacity`` have no room for the KV of all that runs."""
+    """Raises ValueError if memory workers of ``capacity`` have no room for the KV of all running sequences."""
     if lacking := scheduler.sequences_without_room(new_block_tables(structs.replace(info, **capacity._asdict()))):
         raise ValueError(
             f"the KV of {lacking} running sequences would have no room: take more --memory-workers, or wait until some "
@@ -75,8 +75,10 @@ def cordoned_workers(scheduler: Scheduler, info: ComputeReady) -> list[int]:
 
 
 def cordon(scheduler: Scheduler, info: ComputeReady, worker: int, *, on: bool) -> None:
-    """Have no new sequence begin on a memory worker, or have them begin there again. Under tensor parallelism the same
-    holds for those of the other ranks that have the same sequences. Raises ValueError where that cannot be.
+    """Cordon or uncordon a memory worker: no new sequence begins on a cordoned one.
+
+    With tensor parallelism, memory workers of other ranks with the same sequences follow. Raises ValueError if the
+    worker is unknown, is the last open one, or has a part of every sequence.
     """
     there = sorted({w for holders in info.holders for w in holders})
     if worker not in there:
@@ -105,7 +107,7 @@ def build_scheduler(
     conducts: bool,
     scheduler_class: type[Scheduler] = Scheduler,
 ) -> Scheduler:
-    """A scheduler with its table of features. ``conducts``: whether it matters who computes a prompt, and when."""
+    """Returns a scheduler with its table of features. ``conducts``: prompts need reservations of the Conductor."""
     batching, topology = config.batching, config.topology
     allocator = KvAllocator(
         tables,
@@ -137,9 +139,7 @@ def _features(
     *,
     conducts: bool,
 ) -> list[Feature]:
-    """The table of features that are configured, in the order in which the scheduler asks them. A feature uses only
-    those before it.
-    """
+    """The configured features, in the order in which the scheduler calls them. A feature uses only earlier ones."""
     tier = _tier(config, tables, info, prefixes)
     budget, ranks = parse_error_budget(config.kv.kv_error_budget), config.topology.tensor_parallel_size
     prefill = _prefill(config, info, slo_admission, prefixes) if conducts else None
@@ -180,9 +180,7 @@ def _prefill(
 
 
 def _prompt_caches(config: EngineConfig, info: ComputeReady, prefixes: PrefixCache) -> list[PromptCache]:
-    """Of prefill workers; none where they have no room for more than a prompt each, or nothing is to be kept of
-    prompts.
-    """
+    """The prompt caches of prefill workers; none if there is no room beyond one prompt, or no prefix caching."""
     caches = list[PromptCache]()
     for worker, bound in enumerate(info.prefill_stores if prefixes.keys.page_size else []):
         room = prompt_cache_tokens(
@@ -196,8 +194,9 @@ def _prompt_caches(config: EngineConfig, info: ComputeReady, prefixes: PrefixCac
 
 
 def _transfer_latency(info: ComputeReady) -> TransferLatencyEstimator | None:
-    """From one prefill worker to another, until some transfers are seen. None where a window leaves no whole prompt, or
-    nobody says what a token takes.
+    """The initial model of transfers between prefill workers.
+
+    None if sliding windows leave no whole prompt there, or the bytes of a token are unknown.
     """
     if not info.prefill_stores or any(window for bound in info.prefill_stores for window in bound.windows):
         return None
@@ -213,8 +212,9 @@ def _transfer_latency(info: ComputeReady) -> TransferLatencyEstimator | None:
 def refresh_prefill_stores(
     scheduler: Scheduler, config: EngineConfig, info: ComputeReady, stores: list[BindReply]
 ) -> ComputeReady:
-    """``info`` with the stores that prefill workers have now. A worker that has taken a lost one's place may have
-    another size of it; behind the loss all are empty.
+    """Returns ``info`` with the current stores of prefill workers, which are empty after the loss of one.
+
+    The replacement of a lost worker may have a store of another size.
     """
     prefill = scheduler.features.get(PrefillDispatcher)
     if prefill is None:
@@ -230,8 +230,9 @@ def refresh_prefill_stores(
 def build_slo_admission(
     config: EngineConfig, info: ComputeReady, prefix_cache: PrefixCache, clock: Callable[[], float], trace: Recorder
 ) -> SloAdmission:
-    """Nothing is promised at first. ``prefix_cache``: has tokens that need not be computed. ``clock``: seconds, for
-    what prompts take. ``trace``: of its reasons.
+    """Returns the SLO admission of an engine, without limits at first.
+
+    ``prefix_cache``: knows cached tokens. ``clock``: returns seconds. ``trace``: gets decisions.
     """
     staged = PrefillPipelineShape(config.topology.prefill_pipeline, config.batching.prefill_chunk)
     stages = staged.stages if config.topology.prefill_workers else 0
@@ -252,7 +253,7 @@ def build_slo_admission(
 def build_engine_features(
     config: EngineConfig, scheduler: Scheduler, slo_admission: SloAdmission, *, conducts: bool
 ) -> list[EngineFeature]:
-    """The engine's own features, in the order in which it asks them. ``conducts``: see ``build_scheduler``."""
+    """The engine's own features, in the order in which it calls them. ``conducts``: see ``build_scheduler``."""
     features: list[EngineFeature] = [SloGate(slo_admission, scheduler)] if conducts else []
     if config.topology.measures_pipeline:
         features.append(Tuner(config.topology.max_batches, scheduler.set_num_batches))
@@ -260,7 +261,7 @@ def build_engine_features(
 
 
 def drop_session(scheduler: Scheduler, name: SessionName) -> bool:
-    """Forget a session, and give up its KV with the next plan. False: there is no such session."""
+    """Drop a session, and its KV with the next plan. Returns False for an unknown one."""
     ops = scheduler.features[SessionCache].drop_session(name, scheduler.running)
     scheduler.add_pending_ops(ops or [])
     return ops is not None
@@ -269,7 +270,7 @@ def drop_session(scheduler: Scheduler, name: SessionName) -> bool:
 def build_prefix_cache(
     config: EngineConfig, tables: BlockTables, sessions: Sessions, clock: Callable[[], float]
 ) -> PrefixCache:
-    """Where bits count, a prefix ends where a fresh prompt would have been cut."""
+    """Returns the prefix cache. With ``--deterministic``, prefixes end where chunks of a fresh prompt end."""
     batching, fixed = config.batching, config.model.deterministic
     page = math.lcm(tables.block_size, batching.prefill_chunk if fixed else 1)
     kept = page if config.caches_prefixes else 0
@@ -283,7 +284,10 @@ def _evictions(config: EngineConfig, info: ComputeReady) -> BlockPruner | None:
 
 
 def _tier(config: EngineConfig, tables: BlockTables, info: ComputeReady, prefixes: PrefixCache) -> OffloadIndex | None:
-    """None: nothing is kept beside the pools. Where bits count, a prompt is loaded as it is forked."""
+    """Returns the index of KV in storage; None without storage.
+
+    With ``--deterministic``, loaded prefixes end where those of the prefix cache do.
+    """
     if info.storage is None:
         return None
     if info.storage.is_complete and any(info.windows):

@@ -1,6 +1,6 @@
-"""The readers of requests, and the outputs that each has not seen yet: one mechanism below ``LLM`` and ``AsyncLLM``.
+"""Collectors of outputs for the readers of requests, used by ``LLM`` and ``AsyncLLM``.
 
-An engine's outputs grow while they are read. Only the length of each output waits for its reader: a slow reader gets
+An engine's outputs grow while they are read. A collector keeps only the length of each output. So a slow reader gets
 one output with all tokens since its last one, however many steps that took.
 """
 
@@ -23,7 +23,7 @@ from .request import DecodeToken, IncrementalDetokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """A prompt as the engine takes it, see ``Engine.add``."""
+    """The parameters of ``Engine.add``."""
 
     prompt: list[int]
     params: SamplingParams
@@ -31,32 +31,32 @@ class EngineRequest:
     make_detokenizer: Callable[[], IncrementalDetokenizer] | None = None
     decode_token: DecodeToken | None = None
     cache_options: CacheOptions = DEFAULT_CACHE_OPTIONS
-    transcript: TurnTranscript = EMPTY_TRANSCRIPT  # in a session
+    transcript: TurnTranscript = EMPTY_TRANSCRIPT  # the turn of a session
 
 
 class RequestOutputCollector:
-    """The outputs of a reader's requests that it has not seen yet. One thread may fill it while another one reads."""
+    """The outputs that a reader has not seen yet. One thread may fill it while another one reads."""
 
     def __init__(self, count: int = 1, *, finished_only: bool = False, name: str | None = None) -> None:
-        """``count``: requests. ``finished_only``: the reader wants none that still grows. ``name``: the request_id of
-        what it gets; None = the engine's number.
+        """``count``: the number of requests. ``finished_only``: hold back unfinished outputs. ``name``: the request_id
+        of its outputs; None: the engine's number.
         """
-        self.request_ids: list[int] = []  # of its requests, once the engine has them
-        self.dropped = False  # nobody reads it any more
-        self._left = count  # not finished
+        self.request_ids: list[int] = []  # set when the engine adds them
+        self.dropped = False  # it has no reader any more
+        self._left = count  # unfinished requests
         self._finished_only = finished_only
         self._name = name
         self.grown: dict[int, _Mark] = {}  # by request; the one that has waited longest first
         self._error: Exception | None = None
-        self._lock = threading.RLock()  # a garbage collector may come by while it is held
+        self._lock = threading.RLock()  # reentrant, since a finalizer may run while it is held
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether some of its requests may still grow."""
+        """True while an output may still grow."""
         return self._left > 0 and self._error is None
 
     def put(self, output: RequestOutput) -> None:
-        """One of its requests has grown. Takes the same time however long it is."""
+        """Note that an output has grown. Takes constant time."""
         finished = output.finished
         with self._lock:
             self._left -= finished
@@ -64,18 +64,18 @@ class RequestOutputCollector:
                 self.grown[output.request_id] = _Mark(output)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come: ``get_nowait`` raises ``error`` behind what has come. The first one stays; where all
-        is finished, there is none.
+        """End the collector: ``get_nowait`` raises ``error`` after the outputs that exist.
+
+        Later errors are ignored, and so are all once every request is finished.
         """
         with self._lock:
             if self._left > 0:
                 self._error = self._error or error
 
     def get_nowait(self) -> RequestOutput | None:
-        """The output of a request that has grown since it was taken last; it changes no more. None where none has
-        grown.
+        """Returns a copy of an output that has grown since it was returned last; None if there is none.
 
-        Raises what ``fail`` was told, once nothing is left.
+        Raises the error of ``fail``, once no output is left.
         """
         with self._lock:
             if not self.grown:
@@ -88,27 +88,28 @@ class RequestOutputCollector:
 
 
 class RequestStreams:
-    """The requests of an engine that have a reader. One thread at a time uses it, the engine's."""
+    """The requests of an engine and their collectors. Not thread-safe."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.collectors: dict[int, RequestOutputCollector] = {}  # by unfinished request
         self._turns = SessionTurns()
-        self._session_of_request: dict[int, SessionName] = {}  # unfinished request -> the session of which it is a turn
+        self._session_of_request: dict[int, SessionName] = {}  # by unfinished request that is a turn
 
-    def add(self, requests: list[EngineRequest], feed: RequestOutputCollector) -> None:
-        """Queue requests, whose outputs ``feed`` gets. Raises ValueError for a request that cannot be served, and the
-        tokenizer's error for tokens that it cannot show; then none is queued.
+    def add(self, requests: list[EngineRequest], collector: RequestOutputCollector) -> None:
+        """Queue requests, whose outputs ``collector`` gets; or none of them, if one raises.
+
+        Raises ValueError for a request that cannot be served, and errors of the tokenizer.
         """
         for a in requests:
             self.engine.check(a.prompt, a.params, a.cache_options)
         try:
             for a in requests:
                 request_id = self._add(a)
-                feed.request_ids.append(request_id)
-                self.collectors[request_id] = feed
+                collector.request_ids.append(request_id)
+                self.collectors[request_id] = collector
         except BaseException:
-            self.drop(feed)
+            self.drop(collector)
             raise
 
     def _add(self, a: EngineRequest) -> int:
@@ -137,48 +138,46 @@ class RequestStreams:
             self._turns.end(name, answered=answered)
 
     def sessions(self) -> list[SessionInfo]:
-        """Of this engine, which has one tenant."""
+        """The sessions of the engine's only tenant."""
         return self.engine.scheduler.features[SessionCache].list_tenant(b"")
 
     def drop_session(self, name: str) -> bool:
-        """Forget a session and give up its KV; False: there is no such session. Raises SessionBusyError while a turn of
-        it is under way.
-        """
+        """Drop a session and its KV. Returns False for an unknown one. Raises SessionBusyError during a turn of it."""
         self._turns.drop_session(SessionName(b"", name))
         return self.engine.drop_session(SessionName(b"", name))
 
     def step(self) -> list[RequestOutputCollector]:
-        """``Engine.step``; the feeds that have got something. Raises WorkerError when a worker is lost."""
+        """Run ``Engine.step``. Returns the collectors with new outputs. Raises WorkerError if a worker is lost."""
         fed = []
         for output in self.engine.step():
-            feed = self.collectors.get(output.request_id)
-            if feed is not None:
-                feed.put(output)
-                fed.append(feed)
+            collector = self.collectors.get(output.request_id)
+            if collector is not None:
+                collector.put(output)
+                fed.append(collector)
                 if output.finished:
                     del self.collectors[output.request_id]
                     self._end_turn(output.request_id, answered=_answered(output))
         return fed
 
-    def drop(self, feed: RequestOutputCollector) -> None:
-        """Nobody reads ``feed`` any more: cancel its unfinished requests. Idempotent."""
-        feed.dropped = True
-        for request_id in feed.request_ids:
+    def drop(self, collector: RequestOutputCollector) -> None:
+        """Cancel the unfinished requests of ``collector``, which has no reader any more. Idempotent."""
+        collector.dropped = True
+        for request_id in collector.request_ids:
             if self.collectors.pop(request_id, None) is not None:
                 self.engine.cancel(request_id)
                 self._end_turn(request_id, answered=False)
 
-    def abort(self, feed: RequestOutputCollector) -> None:
-        """End what is unfinished; its reader gets it as far as it came, with the finish_reason "abort"."""
-        for request_id in feed.request_ids:
+    def abort(self, collector: RequestOutputCollector) -> None:
+        """End the unfinished requests of ``collector``, which gets their outputs with the finish_reason "abort"."""
+        for request_id in collector.request_ids:
             if self.collectors.pop(request_id, None) is not None and (output := self.engine.cancel(request_id)):
-                feed.put(output)
+                collector.put(output)
                 self._end_turn(request_id, answered=False)
 
     def pop_collectors(self) -> list[RequestOutputCollector]:
-        """The feeds of unfinished requests, for the caller to fail: none of them goes on."""
-        feeds, self.collectors = list(self.collectors.values()), {}
-        return feeds
+        """Remove all requests. Returns their collectors, which the caller fails."""
+        collectors, self.collectors = list(self.collectors.values()), {}
+        return collectors
 
 
 def _answered(output: RequestOutput) -> bool:
@@ -186,7 +185,7 @@ def _answered(output: RequestOutput) -> bool:
 
 
 class _Mark:
-    """How far a request had come. Its lists only grow at their ends, so their lengths say it all."""
+    """The state of an output at one time. Its lists only grow at their ends, so their lengths are enough."""
 
     def __init__(self, output: RequestOutput) -> None:
         self._of = output
@@ -195,7 +194,7 @@ class _Mark:
         self._times = copy(output.times)
 
     def output(self, request_id: str) -> RequestOutput:
-        """The request as it was then. It shares the prompt with other outputs of it, and nothing that grows."""
+        """The output as it was then. It shares the prompt with the original, and nothing that grows."""
         of = self._of
         scores = of.prompt_logprobs
         if scores is not None and self._scored < len(of.prompt_token_ids):

@@ -1,7 +1,7 @@
-"""The seam between the scheduler and its features: what each may do, and when it is asked. Pure policy.
+"""The seam between the scheduler and its features: the hooks, and when they are called. Pure policy.
 
-The scheduler has batching, preemption and rotation. All else is a feature: an object in an ordered table, which
-`lamina.engine.scheduler_factory` builds. A new one is a file with a subclass of `Feature`, and a line there.
+The scheduler does batching, preemption and rotation. Everything else is a feature: an object in an ordered table, which
+`lamina.engine.scheduler_factory` builds. A new feature is a file with a subclass of `Feature`, and a line there.
 """
 
 from __future__ import annotations
@@ -37,24 +37,26 @@ class Scheduling(Protocol):
         ...
 
     def new_sequence_id(self) -> int:
-        """A number that no other sequence has had."""
+        """A sequence id that was never used before."""
         ...
 
     def preempt(self, batch: Batch, sequence: Sequence) -> None:
-        """Free the KV of a running sequence of ``batch``, which runs no more; the caller has it wait."""
+        """Stop a running sequence of ``batch`` and free its KV. The caller queues it again."""
         ...
 
     def add_pending_ops(self, ops: Ops) -> None:
-        """Have the first plan of the next round begin with ``ops``, after those that were given before."""
+        """Add ``ops`` to the beginning of the next round's first plan, after those that were added before."""
         ...
 
 
 @dataclass
 class Leaving:
-    """A sequence that leaves its batch, or the queue. ``op``: frees it; None: it has no KV. Or it truncates the
-    sequence, which retains it; then it is an op of the round's first plan. ``is_preempted``: it will wait again, unless
-    it is hidden. ``first``: further ops of the first plan of the round, or of the next one; not of a preempted one.
-    ``own``: further ops of its batch's plan, if it has KV: before ``op`` if it is preempted, else after.
+    """A sequence that leaves its batch or the queue.
+
+    ``op``: a Free; None: it has no KV. A feature may replace it by a Truncate, which retains the KV; it then belongs to
+    the round's first plan. ``is_preempted``: the sequence waits again, unless it is hidden. ``first``: more ops for the
+    first plan of this round or the next one; none if it is preempted. ``own``: more ops for its batch's plan, if it has
+    KV: before ``op`` if it is preempted, else after.
     """
 
     sequence: Sequence
@@ -66,9 +68,11 @@ class Leaving:
 
 @dataclass
 class PlanDraft:
-    """The next plan of a batch, whose rows are picked. Features change ``batch.ops``, which are the plan's. ``round``:
-    its number. ``build``: makes the plan as it is now. ``evict_for``: gives up a retained sequence whose blocks help
-    such rows; whether there was one. ``prefill_steps``: steps of prefill workers that begin with this plan.
+    """The next plan of a batch, whose rows are picked. Features add to ``batch.ops``, the ops of the plan.
+
+    ``round``: its number. ``build``: makes the plan in its current state. ``evict_for``: evicts a retained sequence
+    whose blocks such rows can use; False if there is none. ``prefill_steps``: steps of prefill workers that begin with
+    this plan.
     """
 
     batch: Batch
@@ -82,9 +86,10 @@ class PlanDraft:
 
 @dataclass
 class Loss:
-    """All that is in flight is taken back, and no report of it will come. ``sequences``: all that run or wait.
-    ``surviving``: the tokens that are left of some KV. ``distrusted``: sequences of whose KV nothing can be kept.
-    ``kept``: the retained KV that stays.
+    """The loss of everything in flight, of which no report will come.
+
+    ``sequences``: all running and waiting ones. ``surviving``: returns how many tokens of some KV are left.
+    ``distrusted``: sequences whose KV must be dropped. ``kept``: the retained KV that stays.
     """
 
     sequences: Several[Sequence]
@@ -93,110 +98,113 @@ class Loss:
     kept: list[SurvivingKv] = field(default_factory=list)
 
     def count(self, keep: SurvivingKv) -> int:
-        """Return the tokens that are left of ``keep`` and can be trusted."""
+        """Return how many tokens of ``keep`` are left and trusted."""
         return 0 if keep.sequence in self.distrusted else self.surviving(keep)
 
 
 class Feature:
-    """A feature of the scheduler. Each hook does nothing here, so a feature has those alone that it needs.
+    """A feature of the scheduler. Every hook has an empty default.
 
-    The features are asked in the order of their table, after a loss in the opposite order. Where hooks return ops,
-    these follow one another in that order too. An op that is returned goes with a plan, unless workers are lost before.
+    Hooks are called in the order of the table; ``roll_back`` in the opposite order. Returned ops keep that order. They
+    are sent with a plan, unless workers are lost before.
     """
 
-    # What the engine may ask at any time:
+    # May be called at any time:
     @property
     def has_transfers(self) -> bool:
-        """True while memory workers have yet to report something."""
+        """True while a report of a memory worker is pending."""
         return False
 
     @property
     def has_pending_ops(self) -> bool:
-        """True if ``begin_round`` has ops that are to be sent even if nothing runs."""
+        """True if ``begin_round`` has ops that must be sent even if no sequence runs."""
         return False
 
-    # Sequences come and go:
+    # Sequences arrive and leave:
     def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> Sequence | None:
-        """A sequence waits from now on. One that is not new was preempted or rolled back, and has no KV. Of a new one,
-        another sequence that waits after it, which belongs to no request.
+        """A sequence is queued. If it is not new, it was preempted or rolled back, and has no KV.
+
+        For a new one, may return another sequence to queue after it, which belongs to no request.
         """
         return None
 
     def on_leave(self, leaving: Leaving) -> None:
-        """A sequence has ended, or is preempted. May replace ``leaving.op`` if it has ended, and add ops."""
+        """A sequence ends or is preempted. May add ops, and replace ``leaving.op`` if it ends."""
 
-    # A round is planned, in this order:
+    # A round is scheduled, in this order:
     def begin_round(self, scheduling: Scheduling) -> None:
-        """Nothing of the round is planned yet; cancelled sequences still wait, and finished ones run."""
+        """A round begins. Cancelled sequences are still queued, and finished ones are still in their batches."""
 
     def batch_ops(self, running: Several[Sequence]) -> Ops:
-        """Ops of the next plan of a batch, in which ``running`` are left."""
+        """Returns ops for the next plan of a batch, whose sequences are ``running``."""
         return ()
 
     def may_start(self, sequence: Sequence) -> bool:
-        """False if a waiting sequence surely begins without stored tokens of this feature. A quick look."""
+        """False if this feature has no stored tokens for a waiting sequence. Must be fast; True may be wrong."""
         return False
 
     def find_starts(self, candidates: Candidates) -> None:
-        """May add ways in which the first of the waiting sequences can begin, take some away, or have it wait. Once it
-        is to wait, later features are not asked.
-        """
+        """May add or remove starts of the first waiting sequence, or let it wait, which skips later features."""
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> Ops:
-        """A sequence has its id and its place in a batch, and begins with ``start``. Ops of its batch's plan, after the
-        one that starts it.
+        """A sequence has joined a batch, and begins with ``start``.
+
+        Returns ops for the batch's plan, after the op that starts the sequence.
         """
         return ()
 
     def after_admission(self, scheduling: Scheduling) -> None:
-        """Sequences that find room have joined batches. May add ops to all batches."""
+        """All sequences with room have joined batches. May add ops to batches."""
 
     def extend_plan(self, draft: PlanDraft) -> None:
-        """The rows of a batch's next plan are picked; more ops may come that take no block of these. The last hook of a
-        plan. Called even if there are no rows and no ops.
+        """The rows of a batch's plan are picked. May add ops that take no blocks of these rows.
+
+        This is the last hook of a plan. It is called even without rows and ops.
         """
 
     # Workers report:
     def on_report(self, report: Report) -> TransferResult | None:
-        """A memory worker has done something. What became of all of a sequence, if that was its last transfer. Reports
-        of kinds that a feature does not know are others'.
+        """A memory worker has sent a report. Returns the result for a sequence, if this was its last transfer.
+
+        A feature ignores reports of other kinds.
         """
         return None
 
     def on_loaded(self, sequence: Sequence) -> Ops:
-        """All KV of a sequence that could be loaded is there. Ops of the next round's first plan."""
+        """The load of a sequence's KV has completed. Returns ops for the next round's first plan."""
         return ()
 
     def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
-        """A step is done, of a batch or of a prefill worker, and its tokens have been appended. ``done``: its round, if
-        that is done now.
+        """A step of a batch or a prefill worker has completed, and its tokens are appended.
+
+        ``done``: its round, if that has completed.
         """
 
-    # What is retained of finished sequences, by their numbers:
+    # Retained KV of finished sequences, by sequence id:
     @property
     def has_retained(self) -> bool:
-        """True if there are any: as ``eviction_order``, but quick."""
+        """True if ``eviction_order`` is not empty. Must be fast."""
         return False
 
     @property
     def eviction_order(self) -> list[int]:
-        """The retained sequences, in the order in which they give way."""
+        """The retained sequences, in the order in which they are evicted."""
         return []
 
     def evict(self, number: int) -> SequenceOp:
-        """Give up one of ``eviction_order``. The op that frees it."""
+        """Evict one of ``eviction_order``. Returns the op that frees it."""
         raise NotImplementedError
 
     # Workers are lost or change:
     def roll_back(self, loss: Loss) -> None:
-        """Forget what was in flight. May distrust sequences, and has to name retained KV that stays."""
+        """Drop all state of steps in flight. May distrust sequences, and must add retained KV to ``loss.kept``."""
 
     def relocate(self, kept: Several[SurvivingKv]) -> None:
-        """After that: memory workers are other ones, KV lies where ``kept`` says, and nothing else is left."""
+        """After ``roll_back``, if the memory workers change: KV lies where ``kept`` says, and no other is left."""
 
     def resume(self, ready: ComputeReady) -> None:
-        """Workers have met anew, and have kept their KV: the engine goes on."""
+        """The workers have connected again, with their KV, and the engine continues."""
 
     def reset(self, era: bytes, sequences: Several[Sequence]) -> Ops:
-        """No KV of before is found any more. ``era``: of pages from now on. Ops of the next round's first plan."""
+        """Make all earlier KV unfindable. ``era``: that of later pages. Returns ops for the next round's first plan."""
         return ()

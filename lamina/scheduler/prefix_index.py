@@ -1,9 +1,8 @@
-"""The one index of prefixes: the hash of a chain of pages, and where its K and V lie. Pure policy: no torch, no I/O,
-no clock.
+"""The index of prefixes: maps the hash of a chain of pages to the places that hold its K and V.
 
-A *place* is the pool of the memory workers, a prefill worker, or a KV shard of storage: an int with one bit. A place
-*has* a page from when the page is promised to it, and can give the page once that is *ready*. In the pool and on
-prefill workers, pages belong to sequences: each has its chain there, for as long as it is held.
+A *place* is the pool of the memory workers, a prefill worker, or a KV shard of storage, as an int with one bit. A place
+*has* a page once it is promised there, and can provide it once it is *ready*. In the pool and on prefill workers, pages
+belong to sequences, each of which holds its chain there. Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ def salted_root(salt: bytes) -> bytes:
 
 
 class PageKeys:
-    """The keys of pages of one size (lamina.kv.page_keys). Those of a sequence stay with it, as its tokens do not
-    change.
-    """
+    """Computes the keys of pages of one size (lamina.kv.page_keys), and caches them in each sequence."""
 
     def __init__(self, page_size: int, root: Callable[[bytes], bytes] = salted_root) -> None:
         """``page_size``: tokens; 0: there are no pages. ``root``: the key before the first page, by the salt."""
@@ -65,9 +62,10 @@ class PageKeys:
 
 @dataclass
 class Holding:
-    """The chain of a sequence in a place: the ``keys`` of its first ``length`` tokens, the last page perhaps partial.
-    ``until``: its lease, before which others give way; None: the sequence runs, and does not give way. ``page_size``:
-    tokens, where the pages after one are looked up by their tokens. ``session``: the session that goes on after it.
+    """The chain of a sequence in a place: the ``keys`` of its first ``length`` tokens; the last page may be partial.
+
+    ``until``: the end of its lease, until when others are evicted first; None: it runs, and is not evicted.
+    ``page_size``: in tokens, if the next pages are found by their tokens. ``session``: the session that it belongs to.
     """
 
     sequence: Sequence
@@ -83,8 +81,9 @@ class Holding:
 
 
 class _Begun:
-    """The sequences of one place that begin with a page, as they came; the pages after it there, by their tokens; and
-    the leased sequence whose chain ends with it.
+    """The sequences of one place whose chains contain a page, in order of arrival.
+
+    ``next``: the pages after it there, by their tokens. ``end``: the leased sequence whose chain ends with it.
     """
 
     __slots__ = ("end", "next", "sequences")
@@ -96,7 +95,7 @@ class _Begun:
 
 
 class _Page:
-    """A page: the places that have it, or will; those of them where it is ready; and what begins with it by place."""
+    """A page: the places that have it, those where it is ready, and the chains that contain it, by place."""
 
     __slots__ = ("begun", "places", "ready")
 

@@ -1,5 +1,6 @@
-"""Chooses the rows of the next round: continuous batching, chunked prefill, preemption, n batches. Pure policy: no
-torch, no I/O, no clock.
+"""The scheduler chooses the rows of each round: continuous batching, chunked prefill, preemption, n batches.
+
+Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ from .sequence import Sequence
 
 
 class Scheduler:
-    """Schedules rounds: one step of every batch that has something to do. Everybody serves rounds, and the steps of a
-    round, in the order given; so the blocks that a plan gives back are free for the next plan.
+    """Schedules rounds. A round is one step of every batch that has work.
 
-    First come, first served, of one priority. A new sequence joins the batch whose attention reads least, and in it the
-    KV shard whose memory workers read least. When KV blocks run out, the newest sequence of a batch is preempted: its
-    blocks are freed. When there is room again, its KV is loaded, or computed again from its tokens.
+    All workers run rounds, and the steps of a round, in the given order. So the next plan can use the blocks that a
+    plan frees.
 
-    Membership of a step is fixed before the tokens of the step before are known. A sequence that turns out to be
-    finished thus runs one row too many, whose token is dropped; its blocks are freed by the next plan.
+    Sequences of one priority run first come, first served. A new sequence joins the batch whose attention reads least,
+    and there the KV shard whose memory workers read least. When KV blocks run out, the newest sequence of a batch is
+    preempted and its blocks are freed. Later its KV is loaded, or recomputed from its tokens.
+
+    A step is scheduled before the tokens of the previous step are known. So a sequence that ends runs one more row,
+    whose token is dropped. The next plan frees its blocks.
     """
 
     LOOKAHEAD = 1  # rounds that may be queued after the running one
@@ -61,14 +64,15 @@ class Scheduler:
         features: Iterable[Feature] = (),
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
-        ``num_layers``: attention operators, over which the steps rotate. ``allocator``: places sequences; None = by a
-        new one over ``accounting``. ``features``: what else it does, in the order in which they are asked.
+
+        ``num_layers``: attention operators, over which the steps rotate. ``allocator``: places sequences; None: a new
+        one over ``accounting``. ``features``: in the order in which their hooks are called.
         """
         self.epoch = self.num_replicas = 0
         self._accounting = accounting
         self._chunk_policy = ChunkPolicy(prefill_chunk, aligned)
         self._allocator = allocator or KvAllocator(accounting, max_num_seqs + prefill_chunk)
-        self.cordoned = self._allocator.cordoned  # groups in which no sequence begins
+        self.cordoned = self._allocator.cordoned  # layer groups in which no sequence begins
         self.waiting: deque[Sequence] = deque()  # the next one first
         self._order = FairOrder()
         self.batches = [Batch(i) for i in range(num_batches)]
@@ -76,22 +80,20 @@ class Scheduler:
         self.features = FeatureTable(features)
         self.admission = Admission(accounting, self._allocator, self._chunk_policy, max_num_seqs, self.features)
         self._preemption = Preemption(accounting, self._allocator, self.features)
-        self._prefill_steps: list[ScheduledStep] = []  # for prefill workers, not taken yet
+        self._prefill_steps: list[ScheduledStep] = []  # for prefill workers; ``take_prefill_steps`` empties it
         self._pending_ops: list[SequenceOp] = []  # for the next plan
         self._num_batches = num_batches  # from the next round on
         self.rounds_in_flight: list[Round] = []
-        self.next_round = 0  # also the number of its steps, so that all batches rotate in one phase
+        self.next_round = 0  # also the number of the round's steps, so that all batches rotate in phase
         self.num_preemptions = 0
 
     def begin_epoch(self, epoch: int, num_replicas: int) -> None:
-        """Workers have met. ``epoch``: of plans from now on; ``num_replicas``: 0 = as many as the batches need."""
+        """Set the epoch of the next plans, since workers have connected. ``num_replicas``: 0: as the batches need."""
         self.epoch, self.num_replicas = epoch, num_replicas
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without rows that are not finished: a cancelled one stays in line until the next round. Hidden ones
-        do not count.
-        """
+        """The number of waiting sequences, without cancelled and hidden ones."""
         return _num_unfinished(self.waiting)
 
     @property
@@ -100,7 +102,7 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Running sequences that are not finished: a finished one leaves with the next round."""
+        """The number of running sequences, without those that leave with the next round."""
         return _num_unfinished(self.running)
 
     @property
@@ -109,7 +111,7 @@ class Scheduler:
 
     @property
     def available_blocks(self) -> tuple[int, ...]:
-        """KV blocks that sequences can still have: free ones, and those of retained or finished sequences."""
+        """Available KV blocks of each layer group: free ones, and those of retained or finished sequences."""
         running = self.running
         if not self.features.has_retained and not any(s.finished for s in running):
             return self._accounting.free_blocks
@@ -118,15 +120,15 @@ class Scheduler:
 
     @property
     def borrowed_blocks(self) -> list[int] | None:
-        """KV blocks of running sequences by the layer group that lends them; None where none does."""
+        """KV blocks of running sequences, by the layer group that lends them; None without lending."""
         return self._allocator.borrowed_blocks(self.running)
 
     def cordon(self, groups: Iterable[int]) -> None:
-        """Have no new sequence begin in layer groups, besides those that are cordoned already."""
+        """Let no new sequence begin in these layer groups, in addition to the cordoned ones."""
         self._allocator.cordoned.update(groups)
 
     def uncordon(self, groups: Iterable[int]) -> None:
-        """Have new sequences begin in layer groups again."""
+        """Let new sequences begin in these layer groups again."""
         self._allocator.cordoned.difference_update(groups)
 
     def max_sequences_of(self, length: int) -> float:
@@ -134,7 +136,7 @@ class Scheduler:
         return self._allocator.max_sequences(length)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence, and those that features have wait with it."""
+        """Queue a new sequence, and those that features add to it."""
         self._queue(sequence)
         for other in self.features.on_arrival(sequence, is_new=True):
             self._queue(other)
@@ -155,25 +157,25 @@ class Scheduler:
 
     @property
     def must_wait_for_transfer(self) -> bool:
-        """True if some sequence has to wait for that, should nothing else be under way."""
+        """True if a transfer holds up a sequence, so that the engine has to wait for it."""
         waits = (
             s.num_loading_tokens or s.awaits_block_scores or s.is_migrating or s.is_schedulable for s in self.running
         )
         return self.has_transfers and (self.num_waiting > 0 or any(waits))
 
     def on_report(self, report: Report) -> TransferResult | None:
-        """A memory worker has done something. What has become of all of a sequence, if that was its last transfer."""
+        """Process a memory worker's report. Returns the result for a sequence, if this was its last transfer."""
         transfer = self.features.on_report(report)
         if transfer and transfer.loaded_sequence:
             self._pending_ops += self.features.on_loaded(transfer.loaded_sequence)
         return transfer
 
     def set_num_batches(self, num_batches: int) -> None:
-        """Deal the running sequences to so many batches, once nothing is in flight; no round is scheduled before."""
+        """Distribute the running sequences over ``num_batches``, once no round is in flight. Until then none starts."""
         self._num_batches = num_batches
 
     def schedule(self) -> list[ScheduledStep]:
-        """The next round, by batch; empty if there is nothing to do, or too much of it in flight."""
+        """The steps of the next round, one for each batch; none if there is no work, or enough in flight."""
         if not self.can_schedule_ahead:
             return []
         if self._num_batches != len(self.batches):
@@ -201,31 +203,31 @@ class Scheduler:
         return steps
 
     def drop_cancelled(self) -> None:
-        """Let go of sequences that were cancelled while they waited."""
+        """Remove sequences that were cancelled while they waited."""
         if ended := [s for s in self.waiting if s.finished]:
             for sequence in ended:
                 self._drop_kept(sequence)
             self.waiting = deque(s for s in self.waiting if not s.finished)
 
     def _drop_kept(self, sequence: Sequence) -> None:
-        """Give up what is kept for a sequence that has ended without KV in the pool."""
+        """Release what features keep for a sequence that has ended without KV in the pool."""
         self._pending_ops += self.features.on_leave(Leaving(sequence)).first
 
     def new_sequence_id(self) -> int:
-        """A number that no other sequence has had."""
+        """A sequence id that was never used before."""
         return self.admission.next_sequence_id()
 
     def preempt(self, batch: Batch, sequence: Sequence) -> None:
-        """Free the KV of a running sequence of ``batch``, which runs no more; the caller has it wait."""
+        """Stop a running sequence of ``batch`` and free its KV. The caller queues it again."""
         self._preemption.preempt(batch, sequence)
 
     def take_prefill_steps(self) -> list[ScheduledStep]:
-        """The steps of prefill workers that the last round has granted."""
+        """Return the steps for prefill workers of the last round, once."""
         taken, self._prefill_steps = self._prefill_steps, []
         return taken
 
     def on_step_done(self, step: ScheduledStep) -> Round | None:
-        """The step is done and its tokens have been appended; returns its round if that is done now."""
+        """Process a step that has completed; its tokens are appended. Returns its round, if that has completed."""
         done = None if step.prefill_worker is not None else self._take_done(step)
         self.features.on_step_done(step, done)
         return done
@@ -241,9 +243,10 @@ class Scheduler:
     def roll_back(
         self, in_flight: Iterable[ScheduledStep], surviving: Callable[[SurvivingKv], int]
     ) -> list[SurvivingKv]:
-        """Take back the steps ``in_flight``, and whatever was to follow them. Returns what memory workers are to keep,
-        and no more; ``surviving``: how much they have of what one sequence would keep. Who has nothing is computed
-        anew, oldest first. Numbers of rounds and sequences never go back. Between two rounds no ops and no chunks wait.
+        """Undo the steps ``in_flight`` and all pending ops. Returns the KV that memory workers keep.
+
+        ``surviving``: how many tokens of a sequence's KV they still have. Sequences without any wait again, oldest
+        first, and are recomputed. Numbers of rounds and ids of sequences are never reused.
         """
         for step in in_flight:
             for sequence, rows in zip(step.sequences, step.plan.rows, strict=True):
@@ -262,7 +265,7 @@ class Scheduler:
         return keep
 
     def _reset_sequences(self, sequences: Iterable[Sequence]) -> None:
-        """They are all that wait, oldest first of those with one priority."""
+        """Replace the queue by these sequences, without KV. Of one priority the oldest is first."""
         self.waiting = deque(sorted(sequences, key=lambda s: (s.priority, s.fair_stamp, s.request_id, s.output.index)))
         for sequence in self.waiting:
             sequence.roll_back(0)
@@ -272,7 +275,8 @@ class Scheduler:
     def adopt_blocks(
         self, blocks: BlockTables, keep: Iterable[SurvivingKv], new_shards: Mapping[int, int] = NO_SHARDS
     ) -> list[SurvivingKv]:
-        """Adopt other blocks after ``roll_back``. Returns where KV is to lie; running sequences are placed first.
+        """Replace the block tables after ``roll_back``. Returns the new places of KV; running sequences come first.
+
         ``new_shards``: see EpochChanged.
         """
         self._accounting.replace_with(blocks)
@@ -283,30 +287,30 @@ class Scheduler:
         return kept
 
     def sequences_without_room(self, blocks: BlockTables) -> int:
-        """Running sequences whose KV has no room in other blocks."""
+        """The number of running sequences whose KV would not fit into other block tables."""
         return self._allocator.num_without_room(blocks, [s for s in self.running if not s.finished])
 
     def reset_prefix_cache(self, era: bytes = b"") -> None:
-        """Give up what is retained, with the next plan. What runs leaves nothing. ``era``: of pages from now on."""
+        """Drop all retained KV with the next plan. Running sequences retain none. ``era``: that of later pages."""
         for sequence in self.running:
             sequence.do_not_cache = True
         self._pending_ops += self.features.reset(era, [*self.running, *self.waiting])
 
     def add_pending_ops(self, ops: Iterable[SequenceOp]) -> None:
-        """Have the first plan of the next round begin with ``ops``, after those that were given before."""
+        """Add ``ops`` to the beginning of the next round's first plan, after those that were added before."""
         self._pending_ops += ops
 
     @property
     def has_pending_ops(self) -> bool:
-        """True if memory workers are to do something even if nothing runs."""
+        """True if ops must be sent even if no sequence runs."""
         return bool(self._pending_ops) or self.features.has_pending_ops
 
     def evict_retained(self) -> None:
-        """Give up what is retained in the pools alone: offloaded pages can still be loaded."""
+        """Drop what is retained in the pool. Offloaded pages can still be loaded."""
         self._pending_ops += [self.features.evict(number) for number in self.features.eviction_order]
 
     def resend_penalties(self) -> None:
-        """Compute workers count no tokens any more for penalties: the next draw of each sequence tells all."""
+        """Send all tokens for penalties with each sequence's next sampling, since compute workers lost their counts."""
         for sequence in self.running:
             sequence.num_tokens_in_penalties = -1
 
@@ -333,7 +337,7 @@ class Scheduler:
         return commit(plan, picked)
 
     def _drop_finished(self, batch: Batch) -> None:
-        """Have finished sequences leave, but those whose K and V are still on their way."""
+        """Remove finished sequences, except those whose K and V are still in transfer."""
         ended = [
             s for s in batch.running if s.finished and not s.num_pending_prefill_chunks and not s.num_loading_tokens
         ]
@@ -341,14 +345,14 @@ class Scheduler:
         for sequence in ended:
             op = Free(sequence.id)
             leaving = self.features.on_leave(Leaving(sequence, op))
-            retained = isinstance(leaving.op, Truncate)  # and the first plan may evict it
+            retained = isinstance(leaving.op, Truncate)  # then the first plan may evict it
             (first if retained else batch.ops).append(leaving.op or op)
             first += leaving.first
             batch.ops += leaving.own
         batch.running = [s for s in batch.running if s not in ended]
 
     def _pick_rows(self, batch: Batch) -> tuple[dict[Sequence, int], StepPlan]:
-        """Pick the rows that a batch wants, as far as there are blocks. Returns these and their plan."""
+        """Pick the rows of a batch for which there are blocks, preempting if needed. Returns them and their plan."""
         picked = self._chunk_policy.rows_of_batch(batch)
         stuck = self._allocator.spill_next_stripes(picked, lambda: (self.running, self.features.eviction_order))
         plan = self._build_plan(batch, picked)

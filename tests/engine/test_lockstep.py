@@ -98,7 +98,7 @@ def test_rows_that_have_no_room_together_are_refused_and_leave_none() -> None:
     assert engine.free_blocks == (10,)
     engine.add([1, 2, 3], SamplingParams(max_tokens=3))
     assert [o.outputs[0].token_ids for o in run(engine).values()] == [continuation([1, 2, 3], 3)]
-    with pytest.raises(ValueError, match=r"5 rows cannot go on together, at most 4 .* max_num_seqs=5"):
+    with pytest.raises(ValueError, match=r"5 rows cannot decode together, at most 4 .* max_num_seqs=5"):
         hold(engine, [[1]] * 5)
 
 

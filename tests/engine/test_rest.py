@@ -36,7 +36,7 @@ def test_it_goes_on_where_it_was(pipeline: int, steps: int) -> None:
     ids = [engine.add(prompt, PARAMS) for prompt in PROMPTS]
     for _ in range(steps):
         engine.step()
-    with pytest.raises(ValueError, match="rest first"):
+    with pytest.raises(ValueError, match="finish_in_flight first"):
         engine.resume(wire.ready)
     engine.finish_in_flight()
     assert not wire.flight

@@ -1,1 +1,1 @@
-"""How many batches take turns: measured laws of the pools, and the choice by them."""
+"""``--pipeline auto``: measures both pools at the start, and chooses the number of batches."""

@@ -1,4 +1,4 @@
-"""What both pools take, measured on a started engine by made-up prompts before anybody asks for anything."""
+"""Profiling: measures both pools of a started engine with synthetic prompts, before the first request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from .tuner import Tuner
 
 ROWS = (1, 4, 16)
 SHORT, LONG = 8, 512  # tokens of a prompt
-WARM, TRIAL = 2, 7  # rounds
-NUM_LONG_PROMPTS = 4  # long prompts
-EXTRA_TOKENS = 6  # tokens that a sequence may have beyond these, since a round is queued ahead
+WARM, TRIAL = 2, 7  # rounds before, and of, a measurement
+NUM_LONG_PROMPTS = 4
+EXTRA_TOKENS = 6  # more tokens for each sequence, since a round is queued ahead
 
 
 def tune_num_batches(engine: Engine, on_progress: OnProgress, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Where the options have a plan made: measure, and have the engine take as many batches as are the fastest.
-    ``on_progress`` is given the shapes that are done. Raises ValueError where sequences are too short, WorkerError.
+    """With ``--pipeline auto``: measure, and give the tuner its model. ``on_progress`` counts measurements.
+
+    Raises ValueError if ``--max-model-len`` is too short, and WorkerError.
     """
     topology, tuner = engine.config.topology, engine.feature(Tuner)
     if tuner is None or topology.max_batches == 1:
@@ -42,14 +43,13 @@ def tune_num_batches(engine: Engine, on_progress: OnProgress, clock: Callable[[]
 
 
 def _shapes(engine: Engine) -> list[tuple[int, int]]:
-    """Sequences and tokens of their prompts, as far as there is room for them."""
+    """The shapes to measure, as (sequences, tokens of a prompt), limited by the room for them."""
     batching, limit, room = engine.config.batching, engine.worker_info.max_model_len, engine.scheduler.max_sequences_of
     least = SHORT + _answer(engine, 1, SHORT)
     if limit < least:
         raise ValueError(
-            f"--pipeline auto measures by sequences of {least} tokens, and --max-model-len is {limit}: raise it, or "
-            "say "
-            f"how many batches, by --pipeline"
+            f"--pipeline auto measures with sequences of {least} tokens, and --max-model-len is {limit}: raise it, or "
+            "use --pipeline N"
         )
 
     def most(rows: int, prompt: int) -> int:
@@ -65,12 +65,12 @@ def _shapes(engine: Engine) -> list[tuple[int, int]]:
 
 
 def _answer(engine: Engine, rows: int, prompt: int) -> int:
-    """Tokens of a sequence, of which the first ones come while prompts of others are computed."""
+    """The output tokens of a sequence. The first ones come while prompts of others are computed."""
     return rows * -(-prompt // engine.config.batching.prefill_chunk) + WARM + TRIAL + EXTRA_TOKENS
 
 
 class _Probe:
-    """So many made-up sequences, all of which decode."""
+    """A number of synthetic sequences, all of which decode."""
 
     def __init__(self, engine: Engine, rows: int, prompt: int) -> None:
         self._engine = engine
@@ -78,7 +78,7 @@ class _Probe:
         params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0, seed=0)
         prompts = [[(i + 1) % vocab] * prompt for i in range(rows)]
         self._asked = [engine.add(ids, params, cacheable=False, accepted=True) for ids in prompts]
-        self._first: RequestOutput | None = None  # of the sequence that was asked first
+        self._first: RequestOutput | None = None  # output of the first sequence
         begun = set[int]()
         while len(begun) < rows:
             begun |= self._note(engine.step())
@@ -94,12 +94,12 @@ class _Probe:
         return {output.request_id for output in outputs}
 
     def finish_in_flight(self) -> int:
-        """Take in all that is under way; tokens of the first sequence."""
+        """Wait for all steps in flight. Returns the number of output tokens of the first sequence."""
         self._note(self._engine.finish_in_flight())
         return len(self._first.outputs[0].token_ids) if self._first else 0
 
     def times(self, count: int, clock: Callable[[], float]) -> list[float]:
-        """Of so many tokens of the first sequence."""
+        """The times at which the first sequence gets its next ``count`` tokens."""
         ends = list[float]()
         while len(ends) < count:
             if self._asked[0] in self._note(self._engine.step()):
@@ -107,7 +107,7 @@ class _Probe:
         return ends
 
     def cancel(self) -> None:
-        """Nothing of it stays."""
+        """Cancel the sequences and free their blocks."""
         for request in self._asked:
             self._engine.cancel(request)
         self._engine.release_idle_blocks()

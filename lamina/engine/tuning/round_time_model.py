@@ -1,10 +1,9 @@
-"""What a round of n batches takes, by laws that were fitted to rounds of one batch. Pure policy: no torch, no I/O.
+"""Predicts the time of a round of n batches, from measured rounds of one batch. Pure policy: no torch, no I/O.
 
     slices of a step      a + b rows
     attention of a step   c + d rows + e tokens
 
-A round is bound as a plan of the rotation is (scheduler.rotation.pipeline.lower_bound), and as a round of the
-planner's.
+The bound of a round is ``scheduler.rotation.pipeline.lower_bound``, which the planner uses, too.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ _TOKENS = 1024.0  # features of one order of magnitude
 
 
 class RoundMeasurement(NamedTuple):
-    """Of one batch: rows of a step, tokens that its attention reads. Seconds of a step: in slices and sampling; in
-    attention, on the memory worker that took the longest; from one token to the next.
-    """
+    """A measured round of one batch, with the seconds of each step."""
 
-    rows: int
-    tokens: float
-    slices_s: float
-    attention_s: float
-    round_s: float
+    rows: int  # of a step
+    tokens: float  # that attention of a step reads
+    slices_s: float  # slices and sampling
+    attention_s: float  # attention on the slowest memory worker
+    round_s: float  # from one token to the next
 
 
 class RoundTimeModel(NamedTuple):
-    """Seconds. ``between_s``: of a step that is neither slices nor attention, for messages and the driver; below 0
-    where both overlap. ``extra_batch_s``: by number of batches, how many times as long a measured round took as the
-    laws say, since pools that work at once may take something from each other.
+    """The coefficients of a round's time, in seconds.
+
+    ``between_s``: the rest of a step, for messages and the driver; below 0 if slices and attention overlap.
+    ``extra_batch_s``: by number of batches, measured time over predicted time, since the pools may share cores.
     """
 
     slices: tuple[float, float]
@@ -44,22 +42,23 @@ class RoundTimeModel(NamedTuple):
     extra_batch_s: dict[int, float]
 
     def slices_s(self, rows: float) -> float:
-        """Of a step."""
+        """The seconds of a step in slices."""
         return self.slices[0] + self.slices[1] * rows
 
     def attention_s(self, rows: float, tokens: float) -> float:
-        """Of a step."""
+        """The seconds of a step in attention."""
         return self.attention[0] + self.attention[1] * rows + self.attention[2] * tokens
 
     def seconds(self, n: int, rows: float, tokens: float) -> float:
-        """Of a round of n batches, which have so many rows and tokens together: attention of all, slices of all over
-        the replicas, or one batch's chain.
+        """The seconds of a round of ``n`` batches with ``rows`` and ``tokens`` in all.
+
+        It is the longest of three: attention of all batches, slices of all over the replicas, one batch's chain.
         """
         slices, attention = [self.slices_s(rows / n)], [self.attention_s(rows / n, tokens / n)]
         return self.extra_batch_s.get(n, 1.0) * lower_bound(n, slices, attention, self.between_s, self.replicas)
 
     def describe(self) -> str:
-        """In words."""
+        """The coefficients in one line, for the log."""
         (a, b), (c, d, e) = ((x * 1e3 for x in law) for law in (self.slices, self.attention))
         return (
             f"slices {a:.2f} ms and {b:.3f} for a row, attention {c:.2f} ms, {d:.3f} for a row and {e * 1024:.3f} for "
@@ -68,7 +67,7 @@ class RoundTimeModel(NamedTuple):
 
 
 def fit_round_times(measured: Sequence[RoundMeasurement], replicas: int) -> RoundTimeModel:
-    """Of at least one measured number of rows. Errors count in parts."""
+    """Fits the model to at least one measurement, by relative errors."""
     slices, attention = LatencyFit(2), LatencyFit(3)
     for m in measured:
         slices.add((1.0, float(m.rows)), m.slices_s, m.slices_s or 1.0)

@@ -1,7 +1,7 @@
-"""How many batches take turns, by the laws of both pools and the load. Pure policy.
+"""Chooses the number of batches by predicted times and the load. Pure policy.
 
-Two batches read the weights twice as often as one, and keep both pools busy. Which is the faster depends on the
-devices, the model and the load; so the laws are measured at the start, and asked again when the load has changed.
+Two batches read the weights twice as often as one, but keep both pools busy. Which is faster depends on the devices,
+the model and the load. So times are measured at the start, and the choice is made again when the load changes.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from lamina.scheduler.scheduler_output import Round
 from .round_time_model import RoundTimeModel
 
 log = logging.getLogger(__name__)
-MIN_GAIN = 0.02  # a gain too small for more batches, which wait longer for each token
-RETUNE_FACTOR = 1.1  # within this factor of those that were looked at last, nobody looks again
+MIN_GAIN = 0.02  # more batches must gain more than this, since each token then takes longer
+RETUNE_FACTOR = 1.1  # the load must change by more than this factor for a new choice
 
 
 class Tuner(EngineFeature):
-    """Chooses the number of batches after each round. ``reason``: the last choice and why, in one line; "" before
-    anything was measured.
-    """
+    """Chooses the number of batches after each round. ``reason``: the last choice and why; "" before the first one."""
 
     def __init__(self, most: int, set_num_batches: Callable[[int], None]) -> None:
-        """``most``: batches. ``set_num_batches``: called with each choice."""
+        """``most``: the limit of batches. ``set_num_batches``: called with each choice."""
         self._most, self._set_num_batches = most, set_num_batches
         self._laws: RoundTimeModel | None = None
-        self._rows, self._tokens = 0, 0  # of the load that was looked at last
+        self._rows, self._tokens = 0, 0  # the load of the last choice
         self._num_batches, self.reason = 1, ""
 
     def use(self, laws: RoundTimeModel) -> None:
-        """Choose by these laws from now on, beginning with one batch."""
+        """Choose by this model from now on, beginning with one batch."""
         self._laws = laws
         self._choose(1, f"1 batch until requests come; measured at the start: {laws.describe()}")
 
@@ -68,11 +66,11 @@ class Tuner(EngineFeature):
 
 
 def round_seconds(model: RoundTimeModel, most: int, rows: int, tokens: float) -> dict[int, float]:
-    """Seconds of a round, by the number of batches; no batch is empty."""
+    """The seconds of a round by number of batches, none of which is empty."""
     return {n: model.seconds(n, rows, tokens) for n in range(1, min(most, rows) + 1)}
 
 
 def choose_num_batches(seconds: dict[int, float]) -> int:
-    """The fewest batches of those that are as good as the best."""
+    """The lowest number of batches within MIN_GAIN of the best time."""
     best = min(seconds.values())
     return next(n for n, s in sorted(seconds.items()) if s <= best * (1 + MIN_GAIN))

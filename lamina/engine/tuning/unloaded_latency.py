@@ -1,4 +1,4 @@
-"""Times that are promised, beside those of a request alone, measured on a started engine before anybody asks."""
+"""Checks at the start that the limits of ``--slo`` are above the latency of a single, short request."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lamina.request import SamplingParams
 from lamina.scheduler.conductor.overload import NO_LIMITS, SloLimits
 from lamina.utils.progress import OnProgress
 
-NUM_TRIES = 5  # of which the best counts: the first steps of a process are slow, and others may have the cores
+NUM_TRIES = 5  # the best counts, since a process's first steps are slow, and other programs may hold the cores
 FIRST, STEP = "the first token of a prompt of 1 token", "a step of one completion"
-NUM_TOKENS = 4  # between tokens, of each
+NUM_TOKENS = 4  # intervals between tokens in each try
 
 
 class UnloadedLatency(NamedTuple):
-    """Seconds of the shortest request there is, on an engine that has no other: to its first token, between two."""
+    """The TTFT and TBT of the shortest request, in seconds, on an otherwise idle engine."""
 
     ttft_s: float
     tbt_s: float
@@ -26,9 +26,9 @@ class UnloadedLatency(NamedTuple):
 def check_slo(
     engine: Engine, limits: SloLimits, on_progress: OnProgress, clock: Callable[[], float] = time.perf_counter
 ) -> None:
-    """Raises ValueError, which names the flag, where a prompt of one token alone comes later than ``limits``, or its
-    steps take longer, each of several times. ``on_progress`` is given how often it was tried. Nothing of it stays, and
-    whoever keeps a trace is not told of it. Raises WorkerError.
+    """Raises ValueError, which names the flag, if a single request of one token exceeds ``limits`` in every try.
+
+    ``on_progress`` counts tries. The requests leave no KV and no decisions in the log. Raises WorkerError.
     """
     if limits == NO_LIMITS:
         return
@@ -45,7 +45,7 @@ def check_slo(
 
 
 def measure(engine: Engine, clock: Callable[[], float]) -> UnloadedLatency:
-    """No time at all of what there is none: gaps where sequences are too short, all where it has no room."""
+    """Measures once. A time is 0 if the sequence is too short for it, or has no room."""
     count, ends = min(NUM_TOKENS + 1, engine.worker_info.max_model_len - 1), [clock()]
     params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0, seed=0)
     request = engine.add([1 % engine.worker_info.vocab_size], params, cacheable=False, accepted=True)

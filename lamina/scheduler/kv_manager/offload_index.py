@@ -433,7 +433,7 @@ class OffloadIndex(Feature):
 
     def _saved(self, moving: _PageTransfer) -> TransferResult | None:
         op, saving = moving.op, self._saving[moving.op.sequence]
-        self._index.confirm(sum(self._places), op.keys[: moving.pages])  # those that nobody has given up since then
+        self._index.confirm(sum(self._places), op.keys[: moving.pages])  # those that were not given up since then
         self._index.drop(sum(self._places), op.keys[moving.pages :], ready=False)
         self._found = None
         saving.error = saving.error or moving.error

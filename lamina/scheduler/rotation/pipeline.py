@@ -1,12 +1,11 @@
 """The rotational staggered pipeline (arXiv 2405.01814 section 4.3): which replica runs which slice, in which order.
-Pure functions.
 
 n batches share max(1, n - 1) replicas of the weights and one pool of memory workers. A *turn* of a batch is one slice
-on a replica and the attention behind it. The last slice of a token, sampling and the first slice of the next token have
-no attention between them, so they are one turn and the count of turns runs on over tokens: with L attention operators
-a token is L turns. Turn k of batch j runs on replica (j + k) mod (n - 1) + 1. Everything is served in the order of
-j + k n; with equal slices and t_m = (n - 1) t_a that is also the time at which the turn starts, in units of t_a, and
-both pools are always busy.
+on a replica and the attention after it. The last slice of a token, sampling and the first slice of the next token have
+no attention between them, so they are one turn. With L attention operators a token is L turns; turns are counted over
+all tokens. Turn k of batch j runs on replica (j + k) mod (n - 1) + 1. All turns are served in the order of j + k n.
+With equal slices and t_m = (n - 1) t_a, a turn also starts at time j + k n, in units of t_a. Then both pools are always
+busy. Pure functions.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlannedSlice:
-    """One turn. ``slice`` counts within its token, replicas from 1; times in the unit of the plan's input."""
+    """One turn. ``slice`` counts within its token, ``replica`` from 1. Times have the unit of the plan's input."""
 
     batch: int
     token: int
@@ -31,7 +30,7 @@ class PlannedSlice:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """``events`` in the order of service. ``utilisation``: busy share of each pool while all batches are under way."""
+    """``events``: in the order of service. ``utilisation``: the busy share of each pool while all batches run."""
 
     n: int
     events: list[PlannedSlice]
@@ -46,17 +45,17 @@ def num_replicas(n: int) -> int:
 
 
 def replica_of(batch: int, turn: int, n: int, replicas: int = 0) -> int:
-    """The replica, from 1, of turn ``turn`` of ``batch``; ``turn`` runs on over tokens.
+    """The replica, from 1, of turn ``turn`` of ``batch``; turns are counted over all tokens.
 
-    ``replicas``: their number, where it is larger than n batches need; all of them take turns.
+    ``replicas``: their number, if there are more than n batches need; all of them are used.
     """
     return (batch + turn) % (replicas or num_replicas(n)) + 1
 
 
 def route(batch: int, step: int, layers: int, n: int, replicas: int = 0) -> tuple[list[int], list[int]]:
-    """For the StepPlan: the replica, from 0, that runs each slice of a step, and the one that takes each O.
+    """Returns, for a StepPlan, the replicas (from 0) that run each slice of a step, and those that receive each O.
 
-    Empty where there is one replica. ``step`` counts the rounds: a batch that sat some out comes back in phase.
+    Both lists are empty with one replica. ``step`` counts rounds, so a batch that skipped rounds stays in phase.
     """
     if (replicas or num_replicas(n)) == 1:
         return [], []
@@ -74,10 +73,10 @@ def rotation(
 ) -> PipelinePlan:
     """Plan ``tokens`` tokens of n batches.
 
-    ``slice_s[k]``, ``attention_s[k]``: time of slice k, of its attention. The first slice of a token includes the last
-    one of the token before and sampling. ``network_s``: the time that a turn waits for the network, both ways together,
-    without the hidden part; half of it comes before its attention. ``replicas``: see ``replica_of``. Raises ValueError
-    for what cannot be planned.
+    ``slice_s[k]``, ``attention_s[k]``: the time of slice k, and of its attention. The first slice of a token includes
+    the last one of the previous token, and sampling. ``network_s``: the time that a turn waits for the network, in both
+    directions, without what overlaps; half of it comes before its attention. ``replicas``: see ``replica_of``. Raises
+    ValueError for invalid numbers.
     """
     _check(n, slice_s, attention_s, tokens, network_s)
     layers = len(slice_s)
@@ -112,7 +111,7 @@ def rotation(
 def lower_bound(
     n: int, slice_s: Sequence[float], attention_s: Sequence[float], network_s: float = 0.0, replicas: int = 0
 ) -> float:
-    """Least time per token of all n batches: the memory pool's work, a replica's share of the slices, or one chain."""
+    """The lower bound of a token's time for n batches: memory pool, slices over the replicas, or one batch's chain."""
     slices, attention = sum(slice_s), sum(attention_s)
     chain = slices + attention + network_s * len(slice_s)
     return max(n * attention, n * slices / min(n, replicas or num_replicas(n)), chain)

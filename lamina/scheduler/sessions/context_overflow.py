@@ -63,7 +63,7 @@ def build_context_overflow(options: OverflowOptions, limit: int, stripe_round_to
     first = options.keep_first
     if limit - limit // ANSWER_DIVISOR - step - first < 1:
         raise ValueError(
-            f"--context-overflow truncate: a context of {limit} tokens has no room behind keep-first={first}, "
+            f"--context-overflow truncate: a context of {limit} tokens has no room after keep-first={first}, "
             f"the {step} of ratio={options.truncate_ratio:g} (whole steps of {unit}) and an answer: lower those, or "
             "raise --max-model-len"
         )

@@ -11,9 +11,7 @@ def parse_ranges(pairs: Sequence[Sequence[int]]) -> TokenRanges:
     """Ranges as a caller names them, joined. Raises ValueError for one that is no first and a stop after it."""
     for pair in pairs:
         if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
-            raise ValueError(
-                f"kv_discard: {list(pair)} is no range of tokens, as [128, 256] is: a first one, a stop behind it"
-            )
+            raise ValueError(f"kv_discard: {list(pair)} is no range [first, end) of tokens, such as [128, 256]")
     return union((int(first), int(stop)) for first, stop in pairs)
 
 

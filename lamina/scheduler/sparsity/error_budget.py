@@ -1,16 +1,16 @@
-"""Whether answers with some of the KV left out are within their budget of errors: statistics of tokens. Pure policy: no
-torch, no I/O, no clock.
+"""Monitors the errors of sparse attention against a budget, by a sequential test. Pure policy: no torch, no I/O.
 
-Of a token two things are measured against the same model with all KV: whether its most likely token is another one, and
-how far the distributions lie apart (KL, in nats, clipped so that one token cannot decide). Wrong tokens come in clumps,
-so the tokens of one completion are no independent witnesses, and each completion counts by its mean alone.
+Each token is compared with the same model on all KV. Two errors are measured: if the most likely token differs, and the
+KL divergence (nats, clipped so that one token cannot decide). Errors within a completion are correlated, so each
+completion counts by its mean alone.
 
-Somebody bets that the mean is above half of the budget: of all that he has he stakes a share on the mean of each
-completion, in the order of their first tokens, and is paid what would be fair if the truth were half of the budget.
-While it is, or is less, he is ever n times as rich with a chance of 1/n at most, whatever distribution there is (Ville
-1939; Waudby-Smith and Ramdas, arXiv 2010.09686). A completion that goes on counts by the least that it can come to, as
-if all of its tokens to come were right. So a look in the midst sees no more than one at the ends would, and it matters
-neither where in completions wrong tokens lie, nor how long they are, nor how many go on at once.
+The test is a betting martingale (Ville 1939; Waudby-Smith and Ramdas, arXiv 2010.09686). It bets that the mean error is
+above half of the budget. It stakes a share of its wealth on the mean of each completion, in the order of their first
+tokens. The payoff is fair if the true mean is half of the budget. If the true mean is at most that, the wealth ever
+grows n-fold with a probability of at most 1/n, whatever the distribution is.
+
+An unfinished completion counts as if all of its later tokens were right. So a test at any time claims no more than one
+at the end. It does not matter where in completions errors lie, how long completions are, or how many run at once.
 """
 
 from __future__ import annotations
@@ -22,111 +22,111 @@ from dataclasses import dataclass
 
 from lamina.config.sparsity import ErrorBudget
 
-MIN_TOKENS = 24  # tokens: a completion that has shown fewer counts less
-BET_FRACTIONS = 0.3, 0.9  # shares of what one has; half of all is bet with each, as neither pays best always
-MAX_KL = 1.0  # nats of one token that count
-FALSE_ALARM_RATE = 0.01  # of an alarm, ever, where the truth is at most half of the budget
+MIN_TOKENS = 24  # a completion with fewer tokens counts less
+BET_FRACTIONS = 0.3, 0.9  # shares of the wealth; half of the wealth is bet with each, since neither is always best
+MAX_KL = 1.0  # nats; a token's KL is clipped to this
+FALSE_ALARM_RATE = 0.01  # the probability of an alarm, ever, if the true mean is at most half of the budget
 
 
 @dataclass(eq=False)
 class CompletionErrors:
-    """A completion that has a shadow: what its tokens have shown."""
+    """The measured errors of a completion that is also decoded with all KV."""
 
-    max_tokens: int  # tokens that it will have shown, at most
+    max_tokens: int  # the most tokens that will be measured
     tokens: int = 0
     num_top1_changed: float = 0.0  # positions with another most likely token
     kl: float = 0.0  # nats, clipped
 
     def end(self, *, whole: bool) -> None:
-        """No more tokens come. One that has not seen its completion's end counts for nothing."""
+        """Record that no more tokens follow. ``whole``: the completion was measured to its end; else it is ignored."""
         if not whole:
             self.tokens, self.num_top1_changed, self.kl = 0, 0.0, 0.0
         self.max_tokens = self.tokens
 
 
 class ErrorMonitor:
-    """Over all sequences that keep or attend as much. Once it is over budget it stays so."""
+    """The test over all sequences with one sparsity. An alarm stays."""
 
     def __init__(self, budget: ErrorBudget) -> None:
         self._budget, self._seen = budget, CompletionErrors(0)
-        self._witnesses = deque[
-            CompletionErrors
-        ]()  # in the order of their first tokens, from the first one that goes on
+        self._open = deque[CompletionErrors]()  # by their first tokens, from the first one that is unfinished
         self._top1, self._kl = SequentialTest(budget.top1 / 2), SequentialTest(budget.kl / 2)
-        self.alarm = ""  # why; empty: it is not
+        self.alarm = ""  # the reason; "": no alarm
 
     @property
     def tokens(self) -> int:
-        """By which it was measured."""
+        """The number of measured tokens."""
         return self._seen.tokens
 
     @property
     def top1(self) -> float:
-        """Share of tokens whose most likely one would have been another, as far as it was seen."""
+        """The share of measured tokens whose most likely token differs."""
         return self._seen.num_top1_changed / max(1, self.tokens)
 
     @property
     def kl(self) -> float:
-        """Mean in nats, clipped."""
+        """The mean KL in nats, clipped."""
         return self._seen.kl / max(1, self.tokens)
 
     def add(self, completion: CompletionErrors, *, top1_changed: bool, kl: float) -> bool:
-        """One more token; whether it is over budget. A KL that is no number counts as the largest."""
+        """Add a token's errors. Returns True if there is an alarm. A KL that is not finite counts as the largest."""
         kl = min(max(kl, 0.0), MAX_KL) if math.isfinite(kl) else MAX_KL
         if not completion.tokens:
-            self._witnesses.append(completion)
+            self._open.append(completion)
         for each in (completion, self._seen):
             each.tokens, each.num_top1_changed, each.kl = (
                 each.tokens + 1,
                 each.num_top1_changed + top1_changed,
                 each.kl + kl,
             )
-        while self._witnesses and self._witnesses[0].tokens >= self._witnesses[0].max_tokens:
-            ended = self._witnesses.popleft()
+        while self._open and self._open[0].tokens >= self._open[0].max_tokens:
+            ended = self._open.popleft()
             self._top1.add_completion(ended.max_tokens, ended.num_top1_changed)
             self._kl.add_completion(ended.max_tokens, ended.kl)
-        self.alarm = self.alarm or self._look()
+        self.alarm = self.alarm or self._check()
         return bool(self.alarm)
 
-    def _look(self) -> str:
-        """An alarm takes both: more was seen than the budget allows, and half of it is not to be believed."""
-        budget, enough = self._budget, math.log(2.0 / FALSE_ALARM_RATE)  # half of the risk for each
+    def _check(self) -> str:
+        """The reason of an alarm: a measured mean exceeds the budget, and the test rejects half of the budget."""
+        budget, enough = self._budget, math.log(2.0 / FALSE_ALARM_RATE)  # half of the rate for each test
         if (
             self.top1 > budget.top1
-            and self._top1.log_wealth((w.max_tokens, w.num_top1_changed) for w in self._witnesses) > enough
+            and self._top1.log_wealth((c.max_tokens, c.num_top1_changed) for c in self._open) > enough
         ):
             return f"{self.top1:.1%} of {self.tokens} tokens would be others, {budget.top1:.1%} may be"
-        if self.kl > budget.kl and self._kl.log_wealth((w.max_tokens, w.kl) for w in self._witnesses) > enough:
+        if self.kl > budget.kl and self._kl.log_wealth((c.max_tokens, c.kl) for c in self._open) > enough:
             return f"{self.kl:.3f} nats of KL over {self.tokens} tokens, {budget.kl:.3f} may be"
         return ""
 
 
 class SequentialTest:
-    """That numbers in 0 .. 1, of which each completion has some, have a mean above ``mean``."""
+    """Tests if numbers in [0, 1], grouped by completions, have a mean above ``mean``."""
 
     def __init__(self, mean: float) -> None:
         self._mean, self._gains = mean, [0.0] * len(BET_FRACTIONS)
 
     def add_completion(self, count: int, total: float) -> None:
-        """A completion has shown ``count`` numbers, ``total`` together."""
-        self._gains = self._behind(self._gains, count, total)
+        """Add a finished completion with ``count`` numbers, whose sum is ``total``."""
+        self._gains = self._after(self._gains, count, total)
 
     def log_wealth(self, others: Iterable[tuple[int, float]]) -> float:
-        """Logarithm of how many times as rich as at first one is, behind as many of ``others``, in their order, as pay
-        best; of each the ``count`` and the ``total`` that it will have shown.
+        """The logarithm of the wealth over the initial wealth.
+
+        ``others``: the final count and the sum so far of unfinished completions, in order. The best of their prefixes
+        counts.
         """
-        gains, best = self._gains, _together(self._gains)
+        gains, best = self._gains, _log_mean(self._gains)
         for count, total in others:
-            gains = self._behind(gains, count, total)
-            best = max(best, _together(gains))
+            gains = self._after(gains, count, total)
+            best = max(best, _log_mean(gains))
         return best
 
-    def _behind(self, gains: list[float], count: int, total: float) -> list[float]:
-        """By stake, once one more completion is paid for."""
-        edge = (total - count * self._mean) / (max(count, MIN_TOKENS) * self._mean)  # of a stake of 1
+    def _after(self, gains: list[float], count: int, total: float) -> list[float]:
+        """The log wealth of each bet fraction after one more completion."""
+        edge = (total - count * self._mean) / (max(count, MIN_TOKENS) * self._mean)  # the gain of a stake of 1
         return [gain + math.log(1.0 + stake * edge) for gain, stake in zip(gains, BET_FRACTIONS, strict=True)]
 
 
-def _together(gains: list[float]) -> float:
+def _log_mean(gains: list[float]) -> float:
     most = max(gains)
     return most + math.log(sum(math.exp(gain - most) for gain in gains) / len(BET_FRACTIONS))

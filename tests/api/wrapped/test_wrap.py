@@ -278,5 +278,5 @@ def test_logits_that_are_no_numbers_end_the_call_and_say_so(wrapped: Any) -> Non
 def test_rows_beyond_what_decodes_at_once_are_refused_where_they_must_go_on_together(wrapped: Any) -> None:
     ids = torch.full((65, 1), 5)
     assert wrapped.generate(ids, max_new_tokens=2).shape == (65, 3)
-    with pytest.raises(ValueError, match="65 rows cannot go on together, at most 64 .* max_num_seqs=65"):
+    with pytest.raises(ValueError, match="65 rows cannot decode together, at most 64 .* max_num_seqs=65"):
         wrapped.generate(ids, max_new_tokens=2, no_repeat_ngram_size=2)

@@ -20,8 +20,8 @@ Completion = Callable[[random.Random], Shown]
 class HastyWatch(ErrorMonitor):
     """Takes what it has seen of a completion for all that there will be."""
 
-    def _look(self) -> str:
-        rich = self._top1.log_wealth((by.tokens, by.num_top1_changed) for by in self._witnesses) > math.log(200.0)
+    def _check(self) -> str:
+        rich = self._top1.log_wealth((by.tokens, by.num_top1_changed) for by in self._open) > math.log(200.0)
         return "hasty" * (rich and self.top1 > self._budget.top1)
 
 

@@ -56,7 +56,7 @@ def test_what_is_too_long_is_told_in_the_words_that_clients_look_for(path: str, 
         ({"stop": ["x", 5]}, "stop must be a string or a list of strings"),
         ({"priority": 10**4000}, f"priority must be at most 9223372036854775807, not 1{'0' * 63}"),
         ({"kv_discard": [[5, 1]]},
-         "kv_discard: [5, 1] is no range of tokens, as [128, 256] is: a first one, a stop behind it"),
+         "kv_discard: [5, 1] is no range [first, end) of tokens, such as [128, 256]"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_told_as_what_it_must_be(body: Any, text: str) -> None:
