@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 where a host is not up; raises ValueError for bad input."""
+    """Returns the exit status: 1 if a host is not up, else 0. Raises ValueError for bad input."""
     if not is_file(args.target):
         return _existing(args)
     cluster = read_cluster(args.target)
@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _existing(args: argparse.Namespace) -> int:
-    """A cluster that somebody else keeps: there is nothing to start or to end."""
+    """Shows a cluster that was started elsewhere, so that this command neither starts nor ends it."""
     from lamina.executor.hosts.ray_cluster import deployments_of, hosts_of, joined
 
     if args.action == "down":
-        raise ValueError(f"{args.target} was not started from a file: whoever started that Ray ends it")
+        raise ValueError(f"{args.target} was not started from a file: end that Ray where it was started")
     with joined(args.target) as ray:
         for host in hosts_of(ray):
             print(f"{host.address}  up  {_free(host.resources)}")
@@ -135,7 +135,7 @@ def _keeps(host: HostEntry) -> str:
 
 
 def _resources(arguments: Sequence[str]) -> dict[str, float]:
-    """The resources that ``ray start`` was told of."""
+    """The ``--resources`` of ``ray start``."""
     resources: dict[str, float] = json.loads(dict(pairwise(arguments)).get("--resources", "{}"))
     return resources
 
@@ -213,7 +213,7 @@ def _try_all(
 
 
 def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str, Any]:
-    """Have a host do something; what it is told goes by stdin, where no list of processes shows it."""
+    """Run a command on a host. Its order goes by stdin, so that no list of processes shows it."""
     command, environment = _node(cluster, host)
     try:
         done = subprocess.run(
@@ -225,7 +225,7 @@ def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str
         raise OSError(f"{host.address} did not answer in {START_S + ORDER_S:g} s") from None
     except (ValueError, IndexError):
         stderr = " ".join(done.stderr.split()) or "nothing"
-        raise OSError(f"{host.address} cannot be told what to do: {shlex.join(command)} says {stderr}") from None
+        raise OSError(f"{host.address} cannot be reached: {shlex.join(command)} prints {stderr}") from None
     if "error" in answer:
         raise OSError(f"{host.address}: {answer['error']}")
     return answer

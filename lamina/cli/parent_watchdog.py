@@ -28,7 +28,7 @@ def main(line: int, folder: str) -> None:
 def _follow(line: int, folder: str) -> None:
     while os.read(line, 1):
         pass
-    for pid in descendants_of(os.getpid()):  # those that a drill has stopped hear of nobody's end
+    for pid in descendants_of(os.getpid()):  # a process that a drill has stopped does not end by itself
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)

@@ -158,7 +158,7 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     with _journal(model, config) as journal, listener(config) as sock:
         url = _url(config, sock)
         START.get(worker_environment(0))
-        importing = LowPriorityCall(_run_server, "lamina-import")  # beside the warm process
+        importing = LowPriorityCall(_run_server, "lamina-import")  # while the warm process imports, too
         start = StartEngine(
             model=model,
             tokenizer=config.tokenizer,
@@ -179,7 +179,7 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
 
 @contextmanager
 def _journal(model: str, config: ServerConfig) -> Iterator[Journal | None]:
-    """Opened before anything is started: what is wrong with it is said at once."""
+    """Opens the journal before anything is started, so that its errors come at once."""
     if not config.journal:
         yield None
         return
@@ -217,7 +217,7 @@ def listener(config: ServerConfig) -> Iterator[socket.socket]:
 
 @contextmanager
 def _unix_listener(path: str) -> Iterator[socket.socket]:
-    """In the place of a socket that a server has left behind, and of nothing else; gone at the end."""
+    """Listens at ``path`` and removes it at the end. Replaces the socket of a dead server, and no other file."""
     failed = f"cannot listen on --uds {path}"
     with _claim(path, failed), socket.socket(socket.AF_UNIX) as sock:
         try:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 where the worker or the driver was lost; raises ValueError for bad input."""
+    """Returns the exit status: 1 if the worker or the driver was lost, else 0. Raises ValueError for bad input."""
     match = _WORKER.fullmatch(args.worker)
     if match is None:
         raise ValueError(f"{args.worker} is no worker: name one of {', '.join(ROLES)}, or memory-0")

@@ -101,8 +101,8 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
     ] = 512
     enable_prefix_caching: Annotated[
         bool | None,
-        "keep the KV of finished requests while nobody needs its blocks, for prompts that begin with the same tokens; "
-        "unset = yes, unless the model is a torch.nn.Module, whose weights may change",
+        "keep the KV of finished requests until its blocks are needed, for prompts that begin with the same tokens. "
+        "Unset = yes, unless the model is a torch.nn.Module, whose weights may change",
     ] = None
     preemption_mode: Annotated[
         str,
@@ -130,7 +130,7 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
 
     compute_device: Annotated[
         str,
-        "device of compute and prefill workers: cpu; cuda (a GPU for each, in turn); cuda:N; or auto (cuda where "
+        "device of compute and prefill workers: cpu, cuda (a GPU for each, in turn), cuda:N, or auto (cuda where "
         "torch has it). The default is not auto while GPUs are not yet measured",
     ] = "cpu"
     memory_device: Annotated[str, "the same for memory workers; the KV cache is in the memory of this device"] = "cpu"
@@ -150,9 +150,8 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
     prefill_kv_memory: Annotated[
         str,
         ParsedBy(check_size),
-        "memory on each prefill worker for K and V of prompts, such as 4GiB: of the prompt under way, and of earlier "
-        "ones with which later prompts may begin; auto = room for 8 of the longest, for all workers together at most "
-        "an eighth of the free memory",
+        "memory on each prefill worker for the K and V of its prompt and of earlier prompts, such as 4GiB. auto = room "
+        "for 8 of the longest prompts; all workers together take at most an eighth of the free memory",
     ] = "auto"
     compute_threads: Annotated[int, Meta(ge=0, le=MOST_THREADS), "threads of the compute worker; 0 = all cores"] = 0
     memory_threads: Annotated[
@@ -161,8 +160,8 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
     cores: Annotated[
         tuple[Cores, ...] | str,
         ParsedBy(parse_core_lists),
-        "cores of each worker (compute workers, then memory workers, then prefill workers), such as 0-3/4,5/6,7; "
-        "auto = cores of their own where they work at once; empty = the system places them",
+        "cores of each worker (compute workers, then memory workers, then prefill workers), such as 0-3/4,5/6,7. "
+        "auto = separate cores for workers that run at once; empty = the system chooses",
     ] = ()
 
     def __post_init__(self) -> None:
@@ -187,8 +186,8 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
 
     transport: Annotated[
         str,
-        "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5, gin; "
-        "empty = shm, or loopback where all workers compute on one GPU, or auto over Ray",
+        "transport between the pools: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5, gin. "
+        "Empty = shm, or loopback if all workers compute on one GPU, or auto over Ray",
     ] = ""
     memory_addresses: Annotated[
         tuple[str, ...], ParsedBy(parse_list), "where memory workers listen, one each, by comma; empty = any free place"

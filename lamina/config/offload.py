@@ -35,8 +35,8 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
     kv_eviction_policy: Annotated[
         str,
         Choices(EVICTION_POLICIES),
-        "pages that give way first in host memory or in the directory: used the longest ago (lru), the first to come "
-        "(fifo), used the fewest times (lfu), furthest from the beginning of their sequence (length)",
+        "pages that are evicted first from memory and the directory: least recently used (lru), first stored "
+        "(fifo), least often used (lfu), or furthest from the beginning of their sequence (length)",
     ] = "lru"
     kv_load_failure_policy: Annotated[
         str,
@@ -45,8 +45,8 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
     ] = "recompute"
     decode_only: Annotated[
         bool,
-        "give every prompt K and V of zeros in place of its own, and compute its last token alone: to measure decoding "
-        "without prompts, as the paper does; the answers mean nothing",
+        "give every prompt K and V of zeros, and compute its last token alone. It measures decoding without prompts, "
+        "as the paper does; the answers mean nothing",
     ] = False
 
     def __post_init__(self) -> None:

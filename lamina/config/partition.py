@@ -109,11 +109,11 @@ class Partition(msgspec.Struct, frozen=True):
 
 
 def by_head(kv_heads: Sequence[int], weights: Sequence[float], stripe_chunks: int = 1) -> Partition:
-    """Whole heads, in order (arXiv 2405.01814 section 5). A head on the border of two workers is shared by tokens.
+    """Whole heads, in order (arXiv 2405.01814 section 5). Two workers share a head on their border by tokens.
 
-    ``kv_heads[i]``: layer i's number of KV heads; ``weights[w]``: memory worker w's part of the work, in any unit;
-    ``stripe_chunks``: chunks of a sequence that stay together where tokens are shared. Raises ValueError where a worker
-    would get nothing.
+    ``kv_heads[i]``: layer i's number of KV heads. ``weights[w]``: memory worker w's part of the work, in any unit.
+    ``stripe_chunks``: chunks of a sequence that stay together if tokens are shared. Raises ValueError if a worker would
+    get nothing.
     """
     return _partition(kv_heads, weights, lambda heads: [1] * heads, stripe_chunks)
 
@@ -129,8 +129,10 @@ def by_request(kv_heads: Sequence[int], weights: Sequence[float], stripe_chunks:
 
 
 def by_spill(kv_heads: Sequence[int], weights: Sequence[float], stripe_chunks: int = 1) -> Partition:
-    """Every sequence whole on one memory worker, but for the stripes that do not fit there (arXiv 2401.02669): so many
-    finer than those of ``by_token`` that little of a worker is left unused. Arguments and errors as of ``by_head``.
+    """Every sequence whole on one memory worker, except stripes that do not fit there (arXiv 2401.02669).
+
+    Stripes are finer than those of ``by_token``, so that little of a worker stays unused. Arguments and errors as of
+    ``by_head``.
     """
     partition = _partition(kv_heads, weights, lambda heads: [heads], max(1, stripe_chunks // SPILL_STRIPES_FACTOR))
     return msgspec.structs.replace(partition, single_shard=partition.stripe_chunks > 0)

@@ -49,10 +49,9 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
     kv_sparsity: Annotated[
         str,
         Choices(KV_SPARSITY_MODES),
-        "KV that a sequence keeps and attends: all (none); in most layers only the blocks that its last queries "
-        "attend most (evict), so that more sequences fit; or it keeps all, and each query attends only the blocks "
-        "that may matter to it (select), so that a step takes less time. Answers may differ. A request may ask for "
-        "none",
+        "KV that a sequence keeps and attends. none: all. evict: in most layers it keeps only the blocks that its last "
+        "queries attend most, so that more sequences fit. select: it keeps all, and each query attends only the blocks "
+        "that may matter to it, so that a step takes less time. Answers may differ. A request may ask for none",
     ] = "none"
     kv_budget: Annotated[
         int,
@@ -70,9 +69,9 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
     ] = 4
     kv_error_budget: Annotated[
         str,
-        "how far answers may be from answers with all KV, as top1=0.1,kl=0.1,shadow=0.05 "
-        "(default): the share of tokens that may differ, nats of KL, and the share of completions that are computed "
-        "with all KV too, to measure both. Where it is exceeded, kv_budget doubles; in the end all KV stays",
+        "how far answers may be from answers with all KV; the default is top1=0.1,kl=0.1,shadow=0.05. top1: the share "
+        "of tokens that may differ; kl: nats of KL. shadow: the share of completions that are also computed with all "
+        "KV, to measure both. If the budget is exceeded, kv_budget doubles; in the end all KV stays",
     ] = ""
 
     @property
@@ -116,7 +115,7 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
         always = -(-self.kv_sink // block_size) + -(-self.kv_recent // block_size) + 1  # the last block may be begun
         if self.kv_budget < (always + 1) * block_size:
             raise ValueError(
-                f"--kv-sparsity {self.kv_sparsity}:budget={self.kv_budget} has no room beside sink={self.kv_sink} and "
+                f"--kv-sparsity {self.kv_sparsity}:budget={self.kv_budget} has no room after sink={self.kv_sink} and "
                 f"recent={self.kv_recent}, which take {always} blocks of {block_size} tokens: use at least "
                 f"{(always + 1) * block_size}"
             )

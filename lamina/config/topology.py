@@ -27,21 +27,21 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     memory_weights: Annotated[
         tuple[float, ...] | str,
         ParsedBy(parse_weights),
-        "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory, at "
+        "each memory worker's part of the work, such as 0.7,0.3. measured = by how fast each reads its memory, at "
         "the start and while a server runs; empty = equal parts",
     ] = ()
     partition: Annotated[
         str,
         Choices(tuple(PARTITIONS)),
-        "how memory workers share the KV cache: by KV heads (head; by tokens of a head where heads do not divide), by "
-        "tokens of every sequence (token), by whole sequences (request), or by whole sequences but for parts that do "
-        "not fit (spill)",
+        "how memory workers share the KV cache. head: by KV heads, and by tokens of a head if heads do not divide. "
+        "token: by tokens of every sequence. request: by whole sequences. spill: by whole sequences, except parts that "
+        "do not fit",
     ] = "head"
     kv_parity: Annotated[
         int,
         Meta(ge=0, le=1),
-        "1 = one more memory worker keeps the exclusive or of all others' K and V: KV of a lost one comes back over "
-        "--transport, and is not computed again; 0 = none",
+        "1 = one more memory worker keeps the XOR of all others' K and V. The KV of a lost worker is then rebuilt over "
+        "--transport, not recomputed; 0 = none",
     ] = 0
     pipeline: Annotated[
         int | str,
@@ -49,8 +49,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     ] = 1
     plan: Annotated[
         str,
-        "auto:n = measure at the start how long both pools and their link take, and serve by it: up to n batches, on "
-        "n - 1 replicas, and --memory-weights measured; auto = auto:2; empty = as the options say",
+        "auto:n = measure both pools and their link at the start, and choose up to n batches on n - 1 replicas, with "
+        "--memory-weights measured. auto = auto:2; empty = as the options say",
     ] = ""
     tensor_parallel_size: Annotated[
         int,
@@ -60,8 +60,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     collective: Annotated[
         str,
         Choices(COLLECTIVES),
-        "how these ranks add up their parts: mesh (through the hosts, over --transport), nccl (from GPU to GPU), or "
-        "auto (nccl where each rank has a GPU of one host to itself, else mesh)",
+        "all-reduce of these ranks. mesh: through the hosts, over --transport. nccl: from GPU to GPU. auto: nccl if "
+        "each rank has a GPU of one host to itself, else mesh",
     ] = "auto"
     prefill_workers: Annotated[
         int,

@@ -26,9 +26,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Everything about the HTTP side. Lists are separated by commas; 0 or "" switches a thing off unless said
-    otherwise.
-    """
+    """The options of the HTTP server. Lists are separated by commas; 0 or "" switches a feature off by default."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 = any free one, which is printed")

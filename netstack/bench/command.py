@@ -28,7 +28,7 @@ from .server import serve, watch_life_line
 SIZES = "8,64,256,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB"
 DEVICES = {"cpu": (), "cuda": ("cuda", "mlx5", "gin")}  # the caller -> transports with kernels for it; none: any
 FANS = [name for name, pattern in PATTERNS.items() if pattern.fans]
-BESIDE = ("gemm",)
+BACKGROUND_LOADS = ("gemm",)
 
 
 def listen(scheme: str, address: str, key: bytes, cores: Sequence[int], idle_s: float) -> None:
@@ -82,8 +82,8 @@ def parser() -> argparse.ArgumentParser:
         f"{', '.join(WINDOWED)} (default: %(default)s)")  # fmt: skip
     add("--rate", default="10000", metavar="PER_S[,PER_S...]", help="queries/s that the pattern rate offers; each is a "
         "measurement (default: %(default)s)")  # fmt: skip
-    add("--beside", default="", metavar="NAME", help=f"the load during measurements: {', '.join(BESIDE)} (products of "
-        "matrices on the cores that --cores leaves over, or on all)")  # fmt: skip
+    add("--background", default="", metavar="NAME", help="the load during measurements: "
+        f"{', '.join(BACKGROUND_LOADS)} (products of matrices on the cores that --cores leaves over, or on all)")  # fmt: skip
     add("--samples", default="", metavar="FILE", help="append every sample, in microseconds, as JSON lines")
     add("--cores", default="auto", help="the client's core, then the servers': 0,1 (auto: the first of this process, "
         "none: not bound; default: %(default)s)")  # fmt: skip
@@ -101,7 +101,7 @@ def names(flag: str, text: str, known: Sequence[str]) -> list[str]:
     chosen = [name.strip() for name in text.split(",")]
     for name in chosen:
         if name not in known:
-            raise ValueError(f"unknown {flag} {name!r}; choose of {', '.join(known)}")
+            raise ValueError(f"unknown {flag} {name!r}; choose from {', '.join(known)}")
     return chosen
 
 
@@ -142,17 +142,17 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
     known = [pattern for pattern in PATTERNS if any(pattern in DRIVERS[driver] for driver in drivers)]
     if strange := set(patterns) - set(known):
         flag = f"--driver {drivers[0]}" if not DEVICES[args.device] else f"--device {args.device}"
-        raise ValueError(f"{flag} has no pattern {min(strange)}; choose of {', '.join(known)}")
+        raise ValueError(f"{flag} has no pattern {min(strange)}; choose from {', '.join(known)}")
     sizes = [parse_size(text) for text in args.sizes.split(",")]
     most = max(size.query for size in sizes)
     if not 1 <= args.window <= WINDOW_MAX:
         raise ValueError(f"--window must be 1 to {WINDOW_MAX}, not {args.window}")
     if set(patterns) & set(WINDOWED) and args.window * most > BYTES_MAX:
         raise ValueError(f"--window {args.window}: messages of {most} B are more than 1 GiB together; name fewer")
-    if args.beside not in ("", *BESIDE):
-        raise ValueError(f"unknown --beside {args.beside!r}; choose of {', '.join(BESIDE)}")
-    if args.beside and DEVICES[args.device]:
-        raise ValueError(f"--beside {args.beside} is of --device cpu; for a GPU, see perf/gpu_suite.py")
+    if args.background not in ("", *BACKGROUND_LOADS):
+        raise ValueError(f"unknown --background {args.background!r}; choose from {', '.join(BACKGROUND_LOADS)}")
+    if args.background and DEVICES[args.device]:
+        raise ValueError(f"--background {args.background} is of --device cpu; for a GPU, see perf/gpu_suite.py")
     if args.samples:
         try:
             Path(args.samples).open("a").close()
@@ -171,7 +171,7 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
         rates=rates_of(args.rate),
         cores=cores_of(args.cores),
         samples=args.samples,
-        beside=args.beside,
+        background=args.background,
     )
 
 
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     key = cluster_key()
     if args.device not in DEVICES:
-        raise ValueError(f"unknown --device {args.device!r}; choose of {', '.join(DEVICES)}")
+        raise ValueError(f"unknown --device {args.device!r}; choose from {', '.join(DEVICES)}")
     remote = args.listen is not None or args.connect is not None
     if remote and args.listen is not None and args.connect is not None:
         raise ValueError("--listen and --connect exclude each other: one on each host")

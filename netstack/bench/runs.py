@@ -44,7 +44,7 @@ class BenchPlan:
     rates: list[float]
     cores: list[int]  # the client's, then the servers'; empty: none is bound
     samples: str  # a file's name; empty: none is written
-    beside: str  # the load during measurements; empty: none
+    background: str  # the load during measurements; empty: none
 
     def jobs(self) -> Iterator[tuple[Job, float]]:
         """Yield each job with the offered queries a second; 0: each query leaves after the last reply."""
@@ -127,12 +127,12 @@ def with_background_load(plan: BenchPlan) -> Iterator[Callable[[], dict[str, Any
     """Run the plan's load during the block, on cores that the sides do not use, or on all if there are none. Yields a
     function that returns its facts for a row.
     """
-    if not plan.beside:
+    if not plan.background:
         yield dict
         return
     own = os.sched_getaffinity(0)
     with BackgroundGemm(sorted(own - {*plan.cores} or own)) as load:
-        yield lambda: {"beside": load.facts()}
+        yield lambda: {"background": load.facts()}
 
 
 def run(plan: BenchPlan, key: bytes, connect: Sequence[str], *, as_json: bool) -> None:

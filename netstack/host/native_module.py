@@ -7,6 +7,6 @@ try:
 except ImportError as error:
     raise ImportError(
         f"transports between processes need the native module lamina.netstack.host._netstack, which did not load "
-        f"({error}); install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use "
-        "the transport 'loopback'"
+        f"({error}): install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again. "
+        "Without it there is the transport 'loopback'"
     ) from error

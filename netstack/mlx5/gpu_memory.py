@@ -113,6 +113,6 @@ class Mailbox:
 def doorbell_fault(error: CudaError) -> str:
     """Return the warning for a driver that does not map a NIC's registers."""
     return (
-        f"the GPU may not ring the NIC ({error}): a thread of this host rings for it; run as root, or load nvidia with "
-        'NVreg_RegistryDwords="PeerMappingOverride=1;", and it does so itself'
+        f"the GPU may not ring the NIC ({error}), so a thread of this host does. To change this, run as root, or load "
+        'nvidia with NVreg_RegistryDwords="PeerMappingOverride=1;"'
     )

@@ -189,7 +189,7 @@ def test_a_dropped_block_is_neither_written_nor_dropped_again() -> None:
         ({"kv_budget": 512}, "--kv-sparsity evict:budget= is not for --kv-sparsity none: say evict or select"),
         (
             {"kv_sparsity": "evict", "kv_budget": 64},
-            "--kv-sparsity evict:budget=64 has no room beside sink=4 and recent=64",
+            "--kv-sparsity evict:budget=64 has no room after sink=4 and recent=64",
         ),
         ({"kv_sparsity": "select", "kv_budget": 64}, "--kv-sparsity select:budget=64 has no room"),
         ({"kv_sparsity": "some"}, "kv.sparsity"),

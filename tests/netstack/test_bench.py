@@ -79,10 +79,10 @@ def test_every_pattern_between_processes(scheme: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_products_go_on_beside_a_measurement() -> None:
-    done = command("--transport", "tcp", "--sizes", "8,64", "--count", "20", "--beside", "gemm", "--json")
+    done = command("--transport", "tcp", "--sizes", "8,64", "--count", "20", "--background", "gemm", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     for row in map(json.loads, done.stdout.splitlines()):
-        load = row["beside"]
+        load = row["background"]
         assert load["gemm"] == 512
         assert set(load["cores"]) <= os.sched_getaffinity(0)
         assert load["gflop/s alone"] > 0.0
@@ -189,8 +189,8 @@ def test_a_killed_client_leaves_no_server() -> None:
         (["--pattern", "stream", "--window", "64", "--sizes", "32MiB"], "--window 64: messages of 33554432 B"),
         (["--cores", "12345"], "--cores: 12345 is not among"),
         (["--cores", "a"], "--cores must be"),
-        (["--beside", "yoga"], "unknown --beside 'yoga'; choose of gemm"),
-        (["--beside", "gemm", "--device", "cuda"], "--beside gemm is of --device cpu"),
+        (["--background", "yoga"], "unknown --background 'yoga'; choose from gemm"),
+        (["--background", "gemm", "--device", "cuda"], "--background gemm is of --device cpu"),
         (["--samples", "/nowhere/x"], "--samples /nowhere/x: No such file or directory; name a file"),
         (["--driver", "native", "--pattern", "fan"], "--driver native has no pattern fan"),
         (["--device", "gpu"], "unknown --device 'gpu'; choose of cpu, cuda"),

@@ -111,7 +111,7 @@ def truncation_message(tokenizer: Any, prompts: Sequence[str], max_tokens: int, 
     if longest + max_tokens <= limit:
         return ""
     return (
-        f"--max-tokens {max_tokens} is cut to {limit - longest} behind a prompt of {longest} tokens: a sequence has "
+        f"--max-tokens {max_tokens} is cut to {limit - longest} after a prompt of {longest} tokens: a sequence has "
         f"at most {limit} (--max-model-len)"
     )
 

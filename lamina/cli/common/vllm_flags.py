@@ -46,8 +46,9 @@ WORDS = {
 
 
 def translated(args: Sequence[str], known: Collection[str]) -> list[str]:
-    """``args`` with flags and values by the names that they have here, less those that mean nothing here, of which a
-    line on stderr tells; ``known``: the flags that there are.
+    """Returns ``args`` with vLLM's flags and values replaced by Lamina's. ``known``: Lamina's flags.
+
+    Flags without a meaning here are left out, with a line on stderr for each.
     """
     out, model_first = list[str](), bool(args) and not args[0].startswith("-")  # else one value may be the MODEL
     for arg in args:

@@ -75,5 +75,5 @@ def _dismiss(args: argparse.Namespace) -> int:
     body = {"memory_worker": worker} if host is None else {"host": host}
     answer = request(args, "/drain", body, args.timeout_s or ASK_S, "memory_workers", "pause_s")
     left, pause_s = answer["memory_workers"], answer["pause_s"]
-    print(f"{who} {'has' if host is None else 'have'} gone; {left} left; streams paused for {pause_s:.2f} s")
+    print(f"{who} {'has' if host is None else 'have'} gone, {left} left; streams paused for {pause_s:.2f} s")
     return 0

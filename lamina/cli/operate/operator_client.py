@@ -49,8 +49,9 @@ def check_worker(number: int) -> None:
 
 
 def request(args: argparse.Namespace, path: str, body: Mapping[str, Any], limit_s: float, *has: str) -> dict[str, Any]:
-    """Return the server's answer, which ``has`` these fields, within so many seconds. Raises ValueError where the asker
-    can put it right, OSError where nobody answers, WorkerError where the server cannot.
+    """Returns the server's answer, which must have the fields ``has``, within ``limit_s`` seconds.
+
+    Raises ValueError for bad input, OSError if the server does not answer, and WorkerError if it fails.
     """
     key = args.admin_key or os.environ.get("LAMINA_ADMIN_KEY", "")
     if not key:

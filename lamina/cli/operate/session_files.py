@@ -1,4 +1,4 @@
-"""Files of exported sessions: encrypted, and for nobody else to read. A conversation is told by its tokens."""
+"""Files of exported sessions: encrypted, and readable only by their owner. They contain the conversation's tokens."""
 
 from __future__ import annotations
 

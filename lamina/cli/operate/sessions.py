@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0. Raises ValueError where the asker can put it right, OSError where nobody answers, WorkerError."""
+    """Returns exit status 0. Raises ValueError for bad input, OSError if no server answers, and WorkerError."""
     if args.action == "advise":
         return session_advice.run(args)
     check_url(args.url)

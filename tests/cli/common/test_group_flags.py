@@ -183,7 +183,7 @@ def test_an_old_name_beside_the_new_one_is_refused(
         (["--limits", "n=many"], "--limits n= must be a whole number, not 'many'"),
         (["--timeouts", "body=x"], "--timeouts body= must be a number of seconds, or a time such as 500ms, not 'x'"),
         (["--context-overflow", "truncate:ratio=x"], "--context-overflow truncate:ratio= must be a number, not 'x'"),
-        (["--kv-sparsity", "evict:budget=64"], "--kv-sparsity evict:budget=64 has no room beside sink=4 and recent=64"),
+        (["--kv-sparsity", "evict:budget=64"], "--kv-sparsity evict:budget=64 has no room after sink=4 and recent=64"),
         (
             ["--prefill-policy", "mooncake:threshold=0.5"],
             "--prefill-policy mooncake:threshold= must be at least 1",

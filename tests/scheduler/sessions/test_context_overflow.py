@@ -85,7 +85,7 @@ def test_lanes_and_pages_stay_whole() -> None:
     )
     assert of == ContextOverflow(4096, 0, 1536, 384)
     assert build_context_overflow(OverflowOptions(), 4096, 0) is None
-    with pytest.raises(ValueError, match="no room behind keep-first=128, the 256 of ratio=0.5"):
+    with pytest.raises(ValueError, match="no room after keep-first=128, the 256 of ratio=0.5"):
         build_context_overflow(TRUNCATE, 512, 256)
 
 
