@@ -1,5 +1,6 @@
-"""Has waiting sequences join batches: where they begin, and what gives way to them. Pure policy: no torch, no I/O, no
-clock.
+"""Admission: lets waiting sequences join batches, chooses how they begin, and evicts retained KV for them.
+
+Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from .kv_manager.allocator import Allocation, KvAllocator, subtract
 from .sequence import Sequence
 from .starts import Candidates, DecodePlacement, KvStart, Verdict, start_op
 
-MAX_AFFINITY_KEYS = 1 << 14  # kin whose last place is known
+MAX_AFFINITY_KEYS = 1 << 14  # affinity keys whose last place is remembered
 
 
 @dataclass
 class _RoundBudget:
-    """The room of a round for newcomers: by batch, the prompt tokens that its chunk still takes, and what its attention
-    reads; and the blocks that are left.
-    """
+    """The budget of a round for new sequences: prompt tokens and the load of attention by batch, and blocks."""
 
     batches: Several[Batch]
     budgets: list[int]
@@ -34,7 +33,7 @@ class _RoundBudget:
 
 
 class Admission:
-    """Admits. ``max_num_seqs``: that run at once."""
+    """Admits waiting sequences. ``max_num_seqs``: the limit of running ones."""
 
     def __init__(
         self,
@@ -53,15 +52,16 @@ class Admission:
         ]()  # where each has begun last, the one that did so first before others
 
     def next_sequence_id(self) -> int:
-        """Return the id of a new sequence: no other one has had it."""
+        """Return a sequence id that was never used before."""
         self.next_id += 1
         return self.next_id - 1
 
     def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
-        """Deal waiting sequences to the batches while there is room for all of their known tokens. The first sequence
-        without room holds up later ones, so that none starves; a shadow holds up none. Each goes to the
-        batch that reads least among the batches whose next chunk has room for its tokens: so all chunks are filled.
-        Blocks of sequences that have ended or were preempted count from the next round on.
+        """Let waiting sequences join batches while all of their known tokens have room.
+
+        A sequence without room holds up later ones, so that none starves; a hidden one holds up none. A sequence joins
+        the batch with the least load among those whose next chunk has room, so all chunks are filled. Blocks of ended
+        and preempted sequences are free from the next round on.
         """
         running = _running(batches)
         if running and waiting and self._must_wait(waiting[0]):
@@ -70,7 +70,7 @@ class Admission:
         budgets = [self._chunk_policy.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
         left = self._allocator.free_after(running, {s: c for w in wanted for s, c in w.items()})
         here = _RoundBudget(batches, budgets, [b.load for b in batches], left)
-        aside = list[Sequence]()  # they wait for KV that others load
+        aside = list[Sequence]()  # those that wait for KV that others load
         while waiting and len(_running(batches)) < self._max_num_seqs:
             begins = self._begin(waiting[0], here)
             if begins is Verdict.HOLDS_UP and not waiting[0].is_hidden:
@@ -81,14 +81,14 @@ class Admission:
         waiting.extendleft(reversed(aside))
 
     def _begin(self, sequence: Sequence, here: _RoundBudget) -> Verdict:
-        """Have the first of the waiting sequences join a batch, if it can."""
+        """Let the first waiting sequence join a batch, if it can."""
         candidates = Candidates(sequence, here.batches, self._chunk_policy, alone=not _running(here.batches))
         self._features.find_starts(candidates)
         if candidates.verdict is not Verdict.BEGINS:
             return candidates.verdict
         able = self._batches_with_rows(candidates, here.budgets)
         if not able or sequence.num_output_placeholders:
-            return Verdict.HOLDS_UP  # a preempted one whose last token is still being drawn waits
+            return Verdict.HOLDS_UP  # preempted, and its last token is still being sampled
         to = min(able, key=here.loads.__getitem__)
         fit = self._find_room(candidates, here, here.batches[to])
         if fit is None:
@@ -104,11 +104,11 @@ class Admission:
         return Verdict.BEGINS
 
     def _must_wait(self, first: Sequence) -> bool:
-        """True if the first one that waits, and so all after it, surely waits on, while others run: a quick look."""
+        """True if the first waiting sequence cannot start now, nor can later ones. Must be fast; False may be wrong."""
         return not first.is_hidden and not self._features.may_start(first) and self._allocator.can_never_fit(first)
 
     def _batches_with_rows(self, candidates: Candidates, budgets: list[int]) -> list[int]:
-        """The batches whose next chunk has room for some of its tokens, and which it may join."""
+        """The batches that a sequence may join, and whose next chunk has room for some of its tokens."""
         sequence, begun = candidates.sequence, candidates.num_stored_tokens
         missing = sequence.num_tokens_with_placeholders - begun
         able = [
@@ -121,7 +121,7 @@ class Admission:
         return able
 
     def _find_room(self, candidates: Candidates, here: _RoundBudget, batch: Batch) -> Allocation | None:
-        """Room for the best of its starts that finds some."""
+        """The allocation for the best start that has room; None if none has."""
         ways: list[KvStart | None] = [*candidates.starts, *([None] if candidates.may_begin_anew else ())]
         for way in ways:
             fit, here.left = self._evict_for(here.batches, batch, candidates.sequence, way, here.left)
@@ -130,7 +130,7 @@ class Admission:
         return None
 
     def _reason(self, sequence: Sequence, fit: Allocation) -> str:
-        """Return why it begins there."""
+        """Return the reason for the sequence's place, for the decision log."""
         if fit.start is not None:
             return "its beginning is loaded there" if fit.start.source is None else "its beginning lies there"
         near_affinity = bool(sequence.affinity_key) and self._affinity.get(sequence.affinity_key) == fit.location
@@ -143,12 +143,12 @@ class Admission:
         sequence.num_computed_tokens = sequence.num_cached_tokens = op.length if isinstance(op, Fork) else 0
         self._remember(sequence)
         first = candidates.batches[0] if isinstance(op, Fork) else batch
-        first.ops.append(op)  # before its source may go, in another batch's plan
+        first.ops.append(op)  # before another batch's plan may free its source
         batch.running.append(sequence)
         batch.ops += self._features.on_started(candidates, start)
 
     def _remember(self, sequence: Sequence) -> None:
-        """Remember where the next ones of its kin are to begin."""
+        """Remember the place for later sequences with the same affinity key."""
         if sequence.affinity_key:
             self._affinity[sequence.affinity_key] = sequence.location
             self._affinity.move_to_end(sequence.affinity_key)
@@ -163,9 +163,11 @@ class Admission:
         start: KvStart | None,
         left: list[int],
     ) -> tuple[Allocation | None, list[int]]:
-        """Find where a waiting sequence of ``batch`` can begin, and the blocks left before it does. Retained ones give
-        way, the least recently used first, if they suffice. If nothing runs, all do, since what they share counts as
-        free in the next round only. The source of its start stays, and so do those of this round's forks, which share.
+        """Find an allocation for a waiting sequence by evicting retained ones. Returns it with the blocks left before.
+
+        The least recently used are evicted first, and only if that suffices. If nothing runs, all are evicted, since
+        blocks that they share are free in the next round only. The source of its start stays, and so do the sources of
+        this round's forks.
         """
         running, gone, more = _running(batches), list[int](), left
         sources = {op.source for each in batches for op in each.ops if isinstance(op, Fork)}

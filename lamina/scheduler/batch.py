@@ -1,4 +1,4 @@
-"""Batches: who is in which, and who waits. Pure policy: no torch, no I/O, no clock."""
+"""Batches of running sequences, and the queue of waiting ones. Pure policy: no torch, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sequence import Sequence
 
 @dataclass
 class Batch:
-    """Sequences that take their steps together."""
+    """Running sequences that share their steps."""
 
     index: int
     running: list[Sequence] = field(default_factory=list)
@@ -25,27 +25,25 @@ class Batch:
 
     @property
     def load(self) -> int:
-        """Tokens that its attention reads: what a batch costs the memory workers."""
+        """The number of tokens that its attention reads, which is its load on the memory workers."""
         return sum(s.num_tokens_with_placeholders for s in self.running)
 
 
 class ChunkPolicy(NamedTuple):
-    """The cuts of prompts: into chunks of at most ``chunk`` tokens; ``aligned``: at multiples of it only."""
+    """Cuts prompts into chunks of at most ``chunk`` tokens; with ``aligned``, at its multiples only."""
 
     chunk: int
     aligned: bool
 
     def next_chunk(self, missing: int, budget: int, scheduled: int) -> int:
-        """Return the tokens to schedule in this step: at most ``budget`` of the ``missing`` ones after ``scheduled``
-        ones; 0 = none yet.
-        """
+        """Return how many of the ``missing`` tokens after ``scheduled`` ones a step computes; at most ``budget``."""
         if not self.aligned:
             return min(missing, budget)
         count = min(missing, self.chunk - scheduled % self.chunk)
         return count if count <= budget else 0
 
     def rows_of_batch(self, batch: Batch) -> dict[Sequence, int]:
-        """Rows of each sequence in the batch's next step, as far as its chunk of prompt tokens goes."""
+        """The rows of each sequence in the batch's next step, within the chunk size."""
         budget = self.chunk
         wanted: dict[Sequence, int] = {}
         for sequence in batch.running:
@@ -61,8 +59,10 @@ class ChunkPolicy(NamedTuple):
 
 
 def balance_batches(running: Iterable[Sequence], num_batches: int) -> list[Batch]:
-    """The longest sequences first, each to the batch whose attention reads least. No round is in flight, so no batch
-    has operations left, and those that decode know all their tokens; prefill workers go on meanwhile.
+    """Distribute running sequences over ``num_batches``: the longest first, each to the batch with the least load.
+
+    No round may be in flight, so batches have no ops left, and decoding sequences know all their tokens. Prefill
+    workers may continue.
     """
     batches = [Batch(i) for i in range(num_batches)]
     for sequence in sorted(running, key=lambda s: -s.num_tokens_with_placeholders):
@@ -73,7 +73,7 @@ def balance_batches(running: Iterable[Sequence], num_batches: int) -> list[Batch
 
 
 def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Have a new sequence wait, after the sequences of its priority that have its stamp or a lower one."""
+    """Queue a new sequence after the sequences of its priority with the same or a lower stamp."""
     at, key = len(waiting), (sequence.priority, sequence.fair_stamp)
     while at and (waiting[at - 1].priority, waiting[at - 1].fair_stamp) > key:
         at -= 1
@@ -81,14 +81,13 @@ def enqueue(waiting: deque[Sequence], sequence: Sequence) -> None:
 
 
 def requeue(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Have a preempted sequence wait again, before the sequences of its priority."""
+    """Queue a preempted sequence before the others of its priority."""
     before = takewhile(lambda s: s.priority < sequence.priority, waiting)
     waiting.insert(sum(1 for _ in before), sequence)
 
 
 def apply_locations(batches: Several[Batch], surviving: Iterable[SurvivingKv]) -> list[Sequence]:
-    """Running sequences lie elsewhere now. Those that are not among ``surviving`` leave their batches, and are "
-    "returned."""
+    """Set the new places of running sequences. Removes and returns those that are not in ``surviving``."""
     places, gone = {each.sequence: each.location for each in surviving}, list[Sequence]()
     for batch in batches:
         gone += [s for s in batch.running if s.id not in places]
@@ -120,8 +119,10 @@ def roll_back_batches(
 
 
 def find_overwritten(accounting: BlockTables, batches: Iterable[Batch], keep: list[SurvivingKv]) -> list[Sequence]:
-    """Find sequences that would write into a shared block after a loss: another one was forked from them by steps that
-    were done but not reported. They leave ``batches``, ``keep`` and the ledger, and are to begin anew.
+    """Remove and return sequences that would write into a shared block after a loss.
+
+    Another sequence was forked from them by a step that was done but not reported. They leave ``batches``, ``keep`` and
+    the block tables, and are recomputed.
     """
     gone = list[Sequence]()
     for batch in batches:

@@ -1,9 +1,9 @@
-"""Shares between tenants that wait: start-time fair queueing (Goyal, Vin and Cheng, 1996) over the tokens of requests.
+"""Fair queueing of tenants: start-time fair queueing (Goyal, Vin and Cheng, 1996) over the tokens of requests.
 
-Each tenant has a clock. A request that comes is stamped with its tenant's clock, which then advances by the tokens that
-the request may have. Requests wait in the order of their stamps, so each tenant that waits gets the same share of
-tokens. With one tenant this is the order of arrival. Requests of one priority share, and no others, so each priority
-has clocks of its own. Pure policy: no torch, no I/O, no clock.
+Each tenant has a virtual clock. A new request is stamped with its tenant's clock, which then advances by the most
+tokens that the request may have. Requests wait in the order of their stamps, so each waiting tenant gets the same share
+of tokens. With one tenant this is the order of arrival. Each priority has its own clocks. Pure policy: no torch, no
+I/O, no clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .sequence import Sequence
 
 
 class FairOrder:
-    """Stamps sequences in the order in which they come."""
+    """Stamps sequences in their order of arrival."""
 
     def __init__(self) -> None:
         # Of priorities of which some request waits: by tenant, the stamp of its next request.

@@ -20,7 +20,7 @@ HOOKS = tuple(name for name in vars(Feature) if not name.startswith("_"))
 
 
 class FeatureTable:
-    """The features of one scheduler, asked as one: by each hook those that have it, in their order."""
+    """The features of one scheduler. Each hook calls the features that implement it, in their order."""
 
     def __init__(self, features: Iterable[Feature]) -> None:
         self._all = tuple(features)
@@ -32,11 +32,11 @@ class FeatureTable:
         return iter(self._all)
 
     def get(self, kind: type[AnyFeature]) -> AnyFeature | None:
-        """Return the feature of that kind, if there is one."""
+        """Return the feature of a class; None if it is not configured."""
         return next((f for f in self._all if isinstance(f, kind)), None)
 
     def __getitem__(self, kind: type[AnyFeature]) -> AnyFeature:
-        """Return the feature of that kind. Raises KeyError if there is none."""
+        """Return the feature of a class. Raises KeyError if it is not configured."""
         feature = self.get(kind)
         if feature is None:
             raise KeyError(kind.__name__)

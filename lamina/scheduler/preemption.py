@@ -1,4 +1,4 @@
-"""Chooses sequences that give way when KV blocks run out for running ones. Pure policy: no torch, no I/O, no clock."""
+"""Preemption: chooses sequences to evict or preempt when KV blocks run out. Pure policy: no torch, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sequence import Sequence
 
 
 class Preemption:
-    """Makes room, without a wait for KV that is being saved: memory workers copy it, or do not save it."""
+    """Frees blocks at once, without waiting for KV that is being saved: memory workers copy it, or drop the save."""
 
     def __init__(
         self,
@@ -26,9 +26,10 @@ class Preemption:
         self._accounting, self._allocator, self._features = accounting, allocator, features
 
     def make_room(self, batch: Batch, picked: dict[Sequence, int], stuck: list[Sequence]) -> Sequence | None:
-        """Give up what is retained; else preempt the newest sequence of ``batch`` whose blocks help, of those with the
-        highest number for a priority, which is returned.
-        While K and V of that one are on their way, another of ``picked`` waits. ``stuck``: they are preempted first.
+        """Evict a retained sequence, or preempt a running one of ``batch``, which is returned.
+
+        It preempts ``stuck`` first, then by priority (the highest number first), then the newest, if its blocks help.
+        If its K and V are in transfer, another one of ``picked`` waits.
         """
         if stuck:
             victim = stuck.pop()
@@ -42,7 +43,7 @@ class Preemption:
 
         if self._evict_retained(batch, relieves):
             return None
-        newest = batch.running[::-1]  # shadows give way before all others: answers depend on who gives way
+        newest = batch.running[::-1]  # hidden sequences first, since answers depend on which one is preempted
         newest.sort(key=lambda s: (not s.is_hidden, -s.priority))
         victim = next(filter(helps, newest), batch.running[-1])
         if victim.num_pending_prefill_chunks or victim.num_loading_tokens:
@@ -55,19 +56,20 @@ class Preemption:
         return None if victim.is_hidden else victim
 
     def evict_for(self, batch: Batch, rows: Iterable[RowRange]) -> bool:
-        """Give up one that is retained where blocks lack for ``rows``; whether there was any that is of use."""
+        """Evict a retained sequence whose blocks ``rows`` can use. Returns False if there is none."""
         return self._evict_retained(batch, self._test_rows(rows))
 
     def _test_rows(self, rows: Iterable[RowRange]) -> Callable[[Iterable[int]], bool]:
-        """Return a test of blocks, by layer group: whether they help rows that lack some. If none lack, all do."""
+        """Return a test of blocks by layer group: True if ``rows`` lack some there, or if they lack none at all."""
         needed, free = self._accounting.blocks_needed(rows), self._accounting.free_blocks
         short = [n > f for n, f in zip(needed, free, strict=True)]
         anywhere = not any(short)
         return lambda blocks: any(n > 0 for n, lacks in zip(blocks, short, strict=True) if lacks or anywhere)
 
     def _evict_retained(self, batch: Batch, relieves: Callable[[Iterable[int]], bool]) -> bool:
-        """Give up the oldest of what is retained whose blocks of its own are of use, else the oldest that shares some
-        which are; whether there was any.
+        """Evict the oldest retained sequence whose own blocks help, else the oldest whose shared blocks do.
+
+        Returns False if there is none.
         """
         oldest, ledger = self._features.eviction_order, self._accounting
         number = next((n for n in oldest if relieves(ledger.exclusive_blocks(n))), None)
@@ -78,7 +80,7 @@ class Preemption:
         return number is not None
 
     def preempt(self, batch: Batch, victim: Sequence) -> None:
-        """Free its KV with the batch's next plan; a feature may save it."""
+        """Stop a running sequence and free its KV with the batch's next plan; a feature may save it."""
         batch.running.remove(victim)
         leaving = self._features.on_leave(Leaving(victim, Free(victim.id), is_preempted=True))
         batch.ops += [*leaving.own, Free(victim.id)]

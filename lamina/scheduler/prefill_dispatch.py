@@ -1,4 +1,4 @@
-"""Deals prompts to prefill workers, chunk by chunk. Pure policy: no torch, no I/O; the clock comes in."""
+"""Dispatches prompts to prefill workers, chunk by chunk. Pure policy: no torch, no I/O; the clock is a parameter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_STEP = -1
 
 @dataclass
 class _PrefixFetch:
-    """So many tokens that another worker's store sends; it was asked for them then."""
+    """Tokens that another prefill worker sends, and when they were requested."""
 
     source: PromptCache
     tokens: int
@@ -35,31 +35,31 @@ class _PrefixFetch:
 @dataclass
 class _PrefillWorkerState:
     index: int
-    prompts: deque[Sequence] = field(default_factory=deque)  # that have tokens left to schedule, in their order
-    prompt_cache: PromptCache | None = None  # None: it has the prompt that it computes, and no other
-    held_sequence: int = NO_STEP  # the sequence that is in such a store
+    prompts: deque[Sequence] = field(default_factory=deque)  # in order; those with tokens left to schedule
+    prompt_cache: PromptCache | None = None  # None: it keeps only the prompt that it computes
+    held_sequence: int = NO_STEP  # the sequence whose prompt it then keeps
     next_step: int = 0
-    in_flight: list[Sequence] = field(default_factory=list)  # of each chunk, its sequence
-    computing: Sequence | None = None  # of the chunks that are computed now
-    chunk_began_s: float = 0.0  # it is
-    is_waiting_for_prefix: bool = False  # it came after another one, which kept all stages at work
+    in_flight: list[Sequence] = field(default_factory=list)  # the sequence of each chunk
+    computing: Sequence | None = None  # the sequence whose chunks are computed now
+    chunk_began_s: float = 0.0  # when these began
+    is_waiting_for_prefix: bool = False  # the previous prompt kept all stages busy until it began
 
 
 class PrefillDispatcher(Feature):
-    """Deals prompts to the prefill workers that the Conductor chooses as they arrive (scheduler.slo_admission). Each
-    worker computes one prompt after the other, first come, first served: the tokens whose KV neither the memory workers
-    have nor its own store.
+    """Dispatches prompts to the prefill workers that the Conductor chose when they arrived (scheduler.slo_admission).
 
-    A chunk is a step of a batch that is the worker's own. Memory workers hold blocks for it from its PrefillGrant on,
-    an op in the plan of the batch in which the sequence will decode. At most GRANTS_AHEAD chunks of a worker are
-    computed or stored at a time. So a chunk is stored before a window lets its blocks be given back, which is once the
-    next but one is granted.
+    Each worker computes its prompts one after the other, in order of arrival. It computes the tokens whose KV neither
+    the memory workers nor its own prompt cache have.
 
-    A worker may be a group of them, each with some of the layers (--prefill-pipeline). All have the same chunks, which
-    go from one to the next, and more of them at a time (protocol.prefill_stages).
+    A chunk is a step of the worker's own batch. Memory workers reserve blocks for it by a PrefillGrant, an op in the
+    plan of the batch in which the sequence will decode. At most ``ahead`` chunks of a worker are in flight. So a chunk
+    is stored before a sliding window frees its blocks, which happens once the next but one is granted.
+
+    A worker may be a pipeline of processes, each with some of the layers (--prefill-pipeline). A chunk passes all of
+    them, and more chunks are in flight (protocol.prefill_stages).
     """
 
-    MAX_PROMPTS_PER_WORKER = 2  # of a worker: the one under way, and one more, so that the worker never waits
+    MAX_PROMPTS_PER_WORKER = 2  # the one under way, and one more, so that the worker never waits
 
     def __init__(
         self,
@@ -70,38 +70,40 @@ class PrefillDispatcher(Feature):
         stores: Several[PromptCache] = (),
         ahead: int = GRANTS_AHEAD,
     ) -> None:
-        """``first_batch``: the number of the first worker's batch; those of the others follow. ``stores``: what they
-        keep of prompts; none of them: nothing. ``ahead``: chunks of a worker in flight.
+        """``first_batch``: the number of the first worker's batch; the others follow. ``stores``: their prompt caches;
+        empty: they have none. ``ahead``: the limit of chunks in flight for each worker.
         """
         self.workers = [_PrefillWorkerState(i) for i in range(num_workers)]
-        self._lenders = dict[Sequence, _PrefixFetch]()  # of how a prompt begins
+        self._lenders = dict[Sequence, _PrefixFetch]()  # fetches of prefixes
         self._chunk = chunk
         self._first_batch, self._ahead = first_batch, ahead
         self.slo_admission = slo_admission or SloAdmission(num_workers)
         self.reset_caches(stores)
 
     def is_for_prefill_worker(self, sequence: Sequence, known: int = 0) -> bool:
-        """Return whether a new sequence is for prefill workers. ``known``: its tokens with KV on the memory workers. If
-        the rest is one chunk at most, and others keep their SLO, compute workers do it: so no known KV is moved.
+        """Return True if a prefill worker should compute a new sequence's prompt.
+
+        ``known``: its tokens with KV on the memory workers. If the rest is at most one chunk, and others keep their
+        SLO, compute workers run it, so that no KV is moved.
         """
         rest = sequence.num_tokens_with_placeholders - known
         here = rest <= 1 or (known > 0 and rest <= self._chunk and self.slo_admission.keeps_slo(rest))
         return bool(self.workers) and not here
 
     def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> None:
-        """Choose the worker of a sequence that waits, if that matters."""
+        """Reserve a worker for a new sequence, if prompts need reservations."""
         if self.slo_admission.routes_prompts and (
             not self.workers or self.is_for_prefill_worker(sequence, self.slo_admission.cached_tokens_of(sequence))
         ):
             self.slo_admission.reserve(sequence)
 
     def skip(self, sequence: Sequence) -> None:
-        """A new sequence has its prompt computed where it decodes."""
+        """Record that compute workers run the prompt of a new sequence."""
         if self.workers:
             self.slo_admission.on_decode_without_prefill(sequence)
 
     def waits_for_own_worker(self, sequence: Sequence) -> bool:
-        """Return whether a sequence waits for its worker alone, so that later ones need not wait for it."""
+        """Return True if a sequence waits only for its own worker, so that it does not hold up later ones."""
         return self.has_free_worker and self.slo_admission.has_reservation(sequence) and not self.can_accept(sequence)
 
     @property
@@ -110,21 +112,20 @@ class PrefillDispatcher(Feature):
         return any(len(w.prompts) < self.MAX_PROMPTS_PER_WORKER for w in self.workers)
 
     def can_accept(self, sequence: Sequence) -> bool:
-        """Return whether the worker of a sequence can take its prompt."""
+        """Return True if the worker of a sequence can take its prompt."""
         return len(self.workers[self.slo_admission.reserve(sequence)].prompts) < self.MAX_PROMPTS_PER_WORKER
 
     def num_cached_tokens(self, sequence: Sequence, most: int) -> int:
-        """Return the first tokens of a sequence that its worker has or is to have from another one, at most
-        ``most``.
-        """
+        """Return how many first tokens its worker has, or gets from another worker; at most ``most``."""
         store = self.workers[self.slo_admission.reserve(sequence)].prompt_cache
         own = store.num_cached_tokens(sequence, most) if store else 0
         lender = self._prefix_source(sequence, most)
         return max(own, lender.num_sendable_tokens(sequence, most)) if lender else own
 
     def _prefix_source(self, sequence: Sequence, most: int) -> PromptCache | None:
-        """Return the store with the most of a sequence, if the Conductor wants its worker to fetch a prefix. That is
-        of the worker that it has chosen, unless that has given up some since.
+        """Return the prompt cache that sends the prefix of a sequence, if the Conductor chose a transfer.
+
+        It is the chosen worker's cache, unless another one has more by now.
         """
         source = self.slo_admission.prefix_source(sequence)
         if source == NO_WORKER:
@@ -138,17 +139,13 @@ class PrefillDispatcher(Feature):
         return max(stores, key=lambda store: store.num_sendable_tokens(sequence, most), default=None)
 
     def will_be_cached(self, sequence: Sequence, known: int) -> bool:
-        """Return whether its worker will soon have more than its ``known`` first tokens, which the memory workers have:
-        by a prompt that the worker computes before it.
-        """
+        """Return True if an earlier prompt of its worker will give it more than ``known`` cached tokens."""
         worker = self.workers[self.slo_admission.reserve(sequence)]
         before = [*worker.in_flight, *worker.prompts]
         return worker.prompt_cache is not None and worker.prompt_cache.will_cache_more(sequence, known, before)
 
     def assign(self, sequence: Sequence) -> None:
-        """Give a new sequence, which has its id, to its worker. Of what has KV on the memory workers, the worker has
-        all.
-        """
+        """Queue a started sequence at its worker, which has all tokens that have KV on the memory workers."""
         sequence.prefill_worker = self.slo_admission.reserve(sequence)
         worker = self.workers[sequence.prefill_worker]
         worker.prompts.append(sequence)
@@ -161,18 +158,18 @@ class PrefillDispatcher(Feature):
                 self._lenders[sequence] = _PrefixFetch(lender, moved)
 
     def find_starts(self, candidates: Candidates) -> None:
-        """A sequence waits for its own worker, and others need not wait for it."""
+        """Let a sequence wait for its own worker, without holding up others."""
         sequence = candidates.sequence
         candidates.is_for_prefill_worker = partial(self.is_for_prefill_worker, sequence)
         if self.waits_for_own_worker(sequence):
             candidates.verdict = Verdict.STEPS_ASIDE
 
     def on_leave(self, leaving: Leaving) -> None:
-        """Have its worker, if it has one, compute its prompt no more."""
+        """Remove the sequence from its worker, if it has one."""
         self.remove(leaving.sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that has no chunk in flight."""
+        """Remove a sequence that has no chunk in flight."""
         self.slo_admission.remove(sequence)
         self._return(sequence)
         if sequence.prefill_worker is not None:
@@ -186,9 +183,7 @@ class PrefillDispatcher(Feature):
             sequence.prefill_worker = None
 
     def roll_back(self, loss: Loss) -> None:
-        """Take all prompts from the workers, in flight or to come, and forget those of finished sequences. Numbers of
-        steps never go back.
-        """
+        """Remove all prompts from the workers, and those of finished sequences for good. Step numbers only grow."""
         self._lenders.clear()
         for worker in self.workers:
             worker.prompts.clear()
@@ -201,20 +196,21 @@ class PrefillDispatcher(Feature):
         self.slo_admission.reset_prefill()
 
     def reset_caches(self, stores: Several[PromptCache]) -> None:
-        """Give workers new, empty stores after ``roll_back``; none: they keep nothing of prompts."""
+        """Set new, empty prompt caches after ``roll_back``; empty: workers have none."""
         for worker in self.workers:
             worker.prompt_cache = stores[worker.index] if stores else None
         self.slo_admission.keeps_prompts = bool(stores)
 
     def extend_plan(self, draft: PlanDraft) -> None:
-        """Let the workers go on with sequences of the batch, unless one that runs waits for blocks. The plan gets a
-        grant for each of their steps, as far as there are blocks; what is retained gives way.
+        """Start chunks of the batch's sequences, unless a running sequence waits for blocks.
+
+        The plan gets a grant for each chunk, as far as there are blocks; retained KV is evicted for them.
         """
         running, ops = draft.batch.running, draft.batch.ops
         if not self.workers or any(s.is_schedulable and s not in draft.picked for s in running):
             return
         budget, epoch = None, 0
-        forked = {op.sequence for op in ops if isinstance(op, Fork)}  # they have to be there first
+        forked = {op.sequence for op in ops if isinstance(op, Fork)}  # their sources must exist first
         for sequence in (s for s in running if s.id not in forked):
             while (grant := self.next_grant(sequence)) is not None and not sequence.finished:
                 if budget is None:
@@ -227,7 +223,7 @@ class PrefillDispatcher(Feature):
                 draft.prefill_steps.append(self.begin_chunk(sequence, grant, epoch))
 
     def next_grant(self, sequence: Sequence) -> PrefillGrant | None:
-        """Return a grant for the next chunk of ``sequence``, if it is its turn."""
+        """Return a grant for the next chunk of ``sequence``, if its worker can take one."""
         if sequence.prefill_worker is None:
             return None
         worker = self.workers[sequence.prefill_worker]
@@ -239,7 +235,7 @@ class PrefillDispatcher(Feature):
         )
 
     def begin_chunk(self, sequence: Sequence, grant: PrefillGrant, epoch: int = 0) -> ScheduledStep:
-        """The worker's step for a grant that was given, under ``epoch``."""
+        """Return the worker's step for a grant, in ``epoch``."""
         worker = self.workers[grant.worker]
         batch, ops = self._first_batch + worker.index, self._ops(worker, sequence)
         plan = StepPlan(epoch=epoch, batch=batch, step=grant.step, ops=ops, rows=[grant.rows])
@@ -270,23 +266,23 @@ class PrefillDispatcher(Feature):
         return [*([] if before == NO_STEP else [Free(before)]), New(sequence.id)]
 
     def reset(self, era: bytes, sequences: Several[Sequence]) -> tuple[SequenceOp, ...]:
-        """Forget the KV of earlier prompts on prefill workers: no later prompt begins with it."""
+        """Drop the KV of earlier prompts on prefill workers, so that no later prompt uses it."""
         for worker in self.workers:
             if worker.prompt_cache:
                 worker.prompt_cache.invalidate()
         return ()
 
     def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
-        """A worker's chunk is stored, or a step of compute workers has drawn tokens."""
+        """A worker's chunk is stored, or a step of compute workers has sampled tokens."""
         if step.prefill_worker is not None:
             self.on_chunk_stored(step, step.prefill_worker)
         else:
             self.slo_admission.on_inline_sampled(step.sampled_sequences)
 
     def on_chunk_stored(self, step: ScheduledStep, worker: int) -> None:
-        """The memory workers have the K and V of ``step``, which ``worker`` has computed."""
+        """Record that the memory workers have stored the K and V of ``step`` from ``worker``."""
         load = self.workers[worker]
-        load.in_flight.pop(0)  # in their order
+        load.in_flight.pop(0)  # chunks complete in order
         (sequence,) = step.sequences
         if lent := self._return(sequence):
             self.slo_admission.on_prefix_fetched(
@@ -302,14 +298,14 @@ class PrefillDispatcher(Feature):
             sequence.prefill_worker = None
 
     def _return(self, sequence: Sequence) -> _PrefixFetch | None:
-        """Its worker needs nothing of another one any more; what was to come from there."""
+        """End the fetch of a sequence's prefix. Returns it, if there was one."""
         lent = self._lenders.pop(sequence, None)
         if lent is not None:
             lent.source.on_sent(sequence)
         return lent
 
     def _start_next(self, worker: _PrefillWorkerState, *, follows: bool = False) -> None:
-        """The worker goes on to the prompt of the next chunk in flight, if there is one."""
+        """Let the worker continue with the next chunk in flight, if there is one."""
         worker.computing, worker.is_waiting_for_prefix = worker.in_flight[0] if worker.in_flight else None, follows
         if worker.computing is not None:
             worker.chunk_began_s = self.slo_admission.on_prefill_started(worker.computing)

@@ -1,4 +1,4 @@
-"""Room for grants in a plan that has rows, too. Pure policy."""
+"""Counts the blocks for grants in a plan that also has rows. Pure policy."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from .kv_manager.allocator import next_rows
 
 
 class GrantBudget:
-    """The blocks for grants of one plan: those that are free now, less those of its rows and of earlier grants. Blocks
-    that its ops give back do not count. If it has other ops than New and Free, nothing is sure.
+    """The blocks for grants of one plan: free blocks, less those of its rows and of earlier grants.
+
+    Blocks that its ops free do not count. With other ops than New and Free, the budget is unknown.
     """
 
     def __init__(self, accounting: BlockTables, ops: Iterable[SequenceOp], rows: Iterable[RowRange]) -> None:
         self._accounting = accounting
         self._granted = dict[int, RowRange]()  # by sequence: all rows of its grants
-        self._free: list[int] = []  # by group; empty = nothing is sure
+        self._free: list[int] = []  # by group; empty: unknown
         if all(isinstance(op, New | Free) for op in ops):
             self._free = self._less(accounting.free_blocks, self._needed(rows))
 
     def try_reserve(self, grant: PrefillGrant) -> bool:
-        """Reserve blocks for a grant, and return whether it surely fits. False: ``can_apply`` has to look, and nothing
-        is sure from then on, as the grant may fit in spite of this.
+        """Reserve blocks for a grant. Returns True if it surely fits.
+
+        After False, ``can_apply`` must decide, and the budget is unknown.
         """
         before = self._granted.get(grant.sequence)
         first = before.first if before else grant.first
@@ -51,7 +53,7 @@ class GrantBudget:
 
 
 def make_room(draft: PlanDraft) -> bool:
-    """Give up as much as the batch's plan needs, and return whether that is enough."""
+    """Evict retained KV until the batch's plan fits. Returns False if it does not."""
     while not draft.accounting.can_apply(draft.build()):
         if not draft.evict_for(draft.batch, [*next_rows(draft.picked), *_granted(draft.batch.ops)]):
             return False

@@ -1,4 +1,4 @@
-"""The choice between prefill workers and the batches, as a sequence begins. Pure policy: no torch, no I/O, no clock."""
+"""Chooses between prefill and compute workers when a sequence begins. Pure policy: no torch, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .starts import Candidates, KvStart, Verdict
 
 
 class PrefillPlacement(Feature):
-    """The last word on how a sequence begins: a prefill worker has all that has KV on the memory workers."""
+    """Filters the starts of a sequence: its prefill worker must have all tokens with KV on the memory workers."""
 
     def __init__(self, prefill: PrefillDispatcher, prefix_cache: PrefixCache) -> None:
         self._prefill, self._prefix_cache = prefill, prefix_cache
 
     def find_starts(self, candidates: Candidates) -> None:
-        """Leave no start that the sequence's prefill worker cannot begin with; or have it wait for that worker."""
+        """Remove starts that the sequence's prefill worker cannot use, or let the sequence wait for that worker."""
         sequence, known = candidates.sequence, candidates.num_stored_tokens
         if not self._prefill.is_for_prefill_worker(sequence, known):
             return
         if self._prefix_cache.num_shared_tokens(sequence) > 0 and self._prefill.will_be_cached(sequence, known):
-            candidates.verdict = Verdict.STEPS_ASIDE  # another prompt begins alike, with which it may begin
+            candidates.verdict = Verdict.STEPS_ASIDE  # an earlier prompt will give it a longer prefix
             return
         common = self._common_hit(sequence, known) if known else None
         candidates.starts, candidates.may_begin_anew = [common] if common else [], True
@@ -30,7 +30,7 @@ class PrefillPlacement(Feature):
             candidates.verdict = Verdict.STEPS_ASIDE if self._prefill.has_free_worker else Verdict.HOLDS_UP
 
     def _common_hit(self, sequence: Sequence, known: int) -> KvStart | None:
-        """The hit with as much of the ``known`` tokens as its worker has too."""
+        """The longest hit within the ``known`` tokens that its worker has, too."""
         length = self._prefill.num_cached_tokens(sequence, known)
         if not length:
             return None
@@ -38,7 +38,7 @@ class PrefillPlacement(Feature):
         return both if both and both.length == length else None
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[()]:
-        """Give its prompt to its worker, or take note that it is computed where it decodes."""
+        """Queue its prompt at its worker, or record that compute workers run it."""
         sequence, admission = candidates.sequence, self._prefill.slo_admission
         if candidates.placement is not None and not sequence.is_hidden:
             admission.on_placed(sequence, candidates.placement, by_prefill_worker=candidates.on_prefill_worker)

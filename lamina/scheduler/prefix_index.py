@@ -120,7 +120,7 @@ class PrefixIndex:
 
     @property
     def num_known_pages(self) -> int:
-        """Pages that lie somewhere."""
+        """The number of pages that some place has."""
         return len(self._pages)
 
     def place(self, kind: str, number: int = 0) -> Place:
@@ -130,7 +130,7 @@ class PrefixIndex:
         return place
 
     def promise(self, place: Place, keys: Several[bytes]) -> None:
-        """Note that a place will have pages: what comes there later finds them."""
+        """Record that a place will have pages. Later prompts there can match them."""
         for key in keys:
             page = self._page(key)
             if not page.places & place:
@@ -144,19 +144,20 @@ class PrefixIndex:
         return page
 
     def confirm(self, place: Place, keys: Iterable[bytes]) -> None:
-        """Note that promised pages are there; those that were dropped since then are not."""
+        """Record that promised pages are ready, except those that were dropped since then."""
         for key in keys:
             if (page := self._pages.get(key)) is not None:
                 page.ready |= page.places & place
 
     def add(self, place: Place, keys: Several[bytes]) -> None:
-        """Note that pages are there."""
+        """Record that pages are ready."""
         self.promise(place, keys)
         self.confirm(place, keys)
 
     def drop(self, places: Place, keys: Iterable[bytes], *, ready: bool = True) -> None:
-        """Note that ``places`` have pages no more, but for those of held sequences. Not ``ready``: but for those that
-        are there, too.
+        """Record that ``places`` have lost pages, except those of held sequences.
+
+        With ``ready=False``, ready pages stay, too.
         """
         for key in keys:
             if (page := self._pages.get(key)) is None:
@@ -171,7 +172,7 @@ class PrefixIndex:
                 del self._pages[key]
 
     def clear(self, places: Place, *, ready: bool = True) -> None:
-        """Note that ``places`` have nothing any more; not ``ready``: but for what is there."""
+        """Record that ``places`` have lost all pages. With ``ready=False``, ready pages stay."""
         for place in _bits(places if ready else 0):
             for number in list(self.holdings(place)):
                 self.release(place, number)
@@ -182,12 +183,12 @@ class PrefixIndex:
         return {key for key, page in self._pages.items() if page.ready & places}
 
     def has(self, places: Place, key: bytes) -> bool:
-        """Return whether a page is ready at some of ``places``."""
+        """Return True if a page is ready at one of ``places``."""
         page = self._pages.get(key)
         return page is not None and bool(page.ready & places)
 
     def is_replicated(self, key: bytes) -> bool:
-        """Return whether a page is ready at several places."""
+        """Return True if a page is ready at several places."""
         page = self._pages.get(key)
         return page is not None and page.ready.bit_count() > 1
 
@@ -196,11 +197,11 @@ class PrefixIndex:
         return self._num_pages[place]
 
     def num_replicas(self, kind: str) -> int:
-        """The number of pages that places of a kind have, besides the first one of each."""
+        """The number of second and further copies of pages, over all places of a kind."""
         return self._num_replicas[kind]
 
     def match(self, places: Several[Place], keys: Several[bytes], *, ready: bool = False) -> list[int]:
-        """Return how many pages, from the first on, each of ``places`` has, or has ``ready``."""
+        """Return for each of ``places`` how many of the first pages it has, or has ``ready``."""
         lengths, alive = dict.fromkeys(places, len(keys)), sum(places)
         for number, key in enumerate(keys):
             page = self._pages.get(key)
@@ -213,7 +214,7 @@ class PrefixIndex:
         return list(lengths.values())
 
     def hold(self, place: Place, number: int, holding: Holding) -> None:
-        """Hold the chain of a sequence, by its number, in a place."""
+        """Hold the chain of a sequence in a place, by the sequence's id."""
         self.holdings(place)[number] = holding
         before: _Begun | None = None
         for at, key in enumerate(holding.keys):
@@ -229,7 +230,7 @@ class PrefixIndex:
             before.end = number
 
     def release(self, place: Place, number: int) -> Holding:
-        """Hold a sequence no more: the place has the pages no more that no other one there has."""
+        """Release a sequence. The place loses the pages that no other sequence there holds."""
         holding, gone = self._holdings[place].pop(number), list[bytes]()
         before: _Begun | None = None
         for at, key in enumerate(holding.keys):
@@ -248,7 +249,7 @@ class PrefixIndex:
         return holding
 
     def holdings(self, place: Place) -> OrderedDict[int, Holding]:
-        """Return what is held in a place, the least recently used first."""
+        """Return the chains held in a place, the least recently used first."""
         return self._holdings.setdefault(place, OrderedDict())
 
     def _begun(self, place: Place, key: bytes) -> _Begun:
@@ -256,11 +257,11 @@ class PrefixIndex:
         return NOTHING if page is None else page.begun.get(place, NOTHING)
 
     def sequences(self, place: Place, key: bytes) -> dict[int, None]:
-        """Return the held sequences that begin with a page, as they came."""
+        """Return the held sequences whose chains contain a page, in order of arrival."""
         return self._begun(place, key).sequences
 
     def num_held(self, place: Place, keys: Several[bytes]) -> int:
-        """Return how many pages, from the first on, held sequences begin with."""
+        """Return how many of the first pages held sequences have."""
         for number, key in enumerate(keys):
             page = self._pages.get(key)
             if page is None or place not in page.begun:
@@ -272,8 +273,9 @@ class PrefixIndex:
         return self._begun(place, key).end
 
     def nearest(self, place: Place, key: bytes, tokens: list[int]) -> list[tuple[int, bytes]]:
-        """Return the pages after that of ``key`` that have most tokens in common with ``tokens``, one at least, and
-        how many; the best last.
+        """Return the pages after that of ``key`` with the longest common prefix with ``tokens``, and its length.
+
+        The best is last; pages without a common token are left out.
         """
         after = self._begun(place, key).next
         at = bisect_left(after, (tokens, b""))
@@ -281,14 +283,14 @@ class PrefixIndex:
         return sorted((each for each in alike if each[0]), key=lambda each: each[0])
 
     def parts(self, place: Place, key: bytes, tokens: list[int]) -> list[bytes]:
-        """Return the pages after that of ``key`` that are shorter than ``tokens``, and with which these begin."""
+        """Return the partial pages after that of ``key`` that are proper prefixes of ``tokens``."""
         after = self._begun(place, key).next
         some = after[bisect_left(after, (tokens[:1], b"")) : bisect_left(after, (tokens, b""))]
         return [other for part, other in some if part == tokens[: len(part)]]
 
 
 def common_length(one: Iterable[int], other: Iterable[int]) -> int:
-    """Return with how many tokens both begin."""
+    """Return the length of the common prefix."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

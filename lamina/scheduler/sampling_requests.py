@@ -1,4 +1,4 @@
-"""Requests to a compute worker: to sample after a row, or to report on a token of the prompt."""
+"""Makes sampling requests for compute workers: the next tokens, and log-probabilities of prompt tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from .sequence import ReferenceSequence, Sequence
 def sampling_requests_of(
     step: ScheduledStep, last_rows: Mapping[Sequence, int], num_earlier: int
 ) -> Iterator[SamplingRequest]:
-    """Request the next tokens of all sequences of ``step`` that draw, after ``num_earlier`` other draws.
-    ``last_rows``: their last rows, counted in the step.
+    """Request the next tokens of all sequences of ``step`` that sample, after ``num_earlier`` other requests.
+
+    ``last_rows``: the index of each sequence's last row in the step.
     """
     request_index = {sequence: num_earlier + i for i, sequence in enumerate(step.sampled_sequences)}
     for sequence in step.sampled_sequences:
@@ -30,9 +31,10 @@ def sampling_requests_of(
 def sampling_request_of(
     sequence: Sequence, row: int, *, by_prefill_worker: bool = False, reference_request: int = -1
 ) -> SamplingRequest:
-    """Request the next token of ``sequence``, after row ``row`` of the step; it has been counted in
-    ``num_output_placeholders``. ``by_prefill_worker``: by a worker that does not see its other draws.
-    ``reference_request``: of a shadow, the draw that it follows.
+    """Request the next token of ``sequence``, after row ``row`` of the step.
+
+    The token is counted in ``num_output_placeholders`` already. ``by_prefill_worker``: the worker does not sample the
+    later tokens. ``reference_request``: the request that a reference sequence follows.
     """
     params = sequence.params
     if reference_request >= 0:
@@ -57,8 +59,9 @@ def sampling_request_of(
 
 
 def prompt_logprob_requests_of(sequence: Sequence, first: int, count: int, row: int) -> list[SamplingRequest]:
-    """Request log-probabilities of the prompt's tokens after positions ``first .. first + count``, whose first row is
-    ``row``. Each is asked for once, also where a preempted sequence is computed again.
+    """Request log-probabilities of the prompt tokens after positions ``first .. first + count``.
+
+    The first of these has row ``row``. Each is requested once, even if a preempted sequence is recomputed.
     """
     wanted = sequence.params.prompt_logprobs
     if wanted is None or sequence.output.index != 0:
@@ -75,7 +78,7 @@ def prompt_logprob_requests_of(sequence: Sequence, first: int, count: int, row: 
 def _plain(
     sequence: Sequence, row: int, *, logprobs: int = -1, known: int = -1, reference_request: int = -1
 ) -> SamplingRequest:
-    """Request something about a row whose token is not to be drawn."""
+    """Request the log-probabilities of a row without sampling."""
     return SamplingRequest(
         row=row, sequence=sequence.id, temperature=0.0, top_k=0, top_p=1.0, seed=0, output_index=0, logprobs=logprobs,
         prompt_logprob_token=known, reference_request=reference_request,
@@ -83,7 +86,7 @@ def _plain(
 
 
 def _alternatives(count: int) -> int:
-    """The alternatives that a draw asks for; -1 stands for all, and a worker has no more than its vocabulary."""
+    """The number of alternatives to request; -1 means all, which a worker limits to its vocabulary."""
     return (1 << 31) - 1 if count == -1 else count
 
 
@@ -111,5 +114,5 @@ def _penalties(sequence: Sequence) -> Penalties:
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """Return the seed of completion ``index``, far from seeds of other requests, which are often neighbours."""
+    """Return the seed of completion ``index``, far from those of requests with neighbouring seeds."""
     return (seed + index * 0x9E3779B97F4A7C15) % (1 << 63)

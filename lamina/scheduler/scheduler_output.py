@@ -1,4 +1,4 @@
-"""Steps, and rounds of them, as the scheduler returns them. Pure data."""
+"""The scheduler's output: steps, and rounds of steps. Pure data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from .sequence import Sequence
 
 
 class ScheduledStep:
-    """A StepPlan and the sequences of its rows: ``sequences[i]`` owns ``plan.rows[i]``; ``sampled_sequences`` sample
-    after their last row. ``prompt_logprob_requests``: owners of the log-probabilities of prompt tokens that come before
-    the draws; the engine fills it. ``prefill_worker``: the one that runs it; None: the compute workers do. Once it is
-    done it has ``fetch_s``, the seconds of its prefix fetch, and ``drawn``, the tokens of ``sampled_sequences``.
-    ``warnings``: lines for the log.
+    """A StepPlan with its sequences: ``sequences[i]`` owns ``plan.rows[i]``.
+
+    ``sampled_sequences``: those that sample after their last row. ``prompt_logprob_requests``: the owners of prompt
+    log-probabilities, which precede the samples; the engine fills it. ``prefill_worker``: the one that runs the step;
+    None: the compute workers. Set once it is done: ``fetch_s``, the seconds of its prefix fetch, and ``drawn``, the
+    tokens of ``sampled_sequences``. ``warnings``: lines for the log.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class ScheduledStep:
 
 
 class TransferResult(NamedTuple):
-    """All transfers of a sequence have ended. ``loaded_sequence``: the sequence, where they were loads; else
-    ``saved_sequence`` has its number. ``error``: why not all pages are where they were to be.
+    """The result of all transfers of a sequence.
+
+    ``loaded_sequence``: the sequence, after loads. ``saved_sequence``: its id, after saves. ``error``: why pages are
+    missing.
     """
 
     loaded_sequence: Sequence | None
@@ -53,32 +56,32 @@ class TransferResult(NamedTuple):
 
 @dataclass
 class Round:
-    """One step of every batch that has something to do."""
+    """One step of every batch that has work."""
 
-    unfinished_steps: set[ScheduledStep]  # not done yet
-    num_batches: int  # that the sequences were dealt to
+    unfinished_steps: set[ScheduledStep]  # those that have not completed
+    num_batches: int  # batches over which the sequences are distributed
     rows: int
-    prompt_rows: int  # after which nothing is drawn
-    tokens: int  # that its attention reads
-    is_decode_only: bool  # every row continues a sequence that decodes, and another round was under way already
+    prompt_rows: int  # rows after which nothing is sampled
+    tokens: int  # tokens that attention reads
+    is_decode_only: bool  # every row decodes, and another round was in flight before it
 
 
 class ReadingBatch(Protocol):
-    """A batch, by what its attention reads."""
+    """A batch with the load of its attention."""
 
     @property
     def load(self) -> int: ...
 
 
 def round_of(steps: list[ScheduledStep], batches: Several[ReadingBatch], *, follows: bool) -> Round:
-    """The round of these steps. ``follows``: whether another one is under way."""
+    """Returns the round of ``steps``. ``follows``: another round is in flight."""
     rows, drawn = sum(s.plan.num_rows for s in steps), sum(len(s.sampled_sequences) for s in steps)
     steady = follows and rows > 0 and all(len(s.sampled_sequences) == s.plan.num_rows for s in steps)
     return Round(set(steps), len(batches), rows, rows - drawn, sum(b.load for b in batches), steady)
 
 
 def commit(plan: StepPlan, picked: Mapping[Sequence, int]) -> ScheduledStep:
-    """The step of ``plan``, which is sent off: its sequences have so many rows more under way."""
+    """Returns the step of ``plan``, and counts its rows as computed in each sequence."""
     draws = [s for s, count in picked.items() if s.num_computed_tokens + count == s.num_tokens_with_placeholders]
     step = ScheduledStep(plan, list(picked), draws)
     for sequence, count in picked.items():

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rate", default="10000", metavar="PER_S[,PER_S...]", help="queries/s that the pattern rate offers; each is a "
         "measurement (default: %(default)s)")  # fmt: skip
     add("--background", default="", metavar="NAME", help="the load during measurements: "
-        f"{', '.join(BACKGROUND_LOADS)} (products of matrices on the cores that --cores leaves over, or on all)")  # fmt: skip
+        f"{', '.join(BACKGROUND_LOADS)} (GEMMs on the cores that --cores leaves over, or on all)")  # fmt: skip
     add("--samples", default="", metavar="FILE", help="append every sample, in microseconds, as JSON lines")
     add("--cores", default="auto", help="the client's core, then the servers': 0,1 (auto: the first of this process, "
         "none: not bound; default: %(default)s)")  # fmt: skip
