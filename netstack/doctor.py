@@ -349,7 +349,7 @@ def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:
     """
     for scheme in schemes:
         if scheme not in SCHEMES:
-            raise ValueError(f"--transport {scheme!r} is unknown; choose of {', '.join(SCHEMES)}")
+            raise ValueError(f"--transport {scheme!r} is unknown; choose from {', '.join(SCHEMES)}")
     wanted = set(schemes or SCHEMES)
     answers = []
     for name, needed_by, check in CHECKS:

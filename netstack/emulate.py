@@ -56,7 +56,7 @@ class EmulatedLink:
         values = dict(parse_qsl(query, keep_blank_values=True))
         for name, text in values.items():
             if name not in known:
-                raise ValueError(f"emulate: unknown option {name!r}; choose of {', '.join(known)}")
+                raise ValueError(f"emulate: unknown option {name!r}; choose from {', '.join(known)}")
             try:
                 known[name](text)
             except ValueError:

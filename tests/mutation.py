@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="run nothing; what is known so far")
     args = parser.parse_args()
     if unknown := set(args.groups) - set(GROUPS):
-        parser.error(f"unknown groups {', '.join(sorted(unknown))}; choose of {', '.join(GROUPS)}")
+        parser.error(f"unknown groups {', '.join(sorted(unknown))}; choose from {', '.join(GROUPS)}")
     deadline, left = time.monotonic() + args.limit_s, 0
     argued = read_argued()
     for name in args.groups:

@@ -67,7 +67,7 @@ class Port:
         if not self.gids:
             return f"{place} has no GID; set an IP address on its network device, and switch RoCE on in its driver"
         if wanted.gid_index is not None and wanted.gid_index not in self.gids:
-            return f"{place} has no GID {wanted.gid_index}; choose of {gid_names(self.gids)}"
+            return f"{place} has no GID {wanted.gid_index}; choose from {gid_names(self.gids)}"
         return ""
 
 
@@ -110,10 +110,10 @@ def why_no_port(local_ports: list[Port], named: str) -> str:
     of_name = [p for p in local_ports if wanted.name in ("", p.device)]
     if not of_name:
         there = ", ".join(sorted({p.device for p in local_ports})) or "none"
-        return f"{NAMED_BY} names {wanted.name!r}, which is not here; choose of {there}"
+        return f"{NAMED_BY} names {wanted.name!r}, which is not here; choose from {there}"
     matching = [p for p in of_name if wanted.port in (None, p.number)]
     if not matching:
-        return f"{NAMED_BY} names port {wanted.port}, which is not here; choose of {', '.join(map(str, of_name))}"
+        return f"{NAMED_BY} names port {wanted.port}, which is not here; choose from {', '.join(map(str, of_name))}"
     lacks = [p.why_unusable(wanted) for p in matching]
     return "" if "" in lacks else lacks[0]
 

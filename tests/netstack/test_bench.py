@@ -177,7 +177,7 @@ def test_a_killed_client_leaves_no_server() -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--transport", "pigeon"], "unknown --transport 'pigeon'; choose of loopback, shm"),
+        (["--transport", "pigeon"], "unknown --transport 'pigeon'; choose from loopback, shm"),
         (["--pattern", "ping"], "unknown --pattern 'ping'"),
         (["--sizes", "64,many"], "--sizes: 'many'"),
         (["--sizes", "0"], "--sizes: '0'"),
@@ -193,9 +193,9 @@ def test_a_killed_client_leaves_no_server() -> None:
         (["--background", "gemm", "--device", "cuda"], "--background gemm is of --device cpu"),
         (["--samples", "/nowhere/x"], "--samples /nowhere/x: No such file or directory; name a file"),
         (["--driver", "native", "--pattern", "fan"], "--driver native has no pattern fan"),
-        (["--device", "gpu"], "unknown --device 'gpu'; choose of cpu, cuda"),
+        (["--device", "gpu"], "unknown --device 'gpu'; choose from cpu, cuda"),
         (["--device", "cuda", "--transport", "shm"], "kernels for --transport cuda, mlx5, gin, not shm"),
-        (["--device", "cuda", "--pattern", "pair"], "--device cuda has no pattern pair; choose of rtt"),
+        (["--device", "cuda", "--pattern", "pair"], "--device cuda has no pattern pair; choose from rtt"),
         (["--device", "cuda", "--driver", "native"], "--driver native is of --device cpu"),
         (["--listen"], "LAMINA_CLUSTER_KEY"),
         (["--connect", "127.0.0.1:1", "--listen"], "exclude"),

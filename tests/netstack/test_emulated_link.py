@@ -135,7 +135,7 @@ def test_zero_is_nothing() -> None:
 @pytest.mark.parametrize(
     ("scheme", "text"),
     [
-        ("emulate+shm?latency=1", "unknown option 'latency'; choose of latency_ms"),
+        ("emulate+shm?latency=1", "unknown option 'latency'; choose from latency_ms"),
         ("emulate+shm?latency_ms=slow", "latency_ms must be a number, not 'slow'"),
         ("emulate+shm?latency_ms=", "latency_ms must be a number, not ''"),
         ("emulate+shm?gbps=-1", "gbps must be a number of at least 0"),

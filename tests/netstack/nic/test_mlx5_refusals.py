@@ -49,12 +49,12 @@ LACKS = {
     "no NIC": Lack("none in /sys/class/infiniband", "load the NIC's driver (mlx5_ib)", spoil=_no_device),
     "no link": Lack("mlx5_0:1 is DOWN", "ip link set DEVICE up", spoil=_down),
     "no RoCE": Lack("has no GID", "set an IP address on its network device, and switch RoCE on", spoil=_no_gid),
-    "no such GID": Lack("mlx5_0:1 has no GID 7", "choose of 0 (RoCE v2 fe80::1)", {"LAMINA_RDMA_DEVICE": "mlx5_0:1:7"}),
+    "no such GID": Lack("mlx5_0:1 has no GID 7", "choose from 0 (RoCE v2 fe80::1)", {"LAMINA_RDMA_DEVICE": "mlx5_0:1:7"}),
     "no such level": Lack(
         "mlx5_0:1 is RoCE, whose packets carry 3 bits of priority", "LAMINA_RDMA_SERVICE_LEVEL is 0 to 7 there, not 8",
         {"LAMINA_RDMA_SERVICE_LEVEL": "8"},
     ),
-    "another device": Lack("names 'mlx5_1', which is not here", "choose of mlx5_0", {"LAMINA_RDMA_DEVICE": "mlx5_1"}),
+    "another device": Lack("names 'mlx5_1', which is not here", "choose from mlx5_0", {"LAMINA_RDMA_DEVICE": "mlx5_1"}),
     "neither dma-buf nor peermem": Lack(
         "bytes with mlx5_0: Bad address", "`modprobe nvidia-peermem`",
         {"FAKE_CUDA_EXPORTS_NOTHING": "1", "FAKE_MLX5_KNOWS_NO_GPU": "1"},
@@ -82,7 +82,7 @@ WITHOUT = {
         ["packets of mlx5_0:1 carry 1024 bytes, not 4096: `ip link set DEVICE mtu 4192` on both hosts and on switches"],
     ),
 }  # fmt: skip
-NAMED = Lack("names 'mlx5_1', which is not here", "choose of mlx5_0", {"LAMINA_RDMA_DEVICE": "mlx5_0"})
+NAMED = Lack("names 'mlx5_1', which is not here", "choose from mlx5_0", {"LAMINA_RDMA_DEVICE": "mlx5_0"})
 
 
 def launch(

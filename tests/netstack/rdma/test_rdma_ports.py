@@ -78,9 +78,9 @@ def test_a_malformed_name_is_told_with_the_form(text: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        ("mlx5_9", "names 'mlx5_9', which is not here; choose of down, iwarp, nogid, rxe0"),
-        ("rxe0:2", "names port 2, which is not here; choose of rxe0:1 ACTIVE"),
-        ("rxe0:1:1", "rxe0:1 has no GID 1; choose of 0 \\(RoCE v2 fe80::5054:ff:fe12:3456\\), 3 "),
+        ("mlx5_9", "names 'mlx5_9', which is not here; choose from down, iwarp, nogid, rxe0"),
+        ("rxe0:2", "names port 2, which is not here; choose from rxe0:1 ACTIVE"),
+        ("rxe0:1:1", "rxe0:1 has no GID 1; choose from 0 \\(RoCE v2 fe80::5054:ff:fe12:3456\\), 3 "),
         ("down", "down:1 is DOWN; connect it"),
         ("iwarp", "iwarp:1 speaks iWARP.*; name another device"),
         ("nogid", "nogid:1 has no GID; set an IP address"),
@@ -149,9 +149,9 @@ def test_a_gid_that_is_not_there_is_refused_by_name() -> None:
     active = [p for p in ports() if p.is_active]
     if not active:
         pytest.skip("no RDMA device")
-    with pytest.raises(ImportError, match=r"1 has no GID 1999; choose of 0"):
+    with pytest.raises(ImportError, match=r"1 has no GID 1999; choose from 0"):
         RdmaDevice(f"{active[0].device}:1:1999")
     with pytest.raises(ImportError, match="not 'x:y'"):
         RdmaDevice("x:y")
-    with pytest.raises(ImportError, match=r"1 has no GID 1999; choose of 0"):
+    with pytest.raises(ImportError, match=r"1 has no GID 1999; choose from 0"):
         LibibverbsProvider(f"{active[0].device}:1:1999", spin_s=0.0)
