@@ -1,3 +1,1 @@
-"""The KV blocks of sequences: which sequence has them, gets them next or shares them, and which pages are
-offloaded.
-"""
+"""The KV manager: allocation and sharing of KV blocks, prefix caching, and offloaded pages."""

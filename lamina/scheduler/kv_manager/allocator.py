@@ -1,4 +1,4 @@
-"""KV blocks that sequences take, and places where new ones fit. Pure policy."""
+"""Allocates KV blocks, and chooses the places of new sequences. Pure policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AFFINITY_MAX_LOAD, AFFINITY_MAX_SEQUENCES = (
 
 
 class Allocation(NamedTuple):
-    """Room for a new sequence. ``blocks``: those that it takes besides those of the hit, by layer group."""
+    """The place of a new sequence. ``blocks``: those that it takes in addition to its hit, by layer group."""
 
     location: KvLocation
     blocks: list[int]
@@ -33,11 +33,12 @@ class Allocation(NamedTuple):
 
 
 class KvAllocator:
-    """The ledger's blocks, by layer group, as sequences will take them: what is promised counts as taken."""
+    """Allocates blocks of the block tables, by layer group. Promised blocks count as taken."""
 
     def __init__(self, accounting: BlockTables, max_rows: int, homes: int = 0, max_kept_tokens: int = 0) -> None:
-        """``max_rows``: of a step. ``homes``: KV shards in which sequences begin, the first ones; 0 = all.
-        ``max_kept_tokens``: that a sequence has in sparse layers once it has lost blocks; 0 = none loses any.
+        """``max_rows``: the most rows of a step. ``homes``: sequences begin in this many first KV shards; 0: in all.
+
+        ``max_kept_tokens``: the tokens that a sequence keeps in sparse layers; 0: no blocks are dropped.
         """
         self._accounting, self._homes, self._max_kept_tokens = accounting, homes, max_kept_tokens
         self.spill = SpillPlacement(accounting, homes) if accounting.placement.single_shard else None
@@ -57,8 +58,9 @@ class KvAllocator:
         return self._accounting.max_blocks(location, length, self._max_rows)
 
     def max_sequences(self, length: int) -> float:
-        """The number of sequences of ``length`` tokens that all blocks hold at once, if each place has as many of them.
-        The last one to come has not lost blocks yet.
+        """The number of sequences of ``length`` tokens that all blocks hold, if each place has equally many.
+
+        The newest one counts with the blocks that it has not dropped yet.
         """
         each = [self.max_blocks(place, length) for place in self._all_locations]
         whole: list[int] = [sum(n) for n in zip(*each, strict=True)]
@@ -78,8 +80,9 @@ class KvAllocator:
         running: Several[Sequence],
         affinity_location: KvLocation | None = None,
     ) -> Allocation | None:
-        """Find room for a new sequence that begins with ``start``, if there is one, in ``left`` blocks. One that was
-        preempted goes back to its KV, also where no other begins.
+        """Find room in ``left`` blocks for a new sequence that begins with ``start``; None if there is none.
+
+        A preempted sequence may return to its KV in a cordoned place.
         """
         place: KvLocation | None
         forked = start is not None and start.source is not None
@@ -110,8 +113,9 @@ class KvAllocator:
         return Allocation(location, blocks, start) if min(subtract(left, blocks)) >= 0 else None
 
     def can_never_fit(self, sequence: Sequence) -> bool:
-        """Return whether a new sequence without stored tokens finds no room even if running sequences take none: a
-        quick look. False: look closer.
+        """Return True if a new sequence without stored tokens has no room, even if running ones take no more blocks.
+
+        Must be fast; False may be wrong.
         """
         if self.spill or any(self._accounting.windows):
             return False
@@ -124,7 +128,7 @@ class KvAllocator:
         return [sum(n) for n in zip(*each, strict=True)] if each else [0] * len(self._accounting.kv_shards)
 
     def free_after(self, running: Iterable[Sequence], wanted: Mapping[Sequence, int]) -> list[int]:
-        """Free blocks less those of the rows ``wanted`` in this round, and of what running prefills will still take."""
+        """Free blocks, less those for the rows ``wanted`` in this round, and for the rest of running prefills."""
         left = subtract(list(self._accounting.free_blocks), list(self._accounting.blocks_needed(next_rows(wanted))))
         for sequence in running:
             there = max(sequence.num_computed_tokens, sequence.num_loading_tokens)
@@ -139,7 +143,7 @@ class KvAllocator:
         return left
 
     def available_blocks(self, running: Iterable[Sequence], retained: Iterable[int]) -> list[int]:
-        """Blocks that are free, or are once ``retained`` gives way, less those of prompts on their way."""
+        """Blocks that are free or held only by ``retained`` sequences, less those for the rest of running prefills."""
         own = (self._accounting.exclusive_blocks(number) for number in retained)
         left = self.free_after([s for s in running if not s.is_decoding], {})
         return [sum(n) for n in zip(left, *own, strict=True)]
@@ -147,13 +151,15 @@ class KvAllocator:
     def spill_next_stripes(
         self, picked: Mapping[Sequence, int], held: Callable[[], tuple[Iterable[Sequence], Iterable[int]]]
     ) -> list[Sequence]:
-        """Borrow for the next rows of ``picked``, so many each, where home has no room. ``held``: what runs, and what
-        is retained; most steps do not ask. Returns the sequences that have to begin anew elsewhere.
+        """Borrow stripes for the next rows of ``picked`` whose home has no room.
+
+        ``held``: returns running and retained sequences; called only if needed. Returns sequences that must be
+        preempted, and recomputed elsewhere.
         """
         return self.spill.spill_next_stripes(picked, lambda: self.available_blocks(*held())) if self.spill else []
 
     def borrowed_blocks(self, running: Iterable[Sequence]) -> list[int] | None:
-        """KV blocks of running sequences by the layer group that lends them; None where none does."""
+        """KV blocks of running sequences, by the layer group that lends them; None without lending."""
         return self.spill.borrowed_blocks(running) if self.spill else None
 
     def num_without_room(self, other: BlockTables, running: Iterable[Sequence]) -> int:
@@ -164,11 +170,11 @@ class KvAllocator:
     def reassign(
         self, keep: Iterable[SurvivingKv], last: Several[int] = (), stays: Mapping[int, int] = NO_SHARDS
     ) -> list[SurvivingKv]:
-        """Places for sequences if all blocks are free, the longest first, so that each group holds its portion as far
-        as possible. Sequences for which no room is left are left out. ``last``: sequences that come after all others,
-        in this order, and borrow nothing. ``stays``: KV shards whose sequences come first, and the KV shards
-        where these are to lie if they can. Where the groups have changed, a closed group stays closed if its worker
-        stays.
+        """Return new places for sequences, as if all blocks were free.
+
+        The longest sequences come first, so that each layer group holds its portion. Sequences without room are left
+        out. ``last``: sequences that come after all others, in this order, and borrow nothing. ``stays``: maps KV
+        shards whose sequences come first to their new KV shards. A cordoned group stays cordoned if its worker stays.
         """
         if len(self._accounting.kv_shards) != self._num_groups:
             closed = {stays[group] for group in self.cordoned if group in stays}
@@ -208,10 +214,11 @@ class KvAllocator:
         among: Iterable[KvLocation],
         affinity: KvLocation | None = None,
     ) -> KvLocation | None:
-        """Choose where a new sequence begins, ``among`` the places with enough of the ``left`` blocks. It is the place
-        by which each layer group's share of the KV comes closest to its portion. Shares of the sequences ``beside`` it
-        in its batch count first, then shares of all ``running`` ones. The place of its ``affinity`` comes before that,
-        unless many more sequences lie there than elsewhere. None: no place has enough.
+        """Choose the place of a new sequence, ``among`` those with enough of the ``left`` blocks; None if none has.
+
+        It is the place that brings each layer group's share of the KV closest to its portion. Shares of the sequences
+        ``beside`` it in its batch decide first, then shares of all ``running`` ones. The place of its ``affinity`` wins over that, unless
+        many more sequences are there than elsewhere.
         """
         places = {x: self.max_blocks(x, sequence.num_tokens_with_placeholders) for x in among}
         places = {x: blocks for x, blocks in places.items() if min(subtract(left, blocks)) >= 0}
@@ -231,7 +238,7 @@ class KvAllocator:
 
 
 def next_rows(picked: Mapping[Sequence, int]) -> list[RowRange]:
-    """The next rows of each sequence, so many."""
+    """The row range of each sequence for its number of picked rows."""
     return [RowRange(s.id, s.num_computed_tokens, count, s.location) for s, count in picked.items()]
 
 

@@ -1,9 +1,9 @@
-"""Moves stripes to other memory workers while their sequences decode. Pure policy: no torch, no I/O, no clock.
+"""Live migration: moves KV to other memory workers while sequences decode. Pure policy: no torch, no I/O, no clock.
 
-Stripes on loan go home once home has room for them and no sequence waits. What is retained there gives way, unless a
-request wants it to stay. One copy is under way at a time, of few stripes: so no more than these lie twice. Until it
-ends, the sequence lies as it did; if anything fails, it goes on so. Where sequences lie whole, they leave the memory
-workers that are to go, one after the other: each has no rows while it is copied, and all others go on.
+Borrowed stripes move home once home has room and no sequence waits. Retained KV there is evicted, unless a request
+asked to keep it. One copy of a few stripes runs at a time, so little KV exists twice. Until it ends, the sequence keeps
+its place, also after a failure. With whole sequences on one worker, they leave memory workers that will be removed, one
+by one. A sequence has no rows while it is copied; all others continue.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from lamina.scheduler.sequence import Sequence
 from .allocator import KvAllocator, subtract
 from .prefix_cache import PrefixCache
 
-MAX_STRIPES_PER_COPY = 8  # of a copy
-MAX_RETAINED_CHECKED = 8  # retained sequences
+MAX_STRIPES_PER_COPY = 8
+MAX_RETAINED_CHECKED = 8  # retained sequences that are tried for eviction
 
 
 class _StripeCopy(NamedTuple):
-    """``source``: the sequence, by its number, whose stripes ``run`` are to lie in its KV shard; none: all of it is.
-    ``number``: of the copy.
-    """
+    """A copy in flight. ``source``: the sequence's id. ``run``: its stripes; none: all. ``number``: the copy's id."""
 
     number: int
     source: int
@@ -41,51 +39,51 @@ class _StripeCopy(NamedTuple):
 
 
 class KvMigration(Feature):
-    """``ranks``: each copies what it has of the stripes; 0, or layers with a window: nothing moves."""
+    """Moves stripes and sequences. ``ranks``: each copies its part; 0, or layers with a window: nothing moves."""
 
     def __init__(self, accounting: BlockTables, allocator: KvAllocator, prefix_cache: PrefixCache, ranks: int) -> None:
-        self.num_moved_blocks = 0  # KV blocks of each layer, that have gone home, or left
-        self.closing_shards: set[int] = set()  # groups of memory workers that are to go: whole sequences leave them
-        self._stuck = False  # none of those that are left there finds room elsewhere
+        self.num_moved_blocks = 0  # KV blocks of each layer that were moved
+        self.closing_shards: set[int] = set()  # layer groups of memory workers that will be removed
+        self._stuck = False  # no sequence that is left there has room elsewhere
         self._accounting, self._allocator, self._prefix_cache = accounting, allocator, prefix_cache
-        self._ranks = 0 if any(accounting.windows) else ranks  # of what a window has passed there is nothing to copy
+        self._ranks = 0 if any(accounting.windows) else ranks  # blocks that a window has passed are freed
         self._copy: _StripeCopy | None = None
-        self._stored, self._failed = 0, False  # of it: ranks that have it
-        self.unsure: dict[int, int] = {}  # sequence -> step, before which not all know where it lies
-        self._fails = not self._ranks  # nothing more is tried under this epoch
+        self._stored, self._failed = 0, False  # ranks that have completed the copy, and if one failed
+        self.unsure: dict[int, int] = {}  # sequence -> the step from which all workers know its place
+        self._fails = not self._ranks  # no more copies in this epoch
 
     @property
     def in_flight(self) -> bool:
-        """True while memory workers copy something, or do not know yet where it lies."""
+        """True during a copy, and until all memory workers know the new place."""
         return self._copy is not None or bool(self.unsure) or bool(self.closing_shards)
 
     @property
     def has_transfers(self) -> bool:
-        """True while a memory worker has yet to report on a copy."""
+        """True while a memory worker's report on a copy is pending."""
         return self._copy is not None and not self._failed and self._stored < self._ranks
 
     def close(self, groups: Iterable[int]) -> None:
-        """Have whole sequences leave layer groups, whose memory workers are to go."""
+        """Let whole sequences leave these layer groups, whose memory workers will be removed."""
         self.closing_shards.update(groups)
 
     def reopen(self, groups: Iterable[int]) -> None:
-        """Let sequences stay in layer groups."""
+        """Undo ``close``."""
         self.closing_shards.difference_update(groups)
 
     def is_drained(self, running: Iterable[Sequence]) -> bool:
-        """Return whether all sequences that can have left, and all memory workers know where they lie."""
+        """Return True once every sequence has left that can, and all memory workers know the new places."""
         there = [s for s in running if not s.finished]
         sure = self.unsure.keys().isdisjoint(s.id for s in there)
         return self._copy is None and sure and (self._fails or self._stuck or not any(map(self._is_leaving, there)))
 
     def on_report(self, report: Report) -> None:
-        """A memory worker has done its part of a copy, or could not; others are about something else."""
+        """Process a memory worker's report on a copy; ignores other reports."""
         if isinstance(report, StripesCopied) and self._copy is not None and report.sequence == self._copy.number:
             self._failed |= bool(report.error)
             self._stored += report.nbytes > 0
 
     def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
-        """Memory workers with rows of a batch's step that is done know where these sequences lie."""
+        """Record that memory workers know the places of the sequences in a completed step."""
         if not self.unsure or step.prefill_worker is not None:
             return
         for rows in step.plan.rows:
@@ -93,16 +91,16 @@ class KvMigration(Feature):
                 del self.unsure[rows.sequence]
 
     def roll_back(self, loss: Loss) -> None:
-        """Distrust sequences that not all memory workers know to lie elsewhere."""
+        """Distrust sequences whose new place not all memory workers know."""
         loss.distrusted.update(self.unsure)
         self._copy, self.unsure, self._fails, self._stuck = None, {}, not self._ranks, False
 
     def relocate(self, kept: Iterable[SurvivingKv]) -> None:
-        """The memory workers that were to go have gone."""
+        """Forget the closed groups, since their memory workers have been removed."""
         self.closing_shards.clear()
 
     def after_admission(self, scheduling: Scheduling) -> None:
-        """Add the ops that are due to the next plans."""
+        """Add ops that begin or end a copy to the next plans."""
         batches = scheduling.batches
         self.unsure = {s: at for s, at in self.unsure.items() if any(self._accounting.count_blocks([s]))}
         idle = not self.closing_shards and (bool(scheduling.waiting) or self._allocator.spill is None)
@@ -126,7 +124,7 @@ class KvMigration(Feature):
             running[sequence.id][1].ops.append(op)
 
     def _spilled_sequence(self, running: list[Sequence], first: Batch) -> tuple[Sequence, StripeRun] | None:
-        """Whose loan goes home next, and what of it; what is retained gives way."""
+        """The next sequence with stripes to move home, and these; evicts retained KV for them."""
         if not any(s.location.moved_runs for s in running):
             return None
         due = self._next_copy(running, self._allocator.free_after(running, {}))
@@ -135,7 +133,7 @@ class KvMigration(Feature):
         return due
 
     def _next_leaving(self, running: list[Sequence], batches: Several[Batch]) -> tuple[Sequence, StripeRun] | None:
-        """Choose the sequence that leaves next, the first one that finds room. What is retained there gives way."""
+        """The next sequence to leave a closed group, which is the first one with room; evicts retained KV for it."""
         there = [s for s in running if self._is_leaving(s)]
         ready = [s for s in there if self._can_move(s)]
         left = self._allocator.free_after(running, {})
@@ -158,7 +156,7 @@ class KvMigration(Feature):
         return None
 
     def _shard_with_room(self, sequence: Sequence, left: list[int]) -> int | None:
-        """The KV shard with the most room, of those that have enough for it."""
+        """The KV shard with the most room, if that is enough for the sequence."""
         rests = dict[int, int]()
         for lane in range(self._accounting.num_kv_shards):
             groups = self._groups(lane)
@@ -178,7 +176,7 @@ class KvMigration(Feature):
         )
 
     def _end(self, copy: _StripeCopy, first: Batch, step: int, of: tuple[Sequence, Batch] | None) -> None:
-        """Have the sequence lie there once the copy is, or nothing of it where it is not wanted any more."""
+        """End a copy: the sequence gets its new place, or the copy is freed if it is not needed any more."""
         place = self._new_location(of[0], copy.run) if of is not None else None
         if of is None or place is None or self._failed:
             first.ops.append(Free(copy.number))
@@ -197,9 +195,7 @@ class KvMigration(Feature):
             self._copy, sequence.is_migrating = None, False
 
     def _next_copy(self, running: list[Sequence], blocks: list[int]) -> tuple[Sequence, StripeRun] | None:
-        """Choose what may be copied next into so many ``blocks``: the last stripes of a run, as many as fit at home.
-        Shared stripes stay.
-        """
+        """The next stripes to copy into ``blocks``: the last ones of a run that fit at home. Shared stripes stay."""
         assert self._allocator.spill is not None
         room = self._allocator.spill.free_stripes(blocks)
         for sequence in (s for s in running if s.location.moved_runs and self._can_move(s)):
@@ -215,7 +211,7 @@ class KvMigration(Feature):
         return None
 
     def _evict_one(self, running: list[Sequence]) -> list[SequenceOp]:
-        """The oldest of what is retained and was not asked to stay, where some could go home without the oldest few."""
+        """Evict the oldest retained sequence without a lease, if without the oldest few stripes could move home."""
         few = [
             (n, self._accounting.exclusive_blocks(n))
             for n in islice(self._prefix_cache.evictable_first(), MAX_RETAINED_CHECKED)
@@ -235,7 +231,7 @@ class KvMigration(Feature):
         return relocated(sequence.location, run, -(-sequence.num_computed_tokens // self._stripe_tokens))
 
     def _whole(self, sequence: Sequence, run: StripeRun) -> int:
-        """Return the stop of the stripes that are wholly written, or will be by steps in flight; 0: there are none."""
+        """Return the end of the stripes that are completely written, or will be by steps in flight; 0: none."""
         stop = min(run.stop, sequence.num_computed_tokens // self._stripe_tokens)
         return stop if stop > run.start else 0
 

@@ -1,9 +1,8 @@
-"""KV outside of the memory workers' pools, by pages: those that storage has, and those on their way. Pure policy: no
-torch, no I/O, no clock.
+"""Offloaded KV: the pages in host memory and on disk, and their loads and saves.
 
-A sequence is saved as its pages fill. Once it is retained, the rest is saved: pages that no storage has yet, the last
-one in part. A prompt that begins with existing pages is loaded, if that brings at least a page more than the pool has.
-Memory workers report the end of each transfer; a page exists once all of them have.
+Pages of a sequence are saved as they fill. Once the sequence is retained, its last pages are saved, too, also a partial
+one. A prompt loads stored pages, if they are at least one more than the pool has. Memory workers report the end of each
+transfer. A page exists once all of them have reported. Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from lamina.scheduler.starts import Candidates, KvStart
 from .pending_deletes import PendingDeletes
 from .prefetch import PrefetchHints
 
-NO_TRANSFER_ID = 0  # a transfer whose plan is not made yet
-MAX_PAGES_PER_SAVE = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
+NO_TRANSFER_ID = 0  # the transfer's plan is not made yet
+MAX_PAGES_PER_SAVE = 8  # pages of one save, so that a worker with a slow disk reports progress
 
 
 @dataclass
 class _PageTransfer:
     op: Transfer
-    num_waiting: int  # reports to come
-    pages: int  # that are where they were to be
+    num_waiting: int  # pending reports
+    pages: int  # pages saved by all workers that have reported
     error: str = ""
 
 
@@ -58,9 +57,9 @@ class _PageTransfer:
 class _SequenceLoad:
     sequence: Sequence
     loadable: KvStart
-    num_waiting: int  # transfers under way
-    num_not_ready: int  # reports to come before its first rows
-    num_valid_tokens: int  # tokens that are there, as far as is known
+    num_waiting: int  # transfers in flight
+    num_not_ready: int  # pending reports before its first rows
+    num_valid_tokens: int  # loaded tokens, by the reports so far
     error: str = ""
 
 
@@ -72,8 +71,9 @@ class _SequenceSave:
 
 
 class OffloadIndex(Feature):
-    """The offloaded pages, each of which the index has at the KV shards whose workers can load it. The transfers of one
-    sequence are loads or saves, not both.
+    """Tracks offloaded pages in the prefix index, at the KV shards whose workers can load them.
+
+    A sequence has either loads or saves in flight, not both.
     """
 
     def __init__(
@@ -87,13 +87,15 @@ class OffloadIndex(Feature):
         prompts_only: bool = False,
         cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
     ) -> None:
-        """``holders``: group -> memory workers. A prompt is loaded up to a multiple of ``whole`` tokens.
-        ``prompts_only``: completions are not saved. ``cached_tokens_of``: tokens that the pool has of a waiting one.
+        """``holders``: the memory workers of each layer group. A prompt is loaded up to a multiple of ``whole`` tokens.
+
+        ``prompts_only``: completions are not saved. ``cached_tokens_of``: returns how many tokens of a waiting sequence
+        the pool has.
         """
         self._cached_tokens_of = cached_tokens_of
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
         self.backend, self.is_complete = facts.backend, facts.is_complete
-        self._exact = not prompts_only  # whether a page is kept, too, that is not whole
+        self._exact = not prompts_only  # partial pages are stored, too
         self.keys = PageKeys(facts.page_size, self._root_key)
         self._secret, self.identity, self._era = facts.secret, facts.identity, facts.era
         self._index, self._places = prefix_index or PrefixIndex(), list[Place]()  # of KV shards
@@ -105,19 +107,19 @@ class OffloadIndex(Feature):
         self._saving: dict[int, _SequenceSave] = {}  # by retained sequence
         self._loading: dict[int, _SequenceLoad] = {}  # by sequence
         self._drops = PendingDeletes()
-        # What was asked for last, and the answer.
+        # The arguments of the last query, and its result.
         self._found: tuple[Sequence, int, int, KvStart | None] | None = None
-        self.num_queried_tokens = 0  # tokens of admitted sequences that the pool has not
+        self.num_queried_tokens = 0  # tokens of admitted sequences that the pool lacked
         self.num_hit_tokens = 0  # how many of them were loaded
         self.sync(facts, holders)
 
     @property
     def has_transfers(self) -> bool:
-        """True while a transfer is under way."""
+        """True while a transfer is in flight."""
         return bool(self._moving)
 
     def sync(self, facts: OffloadFacts, holders: Several[Several[int]]) -> None:
-        """Take in the pages that workers list, as they meet: these exist, and no others."""
+        """Replace the known pages by those that workers list when they connect."""
         ledger = self._ledger
         self._num_holders = [
             {w for lanes, group in zip(ledger.kv_shards, holders, strict=True) if lane in lanes for w in group}
@@ -126,7 +128,7 @@ class OffloadIndex(Feature):
         self._num_workers = 1 + max(w for group in holders for w in group)
         self.hints = PrefetchHints(
             0 if self.is_complete else self._room(facts.capacities)
-        )  # workers have no hint of a waiting turn yet
+        )  # workers have no prefetch hint yet
         self._index.clear(sum(self._places))
         self._places = [self._index.place(self.backend, lane) for lane in range(ledger.num_kv_shards)]
         page_keys = [self._drops.exclude_deleted(keys) for keys in facts.pages]
@@ -135,15 +137,16 @@ class OffloadIndex(Feature):
         self._era, self._found = facts.era, None
 
     def _room(self, rooms: Several[int]) -> int:
-        """Pages of all KV shards, where each has as many. ``rooms``: pages of which each worker can keep its part."""
+        """The capacity in pages over all KV shards. ``rooms``: the pages of which each worker can store its part."""
         if not rooms:
             return 0
         lanes_of = Counter(worker for owners in self._num_holders for worker in owners)
         return len(self._num_holders) * min(rooms[w] // lanes_of[w] for owners in self._num_holders for w in owners)
 
     def find_loadable(self, sequence: Sequence, beyond: int) -> KvStart | None:
-        """Return what can be loaded of a waiting sequence, more than ``beyond`` tokens. Its last token has to be
-        computed: a row has to draw.
+        """Return what a waiting sequence can load, if that is more than ``beyond`` tokens; else None.
+
+        Its last token is always computed, since its logits are needed.
         """
         tokens = len(sequence.tokens)
         if self._found is None or self._found[:3] != (sequence, beyond, tokens):
@@ -166,14 +169,15 @@ class OffloadIndex(Feature):
         length = max(lengths.values())
         if length < beyond + (
             self.page_size if beyond and not self.is_complete else 1
-        ):  # to go on from the pool costs less
+        ):  # continuing from the pool is cheaper
             return None
         able = tuple(place for place, n in lengths.items() if n == length)
         return KvStart(length, able, tuple(self.keys_of(sequence, length, parts=True)))
 
     def find_shifted(self, sequence: Sequence) -> KvStart | None:
-        """Return what can be loaded of a turn that has lost tokens: pages of its whole conversation, which were saved
-        before, and whose K is rotated as they come. Pages that were computed after tokens were lost are never saved.
+        """Return what a truncated turn can load: pages of its whole conversation, whose K is rotated when loaded.
+
+        Pages that were computed after a truncation are never saved.
         """
         beyond, tokens = -1, len(sequence.original_prompt)
         if self._found is None or self._found[:3] != (sequence, beyond, tokens):
@@ -200,7 +204,7 @@ class OffloadIndex(Feature):
         return KvStart(most * page, able, tuple(keys[:most]), page_shifts=moved)
 
     def _num_moved(self, keys: Several[bytes], numbers: Several[int], location: KvLocation) -> int:
-        """Pages, from the first on, that are there, in the KV shard where they will lie."""
+        """The number of first pages that are stored for the KV shard of ``location``."""
         lanes = [(self._kv_shard(location, now), self._kv_shard(location, was)) for now, was in enumerate(numbers)]
         there = [
             now == was and self._index.has(self._places[now], key) for (now, was), key in zip(lanes, keys, strict=True)
@@ -208,31 +212,29 @@ class OffloadIndex(Feature):
         return there.index(False) if False in there else len(there)
 
     def _with_part(self, sequence: Sequence, whole: int, location: KvLocation, stop: int) -> int:
-        """Return the stop of the longest stored partial page after its ``whole`` stored tokens."""
+        """Return the end of the longest stored partial page after its ``whole`` stored tokens."""
         lane, most = self._kv_shard(location, whole // self.page_size), min(stop, whole + self.page_size - 1)
         lengths = range(most, whole, -1) if self._exact and (whole or self.is_complete) else ()
         return next((n for n in lengths if self._has(self.keys.partial(sequence, n), lane)), whole)
 
     def num_loadable_pages(self, keys: Several[bytes], location: KvLocation) -> int:
-        """Pages, from the first of ``keys`` on, that a sequence at ``location`` can load."""
+        """The number of first pages of ``keys`` that a sequence at ``location`` can load."""
         there = (self._has(key, self._kv_shard(location, number)) for number, key in enumerate(keys))
         return next((number for number, has in enumerate(there) if not has), len(keys))
 
     def locations(self, *others: KvLocation) -> list[KvLocation]:
-        """Places where a sequence can begin: ``others`` whose KV shards still exist, then the start of each KV
-        shard.
-        """
+        """The places where a sequence can begin: ``others`` whose KV shards exist, then the start of each KV shard."""
         num = self._ledger.num_kv_shards
         there = [x for x in others if all(lane < num for lane in (x.kv_shard, *(run.kv_shard for run in x.moved_runs)))]
         return list(dict.fromkeys([*there, *map(KvLocation, range(num))]))
 
     def _has(self, key: bytes, kv_shard: int) -> bool:
-        there = kv_shard < len(self._places)  # a session may have been in a KV shard that has gone
+        there = kv_shard < len(self._places)  # a session's KV shard may have been removed
         return self.is_complete or (there and self._index.has(self._places[kv_shard], key))
 
     @property
     def has_pages(self) -> bool:
-        """True if storage has some page."""
+        """True if storage has a page."""
         return any(map(self._index.num_pages, self._places))
 
     @property
@@ -242,15 +244,15 @@ class OffloadIndex(Feature):
 
     @property
     def has_pending_ops(self) -> bool:
-        """True if storage is to delete pages."""
+        """True if pages must be deleted from storage."""
         return bool(self._drops.pending)
 
     def is_saving(self, number: int) -> bool:
-        """Return whether some page of a sequence is on its way to storage."""
+        """Return True while a page of a sequence is being saved."""
         return number in self._saving
 
     def begin_load(self, sequence: Sequence, wanted: KvStart, spare_s: float = 0.0) -> list[LoadKv]:
-        """Begin: the sequence has its number and its place. ``spare_s``: for which its first rows will be computed."""
+        """Begin the load of an admitted sequence. ``spare_s``: seconds for which its first rows will be computed."""
         keys, ops, low = list(wanted.keys), list[LoadKv](), 0
         for moved, alike in groupby(wanted.page_shifts or (0,) * len(keys)):
             stop = low + len(list(alike))
@@ -265,8 +267,9 @@ class OffloadIndex(Feature):
         return ops
 
     def batch_ops(self, running: Several[Sequence]) -> list[SaveKv]:
-        """Save pages that running sequences have filled, while their next rows go on. If some layers have a window,
-        nothing is saved before the end, as its blocks may go at any time.
+        """Save pages that running sequences have filled, while they decode.
+
+        With sliding windows nothing is saved before the end, since blocks may be freed at any time.
         """
         ops = list[SaveKv]()
         for sequence in running:
@@ -282,13 +285,13 @@ class OffloadIndex(Feature):
         return not (self._most or alone or sequence.finished or sequence.num_loading_tokens)
 
     def save_ops(self, sequence: Sequence, length: int) -> list[SaveKv]:
-        """Save the pages that are not there yet of the first ``length`` tokens of a sequence, which are scheduled."""
+        """Save the pages of a sequence's first ``length`` tokens that are not stored. The tokens must be scheduled."""
         if self._prompts_only:
             length = min(length, len(sequence.prompt))
         if self._most:
             length = min(length, self._most)
             if any(self._ledger.block_table(group, sequence.id)[0] for group in range(len(self._ledger.windows))):
-                return []  # the window has passed its beginning
+                return []  # a window has freed its first blocks
         coming = set[bytes]().union(*(x.keys for x in self._saving.values()))
         keys = self.keys_of(sequence, length, parts=True)
         lanes = [self._kv_shard(sequence.location, number) for number in range(len(keys))]
@@ -296,8 +299,9 @@ class OffloadIndex(Feature):
         return self._export(sequence, keys, missing, length)
 
     def save_all_ops(self, sequence: Sequence, length: int, root: bytes) -> tuple[list[bytes], list[SaveKv]]:
-        """Save all ``length`` tokens of a preempted sequence, the last page as far as it goes, under keys that no other
-        sequence has, by their ``root``. No keys if a window has passed some of it.
+        """Save all ``length`` tokens of a preempted sequence, also a partial page, under keys of its own ``root``.
+
+        Returns no keys if a sliding window has freed blocks of it.
         """
         here = all(self._ledger.block_table(group, sequence.id)[0] == 0 for group in range(len(self._ledger.windows)))
         if not here or length > (self._most or length):
@@ -326,8 +330,9 @@ class OffloadIndex(Feature):
         return ops
 
     def on_report(self, report: Report) -> TransferResult | None:
-        """A memory worker has enough of a load, or has ended a transfer. Once all have enough, the sequence may have
-        its first rows; later ones wait for the load's end.
+        """Process a memory worker's report: it has loaded enough for first rows, or has ended a transfer.
+
+        Once all have loaded enough, the sequence may have its first rows; later rows wait for the load's end.
         """
         if isinstance(report, LoadReady):
             loading = self._loading[self._moving[report.transfer_id].op.sequence]
@@ -337,7 +342,7 @@ class OffloadIndex(Feature):
         return self.on_transfer_done(report) if isinstance(report, TransferDone) else None
 
     def on_transfer_done(self, report: TransferDone) -> TransferResult | None:
-        """A memory worker has ended a transfer; None while others of its sequence are under way."""
+        """Process the end of a transfer. Returns None while others of its sequence are in flight."""
         self.remove(report.evicted)
         moving = self._moving[report.transfer_id]
         moving.num_waiting -= 1
@@ -349,17 +354,17 @@ class OffloadIndex(Feature):
         return self._loaded(moving) if isinstance(moving.op, LoadKv) else self._saved(moving)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Find pages no more."""
+        """Make pages unfindable."""
         self._index.drop(sum(self._places), keys)
         self._found = None
 
     def delete_ops(self, sequence: int, keys: Several[bytes]) -> list[DeletePages]:
-        """Delete pages of ``sequence`` from storage, also those on their way there."""
+        """Delete pages of ``sequence`` from storage, also those that are being saved."""
         self.remove(keys)
         return self._drops.delete_ops(sequence, keys)
 
     def retention_ops(self, sequence: Sequence, length: int) -> list[SetRetention]:
-        """Have storage keep the pages of its first ``length`` tokens for as long as it asks for."""
+        """Set the retention of the pages of a sequence's first ``length`` tokens."""
         if not (seconds := min(sequence.retention_s, MAX_RETENTION_S)):
             return []
         keys = self.keys_of(sequence, min(length, len(sequence.prompt)) if self._prompts_only else length, parts=True)
@@ -369,7 +374,7 @@ class OffloadIndex(Feature):
         ]
 
     def roll_back(self, loss: Loss) -> None:
-        """Forget all transfers, none of which will be done."""
+        """Forget all transfers in flight, which will not complete."""
         self._drops.restart()
         self._moving.clear()
         self._saving.clear()
@@ -377,8 +382,9 @@ class OffloadIndex(Feature):
         self._index.clear(sum(self._places), ready=False)
 
     def reset(self, era: bytes, sequences: Several[Sequence]) -> tuple[SequenceOp, ...]:
-        """Find none of the present pages again, nor those on their way: later pages are of another ``era``, pages of
-        ``sequences`` too. Storage deletes the old pages bit by bit, but for pages that are being loaded.
+        """Make all pages unfindable, also those in flight. Later pages, also of ``sequences``, belong to ``era``.
+
+        Old pages are deleted from storage over several plans, except pages that are being loaded.
         """
         for sequence in sequences:
             sequence.forget_page_keys()
@@ -390,16 +396,16 @@ class OffloadIndex(Feature):
         return ()
 
     def resume(self, ready: ComputeReady) -> None:
-        """Workers have met anew: the pages that they list exist."""
+        """Replace the known pages, since workers have connected again."""
         if ready.storage is not None:
             self.sync(ready.storage, ready.holders)
 
     def begin_round(self, scheduling: Scheduling) -> None:
-        """Have storage delete pages that no sequence will find any more."""
+        """Add ops that delete unfindable pages from storage."""
         scheduling.add_pending_ops(self._drops.next_ops())
 
     def after_admission(self, scheduling: Scheduling) -> None:
-        """Hint at the pages that waiting sequences will load."""
+        """Send prefetch hints for pages that waiting sequences will load."""
         if scheduling.waiting or self.hints:
             scheduling.batches[0].ops += self.hints.next_ops([*scheduling.waiting], self._to_load)
 
@@ -444,11 +450,11 @@ class OffloadIndex(Feature):
         return TransferResult(None, op.sequence, saving.error)
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Any prompt may have been saved."""
+        """True for every prompt while storage has pages."""
         return True
 
     def find_starts(self, candidates: Candidates) -> None:
-        """Add what can be loaded before what lies in the pool, as it is longer."""
+        """Add what can be loaded before hits in the pool, since it is longer."""
         if not candidates.is_settled:
             load = self.find_loadable(candidates.sequence, candidates.num_stored_tokens)
             if load is not None:
@@ -456,7 +462,7 @@ class OffloadIndex(Feature):
                 candidates.loads_kv = True
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> list[LoadKv]:
-        """Begin to load what it begins with, if that is not in the pool."""
+        """Begin the load, if the sequence begins with stored pages."""
         sequence = candidates.sequence
         if start is None or not start.is_swapped:
             self.num_queried_tokens += sequence.num_tokens_with_placeholders - sequence.num_computed_tokens
@@ -467,8 +473,9 @@ class OffloadIndex(Feature):
 
     @staticmethod
     def _spare_s(candidates: Candidates, load: KvStart) -> float:
-        """Seconds for which its first rows after a load will be computed. 0 where they wait for its end: they attend
-        with blocks that are scored, or they score its prompt, and no load that fails may have been scored.
+        """The seconds for which its first rows after the loaded tokens will be computed.
+
+        0 if they must wait for the load's end, since a failed load must not have been scored by sparse attention.
         """
         sequence, policy = candidates.sequence, candidates.chunk_policy
         if sequence.evicts_kv or sequence.params.prompt_logprobs is not None:
@@ -481,9 +488,7 @@ class OffloadIndex(Feature):
         draft.batch.ops = self.assign_ids(draft.batch.ops)
 
     def assign_ids(self, ops: Iterable[SequenceOp]) -> list[SequenceOp]:
-        """The ops of the next plan, whose transfers begin with it: they get their numbers, as these follow the order of
-        the plans.
-        """
+        """Return the ops of the next plan with ids for their transfers, in the order of plans."""
         return [self._begin(op) if isinstance(op, Transfer) else op for op in ops]
 
     def _begin(self, op: Transfer) -> Transfer:

@@ -1,8 +1,7 @@
-"""Pages that storage is to delete. Pure policy: no torch, no I/O, no clock.
+"""Pages to delete from storage. Pure policy: no torch, no I/O, no clock.
 
-Memory workers do not report a deletion. After a loss the driver cannot know which pages of the last epoch were deleted:
-all that were not saved again are deleted once more. No sequence finds them until then, although memory workers may list
-them.
+Memory workers do not report deletions. After a loss, the driver cannot know which pages were deleted. So all that were
+not saved again are deleted once more. Until then no sequence finds them, although memory workers may list them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class PendingDeletes:
         return self.delete_ops(-1, some)
 
     def on_saved(self, keys: Collection[bytes]) -> None:
-        """Note that pages are saved after they were deleted."""
+        """Record that deleted pages are saved again."""
         for key in self._deleted.keys() & keys:
             del self._deleted[key]
 

@@ -1,8 +1,8 @@
-"""Hints at the pages that waiting turns will load: so storage has them in memory by then, and evicts other pages first
-(CachedAttention section 3.3, arXiv 2403.19708). Pure policy: no torch, no I/O, no clock.
+"""Prefetch hints: pages that waiting sequences will load, so that storage fetches them to memory and evicts others.
 
-The hints are of turns whose pages memory and disk hold together, the eviction window. Storage knows how large its
-memory is, and decides which of these it fetches (kv.fetch_window).
+The first waiting sequences whose pages fit into memory and disk get hints: the eviction window of CachedAttention
+(section 3.3, arXiv 2403.19708). Storage knows its memory, and chooses which of them to fetch (kv.fetch_window). Pure
+policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class _HintedSequence(NamedTuple):
 
 
 class PrefetchHints:
-    """The hints that memory workers have in one epoch. Another object begins anew in the next one."""
+    """The hints that memory workers have. Each epoch has a new object."""
 
     def __init__(self, room: int) -> None:
-        """``room``: pages that memory and disk hold."""
+        """``room``: the capacity of memory and disk, in pages."""
         self._num_pages_that_fit = min(room, MAX_HINTED_PAGES)
         self._next = 0
         self._hinted: dict[Sequence, _HintedSequence] = {}
         self._queue: tuple[object, ...] = ()  # the ends of the queue, as it was last
 
     def __len__(self) -> int:
-        """The number of turns with hints that still wait or load."""
+        """The number of waiting and loading sequences with hints."""
         return len(self._hinted)
 
     def next_ops(self, waiting: Several[Sequence], find: Callable[[Sequence], KvStart | None]) -> list[PrefetchHint]:
-        """Return the next plan's hints. ``waiting``: the first one is next. ``find``: what can be loaded of one."""
+        """Return the next plan's hints. ``waiting``: in queue order. ``find``: returns what a sequence can load."""
         loading = [s for s in self._hinted if s.num_loading_tokens]
         line = (len(waiting), waiting[:1], waiting[-1:], len(loading))
         if line == self._queue:

@@ -1,11 +1,9 @@
-"""KV that serves more than one request: which sequences begin with which tokens. Pure policy: no torch, no I/O; the
-clock comes in.
+"""Prefix caching in the pool: finds running and retained sequences that begin like a new prompt.
 
-A sequence that begins with the tokens of another one is forked from it: both hold the blocks, and nothing is computed
-or moved. Common tokens are looked up in whole pages, then to the token. The other one may still run, or it is
-*retained*: it has no more rows, and gives its blocks back as soon as others need them. The least recently used goes
-first.
-Sequences of different salts have nothing in common, whatever their tokens.
+The new sequence is forked from one of them: they share blocks, and nothing is computed or moved. Prefixes are matched
+by whole pages, then by single tokens. The other sequence may still run. Or it is *retained*: it has finished, and its
+blocks are freed when others need them, the least recently used first. Sequences of different salts never match. Pure
+policy: no torch, no I/O; the clock is a parameter.
 """
 
 from __future__ import annotations
@@ -35,9 +33,7 @@ class CommonPrefix(NamedTuple):
 
 
 class PrefixCache(Feature):
-    """The sequences that the index holds in the pool: running ones, with their prompts, and retained ones. Ops are for
-    the next round; forks go first in its first plan.
-    """
+    """The running and retained sequences in the pool. Returned ops are for the next round; forks come first there."""
 
     def __init__(
         self,
@@ -50,8 +46,8 @@ class PrefixCache(Feature):
         sessions: Sessions | None = None,
         prefix_index: PrefixIndex | None = None,
     ) -> None:
-        """``page``: tokens, a multiple of the block size; 0 = nothing is retained. ``prompts_only``: completions
-        are not. ``exact``: common tokens are counted beyond whole pages. ``clock``: seconds.
+        """``page``: tokens, a multiple of the block size; 0: nothing is retained. ``prompts_only``: completions are not
+        retained. ``exact``: prefixes may end within a page. ``clock``: returns seconds.
         """
         self._accounting = accounting
         self._page, self.keys = page, PageKeys(page)
@@ -72,7 +68,7 @@ class PrefixCache(Feature):
 
     @property
     def has_retained(self) -> bool:
-        """True if some sequence is retained."""
+        """True if a sequence is retained."""
         return next(self._retained(), None) is not None
 
     def _retained(self) -> Iterator[int]:
@@ -80,12 +76,13 @@ class PrefixCache(Feature):
         return (number for number, held in self._held.items() if held.until is not None)
 
     def held_sequence(self, number: int) -> Sequence:
-        """Return the running or retained sequence of that number."""
+        """Return the running or retained sequence with this id."""
         return self._held[number].sequence
 
     def lookup(self, sequence: Sequence) -> list[CommonPrefix]:
-        """All that a waiting sequence may begin with, one page, two, and so on, and at last what goes on to the token.
-        Its last token is in none of them: a row has to draw.
+        """All prefixes that a waiting sequence may begin with: one page, two, and so on, then those within a page.
+
+        None contains its last token, since its logits are needed.
         """
         if not self._page or sequence.discarded_ranges or sequence.params.prompt_logprobs is not None:
             return []
@@ -101,12 +98,12 @@ class PrefixCache(Feature):
         return commons
 
     def num_cached_or_pending(self, sequence: Sequence) -> int:
-        """Return the tokens of a waiting sequence that need not be computed: KV of them is there, or will be soon."""
+        """Return how many tokens of a waiting sequence are cached, or will be soon."""
         beginnings = self.lookup(sequence)
         return beginnings[-1].length if beginnings else 0
 
     def num_shared_tokens(self, sequence: Sequence) -> int:
-        """Tokens that another completion of its request begins with, once this one has them."""
+        """The number of tokens that other completions of the request can share with this one."""
         if (
             not self._page
             or sequence.discarded_ranges
@@ -118,7 +115,7 @@ class PrefixCache(Feature):
         return stop if self._exact and stop >= self._page else stop // self._page * self._page
 
     def longest_cached(self, beginnings: list[CommonPrefix]) -> KvStart | None:
-        """The most of ``beginnings`` whose KV is there."""
+        """The longest of ``beginnings`` whose KV is computed."""
         for key, length in reversed(beginnings):
             for number in islice(reversed(self.prefix_index.sequences(self._place, key)), MAX_SEQUENCES_TRIED):
                 place = self._held[number].sequence.location
@@ -132,12 +129,12 @@ class PrefixCache(Feature):
         return None
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Return the tokens of a waiting sequence whose KV is in the pool."""
+        """Return how many tokens of a waiting sequence have KV in the pool."""
         hit = self.longest_cached(self.lookup(sequence))
         return hit.length if hit else 0
 
     def pending_match(self, beginnings: list[CommonPrefix], hit: KvStart | None) -> Sequence | None:
-        """A running sequence that is about to have more pages of ``beginnings``."""
+        """A running sequence that will soon have more pages of ``beginnings``."""
         key, length = next((x for x in reversed(beginnings) if x.length % self._page == 0), (b"", 0))
         if length <= (hit.length if hit else 0):
             return None
@@ -146,11 +143,11 @@ class PrefixCache(Feature):
         return next((s for s in known if not s.finished), None)
 
     def may_start(self, sequence: Sequence) -> bool:
-        """True if there may be a hit, now or once what is retained gives way."""
+        """True if there may be a hit, now or after evictions."""
         return bool(self.has_retained or self.lookup(sequence))
 
     def find_starts(self, candidates: Candidates) -> None:
-        """Add the longest hit. A sequence whose prompt another one is about to have waits for that."""
+        """Add the longest hit. A sequence waits if another one will soon have more of its prompt."""
         if candidates.is_settled:
             return
         beginnings = self.lookup(candidates.sequence)
@@ -163,7 +160,7 @@ class PrefixCache(Feature):
             candidates.starts.append(hit)
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
-        """Index an admitted sequence: later prompts may begin with its tokens."""
+        """Index an admitted sequence, so that later prompts can match it."""
         sequence = candidates.sequence
         self.num_queried_tokens += sequence.num_tokens_with_placeholders
         if self._page:
@@ -176,7 +173,7 @@ class PrefixCache(Feature):
         return ()
 
     def on_leave(self, leaving: Leaving) -> None:
-        """Retain a finished sequence, in place of those whose pages it has too; or have it freed."""
+        """Retain a finished sequence, and drop those whose pages it contains; or leave it to be freed."""
         if leaving.is_preempted:
             self.forget_sequence(leaving.sequence)
         elif leaving.op is not None:
@@ -184,11 +181,11 @@ class PrefixCache(Feature):
             leaving.own += freed
 
     def reset(self, era: bytes, sequences: Several[Sequence]) -> list[Free]:
-        """Give up all that is retained."""
+        """Drop all retained sequences."""
         return self.clear()
 
     def retain_or_free(self, sequence: Sequence) -> list[SequenceOp]:
-        """Retain a finished sequence, in place of those whose pages it has too; or free it."""
+        """Retain a finished sequence, and drop those whose pages it contains; or free it."""
         self.forget_sequence(sequence)
         if sequence.evicts_kv:
             return [Free(sequence.id)]
@@ -221,7 +218,7 @@ class PrefixCache(Feature):
         return [Truncate(sequence.id, length), *freed]
 
     def _end_detached(self, sequence: Sequence) -> list[SequenceOp]:
-        """Retain it for its session alone: its K and V have seen tokens that a prompt like it has not."""
+        """Retain it for its session alone, since its K and V attended tokens that were dropped from its context."""
         session, length = (
             sequence.session_to_retain,
             sequence.num_computed_tokens // self._page * self._page if self._page else 0,
@@ -233,7 +230,7 @@ class PrefixCache(Feature):
         return [Truncate(sequence.id, length), *freed]
 
     def match_session(self, sequence: Sequence) -> KvStart | None:
-        """The most that a turn has in common with the leaf of its session, which is at the same positions."""
+        """The longest prefix that a turn shares with its session's retained sequence, at the same positions."""
         session = sequence.session
         if session is None or session.leaf is None or not self._page:
             return None
@@ -246,7 +243,7 @@ class PrefixCache(Feature):
         return None if blocks is None else KvStart(length, (session.location,), source=leaf.id, blocks=blocks)
 
     def detach(self, number: int, first: int, count: int) -> None:
-        """Have no prompt find a retained sequence any more: it loses tokens, and later ones move to other positions."""
+        """Make a retained sequence unfindable, since it drops tokens and later ones move to other positions."""
         held = self.prefix_index.release(self._place, number)
         del held.sequence.tokens[first : first + count]
         held.sequence.forget_page_keys()
@@ -255,27 +252,28 @@ class PrefixCache(Feature):
         self._shifted.add(number)
 
     def forget_sequence(self, sequence: Sequence) -> None:
-        """A running sequence has no KV any more."""
+        """Remove a running sequence that has lost its KV."""
         if sequence.id in self._held:
             self.prefix_index.release(self._place, sequence.id)
 
     @property
     def eviction_order(self) -> list[int]:
-        """The retained sequences in the order in which they give way. First come those without a name that are not
-        prolonged, then the others that no turn waits for, each the least recently used first. Last come those of
-        waiting turns, from the end of the queue on.
+        """The retained sequences in the order of eviction.
+
+        First come those without a session and lease, then others for which no turn waits, both the least recently used
+        first. Last come those of waiting turns, from the end of the queue.
         """
         order = list(dict.fromkeys([*self.evictable_first(), *self._retained()]))
         queue = [s.retained_sequence for s in self.pinned if s.retained_sequence is not None]
         return eviction_order(queue, len(queue), order) if queue else order  # more than the pool holds are not in it
 
     def evictable_first(self) -> Iterator[int]:
-        """The retained sequences without a name that are not prolonged, the least recently used first."""
+        """The retained sequences without a session and lease, the least recently used first."""
         now = self._clock()
         return (n for n, h in self._held.items() if h.until is not None and h.until <= now and h.session is None)
 
     def evict(self, number: int) -> Free:
-        """Give up a retained sequence."""
+        """Evict a retained sequence."""
         held = self.prefix_index.release(self._place, number)
         self._shifted.discard(number)
         if held.session is not None:
@@ -283,19 +281,17 @@ class PrefixCache(Feature):
         return Free(number)
 
     def evictable(self, free: tuple[int, ...]) -> list[int]:
-        """Blocks with KV of ended sequences among the blocks that sequences can still have, by layer group."""
+        """The available blocks that hold KV of ended sequences, by layer group."""
         return [n - empty for n, empty in zip(free, self._accounting.free_blocks, strict=True)]
 
     def retained_page_keys(self) -> Iterator[bytes]:
-        """Yield the keys of pages, in the pool and in storage, of sequences that are retained, or will be, as far as
-        they are known.
-        """
+        """Yield the known page keys of sequences that are retained or will be, in the pool and in storage."""
         for sequence in (held.sequence for held in self._held.values() if not held.sequence.do_not_cache):
             yield from chain.from_iterable(sequence.page_keys.values())
             yield from sequence.partial_page_keys.values()
 
     def roll_back(self, loss: Loss) -> None:
-        """Keep the retained sequences that are there whole, but no shifted one: it may lie as before its shift."""
+        """Keep retained sequences without a lost token, except shifted ones, whose shift may not have been applied."""
         for number, held in list(self._held.items()):
             length = held.length or (held.session.length if held.session else 0)
             each = SurvivingKv(number, length, held.sequence.location)
@@ -307,7 +303,7 @@ class PrefixCache(Feature):
                 self.evict(number)
 
     def relocate(self, surviving: Iterable[SurvivingKv]) -> None:
-        """After ``roll_back``: what is retained lies where ``surviving`` says now, or nowhere any more."""
+        """After ``roll_back``: set the new places of retained sequences; those not in ``surviving`` are dropped."""
         places = {each.sequence: each.location for each in surviving}
         for number in list(self._retained()):
             if number not in places:
@@ -319,13 +315,13 @@ class PrefixCache(Feature):
                 held.session.location = places[number]
 
     def clear(self) -> list[Free]:
-        """Give up all."""
+        """Drop all retained sequences."""
         ops = [self.evict(number) for number in list(self._retained())]
         self.prefix_index.clear(self._place)
         return ops
 
     def _has(self, number: int, length: int) -> bool:
-        """Return whether KV of so many tokens is there once the plans of this round come."""
+        """Return True if KV of ``length`` tokens exists before the plans of this round."""
         held = self._held[number]
         sequence = held.sequence
         # And memory workers have not all of it.
@@ -342,7 +338,7 @@ class PrefixCache(Feature):
         return len(keys) * self._page, keys
 
     def _parts(self, sequence: Sequence, way: list[bytes], length: int) -> Iterator[bytes]:
-        """Yield the partial pages with which those after ``way`` begin, of the first ``length`` tokens."""
+        """Yield the partial pages after ``way`` that match the first ``length`` tokens."""
         for number, key in enumerate(way, 1):
             page = sequence.tokens[number * self._page : min(length, (number + 1) * self._page)]
             yield from self.prefix_index.parts(self._place, key, page)

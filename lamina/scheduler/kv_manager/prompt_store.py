@@ -1,6 +1,4 @@
-"""The KV of prompts in the stores of prefill workers, as the driver has them keep it. Pure policy: no torch, no I/O, no
-clock.
-"""
+"""The prompt caches of prefill workers, as the driver manages them. Pure policy: no torch, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ NO_PROMPT = _CachedPrompt(-1, 0)
 
 
 class _ComputingPrompt(NamedTuple):
-    """The prompt that is computed. ``keep``: whether others may begin with it then."""
+    """The prompt that is being computed. ``keep``: later prompts may use it."""
 
     sequence: Sequence
     number: int
@@ -35,9 +33,10 @@ class _ComputingPrompt(NamedTuple):
 
 
 class PromptCache:
-    """K and V of the prompt that a prefill worker computes, and of earlier prompts while there is room: a beginning
-    that two prompts share is computed once. Beginnings that other workers have too give way first, then the ones that
-    were used the longest ago. Ops are for the worker's next plan.
+    """The K and V of a prefill worker's current prompt, and of earlier prompts while there is room.
+
+    A prefix that two prompts share is computed once. Prompts whose pages other workers have, too, are evicted first,
+    then the least recently used. Returned ops are for the worker's next plan.
     """
 
     def __init__(
@@ -48,8 +47,9 @@ class PromptCache:
         accounting: BlockTables,
         room: Several[int],
     ) -> None:
-        """``accounting``: of the worker's blocks. ``room``: those by layer group that kept prompts never take: for the
-        prompt that is computed, and for the first chunk of the next, in whose plan others give way.
+        """``accounting``: the worker's block tables. ``room``: blocks, by layer group, that cached prompts never take.
+
+        They are for the current prompt, and for the first chunk of the next one, whose plan evicts others.
         """
         self._worker, self._place, self._index, self._keys = worker, index.place(PREFILL, worker), index, keys
         self._accounting = accounting
@@ -62,28 +62,28 @@ class PromptCache:
         self._ops: list[SequenceOp] = []
 
     def num_cached_tokens(self, sequence: Sequence, most: int) -> int:
-        """Tokens with which it may begin, ``most`` at most."""
+        """The number of cached tokens of a sequence, at most ``most``."""
         return self._match(sequence, most).length
 
     def will_cache_more(self, sequence: Sequence, most: int, others: Iterable[Sequence]) -> bool:
-        """Return whether one of ``others``, which will be computed, has more of its pages than are kept of ``most``
-        tokens.
-        """
+        """Return True if one of ``others``, which will be computed, shares more pages than are cached of ``most``."""
         keys, kept = self._prompt_keys(sequence), self.num_cached_tokens(sequence, most) // self._keys.page_size
         return kept < min(len(keys), (sequence.num_tokens_with_placeholders - 1) // self._keys.page_size) and any(
             self._prompt_keys(other)[kept : kept + 1] == keys[kept : kept + 1] for other in others
         )
 
     def num_sendable_tokens(self, sequence: Sequence, most: int) -> int:
-        """Return the tokens with which it may begin that another worker can have now: blocks of all layers."""
+        """Return how many cached tokens can be sent to another worker now."""
         return 0 if any(self._accounting.windows) else self._match(sequence, most, self._under_way).length
 
     def _prompt_keys(self, sequence: Sequence) -> list[bytes]:
         return self._keys.whole(sequence, len(sequence.prompt))
 
     def reserve(self, sequence: Sequence, length: int, lender: PromptCache | None = None) -> None:
-        """Have a sequence, which has its id, begin with so many tokens: at most ``num_cached_tokens`` here, or
-        ``num_sendable_tokens`` of ``lender``, which sends what is not here.
+        """Reserve the first ``length`` tokens for a started sequence.
+
+        They are at most ``num_cached_tokens`` of this cache, or ``num_sendable_tokens`` of ``lender``, which sends the
+        rest.
         """
         own = self._match(sequence, length)
         if own.length:
@@ -95,17 +95,17 @@ class PromptCache:
             )
 
     def _reserve_for_send(self, sequence: Sequence, length: int) -> int:
-        """Return whose first tokens they are; they stay until ``on_sent``."""
+        """Return the sequence that has these first tokens. They stay until ``on_sent``."""
         self._sources[sequence.id] = self._match(sequence, length, self._under_way).number
         return self._sources[sequence.id]
 
     def on_sent(self, sequence: Sequence) -> None:
-        """Another worker has what it had promised to a sequence from here, or needs it no more."""
+        """Release what was reserved for another worker: it has received it, or does not need it any more."""
         if (source := self._sources.pop(sequence.id, None)) is not None:
             self._ops += self._touch(source)
 
     def begin_ops(self, sequence: Sequence) -> list[SequenceOp]:
-        """The ops before the first chunk of a sequence, none before others."""
+        """The ops before the first chunk of a sequence; none before later chunks."""
         if self._computing is not None and self._computing.number == sequence.id:
             return []
         self._evict_pending()
@@ -126,17 +126,17 @@ class PromptCache:
         return ops
 
     def apply(self, plan: StepPlan) -> None:
-        """The worker will have this plan."""
+        """Apply the worker's next plan."""
         self._accounting.apply(plan)
 
     def on_computed(self, sequence: Sequence) -> None:
-        """A prompt is whole."""
+        """Record that a prompt is computed."""
         self._under_way.discard(sequence.id)
         if self._computing is not None and self._computing.number == sequence.id:
             self._evict_pending()
 
     def on_dropped(self, sequence: Sequence) -> None:
-        """A prompt will not be computed any further."""
+        """Record that a prompt is cancelled."""
         self.on_sent(sequence)
         self._fetches.pop(sequence.id, None)
         self._under_way.discard(sequence.id)
@@ -145,14 +145,14 @@ class PromptCache:
             self._ops.append(Free(sequence.id))
 
     def invalidate(self) -> None:
-        """Nothing of what is kept is to be found any more."""
+        """Make all cached prompts unfindable."""
         if self._computing is not None:
             self._computing = self._computing._replace(keep=False)
         for number in list(self._cached):
             self._evict(number)
 
     def reset(self) -> None:
-        """The worker has nothing any more, and knows that."""
+        """Forget everything, since the worker has dropped it."""
         self._index.clear(self._place)
         self._sources.clear()
         self._fetches.clear()
@@ -161,7 +161,7 @@ class PromptCache:
         self._accounting.reconcile([])
 
     def _match(self, sequence: Sequence, most: int, but: Container[int] = ()) -> _CachedPrompt:
-        """In whole pages, of any but these. Its last token is in none of them: a row has to draw."""
+        """The longest match in whole pages, except ``but``. It never has the last token, whose logits are needed."""
         most, page = min(most, sequence.num_tokens_with_placeholders - 1, len(sequence.prompt)), self._keys.page_size
         keys = self._keys.whole(sequence, most)
         for count in range(len(keys), 0, -1):
@@ -172,7 +172,7 @@ class PromptCache:
         return NO_PROMPT
 
     def _evict_pending(self) -> None:
-        """Keep the prompt that was computed if there is room, else free it."""
+        """Cache the computed prompt if there is room, else free it."""
         if self._computing is None:
             return
         (sequence, number, keys, keep), self._computing = self._computing, None
@@ -189,7 +189,7 @@ class PromptCache:
             self._evict(other)
 
     def _make_room(self) -> bool:
-        """Give up other prompts, and return whether all that is held can be kept."""
+        """Evict other prompts. Returns True if all held blocks can stay."""
         held = [n - free for n, free in zip(self._accounting.num_blocks, self._accounting.free_blocks, strict=True)]
         while any(n > spare for n, spare in zip(held, self._max_cached, strict=True)):
             victims = [n for n in self._cached if n not in self._sources.values()]
@@ -209,7 +209,7 @@ class PromptCache:
             self._ops.append(Free(number))
 
     def _touch(self, source: int) -> list[SequenceOp]:
-        """A prompt has begun with it, or will not."""
+        """Release a source prompt, since the prompt that reserved it has begun or is cancelled."""
         if source in self._cached:
             self._cached.move_to_end(source)
         elif source not in self._sources.values():

@@ -1,6 +1,4 @@
-"""KV of sessions, in the pool and offloaded: where it is, and how it is given up. Pure policy: no torch, no I/O, no
-clock.
-"""
+"""The KV of sessions, in the pool and in storage. Pure policy: no torch, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from .prefix_cache import PrefixCache
 
 
 class SessionCache(Feature):
-    """The KV of all sessions, whose last turns the prefix cache retains."""
+    """Manages the KV of all sessions, whose last turns the prefix cache retains."""
 
     def __init__(self, prefix_cache: PrefixCache, accounting: BlockTables, offload_index: OffloadIndex | None) -> None:
         self._sessions, self._prefix_cache, self._offload_index = prefix_cache.sessions, prefix_cache, offload_index
@@ -51,9 +49,10 @@ class SessionCache(Feature):
         return Counter(map(self._tier_of, self._sessions.list_all()))
 
     def shift_op(self, sequence: Sequence) -> ContextShift | None:
-        """Return the op that discards one more range of a session's KV, which its waiting turn has lost. In the next
-        round the turn can begin, or another range goes. None: nothing is to be shifted, or it cannot be. No other op
-        of this round may be about that KV.
+        """Return the op that drops one more range of a session's KV, as its truncated turn requires; None if there is
+        none.
+
+        In the next round the turn can begin, or another range is dropped. No other op of this round may use that KV.
         """
         session = sequence.session
         if (
@@ -75,18 +74,19 @@ class SessionCache(Feature):
         return op
 
     def begin_round(self, scheduling: Scheduling) -> None:
-        """Have the sessions of waiting turns give way after all others."""
+        """Let the sessions of waiting turns be evicted last."""
         waiting = [s for s in scheduling.waiting if not s.finished]
         if waiting or (self._offload_index and self._offload_index.hints):
             self._prefix_cache.pinned = [s.session for s in waiting if s.session is not None]
 
     def may_start(self, sequence: Sequence) -> bool:
-        """True of a truncated turn."""
+        """True for a truncated turn."""
         return bool(sequence.discarded_ranges)
 
     def find_starts(self, candidates: Candidates) -> None:
-        """A truncated sequence begins with the leaf of its session alone, or with pages that the session had saved. The
-        leaf may have to be shifted first, in a round in which no other operation touches it.
+        """Let a truncated turn begin only with its session's retained sequence, or with the session's saved pages.
+
+        The retained sequence may have to be shifted first, in a round in which no other op uses it.
         """
         sequence = candidates.sequence
         if candidates.is_settled or not sequence.discarded_ranges:
@@ -109,7 +109,7 @@ class SessionCache(Feature):
         candidates.loads_kv = load is not None
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
-        """Take note of which tier had the KV of a turn that begins."""
+        """Record which tier had the KV of a turn that begins."""
         sequence = candidates.sequence
         if sequence.session is not None and not sequence.num_preemptions:
             medium = self._offload_index.backend if self._offload_index else NOWHERE
@@ -118,13 +118,14 @@ class SessionCache(Feature):
         return ()
 
     def on_leave(self, leaving: Leaving) -> None:
-        """Save, delete or keep offloaded pages of a finished sequence, by what becomes of its KV in the pool."""
+        """Save, delete or keep the pages of a finished sequence, depending on what happens to its KV in the pool."""
         if self._offload_index and leaving.op is not None and not leaving.is_preempted:
             leaving.first += self._page_ops(self._offload_index, leaving.sequence, leaving.op)
 
     def _page_ops(self, index: OffloadIndex, sequence: Sequence, op: SequenceOp) -> list[SequenceOp]:
-        """Return the ops for a finished sequence's pages, after ``op`` which ends it. Of one that failed nothing stays,
-        not even pages that were saved before.
+        """Return the ops for a finished sequence's pages, after ``op`` which ends it.
+
+        If it failed, its saved pages are deleted.
         """
         if sequence.output.went_wrong and not sequence.do_not_cache:
             return [*index.delete_ops(sequence.id, index.keys_of(sequence, sequence.num_tokens_offloaded))]
@@ -153,8 +154,7 @@ class SessionCache(Feature):
         )  # fmt: skip
 
     def import_session(self, tenant: bytes, copy: SessionCopy, max_tokens: int) -> None:
-        """Take over a session of ``tenant``, of ``max_tokens`` tokens at most. Raises ValueError for one that cannot
-        be."""
+        """Import a session of ``tenant`` with at most ``max_tokens`` tokens. Raises ValueError for an unusable one."""
         name, tier = SessionName(tenant, copy.name), self._with_tier()
         if copy.identity != tier.identity:
             raise ValueError("it is of another model, or of KV in another form, than this server's")
@@ -180,8 +180,9 @@ class SessionCache(Feature):
         return self._offload_index
 
     def drop_session(self, name: SessionName, running: Iterable[Sequence]) -> list[SequenceOp] | None:
-        """Forget a session and give up its KV, but for pages that others have too; a turn of it among ``running``
-        leaves nothing. None: there is no such session.
+        """Drop a session and its KV that is not shared. Returns None for an unknown session.
+
+        A turn of it among ``running`` will not be retained.
         """
         session = self._sessions.drop(name)
         if session is None:
@@ -213,7 +214,7 @@ class SessionCache(Feature):
 
 
 def _little(tokens: array[int]) -> array[int]:
-    """The same in the other order of bytes, where this machine's is not little-endian."""
+    """Returns ``tokens`` in little-endian order."""
     if sys.byteorder == "little":
         return tokens
     swapped = array("I", tokens)

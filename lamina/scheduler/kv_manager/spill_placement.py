@@ -1,8 +1,7 @@
-"""Places of a sequence that one memory worker cannot hold: whole at home, but for what does not fit there. Pure policy:
-no torch, no I/O, no clock.
+"""Placement with ``--partition spill``: a sequence lies on its home worker, except stripes that do not fit there.
 
-Stripes are lent as a sequence is admitted, so no prompt migrates, and one by one as it grows. (Borrowing among
-instances, arXiv 2401.02669 section 4: the creditor computes attention over what it holds, and no K or V comes back.)
+Stripes are borrowed when a sequence is admitted, so no prompt migrates, and one by one as it grows. A creditor computes
+attention over the stripes that it holds (arXiv 2401.02669 section 4). Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from lamina.scheduler.sequence import Sequence
 
 
 class SpillPlacement:
-    """The loans of a ledger whose sequences stay, but for stripes on loan. Blocks are by layer group."""
+    """Places sequences and borrows stripes. Blocks are counted by layer group."""
 
     def __init__(self, accounting: BlockTables, homes: int = 0) -> None:
-        """``homes``: KV shards in which sequences begin, the first ones; 0 = all."""
+        """``homes``: sequences begin in this many first KV shards; 0: in all."""
         self._homes = homes or accounting.num_kv_shards
         self._accounting, self._placement = accounting, accounting.placement
         self._stripe_blocks = accounting.block_size
@@ -37,8 +36,9 @@ class SpillPlacement:
     def choose_location(
         self, begun: KvLocation | None, length: int, kept: int, blocks: Iterable[int]
     ) -> KvLocation | None:
-        """Choose a place of a new sequence of ``length`` tokens in ``blocks``; None if it does not fit. ``begun``:
-        where its first ``kept`` tokens are; None: nowhere.
+        """Choose the place of a new sequence of ``length`` tokens in ``blocks``; None if it does not fit.
+
+        ``begun``: where its first ``kept`` tokens are; None: it has none.
         """
         room, first = self.free_stripes(blocks), self._stripes(kept)
         home = max((lane for lane in room if lane < self._homes), key=lambda lane: room[lane])
@@ -46,8 +46,9 @@ class SpillPlacement:
         return spill_locations(place, first, self._stripes(length), room)
 
     def candidate_locations(self, length: int, blocks: list[int]) -> list[KvLocation]:
-        """Return the places of a sequence of ``length`` tokens that may begin anywhere: whole in a KV shard; else
-        spread over several, from the one with the most room on.
+        """Return the possible places of a new sequence of ``length`` tokens.
+
+        They are single KV shards; if none has room, several shards, from the one with the most room.
         """
         whole = [
             KvLocation(lane) for lane, room in self.free_stripes(blocks).items() if self._can_begin(lane, room, length)
@@ -63,9 +64,10 @@ class SpillPlacement:
         return location_of_prefix(location, self._stripes(length))
 
     def spill_next_stripes(self, wanted: Mapping[Sequence, int], free: Callable[[], list[int]]) -> list[Sequence]:
-        """Borrow for the next rows of sequences that decode, so many each, where they begin a stripe for which home has
-        no room. ``free``: blocks that they can have; most steps do not ask. Returns the sequences that lie in as many
-        pieces as a place can name: they have to begin anew elsewhere.
+        """Borrow stripes for the next rows of decoding sequences that begin a stripe without room at home.
+
+        ``free``: returns the available blocks; called only if needed. Returns sequences whose place cannot name one
+        more piece; they must be recomputed elsewhere.
         """
         blocks: list[int] | None = None
         stuck = list[Sequence]()
@@ -101,7 +103,7 @@ class SpillPlacement:
         return True
 
     def borrowed_blocks(self, sequences: Iterable[Sequence]) -> list[int]:
-        """KV blocks by layer group that lie with a creditor; of groups with a window none are counted."""
+        """The borrowed KV blocks by layer group; groups with a window count none."""
         counts = [0] * len(self._accounting.kv_shards)
         for sequence in sequences:
             most = -(-sequence.num_computed_tokens // self._stripe_blocks)

@@ -1,7 +1,7 @@
-"""KV of preempted sequences, offloaded until they go on. Pure policy: no torch, no I/O, no clock.
+"""Swapping: the KV of preempted sequences is offloaded until they resume. Pure policy: no torch, no I/O, no clock.
 
-All of it is saved, under keys that no other sequence finds: KV that others have computed of the same tokens may differ
-in its last bits. So a sequence that comes back goes on as if it had never been away, bit for bit.
+All of it is saved under keys that no other sequence finds, since KV of the same tokens may differ in its last bits. So
+a resumed sequence continues bit for bit as if it had not been preempted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ class _Swapped:
 
 
 class SwapPolicy(Feature):
-    """Whose KV is kept, and whether that is worth it: in ``auto`` mode as long as a token takes less time to be loaded
-    than to be computed.
-    """
+    """Swaps preempted sequences. In ``auto`` mode it does while loading a token takes less time than computing it."""
 
     def __init__(self, offload_index: OffloadIndex, mode: str, nonce: bytes, *, fixed: bool = False) -> None:
-        """``nonce``: no other engine has it. ``fixed``: times decide nothing."""
+        """``nonce``: unique to this engine. ``fixed``: decisions do not depend on measured times."""
         self._offload_index, self._nonce = offload_index, nonce
         self._always, self._never = mode == "swap" or (mode == "auto" and fixed), mode == "recompute"
         self._swapped: dict[Sequence, _Swapped] = {}
@@ -42,30 +40,30 @@ class SwapPolicy(Feature):
         self.num_swapped_tokens = 0  # sequences
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Tokens of prompts took so long."""
+        """Record the seconds of computing prompt tokens."""
         self._compute_s = _moving_average(self._compute_s, seconds / tokens)
 
     def record_load(self, tokens: int, seconds: float) -> None:
-        """Tokens came from a medium after so long."""
+        """Record the seconds of loading tokens from storage."""
         self.load_s = _moving_average(self.load_s, seconds / tokens)
 
     def prefill_estimate_s(self, tokens: int) -> float:
-        """Return the seconds that tokens of a prompt will take; 0: nothing is known yet."""
+        """Return the predicted seconds of computing prompt tokens; 0: unknown."""
         return tokens * (self._compute_s or 0.0)
 
     @property
     def is_worthwhile(self) -> bool:
-        """True if the next preempted sequence is to be saved: also if nothing is known yet, so that it will be."""
+        """True if the next preempted sequence should be saved; also while times are unknown, to measure them."""
         if self._always or self._never:
             return self._always
         return self.load_s is None or self._compute_s is None or self.load_s < self._compute_s
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Any sequence may have been preempted."""
+        """True for every sequence, since it may have been preempted."""
         return True
 
     def find_starts(self, candidates: Candidates) -> None:
-        """A preempted sequence begins with its own KV alone, once all of it is saved."""
+        """Let a preempted sequence begin only with its own KV, once all of it is saved."""
         candidates.prefill_s = self.prefill_estimate_s
         if self.is_saving(candidates.sequence):
             candidates.verdict = Verdict.STEPS_ASIDE
@@ -74,13 +72,11 @@ class SwapPolicy(Feature):
             candidates.is_settled = candidates.loads_kv = True
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> list[DeletePages]:
-        """Its KV is given up, unless it is being loaded."""
+        """Delete its saved KV, unless it is being loaded."""
         return [] if start is not None and start.is_swapped else self.drop(candidates.sequence)
 
     def on_leave(self, leaving: Leaving) -> None:
-        """Save a preempted sequence that has computed some KV of its own, and goes on later with all of it. Give up
-        what was saved of one that has ended.
-        """
+        """Save a preempted sequence that has computed KV of its own. Delete the saved KV of one that has ended."""
         sequence = leaving.sequence
         goes_on = leaving.is_preempted and not sequence.evicts_kv and not sequence.finished
         if goes_on and sequence.num_computed_tokens > sequence.num_cached_tokens:
@@ -89,11 +85,11 @@ class SwapPolicy(Feature):
             leaving.first += self.drop(sequence)
 
     def on_loaded(self, sequence: Sequence) -> list[DeletePages]:
-        """Its KV is in the pool again, and is given up elsewhere."""
+        """Delete its saved KV, since it is in the pool again."""
         return self.drop(sequence)
 
     def save_ops(self, sequence: Sequence) -> list[SaveKv]:
-        """Save a preempted sequence in the plan that frees it, but for its last token, whose row has to draw."""
+        """Save a preempted sequence in the plan that frees it, except its last token, whose logits are needed."""
         length = min(sequence.num_computed_tokens, sequence.num_tokens_with_placeholders - 1)
         if length < 1 or not self.is_worthwhile:
             return []
@@ -105,13 +101,14 @@ class SwapPolicy(Feature):
         return ops
 
     def is_saving(self, sequence: Sequence) -> bool:
-        """Return whether KV of the sequence is still on its way to storage."""
+        """Return True while KV of the sequence is being saved."""
         kept = self._swapped.get(sequence)
         return kept is not None and self._offload_index.is_saving(kept.number)
 
     def find_loadable(self, sequence: Sequence) -> KvStart | None:
-        """Return the sequence's own KV, as far as storage has it. After a loss some is of tokens that no reader has
-        seen: these are drawn again, so their KV is left out.
+        """Return the sequence's own saved KV.
+
+        After a loss, tokens that no reader has seen are sampled again, so their KV is left out.
         """
         kept = self._swapped.get(sequence)
         if kept is None:
@@ -129,7 +126,7 @@ class SwapPolicy(Feature):
         return KvStart(length, places, tuple(kept.keys[:pages]), is_swapped=True) if length else None
 
     def drop(self, sequence: Sequence) -> list[DeletePages]:
-        """The sequence runs again, or never will: its KV is given up."""
+        """Delete the saved KV of a sequence that runs again, or never will."""
         kept = self._swapped.pop(sequence, None)
         if kept is None:
             return []

@@ -1,1 +1,1 @@
-"""Requests that follow one another: named sessions, whose turn it is, and what outgrows the context."""
+"""Sessions: named conversations, their turns, and contexts that grow too long."""

@@ -1,4 +1,4 @@
-"""The terms on which a request is taken: the requests that its KV may serve, and its place in the queue."""
+"""The cache options of a request: which requests may share its KV, and its priority."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from .token_ranges import TokenRanges
 
 
 class CacheOptions(msgspec.Struct, frozen=True):
-    """``salt``: it shares KV with requests of the same salt only. ``session``: it is the next turn of that one.
-    ``affinity_key``: where there is room it begins where others of its kin did; empty: it has none. ``retention_s``:
-    its pages are not given up sooner after its end, as long as others can be. ``discard_ranges``: tokens that it
-    loses, and its session for ever. ``priority``: those with a lower number come first, whenever they have come.
+    """The rules by which the KV of a request is shared and kept.
+
+    ``salt``: it shares KV only with requests of the same salt. ``session``: it is the next turn of this session.
+    ``affinity_key``: if there is room, it begins on the worker of the last request with this key; empty: none.
+    ``retention_s``: seconds after its end for which other pages are evicted first. ``discard_ranges``: tokens to drop
+    from its context, and from its session's later turns. ``priority``: the lowest number runs first.
     """
 
     salt: bytes = b""

@@ -1,7 +1,8 @@
-"""Discards tokens of a conversation that is longer than the context. Pure policy: no torch, no I/O, no clock.
+"""Context overflow: drops tokens of a conversation that is longer than the context.
 
-The first tokens are kept, as models rest their attention on them (StreamingLLM, arXiv 2309.17453). Tokens after these
-are discarded in whole steps, so that most turns discard nothing (CachedAttention section 3.4, arXiv 2403.19708).
+The first tokens are kept as attention sinks (StreamingLLM, arXiv 2309.17453). Tokens after these are dropped in large
+steps, so that most turns drop nothing (CachedAttention section 3.4, arXiv 2403.19708). Pure policy: no torch, no I/O,
+no clock.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ ANSWER_DIVISOR = 4  # of the context one in so many tokens is kept free for an a
 
 
 class ContextOverflow(NamedTuple):
-    """Numbers of tokens. ``limit``: of a sequence. ``first``: that are kept. ``step``: that are discarded at once.
-    ``unit``: of the fewest whole pages that have as many in each KV shard.
+    """Numbers of tokens. ``limit``: the longest sequence. ``first``: the kept first tokens. ``step``: dropped at once.
+
+    ``unit``: the smallest number of whole pages with equally many in each KV shard, in tokens.
     """
 
     limit: int
@@ -28,9 +30,7 @@ class ContextOverflow(NamedTuple):
     unit: int
 
     def ranges_to_discard(self, length: int, max_tokens: int | None, before: TokenRanges = ()) -> TokenRanges:
-        """Tokens to discard of a prompt of ``length``, where those of ``before`` were discarded: these too, as long as
-        it is longer.
-        """
+        """The tokens to drop from a prompt of ``length``, including those that were dropped ``before``."""
         before = before if before and length > before[-1][1] else ()
         part = self.limit // ANSWER_DIVISOR
         answer = part if max_tokens is None else min(max_tokens, part)
@@ -53,8 +53,10 @@ class ContextOverflow(NamedTuple):
 
 
 def build_context_overflow(options: OverflowOptions, limit: int, stripe_round_tokens: int) -> ContextOverflow | None:
-    """Build the rule by which long prompts are truncated; None: they are refused. ``stripe_round_tokens``: tokens of a
-    stripe in every KV shard. Raises ValueError where a context of ``limit`` tokens is too short to be truncated.
+    """Returns the rule for truncation; None: long prompts are refused.
+
+    ``stripe_round_tokens``: tokens of one stripe in every KV shard. Raises ValueError if a context of ``limit`` tokens
+    is too short to be truncated.
     """
     if not options.truncates_context:
         return None

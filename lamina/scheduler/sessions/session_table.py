@@ -1,9 +1,8 @@
-"""Conversations that have a name: whose KV is where. Pure policy: no torch, no I/O, no clock.
+"""Sessions: conversations with a name, and the place of their KV. Pure policy: no torch, no I/O, no clock.
 
-A session is a named leaf of what is retained (blocks.prefixes). Between two turns it *sleeps*: its KV stays in the pool
-longer than KV without a name. With offload, its whole pages are stored, too. It *wakes* with
-its next turn, which forks or loads them. Who has no KV any more is computed anew: a session is never lost for lack of
-room, it only wakes more slowly. After CachedAttention (arXiv 2403.19708).
+Between turns, a session's KV is retained in the pool, longer than other KV. With offloading, its whole pages are
+stored, too. Its next turn forks or loads them. If its KV was evicted, it is recomputed: a session is never lost for lack of
+room, it only continues more slowly. After CachedAttention (arXiv 2403.19708).
 """
 
 from __future__ import annotations
@@ -29,16 +28,14 @@ POOL, NOWHERE = "pool", "none"  # tiers, in addition to the names of storage bac
 
 
 class SessionName(NamedTuple):
-    """``tenant``: salt_of its API key, without which no request finds the name."""
+    """A session's name within a tenant. ``tenant``: derived from the API key; other keys do not find the name."""
 
     tenant: bytes
     name: str
 
 
 class SessionInfo(NamedTuple):
-    """The facts of a session that its owner sees. ``tokens``: of the KV that its last turn has left; ``tier``: where
-    that is now, the fastest place of several.
-    """
+    """A session as its owner sees it. ``tokens``: in the KV of its last turn; ``tier``: the fastest place that has it."""
 
     name: str
     turns: int
@@ -65,25 +62,26 @@ class SessionState:
 
     @property
     def retained_sequence(self) -> int | None:
-        """The number of the retained sequence that has its KV."""
+        """The id of the retained sequence that has its KV."""
         return None if self.leaf is None else self.leaf.sequence.id
 
     def forget_leaf(self) -> None:
-        """Take note that nothing in the pool is kept for it."""
+        """Record that its KV in the pool was dropped."""
         if self.leaf is not None:
             self.leaf.session = None
             self.leaf = None
 
     def on_turn_began(self, waited_s: float) -> None:
-        """A turn's first row is on its way."""
+        """Record that the first row of a turn is scheduled."""
         if self.tier:
             self.waits_by_tier[self.tier] = self.waits_by_tier.get(self.tier, 0.0) + waited_s
             self.tier = ""
 
 
 class SessionCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """A session as another engine takes it over, which finds the KV by the tokens, where its store has it.
-    ``identity``: of the model and its KV; ``tokens``: of whole pages, 4 bytes each, little-endian.
+    """A session for export to another engine, which finds the KV by its tokens.
+
+    ``identity``: that of the model and its KV; ``tokens``: those of whole pages, 4 bytes each, little-endian.
     """
 
     identity: Identity
@@ -94,7 +92,7 @@ class SessionCopy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sessions:
-    """All sessions of an engine, those whose last turn was the longest ago first."""
+    """All sessions of an engine, the least recently used first."""
 
     def __init__(self) -> None:
         self._by_name: OrderedDict[SessionName, SessionState] = OrderedDict()
@@ -102,7 +100,7 @@ class Sessions:
         self.waits = dict[str, float]()  # seconds for which these waited for their first row
 
     def get_or_create(self, name: SessionName) -> SessionState:
-        """The session of that name, which a turn is about to go on with; a new one where there is none."""
+        """Return the session of a name for a new turn, or create it."""
         session = self._by_name.setdefault(name, SessionState(name, self.waits))
         self._by_name.move_to_end(name)
         if len(self._by_name) > MAX_SESSIONS:
@@ -111,7 +109,7 @@ class Sessions:
         return session
 
     def get(self, name: SessionName) -> SessionState | None:
-        """The session of that name, if there is one."""
+        """Return the session of a name; None if there is none."""
         return self._by_name.get(name)
 
     def list_tenant(self, tenant: bytes) -> list[SessionState]:
@@ -123,19 +121,19 @@ class Sessions:
         return self._by_name.values()
 
     def on_turn_began(self, session: SessionState, tier: str) -> None:
-        """A turn begins, with KV that ``tier`` had."""
+        """Record that a turn begins, with KV from ``tier``."""
         if session.turns:
             self.hits[tier] += 1
             session.tier = tier
         session.turns = min(session.turns + 1, MOST_COUNT)
 
     def on_turn_ended(self, session: SessionState, leaf: Holding, length: int, discarded: TokenRanges = ()) -> None:
-        """Note that a turn has ended, whose KV ``leaf`` has."""
+        """Record that a turn has ended, whose KV ``leaf`` has."""
         session.forget_leaf()
         session.length, session.location, session.discarded_ranges = length, leaf.sequence.location, discarded
         if self._by_name.get(session.name) is session:  # else it was dropped while this turn ran
             session.leaf, leaf.session = leaf, session
 
     def drop(self, name: SessionName) -> SessionState | None:
-        """Forget a session: what it had is the caller's to give up. None: there is no such session."""
+        """Remove a session, whose KV the caller must drop. Returns None for an unknown one."""
         return self._by_name.pop(name, None)

@@ -1,9 +1,8 @@
-"""Checks that a session has one turn at a time, and that each continues the same conversation. Pure policy: no torch,
-no I/O, no clock.
+"""Checks that a session has one turn at a time, and that each turn continues the same conversation.
 
-A turn sends all of the conversation, as without a session. It must begin with all that the turn before has sent. The
-client may cut the answer, edit it or leave it out. So a name that is used for two
-conversations by mistake is found out, and neither of them goes on with the other's KV.
+A turn sends the whole conversation, as without a session. It must begin with all that the previous turn has sent. The
+client may cut, edit or leave out the answer. So a name that is used for two conversations by mistake is detected, and
+neither uses the other's KV. Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -23,13 +22,11 @@ Kind = Literal["", "messages", "text", "tokens"]
 
 
 class SessionBusyError(ValueError):
-    """Another turn of the session is under way."""
+    """Raised while another turn of the session is running."""
 
 
 class TurnTranscript(NamedTuple):
-    """All that a turn has sent, as bytes: a later turn that goes on from it begins with the same bytes. ``kind``:
-    messages, text or tokens.
-    """
+    """All that a turn has sent, as bytes. The next turn must begin with them. ``kind``: messages, text or tokens."""
 
     kind: Kind
     data: bytes
@@ -39,7 +36,7 @@ EMPTY_TRANSCRIPT = TurnTranscript("", b"")
 
 
 class TranscriptDigest(NamedTuple):
-    """The record of what a turn has sent. ``length``: bytes; ``digest``: their SHA-256."""
+    """The digest of a transcript. ``length``: bytes; ``digest``: their SHA-256."""
 
     kind: Kind
     length: Count
@@ -47,7 +44,7 @@ class TranscriptDigest(NamedTuple):
 
 
 def check_name(name: SessionName) -> None:
-    """Raises ValueError for a name that is none."""
+    """Raises ValueError for an invalid name."""
     if not 1 <= len(name.name) <= MOST_WORD or not name.name.isprintable():
         raise ValueError(f"session_id must be 1 to {MOST_WORD} printable characters: correct it")
 
@@ -73,7 +70,7 @@ class SessionTurns:
         self._running: dict[SessionName, TurnTranscript] = {}
 
     def begin(self, name: SessionName, transcript: TurnTranscript) -> None:
-        """Raises SessionBusyError, and ValueError for a name that is none or what does not go on with the session."""
+        """Begin a turn. Raises SessionBusyError, and ValueError for a bad name or another conversation."""
         check_name(name)
         self._check_idle(name)
         last = self._last.get(name)
@@ -85,7 +82,7 @@ class SessionTurns:
         self._running[name] = transcript
 
     def end(self, name: SessionName, *, answered: bool) -> None:
-        """Idempotent."""
+        """End a turn. Idempotent."""
         transcript = self._running.pop(name, None)
         if transcript is None or not answered:
             return
@@ -94,14 +91,15 @@ class SessionTurns:
         )
 
     def last_transcript(self, name: SessionName) -> TranscriptDigest | None:
-        """Return what the last turn has sent; None: there was none. Raises SessionBusyError."""
+        """Return the digest of the last turn; None if there was none. Raises SessionBusyError."""
         self._check_idle(name)
         return self._last.get(name)
 
     @contextmanager
     def import_session(self, name: SessionName, spoken: TranscriptDigest | None) -> Iterator[None]:
-        """Take over a session, whose next turn begins with ``spoken``, if nothing fails meanwhile; until then
-        no turn of it begins. Raises SessionBusyError, and ValueError for a name that is none.
+        """Import a session, whose next turn must begin with ``spoken``, unless the block raises.
+
+        No turn of it begins within the block. Raises SessionBusyError, and ValueError for an invalid name.
         """
         check_name(name)
         self._check_idle(name)

@@ -1,14 +1,14 @@
-"""Ranges of a conversation's tokens, such as its discarded tokens. Pure policy."""
+"""Ranges of a conversation's tokens, such as its dropped ones. Pure policy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-TokenRanges = tuple[tuple[int, int], ...]  # first and stop of each, in order, and none touches another
+TokenRanges = tuple[tuple[int, int], ...]  # sorted, disjoint (first, end) pairs that do not touch
 
 
 def parse_ranges(pairs: Sequence[Sequence[int]]) -> TokenRanges:
-    """Ranges as a caller names them, joined. Raises ValueError for one that is no first and a stop after it."""
+    """Returns the union of a caller's [first, end) pairs. Raises ValueError for a pair that is no range."""
     for pair in pairs:
         if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
             raise ValueError(f"kv_discard: {list(pair)} is no range [first, end) of tokens, such as [128, 256]")
@@ -27,7 +27,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> TokenRanges:
 
 
 def count_tokens(ranges: TokenRanges, stop: int | None = None, first: int = 0) -> int:
-    """Tokens in ``ranges``, from ``first`` on; with ``stop``, of those below that."""
+    """Counts the tokens of ``ranges`` from ``first`` on, and below ``stop`` if given."""
     return sum(max(0, (b if stop is None else min(b, stop)) - max(a, first)) for a, b in ranges)
 
 
@@ -41,7 +41,7 @@ def gaps(ranges: TokenRanges, first: int) -> Iterator[tuple[int, int | None]]:
 
 
 def extend(ranges: TokenRanges, first: int, count: int) -> TokenRanges:
-    """With the next ``count`` tokens from ``first`` on that are in none of ``ranges``."""
+    """Adds the next ``count`` tokens from ``first`` on that are in none of ``ranges``."""
     more = list[tuple[int, int]]()
     for low, high in gaps(ranges, first):
         if not count:
@@ -53,7 +53,7 @@ def extend(ranges: TokenRanges, first: int, count: int) -> TokenRanges:
 
 
 def first_missing(ranges: TokenRanges, wanted: TokenRanges) -> tuple[int, int] | None:
-    """The first range of ``wanted`` that is in none of ``ranges``; None: all of it is."""
+    """The first range of ``wanted`` that ``ranges`` lack; None if they lack none."""
     for low, high in gaps(ranges, 0):
         for first, stop in wanted:
             a, b = max(first, low), stop if high is None else min(stop, high)
@@ -63,5 +63,5 @@ def first_missing(ranges: TokenRanges, wanted: TokenRanges) -> tuple[int, int] |
 
 
 def remove_ranges(tokens: list[int], ranges: TokenRanges) -> list[int]:
-    """Tokens that are in none of ``ranges``."""
+    """Returns the tokens that are in none of ``ranges``."""
     return [token for low, high in gaps(ranges, 0) for token in tokens[low:high]] if ranges else tokens
