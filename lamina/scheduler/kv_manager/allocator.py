@@ -217,7 +217,8 @@ class KvAllocator:
         """Choose the place of a new sequence, ``among`` those with enough of the ``left`` blocks; None if none has.
 
         It is the place that brings each layer group's share of the KV closest to its portion. Shares of the sequences
-        ``beside`` it in its batch decide first, then shares of all ``running`` ones. The place of its ``affinity`` wins over that, unless
+        ``beside`` it in its batch decide first, then shares of all ``running`` ones. The place of its ``affinity`` wins
+        over that, unless
         many more sequences are there than elsewhere.
         """
         places = {x: self.max_blocks(x, sequence.num_tokens_with_placeholders) for x in among}

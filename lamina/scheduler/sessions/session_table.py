@@ -1,8 +1,8 @@
 """Sessions: conversations with a name, and the place of their KV. Pure policy: no torch, no I/O, no clock.
 
 Between turns, a session's KV is retained in the pool, longer than other KV. With offloading, its whole pages are
-stored, too. Its next turn forks or loads them. If its KV was evicted, it is recomputed: a session is never lost for lack of
-room, it only continues more slowly. After CachedAttention (arXiv 2403.19708).
+stored, too. Its next turn forks or loads them. If its KV was evicted, it is recomputed: a session is never lost
+for lack of room, it only continues more slowly. After CachedAttention (arXiv 2403.19708).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SessionName(NamedTuple):
 
 
 class SessionInfo(NamedTuple):
-    """A session as its owner sees it. ``tokens``: in the KV of its last turn; ``tier``: the fastest place that has it."""
+    """A session as its owner sees it. ``tokens``: in its last turn's KV; ``tier``: the fastest place that has it."""
 
     name: str
     turns: int

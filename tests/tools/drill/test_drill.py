@@ -60,7 +60,7 @@ def test_a_worker_has_the_place_that_the_last_meeting_gave_it() -> None:
         "INFO epoch 1: memory-0 is pid 7, compute-0 is pid 8\n",
         "WARNING compute worker 0 (pid 8) was killed\n",
         "INFO epoch 3: memory-0 is pid 7, compute-0 is pid 19\n",
-        "INFO epoch 3: all sequences go on after 0.1 s\n",
+        "INFO epoch 3: all sequences continue after 0.1 s\n",
     ]
     assert places_of(lines) == {7: "memory-0", 19: "compute-0"}
     assert places_of([]) == {}
