@@ -7,8 +7,8 @@
 
 namespace lamina {
 
-// `Engine` is made from a number of threads and one of the `count` variants that `variants()` begins with, best first;
-// `Engine::kLeast` names what the CPU lacks where none of them is usable.
+// `Engine` is made from a number of threads and one of the first `count` variants of `variants()`, best first. If none is
+// usable, `Engine::kLeast` names what the CPU lacks.
 template <class Engine, auto variants, std::size_t count>
 class EngineObject {
  public:

@@ -1,5 +1,5 @@
-// The tags of a step's layer messages: protocol.step_plan.Key of layer 0, in which the layer's number is put. Included
-// behind Python.h.
+// The tags of a step's layer messages: protocol.step_plan.Key of layer 0, into which the layer's number is put. Included
+// after Python.h.
 #pragma once
 
 #include <array>
@@ -11,13 +11,13 @@
 namespace lamina {
 
 constexpr std::size_t kKeyBytes = 24;  // of a Key
-constexpr std::size_t kLayerAt = 16;   // of the layer's number in it, 4 bytes
+constexpr std::size_t kLayerAt = 16;  // of the layer's number in it, 4 bytes
 
 enum MessageKind { kQ, kKV, kO, kMessageKinds };
 
 class LayerTags {
  public:
-  // `keys`: of Q, K and V, and O, one behind the other. False with an exception.
+  // `keys`: those of Q, of K and V, and of O, one after the other. False with an exception.
   bool read(const char* keys, Py_ssize_t bytes) {
     if (bytes != kMessageKinds * Py_ssize_t(kKeyBytes))
       return PyErr_Format(PyExc_ValueError, "tags of %zd bytes", bytes) != nullptr;

@@ -1,4 +1,4 @@
-// Threads that work on one job at a time, beside the thread that brings it.
+// A thread pool that works on one job at a time, together with the thread that brings it.
 #pragma once
 
 #include <atomic>
@@ -103,7 +103,7 @@ class Pool {
   }
 
   void open(Piece piece, void* job, std::size_t count, std::size_t threads) {
-    tickets_.store(generation() << 32 | 0xffffffffu);  // closed: nobody takes a piece while the job is written down
+    tickets_.store(generation() << 32 | 0xffffffffu);  // closed: no thread takes a piece while the job is being set
     piece_ = piece;
     job_ = job;
     done_.store(0, std::memory_order_relaxed);
@@ -127,8 +127,8 @@ class Pool {
     for (auto& helper : helpers_) helper->thread.join();
   }
 
-  // A ticket names the job (upper half) and the piece (lower half) in one word: a thread that comes late can never
-  // take a piece of another job than the one it looked at.
+  // A ticket is one word with the job (upper half) and the piece (lower half). So a late thread cannot take a piece of
+  // another job than the one that it read.
   std::uint64_t generation() const { return tickets_.load(std::memory_order_acquire) >> 32; }
 
   void take(std::uint64_t generation, std::size_t thread) {

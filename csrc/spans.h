@@ -10,14 +10,14 @@
 
 namespace lamina {
 
-// Of a layer; `event`: as lamina.observe.trace has them; `number`: of a step in its round, or of a link.
+// A span of a layer. `event`: of lamina.observe.trace. `number`: that of a step in its round, or of a link.
 struct Span {
   std::int64_t event, layer, number;
   std::uint64_t start, end, bytes;
 };
 
-// Of lamina.observe.failpoints, in memory that is shared with whoever sets it: process `pid` ends by force at the event
-// that makes `left` 0.
+// A failpoint of lamina.observe.failpoints, in memory that is shared with the process that sets it. Process `pid` kills
+// itself at the event that makes `left` 0.
 struct Tripwire {
   volatile std::int64_t pid, event, left;
 

@@ -1,4 +1,4 @@
-// What native modules do alike with Python: tables that they read, and capsules of each other. Behind Python.h.
+// Helpers that native modules share: they read Python's tables, and each other's capsules. Included after Python.h.
 #pragma once
 
 #include <cstring>

@@ -1,9 +1,9 @@
-// What the kernels of lamina.ops.attention.native compute, and from what: shared by all variants, no vectors here.
+// The operands and tasks of lamina.ops.attention.native's kernels, shared by all variants; no vectors here.
 //
 // Words: a *query* is one query head of one row. Queries of one sequence that read the same KV head are computed
-// together, numbered row by row, `kTile` of them at a time; where they are fewer, those of the next KV heads join them,
-// so that a task reads long stretches of memory from end to end. A *chunk* is 128 consecutive positions, a *node* an
-// entry of the merge tree over chunks (lamina/ops/attention/merge.py). A task computes one node for one tile.
+// together, numbered row by row, `kTile` at a time. If they are fewer, queries of the next KV heads join them, so that a
+// task reads long contiguous pieces of memory. A *chunk* is 128 consecutive positions, a *node* an entry of the merge
+// tree over chunks (lamina/ops/attention/merge.py). A task computes one node for one tile.
 #pragma once
 #include <array>
 #include <atomic>

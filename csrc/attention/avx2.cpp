@@ -24,8 +24,8 @@ inline V set(float x) { return (V)_mm256_set1_ps(x); }
 inline void once(I& x) { asm("" : "+x"(x)); }
 inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps(a, b, c); }
 
-// Twelve sums, three keys and a query fill the registers, if a query is one statement: GCC would keep two queries at a
-// time, and sums in memory, where each takes longer than a product.
+// Twelve sums, three keys and a query fill the registers. A query must be one statement. Else GCC keeps two queries at a
+// time, and sums in memory, where an addition takes longer than a product.
 constexpr bool kThrees = true;
 [[gnu::always_inline]] inline void add_three(V* sums, const V& q, const V* x) {
   V y;

@@ -22,7 +22,7 @@ namespace {
 #include "kernel.h"
 #include "loops.h"
 
-#include "avx512/pairs.h"  // behind those
+#include "avx512/pairs.h"  // after those
 #include "select.h"
 #include "tally.h"
 #include "task.h"

@@ -21,8 +21,8 @@ struct Calls {
   // Without the GIL; calls take turns. Of `call` everything but rows, tasks and what belongs to them. Throws
   // std::bad_alloc.
   void (*attend)(void* engine, Call call, Prepared, int threads);
-  // The same of select, for so many choices, and of a tally of all KV heads: to [kv_heads, blocks], which it adds to;
-  // returns its products of a query and a key.
+  // As `attend`, for select with `choices` choices, and for a tally of all KV heads. A tally adds to `to` [kv_heads,
+  // blocks], and returns its number of products of a query and a key.
   void (*select)(void* engine, const Selecting&, std::size_t choices, int threads);
   int64_t (*tally)(void* engine, const Tallying&, int64_t* to, int threads);
   // read_choices and make_tasks, for modules that are not linked with them.

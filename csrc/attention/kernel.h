@@ -1,13 +1,14 @@
 // The kernel, over the vectors of one variant. Included once by each, inside its own namespace and under its target.
 //
 // From the variant: W, V (W floats), I (as many int32), set, fma, max (a > b ? a : b), sum4, from_half, to_half,
-// from_int8, from_fp8, once (keeps the compiler from loading its argument twice, for which loads that wait for memory leave
-// no room), kThrees (whether it has add_three: products of one query's part with three keys', to three sums). Vectors are the compiler's own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
+// from_int8, from_fp8, once and kThrees. once keeps the compiler from loading its argument twice, since loads wait for
+// memory. kThrees: it has add_three, products of one query's part with three keys', to three sums. Vectors are the
+// compiler's own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
 //
-// Bits: what a query gets is one fixed chain of operations over its own tokens, whichever queries are computed beside it:
-// a score sums D in one order, weights are summed by absolute position, o takes one token after the other, or two
-// (avx512/pairs.h). Tokens that a query does not see enter with the weight 0, which changes nothing. Which chain it is, the
-// sequence's rows in the step say (amx_bf16.cpp).
+// Bits: a query gets one fixed chain of operations over its own tokens, whatever other queries are computed with it. A
+// score sums D in one order, weights are summed by absolute position, o takes one token after the other, or two
+// (avx512/pairs.h). Tokens that a query does not see enter with the weight 0, which changes nothing. The sequence's rows
+// in the step decide which chain it is (amx_bf16.cpp).
 
 using Bits = std::uint16_t;
 struct BFloat16 {
@@ -71,7 +72,7 @@ inline Pair load_pair(const Fp8* p) {
 template <class T>
 constexpr float unit = std::is_same_v<T, Fp8> ? 256 : 1;
 
-// The last n < 2 W numbers of a row, then zeros; nothing behind them is read.
+// The last n < 2 W numbers of a row, then zeros; nothing after them is read.
 template <class T>
 inline Pair load_tail(const T* p, int64_t n) {
   alignas(64) T x[2 * W] = {};
@@ -129,8 +130,8 @@ inline Pair reorder(Pair x) {
   return as_loaded<T>(natural<S>(x));
 }
 
-// exp(x), x <= 0, where fma rounds once to 4e-7 of it (2e-7 above exp(-20)); 1 for 0; 0 where it is no normal number, or
-// less than those. x = k log(2) + r: the last bits of k + magic are the exponent of 2^k, and the polynomial is the best of
+// exp(x), x <= 0, with a relative error of 4e-7 if fma rounds once (2e-7 above exp(-20)). It is 1 for 0, and 0 below the
+// normal numbers. x = k log(2) + r: the last bits of k + magic are the exponent of 2^k, and the polynomial is the best of
 // its degree that is 1 for r = 0.
 inline V exp(V x) {
   const V low = set(-88.02969f), magic = set(12583039);  // low: k = -127, whose power comes out as 0

@@ -1,4 +1,4 @@
-// The loops over keys and values. Included behind kernel.h, in the same namespace.
+// The loops over keys and values. Included after kernel.h, in the same namespace.
 
 // A query against a key: as floats, unless the variant multiplies as stored. A step takes `parts` products.
 template <class T>
@@ -33,9 +33,9 @@ struct Ahead {
 template <int G>
 constexpr int kPlaces = G == 3 ? 4 : G;
 
-// Products of G queries with N keys, which begin at k and follow each other by `stride` numbers; for those behind `last`,
-// that one again. q: G rows for each step. Of the sums, four go to each of `sums`, where fours are still to be added.
-// Packs, because GCC keeps sums in registers only where every index is a constant from the start.
+// Products of G queries with N keys, which begin at k, `stride` numbers apart. For keys after `last`, that one is used
+// again. q: G rows for each step. Each of `sums` gets four sums, whose fours are added later. It uses packs, because GCC
+// keeps sums in registers only if every index is a constant from the start.
 template <class T, int G, int... i, int... at>
 [[gnu::always_inline]] inline void products(const typename Dot<T>::Row* q, const T* k, int64_t stride, int64_t last,
                                             int64_t dim, V* sums, Ahead& ahead, std::integer_sequence<int, i...>,
@@ -153,8 +153,8 @@ inline void accumulate(const float* weight, const T* v, int64_t stride, int low,
   }
 }
 
-// The loops as a task calls them, over vectors. A *block* is up to kMost queries of one head; q as `load` left them, in
-// `width` numbers each; k and v: rows of one head from token `low` on, `stride` numbers apart.
+// The loops as a task calls them, over vectors. A *block* is up to kMost queries of one head. q: as `load` left them, in
+// `width` numbers each. k and v: rows of one head from token `low` on, `stride` numbers apart.
 template <class T, class S>
 struct Vectors {
   using Row = typename Dot<S>::Row;
@@ -198,7 +198,7 @@ struct Vectors {
   // Scores times kUnit, of which `top` is the highest, to weights in `add`'s own form; begin, end: multiples of kStep.
   static Softmax weights(float top, int begin, int end, float* score) { return softmax(top, begin, end, score); }
 
-  // Behind all calls of one kind: the results are there from now on.
+  // Called after all calls of one kind: from now on the results are complete.
   static void settle() {}
 
  private:

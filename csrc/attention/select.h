@@ -1,4 +1,4 @@
-// Bounds of what queries score in blocks. Included behind kernel.h, in the same namespace.
+// Bounds of what queries score in blocks. Included after kernel.h, in the same namespace.
 
 // Of G queries, `wide` numbers apart, in one block: to `to`, `stride` apart.
 template <int G, class S>

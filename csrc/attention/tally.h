@@ -1,4 +1,4 @@
-// How much queries attend each block: lamina/ops/attention/block_scores.py. Included behind kernel.h, in the same
+// How much queries attend each block: lamina/ops/attention/block_scores.py. Included after kernel.h, in the same
 // namespace.
 
 // Of G queries, `wide` numbers apart, with one key: to `to`, `stride` apart.

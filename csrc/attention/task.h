@@ -1,5 +1,5 @@
 // One task: the tokens of a tile's chunks through the kernel, the chunks' nodes up the merge tree, the root to where it
-// is wanted. Included behind loops.h, in the same namespace.
+// is wanted. Included after loops.h, in the same namespace.
 
 // T: of q and the result; S: of k and v, which have scales where that is another type. Loops: see Vectors.
 template <class T, class S, class Loops>
@@ -78,7 +78,7 @@ class Run {
  private:
   static constexpr bool kScaled = !std::is_same_v<S, T>;
 
-  // Tokens of a chunk that lie one behind the other, positions less the chunk's first one: rows of the first head.
+  // Contiguous tokens of a chunk, as positions less the chunk's first one; rows of the first head.
   struct Piece {
     const S *k, *v;
     int64_t row;  // of k and v, by which their scales go
@@ -147,7 +147,7 @@ class Run {
     for (const bool values : {false, true}) {
       for (int p = 0; p < here.count; ++p)
         for (int64_t h = 0; h < task_.heads; ++h) {
-          Ahead ahead = behind(here, next, values, p, h);
+          Ahead ahead = after(here, next, values, p, h);
           for (int64_t i = h * per_head; i < (h + 1) * per_head; ++i, ahead.step = 0)  // fetched once is enough
             if (values)
               weigh_values(blocks[i], here.pieces[p], h, node, ahead);
@@ -190,8 +190,8 @@ class Run {
     return (blocks - first) / task_.heads;
   }
 
-  // What is read behind piece p of a head's K, or V.
-  Ahead behind(const Chunk& here, const Chunk& next, bool values, int p, int64_t h) const {
+  // The memory that is read after piece p of a head's K, or V.
+  Ahead after(const Chunk& here, const Chunk& next, bool values, int p, int64_t h) const {
     const Chunk* chunk = &here;
     if (++h == task_.heads) h = 0, ++p;
     if (p == here.count) chunk = values ? &next : &here, p = 0, values = !values;
@@ -278,7 +278,7 @@ void run(const Call& call, int64_t number, Scratch& scratch) {
   Run<T, S, Loops> one(call, task, scratch);
   Node node = one.compute();
   if (task.split < 0) return one.deliver(node);
-  // The nodes of a split lie one behind the other; whoever is last merges them.
+  // The nodes of a split are contiguous; the last task of it merges them.
   const int64_t queries = (task.end - task.begin) * task.heads;
   const auto part = [&](int64_t task) { return call.parts + task * node_size(op, kTile); };
   __builtin_memcpy(part(number), node.o, std::size_t(node_size(op, queries)) * sizeof(float));

@@ -1,11 +1,15 @@
-// The loops over keys and values of bf16 by matrix instructions; see Vectors. Included behind loops.h, in the same
-// namespace. Weights are rounded to bf16 as well.
+// The loops over keys and values of bf16 by matrix instructions; see Vectors. Included after loops.h, in the same
+// namespace. Weights are rounded to bf16, too.
 //
-// Tokens meet their queries 32 at a time, counted from the chunk's first one, and those that are not there enter as
-// zeros: so what a query gets is again one chain of operations over its own tokens.
+// Tokens are multiplied 32 at a time, counted from the chunk's first one; missing ones enter as zeros. So a query gets
+// one chain of operations over its own tokens here, too.
 //
-// Registers: 0, 1: scores [16 tokens, queries]; 2: q [16 pairs of numbers, queries]; 3, 7: k [16 tokens, 32 numbers] or v
-// [16 pairs of tokens, 16 numbers]; 4: weights [queries, 32 tokens]; 5, 6: o [queries, 16 numbers].
+// Registers:
+// - 0, 1: scores [16 tokens, queries]
+// - 2: q [16 pairs of numbers, queries]
+// - 3, 7: k [16 tokens, 32 numbers] or v [16 pairs of tokens, 16 numbers]
+// - 4: weights [queries, 32 tokens]
+// - 5, 6: o [queries, 16 numbers]
 class Tiles {
  public:
   static constexpr int kMost = 16, kStep = 2 * W;  // kStep: numbers of a row, or tokens, in a tile
@@ -84,8 +88,8 @@ class Tiles {
     }
   }
 
-  // Behind all calls of one kind: ends those that are under way. Loads do not find what is on its way to the cache, where
-  // either is of a tile, and wait; so everything is used a little later than it was made.
+  // Called after all calls of one kind: completes them. A load of a tile waits for stores that have not reached the cache.
+  // So each result is used a little later than it is made.
   void settle() {
     for (int64_t i = max(scored_ - kDelay, 0); i < scored_; ++i) put_scores(scores_[i % kSlots]);
     for (int64_t i = max(added_ - kDelay, 0); i < added_; ++i) put_sum(sums_[i % kSlots]);

@@ -51,8 +51,8 @@ class Pool {
   // Without it. False where it failed. `tensors`: without gaps, `row_bytes` each row.
   bool send(MessageKind kind, std::size_t layer, std::int64_t rows, const char* const* tensors,
             const std::size_t* row_bytes);
-  // Takes O from link `first` on. The number of links where all have come; else that of the link whose message is not
-  // the one that is due, which the channel's next wait_signal has, or that failed.
+  // Receives O from link `first` on. Returns the number of links if all have arrived. Else returns the link that failed,
+  // or whose message is another one, which the channel's next wait_signal returns.
   std::size_t receive(std::size_t layer, std::size_t first, char* const* tensors);
 
  private:

@@ -30,7 +30,7 @@ void Loop::begin(std::vector<Step*> steps) {
   turn_ = 0, stage_ = Stage::kBegin, started_ = 0;
 }
 
-Loop::Stage Loop::behind(Stage stage) const {
+Loop::Stage Loop::stage_after(Stage stage) const {
   switch (stage) {
     case Stage::kBegin: return Stage::kTakeQ;
     case Stage::kTakeQ: return store.overlap ? Stage::kStored : Stage::kTakeKV;
@@ -56,7 +56,7 @@ Result Loop::run(double patience_s, std::uint64_t overdue, std::size_t limit) {
     if (result.outcome == Outcome::kSentHalf) stage_ = Stage::kWrite;  // once it is resumed
     if (result.outcome != Outcome::kDone) return result;
     if (stage_ == Stage::kWrite) ++turn_, ++counts.turns;
-    stage_ = behind(stage_), started_ = 0;
+    stage_ = stage_after(stage_), started_ = 0;
   }
   return {Outcome::kDone};
 }

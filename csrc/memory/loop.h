@@ -41,7 +41,7 @@ struct Store {
   std::vector<Layer> layers;
 };
 
-// Where the tensors of a piece begin in a layer's messages, bytes; o and lse in front of O, final behind them.
+// The offsets of a piece's tensors in a layer's messages, in bytes: o and lse first in O, final results after them.
 struct Parts {
   std::size_t q, other_q, k, v, other_k, other_v, o, lse, final;
 };
@@ -145,8 +145,8 @@ class Loop {
   Counts counts{};
 
   void begin(std::vector<Step*> steps);
-  // Goes on where it was, until something unusual; each wait takes `patience_s` at most, and where `overdue` is
-  // over, which is no time if 0, it pauses before the next turn; so it does before turn `limit`. Throws std::bad_alloc.
+  // Continues until something unusual happens. Each wait takes at most `patience_s`. It pauses before the next turn once
+  // the time `overdue` is over (0: never), and before turn `limit`. Throws std::bad_alloc.
   Result run(double patience_s, std::uint64_t overdue, std::size_t limit);
   // What the last run has sent half.
   Status resume(std::size_t link);
@@ -162,7 +162,7 @@ class Loop {
   Form& form() const { return step().forms[store.layers[layer()].like]; }
   std::size_t source() const { return step().sources[layer()]; }
   std::size_t reply() const { return step().replies[layer()]; }
-  Stage behind(Stage) const;
+  Stage stage_after(Stage) const;
 
   Result run_stage(std::uint64_t start);
   Result take(MessageKind, Message*);
@@ -172,7 +172,7 @@ class Loop {
   void attend_stored();
   void finish();
   void write();
-  // Rows of a piece's Q over stored tokens, where some select: o, and lse behind it.
+  // Rows of a piece's Q over stored tokens, some of which select: o, and lse after it.
   void attend_chosen(const Piece&, PieceForm&, const GroupRows&, const char* q, float* to);
   void count();  // what the step wants to know of the layer's attention
   void lay_out_new();

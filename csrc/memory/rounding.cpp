@@ -19,7 +19,7 @@ struct Int8 {
   static std::uint8_t of(float x) { return std::uint8_t(std::int8_t(to_integer(x))); }
 };
 
-// OCP E4M3: three bits behind the point; below 2^-6 multiples of 2^-9.
+// OCP E4M3: three bits after the point; below 2^-6 multiples of 2^-9.
 struct Fp8 {
   static constexpr float most = 448;
   static std::uint8_t of(float x) {
@@ -51,7 +51,7 @@ void round_as(const char* from, std::size_t rows, std::size_t dim, char* bytes, 
       const std::size_t count = dim > kPart ? load(row, d) : dim;
       auto* to = reinterpret_cast<std::uint8_t*>(bytes) + row * dim + d;
       for (std::size_t i = 0; i < count; ++i) {
-        const float y = x[i] / scale;  // 0 / 0, and beside an infinity or NaN: NaN
+        const float y = x[i] / scale;  // NaN for 0 / 0, and if the row has an infinity or NaN
         const float bound = y < -Form::most ? -Form::most : y > Form::most ? Form::most : y;
         to[i] = Form::of(y == y ? bound : 0.0f);
       }

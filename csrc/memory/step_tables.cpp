@@ -53,7 +53,7 @@ void read_places(Places& places, Reader& in, const Store& store, std::size_t gro
   if (places.blocks.size() != places.rows.size() || places.offsets.size() != places.rows.size()) in.failed = true;
 }
 
-// Rows that select, behind the number of rows of whole sequences.
+// Rows that select, after the number of rows of whole sequences.
 void read_choices(GroupRows& rows, Reader& in, const Store& store, std::size_t group) {
   const Numbers numbers = in.list(0, kMost);
   rows.choice_blocks = in.list(0, store.num_blocks[group] - 1), rows.choice_tokens = in.list(1, kMost);
@@ -116,8 +116,8 @@ bool fits(const Store& store, const Step& step, const std::vector<std::int64_t>&
   return true;
 }
 
-// One behind the largest of the numbers.
-std::int64_t behind(const Numbers& numbers) {
+// One more than the largest of the numbers.
+std::int64_t end_of(const Numbers& numbers) {
   return numbers.empty() ? 0 : *std::max_element(numbers.begin(), numbers.end()) + 1;
 }
 
@@ -134,9 +134,9 @@ void read_step(Step& step, Reader& in, const Loop& loop) {
     read_places(rows.whole_places, in, store, g), read_places(rows.other_places, in, store, g);
     read_choices(rows, in, store, g);
     if (rows.fresh.size() != rows.fresh_kv.size()) in.failed = true;
-    rows.whole_kv = std::size_t(std::max(std::int64_t(rows.whole), behind(rows.whole_places.rows)));
-    rows.other_kv = std::size_t(std::max(behind(rows.fresh_kv), behind(rows.other_places.rows)));
-    other_q.push_back(std::max(behind(rows.nodes), behind(rows.fresh)));
+    rows.whole_kv = std::size_t(std::max(std::int64_t(rows.whole), end_of(rows.whole_places.rows)));
+    rows.other_kv = std::size_t(std::max(end_of(rows.fresh_kv), end_of(rows.other_places.rows)));
+    other_q.push_back(std::max(end_of(rows.nodes), end_of(rows.fresh)));
   }
   step.countings.resize(std::size_t(in.next(0, 1 << 20)));
   for (Counting& each : step.countings)

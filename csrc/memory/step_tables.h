@@ -1,4 +1,4 @@
-// What Python says of a store and of a step, read and checked. Behind Python.h.
+// Reads and checks Python's tables of a store and of a step. Included after Python.h.
 #pragma once
 
 #include "memory/loop.h"

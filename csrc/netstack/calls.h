@@ -12,8 +12,8 @@ struct ChannelCalls {
   PyObject* channel;  // borrowed
   Engine* engine;
   std::uint64_t slot_bytes;  // of the longest message out
-  // Memory and descriptors stay until `leave`, whoever closes the channel. False with an exception where a slot or an
-  // arrival is held by Python.
+  // Memory and descriptors stay until `leave`, even if the channel is closed. False with an exception if Python holds a
+  // slot or an arrival.
   bool (*enter)(PyObject* channel);
   // `held`: messages that were taken, and are not released yet; until the next `enter` Python releases nothing.
   void (*leave)(PyObject* channel, std::uint64_t held);

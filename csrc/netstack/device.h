@@ -2,10 +2,10 @@
 //
 // HARDWARE-UNVERIFIED on GPUs: proven on CPUs (tests/soft_nic), where the same source is compiled.
 //
-// Each side has one inbox, the only memory that its peer can write: a line with the seqno of the newest message
-// (signal) and that of the newest message that the peer has released (credit), then slots of a header line and the
-// payload. The peer can write any byte of the inbox at any time: each word is loaded once, checked, and
-// only the copy is used. How a message gets there is the link's own: mlx5_channel.h, memory_channel.h.
+// Each side has one inbox, the only memory that its peer can write. It begins with a line of two sequence numbers: that
+// of the newest message (signal), and that of the newest message that the peer has released (credit). Slots follow, each
+// a header line and a payload. The peer can write any byte of the inbox at any time. So each word is loaded once and
+// checked, and only the copy is used. Each link delivers messages in its own way: mlx5_channel.h, memory_channel.h.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)
@@ -88,7 +88,7 @@ struct Bus {
 #endif
   }
 
-  // A store behind all earlier loads and stores, as `fence` says, and with what they wrote.
+  // A store after all earlier loads and stores, as `fence` says; it publishes what they wrote.
   LAMINA_HD void release(u64* at, u64 value) {
 #if defined(__CUDA_ARCH__)
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
@@ -160,9 +160,9 @@ struct Bus {
   }
 };
 
-// A poll costs one load, often of memory nearby; the abort word may be across PCIe, a queue has to be asked, the clock is
-// slow, and who rests hears of nothing. So all of these come once in so many polls that found nothing; whoever has no
-// time at all polls once.
+// A poll costs one load, often of local memory. The abort word may be across PCIe, a queue must be polled, the clock is
+// slow, and a thread that sleeps notices nothing. So all of these are done once in this many polls without a result. A
+// caller without time polls once.
 constexpr u32 kPollsPerLook = 64;
 
 // Of a wait whose link cannot fail by itself.
@@ -214,8 +214,8 @@ LAMINA_HD Status wait_signal(B& bus, const u64* word, u64 known, u64 most, const
 }
 
 constexpr u64 kLine = 64;
-// Words of an inbox, beside each other, so that one write may bring them all; then, from a page on, slots. The last word
-// is of links that have a lane for bulk.
+// Words of an inbox, next to each other, so that one write can set them all; slots follow from the next page on. The last
+// word is used by links with a bulk lane.
 constexpr u64 kSignalAt = 0, kCreditAt = 8, kBulkCreditAt = 16, kSlotsAt = 4096;
 constexpr u64 kTagWords = 4;
 
@@ -245,7 +245,7 @@ struct Ends {
   u64 zero;  // epoch << 48
   // The sender's.
   u64 granted, published, credited;
-  // The receiver's. `reported` is what of `released` the peer was told, by the receiver or, where messages bring it, the sender.
+  // The receiver's. `reported`: how much of `released` was sent to the peer, by the receiver, or by a sender's message.
   u64 received, released, reported;
 };
 
@@ -260,8 +260,8 @@ LAMINA_HD Status link_broken(B&, const Ends&) {
   return kOk;
 }
 
-// Wait for a free slot, which the caller counts as `granted`. A link that has a queue looks at it meanwhile; whoever must
-// not passes the link's Ends.
+// Wait for a free slot, which the caller counts as `granted`. A link with a queue polls it meanwhile. A caller that must
+// not poll it passes the link's Ends.
 template <class B, class C>
 LAMINA_HD Status wait_slot(B& bus, C& c, u64 timeout_ns) {
   if (c.granted - c.credited < c.out.count) return kOk;

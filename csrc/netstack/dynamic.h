@@ -37,7 +37,7 @@ class DynamicLibrary {
   // Null where it is not there; the library counts as whole without it.
   Found find_newer(const char* name) const { return {whole_ ? dlsym(file_, name) : nullptr}; }
 
-  // Why it cannot be used, or nothing. `stranger`: said of a file that has not the functions and gives no reason.
+  // Why it cannot be used, or nothing. `stranger`: the reason for a file that lacks the functions.
   template <std::size_t kBytes>
   void explain(char (&fault)[kBytes], const char* stranger) const {
     const char* const why = whole_ ? "" : dlerror();

@@ -1,6 +1,6 @@
-// A lane of a channel of device.h over NCCL's device API (GIN): a communicator of the two peers alone, and one symmetric
-// window in which each direction has a place, at one offset on both sides: staging where it is sent from, inbox where it
-// arrives. Each lane puts by a context of its own, a queue for NCCL, and tells of its own messages alone.
+// A lane of a channel of device.h over NCCL's device API (GIN). The two peers have their own communicator, and one
+// symmetric window. Each direction has one offset in it on both sides: the sender's staging, and the receiver's inbox.
+// Each lane has its own context, which is a queue for NCCL, and signals only its own messages.
 //
 // HARDWARE-UNVERIFIED: compiled for GPUs with NCCL's headers; run on CPUs over a stand-in of NCCL, where the source is
 // the same.
@@ -41,8 +41,8 @@ struct Putter {
         window(reinterpret_cast<ncclWindow_t>(c.window)), peer(int(c.peer)) {}
 };
 
-// Adds to a word of the peer's inbox, behind all that this context has put there before: NCCL calls that strong. A weak
-// one, which follows its own put alone, would count a message that has come before another one.
+// Adds to a word of the peer's inbox, after everything that this context has put there before: a strong signal of NCCL.
+// A weak one follows only its own put, so it could count a message before an earlier one has arrived.
 __device__ inline ncclGin_StrongVASignalAdd behind_all(const Channel& c, u64 at, u64 more) {
   return {reinterpret_cast<ncclWindow_t>(c.window), c.to + at, more};
 }

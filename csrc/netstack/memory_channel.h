@@ -1,5 +1,5 @@
-// A channel of device.h between two GPUs of one host, or two processes on one GPU: each side has mapped the other's
-// inbox, which is its staging, so a message is a few stores and needs no NIC.
+// A channel of device.h between two GPUs of one host, or two processes on one GPU. Each side has mapped the other's
+// inbox as its staging memory, so a message is a few stores and needs no NIC.
 #pragma once
 
 #include "netstack/device.h"
@@ -13,7 +13,7 @@ struct Channel : Ends {
   u64 near;
 };
 
-// A word of the peer's inbox, behind all that was written there, and read here.
+// Set a word of the peer's inbox, after everything that was written there and read here.
 template <class B>
 LAMINA_HD void tell(B& bus, const Channel& c, u64 at, u64 value) {
   u64* word = reinterpret_cast<u64*>(c.staging + at);

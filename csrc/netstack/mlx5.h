@@ -1,12 +1,13 @@
-// The send path of a ConnectX NIC (mlx5), driven by whoever runs this code: a GPU kernel or a CPU thread.
+// The send path of a ConnectX NIC (mlx5), for GPU kernels and CPU threads.
 //
 // HARDWARE-UNVERIFIED: proven against a software NIC (tests/soft_nic), never yet run on a ConnectX.
 //
-// A post is two work-queue entries (WQEs), RDMA WRITE of the data and an inline RDMA WRITE of its sequence number
-// behind it, with two credits, announced by one doorbell record and one 8-byte doorbell. Layouts are those of the
-// mlx5 Programmer's Reference Manual (send queue, chapter "Work Requests"; completions, "CQE Formats"); multi-byte
-// fields in memory of the NIC are big-endian. One thread at a time posts to a queue and polls it; nothing here takes
-// a lock, spins without a bound, or traps.
+// A post is two work-queue entries (WQEs): an RDMA WRITE of the data, then an inline RDMA WRITE of its sequence number
+// with two credits. One doorbell record and one 8-byte doorbell announce both.
+//
+// Layouts are those of the mlx5 Programmer's Reference Manual (chapters "Work Requests" and "CQE Formats"). Multi-byte
+// fields in memory of the NIC are big-endian. One thread at a time posts to a queue and polls it. Nothing here takes a
+// lock, spins without a bound, or traps.
 #pragma once
 
 #include "netstack/device.h"
@@ -56,7 +57,7 @@ struct Queue {
   u32 alternate;    // bytes between the two registers that doorbells alternate on; 0: one register
   // The poster's.
   u64 reserved;   // WQEs handed out
-  u64 committed;  // WQEs that the NIC was told of
+  u64 committed;  // WQEs that were announced to the NIC
   u64 completed;  // WQEs that are done; their blocks and sources are free
   u64 polled;     // completions consumed
   u32 doorbells;  // rung
@@ -98,7 +99,7 @@ LAMINA_HD Wqe write_wqe(u64 index, u32 queue, Remote to, Local from, u32 bytes, 
   return wqe;
 }
 
-// Up to three words that lie behind each other at the peer.
+// Up to three contiguous words at the peer.
 template <u32 count>
 struct Words {
   u64 word[count];
@@ -182,7 +183,7 @@ LAMINA_HD void commit(B& bus, Queue& q, u32 segments) {
   q.committed = q.reserved;
 }
 
-// One message: `bytes` from `source` to `data`, and behind them `words` to `signal`: its seqno, and two credits.
+// One message: `bytes` from `source` to `data`, then `words` to `signal`: its sequence number, and two credits.
 struct Put {
   Remote data;
   Local source;

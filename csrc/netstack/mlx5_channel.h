@@ -1,11 +1,10 @@
-// A channel of device.h over mlx5 queue pairs, for kernels and CPUs alike: a sender builds header and payload in a
-// staging slot and puts both with one write. The write of the signal behind it brings credits as well, so where messages
-// go both ways, credits take no work request of their own.
+// A channel of device.h over mlx5 queue pairs, for kernels and CPUs alike. A sender builds header and payload in a
+// staging slot and sends both with one write. The write of the signal after it carries credits, too. So if messages go
+// both ways, credits take no work request of their own.
 //
-// A channel may have two lanes, each a queue pair with slots of its own. What is sent by one never waits for what is
-// queued on the other, nor has a place in its order: a receiver counts the messages of each. On that of bulk, messages go
-// one way alone; so it is the first lane that brings the credits of both, by its messages, or by itself where there is
-// none.
+// A channel may have two lanes, each a queue pair with its own slots. Messages of one lane never wait for the other lane,
+// and are not ordered with it: a receiver counts the messages of each. On the bulk lane, messages go one way only. So the
+// first lane carries the credits of both, with its messages, or alone if it has none.
 #pragma once
 
 #include "netstack/mlx5.h"
@@ -19,9 +18,9 @@ struct Channel : Ends {
   // Filled by the control plane.
   Remote peer;  // its inbox
   Local source;  // the staging
-  // By whoever holds the queue.
+  // Used by the holder of the queue.
   u64 credits;  // work requests that brought credits alone
-  // The control plane's. Of two lanes, that of bulk lies behind the first.
+  // The control plane's. Of two lanes, the bulk lane is the second.
   u64 lane;
 };
 
@@ -43,9 +42,8 @@ LAMINA_HD const u64* credit_word(const Channel& c) {
 
 LAMINA_HD Remote peer_at(const Channel& c, u64 at) { return {c.peer.address + at, c.peer.key}; }
 
-// Sends and receives of a channel are in no order, but both post to its queues, and poll them: whoever does holds the
-// queue. What of `released` was told, of both lanes, is read and noted by whoever holds the queue of the first, so that a
-// credit never comes behind a greater one.
+// Sends and receives of a channel are not ordered, but both post to its queues and poll them, while they hold the queue.
+// The holder of the first lane's queue reads and updates `reported` of both lanes, so credits never go back.
 
 // Consume what has completed of one lane.
 template <class B>
@@ -58,8 +56,8 @@ LAMINA_HD Status queue_broken(B& bus, Queue& q) {
   return status == kFailed ? kFailed : kOk;
 }
 
-// Of both: kFailed once a work request of ours has failed, as its queue pair is dead from then on, and whoever waits may
-// wait for what it had to bring.
+// For both lanes: kFailed once a work request of ours has failed. Its queue pair is dead from then on, and a waiting
+// thread may wait for what it had to bring.
 template <class B>
 LAMINA_HD Status link_broken(B& bus, Channel& c) {
   Channel& first = first_of(c);
@@ -68,7 +66,7 @@ LAMINA_HD Status link_broken(B& bus, Channel& c) {
   return status;
 }
 
-// What was given back, of the first lane and of that of bulk, and is about to be told: by whoever holds the first's queue.
+// Released messages of the first and the bulk lane that will be reported next. Used by the holder of the first's queue.
 struct Released {
   u64 first, bulk;
 };
@@ -84,7 +82,7 @@ LAMINA_HD bool is_news(const Channel& first, const Released& told) {
   return told.first != first.reported || (bulk && told.bulk != bulk->reported);
 }
 
-// It was told.
+// Record that they were reported.
 template <class B>
 LAMINA_HD void note(B& bus, Channel& first, const Released& told) {
   bus.put(&first.reported, told.first);
@@ -110,7 +108,7 @@ LAMINA_HD Status publish(B& bus, Channel& c, u64 bytes, const u64* tag) {
   return status;
 }
 
-// Tell the peer what has been released, if it was not told. kPending: the ring is full, try again.
+// Report released messages to the peer, unless they were reported. kPending: the ring is full, try again.
 template <class B>
 LAMINA_HD Status report(B& bus, Channel& c) {
   Channel& first = first_of(c);
@@ -133,14 +131,14 @@ LAMINA_HD Status report(B& bus, Channel& c) {
 // 2 B: as many as Q, K and V take until the first O. A peer that gets no message hears of them once there are more.
 LAMINA_HD u64 untold_most(const Slots& slots) { return (2 * slots.count - 2) / 3; }
 
-// What was told is seen late, if ever: then the peer is told once more.
+// A report may be seen late or never; then it is sent once more.
 template <class B>
 LAMINA_HD Status report_due(B& bus, Channel& c) {
   return c.released - bus.acquire_near(&c.reported) > untold_most(c.in) ? report(bus, c) : kOk;
 }
 
-// As `wait_slot`. Whoever has to wait sends no message that could tell what was given back, of either lane, and its peer
-// may wait for that alone, so it is told first.
+// As `wait_slot`. A waiting sender sends no message that could carry credits, and its peer may wait only for those. So it
+// reports the credits of both lanes first.
 template <class B>
 LAMINA_HD Status wait_slot_or_tell(B& bus, Channel& c, u64 timeout_ns) {
   if (c.granted - c.credited >= c.out.count && bus.acquire(credit_word(c)) == c.zero + c.credited) {

@@ -152,7 +152,7 @@ PyObject* check(PyObject*, PyObject* args) {
   return PyBytes_FromStringAndSize(reinterpret_cast<char*>(out), Py_ssize_t(kCheckBytes));
 }
 
-// seal(key, counter, bytes) and unseal(key, counter, bytes): a text of its own, its code behind it.
+// seal(key, counter, bytes) and unseal(key, counter, bytes): one text, followed by its tag.
 template <bool seals>
 PyObject* pass(PyObject*, PyObject* args) {
   const char* key;

@@ -1,8 +1,7 @@
 // What the parts of lamina.netstack.host._netstack share. netstack/host/_netstack.pyi documents the module.
 //
-// Ownership: Memory owns a mapping; every view handed out and every call in progress holds a reference to it, so the
-// mapping goes when the last of them does, whatever was closed before. Python's side of a channel is guarded by the
-// GIL.
+// Ownership: Memory owns a mapping. Every view and every call in progress holds a reference to it. So the mapping is
+// freed with the last of them, whatever was closed before. The GIL guards Python's side of a channel.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN

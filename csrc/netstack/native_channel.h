@@ -108,7 +108,7 @@ inline PyObject* raise_over(Channel* self, Status status, const char* operation)
   char text[kTextBytes];
   self->engine->why(text);
   PyObject* decoded = PyUnicode_DecodeUTF8(text, Py_ssize_t(strnlen(text, kTextBytes)), "replace");
-  for (Py_ssize_t i = 0; decoded && i < PyUnicode_GET_LENGTH(decoded); ++i)  // a peer may have said anything
+  for (Py_ssize_t i = 0; decoded && i < PyUnicode_GET_LENGTH(decoded); ++i)  // a peer may send anything
     if (!Py_UNICODE_ISPRINTABLE(PyUnicode_READ_CHAR(decoded, i)) && PyUnicode_WriteChar(decoded, i, ' '))
       Py_CLEAR(decoded);
   if (decoded) PyErr_Format(state->peer_fault, "%U: %s: %U", self->peer, operation, decoded);

@@ -24,7 +24,7 @@ class Sleeper {
   ~Sleeper() { shut(); }
   bool usable() const { return bell_ >= 0; }
 
-  // Gives the descriptor back, once nobody sleeps or rings any more. Idempotent.
+  // Closes the descriptor, once no thread sleeps or rings any more. Idempotent.
   void shut() {
     if (bell_ >= 0) close(bell_);
     bell_ = -1;
@@ -74,8 +74,8 @@ Status spin(Patience& patience, std::uint64_t spin_ns, std::uint64_t deadline_ns
   return Status::pending;
 }
 
-// Credit rides on messages. Where none goes, and the owner of a channel makes no call for a while, this thread sends
-// it, so that a released slot is always free for the peer soon.
+// Credit is sent with messages. If there are none, and the owner of a channel makes no call for a while, this thread
+// sends it. So the peer can soon use a released slot.
 class Teller {
  public:
   class Client {

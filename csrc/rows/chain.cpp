@@ -22,8 +22,8 @@ struct Link {
   std::vector<std::size_t> row_bytes;  // of values that are sent
 };
 
-// Values: those given, those that are results, and those that lie in the arena, `at` bytes behind its beginning for each
-// row. Behind them, from `own`, lies what a program keeps there.
+// Values: arguments, results, and those in the arena, `at` bytes after its beginning for each row. After them, from `own`
+// on, is what a program keeps there.
 struct Chain {
   std::size_t outside = 0;  // given and results
   std::vector<std::int64_t> at;
@@ -116,7 +116,8 @@ PyObject* chain_run(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   if (args[0] != Py_None && !(send = static_cast<const Send*>(PyCapsule_GetPointer(args[0], Send::kName))))
     return nullptr;
   for (const Link& link : chain.links)
-    if (!send && link.part != Part::kRun) return PyErr_Format(PyExc_ValueError, "a chain that sends, to nobody");
+    if (!send && link.part != Part::kRun)
+      return PyErr_Format(PyExc_ValueError, "a chain sends, and there is no receiver");
   const long long rows = PyLong_AsLongLong(args[1]);
   if (rows == -1 && PyErr_Occurred()) return nullptr;
   if (rows < 1) return PyErr_Format(PyExc_ValueError, "%lld rows", rows);

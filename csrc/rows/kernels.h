@@ -139,7 +139,7 @@ inline void outer(const Instruction& each, F&& f) {
 
 using Registers = float[kRegisters][kChunk];
 
-// All steps on `count` elements from the `at`-th on of those behind i, j, k.
+// All steps on `count` elements, from the `at`-th element of i, j, k on.
 inline void walk(const Instruction& each, const Slot* slots, std::int64_t row, std::int64_t i, std::int64_t j,
                  std::int64_t k, std::int64_t at, std::int64_t count, Registers& registers) {
   for (const Step& step : each.steps) {
@@ -193,7 +193,7 @@ struct Sums {
   }
 };
 
-// Of f(x) for the elements of `x` behind `from`.
+// The sum of f(x) for the elements of `x` from `from` on.
 template <class F>
 inline float total(const View& x, const char* from, std::int64_t inner, F&& f) {
   alignas(64) float part[kChunk];

@@ -13,7 +13,7 @@ enum class Type : std::uint8_t { kFloat, kBf16, kHalf, kInt };  // the first thr
 
 constexpr std::size_t kDims = 3, kRegisters = 16, kChunk = 512;
 
-// Where elements lie: `offset` bytes behind a row of slot `slot`, `outer` and `inner` elements apart.
+// The place of elements: `offset` bytes after the beginning of a row of slot `slot`, `outer` and `inner` elements apart.
 struct View {
   std::int32_t slot;
   Type type;
@@ -69,8 +69,8 @@ enum class Kind : std::uint8_t { kElements, kMean, kLayerNorm, kLinear, kLookUp,
 
 // kElements: `steps` for each of sizes[0] x sizes[1] x sizes[2] x inner elements.
 // kMean: of the `inner` elements of view 0, or of what `steps` leave in register n, to view 1. kLayerNorm: of view 0 to view 1, weight view 2, bias view 3 or none.
-// kLinear: x view 0, y view 1, w view 2 [n, inner], bias view 3 or none; `sizes[2]` rows for each row, `leading` from
-// one row of w to the next, 0 where w is packed. kLookUp: row view 0 of the table view 2, which has `n` rows of `inner`, to view 1.
+// kLinear: x view 0, y view 1, w view 2 [n, inner], bias view 3 or none. It has `sizes[2]` rows for each row. Rows of w
+// are `leading` elements apart, 0 if w is packed. kLookUp: row view 0 of the table view 2, which has `n` rows of `inner`, to view 1.
 // kAddInt: view 0 plus `value` to view 1.
 struct Instruction {
   Kind kind;

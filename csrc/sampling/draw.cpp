@@ -234,7 +234,7 @@ class Row {
     if constexpr (!std::is_same_v<T, float>) weigh_bins();
   }
 
-  // Behind the bin of the best token, at a multiple of kRun.
+  // The first bin after that of the best token, at a multiple of kRun.
   std::uint32_t first_bin() const {
     if constexpr (std::is_same_v<T, Half>) return 0x8000;
     return scale_.best < 0.0f ? 0 : (bin_of(scale_.best) / kRun + 1) * kRun;
@@ -334,8 +334,8 @@ class Row {
     return sum;
   }
 
-  // By id, to the token that holds the random number's place in the mass of all that are kept. Where that ``total`` is
-  // known, blocks behind the token need not be looked at.
+  // Walk by id to the token at the random number's place in the mass of all kept tokens. If that ``total`` is known,
+  // blocks after the token are not read.
   std::int64_t walk(const Edge& edge, std::int64_t total, std::uint64_t random) {
     const float above = std::nextafter(edge.x, kInfinity);
     s_.sums.clear();

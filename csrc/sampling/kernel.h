@@ -1,6 +1,6 @@
-// The passes over a block. Included once for each instruction set, inside a namespace that defines Vec: vectors F of
-// kWidth floats and I of as many 32-bit integers, masks M, and Sum, an exact sum of masses. Level is the type that has
-// levels as whole numbers, Whole their doublings; each is F or I, whichever the instruction set takes sooner.
+// The passes over a block. Included once for each instruction set, inside a namespace that defines Vec. Vec has vectors F
+// of kWidth floats and I of as many 32-bit integers, masks M, and Sum, an exact sum of masses. Level is the type that has
+// levels as whole numbers, Whole their doublings; each is F or I, whichever is faster.
 
 // Does ``step(i)`` for each vector of a group. Vectors go step by step, side by side: one of them alone is a chain of
 // operations that wait for each other.

@@ -19,10 +19,10 @@ constexpr std::size_t kPart = 64;  // tokens that share a maximum
 constexpr std::size_t kParts = kBlock / kPart;  // of a block
 
 constexpr int kLevelBits = 24;  // levels to a doubling of probability
-constexpr int kLowest = -42 * (1 << kLevelBits);  // the lowest level that is told apart; its mass is 0
+constexpr int kLowest = -42 * (1 << kLevelBits);  // the lowest level; its mass is 0
 constexpr int kMassBits = 40;  // the best token has the mass 2^40
 
-// 2^r for -1/2 <= r < 1/2, to 2e-7; coefficients of r, r^2 ... behind 1.
+// 2^r for -1/2 <= r < 1/2, to 2e-7; coefficients of r, r^2 ... after 1.
 constexpr float kPower[5] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b754p-5f, 0x1.3cea8cp-7f, 0x1.5bb9e6p-10f};
 
 enum class Type { kFloat, kBf16, kHalf };

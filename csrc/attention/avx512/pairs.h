@@ -1,13 +1,13 @@
-// The loops over keys and values of bf16 by products of pairs; see Vectors. Included behind loops.h, in the same
+// The loops over keys and values of bf16 by products of pairs; see Vectors. Included after loops.h, in the same
 // namespace.
 //
-// A score is four chains, each of every fourth number of 4 x 4 pairs, so that four keys side by side leave four sums to be
-// added; o takes tokens 2 i and 2 i + 1 of a chunk at once, one of which may not be there. So a query gets one chain of
-// operations over its own tokens, be they of a prompt or decoded one by one.
+// A score is four chains, each over every fourth number of 4 x 4 pairs, so four keys next to each other leave four sums
+// to add. o takes tokens 2 i and 2 i + 1 of a chunk at once, one of which may be missing. So a query gets one chain of
+// operations over its own tokens, both in a prompt and in decoding.
 //
-// Weights are rounded to bf16. They are powers of two times numbers that depend on their own scores alone, and o is
-// divided by their sum behind. So they are rounded alike whatever tokens are beside them, and where a sequence is cut
-// into stored and new tokens changes o by fp32's rounding alone.
+// Weights are rounded to bf16. They are powers of two times numbers that depend only on their own scores, and o is
+// divided by their sum at the end. So their rounding does not depend on other tokens. Where a sequence is cut into stored
+// and new tokens changes o only by fp32's rounding.
 class Pairs {
  public:
   static constexpr int kMost = 8, kStep = 2 * W;
@@ -78,7 +78,7 @@ class Pairs {
     }
   }
 
-  // The first of `left` numbers; zeros behind them, where nothing is read.
+  // The first of `left` numbers, then zeros; nothing is read beyond them.
   static __m512i line(const BFloat16* at, int64_t left) {
     return left >= kStep ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16((__mmask32(1) << left) - 1, at);
   }
@@ -109,7 +109,7 @@ class Pairs {
   [[gnu::noinline]] static void scores(const float* q, const BFloat16* k, int64_t stride, int low, int high,
                                        int64_t dim, float* score, Ahead ahead) {
     for (int t = low; t < high; t += kKeys, k += kKeys * stride) {
-      int64_t row[kKeys];  // behind the last one, that one again
+      int64_t row[kKeys];  // after the last one, that one again
       for (int i = 0; i < kKeys; ++i) row[i] = min(i, high - t - 1) * stride;
       V sum[G][2] = {};
       const float* x = q;

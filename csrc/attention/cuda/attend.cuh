@@ -1,9 +1,9 @@
-// One launch of attention: warps take the plan's tasks as they come to them, a core (tensor.cuh, plain.cuh) turns a task's chunks into
-// nodes, the nodes climb to the sequence's root, the root goes where the call wants it.
+// One launch of attention. Warps take tasks of the plan; a core (tensor.cuh, plain.cuh) turns a task's chunks into nodes.
+// Nodes are merged up to the sequence's root, which is written to the call's result.
 //
-// Bits: what a query gets is one fixed chain of operations over its own tokens. Tiles of tokens begin at multiples of 16
-// positions, chunks are closed at multiples of 128 and merged by their numbers, so neither the plan nor the number of
-// warps nor the queries of the same tile make a difference.
+// Bits: a query gets one fixed chain of operations over its own tokens. Tiles of tokens begin at multiples of 16
+// positions. Chunks end at multiples of 128, and are merged by their numbers. So neither the plan, nor the number of
+// warps, nor other queries of the tile make a difference.
 #pragma once
 #include "attention/cuda/partial.cuh"
 
@@ -160,8 +160,8 @@ LAMINA_DEVICE void attend(const Call<typename Core::T, typename Core::S>& call) 
     return level < Core::kNearLevels ? near + level * Node::kSize : own + i64(level) * Node::kSize;
   };
   Core::prepare(shared_memory());
-  // Each warp has the task of its own number first; then whoever is done takes the next one, so that short tasks leave
-  // nobody waiting. Who takes which makes no difference to any result.
+  // Each warp begins with the task of its own number. A warp that is done takes the next task, so that no warp is idle
+  // after short tasks. The assignment makes no difference to any result.
   for (int t = block(); t < tasks;) {
     const int number = t / heads, head = t % heads;
     const Work<typename Core::T, typename Core::S> work(call, plan.task[number], head);

@@ -3,9 +3,9 @@
 //
 // HARDWARE-UNVERIFIED: compiled for sm_80, sm_90 and sm_100, and run warp by warp on a CPU, not on a GPU.
 //
-// Defined by the compiler's command line: LAMINA_ELEMENT (float, BFloat16, Half), and LAMINA_STORED where k and v are
-// Int8 or Fp8; for tensor cores also LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES,
-// LAMINA_NEAR_LEVELS and LAMINA_WARPS. Without these: the plain core, for any head size up to 256.
+// The compiler's command line defines LAMINA_ELEMENT (float, BFloat16, Half), and LAMINA_STORED if k and v are Int8 or
+// Fp8. For tensor cores it also defines LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES,
+// LAMINA_NEAR_LEVELS and LAMINA_WARPS. Without these it is the plain core, for any head size up to 256.
 #include "attention/cuda/plain.cuh"
 #include "attention/cuda/tensor.cuh"
 

@@ -90,10 +90,10 @@ class Waiting {
   u32 levels_ = 0;
 };
 
-// The nodes base .. base + count of a tile, each with one warp. Whoever comes second to a pair of siblings merges them
-// and goes on with their parent; the one that reaches the root gets true. The pair's meeting point is the counter of the
-// first node below the right one, which no other pair shares; a node is saved where the first node below it has its place.
-// `counters`: of the first one, then every `stride`.
+// Merge the nodes base .. base + count of a tile, each of which one warp has. The second warp of a pair of siblings merges
+// them, and continues with their parent. The warp that reaches the root gets true. A pair meets at the counter of the
+// first leaf below its right node, which no other pair uses. A node is saved at the place of its first leaf. `counters`:
+// the first one, then every `stride`.
 template <class Node, class Saved, class Number>
 LAMINA_DEVICE bool climb_together(Node& node, int number_of_node, int base, int count, u32* counters, int stride,
                                   Saved saved, int queries, Number number) {

@@ -87,8 +87,8 @@ LAMINA_DEVICE i64 sum_over_lanes(i64 x) {
   return x;
 }
 
-// A sequence's tasks at a level, for each KV head. Of a long prompt behind a long context, at a low level, there may be
-// more than an int counts.
+// The number of a sequence's tasks at a level, for each KV head. A long prompt after a long context may have more than an
+// int counts, at a low level.
 LAMINA_DEVICE i64 tasks_of(const Sequence& s, int tile, int group, bool stored, int level) {
   return i64(parts(s.count * group, tile)) * Chunks(s, stored).nodes(level);
 }
@@ -100,8 +100,8 @@ LAMINA_DEVICE i64 count_tasks(const Step& step, int sequences, int tile, int gro
   return sum_over_lanes(sum);
 }
 
-// The level by which `warps` warps are done first, as far as one can say: a round is as long as its longest task, and a
-// chunk longer for filling the pipeline and merging. What it is makes no difference to any result.
+// The level that is estimated to finish first on `warps` warps. A round takes as long as its longest task, plus a chunk
+// for filling the pipeline and merging. The level makes no difference to any result.
 LAMINA_DEVICE int choose_level(const Step& step, int sequences, int tile, int group, int kv_heads, int warps,
                                int capacity) {
   int longest = 1, best = kLevels;
@@ -120,9 +120,9 @@ LAMINA_DEVICE int choose_level(const Step& step, int sequences, int tile, int gr
   return best;
 }
 
-// One warp for each 32 sequences: it numbers and writes their tasks. A sequence's tasks follow each other, those of a
-// tile too; the last tile comes first, as of the step's own rows it sees most, and whoever takes it late keeps all others
-// waiting. The step's own rows are never cut: a prompt has tiles enough, a decode step one chunk.
+// One warp for each 32 sequences numbers and writes their tasks. Tasks of a sequence are consecutive, and so are those of
+// a tile. The last tile comes first: it sees most of the step's own rows, so all would wait for it if it began late. The
+// step's own rows are never cut: a prompt has tiles enough, a decode step one chunk.
 LAMINA_DEVICE void plan_step(const Step& step, Plan& plan, int capacity, int tile, int group, int kv_heads, int warps,
                              bool stored) {
   const int sequences = *step.counts, begin = block() * kLanes;

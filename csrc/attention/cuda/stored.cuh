@@ -1,8 +1,7 @@
 // Stored numbers of 8 bits, widened without loss: one to a float, or two at a time to what tensor cores take.
 //
-// No float here is ever subnormal: CuPy compiles with -ftz=true, under which a subnormal float is zero, and the codes
-// 0x01 to 0x07 of fp8, small as they are, must not be. 0x7f and 0xff, which are never stored, become 480 and -480, as in
-// csrc/attention.
+// No float here may be subnormal, since CuPy compiles with -ftz=true, which makes it zero. So the small codes 0x01 to 0x07
+// of fp8 are scaled first. 0x7f and 0xff, which are never stored, become 480 and -480, as in csrc/attention.
 #pragma once
 #include "attention/cuda/warp.cuh"
 
@@ -14,8 +13,8 @@ LAMINA_DEVICE float to_float(Fp8 x) {
   return to_float(Half{u16((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)}) * 256.0f;
 }
 
-// Two codes become two T. A code comes in the low byte of its half of a register, beside zeros, or beside copies of its
-// sign (kSigned): then a shift brings the sign and the exponent to their places at once.
+// Two codes become two T. A code is in the low byte of its half of a register. The high byte has zeros, or copies of its
+// sign (kSigned): then one shift moves both the sign and the exponent to their places.
 template <class T, class S>
 struct Widen;
 

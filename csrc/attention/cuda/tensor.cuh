@@ -3,10 +3,10 @@
 //
 //     scores [16 tokens, 8 queries] = K [16, D] . Q^T [D, 8]        o^T [Dv, 8] += V^T [Dv, 16] . weights [16, 8]
 //
-// So 8 queries fill an instruction where the other way round takes 16, and o takes half the registers. Weights enter as
-// the sum of two 16-bit numbers, which keeps the precision of fp32 for twice the products of the second kind; decode is
-// bound by memory. K and V come through a ring of `kStages` tiles of 16 tokens by cp.async; a tile's rows are an odd
-// number of 16-byte units apart, so ldmatrix meets no bank twice.
+// So 8 queries fill an instruction, which takes 16 in the usual orientation, and o takes half the registers. Weights enter
+// as the sum of two 16-bit numbers. That keeps the precision of fp32 for twice the products of the second kind; decoding
+// is bound by memory. cp.async copies K and V into a ring of `kStages` tiles of 16 tokens. Rows of a tile are an odd
+// number of 16-byte units apart, so ldmatrix has no bank conflicts.
 //
 // Numbers of 8 bits are moved as they are, and widened in registers (stored.cuh). ldmatrix takes them for pairs: where
 // it gives a lane two numbers of 16 bits of a token, it gives four of 8, which feed two products. So the numbers of a
@@ -18,7 +18,7 @@
 
 namespace lamina::attention::cuda {
 
-// What weights and V are multiplied as: beside scales, which have the range of fp32, as bf16.
+// The type in which weights and V are multiplied: bf16 with scales, which have the range of fp32.
 template <class T, int kStoredBytes>
 struct Weight {
   using Type = T;
@@ -51,8 +51,8 @@ struct TensorCore {
   static constexpr int kStage = kScales + (kScaled ? 2 * kTokens * int(sizeof(float)) : 0);
   static constexpr int kPipelineBytes = kStages * kStage;
 
-  // A lane holds queries 2t and 2t + 1 of each 8, and of their o every eighth number from g on; where S has 8 bits, of
-  // each 16 numbers 2g and 2g + 1.
+  // A lane holds queries 2t and 2t + 1 of each 8, and every eighth number of their o from g on. If S has 8 bits, it holds
+  // numbers 2g and 2g + 1 of each 16.
   using Node = Fragment<2 * kColumns, 2 * kValueSteps>;
   LAMINA_DEVICE static int number(int q) { return q / 2 * 8 + lane() % 4 * 2 + q % 2; }
   LAMINA_DEVICE static int column(int i) { return kScaled ? i / 2 * 16 + lane() / 4 * 2 + i % 2 : i * 8 + lane() / 4; }
@@ -84,7 +84,7 @@ struct TensorCore {
 #pragma unroll 1
       for (; tile < stop; ++tile) {
         wait<kStages - 2>();
-        sync();  // everybody's part of this tile has landed, and nobody reads the one before, which is overwritten now
+        sync();  // all lanes' parts of this tile have landed, and no lane reads the previous one, which is overwritten now
         core.fetch(tile + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
         core.add(tile * kTokens, core.ring_ + stage * kStage, node, softmax);
         stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -129,8 +129,8 @@ struct TensorCore {
   }
   LAMINA_DEVICE bool seen(int at) const { return at >= low_ && at < high_; }
 
-  // Begin to copy a tile; tokens that nobody sees become zeros, and so do tiles behind the last one. Tiles are fetched
-  // one after the other, so that the block table is read one tile ahead of its use.
+  // Begin to copy a tile. Tokens that no query sees become zeros, and so do tiles after the last one. Tiles are fetched in
+  // order, so the block table is read one tile ahead of its use.
   LAMINA_DEVICE void fetch(int tile, int stage) {
     if (tile * kTokens < high_) {
       char* const to = ring_ + stage * kStage;
@@ -151,7 +151,7 @@ struct TensorCore {
     commit();  // also if there is nothing, so that commits count tiles
   }
 
-  // Of a tile whose tokens are all seen and lie in one block: what a lane copies is as far apart in every tile, so that
+  // Copy a tile whose tokens are all seen and lie in one block. A lane's pieces have the same distance in every tile, so
   // only its first address is computed.
   template <int kDim>
   LAMINA_DEVICE static void copy_block(const S* from, int first, char* to, int stride) {
@@ -168,8 +168,8 @@ struct TensorCore {
     }
   }
 
-  // Of wide heads half at a time: the addresses of all rows at once would take more registers than a lane has beside its
-  // queries and its part of o.
+  // Copy rows one by one, half of a wide head at a time. The addresses of all rows at once would take more registers than
+  // queries and o leave to a lane.
   template <int kDim>
   LAMINA_DEVICE void copy_rows(const S* from, int position, char* to, int stride) {
     constexpr int kRow = kDim * int(sizeof(S)), kPiece = kRow % 16 ? 8 : 16;  // bytes
@@ -277,8 +277,8 @@ struct TensorCore {
     }
   }
 
-  // A product's rows of tokens, from what ldmatrix gave: of 8 bits, a lane has four numbers of token g and of g + 8,
-  // and as many of the next 16 numbers, which are the other half.
+  // A product's rows of tokens, as loaded by ldmatrix. With 8 bits, a lane has four numbers of token g and of g + 8, and
+  // as many of the next 16 numbers, which are the other half.
   LAMINA_DEVICE static void key_numbers(u32 (&a)[4], const u32 (&loaded)[4], int half) {
     if constexpr (kScaled) {
       const u32 near = loaded[2 * half], far = loaded[2 * half + 1];
@@ -289,8 +289,7 @@ struct TensorCore {
     }
   }
 
-  // A product's rows of numbers: of 8 bits, a lane has numbers 2g and 2g + 1 of tokens 2t and 2t + 1, and of the tokens 8
-  // behind these.
+  // A product's rows of numbers. With 8 bits, a lane has numbers 2g and 2g + 1 of tokens 2t, 2t + 1, 2t + 8 and 2t + 9.
   LAMINA_DEVICE static void value_numbers(u32 (&a)[4], const u32 (&loaded)[4], int half) {
     if constexpr (kScaled) {
       const u32 near = loaded[half], far = loaded[2 + half];

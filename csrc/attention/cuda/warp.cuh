@@ -2,9 +2,10 @@
 // brings the functions: those of tests/cuda_emulation run the same kernels on a CPU.
 //
 // Fragments are those of mma.m16n8k16 (PTX ISA, "Matrix fragments"), with g = lane / 4 and t = lane % 4:
-//   A [16, 16]: a[0] = (g, 2t..), a[1] = (g + 8, 2t..), a[2] = (g, 2t + 8..), a[3] = (g + 8, 2t + 8..), two numbers each
-//   B [16, 8]:  b[0] = (2t.., g), b[1] = (2t + 8.., g)
-//   C [16, 8]:  c0 = (g, 2t), c1 = (g, 2t + 1), c2 = (g + 8, 2t), c3 = (g + 8, 2t + 1)
+//
+//     A [16, 16]: a[0] = (g, 2t..), a[1] = (g + 8, 2t..), a[2] = (g, 2t + 8..), a[3] = (g + 8, 2t + 8..), two numbers each
+//     B [16, 8]:  b[0] = (2t.., g), b[1] = (2t + 8.., g)
+//     C [16, 8]:  c0 = (g, 2t), c1 = (g, 2t + 1), c2 = (g + 8, 2t), c3 = (g + 8, 2t + 1)
 #pragma once
 
 namespace lamina::attention::cuda {
@@ -82,8 +83,8 @@ LAMINA_DEVICE u32 fma_pair<Half>(u32 a, u32 b, u32 c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
   return x;
 }
-// Byte i is that byte of a which the i-th digit of `from` (hexadecimal, from the right) names; 4: a zero; 8 more: eight
-// copies of its sign (PTX ISA, prmt; __byte_perm does not promise these).
+// Byte i of the result is the byte of a that the i-th hexadecimal digit of `from` names, from the right. Digit 4 gives a
+// zero; adding 8 gives eight copies of the byte's sign (PTX ISA, prmt). __byte_perm does not promise these.
 LAMINA_DEVICE u32 pick_bytes(u32 a, u32 from) {
   u32 x;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(0), "r"(from));
@@ -174,9 +175,9 @@ LAMINA_DEVICE float load_fresh(const float* p) { return __ldcg(p); }
 // The numbers from 0 on, each to one of `of` warps that ask, as they come: lane 0 gets it. The last one leaves a 0 again.
 LAMINA_DEVICE int take(u32* counter, int of) { return lane() == 0 ? int(atomicInc(counter, u32(of) - 1)) : 0; }
 
-// Two warps meet at `counter`, each when all its lanes have written what the other one needs: false for the first,
-// true for the second, which sees what the first has written. Leaves the counter as it was. The lane that met the other
-// warp fences, and only then hands what it saw to the lanes of its own: a shuffle alone orders no memory.
+// Two warps meet at `counter`, each after all its lanes have written what the other one needs. False for the first; true
+// for the second, which sees what the first has written. Leaves the counter as it was. The lane that reads the counter
+// fences before it passes the value to the other lanes, since a shuffle alone orders no memory.
 LAMINA_DEVICE bool second_to(u32* counter) {
   __threadfence();
   __syncwarp();

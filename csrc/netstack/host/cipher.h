@@ -1,7 +1,7 @@
 // AES-256-GCM (NIST SP 800-38D) by libcrypto, which is loaded when it is first needed: nothing links against it.
 //
-// A text is named by its counter, which with the key of its direction makes the nonce: who begins two texts with one
-// counter has lost both, so counters only ever go up.
+// A text is identified by its counter, which is the nonce under the key of its direction. Two texts with one counter
+// would reveal both, so counters only grow.
 #pragma once
 
 #include <algorithm>
@@ -72,8 +72,8 @@ class Cipher {
     sound_ = sound_ && crypto_->init(context_, nullptr, nullptr, nullptr, nonce, seals_);
   }
 
-  // The next bytes of the text; `to` may be `from`. What cannot be passed becomes zeros: nothing stays in clear where
-  // somebody means to send it.
+  // Process the next bytes of the text; `to` may be `from`. If that fails, `to` becomes zeros, so that no plain text is
+  // left in a buffer to send.
   void pass(const std::uint8_t* from, std::uint8_t* to, std::uint64_t bytes) {
     while (bytes) {
       const int part = int(std::min(bytes, std::uint64_t{1} << 30));

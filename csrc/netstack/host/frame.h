@@ -60,7 +60,7 @@ struct Slots {
   std::uint8_t* slot(std::uint64_t message) const { return base + message % slots * stride(slot_bytes); }
 };
 
-// Where a sender stages its messages: as Slots, each behind room for its frame, so that both are one piece.
+// The memory where a sender stages its messages: Slots, each after room for its frame, so that both are one piece.
 struct Outbox {
   std::uint8_t* base;
   std::uint64_t slots, slot_bytes;
@@ -84,8 +84,8 @@ class Decoder {
   Decoder(Books& books, const Slots& inbox, Guard guard, std::uint64_t least_ahead = 4097)
       : books_(books), inbox_(inbox), guard_(std::move(guard)), least_ahead_(least_ahead), arrivals_(inbox.slots) {}
 
-  // Where the next bytes of the stream go; at most three pieces. Between messages these are a header, then as much
-  // payload as the last message had, into the slot that is next: if it is like the last one, it is there with one call.
+  // The places of the next bytes of the stream; at most three pieces. Between messages these are a header, then as much
+  // payload as the last message had, into the next slot. So a message of the same size takes one call.
   std::size_t room(iovec pieces[3]) {
     std::size_t n = 0;
     ahead_ = 0;
@@ -146,8 +146,8 @@ class Decoder {
   }
   std::uint8_t* next_slot() const { return inbox_.slot(books_.arrived.load(std::memory_order_relaxed)); }
 
-  // A header is there (never more: whole frames do not stay staged), and behind it bytes that went into the next slot.
-  // What is not of its payload goes where it would be had all been staged.
+  // A header has arrived (never more: whole frames do not stay staged), and after it bytes that went into the next slot.
+  // Bytes beyond its payload move to where they would be if all had been staged.
   bool took_ahead(std::uint64_t* used) {
     const std::uint64_t ahead = std::min(staged_ - kFrameBytes, ahead_);
     const std::uint8_t* slot = next_slot();
@@ -238,7 +238,7 @@ class Decoder {
   bool open_ = false;            // a header without its whole payload yet
   bool farewell_ = false;
   std::uint64_t frames_ = 0, staged_ = 0, left_ = 0, last_length_ = 0;
-  std::uint64_t ahead_ = 0;       // of what is being read, behind a header, so many bytes go to the next slot
+  std::uint64_t ahead_ = 0;       // bytes of the current read, after a header, that go to the next slot
   std::uint8_t* into_ = nullptr;  // the next `left_` bytes go there
   char reason_[kReasonBytes + 1] = {};
   char fault_[96] = {};

@@ -1,7 +1,7 @@
 // A channel in shared memory: two rings of fixed slots, one for each direction.
 //
-// Nothing here knows Python. The peer can write any byte of the mapping at any time, so every word that it owns is
-// loaded once, checked against what this side knows, and only the checked copy is used.
+// Nothing here knows Python. The peer can write any byte of the mapping at any time. So every word that it owns is
+// loaded once, and checked against what this side knows. Only the checked copy is used.
 #pragma once
 
 #include <linux/futex.h>
@@ -24,8 +24,8 @@ constexpr std::uint64_t kPage = 4096;
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "rings need lock-free 64-bit atomics");
 
-// An event count. Whoever changes what the sleeper waits for rings it; the sleeper reads `rings` before it looks and
-// sleeps only while the number is still the same, so no ring is lost. At most one thread sleeps on a bell.
+// An event count. A thread that changes what the sleeper waits for rings it. The sleeper reads `rings` before its check,
+// and sleeps only while the number is the same, so no ring is lost. At most one thread sleeps on a bell.
 struct Bell {
   std::atomic<std::uint32_t> rings;
   std::atomic<std::uint32_t> sleeping;

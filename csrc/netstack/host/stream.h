@@ -1,9 +1,9 @@
 // A channel over a connected stream socket as an engine: frames, credit, and reading while writing.
 //
-// The kernel copies between the socket and the slots. Every call that waits also reads: payloads go to inbox slots,
-// which credit guarantees to be free, so two peers that put large messages to each other at once both get on. Either
-// role reads, and a release (receiver) may write credit while a put (sender) writes data: `reading_` and the writer's
-// lock guard the two halves of the socket.
+// The kernel copies between the socket and the slots. Every call that waits also reads. Payloads go to inbox slots,
+// which credit guarantees to be free, so two peers that send large messages to each other cannot block each other.
+// Either role reads, and a release (receiver) may write credit while a put (sender) writes data: `reading_` and the
+// writer's lock guard the two halves of the socket.
 #pragma once
 
 #include <sys/socket.h>

@@ -11,7 +11,7 @@
 
 namespace lamina {
 
-// Between `lock` and `unlock` the holder writes; credit waits for nobody and leaves with what is written next.
+// Between `lock` and `unlock` the holder writes. Credit never waits for the lock: it leaves with the next write.
 class Writer {
  public:
   enum class Push { done, full, interrupted, broken };
@@ -33,7 +33,7 @@ class Writer {
     fill(frame, kData, nbytes, seqno, outbox_.slot(n), tag, tag_bytes);
     books_.sent.store(n + 1, std::memory_order_release);
     unsent_[0] = {tail_, tail_bytes_.exchange(0)};
-    unsent_[1] = {frame, kFrameBytes + nbytes};  // the slot lies behind its frame
+    unsent_[1] = {frame, kFrameBytes + nbytes};  // the slot follows its frame
     return seqno;
   }
 
@@ -128,7 +128,7 @@ class Writer {
   iovec unsent_[2] = {};            // of the message that was begun
   std::uint8_t tail_[kFrameBytes];  // of a credit frame that the kernel took in part, so many bytes:
   std::atomic<std::uint64_t> tail_bytes_{0};
-  std::atomic<std::uint64_t> reported_{0};  // released messages that a frame told of
+  std::atomic<std::uint64_t> reported_{0};  // released messages that a frame has reported
 };
 
 }  // namespace lamina

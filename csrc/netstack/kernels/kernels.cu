@@ -16,9 +16,9 @@ namespace {
 
 constexpr int kBlockThreads = 256;  // cuda_driver.THREADS
 
-// Loads of a thread that are on their way at a time, of 16 bytes each: 64 KiB of a block. What bandwidth asks for, at a
-// latency of 1 us (assumed, not measured): PCIe 5 x16, 63 GB/s, 63 KB; NVLink 4, 450 GB/s a direction, 450 KB, for which
-// several blocks share the copy of a long message (calls.py).
+// Loads of a thread in flight, of 16 bytes each: 64 KiB for a block. At a latency of 1 us (assumed, not measured), PCIe 5
+// x16 needs 63 KB for its 63 GB/s. NVLink 4 needs 450 KB for 450 GB/s in one direction, so several blocks share the copy
+// of a long message (calls.py).
 constexpr int kAhead = 16;
 
 // By all threads of all blocks, as many whole words as there are: the bytes copied. The loads go to L2, where a NIC's
@@ -105,7 +105,7 @@ __device__ void put(C& c, Source source, const u64* tag, u64 timeout_ns, int* st
   if (threadIdx.x == 0) post(c, source, tag, timeout_ns, status);
 }
 
-// What must come: `*bytes` long, with `tag`. Another message is told in `note`, length and tag of it, then of this one.
+// The expected message: its length `*bytes` and its `tag`. For another message, `note` gets the length and tag of both.
 struct Due {
   const u64 *bytes, *tag;
   u64* note;
@@ -168,7 +168,7 @@ struct Any {
   }
 };
 
-// What was taken last is free, and the peer is told, once it has to be.
+// Release the last message. The peer is notified once that is necessary.
 template <class C>
 __device__ void release(C& c, u64 timeout_ns, int* status) {
   if (threadIdx.x != 0 || *status != kOk) return;
@@ -195,9 +195,9 @@ __device__ void receive(C& c, u8* target, u64 timeout_ns, int* status, Met met) 
   if (take(c, target, timeout_ns, status, met)) release(c, timeout_ns, status);
 }
 
-// `count` round trips of messages of `bytes`, by all threads: message n is a copy of `sources[n % kinds]`, which lie one
-// behind the other, or, of who does not lead, of what came; what comes goes to `targets[n]`. The GPU's clock goes to
-// `times`, before the first round and behind each.
+// `count` round trips of messages of `bytes`, by all threads. The leader's message n is a copy of `sources[n % kinds]`,
+// which are contiguous. The other side returns what it received. Received messages go to `targets[n]`. `times` gets the
+// GPU's clock before the first round and after each.
 template <class C>
 __device__ void rounds(C& c, const u8* sources, u64 kinds, u8* targets, u64 bytes, u64 count, bool leads, u64* times,
                        u64 timeout_ns, int* status) {

@@ -7,7 +7,7 @@ LAMINA_KERNEL LAMINA_OF_LINK(send)(LAMINA_LINK* channel, const u8* source, const
   send(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
 }
 
-// `bytes[0]` from `first` and behind them `bytes[1]` from `second`, as one message.
+// `bytes[0]` from `first`, then `bytes[1]` from `second`, as one message.
 LAMINA_KERNEL LAMINA_OF_LINK(send_two)(LAMINA_LINK* channel, const u8* first, const u8* second, const u64* bytes,
                                        const u64* tag, u64 timeout_ns, int* status) {
   send(*channel, Source{first, second, bytes}, tag, timeout_ns, status);
@@ -25,8 +25,8 @@ LAMINA_KERNEL LAMINA_OF_LINK(receive_due)(LAMINA_LINK* channel, u8* target, cons
   receive(*channel, target, timeout_ns, status, Due{bytes, tag, note});
 }
 
-// The parts of these four for a long message, whose copy many blocks share: a kernel each, so no block waits for another
-// one. Those behind one that failed do nothing, as always. Without a second part `second` is null.
+// The parts of these four for a long message, whose copy many blocks share. Each is a kernel, so no block waits for
+// another one. Kernels after a failed one do nothing, as always. Without a second part `second` is null.
 LAMINA_KERNEL LAMINA_OF_LINK(send_begin)(LAMINA_LINK* channel, const u8* first, const u8* second, const u64* bytes,
                                          u64 timeout_ns, int* status) {
   if (threadIdx.x == 0) begin(*channel, Source{first, second, bytes}, timeout_ns, status);
@@ -84,7 +84,7 @@ LAMINA_KERNEL LAMINA_OF_LINK(take)(LAMINA_LINK* channel, u64 received, u8* targe
   take(*channel, target, timeout_ns, status, Any{room, bytes, tag});
 }
 
-// `released`: with the one that is released now. The peer is told at once.
+// `released`: the count with this one. The peer is notified at once.
 LAMINA_KERNEL LAMINA_OF_LINK(release)(LAMINA_LINK* channel, u64 released, u64 timeout_ns, int* status) {
   if (threadIdx.x != 0 || *status != kOk) return;
   Bus bus;

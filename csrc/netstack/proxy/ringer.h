@@ -44,7 +44,7 @@ class Ringer {
     }
     changed_.notify_all();
   }
-  // Once it returns, nobody looks there or rings any more.
+  // After it returns, the thread neither reads the mailbox nor rings.
   void remove(const u64* mailbox) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto is_that = [=](const Proxy& proxy) { return proxy.mailbox == mailbox; };
@@ -53,8 +53,8 @@ class Ringer {
   u64 rung() const { return rung_.load(std::memory_order_relaxed); }
 
  private:
-  // A round over a few mailboxes takes some 50 ns (not measured on a host with a NIC): so it spins for about a millisecond
-  // behind the last doorbell, in which the next one of a decode step comes, and then looks a few thousand times a second.
+  // A round over a few mailboxes takes some 50 ns (not measured on a host with a NIC). So it spins for about a millisecond
+  // after the last doorbell, within which a decode step rings the next one. Then it polls a few thousand times a second.
   static constexpr u32 kSpins = 20000, kNapNs = 100'000;
 
   void run() {

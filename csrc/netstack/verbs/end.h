@@ -1,5 +1,5 @@
-// One reliable queue pair of one device, and all that its peer may touch: a context, a protection domain and registered
-// memory of its own, so that no key of another peer's is of use here and every asynchronous event is this pair's.
+// One reliable queue pair of one device, and all that its peer may access. It has its own context, protection domain and
+// registered memory. So keys of other peers are useless here, and every asynchronous event belongs to this pair.
 #pragma once
 
 #include <fcntl.h>
@@ -17,8 +17,8 @@
 namespace lamina::verbs {
 
 constexpr std::uint64_t kWriteBytes = 1 << 20;  // the largest single write
-// The most that fits. Soft-RoCE takes it for "for ever", so whoever waits keeps a time of its own. With less, Soft-RoCE
-// breaks where 2 % of packets are lost: every loss costs a retry until an acknowledgement comes, one for 64 packets.
+// The maximum. Soft-RoCE takes it for "for ever", so each wait has its own deadline. With less, Soft-RoCE breaks if 2 % of
+// packets are lost: every loss costs a retry until an acknowledgement arrives, one for 64 packets.
 constexpr std::uint8_t kRetries = 7;
 constexpr std::uint8_t kNotReadyRetries = 6;  // receives are posted for all that an honest peer sends: none is needed
 constexpr std::uint8_t kNotReadyTimer = 12, kHops = 64;
@@ -46,8 +46,8 @@ struct Inbox {
   std::uint64_t address;
 };
 
-// Memory of the caller's that a NIC is to reach: a host's, or, with the file of its export (dma-buf), another device's.
-// The address is that by which peers name it. A device's without a file: its driver has told the kernel's (peer memory).
+// Memory of the caller that a NIC accesses: the host's, or, with the file of its export (dma-buf), another device's.
+// `address`: by which peers name it. A device's without a file: its driver has registered it with the kernel (peer memory).
 struct Piece {
   std::uint8_t* address;
   std::uint64_t bytes;
@@ -99,8 +99,8 @@ class End {
   End(const End&) = delete;
   virtual ~End() { End::close(); }
 
-  // Opens all, up to INIT with every receive posted; `staging` and `inbox` are registered and stay the caller's; one of no
-  // bytes is none. False with the cause in `fault`.
+  // Opens everything, up to INIT with every receive posted. `staging` and `inbox` are registered and stay the caller's;
+  // either may have no bytes. False with the cause in `fault`.
   bool open(const Port& port, const Piece& staging, const Piece& inbox, const Depth& depth) {
     return open_domain(port, staging, inbox) && open_queue(depth) && open_pair(depth);
   }

@@ -1,5 +1,5 @@
-// A queue pair that the NIC's firmware makes by commands of ours (DEVX), so that ring, completions and records lie in memory
-// of the GPU that posts: libmlx5 would have them in the host's, and pins no other. All else is as of an End.
+// A queue pair that the NIC's firmware makes by our commands (DEVX). So ring, completions and records lie in memory of the
+// GPU that posts; libmlx5 puts them in host memory, and pins no other. All else is as in an End.
 //
 // HARDWARE-UNVERIFIED: commands equal those of rdma-core's tests, calls go to the distribution's libmlx5 over a stand-in of
 // its kernel.

@@ -23,7 +23,7 @@ struct Header {
 };
 static_assert(sizeof(Header) == kLine);
 
-// One direction's memory: slots, each behind its header.
+// One direction's memory: slots, each after its header.
 struct Slots {
   std::uint8_t* base;
   std::uint64_t slots, slot_bytes;

@@ -1,5 +1,5 @@
-// Commands by which the firmware of a NIC makes a queue pair whose ring, completions and records lie where the caller says,
-// and connects it: bytes alone, as the mlx5 manual lays them out (chapter "Commands"). Bits count from the first one sent.
+// Commands to a NIC's firmware that make and connect a queue pair. Its ring, completions and records lie where the caller
+// says. These are bytes in the layout of the mlx5 manual (chapter "Commands"). Bits count from the first one sent.
 //
 // HARDWARE-UNVERIFIED: equal to the bytes that rdma-core's own tests build (tests/netstack/nic/mlx5_mailbox.txt).
 #pragma once
@@ -17,8 +17,8 @@ struct Field {
 
 class Mailbox {
  public:
-  // Of each of our commands but kToError, which has 16 by the manual: firmware does not look at what follows, as Linux
-  // found before 4.9, and UCX sends so many too.
+  // The size of each command except kToError, which has 16 by the manual. Firmware ignores what follows, as Linux before
+  // 4.9 relied on; UCX sends as many, too.
   static constexpr std::size_t kBytes = 272;
 
   explicit Mailbox(unsigned opcode) { set({0, 16}, opcode); }

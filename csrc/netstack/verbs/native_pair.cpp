@@ -1,5 +1,5 @@
-// The part of the module that opens queue pairs for kernels: KernelPair, whose ring, completions and doorbell somebody
-// else uses. Memory that a peer may write to, or that is sent from, is the caller's.
+// The part of the module that opens queue pairs for kernels: KernelPair, whose ring, completions and doorbell a kernel
+// uses. Memory that a peer may write to, or that is sent from, belongs to the caller.
 #include "native.h"
 
 #if __has_include(<infiniband/mlx5dv.h>)
@@ -26,8 +26,7 @@ void pair_dealloc(PyObject* object) {
   free_object(object);
 }
 
-// With the GIL, but while it connects, which the thread that has made it does: whoever closes it and whoever asks take
-// turns.
+// Needs the GIL, except while it connects, which its creating thread does. Closing and asking are serialized.
 bool is_open(const KernelPair* self) {
   if (!self->end->is_open()) PyErr_SetString(PyExc_ValueError, "the queue pair was closed");
   return self->end->is_open();

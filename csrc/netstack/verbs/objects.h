@@ -20,8 +20,8 @@ struct Layout {
   std::uint32_t number, blocks, cqes, alternate, near = 0;
 };
 
-// What to ask verbs for so that libmlx5 makes a ring of so many blocks, a power of two from 8 on: it counts requests of
-// three blocks each, as those for atomics and memory windows would be, and rounds up. Ours have one.
+// The depth for which libmlx5 makes a ring of `blocks` blocks, a power of two of at least 8. It counts three blocks for
+// each request, as for atomics and memory windows, and rounds up. Ours have one.
 inline Depth depth_of(std::uint32_t blocks) { return {blocks / 4, 0, blocks}; }
 
 // As mlx5dv_devx_umem_in, which has its file since rdma-core 43; an older one refuses it by its mask.
@@ -63,7 +63,8 @@ struct Provider {
   Provider() { file.explain(fault, "it is not rdma-core's"); }
 };
 
-// Of `pair`, to which nobody else posts, and whose completions nobody else polls. False with the cause in `fault`.
+// The layout of `pair`, to which only the caller posts, and whose completions only the caller polls. False with the
+// cause in `fault`.
 inline bool lay_out(ibv_qp* pair, Layout* layout, std::string* fault) {
   const Provider& provider = Provider::get();
   mlx5dv_qp ring{};

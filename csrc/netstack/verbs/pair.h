@@ -1,4 +1,4 @@
-// What Python does with a queue pair until it has met its peer, whoever posts to it then.
+// Python's side of a queue pair until it is connected. Then a kernel or a thread posts to it.
 #pragma once
 
 #include "end.h"

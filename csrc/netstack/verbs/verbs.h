@@ -63,7 +63,7 @@ class Verbs final : public Engine, private Teller::Client {
     const bool is_due = now_ns() - looked_ns_.load(std::memory_order_relaxed) > kLookNs;
     if (is_due) glance();
     if (!is_due && ready(role) != Status::pending) return ready(role);
-    poll();  // behind the look at the life line: what came before a farewell is handed out
+    poll();  // after the check of the life line, so that messages before a farewell are delivered
     return ready(role);
   }
 
@@ -202,8 +202,8 @@ class Verbs final : public Engine, private Teller::Client {
     if (owes() && books_.arrived.load() - reported_.load() + spare >= in_slots_) report();
   }
 
-  // Tells the peer what was released, unless another thread is posting, which does so or looks behind it. Where as much
-  // credit is under way as fits, what completes is followed by more.
+  // Reports released messages to the peer, unless another thread is posting, which reports them or checks again after it.
+  // If as many credits are in flight as fit, a completion is followed by more.
   void report() {
     while (owes() && credits_out_.load() < in_slots_) {
       const std::unique_lock<std::mutex> lock(posting_, std::try_to_lock);
@@ -221,7 +221,7 @@ class Verbs final : public Engine, private Teller::Client {
     if (!stopped() && owes()) report();
   }
 
-  // The next completion that somebody waits for makes `events_` readable: credit and completed sends too, if the sender
+  // Make `events_` readable at the next completion that a thread waits for: also credit and completed sends, if the sender
   // sleeps.
   void arm() {
     const std::lock_guard<std::mutex> lock(arming_);
@@ -307,7 +307,7 @@ class Verbs final : public Engine, private Teller::Client {
 
   void beat(std::uint64_t now) {
     const std::unique_lock<std::mutex> lock(posting_, std::try_to_lock);
-    if (!lock) return;  // somebody is posting, and what completes is a sign of life
+    if (!lock) return;  // another thread is posting, and its completion is a sign of life
     beaten_ns_ = now;
     beating_ = true;  // in this order: another thread may be in poll
     end_->write(kBeatSent, nullptr, 0, 0);
@@ -360,7 +360,7 @@ class Verbs final : public Engine, private Teller::Client {
   std::uint64_t taken_ = 0;  // by the receiver
 
   std::mutex posting_;
-  std::atomic<std::uint64_t> reported_{0}, credits_out_{0};  // released messages that were told of; requests
+  std::atomic<std::uint64_t> reported_{0}, credits_out_{0};  // reported released messages; requests
 
   std::mutex polling_, arming_;
 

@@ -192,7 +192,7 @@ def test_sequences_that_are_too_short_are_said() -> None:
     wire = TimedWire(lambda rows, tokens: (0.1, 0.1))
     wire.ready = msgspec.structs.replace(wire.ready, max_model_len=16)
     with pytest.raises(
-        ValueError, match=r"--pipeline auto measures by sequences of 24 tokens, and --max-model-len is 16"
+        ValueError, match=r"--pipeline auto measures with sequences of 24 tokens, and --max-model-len is 16"
     ):
         engine_of(wire, plan="auto")
 
