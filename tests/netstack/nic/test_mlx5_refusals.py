@@ -49,7 +49,9 @@ LACKS = {
     "no NIC": Lack("none in /sys/class/infiniband", "load the NIC's driver (mlx5_ib)", spoil=_no_device),
     "no link": Lack("mlx5_0:1 is DOWN", "ip link set DEVICE up", spoil=_down),
     "no RoCE": Lack("has no GID", "set an IP address on its network device, and switch RoCE on", spoil=_no_gid),
-    "no such GID": Lack("mlx5_0:1 has no GID 7", "choose from 0 (RoCE v2 fe80::1)", {"LAMINA_RDMA_DEVICE": "mlx5_0:1:7"}),
+    "no such GID": Lack(
+        "mlx5_0:1 has no GID 7", "choose from 0 (RoCE v2 fe80::1)", {"LAMINA_RDMA_DEVICE": "mlx5_0:1:7"}
+    ),
     "no such level": Lack(
         "mlx5_0:1 is RoCE, whose packets carry 3 bits of priority", "LAMINA_RDMA_SERVICE_LEVEL is 0 to 7 there, not 8",
         {"LAMINA_RDMA_SERVICE_LEVEL": "8"},
