@@ -44,12 +44,12 @@ VARIABLES = {
 
 
 def lease_bytes(environ: Mapping[str, str] = os.environ) -> int:
-    """The most KV memory that this process may take, as it was lent; 0 = it is nobody's guest."""
+    """The KV memory that was lent to this process, in bytes; 0: none was."""
     return int(environ.get(LEASE_BYTES, 0))
 
 
 def lease_meter(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The descriptor by which this process tells how much it has read; None = it is nobody's guest."""
+    """The descriptor to which this process reports how much it has read; None: no memory was lent to it."""
     return int(environ[LEASE_METER]) if LEASE_METER in environ else None
 
 
