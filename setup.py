@@ -7,6 +7,7 @@ from re import findall
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError
 
 
 class BuildNative(build_ext):
@@ -15,6 +16,14 @@ class BuildNative(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or True
+
+    def build_extensions(self) -> None:
+        try:
+            super().build_extensions()
+        except CCompilerError:  # the compiler's own words are above
+            name = self.compiler.compiler_so_cxx[0]
+            fix = "install g++, or name another one by CC and CXX"
+            raise SystemExit(f"Lamina needs a C++17 compiler, and {name} failed: {fix}") from None
 
 
 def headers(*sources: str) -> list[str]:
@@ -30,9 +39,7 @@ def headers(*sources: str) -> list[str]:
 
 
 def native(name: str, *sources: str, flags: Sequence[str] = ()) -> Extension:
-    """A native module. Without a compiler the install goes on; selecting what needs the module raises with the
-    cause.
-    """
+    """Return a native module."""
     return Extension(
         name,
         sources=list(sources),
@@ -50,7 +57,6 @@ def native(name: str, *sources: str, flags: Sequence[str] = ()) -> Extension:
             "-fvisibility=hidden",
             *flags,
         ],
-        optional=True,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -35,3 +36,17 @@ def test_sources_of_kernels_are_where_an_installation_looks(tmp_path: Path) -> N
         assert path.is_relative_to(site), "not those of the checkout"
     here = {p.relative_to(ROOT) for end in ("h", "cu", "cuh") for p in (ROOT / "csrc").rglob(f"*.{end}")}
     assert here == {p.relative_to(site / "lamina") for p in (site / "lamina" / "csrc").rglob("*.*")}
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+def test_without_a_compiler_the_build_fails_and_its_last_line_says_so(compiler: str, tmp_path: Path) -> None:
+    """An installation without native modules would fail later, and elsewhere."""
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", "temp", "--build-lib", "lib"]
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+    environ = {**os.environ, "CC": compiler, "CXX": compiler}
+    done = subprocess.run(build, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode
+    fix = "install g++, or name another one by CC and CXX"
+    assert done.stderr.splitlines()[-1] == f"Lamina needs a C++17 compiler, and {compiler} failed: {fix}"
+    assert not list(tmp_path.rglob("*.so"))

@@ -16,9 +16,8 @@ try:
     from ._attention import VARIANTS, Kernels, Step
 except ImportError as error:
     raise ImportError(
-        f"it needs the native module lamina.ops.attention._attention, which did not load ({error}). Install a C++17 "
-        "compiler, "
-        "then run `python setup.py build_ext --inplace` or install again; or use another backend"
+        f"it needs the native module lamina.ops.attention._attention, which did not load ({error}): install Lamina "
+        "again (a checkout: `python setup.py build_ext --inplace`), or use another backend"
     ) from error
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
