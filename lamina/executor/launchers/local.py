@@ -305,7 +305,7 @@ def spawn_supervised(
 def exit_status_text(status: int | None) -> str:
     """Return how a process with this exit status ended, in words; None: unknown."""
     if status is None:
-        return "ended, in an unknown way, since its zygote had ended before"
+        return "ended, in an unknown way, since its zygote had ended or was stopped"
     return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
