@@ -13,6 +13,9 @@ records.
 **Lifetime.** Records go to the newest segment. At half of ``journal_size`` another one begins with the running
 requests. Once it is on disk all older segments but one are removed, so a reply stays until one or two segments are
 full. Only a thread of the journal waits for the disk.
+
+**Why no database.** SQLite's log ends, without a word, where it is damaged. Its one writer holds the lock while it
+waits for the disk, so tokens would wait for the requests that arrive.
 """
 
 from __future__ import annotations
@@ -143,8 +146,6 @@ class Journal:
         the journal.
         """
         self._maintain()
-        if self._is_unknown:
-            raise OSError(errno.EIO, "its disk has failed")
         self._append(frame_record(record))
         entry = JournalEntry(record)
         self._enter(entry)
@@ -192,13 +193,13 @@ class Journal:
 
     def retry(self) -> None:
         """After an error, see whether there is room now, and write what did not fit."""
+        self._maintain()
         if self.error is not None and self._has_room():
             with suppress(OSError):
                 self._rewrite()
-                if not self._is_unknown:
+                if not (self._is_unknown or self._is_full):
                     log.warning("--journal %s can be written again", self._path)
                     self.error = None
-        self._maintain()
 
     async def retry_forever(self) -> None:
         """Try a full disk again, from time to time."""
@@ -266,19 +267,17 @@ class Journal:
 
     def _rewrite(self) -> None:
         """Write all of the requests of which records are missing. Raises OSError."""
-        if not self._unwritten:
-            return
         self._next_rewrite = time.monotonic() + self._retry_s
-        missing, self._unwritten = self._unwritten, set()
-        try:
-            self._append(b"".join(map(self._all_of, missing)))
-        except OSError:
-            self._unwritten = missing
-            raise
+        self._append(b"".join(map(self._all_of, self._unwritten)))
+        self._note_written(self._unwritten, self._number)
+
+    def _note_written(self, ids: Iterable[str], number: int) -> None:
+        """Note that a segment has all of these requests."""
+        for answer_id in ids:
+            if entry := self._entries.get(answer_id):
+                entry.ended_in = number
+        self._unwritten.clear()
         self._next_rewrite = 0.0
-        for answer_id in missing:
-            if (entry := self._entries.get(answer_id)) and entry.ended:
-                entry.ended_in = self._number
 
     def _all_of(self, answer_id: str) -> bytes:
         """Return the records of a request, which replace those before them."""
@@ -311,7 +310,9 @@ class Journal:
                 self._maintain()
 
     def _begin_wait(self) -> Future[None]:
-        """Have the thread wait for the disk. Raises OSError."""
+        """Have the thread wait for the disk. Raises OSError, also if an earlier wait failed: Linux says it once."""
+        if self._is_unknown:
+            raise OSError(errno.EIO, "its disk has failed")
         if self._wait is None:
             folder, number, segment, before = self._folder, self._number, self._segment, self._before
             size, is_fresh, keep_from = segment.size, self._is_fresh, self._keep_from
@@ -339,12 +340,15 @@ class Journal:
             self._end_wait(self._wait.exception())
         if self._wait is not None:
             return
-        is_full = self._segment.size >= max(self._full_at, 2 * self._begun_with)
         with suppress(OSError):
             if self._is_fresh and not self._is_unknown:  # the one before has to be on disk first
                 self._begin_wait()
-            elif (is_full or self._is_unknown) and time.monotonic() >= self._next_try:
+            elif (self._is_full or self._is_unknown) and time.monotonic() >= self._next_try:
                 self._turn_over()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._segment.size >= max(self._full_at, 2 * self._begun_with)
 
     def _end_wait(self, failed: BaseException | None) -> None:
         self._wait = None
@@ -377,15 +381,12 @@ class Journal:
         if keeps_all:
             self._close_before()
             self._keep_from += 1
-        for answer_id in ids:
-            if entry := self._entries.get(answer_id):
-                entry.ended_in = self._number + 1
+        self._note_written(ids, self._number + 1)
         for entry in self.entries:
             if entry.ended and entry.ended_in < self._number:
                 self._forget(entry.accepted.id)
         self._number, self._begun_with = self._number + 1, self._segment.size
         self._is_fresh, self._is_unknown = True, False
-        self._unwritten.clear()
         self._begin_wait()
 
     def _close_before(self) -> None:

@@ -24,12 +24,19 @@ from lamina.server.engine_client.messages import Delta, encode_scores
 from lamina.server.journal.journal import RETRY_S, Journal
 from lamina.server.journal.journal_directory import model_digest
 from lamina.server.journal.journal_entry import JournalEntry
-from lamina.server.journal.journal_records import FORMAT, AcceptedRecord, FailedRecord, JournalPrompt
+from lamina.server.journal.journal_records import FORMAT, AcceptedRecord, FailedRecord, HeaderRecord, JournalPrompt
+from lamina.server.journal.segment import frame_record
 from lamina.server.request.accepted_request import new_accepted_request
 from lamina.server.request.openai_protocol import Sampling
 
 PATH = str(ROOT / MODEL)
 SIZE = 1 << 20
+
+
+class RecordOfThen(msgspec.Struct, tag="synced"):
+    """A kind of record that this version does not have."""
+
+    size: int
 
 
 def opened(path: Path, size: int = SIZE, model: str = PATH, retry_s: float = RETRY_S) -> Journal:
@@ -276,6 +283,15 @@ def test_another_models_another_versions_and_anothers_journal_are_refused(tmp_pa
         patch.setattr("lamina.server.journal.journal.FORMAT", FORMAT + 1)
         with pytest.raises(ValueError, match="was written by another version of Lamina"):
             opened(tmp_path / "j")
+    heading = HeaderRecord(format=FORMAT - 1, model=PATH, digest=model_digest(PATH))
+    (tmp_path / "old").mkdir(mode=0o700)
+    old = tmp_path / "old" / "segment-00000000"
+    old.touch(mode=0o600)
+    old.write_bytes(frame_record(heading) + frame_record(RecordOfThen(7)))
+    with pytest.raises(
+        ValueError, match=r"^--journal .*/old was written by another version of Lamina: finish it there"
+    ):
+        opened(tmp_path / "old")
     held = opened(tmp_path / "j")
     with pytest.raises(ValueError, match=r"^--journal .*/j: another server has it open; give each"):
         opened(tmp_path / "j")
