@@ -24,6 +24,7 @@ GARBAGE_OBJECTS = 20_000  # new ones, until Python looks for garbage among them
 COMMANDS = {
     "generate": ("cli.generate", "complete prompts and print the text as it comes"),
     "serve": ("cli.serve", "answer OpenAI's HTTP API"),
+    "chat": ("cli.chat", "chat in the terminal, with a model or with a server"),
     "scale": ("cli.operate.scale", "give a running server other numbers of workers; its streams stay open"),
     "drain": (
         "cli.operate.drain",
