@@ -58,7 +58,7 @@ TRANSPORT_CHOICES = (
 class AutoFabric(BaseFabric):
     """``reason``: the transport that the last connect chose, and why; it is logged too. ``gpu``: the one that the
     caller computes on; ``device``: an RDMA device, which must exist, as it was named. Raises ImportError if it does
-    not.
+    not. ``rdma``: the transports by RDMA that it tries, by scheme.
     """
 
     scheme = "auto"
@@ -67,26 +67,26 @@ class AutoFabric(BaseFabric):
         super().__init__(key)
         self._shm, self._tcp = ShmFabric(key), TcpFabric(key)
         self._lacks: dict[str, str] = {}
-        self._rdma: dict[str, VerbsFabric] = {}
+        self.rdma: dict[str, VerbsFabric] = {}
         opened: dict[str, Callable[[], VerbsFabric]] = {
             "mlx5": partial(_mlx5, key, gpu, device),
             "verbs": partial(_verbs, key, device),
         }
         for scheme, open_way in opened.items():
             try:
-                self._rdma[scheme] = open_way()
+                self.rdma[scheme] = open_way()
             except ImportError as error:
                 self._lacks[scheme] = str(error)
-        if device and "verbs" not in self._rdma:
+        if device and "verbs" not in self.rdma:
             self.close()
             raise ImportError(f"{RDMA_FLAG} {device}: {self._lacks['verbs']}")
-        self.remarks = [f"{scheme}: {words}" for scheme, fabric in self._rdma.items() for words in fabric.remarks]
+        self.remarks = [f"{scheme}: {words}" for scheme, fabric in self.rdma.items() for words in fabric.remarks]
         self._tried: dict[str, tuple[float, str]] = {}  # URL -> (expiry, reason why messages do not pass)
         self.reason = ""
 
     def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> StreamListener:
         listener = self._tcp.listen(address, reception)
-        for fabric in self._rdma.values():
+        for fabric in self.rdma.values():
             fabric.join(listener)
         place = listener.url.partition("://")[2]
         try:
@@ -99,7 +99,7 @@ class AutoFabric(BaseFabric):
     def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
         deadline = monotonic() + timeout_s
         place = self._address(url)
-        fabrics: dict[str, Fabric] = {"shm": self._shm, "tcp": self._tcp, **self._rdma}
+        fabrics: dict[str, Fabric] = {"shm": self._shm, "tcp": self._tcp, **self.rdma}
         beyond: list[str] = []
         for way in TRANSPORT_CHOICES:
             if way.kernels and not terms.kernels:
@@ -128,7 +128,7 @@ class AutoFabric(BaseFabric):
 
     def close(self) -> None:
         with ExitStack() as parts:
-            for fabric in (self._tcp, *self._rdma.values(), self._shm):
+            for fabric in (self._tcp, *self.rdma.values(), self._shm):
                 parts.callback(fabric.close)
 
     def _try_out(self, fabric: VerbsFabric, url: str, terms: Terms, timeout_s: float) -> None:

@@ -171,7 +171,7 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
         handle = launch_engine(start)
         try:
             run_server = importing.result()
-            return run_server(model, config, engine, handle, sock, lambda: _say_ready(model, config, url), journal)
+            return run_server(model, config, engine, handle, sock, lambda: say_ready(model, config, url), journal)
         finally:
             handle.sock.close()
             handle.join(1.0)
@@ -278,7 +278,7 @@ def _is_left_behind(path: str) -> bool:
     return False
 
 
-def _say_ready(model: str, config: ServerConfig, url: str) -> None:
+def say_ready(model: str, config: ServerConfig, url: str) -> None:
     print(f"serving {config.names(model)[0]} on {url}", flush=True)
     if config.host not in ("127.0.0.1", "localhost", "::1") and not config.uds and not config.api_keys:
         print("anybody who reaches this address may use it: set LAMINA_API_KEY", file=sys.stderr)

@@ -68,7 +68,7 @@ async def scale(request: Request) -> Response:
     asked = {name: value for name in SCALE_FIELDS if (value := getattr(body, name)) is not None}
     if not asked:
         raise ApiError(400, f"name what to change: {', '.join(SCALE_FIELDS)}", code="invalid_value")
-    had = _sizes(before)
+    had = sizes_of(before)
     if had == had | asked:
         return json_response({"before": had, "after": had, "pause_s": 0.0})
     if before.launch.is_static:
@@ -78,7 +78,7 @@ async def scale(request: Request) -> Response:
         wanted = await asyncio.to_thread(_wanted, service.root, before, asked, service.client.ready)
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
-    return json_response({"before": had, "after": _sizes(wanted), "pause_s": await _change(service, wanted)})
+    return json_response({"before": had, "after": sizes_of(wanted), "pause_s": await _change(service, wanted)})
 
 
 @router.post("/drain", openapi_extra=body_of(DrainRequest), responses=responses_of(401, 409, 503, body=True))
@@ -176,7 +176,7 @@ def scaled_config(before: EngineConfig, asked: dict[str, int]) -> EngineConfig:
     return make_config(options)
 
 
-def _sizes(config: EngineConfig) -> dict[str, Any]:
+def sizes_of(config: EngineConfig) -> dict[str, Any]:
     """Return the sizes. If the plan chooses the number of batches, the plan is in its place."""
     sizes = {name: getattr(config.topology, name) for name in SCALE_FIELDS}
     return sizes | ({"pipeline": config.topology.plan} if config.topology.measures_pipeline else {})

@@ -75,7 +75,7 @@ async def _serve(
     source = config.tokenizer or model
     remote, limit_s = engine_config.model.trust_remote_code, engine_config.deadlines.start_timeout_s
     defaults = default_sampling_params(model, config.generation_config, trust_remote_code=remote)
-    stages = _StartupLog()
+    stages = StartupLog()
     with _ended_by_signals(handle):
         loading = load_in_background(source, trust_remote_code=remote, here=False, limit_s=limit_s)
         start = StartEngine(
@@ -132,7 +132,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self.on_signal)
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -162,7 +162,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
 
     async def run(self, sock: socket.socket) -> None:
         """Serve on ``sock`` until ended."""
-        tasks = [asyncio.create_task(log_status_forever(self._service)), asyncio.create_task(self._end_with_engine())]
+        tasks = [asyncio.create_task(log_status_forever(self._service)), asyncio.create_task(self.end_with_engine())]
         if (journal := self._service.journal) is not None:
             tasks.append(asyncio.create_task(finish_all(self._service, journal, journal.unfinished())))
             tasks.append(asyncio.create_task(journal.retry_forever()))
@@ -175,7 +175,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _end_with_engine(self) -> None:
+    async def end_with_engine(self) -> None:
         """Log the loss of the engine, wait ``PROGRESS_S``, then end the server. Its supervisor starts it again."""
         await self._service.client.lost.wait()
         logger.error("ending with status 1 in %g s", PROGRESS_S)
@@ -183,7 +183,8 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         self._abort()  # clients that have not read their error by now get no more time
         self.should_exit = True
 
-    def _signalled(self) -> None:
+    def on_signal(self) -> None:
+        """Drain at the first call, and end at once at the second one."""
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._drain())
             self._ending.add_done_callback(_log_failure)
@@ -247,7 +248,7 @@ def _ended_by_signals(handle: EngineHandle) -> Iterator[None]:
     yield
 
 
-class _StartupLog:
+class StartupLog:
     """Logs a line at the end of each stage of a start: at its last report, when the next stage begins, or
     in ``end``.
     """

@@ -39,9 +39,9 @@ class BackgroundGemm:
         threads = dict.fromkeys(THREADS, str(len(self.cores)))
         code = f"from {__name__} import multiply; multiply()"
         command, environment = own_python("-c", code, environ=os.environ | threads)
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            os.sched_setaffinity(self._process.pid, self.cores)  # before it has threads, which inherit this
+            os.sched_setaffinity(self.process.pid, self.cores)  # before it has threads, which inherit this
             self._heard(START_S)
             self._before = self._count(), perf_counter()
             Event().wait(ALONE_S)
@@ -61,9 +61,9 @@ class BackgroundGemm:
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        self._process.kill()
-        self._process.wait()
-        for end in (self._process.stdin, self._process.stdout):
+        self.process.kill()
+        self.process.wait()
+        for end in (self.process.stdin, self.process.stdout):
             if end:
                 end.close()
 
@@ -74,7 +74,7 @@ class BackgroundGemm:
         return FLOPS * (products - before) / (now - start) / 1e9
 
     def _count(self) -> int:
-        stdin = self._process.stdin
+        stdin = self.process.stdin
         assert stdin is not None
         try:
             stdin.write(b"\n")
@@ -84,7 +84,7 @@ class BackgroundGemm:
         return int(self._heard(ANSWER_S))
 
     def _heard(self, timeout_s: float) -> bytes:
-        stdout, deadline = self._process.stdout, monotonic() + timeout_s
+        stdout, deadline = self.process.stdout, monotonic() + timeout_s
         assert stdout is not None
         line = b""
         while not line.endswith(b"\n"):

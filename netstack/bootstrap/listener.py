@@ -84,6 +84,7 @@ class StreamListener:
     send something first, it returns a Visit, which runs next to all others and over several calls of accept.
     ``must_seal(sock)`` returns whether that peer's terms need a cipher. A refused peer is dropped; the reason of the
     last one is part of the text of accept's ChannelTimeout.
+    ``refusal``: that reason.
     """
 
     def __init__(
@@ -105,10 +106,15 @@ class StreamListener:
         self._key = key
         self._doors = {sock.fileno(): ListeningSocket(sock, scheme, screen, welcome, must_seal)}
         self._half_open: dict[int, _HalfOpen] = {}  # by descriptor, oldest first
-        self._refusal = ""
+        self.refusal = ""
         self._heard = monotonic()  # until when half-open peers were last served
         self._wake, self._waker = socket.socketpair()
         self._accepting = threading.Lock()
+
+    @property
+    def half_open(self) -> int:
+        """The number of peers that have connected and have no channel yet."""
+        return len(self._half_open)
 
     def adopt(self, other: StreamListener) -> None:
         """Accept at the sockets of ``other`` too, which is closed. Call it before the first accept of either."""
@@ -161,7 +167,7 @@ class StreamListener:
             else:
                 self._drop_late()
                 if monotonic() >= deadline:
-                    refusal = f"; the last one was refused: {self._refusal}" if self._refusal else ""
+                    refusal = f"; the last one was refused: {self.refusal}" if self.refusal else ""
                     raise ChannelTimeout(f"{self.url}: accept: no peer came in time{refusal}")
                 continue
             break
@@ -178,7 +184,7 @@ class StreamListener:
             door.screen(sock)
             must_seal = [scheme for scheme, (_, must) in door.welcome_by_scheme.items() if must(sock)]
         except (HandshakeError, OSError) as error:  # OSError: it is gone already, and has no address any more
-            self._refusal = str(error)
+            self.refusal = str(error)
             sock.close()
             return
         if len(self._half_open) >= HALF_OPEN_MAX:
@@ -216,4 +222,4 @@ class StreamListener:
 
     def _drop(self, fd: int, refusal: str) -> None:
         self._half_open.pop(fd).close()
-        self._refusal = refusal
+        self.refusal = refusal

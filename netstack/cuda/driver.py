@@ -327,7 +327,7 @@ class Driver:
             raise ImportError(f"{error}{fix}") from error
         self.granularity = granularity.value or 1
         self._module = module
-        self._functions: dict[str, Handle] = {}
+        self.functions: dict[str, Handle] = {}  # kernels that are loaded, by name
 
     def attribute(self, number: int) -> int:
         value = c_int()
@@ -368,11 +368,11 @@ class Driver:
 
     def load(self, kernel: str) -> Handle:
         """Return the kernel ``lamina_<kernel>``. Load it before it is captured."""
-        function = self._functions.get(kernel)
+        function = self.functions.get(kernel)
         if function is None:
             function = Handle()
             self.call("cuModuleGetFunction", byref(function), self._module, f"lamina_{kernel}".encode())
-            self._functions[kernel] = function
+            self.functions[kernel] = function
         return function
 
     def launch(self, stream: int, kernel: str, *arguments: int, blocks: int = 1) -> None:

@@ -142,7 +142,7 @@ class KernelChannel(WatchedChannel):
         with self._open() as is_open:
             if not is_open:
                 return
-            lanes = [self._struct(lane) for lane in range(self._lanes)]
+            lanes = [self.lane_struct(lane) for lane in range(self._lanes)]
         ends = lanes[0]  # that of calls
         self._grants, self._sent = ends["granted"], ends["published"]
         self._received, self._released = ends["received"], ends["released"]
@@ -201,7 +201,8 @@ class KernelChannel(WatchedChannel):
         check = self._check_kernels
         return DeviceView(self._driver, self._lane(lane), launch, self._open, check, lane_of_bulk=bulk)
 
-    def _struct(self, lane: int = 0) -> dict[str, int]:
+    def lane_struct(self, lane: int = 0) -> dict[str, int]:
+        """Return the fields of a lane's struct in the GPU's memory; 1: of the lane for bulk."""
         layout = self._kind.layout
         return layout.unpack(self._driver.read(self._lane(lane), layout.nbytes))
 

@@ -37,7 +37,7 @@ class ShmFabric(BaseFabric):
 
     def __init__(self, key: bytes, *, spin_s: float = SPIN_S) -> None:
         super().__init__(key)
-        self._spin_s = usable_spin(spin_s)
+        self.spin_s = usable_spin(spin_s)
 
     def listen(self, address: str = "", reception: ListenTerms = DEFAULT_LISTEN_TERMS) -> StreamListener:
         place = address or f"lamina-{secrets.token_hex(8)}"
@@ -92,7 +92,7 @@ class ShmFabric(BaseFabric):
             outbound, inbound = inbound, outbound
         line = life_line.fileno()
         far = terms.peer_name(listening=listening)
-        channel = open_link(memory, line, listening, terms.epoch, outbound, inbound, self._spin_s, peer, far)
+        channel = open_link(memory, line, listening, terms.epoch, outbound, inbound, self.spin_s, peer, far)
         life_line.detach()
         self._opened.add(channel)
         return channel

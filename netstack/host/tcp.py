@@ -73,18 +73,18 @@ class TcpFabric(BaseFabric):
             sock.close()
             raise
 
-    def _hides(self, host: str) -> bool:
+    def hides(self, host: str) -> bool:
         """Return True if frames to and from ``host`` must be encrypted."""
         return self._seal or not _is_loopback(host)
 
     def _must_seal(self, sock: socket.socket) -> bool:
-        return self._hides(sock.getpeername()[0])
+        return self.hides(sock.getpeername()[0])
 
     def _cipher(self, host: str, what: str) -> str:
         """Return the cipher for frames to and from ``host``. Raises ChannelError if it is missing; ``what`` begins its
         text.
         """
-        if not self._hides(host):
+        if not self.hides(host):
             return ""
         if fault := crypto_fault():
             raise ChannelError(

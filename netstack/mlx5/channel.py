@@ -101,7 +101,7 @@ class Mlx5Channel(KernelChannel):
         if status != FAILED:
             return super()._broken(status)
         try:
-            syndrome = next(filter(None, (self._struct(lane)["queue.syndrome"] for lane in range(self._lanes))), 0)
+            syndrome = next(filter(None, (self.lane_struct(lane)["queue.syndrome"] for lane in range(self._lanes))), 0)
         except CudaError as error:
             return str(error)
         why = f"the NIC reports error {syndrome:#x} ({SYNDROMES.get(syndrome, 'see the mlx5 manual')})"

@@ -24,7 +24,7 @@ class KernelSelfTestCalls:
 
     def __init__(self, parts: ExitStack, peer: str, out: DeviceView, into: DeviceView) -> None:
         """Allocate memory and a stream. Raises CudaError."""
-        self._peer, self._out, self._into = peer, out, into
+        self._peer, self.out, self._into = peer, out, into
         self._mail = parts.enter_context(closing(Pinned(out.driver, PAYLOAD_AT + SELF_TEST_TAG.slot_bytes)))
         self._stream = parts.enter_context(closing(CudaStream(out.driver)))
 
@@ -32,9 +32,9 @@ class KernelSelfTestCalls:
         self._mail.view[PAYLOAD_AT : PAYLOAD_AT + len(payload)] = payload
 
         def put(stream: int, at: int) -> None:
-            self._out.send(stream, at + PAYLOAD_AT, at, at + TAG_OFFSET, SLICE_NS, at + STATUS_OFFSET)
+            self.out.send(stream, at + PAYLOAD_AT, at, at + TAG_OFFSET, SLICE_NS, at + STATUS_OFFSET)
 
-        self._until(deadline, self._out, MAIL.pack(len(payload), tag, OK), put)
+        self._until(deadline, self.out, MAIL.pack(len(payload), tag, OK), put)
 
     def receive(self, deadline: float) -> tuple[bytes, bytes]:
         def take(stream: int, at: int) -> None:

@@ -65,7 +65,7 @@ class Mlx5Provider(LibibverbsProvider):
 
     def __init__(self, wanted: str, driver: Driver) -> None:
         self._driver = driver
-        self._ringer: Ringer | None = None  # set if the GPU may not ring
+        self.ringer: Ringer | None = None  # set if the GPU may not ring
         self._has_rings = False  # whether rings of queue pairs lie in the GPU's memory
         self._unsaid = list[str]()  # remarks to log at the first meeting
         super().__init__(wanted, spin_s=0.0, gpu=driver.pci_address)
@@ -99,8 +99,8 @@ class Mlx5Provider(LibibverbsProvider):
                 raise HandshakeError(str(error)) from error
 
     def close(self) -> None:
-        if self._ringer is not None:
-            self._ringer.close()
+        if self.ringer is not None:
+            self.ringer.close()
         self._driver.close()
 
     def _try(self, place: Place) -> QueuePairAddress:
@@ -167,7 +167,7 @@ class Mlx5Provider(LibibverbsProvider):
 
     def _doorbell(self, parts: ExitStack, doorbell: int, alternate: int) -> dict[str, int]:
         """Return the fields of the doorbell that kernels use for these two."""
-        if self._ringer is None:
+        if self.ringer is None:
             try:
                 ringing = [(doorbell, alternate + REGISTER_BYTES)]
                 registers = parts.enter_context(closing(HostPages(self._driver, ringing, registers=True)))
@@ -175,8 +175,8 @@ class Mlx5Provider(LibibverbsProvider):
             except CudaError as error:
                 self.remarks.append(doorbell_fault(error))
                 self._unsaid.append(self.remarks[-1])
-                self._ringer = Ringer(cores_of(self._port.device))
-        mailbox = parts.enter_context(closing(Mailbox(self._driver, self._ringer, doorbell, alternate)))
+                self.ringer = Ringer(cores_of(self._port.device))
+        mailbox = parts.enter_context(closing(Mailbox(self._driver, self.ringer, doorbell, alternate)))
         return {"doorbell": mailbox.address, "alternate": 0}
 
 

@@ -45,7 +45,7 @@ class LibibverbsProvider:
         self._spin_s, self._packets = spin_s, PacketSizeLog()
         self._pinning = BoundedSemaphore(PINNING_MOST)
         self.remarks = list[str]()
-        there = _ports()
+        there = ports_here()
         if not there:
             raise ImportError(f"transport {self.scheme!r} finds no RDMA device: {NONE}")
         if why := why_no_port(there, wanted):
@@ -123,13 +123,13 @@ def card_of(end: RdmaEnd | KernelPair) -> ConnectionCard:
     return ConnectionCard(QueuePairAddress(gid, lid, number, psn, mtu), *inbox)
 
 
-def _ports() -> list[Port]:
+def ports_here() -> list[Port]:
     """Return the ports, with GIDs from libibverbs if possible: reading a file for each GID takes long."""
     try:
-        return ports(gids=_gids)
+        return ports(gids=native_gids)
     except OSError:
         return ports()
 
 
-def _gids(device: str, port: int) -> Gids:
+def native_gids(device: str, port: int) -> Gids:
     return {index: (str(IPv6Address(gid)), KINDS.get(kind, "")) for index, gid, kind in rdma_gids(device, port)}

@@ -137,7 +137,7 @@ class VerbsFabric(TcpFabric):
             raise HandshakeError(f"no trial here: {error}") from error
         return None
 
-    def _hides(self, host: str) -> bool:
+    def hides(self, host: str) -> bool:
         """Return False: NICs' messages are not encrypted."""
         return False
 

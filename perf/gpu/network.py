@@ -220,26 +220,26 @@ class GpuProducts:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._done, self._over, self._begun = 0, Event(), Event()
+        self.done, self._over, self._begun = 0, Event(), Event()
         self._pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> GpuProducts:
-        self._running = self._pool.submit(self._run)
+        self.running = self._pool.submit(self._run)
         if not self._begun.wait(START_S):
             self._over.set()
-            self._running.result(START_S)  # says why
+            self.running.result(START_S)  # says why
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._over.set()
-        self._running.result(START_S)
+        self.running.result(START_S)
         self._pool.shutdown()
 
     def rate(self, during: Callable[[], T]) -> tuple[T, float]:
         """What ``during`` gives, and the GFLOP/s of the products meanwhile."""
-        before, start = self._done, perf_counter()
+        before, start = self.done, perf_counter()
         result = during()
-        return result, (self._done - before) * self._flops / (perf_counter() - start) / 1e9
+        return result, (self.done - before) * self._flops / (perf_counter() - start) / 1e9
 
     def _run(self) -> None:
         left, right = self._factors
@@ -253,7 +253,7 @@ class GpuProducts:
                     ahead[-1].record(self._stream)
                     if len(ahead) > 1:
                         ahead.popleft().synchronize()
-                self._done += BATCH
+                self.done += BATCH
                 self._begun.set()
             while ahead:
                 ahead.popleft().synchronize()

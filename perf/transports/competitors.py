@@ -172,7 +172,7 @@ def listening_server(command: Sequence[str], env: dict[str, str]) -> Iterator[in
             port = probe.getsockname()[1]
         server = subprocess.Popen([*command, "-p", str(port)], env=env, stdout=subprocess.DEVNULL)
         try:
-            if _listens(server, port):
+            if listens(server, port):
                 yield port
                 return
         finally:
@@ -181,7 +181,7 @@ def listening_server(command: Sequence[str], env: dict[str, str]) -> Iterator[in
     raise RuntimeError(f"{command[0]} listened at none of {PORTS} ports that were free")
 
 
-def _listens(server: subprocess.Popen[bytes], port: int) -> bool:
+def listens(server: subprocess.Popen[bytes], port: int) -> bool:
     """Whether ``server`` comes to listen at ``port``. Nothing connects: the server would take that for its client."""
     deadline = time.monotonic() + LISTEN_S
     while server.poll() is None and time.monotonic() < deadline:

@@ -35,21 +35,21 @@ class RoundBatch:
 
     def __init__(self, rank: int, device: torch.device, nbytes: int, rounds: int) -> None:
         self._rank, self.counted = rank, min(rounds, max(1, min(MOST_ROUNDS, KEPT_BYTES // nbytes)))
-        self._payloads = [payload(nbytes, seed).to(device) for seed in range(PAYLOADS)]
-        self._came = [torch.empty_like(self._payloads[0]) for _ in range(1 + self.counted)]
+        self.payloads = [payload(nbytes, seed).to(device) for seed in range(PAYLOADS)]
+        self.came = [torch.empty_like(self.payloads[0]) for _ in range(1 + self.counted)]
 
     def play(self, n: int) -> None:
-        came = self._came[n]
+        came = self.came[n]
         if self._rank == 0:
-            dist.send(self._payloads[n % PAYLOADS], 1)
+            dist.send(self.payloads[n % PAYLOADS], 1)
         dist.recv(came, 1 - self._rank)
         if self._rank == 1:
             dist.send(came, 0)
 
     def check(self) -> None:
         """Raises ValueError for a message that is not the one that was sent. None of them shows again."""
-        for n, came in enumerate(self._came):
-            if not torch.equal(came, self._payloads[n % PAYLOADS]):
+        for n, came in enumerate(self.came):
+            if not torch.equal(came, self.payloads[n % PAYLOADS]):
                 raise ValueError(f"message {n} differs from what was sent")
             came.zero_()
 

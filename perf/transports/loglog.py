@@ -24,8 +24,8 @@ def draw(title: str, x_title: str, y_title: str, lines: Sequence[Curve]) -> str:
     points = [p for line in lines for p in line.points]
     if not points:
         raise ValueError("nothing to draw")
-    x_axis = _Axis([x for x, _ in points], 2, LEFT, WIDTH - RIGHT)
-    y_axis = _Axis([y for _, y in points], 10, HEIGHT - BOTTOM, TOP)
+    x_axis = Axis([x for x, _ in points], 2, LEFT, WIDTH - RIGHT)
+    y_axis = Axis([y for _, y in points], 10, HEIGHT - BOTTOM, TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
@@ -52,7 +52,7 @@ def draw(title: str, x_title: str, y_title: str, lines: Sequence[Curve]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-class _Axis:
+class Axis:
     """Maps values on a logarithmic scale, widened to whole powers of ``base``, to pixels."""
 
     def __init__(self, values: Sequence[float], base: int, start: float, end: float) -> None:

@@ -93,7 +93,7 @@ def test_products_go_on_beside_a_measurement() -> None:
 def test_products_that_end_are_an_error_and_leave_no_process() -> None:
     with BackgroundGemm(sorted(os.sched_getaffinity(0))) as load:
         assert load.facts()["gflop/s"] > 0.0
-        process = load._process
+        process = load.process
         process.kill()
         with pytest.raises(netstack.ChannelError, match="during the measurement"):
             load.facts()

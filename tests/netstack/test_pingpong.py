@@ -252,8 +252,8 @@ def test_no_round_waits_for_a_comparison(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_message_that_differs_is_told() -> None:
     sys.path.insert(0, str(ROOT / "perf"))
     batch = importlib.import_module("transports.group_rounds").RoundBatch(0, torch.device("cpu"), 10, 3)
-    for n, came in enumerate(batch._came):
-        came.copy_(batch._payloads[n % 3])
+    for n, came in enumerate(batch.came):
+        came.copy_(batch.payloads[n % 3])
     batch.check()
     with pytest.raises(ValueError, match="message 0 differs"):
         batch.check()
@@ -289,7 +289,7 @@ def test_a_plot_is_well_formed_and_in_its_frame() -> None:
     lines = [module.Curve("a < b", [(8, 0.5), (1 << 20, 300.0)], True), module.Curve("c", [(8, 2.0)])]
     tree = ElementTree.fromstring(module.draw("title", "x", "y", lines))
     assert [e.text for e in tree.iter() if e.text in ("a < b", "c", "title")] == ["title", "a < b", "c"]
-    axis = module._Axis([8, 1 << 20], 2, 100, 500)
+    axis = module.Axis([8, 1 << 20], 2, 100, 500)
     assert (axis.place(8), axis.place(1 << 20)) == pytest.approx((100, 500))
     assert axis.ticks(4) == [16.0, 256.0, 4096.0, 65536.0, 1048576.0]
     with pytest.raises(ValueError, match="nothing"):
@@ -321,6 +321,6 @@ def test_a_server_that_somebody_else_stands_in_for_is_none(monkeypatch: pytest.M
     monkeypatch.setattr(competitors, "LISTEN_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as other, subprocess.Popen(["sleep", "60"]) as idle:
         try:
-            assert not competitors._listens(idle, other.getsockname()[1])
+            assert not competitors.listens(idle, other.getsockname()[1])
         finally:
             idle.kill()

@@ -305,9 +305,9 @@ def test_one_cpu_never_spins(monkeypatch: pytest.MonkeyPatch) -> None:
     from lamina.netstack.host import shm
 
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert shm.ShmFabric(KEY)._spin_s == 0
+    assert shm.ShmFabric(KEY).spin_s == 0
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert shm.ShmFabric(KEY)._spin_s == shm.SPIN_S
+    assert shm.ShmFabric(KEY).spin_s == shm.SPIN_S
 
 
 def test_a_wait_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from running import MODEL, ROOT
 from transformers import AutoTokenizer
 
-from lamina.cli.serve import _say_ready, listener
+from lamina.cli.serve import listener, say_ready
 from lamina.models.tokenizer import load_tokenizer
 from lamina.server.server_config import ServerConfig
 
@@ -42,7 +42,7 @@ def test_who_may_use_the_server_is_said(
     options: dict[str, str], told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ServerConfig().host == "127.0.0.1"
-    _say_ready("m", ServerConfig(**options), "http://there")  # type: ignore[arg-type]
+    say_ready("m", ServerConfig(**options), "http://there")  # type: ignore[arg-type]
     assert ("anybody who reaches this address" in capsys.readouterr().err) == told
 
 

@@ -39,18 +39,18 @@ def run(args: argparse.Namespace) -> int:
     check_url(args.url)
     check_timeout(args.timeout_s)
     if args.dry_run:
-        print(f"would ask {args.url} for {_listed(asked)}")
+        print(f"would ask {args.url} for {as_flags(asked)}")
         return 0
     answer = request(args, "/scale", asked, args.timeout_s, "before", "after", "pause_s")
     changed = {name: n for name, n in answer["after"].items() if answer["before"][name] != n}
     before = {name: answer["before"][name] for name in changed}
     if not changed:
-        print(f"nothing to do: it has {_listed(asked)}")
+        print(f"nothing to do: it has {as_flags(asked)}")
     else:
-        print(f"{_listed(before)} -> {_listed(changed)}; streams paused for {answer['pause_s']:.2f} s")
+        print(f"{as_flags(before)} -> {as_flags(changed)}; streams paused for {answer['pause_s']:.2f} s")
     return 0
 
 
-def _listed(sizes: dict[str, int | str]) -> str:
+def as_flags(sizes: dict[str, int | str]) -> str:
     """Return them as flags of ``serve``; a word is the plan by which batches are chosen."""
     return ", ".join(f"{flag_name(name)} {n}" for name, n in sizes.items())

@@ -95,10 +95,11 @@ class EngineClient:
         self.counters: dict[str, dict[str, float]] = {}
         self.failure: str | None = None  # why the engine is gone for good
         self.lost = asyncio.Event()  # set together with ``failure``, but not if ``close`` has ended the engine
-        self._handle, self._restarts = handle, restarts
+        self.handle = handle  # of the engine's process, which another one may replace
+        self.is_ready = False  # False: queries wait in this process
+        self._restarts = restarts
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
-        self._is_ready = False  # False: queries wait in this process
         self._hangs = False  # whether the engine was ended because it hung
         self._workers: set[int] = set()  # process ids of the engine's workers
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
@@ -126,12 +127,12 @@ class EngineClient:
         return client
 
     async def _open(self, on_progress: Callable[[Progress], None]) -> None:
-        self._reader, self._writer = await asyncio.open_connection(sock=self._handle.sock)
+        self._reader, self._writer = await asyncio.open_connection(sock=self.handle.sock)
         self._output_assembler, self._hangs = OutputAssembler(), False  # state of this engine only
         while True:
             message = await self._receive()
             if isinstance(message, EngineReady):
-                self.ready, self._state_at, self._is_ready = message, time.monotonic(), True
+                self.ready, self._state_at, self.is_ready = message, time.monotonic(), True
                 return
             if isinstance(message, Progress):
                 on_progress(message)
@@ -180,14 +181,14 @@ class EngineClient:
     def reset_prefix_cache(self) -> None:
         """Make prompts that are added later find no KV of earlier ones."""
         reset = self._restarts.request_reset()
-        if self._is_ready:
+        if self.is_ready:
             self._send(reset)
 
     async def query(self, question: SessionsRequest) -> SessionsReply:
         """Return the engine's reply to a query about sessions. The query gets its number here. Raises EngineGoneError,
         QueryFailedError.
         """
-        if self.failure is not None or not self._is_ready:
+        if self.failure is not None or not self.is_ready:
             raise EngineGoneError(self.failure or "it is being replaced")
         number, self._next_query = self._next_query, self._next_query + 1
         question = msgspec.structs.replace(question, number=number)
@@ -225,9 +226,9 @@ class EngineClient:
             if done.in_place or leaving:
                 raise PlanFailedError(done.error)
             log.info("all workers start anew, as %s", done.error)
-        if not self._is_ready:
+        if not self.is_ready:
             raise EngineBusyError("the engine is being replaced: request it again once /health reports ok")
-        planned, engine = restarts.plan(config), self._handle
+        planned, engine = restarts.plan(config), self.handle
         self._send(Stop())  # it sends its last outputs, and ends with its workers
         asyncio.get_running_loop().call_later(JOIN_S, self._kill_if_late, engine)
         return await asyncio.shield(planned)
@@ -259,7 +260,7 @@ class EngineClient:
         """Return ``restarts``. Raises EngineGoneError, or EngineBusyError if the engine cannot be changed now."""
         if self.failure is not None:
             raise EngineGoneError(self.failure)
-        if not self._is_ready or self._restarts.is_planned or self._closing:
+        if not self.is_ready or self._restarts.is_planned or self._closing:
             raise EngineBusyError("the engine is being replaced, or ended: request it again once /health reports ok")
         self._check_unchanging()
         return self._restarts
@@ -269,20 +270,20 @@ class EngineClient:
             raise EngineBusyError("its memory workers are already changing: request it again after that")
 
     def _kill_if_late(self, engine: EngineHandle) -> None:
-        if engine is self._handle and self._is_ready and not self._closing:
+        if engine is self.handle and self.is_ready and not self._closing:
             engine.join(0.0)
 
     def kill(self) -> None:
         """End the engine by force, now. Its workers end when their links do. ``close`` then waits for nothing."""
         self._closing = True
-        self._handle.join(0.0)
+        self.handle.join(0.0)
 
     async def close(self) -> None:
         """End the engine and its workers. Idempotent."""
         self._closing = True
         self._send(Stop())
         # The link stays open while we wait: its end would make the engine hurry. A loading engine reads no messages.
-        await asyncio.to_thread(self._handle.join, JOIN_S if self._is_ready or self.failure else 0.0)
+        await asyncio.to_thread(self.handle.join, JOIN_S if self.is_ready or self.failure else 0.0)
         for task in self._tasks:
             task.cancel()
         self._writer.close()
@@ -300,9 +301,9 @@ class EngineClient:
                 raise EngineGoneError(f"the engine process sent a frame of {length} bytes", by_defect=True)
             frame = await self._reader.readexactly(length)
         except (EOFError, OSError) as e:
-            fate = await asyncio.to_thread(exit_reason_of, self._handle)
-            defect = is_defect(self._handle) or self._hangs
-            raise EngineGoneError(f"the engine process (pid {self._handle.pid}) {fate}", by_defect=defect) from e
+            fate = await asyncio.to_thread(exit_reason_of, self.handle)
+            defect = is_defect(self.handle) or self._hangs
+            raise EngineGoneError(f"the engine process (pid {self.handle.pid}) {fate}", by_defect=defect) from e
         try:
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, RecursionError) as e:
@@ -325,7 +326,7 @@ class EngineClient:
             except Exception as e:  # a defect here: no reader may wait for an engine whose messages are not read
                 log.exception("reading from the engine, or starting another one, has failed")
                 reason = f"the server cannot continue with its engine: {type(e).__name__}: {e}"
-        self._is_ready, self.failure = False, reason
+        self.is_ready, self.failure = False, reason
         self._requests.fail(EngineGoneError(reason))
         self._restarts.forbid(reason)
         if not self._closing:
@@ -338,12 +339,12 @@ class EngineClient:
         watch = EngineWatchdog(self._restarts.config.deadlines)
         while not self.lost.is_set():
             await asyncio.sleep(WATCH_S)
-            wanted = self._is_ready and self._restarts.is_allowed
+            wanted = self.is_ready and self._restarts.is_allowed
             recovering = bool(self.state and self.state.recovering)
-            if words := watch.check(self._handle, wanted=wanted, recovering=recovering):
-                log.warning("the engine process (pid %d) %s", self._handle.pid, words)
+            if words := watch.check(self.handle, wanted=wanted, recovering=recovering):
+                log.warning("the engine process (pid %d) %s", self.handle.pid, words)
                 self._hangs = watch.hangs
-                await asyncio.to_thread(self._handle.join, 0.0)
+                await asyncio.to_thread(self.handle.join, 0.0)
 
     async def _listen(self) -> str | None:
         """Handle the messages of one engine until it ends. Returns None if another engine runs then, else why there is
@@ -366,7 +367,7 @@ class EngineClient:
         """Start another engine, which continues all open prompts. ``by_defect``: the last engine failed by a defect,
         which one of the prompts may have caused. Returns None on success, else why there is no other engine.
         """
-        restarts, self._is_ready = self._restarts, False
+        restarts, self.is_ready = self._restarts, False
         self._leave(by_defect=by_defect)
         self._requests.fail(EngineGoneError(reason))
         while not self._closing:
@@ -410,7 +411,7 @@ class EngineClient:
         OSError.
         """
         had = self.ready
-        self._handle = await restarts.begin(self._handle, self._workers)
+        self.handle = await restarts.begin(self.handle, self._workers)
         async with asyncio.timeout(restarts.limit_s):
             await self._open(lambda progress: None)
         assert self.state is not None

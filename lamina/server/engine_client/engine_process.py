@@ -125,7 +125,7 @@ def serve_link(link: ControlLink, start: StartEngine) -> None:
         if start.is_first:
             check_slo(engine, limits, progress)
         engine.slo_admission.set_config(start.conductor_config)
-        loop = _EngineLoop(link, engine, pools, tokenizer.result(limit_s))
+        loop = EngineLoop(link, engine, pools, tokenizer.result(limit_s))
         try:
             loop.run()
         except (WorkerError, LinkClosedError):
@@ -137,17 +137,20 @@ def serve_link(link: ControlLink, start: StartEngine) -> None:
         pools.close()
 
 
-class _EngineLoop:
-    """Handles messages between steps. A thread of its own sends the replies, so no step waits for the server."""
+class EngineLoop:
+    """Handles messages between steps. A thread of its own sends the replies, so no step waits for the server.
+
+    ``run`` repeats ``take_messages``, ``advance`` and ``report``. They put messages for the server in ``outbox``.
+    """
 
     def __init__(self, link: ControlLink, engine: Engine, pools: WorkerExecutor, tokenizer: Any) -> None:
         self._link = link
         self._engine = engine
         self._pools = pools
         self._tokenizer = tokenizer
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._by_key: dict[int, ActivePrompt] = {}
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.active: dict[int, ActivePrompt] = {}  # by the server's key, until they end
         self._by_id: dict[int, ActivePrompt] = {}
         self._stopped = False
         self._steps = 0
@@ -162,19 +165,19 @@ class _EngineLoop:
         self._unsendable = deque[int](maxlen=MOST_UNSENDABLE)  # keys that ended so
 
     def run(self) -> None:
-        self._link.send(self._ready())
-        self._report_workers()
-        self._pools.call_periodically(self._report)
+        self._link.send(self.ready())
+        self.report_workers()
+        self._pools.call_periodically(self.report)
         threads = [threading.Thread(target=t, name="lamina-link", daemon=True) for t in (self._read, self._write)]
         for thread in threads:
             thread.start()
         try:
             while not (self._stopped or self._is_out_of_epochs()):
-                self._take_messages()
-                self._advance()
-                self._report()
+                self.take_messages()
+                self.advance()
+                self.report()
         finally:
-            self._outbox.put(None)
+            self.outbox.put(None)
             threads[1].join(1.0)
 
     def _is_out_of_epochs(self) -> bool:
@@ -186,15 +189,15 @@ class _EngineLoop:
             log.warning("epoch %d is one of the last that have a number: this engine ends, as if it had died", view)
         return spent
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         if self._engine.has_work:
             self._grown = 0
             deltas = [d for o in self._engine.step() for d in self._deltas(o)]
             self._steps += 1
-            if not self._by_key:
+            if not self.active:
                 self._report_state()  # first, so that gauges include the last output before a client reads it
             if deltas:
-                self._outbox.put(Outputs(deltas, self._grown))
+                self.outbox.put(Outputs(deltas, self._grown))
         else:
             self._engine.release_idle_blocks()
             self._engine.check_workers()
@@ -211,30 +214,30 @@ class _EngineLoop:
         return deltas
 
     def _forget(self, live: ActivePrompt) -> None:
-        self._by_key.pop(live.key, None)
+        self.active.pop(live.key, None)
         self._by_id.pop(live.request_id, None)
 
-    def _take_messages(self) -> None:
+    def take_messages(self) -> None:
         with contextlib.suppress(queue.Empty):
             if (self._engine.idle or not self._engine.has_work) and not self._stopped:
                 wait = WAIT_S if self._engine.has_work else HEALTH_CHECK_S if self._pools.has_pending_stats else IDLE_S
-                self._take(self._inbox.get(timeout=wait))
+                self.take(self.inbox.get(timeout=wait))
             while True:
-                self._take(self._inbox.get_nowait())
+                self.take(self.inbox.get_nowait())
 
-    def _take(self, message: Any) -> None:
+    def take(self, message: Any) -> None:
         if isinstance(message, AddPrompt):
             self._add(message)
         elif isinstance(message, CancelPrompt):
-            if live := self._by_key.get(message.key):
+            if live := self.active.get(message.key):
                 self._forget(live)
                 self._engine.cancel(live.request_id)
         elif isinstance(message, ResetPrefixCache):
             self._engine.reset_prefix_cache()
-            self._outbox.put(message)
+            self.outbox.put(message)
         elif isinstance(message, ScaleMemory | CordonWorker):
             if (answer := run_command(self._engine, self._pools, message)) is not None:
-                self._outbox.put(answer)
+                self.outbox.put(answer)
         elif isinstance(message, SessionsRequest):
             self._report_sessions(message)
         elif isinstance(message, Garbled):
@@ -247,9 +250,9 @@ class _EngineLoop:
     def _refuse_garbled(self, message: Garbled) -> None:
         log.error("a message of the server cannot be read, and its request gets an error: %s", message.text)
         if message.key is not None:
-            self._outbox.put(PromptRefused(message.key, message.text, ErrorOrigin.SERVER))
+            self.outbox.put(PromptRefused(message.key, message.text, ErrorOrigin.SERVER))
         elif message.number is not None:
-            self._outbox.put(SessionsReply(message.number, [], refusal=message.text, blame=ErrorOrigin.SERVER))
+            self.outbox.put(SessionsReply(message.number, [], refusal=message.text, blame=ErrorOrigin.SERVER))
 
     def _report_sessions(self, request: SessionsRequest) -> None:
         sessions, copy, refusal, blame = list[SessionInfo](), None, "", ErrorOrigin.CLIENT
@@ -266,7 +269,7 @@ class _EngineLoop:
         except Exception as e:
             log.exception("a query about sessions failed")
             refusal, blame = f"the engine could not reply: {type(e).__name__}: {e}", ErrorOrigin.SERVER
-        self._outbox.put(SessionsReply(request.number, sessions, copy, refusal, blame))
+        self.outbox.put(SessionsReply(request.number, sessions, copy, refusal, blame))
 
     def _port_session(self, request: SessionsRequest) -> SessionCopy | None:
         leaves = self._engine.scheduler.features[SessionCache]
@@ -281,11 +284,11 @@ class _EngineLoop:
         try:
             self._engine.check(add.prompt, add.params, add.cache_options)
         except ValueError as e:
-            self._outbox.put(PromptRefused(add.key, str(e), ErrorOrigin.CLIENT))
+            self.outbox.put(PromptRefused(add.key, str(e), ErrorOrigin.CLIENT))
             return
         if sum(told.is_finished for told in add.resumed) == add.params.n:
             why = "all completions of this prompt have ended: there is nothing to continue"
-            self._outbox.put(PromptRefused(add.key, why, ErrorOrigin.SERVER))
+            self.outbox.put(PromptRefused(add.key, why, ErrorOrigin.SERVER))
             return
         try:
             pieces = self._pieces(add)
@@ -298,14 +301,14 @@ class _EngineLoop:
                 accepted=add.accepted,
             )
         except OverloadedError as e:
-            self._outbox.put(PromptRefused(add.key, str(e), ErrorOrigin.LOAD, e.refusal))
+            self.outbox.put(PromptRefused(add.key, str(e), ErrorOrigin.LOAD, e.refusal))
             return
         except Exception as e:  # this prompt alone failed; no other one is affected
             log.exception("a prompt could not be added")
-            self._outbox.put(PromptRefused(add.key, f"the engine could not add the prompt: {e}", ErrorOrigin.SERVER))
+            self.outbox.put(PromptRefused(add.key, f"the engine could not add the prompt: {e}", ErrorOrigin.SERVER))
             return
         live = ActivePrompt(add, request_id)
-        self._by_key[add.key] = self._by_id[request_id] = live
+        self.active[add.key] = self._by_id[request_id] = live
 
     def _pieces(self, add: AddPrompt) -> Any:
         if self._tokenizer is None:
@@ -315,7 +318,7 @@ class _EngineLoop:
         skip = add.params.skip_special_tokens
         return lambda: Detokenizer(self._tokenizer, add.prompt, skip_special_tokens=skip)
 
-    def _report(self) -> None:
+    def report(self) -> None:
         """Send an EngineState if one is due: a few times a second while steps are done, and at the end of work. Also
         when all workers have replied and, during a step, one of them has progressed. No step waits for a reply.
         """
@@ -324,13 +327,13 @@ class _EngineLoop:
         due = (busy, recovering) != (was_busy, was_recovering)
         if (changed := self._pools.resizer.take_outcome()) is not None:
             error, asked = changed.error, changed.reason != REASON
-            self._outbox.put(ScaleReply(error=error, pause_s=changed.pause_s, ready=self._ready(), was_requested=asked))
+            self.outbox.put(ScaleReply(error=error, pause_s=changed.pause_s, ready=self.ready(), was_requested=asked))
             due = True
         if self._pools.ready.epoch != self._epoch:
-            self._report_workers()
+            self.report_workers()
         due = due or ((self._steps > steps or recovering) and now - self._state_at > STATE_S)
         if (counters := self._pools.collect_stats()) is not None:  # raises if a worker has not replied for long
-            self._outbox.put(WorkerCounters(counters, list(self._pools.pids.values())))
+            self.outbox.put(WorkerCounters(counters, list(self._pools.pids.values())))
             due = due or not busy or has_progress(self._counters, counters)
             self._counters = counters
             self._rebalancer.update(counters)
@@ -341,35 +344,35 @@ class _EngineLoop:
         if due:
             self._report_state()
 
-    def _report_workers(self) -> None:
+    def report_workers(self) -> None:
         """Send the workers' process ids and hosts. Before another engine starts, the server waits until these processes
         have ended and freed their memory. An operator names hosts.
         """
         self._epoch = self._pools.ready.epoch
-        self._outbox.put(WorkerCounters(self._counters, list(self._pools.pids.values()), self._pools.hosts))
+        self.outbox.put(WorkerCounters(self._counters, list(self._pools.pids.values()), self._pools.hosts))
 
     def _report_state(self) -> None:
         self._state_at = time.monotonic()
         self._reported = (self._engine.has_work, self._steps, self._pools.is_recovering)
-        self._outbox.put(self._state())
+        self.outbox.put(self.state())
 
-    def _state(self) -> EngineState:
+    def state(self) -> EngineState:
         return state_of(self._engine, self._pools, self._sessions, self._steps)
 
-    def _ready(self) -> EngineReady:
+    def ready(self) -> EngineReady:
         return ready_of(self._engine, self._pools)
 
     def _read(self) -> None:
         try:
             while not isinstance(message := self._receive(), Stop):
-                self._inbox.put(message)
-            self._inbox.put(message)
+                self.inbox.put(message)
+            self.inbox.put(message)
         except LinkBrokenError as e:
-            self._inbox.put(e)
+            self.inbox.put(e)
         except LinkClosedError:
-            self._inbox.put(Stop())
+            self.inbox.put(Stop())
         except Exception as e:  # noqa: BLE001 - the loop raises it: a deaf engine must not seem alive
-            self._inbox.put(e)
+            self.inbox.put(e)
 
     def _receive(self) -> Any:
         try:
@@ -381,13 +384,13 @@ class _EngineLoop:
 
     def _write(self) -> None:
         try:
-            while (message := self._outbox.get()) is not None:
+            while (message := self.outbox.get()) is not None:
                 for part in split_outputs(message) if isinstance(message, Outputs) else (message,):
                     self._send(part)
         except LinkClosedError:
             pass  # the reader reports it
         except Exception as e:  # noqa: BLE001 - as in ``_read``
-            self._inbox.put(e)
+            self.inbox.put(e)
 
     def _send(self, message: Any) -> None:
         """Send a message, or an error in place of a reply that cannot be encoded. Raises what ``send`` raises."""
@@ -404,7 +407,7 @@ class _EngineLoop:
             self._unsendable.extend(new)
             self._link.send(mended.message)
             for key in new:
-                self._inbox.put(CancelPrompt(key))
+                self.inbox.put(CancelPrompt(key))
 
 
 def _send(link: ControlLink, message: Failed | EngineDefect) -> None:

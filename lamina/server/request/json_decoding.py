@@ -49,7 +49,7 @@ _OPENING = re.compile(rb"[\s,]*\[")
 def split_fields(body: bytes | bytearray, max_nesting: int) -> Fields:
     """Return the fields of a body, not decoded yet. Raises ApiError."""
     _check_encoding(body)
-    if _count_texts(body) > MAX_TEXTS:
+    if count_texts(body) > MAX_TEXTS:
         raise ApiError(400, f"the body has more than {MAX_TEXTS} texts: send fewer at once", code="too_many_texts")
     if sum(body.count(b",", i, i + PIECE) for i in range(0, len(body), PIECE)) > MAX_COMMAS:
         text = f"the body has more than {MAX_COMMAS} commas: send fewer token ids at once"
@@ -129,7 +129,7 @@ def prompt(raw: msgspec.Raw, max_prompts: int, max_len: int) -> Any:
         if begins is None:
             return decode_value("prompt", data, 2)
         if begins[1] == b'"':
-            _check_prompts(_count_texts(data), max_prompts)
+            _check_prompts(count_texts(data), max_prompts)
             return _texts(data)
         if begins[1] != b"[":
             return ids("prompt", data, max_len)
@@ -188,7 +188,7 @@ def _part(fields: Fields, max_nesting: int, rest: Allowance) -> dict[str, Any]:
     }
 
 
-def _count_texts(data: bytes | bytearray) -> int:
+def count_texts(data: bytes | bytearray) -> int:
     """Estimate the number of texts: at most the real number, at least half of it. A text that ends with a backslash
     counts half.
     """

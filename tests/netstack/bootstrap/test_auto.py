@@ -120,6 +120,10 @@ class Rdma(VerbsFabric):
         self._bend = bend
         self.met: list[str] = []
 
+    def ask(self, url: str, terms: Terms) -> Channel:
+        """Returns the channel of a trial."""
+        return self._connect(url, terms, self.scheme + ASKS, 5.0)
+
     def _meeting(self, sock: socket.socket, peer: str, session: AuthenticatedTerms, *, listening: bool) -> Meeting:
         self.met.append(session.scheme)
         made = self._channel(sock, peer, session, listening=listening)
@@ -129,7 +133,7 @@ class Rdma(VerbsFabric):
 
 def with_rdma(bend: Callable[[Channel], Any] | None = None) -> AutoFabric:
     fabric = AutoFabric(KEY)
-    fabric._rdma["verbs"] = Rdma(KEY, bend)
+    fabric.rdma["verbs"] = Rdma(KEY, bend)
     return fabric
 
 
@@ -173,7 +177,7 @@ def test_rdma_that_loses_a_message_is_not_taken_nor_tried_again_at_once(
         a, _ = connect(ends["connector"], listener)
         assert a.peer.startswith("tcp://")
         assert re.search("tcp, for .* RDMA .a trial failed: .*no message within", ends["connector"].reason)
-    assert ends["connector"]._rdma["verbs"].met == ["verbs?"]  # type: ignore[attr-defined]
+    assert ends["connector"].rdma["verbs"].met == ["verbs?"]  # type: ignore[attr-defined]
     for end in ends.values():
         end.close()
 
@@ -183,7 +187,7 @@ def test_who_accepts_late_is_reached_by_rdma_still(monkeypatch: pytest.MonkeyPat
     fabric = with_rdma()
     listener, by_network = beyond_memory(fabric), list[str]()
     with monkeypatch.context() as patch:
-        patch.setattr(fabric._tcp, "connect", lambda url, *_, **__: by_network.append(url))
+        patch.setattr(TcpFabric, "connect", lambda _, url, *__, **___: by_network.append(url))
         with pytest.raises(netstack.ChannelTimeout):
             fabric.connect(listener.url, Terms(outbound=SELF_TEST_TAG, inbound=SELF_TEST_TAG), timeout_s=0.1)
     assert by_network == []
@@ -198,7 +202,7 @@ def test_a_trial_goes_before_the_first_channel_to_a_place_alone() -> None:
     for _ in range(2):
         a, _ = connect(fabric, listener)
         assert a.peer.startswith("verbs://")
-    schemes = fabric._rdma["verbs"].met  # type: ignore[attr-defined]
+    schemes = fabric.rdma["verbs"].met  # type: ignore[attr-defined]
     assert sorted(schemes) == ["verbs"] * 4 + ["verbs?"] * 2, "both ends are of this fabric"
     fabric.close()
 
@@ -206,18 +210,19 @@ def test_a_trial_goes_before_the_first_channel_to_a_place_alone() -> None:
 def test_trials_are_of_their_size_and_bounded() -> None:
     """A peer that holds the key takes no more of a listener than trials may."""
     fabric = with_rdma()
-    rdma = fabric._rdma["verbs"]
+    rdma = fabric.rdma["verbs"]
+    assert isinstance(rdma, Rdma)
     listener = beyond_memory(fabric)
     url, small = listener.url.replace("auto", "verbs"), netstack.Geometry(slots=1, slot_bytes=8)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, timeout_s=20)
-        odd = rdma._connect(url, Terms(outbound=small, inbound=small), "verbs?", 5)
+        odd = rdma.ask(url, Terms(outbound=small, inbound=small))
         with pytest.raises(netstack.PeerFault):
             odd.wait_signal(timeout_s=5)
         asks = Terms(outbound=SELF_TEST_TAG, inbound=SELF_TEST_TAG)
-        silent = [rdma._connect(url, asks, "verbs?", 5) for _ in range(MAX_SELF_TESTS)]
+        silent = [rdma.ask(url, asks) for _ in range(MAX_SELF_TESTS)]
         with pytest.raises(netstack.PeerFault):
-            run_self_test(rdma._connect(url, asks, "verbs?", 5), 5)
+            run_self_test(rdma.ask(url, asks), 5)
         for channel in silent:
             run_self_test(channel, 5)
         a = TcpFabric(KEY).connect(url.replace("verbs", "tcp"), Terms(outbound=small, inbound=small))
@@ -233,7 +238,7 @@ def test_a_trial_that_gets_no_thread_takes_no_place(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("can't start new thread")
 
     fabric = with_rdma()
-    rdma, listener = fabric._rdma["verbs"], beyond_memory(fabric)
+    rdma, listener = fabric.rdma["verbs"], beyond_memory(fabric)
     url, asks = listener.url.replace("auto", "verbs"), Terms(outbound=SELF_TEST_TAG, inbound=SELF_TEST_TAG)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, timeout_s=20)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cuda_stand_in import STAND_IN, scheme_of
@@ -20,7 +22,8 @@ from wiring import GEOMETRY, KEY, SOON_S, connect, open_or_skip, send
 from lamina import netstack
 from lamina.netstack.bootstrap import listener as module
 from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, Hello, offer, run
-from lamina.netstack.bootstrap.listener import Meeting, StreamListener
+from lamina.netstack.bootstrap.listener import Meeting, StreamListener, Visit, Welcome
+from lamina.netstack.host.tcp import TcpFabric
 
 
 @pytest.fixture
@@ -32,6 +35,18 @@ def place() -> Iterator[StreamListener]:
     fabric.close()
 
 
+class Welcoming(TcpFabric):
+    """Welcomes peers by ``how(the usual function, sock, session)``."""
+
+    def __init__(self, how: Callable[..., Any]) -> None:
+        super().__init__(KEY)
+        self._how = how
+
+    def _welcome(self, sock: socket.socket, session: AuthenticatedTerms) -> netstack.Channel | Visit:
+        channel: netstack.Channel | Visit = self._how(super()._welcome, sock, session)
+        return channel
+
+
 def stranger(place: StreamListener) -> socket.socket:
     host, _, port = place.url.partition("://")[2].rpartition(":")
     return socket.create_connection((host, int(port)), timeout=0.2)
@@ -39,9 +54,12 @@ def stranger(place: StreamListener) -> socket.socket:
 
 def caller(place: StreamListener) -> socket.socket:
     """A connection to ``place``, on whatever it listens."""
-    (door,) = place._doors.values()
-    sock = socket.socket(door.sock.family)
-    sock.connect(door.sock.getsockname())
+    where = place.url.partition("://")[2]
+    host, colon, port = where.rpartition(":")
+    if colon:
+        return socket.create_connection((host, int(port)))
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(f"\0{where}")
     return sock
 
 
@@ -80,7 +98,7 @@ def test_a_friend_is_not_silent_while_nobody_listens(place: StreamListener, monk
     with ThreadPoolExecutor(1) as pool, caller(place) as sock:
         with pytest.raises(netstack.ChannelTimeout):
             place.accept(timeout_s=0.05)
-        assert len(place._half_open) == 1
+        assert place.half_open == 1
         ahead_s[0] = 2 * module.HANDSHAKE_S
         proving = pool.submit(run, sock, offer(KEY, hello), place.url, deadline=time.monotonic() + SOON_S)
         place.accept(timeout_s=SOON_S).close()
@@ -105,11 +123,11 @@ def test_at_most_64_peers_are_half_open_and_a_friend_still_gets_in(place: Stream
     socks = [stranger(place) for _ in range(64)]
     with pytest.raises(netstack.ChannelTimeout):
         place.accept(timeout_s=0.2)
-    assert len(place._half_open) == 64
+    assert place.half_open == 64
     socks += [stranger(place) for _ in range(40)]
     with pytest.raises(netstack.ChannelTimeout, match="too many strangers"):
         place.accept(timeout_s=0.2)
-    assert len(place._half_open) == 64
+    assert place.half_open == 64
     assert [hung_up(sock) for sock in (socks[0], socks[39])] == [True, True]
     fabric = netstack.open("tcp", key=KEY)
     a, b = connect(fabric, place)
@@ -120,11 +138,11 @@ def test_at_most_64_peers_are_half_open_and_a_friend_still_gets_in(place: Stream
         sock.close()
 
 
-def test_nothing_is_allocated_for_a_peer_that_has_not_proven_itself(place: StreamListener) -> None:
+def test_nothing_is_allocated_for_a_peer_that_has_not_proven_itself() -> None:
     """It asks for 2 x 4 TiB; its proof is wrong, so nobody asks the kernel for them."""
     welcomed: list[object] = []
-    (fd, door) = next(iter(place._doors.items()))
-    place._doors[fd] = replace(door, welcome=lambda *who: welcomed.append(who))  # type: ignore[arg-type, return-value]
+    fabric = Welcoming(lambda _, *who: welcomed.append(who))
+    place = fabric.listen()
     huge = netstack.Geometry(slots=1024, slot_bytes=1 << 32)
     wrong = netstack.open("tcp", key=b"not the key of this place at all")
     with ThreadPoolExecutor(1) as pool:
@@ -134,20 +152,21 @@ def test_nothing_is_allocated_for_a_peer_that_has_not_proven_itself(place: Strea
         with pytest.raises(netstack.ChannelTimeout, match="keys differ"):
             accepting.result(5)
     assert welcomed == []
-    wrong.close()
+    for each in (wrong, fabric):
+        each.close()
 
 
-def test_a_peer_whose_memory_cannot_be_had_is_dropped(place: StreamListener) -> None:
-    fabric = netstack.open("tcp", key=KEY)
-    (fd, door), refused = next(iter(place._doors.items())), []
+def test_a_peer_whose_memory_cannot_be_had_is_dropped() -> None:
+    refused: list[object] = []
 
-    def no_memory(sock: socket.socket, terms: object) -> netstack.Channel:
+    def no_memory(welcome: Welcome, sock: socket.socket, terms: AuthenticatedTerms) -> netstack.Channel | Visit:
         if not refused:
             refused.append(terms)
             raise OSError(12, "Cannot allocate memory")
-        return door.welcome(sock, terms)  # type: ignore[arg-type]
+        return welcome(sock, terms)
 
-    place._doors[fd] = replace(door, welcome=no_memory)
+    fabric = Welcoming(no_memory)
+    place = fabric.listen()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(fabric.connect, place.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY))
         with pytest.raises(netstack.ChannelTimeout, match="memory"):
@@ -195,18 +214,20 @@ def test_a_connector_waits_where_too_many_wait_before_it() -> None:
     fabric = netstack.open("shm", key=KEY)
     place = fabric.listen()
     assert isinstance(place, StreamListener)
-    (door,) = place._doors.values()
-    door.sock.listen(0)
-    name = f"\0{place.url.partition('://')[2]}"
-    early = socket.socket(socket.AF_UNIX)
-    early.connect(name)
+    early, full = list[socket.socket](), 0
+    while not full:
+        early.append(socket.socket(socket.AF_UNIX))
+        early[-1].setblocking(False)
+        full = early[-1].connect_ex(f"\0{place.url.partition('://')[2]}")
+    assert full == errno.EAGAIN
     start = time.monotonic()
     with pytest.raises(netstack.ChannelTimeout, match="did not accept in time") as told:
         fabric.connect(place.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=0.2)
     assert not isinstance(told.value, netstack.ChannelUnreachable)
     assert 0.2 <= time.monotonic() - start < SOON_S
     connect(fabric, place)  # once somebody accepts
-    early.close()
+    for each in early:
+        each.close()
     fabric.close()
 
 
@@ -233,17 +254,18 @@ def test_where_nothing_answers_a_connector_says_so() -> None:
             each.close()
 
 
-def test_what_is_set_up_behind_the_handshake_goes_on_over_several_accepts(place: StreamListener) -> None:
+def test_what_is_set_up_behind_the_handshake_goes_on_over_several_accepts() -> None:
     """Each of them ends at its own deadline, whatever the peer still owes."""
-    fabric = netstack.open("tcp", key=KEY)
-    (fd, door) = next(iter(place._doors.items()))
 
-    def slowly(sock: socket.socket, session: AuthenticatedTerms) -> Meeting:
+    def slowly(welcome: Welcome, sock: socket.socket, session: AuthenticatedTerms) -> Meeting:
         yield {sock.fileno(): select.POLLIN}
         assert sock.recv(1) == b"x"
-        return door.welcome(sock, session)  # type: ignore[return-value]
+        channel = welcome(sock, session)
+        assert not isinstance(channel, Generator)
+        return channel
 
-    place._doors[fd] = replace(door, welcome=slowly)
+    fabric = Welcoming(slowly)
+    place = fabric.listen()
     hello = Hello(scheme="tcp", outbound=GEOMETRY, inbound=GEOMETRY)
     with ThreadPoolExecutor(1) as pool, caller(place) as sock:
         proving = pool.submit(run, sock, offer(KEY, hello), place.url, deadline=time.monotonic() + SOON_S)
@@ -260,8 +282,24 @@ def test_what_is_set_up_behind_the_handshake_goes_on_over_several_accepts(place:
 
 
 @pytest.mark.parametrize("transport", ["nic-model", STAND_IN, "verbs"])
-def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(transport: str) -> None:
+def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A friend gets in while it is still there, by the same call; then its time is over."""
+    ahead_s, waits_s = [0.0], [0.0]
+
+    def poll() -> SimpleNamespace:
+        poller = select.poll()
+
+        def wait(timeout_ms: float) -> list[tuple[int, int]]:
+            ready = poller.poll(timeout_ms)
+            ahead_s[0] += waits_s[0]
+            return ready
+
+        return SimpleNamespace(register=poller.register, poll=wait)
+
+    monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + ahead_s[0])
+    monkeypatch.setattr(module, "select", SimpleNamespace(poll=poll, POLLIN=select.POLLIN))
     with scheme_of(transport) as scheme, closing(open_or_skip(scheme)) as fabric, ThreadPoolExecutor(1) as pool:
         listener = fabric.listen()
         assert isinstance(listener, StreamListener)
@@ -272,12 +310,11 @@ def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(transport:
             friend = fabric.connect(listener.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=SOON_S)
             send(friend, b"friend")
             assert accepting.result(SOON_S).wait_signal(timeout_s=SOON_S).data == b"friend"
-            (peer,) = listener._half_open.values()
-            assert peer.proven
-            peer.expiry = 0.0
+            assert listener.half_open == 1
+            waits_s[0] = 2 * module.HANDSHAKE_S
             with pytest.raises(netstack.ChannelTimeout, match="silent"):
                 listener.accept(timeout_s=0.1)
-            assert not listener._half_open
+            assert listener.half_open == 0
 
 
 @pytest.mark.parametrize("transport", ["nic-model", STAND_IN])

@@ -34,10 +34,10 @@ def test_the_table_has_each_transport_and_says_of_each_whether_others_can_read_i
     encrypted = {(scheme, "beyond" in row[0]): row[3] for row in rows for scheme in re.findall(r"`([\w-]+)", row[0])}
     assert {scheme for scheme, _ in encrypted} >= {*SCHEMES}
     for kind in (VerbsFabric, Mlx5Fabric, GinFabric):
-        assert (encrypted[kind.scheme, False] == "yes") is kind._hides(object.__new__(kind), "10.0.0.1")
+        assert (encrypted[kind.scheme, False] == "yes") is kind.hides(object.__new__(kind), "10.0.0.1")
     tcp = TcpFabric(b"k" * 32)
-    assert (encrypted["tcp", True] == "yes") is tcp._hides("10.0.0.1")
-    assert (encrypted["tcp", False] == "yes") is tcp._hides("127.0.0.1")
+    assert (encrypted["tcp", True] == "yes") is tcp.hides("10.0.0.1")
+    assert (encrypted["tcp", False] == "yes") is tcp.hides("127.0.0.1")
 
 
 def test_the_limits_are_the_real_ones() -> None:

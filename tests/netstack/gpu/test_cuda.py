@@ -300,7 +300,7 @@ def test_a_channel_that_is_closed_is_not_lent() -> None:
 
 def test_a_graph_is_launched_before_its_channel_is_closed_or_not_at_all() -> None:
     """A close waits for who is about to launch one, and finds its kernels; later ones find it closed."""
-    fabric, _, b = ends()
+    fabric, a, b = ends()
     side, mail, stream = b.hand_to_device(), Mail(b.hand_to_device().driver), CudaStream(b.hand_to_device().driver)
     with stream.capture() as graph:
         side.receive_due(stream.number, mail.payload, mail.nbytes, mail.tag, mail.payload + 448, LONG_NS, mail.status)
@@ -308,8 +308,8 @@ def test_a_graph_is_launched_before_its_channel_is_closed_or_not_at_all() -> Non
     with side.launching() as is_open:
         assert is_open
         closing.start()
-        while not b._stopped:
-            assert closing.is_alive()
+        with pytest.raises(netstack.PeerFault, match="closed the channel"):
+            a.wait_signal(timeout_s=SOON_S)
         graph.replay(stream)
     closing.join()
     assert mail.result() == ABORTED

@@ -9,13 +9,14 @@ import json
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,15 @@ from lamina.netstack.bootstrap import handshake
 from lamina.netstack.bootstrap.card_exchange import exchange_cards
 from lamina.netstack.bootstrap.handshake import AuthenticatedTerms, Hello
 from lamina.netstack.bootstrap.listener import StreamListener
+from lamina.netstack.bootstrap.self_test import SELF_TEST_TAG
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, HOST_NOTICED_S
 from lamina.netstack.cuda.channel_memory import inbox_bytes
-from lamina.netstack.cuda.driver import CudaStream, Pinned
+from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
 from lamina.netstack.cuda.kernel_launches import KERNELS_OF_CALLS
 from lamina.netstack.gin import compiler, gin, nccl
 from lamina.netstack.host.native_module import ABORTED, OK, TIMEOUT
 from lamina.netstack.host.tcp import TcpFabric
+from lamina.netstack.rdma.verbs import ASKS
 
 SMALL = netstack.Geometry(slots=3, slot_bytes=257)
 HERE = Path(__file__).resolve().parent
@@ -126,8 +129,8 @@ def test_kernels_that_wait_hear_of_what_nccl_reports(library: ctypes.CDLL, fabri
     """Before their time is over, though no call of the host looks."""
     a, b = connect(fabric, geometry=SMALL)
     assert isinstance(b, gin.GinChannel)
-    driver, side = b._driver, b.hand_to_device()
-    mail, stream = Pinned(driver, 4096), CudaStream(driver)
+    side = b.hand_to_device()
+    mail, stream = Pinned(side.driver, 4096), CudaStream(side.driver)
     at = mail.address
     library.fake_nccl_fail(6)
     try:
@@ -145,11 +148,24 @@ def test_kernels_that_wait_hear_of_what_nccl_reports(library: ctypes.CDLL, fabri
     b.close()
 
 
+def connections() -> Iterator[tuple[int, int]]:
+    """Yields SO_KEEPALIVE and TCP_USER_TIMEOUT of each connected TCP socket of this process."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.family == socket.AF_INET and sock.getpeername():
+                    options = (socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                    alive, patience_ms = (sock.getsockopt(*option) for option in options)
+                    yield alive, patience_ms
+
+
 def test_a_life_line_asks_whether_its_host_is_there(fabric: netstack.Fabric) -> None:
-    for end in connect(fabric, geometry=SMALL):
-        assert isinstance(end, gin.GinChannel)
-        assert end._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert 0 < end._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) < 1000 * HOST_NOTICED_S
+    ends = connect(fabric, geometry=SMALL)
+    asking = [patience_ms for alive, patience_ms in connections() if alive]
+    assert len(asking) == len(ends)
+    assert all(0 < patience_ms < 1000 * HOST_NOTICED_S for patience_ms in asking)
 
 
 @pytest.mark.slow
@@ -214,17 +230,22 @@ def test_who_waits_for_nccl_holds_up_nobody(fabric: netstack.Fabric, monkeypatch
     """The connector has made its communicator, the listener has not yet; another peer gets in meanwhile."""
     assert isinstance(fabric, gin.GinFabric)
     made, may_end = threading.Event(), threading.Event()
-    link = gin.GinProvider._link
 
-    def slowly(*arguments: Any, listening: bool) -> gin.GinLink:
-        own = link(*arguments, listening=listening)
-        if listening:
-            assert may_end.wait(SOON_S)
-        else:
-            made.set()
-        return own
+    class Slow(nccl.Communicator):
+        """Is not made on the listener's side until it may be."""
 
-    monkeypatch.setattr(gin.GinProvider, "_link", slowly)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self._listens = arguments[4] == 1  # its rank
+
+        def device_side(self, *arguments: Any) -> bytes:
+            if self._listens:
+                assert may_end.wait(SOON_S)
+            else:
+                made.set()
+            return super().device_side(*arguments)
+
+    monkeypatch.setattr(gin, "Communicator", Slow)
     terms = netstack.Terms(outbound=SMALL, inbound=SMALL)
     listener = fabric.listen()
     with closing(TcpFabric(KEY)) as tcp, ThreadPoolExecutor(2) as pool:
@@ -263,11 +284,11 @@ def test_a_peer_that_leaves_meanwhile_is_given_up_at_once(
 
     with ThreadPoolExecutor(1) as pool:
         left = pool.submit(leave)
-        while listener._half_open or not left.done():
+        while listener.half_open or not left.done():
             with pytest.raises(netstack.ChannelTimeout):
                 listener.accept(timeout_s=0.05)
         left.result()
-    assert listener._refusal == "ncclCommInitRankConfig: the peer did not join in time"
+    assert listener.refusal == "ncclCommInitRankConfig: the peer did not join in time"
 
 
 @pytest.mark.parametrize("contexts", [2, 1])
@@ -284,8 +305,10 @@ def test_bulk_has_a_context_of_its_own_where_nccl_makes_two(
         library.fake_nccl_hold(-1)
     assert isinstance(a, gin.GinChannel)
     assert isinstance(b, gin.GinChannel)
-    mail, streams = Pinned(a._driver, 4096), [CudaStream(a._driver) for _ in range(2)]
-    sides, at = (a.hand_to_device(), b.hand_to_device()), mail.address
+    sides = a.hand_to_device(), b.hand_to_device()
+    driver = sides[0].driver
+    mail, streams = Pinned(driver, 4096), [CudaStream(driver) for _ in range(2)]
+    at = mail.address
     mail.view[:8] = (5).to_bytes(8, "little")
     for sends, takes in zip((sides[0].bulk, sides[0]), (sides[1].bulk, sides[1]), strict=True):
         mail.view[512:517] = b"bulk!" if sends is sides[0].bulk else b"first"
@@ -323,11 +346,20 @@ def test_a_window_for_hosts_has_no_place_for_bulk(listening: bool) -> None:
 def test_gin_answers_no_trials(fabric: netstack.Fabric) -> None:
     """Each would cost a communicator and GPU memory, at the word of whoever holds the key, and nobody asks for one."""
     assert isinstance(fabric, gin.GinFabric)
-    with closing(TcpFabric(KEY)) as tcp:
+    trial = Hello(scheme=f"gin{ASKS}", outbound=SELF_TEST_TAG, inbound=SELF_TEST_TAG)
+    with closing(TcpFabric(KEY)) as tcp, ThreadPoolExecutor(1) as pool:
         listener = tcp.listen()
         fabric.join(listener)
-        (door,) = listener._doors.values()
-        assert sorted(door.welcome_by_scheme) == ["gin", "tcp"]
+        host, port = listener.url.rpartition("/")[2].split(":")
+        accepting = pool.submit(listener.accept, timeout_s=SOON_S)
+        with (
+            socket.create_connection((host, int(port)), SOON_S) as sock,
+            pytest.raises(netstack.HandshakeError, match="does not speak gin"),
+        ):
+            handshake.run(sock, handshake.offer(KEY, trial), listener.url, deadline=time.monotonic() + SOON_S)
+        listener.close()
+        with pytest.raises(netstack.ChannelAborted):
+            accepting.result(SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -404,10 +436,10 @@ def test_a_peer_that_comes_to_no_communicator_is_given_up(
 def test_a_peer_of_another_nccl_is_refused_by_name(fabric: netstack.Fabric) -> None:
     """Each of the two would take a struct of the other's version for its own."""
     listener = fabric.listen()
-    with closing(netstack.open("gin", key=KEY)) as other, ThreadPoolExecutor(1) as pool:
-        assert isinstance(other, gin.GinFabric)
-        assert isinstance(other._way, gin.GinProvider)
-        other._way._nccl.version = 23301
+    library = nccl.NcclLibrary()
+    provider = gin.GinProvider(Driver(0, compiler.BY_NVCC), library, traffic_class=0)
+    library.version = 23301
+    with closing(gin.GinFabric(KEY, way=provider)) as other, ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, timeout_s=3.0)
         with pytest.raises(netstack.HandshakeError):
             other.connect(listener.url, netstack.Terms(outbound=SMALL, inbound=SMALL), timeout_s=SOON_S)

@@ -43,10 +43,10 @@ def test_every_row(suite: ModuleType) -> None:
 def test_products_that_fail_are_told(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     with suite.GpuProducts(cpu) as products:
-        done = products._done
+        done = products.done
         assert done > 0
         assert products.rate(lambda: None)[1] >= 0.0
-    assert products._running.done()
+    assert products.running.done()
     monkeypatch.setattr(suite, "START_S", 0.5)
     monkeypatch.setattr(torch, "mm", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError), suite.GpuProducts(cpu):

@@ -61,7 +61,7 @@ def ends() -> tuple[netstack.Fabric, Mlx5Channel, Mlx5Channel]:
 
 
 def number_of(end: Mlx5Channel, lane: int = 0) -> int:
-    return end._struct(lane)["queue.number"]
+    return end.lane_struct(lane)["queue.number"]
 
 
 def talk(a: netstack.Channel, b: netstack.Channel) -> None:
@@ -122,7 +122,7 @@ def test_mlx5_credits_of_kernels_ride_on_messages() -> None:
     assert requests() == [40 + 60, 40, 40 + 10, 0]
     move(a, b, 30, bulk=True)
     assert requests() == [100, 40 + 60, 50 + 10, 0]
-    assert [end._struct(lane)["credits"] for end in (a, b) for lane in (0, 1)] == [0, 0, 20, 0]
+    assert [end.lane_struct(lane)["credits"] for end in (a, b) for lane in (0, 1)] == [0, 0, 20, 0]
     move(a, b, 2)
     move(a, b, 2, bulk=True)
     for end in (a, b):
@@ -142,7 +142,7 @@ def requests_of(end: Mlx5Channel, lane: int = 0) -> int:
     counts, deadline = (ctypes.c_uint64 * 5)(), time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         FAKE.fake_mlx5_counters(number_of(end, lane), counts)
-        if counts[0] == end._struct(lane)["queue.committed"]:
+        if counts[0] == end.lane_struct(lane)["queue.committed"]:
             break
     return counts[0]
 
@@ -153,9 +153,8 @@ def test_mlx5_a_thread_rings_where_the_gpu_may_not(
     """And ends with the fabric. A peer notices nothing of it."""
     before = len(os.listdir("/proc/self/task"))
     monkeypatch.setenv("FAKE_CUDA_RINGS_NOTHING", "1")
-    proxied = netstack.open("mlx5", key=KEY)
-    assert isinstance(proxied, Mlx5Fabric)
-    assert isinstance(proxied._way, Mlx5Provider)
+    provider = Mlx5Provider("", Driver())
+    proxied = Mlx5Fabric(KEY, way=provider)
     monkeypatch.delenv("FAKE_CUDA_RINGS_NOTHING")
     fabric = netstack.open("mlx5", key=KEY)
     a, b = connect(proxied, fabric.listen(), geometry=SMALL)
@@ -163,7 +162,7 @@ def test_mlx5_a_thread_rings_where_the_gpu_may_not(
     for _ in range(100):
         talk(a, b)
         talk(b, a)
-    ringer = proxied._way._ringer
+    ringer = provider.ringer
     assert ringer is not None
     counts = (ctypes.c_uint64 * 5)()
     assert isinstance(a, Mlx5Channel)
@@ -222,7 +221,7 @@ def test_mlx5_rings_lie_where_the_nic_s_firmware_takes_them() -> None:
     assert FAKE.fake_mlx5_rings() == (4 if firmware else 0), "two queue pairs at each end"
     for end in (a, b):
         for lane in (0, 1):
-            struct = end._struct(lane)
+            struct = end.lane_struct(lane)
             assert struct["queue.near"] == bool(firmware)
             assert (struct["queue.alternate"] == 0) == bool(firmware)
     talk(a, b)
@@ -239,7 +238,7 @@ def test_mlx5_rings_are_the_host_s_where_the_gpu_s_cannot_be(variable: str, monk
     a, b = connect(hosts, fabric.listen(), geometry=SMALL)
     assert isinstance(a, Mlx5Channel)
     assert isinstance(b, Mlx5Channel)
-    assert not a._struct()["queue.near"]
+    assert not a.lane_struct()["queue.near"]
     for _ in range(20):
         talk(a, b)
         talk(b, a)
@@ -250,10 +249,10 @@ def test_mlx5_rings_are_the_host_s_where_the_gpu_s_cannot_be(variable: str, monk
 def test_mlx5_what_is_launched_while_kernels_wait_is_loaded_before() -> None:
     """To load a kernel may wait for all that runs (lazy loading), such as one that waits for a peer."""
     fabric, a, _ = ends()
-    a.hand_to_device()
-    before = dict(a._driver._functions)
+    driver = a.hand_to_device().driver
+    before = dict(driver.functions)
     a.close()
-    assert a._driver._functions == before
+    assert driver.functions == before
     assert "mlx5_flush" in before
     fabric.close()
 
@@ -362,12 +361,12 @@ def test_mlx5_a_peer_that_lies_about_its_lanes_is_refused_in_one_line(
         with pytest.raises(netstack.ChannelError) as refused:
             fabric.connect(listener.url, of_kernels, timeout_s=SOON_S)
         deadline = time.monotonic() + SOON_S
-        while not listener._refusal and time.monotonic() < deadline:
+        while not listener.refusal and time.monotonic() < deadline:
             time.sleep(0.01)
         listener.close()
         with pytest.raises(netstack.ChannelAborted):
             accepted.result(SOON_S)
-    said = listener._refusal if liar == "connector" else str(refused.value)
+    said = listener.refusal if liar == "connector" else str(refused.value)
     assert re.search(words, said)
     assert "\n" not in said
     assert len(lied) == 1
@@ -402,8 +401,9 @@ def test_mlx5_a_wrong_key_ends_the_channel() -> None:
     fabric, a, b = ends()
     talk(a, b)
     driver = Driver()
-    state = a._struct()
-    driver.write(a._channel, MLX5.layout.pack(state | {"peer.key": state["peer.key"] ^ 0x100}))
+    state = a.lane_struct()
+    driver.write(a.hand_to_device().channel, MLX5.layout.pack(state | {"peer.key": state["peer.key"] ^ 0x100}))
+    a.take_from_device()
     send(a, b"lie")
     assert "the peer's memory is not open to us there" in fault_of(a)
     driver.close()
@@ -441,8 +441,8 @@ def test_mlx5_a_queue_pair_is_as_the_operator_wants_it(infiniband: bool, monkeyp
     monkeypatch.setattr(native_backend, "partition_index", lambda _, key: {None: 0, 0x8001: 5}[key])
     monkeypatch.setenv(PARTITION, "0x8001")
     if infiniband:
-        ports = [replace(port, link="InfiniBand") for port in native_backend._ports()]
-        monkeypatch.setattr(native_backend, "_ports", lambda: ports)
+        ports = [replace(port, link="InfiniBand") for port in native_backend.ports_here()]
+        monkeypatch.setattr(native_backend, "ports_here", lambda: ports)
         monkeypatch.setenv("FAKE_MLX5_IS_INFINIBAND", "1")
         monkeypatch.setenv(SERVICE_LEVEL, "11")  # of four bits
     fabric, a, b = ends()

@@ -126,7 +126,7 @@ def test_mlx5_is_not_taken_where_kernels_get_another_byte(
     honest, bent = KernelSelfTestCalls.send, list[bytes]()
 
     def send(calls: KernelSelfTestCalls, tag: bytes, payload: bytes, deadline: float) -> None:
-        if tag[-1] == len(SIZES) + nth and (calls._out.lane_of_bulk is None) != listens:
+        if tag[-1] == len(SIZES) + nth and (calls.out.lane_of_bulk is None) != listens:
             payload = payload[:-1] + bytes([payload[-1] ^ 1])
             bent.append(tag)
         honest(calls, tag, payload, deadline)
@@ -194,7 +194,7 @@ def test_mlx5_a_connector_of_an_older_version_is_refused_at_once() -> None:
         listener.close()
         with pytest.raises(netstack.ChannelAborted):
             accepting.result(SOON_S)
-    assert listener._refusal == f"the peer {BOTH}"
+    assert listener.refusal == f"the peer {BOTH}"
     fabric.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lamina.netstack.doctor import Machine, rdma_device
-from lamina.netstack.rdma.native_backend import LibibverbsProvider, _gids
+from lamina.netstack.rdma.native_backend import LibibverbsProvider, native_gids
 from lamina.netstack.rdma.rdma_ports import Port, Wanted, gid_names, partition_index, ports, why_no_port
 
 NONE = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -138,7 +138,7 @@ def test_the_kernels_list_is_that_of_libibverbs() -> None:
 def test_the_engine_lists_the_kernels_gids() -> None:
     if not (there := ports()):
         pytest.skip("no RDMA device")
-    assert ports(gids=_gids) == there
+    assert ports(gids=native_gids) == there
 
 
 @pytest.mark.rdma

@@ -229,7 +229,7 @@ def test_memory_for_a_peer_that_was_dropped_is_given_back(monkeypatch: pytest.Mo
             until(lambda: FAKE.fake_slow() == 2)
             with pytest.raises(netstack.HandshakeError, match="it could not make or reach a queue pair"):
                 fabric.connect(listener.url, netstack.Terms(outbound=SMALL, inbound=SMALL))
-            until(lambda: "memory for 1 peers is being pinned, as many as may be" in listener._refusal)
+            until(lambda: "memory for 1 peers is being pinned, as many as may be" in listener.refusal)
             listener.close()
             with pytest.raises(netstack.ChannelAborted):
                 accepted.result(SOON_S)

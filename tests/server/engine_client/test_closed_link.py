@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
 
 import uvloop
 from fake import no_restarts
+from test_engine_link import READY, Quiet, Silent
 
+from lamina.protocol.control import ControlLink, Stop
 from lamina.request import SamplingParams
 from lamina.server.engine_client.engine_client import EngineClient
 from lamina.server.engine_client.reply_queue import ReplyQueue
@@ -19,13 +20,13 @@ def test_a_request_is_kept_where_the_link_has_just_ended() -> None:
 
     async def add() -> int:
         here, there = socket.socketpair()
-        client: Any = EngineClient(None, no_restarts())  # type: ignore[arg-type]
-        client._reader, client._writer = await asyncio.open_connection(sock=here)
-        client.prompts.resume()
-        there.close()
-        client._writer.close()
-        await client._writer.wait_closed()
-        client.add([1, 2], SamplingParams(), ReplyQueue(), None)
+        engine = ControlLink(there, Stop)
+        engine.send(READY)
+        client = await EngineClient.connect(Silent(here), lambda progress: None, no_restarts())
+        await client.close()
+        assert isinstance(await asyncio.to_thread(engine.recv, 5.0), Stop)
+        assert await asyncio.to_thread(there.recv, 1) == b"", "this side's end is closed"
+        client.add([1, 2], SamplingParams(), ReplyQueue(), Quiet())
         return len(client.prompts.keys)
 
     assert uvloop.run(add()) == 1

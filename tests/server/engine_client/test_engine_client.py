@@ -28,6 +28,7 @@ from lamina.server.engine_client.messages import (
     AddPrompt,
     CancelPrompt,
     Delta,
+    EngineReady,
     EngineState,
     Outputs,
     PromptRefused,
@@ -78,8 +79,8 @@ class Bench:
         self.handle = Handle(ours, *fates)
         self.client: EngineClient
 
-    async def connect(self) -> EngineClient:
-        self.engine.send(READY)
+    async def connect(self, ready: EngineReady = READY) -> EngineClient:
+        self.engine.send(ready)
         self.client = await EngineClient.connect(self.handle, lambda progress: None, no_restarts())
         return self.client
 
@@ -368,24 +369,35 @@ SPILLED = {"spilled_blocks": {"memory-1": 3.0, "memory-2": 3.0}}
 
 def test_state_and_pool_are_of_the_same_memory_workers() -> None:
     """Those on loan come and go, and what is told of them comes one message after the other."""
-    client = EngineClient(Handle(socket.socket()), no_restarts())  # type: ignore[arg-type]
-    client.ready = READY
     grown = msgspec.structs.replace(READY, num_blocks=[[1], [7, 5]], holders=[[0], [1, 2]])
-    client._handle_message(msgspec.structs.replace(STATE, free_blocks=[1, 2], metrics=SPILLED))
-    assert (client.state or STATE).free_blocks == [1], "another worker is not known yet"
-    assert (client.state or STATE).metrics == {}
-    client._handle_message(ScaleReply(ready=grown))
-    assert (client.state or STATE).free_blocks == [1, 5]
-    client._handle_message(msgspec.structs.replace(STATE, free_blocks=[0, 2], metrics=SPILLED))
-    assert (client.state or STATE).metrics == SPILLED
+
+    async def work(bench: Bench) -> None:
+        client = await bench.connect()
+        bench.engine.send(msgspec.structs.replace(STATE, free_blocks=[1, 2], metrics=SPILLED))
+        await until(lambda: client.state is not None)
+        assert client.state is not None
+        assert client.state.free_blocks == [1], "another worker is not known yet"
+        assert client.state.metrics == {}
+        bench.engine.send(ScaleReply(ready=grown))
+        await until(lambda: client.ready == grown)
+        assert client.state.free_blocks == [1, 5]
+        bench.engine.send(msgspec.structs.replace(STATE, free_blocks=[0, 2], metrics=SPILLED))
+        await until(lambda: client.state is not None and client.state.free_blocks == [0, 2])
+        assert client.state.metrics == SPILLED
+
+    run(work)
 
 
 def test_who_is_on_which_host_is_what_was_told_last() -> None:
     """So a host is drained by those that are there now, not by those that were lost there."""
-    client = EngineClient(Handle(socket.socket()), no_restarts())  # type: ignore[arg-type]
-    client.ready = msgspec.structs.replace(READY, hosts={"memory-0": "10.0.0.3"})
-    client._handle_message(WorkerCounters({}, [], {"memory-0": "10.0.0.4"}))
-    client._handle_message(WorkerCounters({}))
-    assert workers_on_host(client.ready, "10.0.0.4") == [0]
-    with pytest.raises(ApiError, match="no worker is there; they are on 10.0.0.4"):
-        workers_on_host(client.ready, "10.0.0.3")
+
+    async def work(bench: Bench) -> None:
+        client = await bench.connect(msgspec.structs.replace(READY, hosts={"memory-0": "10.0.0.3"}))
+        bench.engine.send(WorkerCounters({}, [], {"memory-0": "10.0.0.4"}))
+        bench.engine.send(WorkerCounters({"memory-0": {}}))
+        await until(lambda: bool(client.counters))
+        assert workers_on_host(client.ready, "10.0.0.4") == [0]
+        with pytest.raises(ApiError, match="no worker is there; they are on 10.0.0.4"):
+            workers_on_host(client.ready, "10.0.0.3")
+
+    run(work)

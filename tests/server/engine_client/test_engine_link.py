@@ -103,11 +103,11 @@ async def who_is_to_blame_is_said(client: Any) -> None:
 
 
 async def a_message_that_cannot_be_read_ends_the_engine(client: Any) -> None:
-    client._writer.write(struct.pack("<I", 3) + b"\xc1\xc1\xc1")
+    client.handle.sock.send(struct.pack("<I", 3) + b"\xc1\xc1\xc1")
     await asyncio.wait_for(client.lost.wait(), 60)
     assert "link to the server has failed" in client.failure
-    await asyncio.to_thread(client._handle.join, 30.0)
-    assert client._handle.exit_reason() is not None, "it has ended"
+    await asyncio.to_thread(client.handle.join, 30.0)
+    assert client.handle.exit_reason() is not None, "it has ended"
 
 
 class Silent:

@@ -20,7 +20,7 @@ from test_flow import until
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flat_options import flat_options, make_config
 from lamina.executor.stall_detector import STOPPED_S
-from lamina.protocol.control import ControlLink, Failed, Stop
+from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Stop
 from lamina.request import ResumedCompletion, SamplingParams
 from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.server.engine_client import engine_client
@@ -62,11 +62,11 @@ class Scripted:
     role, index, pid, host, is_stopped = "engine", 0, 1, "", False
     status = -signal.SIGKILL
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MAX_FRAME) -> None:
+        """``most_bytes``: of a message that it takes."""
         self.sock, theirs = socket.socketpair()
-        self.link = ControlLink(
-            theirs, AddPrompt | CancelPrompt | ResetPrefixCache | SessionsRequest | ScaleMemory | Stop
-        )
+        messages = AddPrompt | CancelPrompt | ResetPrefixCache | SessionsRequest | ScaleMemory | Stop
+        self.link = ControlLink(theirs, messages, most_bytes)
         self.joins: list[float] = []  # how long it was waited for
 
     def exit_reason(self) -> str | None:
@@ -88,7 +88,7 @@ class Engines:
     """The first engine, and those that are launched in its place."""
 
     def __init__(self, **options: Any) -> None:
-        self.all = [Scripted()]
+        self.all, self.most_bytes = [Scripted()], MAX_FRAME
         self.all[0].link.send(READY)
         config = make_config({"transport": "shm", **options})
         self.restarts = EngineRestarts(StartEngine(model="m", tokenizer="", config=config), self.launch)
@@ -101,7 +101,7 @@ class Engines:
         self.without.append(start.lost_hosts)
         if self.refusal is not None:
             raise self.refusal
-        self.all.append(Scripted())
+        self.all.append(Scripted(self.most_bytes))
         return self.all[-1]
 
     async def next(self, client: EngineClient) -> Scripted:
@@ -183,9 +183,9 @@ def test_log_probabilities_that_readers_have_are_not_told_to_the_next_engine() -
         entry = [(token, -1.0, 1) for token in range(21)]
         key = client.add([7, 8], SamplingParams(logprobs=20), ReplyQueue(), Quiet())
         await asyncio.to_thread(engines.all[0].say, grown(key, 0, [4] * 1000, "", [entry] * 1000))
+        engines.most_bytes = 1 << 14
         engines.all[0].link.close()
         second = await engines.next(client)
-        second.link._most_bytes = 1 << 14
         second.link.send(READY)
         again = await asyncio.to_thread(second.asked)
         assert [len(told.token_ids) for told in again.resumed] == [1000]
@@ -237,7 +237,7 @@ def test_a_question_about_sessions_that_crosses_a_death_is_not_waited_for() -> N
         await until(lambda: len(engines.all) > 1)
         second = engines.all[-1]
         second.link.send(READY)
-        await until(lambda: client._is_ready)
+        await until(lambda: client.is_ready)
         asked = asyncio.create_task(client.query(SessionsRequest(0, b"tenant")))
         number = (await asyncio.to_thread(second.asked)).number
         second.link.send(SessionsReply(number, []))
@@ -271,13 +271,12 @@ def test_what_is_known_while_another_one_starts(before: EngineState | None, capl
         if before is not None:
             first.link.send(before)
             await until(lambda: client.state == before)
-        old = client._writer
         with contextlib.suppress(OSError):
             first.sock.shutdown(socket.SHUT_RD)
         second = await engines.next(client)
         known = before or EngineState(running=0, waiting=0, free_blocks=[3, 4], steps=0)
         assert client.state == msgspec.structs.replace(known, recovering=True)
-        assert old.is_closing()
+        await until(lambda: first.sock.fileno() < 0)
         key = client.add([7], SamplingParams(), ReplyQueue(), Quiet())
         client.cancel(key)
         second.link.send(READY_TWICE)
@@ -536,8 +535,8 @@ def test_one_that_never_gets_ready_is_not_waited_for_for_ever() -> None:
 def test_its_workers_have_gone_before_another_one_takes_their_memory() -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
         worker = await asyncio.create_subprocess_exec("sleep", "60")
-        engines.all[0].link.send(WorkerCounters({}, [worker.pid]))
-        await until(lambda: bool(client._workers))
+        engines.all[0].link.send(WorkerCounters({"memory-0": {}}, [worker.pid]))
+        await until(lambda: bool(client.counters))
         engines.all[0].link.close()
         await until(lambda: bool(engines.all[0].joins))
         assert len(engines.all) == 1

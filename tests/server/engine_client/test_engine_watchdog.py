@@ -164,7 +164,7 @@ class ServersEnd:
 
     @property
     def pid(self) -> int:
-        return self.client._handle.pid
+        return self.client.handle.pid
 
     async def tokens(self, hit: signal.Signals | None = None) -> list[int]:
         """Of one stream, in the midst of which the engine gets that signal."""
@@ -186,7 +186,7 @@ class ServersEnd:
     async def recovers(self, pid: int) -> None:
         """In the place of that process."""
         async with asyncio.timeout(SOON_S):
-            while self.pid == pid or not self.client._is_ready:
+            while self.pid == pid or not self.client.is_ready:
                 await asyncio.sleep(0.01)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from lamina.request import ErrorOrigin, Logprob, ResumedCompletion, SamplingPara
 from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.server.engine_client import engine_process, live_request
 from lamina.server.engine_client.engine_client import FROM_ENGINE
-from lamina.server.engine_client.engine_process import FROM_SERVER, _EngineLoop
+from lamina.server.engine_client.engine_process import FROM_SERVER, EngineLoop
 from lamina.server.engine_client.messages import (
     AddPrompt,
     CancelPrompt,
@@ -38,7 +40,7 @@ from lamina.server.engine_client.messages import (
     WorkerCounters,
     encode_scores,
 )
-from lamina.server.engine_client.rebalance import REASON
+from lamina.server.engine_client.rebalance import REASON, Rebalancer
 
 PROMPT = [1, 2, 3]
 ADD = AddPrompt(7, PROMPT, SamplingParams(logprobs=0, prompt_logprobs=0))
@@ -74,7 +76,7 @@ class Workers:
 class Bench:
     """A loop, and the server's end of its link."""
 
-    def __init__(self, tokenizer: Any = None, wire: FakeWire | None = None, **options: int) -> None:
+    def __init__(self, tokenizer: Any = None, wire: FakeWire | None = None, link: Any = None, **options: int) -> None:
         self.wire = wire or FakeWire()
         self.engine = make_engine(self.wire, **options)
         self.workers = Workers(self.wire)
@@ -82,8 +84,9 @@ class Bench:
         self.server = ControlLink(self.sock, FROM_ENGINE)
         self.thread = threading.Thread(target=self._run)
         self.failure: str | None = None
-        self.loop = _EngineLoop(ControlLink(here, FROM_SERVER), self.engine, self.workers, tokenizer)  # type: ignore[arg-type]
-        self.loop._epoch = self.workers.ready.epoch
+        self.loop = EngineLoop(link or ControlLink(here, FROM_SERVER), self.engine, self.workers, tokenizer)  # type: ignore[arg-type]
+        self.loop.report_workers()
+        self.told()
 
     def _run(self) -> None:
         try:
@@ -96,14 +99,14 @@ class Bench:
         found = []
         while True:
             try:
-                found.append(self.loop._outbox.get_nowait())
+                found.append(self.loop.outbox.get_nowait())
             except queue.Empty:
                 return found
 
     def work(self) -> list[Delta]:
         """Run until no work is left; returns the deltas."""
         while self.engine.has_work:
-            self.loop._advance()
+            self.loop.advance()
         return [d for m in self.told() if isinstance(m, Outputs) for d in m.deltas]
 
 
@@ -114,7 +117,8 @@ def bench() -> Bench:
 
 def test_deltas_add_up_to_each_completion_and_only_the_last_has_times(bench: Bench) -> None:
     for key, prompt in ((7, PROMPT), (9, [4, 5])):
-        bench.loop._take(AddPrompt(key, prompt, PARAMS))
+        bench.loop.take(AddPrompt(key, prompt, PARAMS))
+    added = [weakref.ref(live) for live in bench.loop.active.values()]
     deltas = bench.work()
     for key, prompt in ((7, PROMPT), (9, [4, 5])):
         mine = [d for d in deltas if d.key == key]
@@ -125,20 +129,20 @@ def test_deltas_add_up_to_each_completion_and_only_the_last_has_times(bench: Ben
         times = mine[-1].times
         assert times is not None
         assert min(times.queue, times.prefill, times.decode) > 0, "by a clock that goes on at each look"
-    assert not bench.loop._by_key
-    assert not bench.loop._by_id
+    gc.collect()
+    assert [live() for live in added] == [None, None], "nothing is kept of them"
 
 
 def test_who_has_the_last_answer_finds_gauges_of_an_idle_engine(bench: Bench) -> None:
     """vLLM's own tests look at once: a State comes before the last deltas of all work."""
-    bench.loop._take(
+    bench.loop.take(
         AddPrompt(7, PROMPT, SamplingParams(temperature=0.0, max_tokens=50))
     )  # ends by a token: a row too many
-    bench.loop._take(AddPrompt(8, [5, EOS - 1], PARAMS))
+    bench.loop.take(AddPrompt(8, [5, EOS - 1], PARAMS))
     while bench.engine.has_work:
         before, last = None, None
-        bench.loop._advance()
-        bench.loop._report()
+        bench.loop.advance()
+        bench.loop.report()
         for message in bench.told():
             before, last = (message, last) if isinstance(message, EngineState) and last is None else (before, message)
     assert isinstance(last, Outputs)
@@ -148,16 +152,16 @@ def test_who_has_the_last_answer_finds_gauges_of_an_idle_engine(bench: Bench) ->
 
 
 def test_each_step_says_how_many_tokens_it_has_brought(bench: Bench) -> None:
-    bench.loop._take(AddPrompt(7, PROMPT, PARAMS))
+    bench.loop.take(AddPrompt(7, PROMPT, PARAMS))
     while bench.engine.has_work:
-        bench.loop._advance()
+        bench.loop.advance()
     assert [m.num_tokens for m in bench.told() if isinstance(m, Outputs)] == [len(PROMPT) + 1, 1, 1, 1, 1]
 
 
 def test_the_times_of_a_prompt_count_its_preemptions() -> None:
     bench = Bench(wire=FakeWire(num_blocks=34), max_num_seqs=8)
     for key in range(6):
-        bench.loop._take(AddPrompt(key, [key, key + 1, key + 2] * 4, SamplingParams(max_tokens=40, ignore_eos=True)))
+        bench.loop.take(AddPrompt(key, [key, key + 1, key + 2] * 4, SamplingParams(max_tokens=40, ignore_eos=True)))
     counted = [d.times.preemptions for d in bench.work() if d.times]
     assert sum(counted) == bench.engine.scheduler.num_preemptions > 0
 
@@ -166,8 +170,8 @@ def test_behind_a_reset_no_kv_is_found() -> None:
     bench, found = Bench(enable_prefix_caching=True), []
     for key in range(4):
         if key == 2:
-            bench.loop._take(ResetPrefixCache())
-        bench.loop._take(AddPrompt(key, [5] * 30, PARAMS))
+            bench.loop.take(ResetPrefixCache())
+        bench.loop.take(AddPrompt(key, [5] * 30, PARAMS))
         found.append(next(d.num_cached_tokens for d in bench.work()))
     assert found == [0, 29, 0, 29]
 
@@ -175,14 +179,14 @@ def test_behind_a_reset_no_kv_is_found() -> None:
 def test_a_server_is_told_that_pages_are_forgotten() -> None:
     """One that dies before has the next engine do it."""
     bench = Bench(enable_prefix_caching=True)
-    bench.loop._take(ResetPrefixCache(5))
+    bench.loop.take(ResetPrefixCache(5))
     assert bench.told() == [ResetPrefixCache(5)]
 
 
 def test_prompts_share_kv_within_a_salt_only() -> None:
     bench, found = Bench(enable_prefix_caching=True), []
     for key, salt in enumerate((b"a", b"b", b"a")):
-        bench.loop._take(AddPrompt(key, [5] * 30, PARAMS, cache_options=CacheOptions(salt)))
+        bench.loop.take(AddPrompt(key, [5] * 30, PARAMS, cache_options=CacheOptions(salt)))
         found.append(next(d.num_cached_tokens for d in bench.work()))
     assert found == [0, 0, 29]
 
@@ -195,17 +199,17 @@ def test_what_a_reader_has_of_another_engine_is_not_told_again(had: int) -> None
         ResumedCompletion(index=0, token_ids=tokens[:had]),
         ResumedCompletion(index=1, token_ids=tokens, is_finished=True),
     ]
-    bench.loop._take(AddPrompt(7, PROMPT, replace(PARAMS, n=2), told))
+    bench.loop.take(AddPrompt(7, PROMPT, replace(PARAMS, n=2), told))
     deltas = bench.work()
     assert {d.index for d in deltas} == {0}
     assert [t for d in deltas for t in d.token_ids] == tokens[had:]
     assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + ["length"]
     assert deltas[-1].times is not None
-    assert not bench.loop._by_key
+    assert not bench.loop.active
 
 
 def test_a_prompt_that_has_come_to_its_end_elsewhere_is_refused(bench: Bench) -> None:
-    bench.loop._take(
+    bench.loop.take(
         AddPrompt(7, PROMPT, PARAMS, [ResumedCompletion(index=0, token_ids=continuation(PROMPT, 5), is_finished=True)])
     )
     (refused,) = bench.told()
@@ -215,19 +219,24 @@ def test_a_prompt_that_has_come_to_its_end_elsewhere_is_refused(bench: Bench) ->
 
 def test_a_prompt_that_has_all_tokens_is_told_its_end_alone(bench: Bench) -> None:
     """A case: after a server's death, by a server with a smaller --max-model-len."""
-    bench.loop._take(AddPrompt(7, PROMPT, PARAMS, [ResumedCompletion(index=0, token_ids=continuation(PROMPT, 5))]))
+    bench.loop.take(AddPrompt(7, PROMPT, PARAMS, [ResumedCompletion(index=0, token_ids=continuation(PROMPT, 5))]))
     (last,) = bench.work()
     assert (last.key, last.index, last.token_ids, last.finish_reason) == (7, 0, [], "length")
     assert not bench.engine.has_work
 
 
 def test_times_are_from_arrival_to_first_row_to_first_token_to_last() -> None:
+    def told() -> PromptTimes | None:
+        ended = output("x", finished=True, times=times, num_preemptions=2)
+        ended.outputs[0].finish_reason = "length"
+        return live_request.ActivePrompt(ADD, 1).deltas(ended)[-1].times
+
     times = SimpleNamespace(arrival_s=1.0, scheduled_s=3.0, first_token_s=7.0, last_token_s=15.0)
-    assert live_request._times(SimpleNamespace(times=times, num_preemptions=2)) == PromptTimes(2.0, 4.0, 8.0, 2)  # type: ignore[arg-type]
+    assert told() == PromptTimes(2.0, 4.0, 8.0, 2)
     times.scheduled_s = None
-    assert live_request._times(SimpleNamespace(times=times, num_preemptions=2)) == PromptTimes(6.0, 0.0, 8.0, 2)  # type: ignore[arg-type]
+    assert told() == PromptTimes(6.0, 0.0, 8.0, 2)
     times.first_token_s = times.last_token_s = None
-    assert live_request._times(SimpleNamespace(times=times, num_preemptions=2)) == PromptTimes(0.0, 0.0, 0.0, 2)  # type: ignore[arg-type]
+    assert told() == PromptTimes(0.0, 0.0, 0.0, 2)
 
 
 def test_text_and_log_probabilities_come_in_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +249,7 @@ def test_text_and_log_probabilities_come_in_pieces_too(monkeypatch: pytest.Monke
     monkeypatch.setattr("lamina.models.tokenizer.Detokenizer", letters)
     bench = Bench("a tokenizer")
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, n=2, skip_special_tokens=False)
-    bench.loop._take(AddPrompt(7, PROMPT, params))
+    bench.loop.take(AddPrompt(7, PROMPT, params))
     deltas = bench.work()
     for index in range(2):
         mine = [d for d in deltas if d.index == index]
@@ -319,12 +328,12 @@ def test_the_scores_of_a_prompt_wait_for_its_first_completion() -> None:
 
 
 def test_a_cancelled_prompt_is_ended_and_nothing_more_is_told_of_it(bench: Bench) -> None:
-    bench.loop._take(AddPrompt(7, PROMPT, PARAMS))
-    bench.loop._take(AddPrompt(8, [4, 5], PARAMS))
-    bench.loop._advance()
-    bench.loop._take(CancelPrompt(7))
-    bench.loop._take(CancelPrompt(7))
-    bench.loop._take(CancelPrompt(99))
+    bench.loop.take(AddPrompt(7, PROMPT, PARAMS))
+    bench.loop.take(AddPrompt(8, [4, 5], PARAMS))
+    bench.loop.advance()
+    bench.loop.take(CancelPrompt(7))
+    bench.loop.take(CancelPrompt(7))
+    bench.loop.take(CancelPrompt(99))
     assert {d.key for d in bench.work()} == {8}
     bench.engine.release_idle_blocks()
     assert not bench.wire.stored
@@ -338,13 +347,13 @@ def test_a_cancelled_prompt_is_ended_and_nothing_more_is_told_of_it(bench: Bench
 def test_who_is_to_blame_for_a_prompt_that_cannot_be_served(
     bench: Bench, prompt: list[int], params: SamplingParams, words: str
 ) -> None:
-    bench.loop._take(AddPrompt(7, prompt, params))
+    bench.loop.take(AddPrompt(7, prompt, params))
     (refused,) = bench.told()
     assert isinstance(refused, PromptRefused)
     assert (refused.key, refused.blame) == (7, ErrorOrigin.CLIENT)
     assert words in refused.text
     assert not bench.engine.has_work
-    assert not bench.loop._by_key
+    assert not bench.loop.active
 
 
 def test_a_prompt_that_fails_in_the_engine_takes_nobody_with_it(
@@ -358,7 +367,7 @@ def test_a_prompt_that_fails_in_the_engine_takes_nobody_with_it(
     bench = Bench("a tokenizer")
     with monkeypatch.context() as patch:
         patch.setattr("lamina.models.tokenizer.Detokenizer", fail)
-        bench.loop._take(AddPrompt(7, PROMPT, PARAMS))
+        bench.loop.take(AddPrompt(7, PROMPT, PARAMS))
     (refused,) = bench.told()
     assert refused == PromptRefused(7, "the engine could not add the prompt: no text today", ErrorOrigin.SERVER)
     assert not bench.engine.has_work
@@ -376,7 +385,7 @@ def test_so_does_one_that_fails_at_the_tokens_that_another_engine_has_told(monke
 
     with monkeypatch.context() as patch:
         patch.setattr("lamina.models.tokenizer.Detokenizer", Pieces)
-        bench.loop._take(AddPrompt(7, PROMPT, PARAMS, [ResumedCompletion(index=0, token_ids=[5])], accepted=True))
+        bench.loop.take(AddPrompt(7, PROMPT, PARAMS, [ResumedCompletion(index=0, token_ids=[5])], accepted=True))
     (refused,) = bench.told()
     assert refused == PromptRefused(7, "the engine could not add the prompt: no such token", ErrorOrigin.SERVER)
     assert not bench.engine.has_work
@@ -385,7 +394,7 @@ def test_so_does_one_that_fails_at_the_tokens_that_another_engine_has_told(monke
 def test_a_link_that_fails_ends_the_loop_and_says_why(bench: Bench) -> None:
     cause = ValueError("a bad frame")
     with pytest.raises(RuntimeError, match="its link to the server has failed: a bad frame") as failed:
-        bench.loop._take(cause)
+        bench.loop.take(cause)
     assert failed.value.__cause__ is cause
 
 
@@ -393,12 +402,12 @@ def test_all_that_waits_is_taken_before_a_step_and_an_idle_engine_waits_for_a_me
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key in (7, 8):
-        bench.loop._inbox.put(AddPrompt(key, PROMPT, PARAMS))
-    bench.loop._take_messages()
-    assert sorted(bench.loop._by_key) == [7, 8]
-    bench.loop._take_messages()  # it has work: it does not wait
+        bench.loop.inbox.put(AddPrompt(key, PROMPT, PARAMS))
+    bench.loop.take_messages()
+    assert sorted(bench.loop.active) == [7, 8]
+    bench.loop.take_messages()  # it has work: it does not wait
     for key in (7, 8):
-        bench.loop._take(CancelPrompt(key))
+        bench.loop.take(CancelPrompt(key))
     waits: list[float] = []
 
     class Inbox:
@@ -409,14 +418,14 @@ def test_all_that_waits_is_taken_before_a_step_and_an_idle_engine_waits_for_a_me
         def get_nowait(self) -> Any:
             raise queue.Empty
 
-    monkeypatch.setattr(bench.loop, "_inbox", Inbox())
-    bench.loop._take_messages()
+    monkeypatch.setattr(bench.loop, "inbox", Inbox())
+    bench.loop.take_messages()
     assert waits == [engine_process.IDLE_S]
     bench.workers.has_pending_stats = True
-    bench.loop._take_messages()
+    bench.loop.take_messages()
     assert waits[1:] == [engine_process.HEALTH_CHECK_S], "one that does not answer is looked at more often"
-    bench.loop._stopped = True
-    bench.loop._take_messages()
+    bench.loop.take(Stop())
+    bench.loop.take_messages()
     assert len(waits) == 2, "not behind a Stop"
 
 
@@ -431,33 +440,33 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_state_is_due_at_the_beginning_of_work_at_its_end_and_now_and_then_while_steps_are_done(
     bench: Bench, now: list[float]
 ) -> None:
-    bench.loop._report()
+    bench.loop.report()
     assert bench.told() == [], "idle as it was"
-    bench.loop._take(AddPrompt(7, PROMPT, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)))
-    bench.loop._report()
+    bench.loop.take(AddPrompt(7, PROMPT, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)))
+    bench.loop.report()
     (state,) = bench.told()
     assert state.metrics["prefix_cache_queries"] == 0
     without = structs.replace(state, metrics={})
     assert without == EngineState(running=0, waiting=1, free_blocks=[64], steps=0, evictable_blocks=[0])
     now[0] += engine_process.STATE_S + 0.01
-    bench.loop._report()
+    bench.loop.report()
     assert bench.told() == [], "no step was done"
-    bench.loop._advance()
+    bench.loop.advance()
     bench.told()
-    bench.loop._report()
+    bench.loop.report()
     (state,) = bench.told()
     assert (state.running, state.waiting, state.steps) == (1, 0, 1)
     assert state.free_blocks[0] < 64
-    bench.loop._advance()
+    bench.loop.advance()
     bench.told()
-    bench.loop._report()
+    bench.loop.report()
     assert bench.told() == [], "not so soon"
     now[0] += 0.09
-    bench.loop._report()
+    bench.loop.report()
     (state,) = bench.told()
     assert state.steps == 2, "gauges follow within a tenth of a second"
-    bench.loop._take(CancelPrompt(7))
-    bench.loop._report()
+    bench.loop.take(CancelPrompt(7))
+    bench.loop.report()
     (state,) = bench.told()
     assert state.steps == 2, "it is idle now"
 
@@ -465,15 +474,15 @@ def test_a_state_is_due_at_the_beginning_of_work_at_its_end_and_now_and_then_whi
 def test_workers_are_asked_every_second_or_so_and_their_answers_are_told(bench: Bench, now: list[float]) -> None:
     for ask, passed in ((1, 0.0), (1, engine_process.COUNTERS_S - 0.01), (2, 0.02), (2, 0.0)):
         now[0] += passed
-        bench.loop._report()
+        bench.loop.report()
         assert bench.workers.asked == ask
     bench.workers.stats = {"memory-0": {"steps": 1.0}}
-    bench.loop._report()
+    bench.loop.report()
     counters, state = bench.told()
     assert counters == WorkerCounters({"memory-0": {"steps": 1.0}}, [2, 1])
     assert isinstance(state, EngineState), "idle, and all have answered"
     bench.workers.stats = {"memory-0": {"steps": 1.0}}
-    bench.loop._report()
+    bench.loop.report()
     assert [type(m) for m in bench.told()] == [WorkerCounters, EngineState], "though none had anything to do"
 
 
@@ -490,57 +499,58 @@ def test_workers_that_have_met_are_told_before_they_have_answered(running: Bench
 def test_a_change_of_memory_workers_is_told_with_what_there_is_then(reason: str, asked: bool, bench: Bench) -> None:
     left = [ResizeResult("", 0.25, 7, reason)]
     bench.workers.resizer.take_outcome = lambda: left.pop() if left else None
-    bench.loop._report()
+    bench.loop.report()
     told, state = bench.told()
     assert (told.error, told.pause_s, told.was_requested) == ("", 0.25, asked)
-    assert told.ready.num_blocks == bench.loop._ready().num_blocks
+    assert told.ready.num_blocks == bench.loop.ready().num_blocks
     assert isinstance(state, EngineState)
 
 
 def test_counters_go_to_whoever_weighs_memory_workers_by_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(bench.loop._rebalancer, "update", seen.append)
-    bench.loop._report()
+    monkeypatch.setattr(Rebalancer, "update", lambda _, counters: seen.append(counters))
+    bench.loop.report()
     bench.workers.stats = {"memory-0": {"attend_s": 1.0}}
-    bench.loop._report()
+    bench.loop.report()
     assert seen == [{"memory-0": {"attend_s": 1.0}}]
 
 
 def test_at_its_time_nothing_is_due_yet(bench: Bench, now: list[float]) -> None:
     loop = bench.loop
-    now[0], loop._asked_at = engine_process.COUNTERS_S, 0.0
-    loop._report()
+    now[0] = engine_process.COUNTERS_S
+    loop.report()
     assert bench.workers.asked == 0
-    loop._take(AddPrompt(7, PROMPT, PARAMS))
-    loop._report()
-    loop._advance()
+    now[0] = 0.0
+    loop.take(AddPrompt(7, PROMPT, PARAMS))
+    loop.report()
+    loop.advance()
     bench.told()
-    now[0], loop._state_at, loop._asked_at = engine_process.STATE_S, 0.0, 0.0
-    loop._report()
+    now[0] = engine_process.STATE_S
+    loop.report()
     assert bench.told() == []
     now[0] *= 1.01
     bench.workers.stats = {}
-    loop._report()
+    loop.report()
     assert [type(m) for m in bench.told()] == [WorkerCounters, EngineState], (
         "a step was done, though no worker says more"
     )
 
 
 def test_while_a_step_runs_a_state_is_due_where_a_worker_has_gone_on(bench: Bench, now: list[float]) -> None:
-    bench.loop._take(AddPrompt(7, PROMPT, PARAMS))
-    bench.loop._report()
+    bench.loop.take(AddPrompt(7, PROMPT, PARAMS))
+    bench.loop.report()
     bench.told()
     kinds = []
     for steps in (1.0, 1.0, 2.0):
         bench.workers.stats = {"memory-0": {"steps": steps}}
-        bench.loop._report()
+        bench.loop.report()
         kinds.append([type(m).__name__ for m in bench.told()])
     assert kinds == [["WorkerCounters", "EngineState"], ["WorkerCounters"], ["WorkerCounters", "EngineState"]]
 
 
 def test_what_a_server_is_told_of_the_engine(bench: Bench) -> None:
     bench.wire.ready.summary.update({"q_bytes": [8, 8], "kv_bytes": [4, 4], "o_bytes": [16, 16]})
-    assert bench.loop._ready() == EngineReady(
+    assert bench.loop.ready() == EngineReady(
         vocab_size=VOCAB, max_model_len=128, max_num_seqs=bench.engine.config.batching.max_num_seqs, dtype="float32",
         block_size=4, num_blocks=[[64]], holders=[[0]], attention_calls_per_step=2, max_tokens_that_fit=2.0,
         row_bytes={"q": 16, "kv": 8, "o": 32}, workers=["compute-0", "memory-0"], hosts=bench.workers.hosts,
@@ -574,14 +584,15 @@ def test_a_server_gets_all_of_a_prompt_over_the_link_and_stops_the_loop(running:
     running.server.send(Stop())
     running.thread.join(SOON_S)
     assert running.failure is None
-    assert running.workers.called == running.loop._report
+    assert running.workers.called == running.loop.report
 
 
 def test_the_end_of_the_link_ends_the_loop(running: Bench) -> None:
     until(running.server, EngineReady)
     running.server.close()
     running.thread.join(SOON_S)
-    assert (running.failure, running.loop._stopped) == (None, True)
+    assert not running.thread.is_alive()
+    assert running.failure is None
 
 
 def test_an_engine_whose_views_have_no_numbers_any_more_ends_without_a_word(running: Bench) -> None:
@@ -593,7 +604,7 @@ def test_an_engine_whose_views_have_no_numbers_any_more_ends_without_a_word(runn
     running.workers.ready = structs.replace(running.workers.ready, epoch=engine_process.LAST_EPOCH)
     running.thread.join(SOON_S)
     assert not running.thread.is_alive()
-    assert (running.failure, running.loop._stopped) == (None, False)
+    assert running.failure is None
     with pytest.raises(ValidationError):
         decode(encode(Quiesce(epoch=1 << EPOCH_BITS)), type=Quiesce)
 
@@ -613,14 +624,18 @@ def test_a_frame_that_cannot_be_ends_the_loop_loudly(running: Bench) -> None:
 
 
 @pytest.mark.parametrize("error", [LinkBrokenError("a bad frame"), KeyError("whatever else"), LinkClosedError("gone")])
-def test_the_reader_tells_the_loop_how_it_ended(error: Exception, bench: Bench) -> None:
+def test_the_reader_tells_the_loop_how_it_ended(error: Exception) -> None:
     def recv() -> None:
         raise error
 
-    bench.loop._link = SimpleNamespace(recv=recv)  # type: ignore[assignment]
-    bench.loop._read()
-    told = bench.loop._inbox.get_nowait()
-    assert told == Stop() if type(error) is LinkClosedError else told is error
+    link = SimpleNamespace(recv=recv, send=lambda _: None)
+    loop = Bench(link=link).loop
+    if type(error) is LinkClosedError:
+        loop.run()
+        return
+    with pytest.raises(RuntimeError, match="its link to the server has failed") as failed:
+        loop.run()
+    assert failed.value.__cause__ is error
 
 
 def test_the_threads_of_a_link_have_its_name_and_hold_nobody_up(running: Bench) -> None:
@@ -631,7 +646,7 @@ def test_the_threads_of_a_link_have_its_name_and_hold_nobody_up(running: Bench) 
 
 def test_a_server_that_reads_nothing_does_not_hold_up_the_end(running: Bench) -> None:
     until(running.server, EngineReady)
-    running.loop._outbox.put(PromptRefused(1, "x" * (1 << 22), ErrorOrigin.SERVER))
+    running.loop.outbox.put(PromptRefused(1, "x" * (1 << 22), ErrorOrigin.SERVER))
     running.server.send(Stop())
     running.thread.join(SOON_S)
     assert not running.thread.is_alive()
@@ -639,7 +654,7 @@ def test_a_server_that_reads_nothing_does_not_hold_up_the_end(running: Bench) ->
 
 def test_what_cannot_be_sent_ends_the_loop_loudly(running: Bench) -> None:
     until(running.server, EngineReady)
-    running.loop._outbox.put(object())
+    running.loop.outbox.put(object())
     running.thread.join(SOON_S)
     assert "its link to the server has failed" in running.failure
 
@@ -648,7 +663,7 @@ def test_of_workers_that_have_become_fewer_since_none_goes_by_a_number_from_befo
     """Of two drains at once the second one's worker has gone, and another one has its number."""
     begun = list[Any]()
     bench.workers.resizer.plan, bench.workers.resizer.begin = begun.append, begun.append
-    bench.loop._take(ScaleMemory(1, [0]))
+    bench.loop.take(ScaleMemory(1, [0]))
     (said,) = bench.told()
     assert (said.error, said.in_place) == ("memory workers 0 to 0 exist now: request it again", True)
     assert not begun

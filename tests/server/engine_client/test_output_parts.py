@@ -57,7 +57,7 @@ def test_an_engine_parts_what_a_frame_does_not_hold(monkeypatch: pytest.MonkeyPa
     bench = Bench()
     bench.server = ControlLink(bench.sock, FROM_ENGINE, 1 << 12)
     bench.thread.start()
-    bench.loop._outbox.put(many())
+    bench.loop.outbox.put(many())
     held, whole = OutputAssembler(), None
     while whole is None:
         message = bench.server.recv(LIMIT_S)

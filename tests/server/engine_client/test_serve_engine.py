@@ -221,7 +221,7 @@ def test_a_life_with_work(loaded: list[tuple[Any, ...]]) -> None:
 def test_no_user_is_to_blame_for_an_engine_that_fails_while_it_runs(
     error: Exception, loaded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_process._EngineLoop, "run", failing(error))
+    monkeypatch.setattr(engine_process.EngineLoop, "run", failing(error))
     server = Server(START)
     if isinstance(error, WorkerError):
         serve_engine(server.sock)

@@ -62,7 +62,7 @@ class KeptClient(FakeClient):
         if key == self.hangs_at:
             self.hanging = key
         for index in range(0 if self.hold or self.error or key == self.hanging else params.n):
-            for delta in self._deltas(key, index, params, last=index == params.n - 1):
+            for delta in self.deltas_of(key, index, params, last=index == params.n - 1):
                 self.journal.add_deltas([delta])
                 replies.push(delta)
         return key
@@ -258,7 +258,7 @@ def test_whose_client_reads_slowly_as_the_engine_is_lost_is_finished(
                 await asyncio.sleep(0)
             server = run.HttpServer(service, lambda: None)
             service.client.lost.set()
-            await server._end_with_engine()
+            await server.end_with_engine()
             assert server.should_exit
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

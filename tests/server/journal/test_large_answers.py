@@ -50,7 +50,7 @@ class Scored(FakeClient):
         super().__init__()
         self.ready = Scored.ready
 
-    def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
+    def deltas_of(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
         return scored_deltas(key, index, params, len(self.added[key][0]), last=last)
 
 
@@ -339,7 +339,7 @@ def test_answers_of_a_journal_are_made_while_others_are_served(tmp_path: Path) -
     """Each reads a piece at a time, so that /health answers long before they are whole."""
 
     class Kept(KeptClient):
-        def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
+        def deltas_of(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
             return scored_deltas(key, index, params, 50, last=last)
 
     client = Kept()

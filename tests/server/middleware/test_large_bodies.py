@@ -14,7 +14,8 @@ from fake import FakeClient, http_of, make_service
 from test_flow import until
 from test_layers import JSON, ask, error_of, run
 
-from lamina.server.request import json_decoding
+from lamina.models.tokenizer import token_ids
+from lamina.server.request import json_decoding, prompt_processing
 from lamina.server.request.request_bodies import INLINE_BYTES
 
 SIZE = 8 << 20
@@ -148,13 +149,18 @@ def test_prompts_of_no_form_are_refused(text: str) -> None:
     assert response.status_code == 400, response.text
 
 
-def test_who_is_refused_is_told_while_others_are_tokenized() -> None:
+def test_who_is_refused_is_told_while_others_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is taken before the tokenizer is waited for: of 100 requests, 4 have it."""
     client = FakeClient()
     client.hold = True
     service = make_service(client, max_num_queued_reqs=0)
     free = threading.Event()
-    service.prompt_processor._thread.submit(free.wait, 60)
+
+    def slowly(*given: Any, **how: Any) -> list[int]:
+        assert free.wait(60)
+        return token_ids(*given, **how)
+
+    monkeypatch.setattr(prompt_processing, "token_ids", slowly)
     body = {"prompt": "class A: " * 80, "max_tokens": 2}
 
     async def work() -> None:
@@ -186,7 +192,7 @@ def test_texts_are_counted_across_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(json_decoding, "PIECE", 3)
     for shift in range(4):
         data = b"[" + b" " * shift + rb'"a\"b","\"\"","c\\"' + b"]"
-        assert json_decoding._count_texts(data) == 2, "the one that ends with a backslash counts half"
+        assert json_decoding.count_texts(data) == 2, "the one that ends with a backslash counts half"
 
 
 def test_a_scan_has_a_bounded_number_of_values_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from running import Running, alive, eventually
 from test_recovering import BODY, health, texts
 
 from lamina.cli.launch import main
-from lamina.cli.operate.scale import _listed
+from lamina.cli.operate.scale import as_flags
 from lamina.config.flat_options import make_config
 from lamina.config.option import MEASURED
 from lamina.server.errors import ApiError
-from lamina.server.operator_routes import _sizes, scaled_config, workers_on_host
+from lamina.server.operator_routes import scaled_config, sizes_of, workers_on_host
 
 pytestmark = pytest.mark.timeout(300)
 KEY = "the-operator"
@@ -202,13 +202,13 @@ def test_a_drained_server_finishes_what_it_has_and_takes_nothing_new_until_that_
 def test_who_says_how_many_batches_takes_the_place_of_a_plan() -> None:
     """Memory workers keep their measured parts; other numbers leave the plan as it is."""
     planned = make_config({"plan": "auto:3", "memory_workers": 2})
-    assert _listed(_sizes(planned)) == (
+    assert as_flags(sizes_of(planned)) == (
         "--memory-workers 2, --prefill-workers 0, --tensor-parallel-size 1, --pipeline auto:3"
     )
     for n in (1, 2):
         told = scaled_config(planned, {"pipeline": n})
         assert (told.topology.plan, told.topology.pipeline, told.topology.memory_weights) == ("", n, MEASURED)
-        assert _sizes(told)["pipeline"] == n != _sizes(planned)["pipeline"]
+        assert sizes_of(told)["pipeline"] == n != sizes_of(planned)["pipeline"]
     more = scaled_config(planned, {"memory_workers": 4})
     assert (more.topology.plan, more.topology.memory_workers) == ("auto:3", 4)
     assert (

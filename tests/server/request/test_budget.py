@@ -12,6 +12,7 @@ from fake import FakeClient, http_of, make_service
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from msgspec.structs import replace
 from starlette.types import Message
 from test_flow import until
 from test_layers import JSON, ask, error_of, run
@@ -182,8 +183,9 @@ def test_a_body_that_was_refused_for_lack_of_room_was_not_read() -> None:
 
 
 def test_a_text_that_takes_more_than_all_memory_for_bodies_is_refused_by_its_size() -> None:
-    service = make_service(**SMALL)
-    service.prompt_processor._max_chars = MIB
+    client = FakeClient()
+    client.ready = replace(client.ready, max_model_len=MIB)
+    service = make_service(client, **SMALL)
     response = ask("POST", "/tokenize", service, json={"prompt": "a " * 400_000})
     assert response.status_code == 413
     assert error_of(response)["message"].startswith("the text takes")

@@ -1,4 +1,4 @@
-"""The limits of waiting requests, error texts and roles, to the exact number and word."""
+"""The limits of waiting requests, to the exact number."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import pytest
 
 from lamina.server.errors import ApiError
 from lamina.server.queue_limit import QueueLimit
-from lamina.server.request.openai_protocol import Message
-from lamina.server.request.prompt_processing import _plain
 
 
 def admission(**limits: int) -> QueueLimit:
@@ -46,9 +44,3 @@ def test_as_many_completions_are_under_way_as_are_allowed_and_not_one_more() -> 
     ticket.on_completion_finished()
     room.admit(1)
     assert room.completions == 5
-
-
-def test_a_developer_speaks_as_the_system_and_nobody_else_does() -> None:
-    """Models' templates know no developer."""
-    roles = {role: _plain(Message(role=role, content="be brief"))["role"] for role in ("developer", "system", "user")}
-    assert roles == {"developer": "system", "system": "system", "user": "user"}

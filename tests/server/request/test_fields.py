@@ -192,8 +192,8 @@ def test_a_body_in_another_encoding_is_refused_as_that(body: bytes, words: str) 
 @pytest.mark.parametrize("stream", [True, False])
 def test_characters_that_end_a_line_are_escaped(stream: bool) -> None:
     class Lines(FakeClient):
-        def _deltas(self, *given: Any, **how: Any) -> Any:
-            deltas = super()._deltas(*given, **how)
+        def deltas_of(self, *given: Any, **how: Any) -> Any:
+            deltas = super().deltas_of(*given, **how)
             deltas[0].text = "a\u2028b\u2029c\u0085d\u2027"
             return deltas
 
@@ -235,6 +235,16 @@ def test_parts_of_text_are_lines_and_names_go_to_the_template() -> None:
     assert named == [token_ids(tokenizer, "me", add_special_tokens=False)]
 
 
+@pytest.mark.parametrize(("role", "as_"), [("developer", "system"), ("system", "system"), ("user", "user")])
+def test_a_developer_speaks_as_the_system_and_nobody_else_does(role: str, as_: str) -> None:
+    """Models' templates know no developer."""
+    tokenizer = make_service().prompt_processor.tokenizer
+    wanted = token_ids(tokenizer, as_, add_special_tokens=False)
+    assert prompts_of({"messages": [{"role": role, "content": "be brief"}]}, template="{{ messages[0].role }}") == [
+        wanted
+    ]
+
+
 @pytest.mark.parametrize(("path", "body"), [(CHAT, TALK), (COMPLETIONS, TEXT), ("/tokenize", {"prompt": "hi"})])
 @pytest.mark.parametrize("special", [None, True, False])
 def test_special_tokens_are_added_where_asked_for(path: str, body: dict[str, Any], special: bool | None) -> None:
@@ -242,7 +252,7 @@ def test_special_tokens_are_added_where_asked_for(path: str, body: dict[str, Any
 
     client = FakeClient()
     service = make_service(client)
-    service.prompt_processor.tokenizer._tokenizer.post_processor = TemplateProcessing(
+    service.prompt_processor.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|end|> $A", special_tokens=[("<|end|>", 3)]
     )
     answer = ask("POST", path, service, json={**body, "add_special_tokens": special})

@@ -19,7 +19,7 @@ from lamina.server.call import Service
 from lamina.server.engine_client.messages import Delta, EngineState, decode_scores, encode_scores
 from lamina.server.engine_client.reply_queue import ReplyQueue
 from lamina.server.errors import ApiError
-from lamina.server.run import HttpServer, _StartupLog
+from lamina.server.run import HttpServer, StartupLog
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 
@@ -94,8 +94,14 @@ def test_draining_refuses_and_says_so() -> None:
 
 def test_the_log_says_how_to_end_at_once(caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(shutdown_timeout=7.0)
+
+    async def drain() -> None:
+        server = HttpServer(service, lambda: None)
+        server.on_signal()
+        await until(lambda: server.should_exit)
+
     with caplog.at_level(logging.INFO):
-        run(HttpServer(service, lambda: None)._drain())
+        run(drain())
     assert "draining: 0 requests, at most 7 s; a second Ctrl-C" in caplog.text
     assert caplog.messages[-1] == "ending: all requests have their replies"
     assert service.queue_limit.is_draining
@@ -111,12 +117,11 @@ def test_the_log_says_how_many_completions_a_drain_has_cut(second: bool, caplog:
         async with http_of(service) as http:
             asked = [asyncio.create_task(http.post("/v1/completions", json=BODY))]
             await until(lambda: service.active_calls)
-            server._signalled()
+            server.on_signal()
             if second:
                 await until(lambda: "draining" in caplog.text)
-                server._signalled()
-            assert server._ending is not None
-            await asyncio.wait_for(server._ending, 5)
+                server.on_signal()
+            await until(lambda: server.should_exit)
             assert [(await one).status_code for one in asked] == [503]
 
     with caplog.at_level(logging.INFO):
@@ -129,7 +134,7 @@ def test_the_log_says_how_many_completions_a_drain_has_cut(second: bool, caplog:
 
 
 def test_the_log_has_the_end_of_every_stage(caplog: pytest.LogCaptureFixture) -> None:
-    stages = _StartupLog()
+    stages = StartupLog()
     with caplog.at_level(logging.INFO):
         for stage, done in (("starting", 1), ("loading", 0), ("loading", 1), ("loading", 1), ("cutting", 0)):
             stages(Progress(stage=stage, done=done, total=1))

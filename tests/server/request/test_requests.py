@@ -144,7 +144,7 @@ def test_no_field_breaks_the_server(service: Any, path: str, fields: dict[str, A
 def test_a_request_without_a_token_is_an_error_of_the_server() -> None:
     client = FakeClient()
     reason = "min_tokens and its like at the beginning of a text mean nothing"
-    client._deltas = lambda key, index, params, last: [  # type: ignore[method-assign]
+    client.deltas_of = lambda key, index, params, last: [  # type: ignore[method-assign]
         Delta(
             key=key,
             index=index,
@@ -168,7 +168,7 @@ def test_a_request_without_a_token_is_an_error_of_the_server() -> None:
 def test_a_parameter_that_leaves_no_token_is_an_error_of_the_client() -> None:
     client = FakeClient()
     reason = "min_tokens 3 bans the stop tokens so far, and the model gives no other token"
-    client._deltas = lambda key, index, params, last: [  # type: ignore[method-assign]
+    client.deltas_of = lambda key, index, params, last: [  # type: ignore[method-assign]
         Delta(
             key=key,
             index=index,

@@ -21,8 +21,8 @@ ROUTES = [(COMPLETIONS, TEXT), (CHAT, TALK)]
 class Scoring(FakeClient):
     """Scores prompts, too: the token itself, which is none of the best, and the best."""
 
-    def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
-        deltas = super()._deltas(key, index, params, last=last)
+    def deltas_of(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
+        deltas = super().deltas_of(key, index, params, last=last)
         if params.prompt_logprobs is not None and index == 0:
             best = [(40 + i, -0.1 * (i + 1), i + 1) for i in range(params.prompt_logprobs)]
             prompt = self.added[key][0]
@@ -188,7 +188,7 @@ def test_alternatives_come_in_vllms_order() -> None:
     """
 
     class Drawing(FakeClient):
-        def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
+        def deltas_of(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
             best = [(8, -1.0, 1), (9, -2.0, 2)]
             entries = [encode_scores([(9, -2.0, 2), *best]), encode_scores([(7, -3.0, 3), *best])]
             return [Delta(key=key, index=0, token_ids=[9, 7], text="ab", logprobs=entries, finish_reason="length")]

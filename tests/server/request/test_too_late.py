@@ -100,15 +100,15 @@ def test_the_engines_loop_refuses_at_the_arrival_and_takes_whom_it_took_before()
     promises.set_config(ServerConfig(slo_ttft="1s").conductor_config)
     promises.conductor.prefill_latency.model = promises.conductor.prefill_latency.model._replace(b=1.0)
     for key in (7, 8):
-        bench.loop._take(AddPrompt(key, PROMPT, PARAMS))
+        bench.loop.take(AddPrompt(key, PROMPT, PARAMS))
     (refused,) = [m for m in bench.told() if isinstance(m, PromptRefused)]
     assert (refused.key, refused.blame) == (8, ErrorOrigin.LOAD)
     assert refused.refusal is not None
     assert refused.refusal.reason == "ttft"
-    bench.loop._take(AddPrompt(9, PROMPT, PARAMS, accepted=True))
+    bench.loop.take(AddPrompt(9, PROMPT, PARAMS, accepted=True))
     assert {d.key for d in bench.work()} == {7, 9}
     bench.engine.release_idle_blocks()
-    assert bench.loop._state().metrics["ttft_samples"] == 2
+    assert bench.loop.state().metrics["ttft_samples"] == 2
     assert promises.conductor.num_waiting == promises.conductor.decode_load_model.num_running == 0
 
 
@@ -116,12 +116,12 @@ def test_a_prompt_that_is_computed_and_cannot_be_decoded_ends() -> None:
     bench = Bench()
     promises = bench.engine.slo_admission
     promises.set_config(ServerConfig(slo_tbt="1us", overload="baseline").conductor_config)
-    bench.loop._take(AddPrompt(7, PROMPT, PARAMS))
+    bench.loop.take(AddPrompt(7, PROMPT, PARAMS))
     while not promises.conductor.decode_load_model.num_running:
-        bench.loop._advance()
+        bench.loop.advance()
     for _ in range(8):
         promises.on_round_done(1, 10.0, 1.0)
-    bench.loop._take(AddPrompt(8, PROMPT, PARAMS))
+    bench.loop.take(AddPrompt(8, PROMPT, PARAMS))
     ends = {d.key: d for d in bench.work() if d.finish_reason}
     assert (ends[7].finish_reason, ends[8].finish_reason) == ("length", "error")
     assert (ends[8].blame, ends[8].refusal and ends[8].refusal.reason) == (ErrorOrigin.LOAD, "tbt")
@@ -162,11 +162,11 @@ def test_answers_in_time_are_counted(limits: dict[str, Any], good: float) -> Non
 def test_gauges_tell_of_the_loads() -> None:
     bench = Bench()
     bench.engine.slo_admission.set_config(ServerConfig(slo_ttft="1s").conductor_config)
-    bench.loop._take(AddPrompt(7, PROMPT, PARAMS))
+    bench.loop.take(AddPrompt(7, PROMPT, PARAMS))
     bench.work()
     service = make_service()
     assert "prefill_load" not in service.metrics.render(vllm=False).decode()
-    service.client.state = bench.loop._state()
+    service.client.state = bench.loop.state()
     text = service.metrics.render(vllm=False).decode()
     for name in ("prefill_load", "decode_load", "ttft_samples_total", "ttft_predicted_seconds_total"):
         assert f"lamina:{name}{{" in text

@@ -81,7 +81,7 @@ class FakeClient:
             had = self.named.get(session, SessionInfo(session.name, 0, 0, "pool"))
             self.named[session] = had._replace(turns=had.turns + 1, tokens=len(prompt))
         for index in range(0 if self.hold else params.n):
-            for delta in self._deltas(key, index, params, last=index == params.n - 1):
+            for delta in self.deltas_of(key, index, params, last=index == params.n - 1):
                 meter.on_delta(delta)
                 replies.push(delta)
         return key
@@ -103,7 +103,7 @@ class FakeClient:
     def cancel(self, key: int) -> None:
         self.cancelled.append(key)
 
-    def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
+    def deltas_of(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
         scores = [(WORD, -0.5, 1), *[(WORD + 1, -1.0, 1)] * (params.logprobs or 0)]
         logprobs = None if params.logprobs is None else [encode_scores(scores)]
         cached = self.cached if index == 0 else None

@@ -56,7 +56,7 @@ class Later(FakeClient):
     def finish(self, key: int = 0) -> None:
         (held,) = [h for h in self._held if h[0] == key]
         _, params, replies, meter = held
-        for delta in self._deltas(key, 0, params, last=True):
+        for delta in self.deltas_of(key, 0, params, last=True):
             meter.on_delta(delta)
             replies.push(delta)
 
