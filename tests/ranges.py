@@ -38,7 +38,7 @@ RUNS = tuple(
     shlex.split(f"-m pytest {arguments}")
     for arguments in (
         """
-        tests/api/wrapped tests/converter tests/models tests/api tests/ops/attention/test_numba.py
+        tests/api/wrapped tests/converter tests/models tests/api tests/ops/attention/test_numba_kernels.py
         tests/executor/hosts/test_ray_hosts.py tests/e2e/test_llm.py tests/e2e/test_tensor_parallel.py
         tests/e2e/models/test_other_families.py tests/server/request/test_fields.py
         tests/server/middleware/test_layers.py

@@ -1,10 +1,9 @@
-"""Tests use public names of the product alone, but for the folders of a list that only shrinks."""
+"""Tests use public names of the product alone."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 from test_house import PACKAGES, ROOT
@@ -18,7 +17,6 @@ NOT_OURS = frozenset((
     "_attn", "_attn_implementation", "_experts_implementation", "_global_mapping",  # of transformers
     "_keep_in_fp32_modules_strict",
 ))  # fmt: skip
-REACHES_IN = ("server",)  # folders of tests that use private members of the product; the list only shrinks
 
 
 def is_private(name: str) -> bool:
@@ -44,25 +42,10 @@ def private_uses(tree: ast.AST) -> Iterator[str]:
                 yield from filter(is_private, names)
 
 
-@cache
-def folders_that_reach_in() -> dict[str, list[str]]:
-    """Returns the folders of tests with private uses, and these uses; a file of tests itself is a folder."""
-    found: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        for name in private_uses(ast.parse(path.read_text())):
-            parts = path.relative_to(ROOT / "tests").parts
-            found.setdefault(parts[0], []).append(f"{'/'.join(parts)}: {name}")
-    return found
-
-
 def test_tests_use_no_private_members_of_the_product() -> None:
-    found = {folder: uses for folder, uses in folders_that_reach_in().items() if folder not in REACHES_IN}
-    assert found == {}, "test what a user sees, or make the name public where it is a part of its contract"
-
-
-@pytest.mark.parametrize("folder", REACHES_IN)
-def test_a_folder_of_tests_without_private_uses_is_taken_off_the_list(folder: str) -> None:
-    assert folder in folders_that_reach_in()
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    found = [f"{path}: {name}" for path in paths for name in private_uses(ast.parse(path.read_text()))]
+    assert found == [], "test what a user sees, or make the name public where it is a part of its contract"
 
 
 @pytest.mark.parametrize(

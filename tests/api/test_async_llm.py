@@ -1,4 +1,7 @@
-"""AsyncLLM over an engine with a fake wire: many callers, one batch, and ends of every kind. No test sleeps."""
+"""AsyncLLM over an engine with a fake wire: many callers, one batch, and ends of every kind. No test sleeps.
+
+Covers: lamina/engine/engine_thread.py.
+"""
 
 from __future__ import annotations
 

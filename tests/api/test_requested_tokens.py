@@ -1,4 +1,7 @@
-"""What a front makes of texts in a request: bad words as tokens, the texts of tokens, and how many may be told."""
+"""What a front makes of texts in a request: bad words as tokens, the texts of tokens, and how many may be told.
+
+Covers: lamina/engine/intake.py.
+"""
 
 from __future__ import annotations
 

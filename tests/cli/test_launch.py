@@ -1,4 +1,7 @@
-"""The command line: flags come from the configuration, bad input is one line and exit status 2."""
+"""The command line: flags come from the configuration, bad input is one line and exit status 2.
+
+Covers: lamina/cli/generate.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every refusal of options has its one line, which stays as it is (refused.py)."""
+"""Every refusal of options has its one line, which stays as it is (refused.py).
+
+Covers: lamina/cli/common/flags.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The YAML of a cluster, plans and orders made from it, the token; nothing is started."""
+"""The YAML of a cluster, plans and orders made from it, the token; nothing is started.
+
+Covers: lamina/cli/cluster.py, lamina/executor/hosts/cluster_file.py, lamina/executor/hosts/ray_token.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Workers on the nodes of a Ray cluster: the same tokens, and every loss is told soon and leaves nothing."""
+"""Workers on the nodes of a Ray cluster: the same tokens, and every loss is told soon and leaves nothing.
+
+Covers: lamina/executor/launchers/ray_agent.py.
+"""
 
 from __future__ import annotations
 

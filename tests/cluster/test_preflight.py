@@ -1,4 +1,7 @@
-"""What `lamina-launch` finds out before it starts anything, and how it ends what it has started."""
+"""What `lamina-launch` finds out before it starts anything, and how it ends what it has started.
+
+Covers: lamina/cli/common/preflight.py.
+"""
 
 from __future__ import annotations
 

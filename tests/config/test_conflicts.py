@@ -1,4 +1,7 @@
-"""Settings that exclude or need each other: one table, by which options are refused and documents are written."""
+"""Settings that exclude or need each other: one table, by which options are refused and documents are written.
+
+Covers: lamina/config/offload.py, lamina/config/resolve.py.
+"""
 
 from __future__ import annotations
 

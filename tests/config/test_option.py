@@ -1,4 +1,7 @@
-"""Options are structs: each is declared once, lists are read once, and what travels is what was asked for."""
+"""Options are structs: each is declared once, lists are read once, and what travels is what was asked for.
+
+Covers: lamina/config/engine_config.py, lamina/config/flat_options.py, lamina/config/topology.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The contract of lamina.ops.attention.AttentionBackend, run over every backend of the table."""
+"""The contract of lamina.ops.attention.AttentionBackend, run over every backend of the table.
+
+Covers: lamina/ops/attention/emulate.py.
+"""
 
 from __future__ import annotations
 

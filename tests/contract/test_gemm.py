@@ -1,5 +1,8 @@
 """The contract of lamina.ops.gemm.LinearBackend, run over every entry of the table and every variant that this CPU
-has."""
+has.
+
+Covers: converter/slices.py, lamina/ops/gemm/native.py, lamina/ops/gemm/torch.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The contract of lamina.kv.storage, run over every entry of the table but ``zeros``, which keeps nothing."""
+"""The contract of lamina.kv.storage, run over every entry of the table but ``zeros``, which keeps nothing.
+
+Covers: lamina/kv/storage/zeros.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Programs on rows: what torch computes, for each operator, dtype, number of rows and threads, and instruction set."""
+"""Programs on rows: what torch computes, for each operator, dtype, number of rows and threads, and instruction set.
+
+Covers: lamina/ops/rows/arithmetic.py, lamina/ops/rows/fusion.py, lamina/ops/rows/instructions.py,
+lamina/ops/rows/layout_ops.py, lamina/ops/rows/lowering.py, lamina/ops/rows/program.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The contract of lamina.ops.sampling.Backend: every implementation and instruction set draws the same token, and the
 right one by a reference in fp64 that shares no code with them.
+
+Covers: lamina/ops/sampling/native.py, lamina/ops/sampling/torch_sampling.py.
 """
 
 from __future__ import annotations

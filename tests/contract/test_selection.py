@@ -1,4 +1,7 @@
-"""Rows that attend the best blocks only, over every backend of CPUs, held against softmax in fp64."""
+"""Rows that attend the best blocks only, over every backend of CPUs, held against softmax in fp64.
+
+Covers: lamina/ops/attention/block_selection.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The contract of netstack/contract/fabric.py, for every transport in the table: a new one needs no edit here."""
+"""The contract of netstack/contract/fabric.py, for every transport in the table: a new one needs no edit here.
+
+Covers: netstack/contract/channel_terms.py, netstack/contract/fabric.py.
+"""
 
 import gc
 import os

@@ -1,4 +1,8 @@
-"""Slices of small models: the same numbers as the whole, the order of their work, what they carry, whose weights."""
+"""Slices of small models: the same numbers as the whole, the order of their work, what they carry, whose weights.
+
+Covers: converter/emit.py, converter/fused.py, converter/graph.py, converter/plan.py, converter/render.py,
+converter/reorder.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What explain says of a program, against numbers worked out by hand."""
+"""What explain says of a program, against numbers worked out by hand.
+
+Covers: converter/explain.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A capture that was written and read again is the same program, of weights that are the module's own."""
+"""A capture that was written and read again is the same program, of weights that are the module's own.
+
+Covers: converter/capture.py.
+"""
 
 from __future__ import annotations
 

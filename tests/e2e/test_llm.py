@@ -1,4 +1,7 @@
-"""The whole product on small models: tokens of transformers, over every transport, whatever the batch does."""
+"""The whole product on small models: tokens of transformers, over every transport, whatever the batch does.
+
+Covers: lamina/api/llm.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A memory worker on which no new sequence begins: those that are there go on, all others begin elsewhere."""
+"""A memory worker on which no new sequence begins: those that are there go on, all others begin elsewhere.
+
+Covers: lamina/engine/evacuation.py, lamina/engine/scheduler_factory.py.
+"""
 
 from __future__ import annotations
 

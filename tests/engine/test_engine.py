@@ -1,4 +1,7 @@
-"""The engine over a wire that has no workers (``fake_wire``)."""
+"""The engine over a wire that has no workers (``fake_wire``).
+
+Covers: lamina/request/outputs.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Features of the engine: when they are asked, and what follows from their answers."""
+"""Features of the engine: when they are asked, and what follows from their answers.
+
+Covers: lamina/engine/feature.py.
+"""
 
 from __future__ import annotations
 

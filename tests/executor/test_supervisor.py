@@ -1,5 +1,8 @@
 """Losses made good, with real WorkerRegistry, WorkerGroup and Supervisor over simulated workers: at each moment, also
 meanwhile.
+
+Covers: lamina/executor/degraded_replicas.py, lamina/executor/memory_worker_slots.py, lamina/executor/spare_workers.py,
+lamina/executor/stall_detector.py, lamina/protocol/executor.py.
 """
 
 from __future__ import annotations

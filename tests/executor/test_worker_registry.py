@@ -1,4 +1,7 @@
-"""Who is named when workers end, whatever the order in which the driver notices."""
+"""Who is named when workers end, whatever the order in which the driver notices.
+
+Covers: lamina/executor/rendezvous.py, lamina/protocol/control.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What workers take of a host: sums worked out by hand, and one line where they do not fit."""
+"""What workers take of a host: sums worked out by hand, and one line where they do not fit.
+
+Covers: lamina/cli/common/memory_table.py, lamina/facts/host_memory.py, lamina/workers/prefill/stage_worker.py.
+"""
 
 from __future__ import annotations
 

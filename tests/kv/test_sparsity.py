@@ -1,4 +1,7 @@
-"""Which blocks a sparse sequence keeps, how they are scored, and which plans are refused."""
+"""Which blocks a sparse sequence keeps, how they are scored, and which plans are refused.
+
+Covers: lamina/ops/attention/block_scores.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A debtor's way to a loan, and how long it thinks that it has it."""
+"""A debtor's way to a loan, and how long it thinks that it has it.
+
+Covers: lamina/lending/lending_messages.py.
+"""
 
 from __future__ import annotations
 

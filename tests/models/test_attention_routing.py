@@ -1,4 +1,7 @@
-"""Routing: every attention goes through the operator with its whole meaning, and nothing is left changed."""
+"""Routing: every attention goes through the operator with its whole meaning, and nothing is left changed.
+
+Covers: lamina/models/convert.py, lamina/models/rotary_embedding.py, lamina/models/shims.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Loading: the right weights, mapped and not copied; and one clear line for everything that is wrong."""
+"""Loading: the right weights, mapped and not copied; and one clear line for everything that is wrong.
+
+Covers: lamina/models/checkpoint.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Multimodal checkpoints open as text models: from a directory, as a module, and wrapped."""
+"""Multimodal checkpoints open as text models: from a directory, as a module, and wrapped.
+
+Covers: lamina/models/meta_capture.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which weights stay in the pages of their files, and that all of these are read when a model is loaded."""
+"""Which weights stay in the pages of their files, and that all of these are read when a model is loaded.
+
+Covers: lamina/models/read_shard.py, lamina/models/tensor_parallel_shard.py, lamina/models/weight_pages.py.
+"""
 
 from __future__ import annotations
 

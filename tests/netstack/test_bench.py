@@ -1,4 +1,9 @@
-"""``python -m lamina.netstack bench``: every pattern between real processes, its figures, and its refusals."""
+"""``python -m lamina.netstack bench``: every pattern between real processes, its figures, and its refusals.
+
+Covers: netstack/bench/command.py, netstack/bench/floods.py, netstack/bench/gemm_load.py, netstack/bench/job.py,
+netstack/bench/machine_facts.py, netstack/bench/native_loops.py, netstack/bench/patterns.py, netstack/bench/runs.py,
+netstack/bench/server.py.
+"""
 
 from __future__ import annotations
 

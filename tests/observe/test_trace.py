@@ -1,4 +1,7 @@
-"""Recording: what is added comes out again, the newest survive, and the price is known."""
+"""Recording: what is added comes out again, the newest survive, and the price is known.
+
+Covers: lamina/observe/trace_collection.py, lamina/workers/control_loop.py.
+"""
 
 from __future__ import annotations
 

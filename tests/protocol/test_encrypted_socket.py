@@ -1,4 +1,7 @@
-"""Control links to other hosts: who may come, and what a stream may do to records on their way."""
+"""Control links to other hosts: who may come, and what a stream may do to records on their way.
+
+Covers: lamina/executor/launchers/remote_links.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stripes on loan: whatever the rooms, nothing is lent twice, and one sequence has nearly all of the pool."""
+"""Stripes on loan: whatever the rooms, nothing is lent twice, and one sequence has nearly all of the pool.
+
+Covers: lamina/protocol/capacity.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stop strings match special tokens by their texts, whether these are in the text or not."""
+"""Stop strings match special tokens by their texts, whether these are in the text or not.
+
+Covers: lamina/engine/request.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The seam of features: a toy one from outside, and a scheduler without each of its own."""
+"""The seam of features: a toy one from outside, and a scheduler without each of its own.
+
+Covers: lamina/scheduler/feature_table.py, lamina/scheduler/prefill_placement.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who waits with a lower number comes first: in the queue, behind a preemption, in the Conductor's forecast."""
+"""Who waits with a lower number comes first: in the queue, behind a preemption, in the Conductor's forecast.
+
+Covers: lamina/scheduler/batch.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The scheduler alone: no torch, no workers. A fake pool executes the plans with a one-step delay."""
+"""The scheduler alone: no torch, no workers. A fake pool executes the plans with a one-step delay.
+
+Covers: lamina/scheduler/admission.py, lamina/scheduler/preemption.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The scheduler's decisions at their edges: the exact block, token and round at which they change."""
+"""The scheduler's decisions at their edges: the exact block, token and round at which they change.
+
+Covers: lamina/protocol/sparse_layers.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is left behind a loss: as memory workers report it, and as the engine reckons with it."""
+"""What is left behind a loss: as memory workers report it, and as the engine reckons with it.
+
+Covers: lamina/workers/memory/committed_tokens.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A request that makes engines fail is refused for good, over HTTP and in the journal; others go on as without it."""
+"""A request that makes engines fail is refused for good, over HTTP and in the journal; others go on as without it.
+
+Covers: lamina/server/engine_client/open_prompts.py.
+"""
 
 from __future__ import annotations
 

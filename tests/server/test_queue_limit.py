@@ -1,4 +1,7 @@
-"""Places in the queue: one API key's requests leave room for another's."""
+"""Places in the queue: one API key's requests leave room for another's.
+
+Covers: lamina/server/errors.py.
+"""
 
 from __future__ import annotations
 

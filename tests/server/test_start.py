@@ -1,4 +1,7 @@
-"""Starting is quick because the server and its engine process do without torch; workers have it."""
+"""Starting is quick because the server and its engine process do without torch; workers have it.
+
+Covers: lamina/cli/serve.py, lamina/server/server_config.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The whole fleet, hit at any call of any process: each request gets its tokens, once; and mistakes are seen."""
+"""The whole fleet, hit at any call of any process: each request gets its tokens, once; and mistakes are seen.
+
+Covers: lamina/workers/compute/main.py, lamina/workers/prefill/main.py.
+"""
 
 from __future__ import annotations
 

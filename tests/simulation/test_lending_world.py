@@ -1,5 +1,7 @@
 """Leases, ledger and settlements on a virtual clock, over a network that delays, loses and doubles, with crashes; and
 mistakes in them, each of which is seen.
+
+Covers: lamina/lending/settler.py.
 """
 
 from __future__ import annotations

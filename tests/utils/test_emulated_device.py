@@ -1,4 +1,7 @@
-"""Emulated devices take their time, one thing after the other, and change no result."""
+"""Emulated devices take their time, one thing after the other, and change no result.
+
+Covers: lamina/workers/compute/emulated_slices.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Environment variables are listed in one place, and the cluster's key is what its variables say.
 
 ``python tests/utils/test_env.py`` writes docs/environment.md from ``lamina/env.py``.
+
+Covers: netstack/contract/cluster_key.py.
 """
 
 from __future__ import annotations

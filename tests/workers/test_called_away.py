@@ -1,4 +1,7 @@
-"""A worker whose peers have gone on goes on too: the next Connect ends whatever it waits for under the older epoch."""
+"""A worker whose peers have gone on goes on too: the next Connect ends whatever it waits for under the older epoch.
+
+Covers: lamina/workers/compute/model_server.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which worker gets which GPU, and what is said of one that is not there."""
+"""Which worker gets which GPU, and what is said of one that is not there.
+
+Covers: lamina/executor/transport_choice.py, lamina/workers/memory/main.py.
+"""
 
 from __future__ import annotations
 

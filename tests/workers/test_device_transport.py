@@ -1,4 +1,7 @@
-"""Layer messages from device to device: the bits and the bytes of those that hosts send, and what ends them."""
+"""Layer messages from device to device: the bits and the bytes of those that hosts send, and what ends them.
+
+Covers: lamina/workers/compute/device_attention_client.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Messages of a device of its own memory: they are whole when they leave, and nobody overwrites them on the way."""
+"""Messages of a device of its own memory: they are whole when they leave, and nobody overwrites them on the way.
+
+Covers: lamina/workers/compute/staged_comm.py.
+"""
 
 from __future__ import annotations
 

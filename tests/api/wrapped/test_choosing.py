@@ -1,4 +1,7 @@
-"""Whoever runs a row, its caller can choose the token: the best one each time is greedy decoding."""
+"""Whoever runs a row, its caller can choose the token: the best one each time is greedy decoding.
+
+Covers: lamina/api/wrapped/stepwise_generate.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What workers draw by themselves."""
+"""What workers draw by themselves.
+
+Covers: lamina/api/wrapped/sampling_mapping.py.
+"""
 
 from __future__ import annotations
 

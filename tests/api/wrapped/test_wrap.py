@@ -1,4 +1,8 @@
-"""A wrapped model generates as transformers does: the same call, the same tensor."""
+"""A wrapped model generates as transformers does: the same call, the same tensor.
+
+Covers: lamina/api/wrapped/generate_call.py, lamina/api/wrapped/unsupported_arguments.py,
+lamina/api/wrapped/wrapped_model.py.
+"""
 
 from __future__ import annotations
 

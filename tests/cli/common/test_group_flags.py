@@ -1,4 +1,7 @@
-"""Flags that set several options, and old names of flags, as a user of ``serve`` meets them."""
+"""Flags that set several options, and old names of flags, as a user of ``serve`` meets them.
+
+Covers: lamina/cli/common/parser.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``lamina-launch check`` on deaths: each class is kept, and a recovery that is wrong turns its line red."""
+"""``lamina-launch check`` on deaths: each class is kept, and a recovery that is wrong turns its line red.
+
+Covers: lamina/tools/check/resize_case.py, lamina/tools/check/runner.py.
+"""
 
 from __future__ import annotations
 

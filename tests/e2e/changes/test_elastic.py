@@ -1,4 +1,7 @@
-"""Memory workers come and go while sequences run: KV moves, weights stay, and nobody's tokens change."""
+"""Memory workers come and go while sequences run: KV moves, weights stay, and nobody's tokens change.
+
+Covers: lamina/executor/termination_notice.py.
+"""
 
 from __future__ import annotations
 

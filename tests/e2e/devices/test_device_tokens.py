@@ -1,4 +1,7 @@
-"""Workers on a device of its own memory, which a CPU stands in for: the same bits as without one."""
+"""Workers on a device of its own memory, which a CPU stands in for: the same bits as without one.
+
+Covers: converter/move.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""KV beside the pools: evicted and loaded again, saved by one engine and loaded by another, always bit for bit."""
+"""KV beside the pools: evicted and loaded again, saved by one engine and loaded by another, always bit for bit.
+
+Covers: lamina/kv/storage/host.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sequences that keep some of their KV alone: what they save, on how many workers, and who is not one."""
+"""Sequences that keep some of their KV alone: what they save, on how many workers, and who is not one.
+
+Covers: lamina/workers/memory/sparse/scoring.py.
+"""
 
 from __future__ import annotations
 

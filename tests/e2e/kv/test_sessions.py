@@ -1,4 +1,7 @@
-"""Conversations that have a name: they sleep in the pool or beside it, wake, and are forgotten whole."""
+"""Conversations that have a name: they sleep in the pool or beside it, wake, and are forgotten whole.
+
+Covers: lamina/cli/operate/sessions.py.
+"""
 
 from __future__ import annotations
 

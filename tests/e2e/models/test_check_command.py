@@ -1,4 +1,7 @@
-"""``lamina-launch check`` on real engines: kept promises on many families, and broken ones that must turn it red."""
+"""``lamina-launch check`` on real engines: kept promises on many families, and broken ones that must turn it red.
+
+Covers: lamina/tools/check/server_case.py.
+"""
 
 from __future__ import annotations
 

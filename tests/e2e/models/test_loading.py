@@ -1,4 +1,7 @@
-"""Large checkpoints: how much memory loading takes, and how long."""
+"""Large checkpoints: how much memory loading takes, and how long.
+
+Covers: lamina/workers/memory/resident_memory.py.
+"""
 
 from __future__ import annotations
 

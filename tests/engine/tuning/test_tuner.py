@@ -1,4 +1,7 @@
-"""plan="auto": laws that are measured on a started engine, and the number of batches that is chosen by them."""
+"""plan="auto": laws that are measured on a started engine, and the number of batches that is chosen by them.
+
+Covers: lamina/engine/tuning/profiling.py, lamina/engine/tuning/round_time_model.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The launcher ``ray`` without a cluster, by scripted wardens: what it refuses of a host; its seats."""
+"""The launcher ``ray`` without a cluster, by scripted wardens: what it refuses of a host; its seats.
+
+Covers: lamina/executor/launchers/ray.py.
+"""
 
 from __future__ import annotations
 

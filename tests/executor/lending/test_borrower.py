@@ -1,4 +1,7 @@
-"""What an engine asks others for, and which of them it takes."""
+"""What an engine asks others for, and which of them it takes.
+
+Covers: lamina/executor/lending/colocated_lender.py.
+"""
 
 from __future__ import annotations
 

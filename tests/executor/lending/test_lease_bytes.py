@@ -1,4 +1,7 @@
-"""A guest takes no more memory than was lent, and nothing else, whatever its debtor asks for."""
+"""A guest takes no more memory than was lent, and nothing else, whatever its debtor asks for.
+
+Covers: lamina/workers/memory/lease_limits.py.
+"""
 
 from __future__ import annotations
 

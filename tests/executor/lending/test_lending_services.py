@@ -1,4 +1,9 @@
-"""The ledger, creditors and debtors over real links, with real memory workers as guests."""
+"""The ledger, creditors and debtors over real links, with real memory workers as guests.
+
+Covers: lamina/cli/lending/ledger.py, lamina/cli/lending/lend.py, lamina/executor/lending/borrower_links.py,
+lamina/executor/lending/guest_workers.py, lamina/executor/lending/ledger_service.py,
+lamina/executor/lending/lender_service.py, lamina/executor/lending/lending_listener.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A store of pages in files: restarts, damage, a full or broken disk, and who may open it."""
+"""A store of pages in files: restarts, damage, a full or broken disk, and who may open it.
+
+Covers: lamina/kv/disk_store/encryption.py, lamina/kv/disk_store/index_schema.py, lamina/kv/disk_store/maintenance.py,
+lamina/kv/disk_store/page_index.py, lamina/kv/disk_store/page_records.py, lamina/kv/disk_store/segments.py,
+lamina/kv/disk_store/store_directory.py, lamina/kv/pages.py, lamina/kv/storage/file.py.
+"""
 
 from __future__ import annotations
 

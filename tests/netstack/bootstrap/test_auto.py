@@ -1,4 +1,7 @@
-"""The transport ``auto``: memory where both sides reach it, else RDMA if it is named, else the network; and why."""
+"""The transport ``auto``: memory where both sides reach it, else RDMA if it is named, else the network; and why.
+
+Covers: netstack/bootstrap/self_test.py.
+"""
 
 from __future__ import annotations
 

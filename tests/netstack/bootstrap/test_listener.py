@@ -1,4 +1,7 @@
-"""What strangers cost a listener: a bounded number of sockets, each for a bounded time."""
+"""What strangers cost a listener: a bounded number of sockets, each for a bounded time.
+
+Covers: netstack/bootstrap/sockets.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is known of a transport by its name alone, also on a host that cannot open it."""
+"""What is known of a transport by its name alone, also on a host that cannot open it.
+
+Covers: netstack/contract/base.py.
+"""
 
 from __future__ import annotations
 

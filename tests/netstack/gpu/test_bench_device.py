@@ -1,4 +1,7 @@
-"""``python -m lamina.netstack bench --device cuda`` over the stand-in of the CUDA driver."""
+"""``python -m lamina.netstack bench --device cuda`` over the stand-in of the CUDA driver.
+
+Covers: netstack/bench/device.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """The cuda transport over a stand-in of the driver: what goes through kernels, graphs, other processes' memory.
 
-The kernels are those of the product, compiled for this CPU; the contract suite and test_processes run over it too."""
+The kernels are those of the product, compiled for this CPU; the contract suite and test_processes run over it too.
+
+Covers: netstack/bootstrap/lifeline.py, netstack/cuda/channel_memory.py, netstack/cuda/driver.py,
+netstack/cuda/kernel_launches.py.
+"""
 
 from __future__ import annotations
 

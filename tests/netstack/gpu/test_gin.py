@@ -1,6 +1,9 @@
 """The transport gin without NCCL, a NIC or a GPU: over stand-ins; and its kernels and structs beside NCCL's headers.
 
-The contract runs over it in tests/contract/test_transports.py, as "gin on a CPU"."""
+The contract runs over it in tests/contract/test_transports.py, as "gin on a CPU".
+
+Covers: netstack/gin/nccl.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""gin's kernels take nvcc half a minute: what it has compiled is kept, where nothing else can have written it."""
+"""gin's kernels take nvcc half a minute: what it has compiled is kept, where nothing else can have written it.
+
+Covers: netstack/cached_file.py, netstack/gin/compiler.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The transport mlx5 where its NIC does what a test says; ``test_mlx5`` runs this on a machine of mlx5_stand_in.py."""
+"""The transport mlx5 where its NIC does what a test says; ``test_mlx5`` runs this on a machine of mlx5_stand_in.py.
+
+Covers: netstack/cuda/kernel_channel.py, netstack/mlx5/channel.py, netstack/mlx5/gpu_memory.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Before a channel of mlx5 is taken: trials by each of its queues, peers of another version. Run as mlx5_checks.py."""
+"""Before a channel of mlx5 is taken: trials by each of its queues, peers of another version. Run as mlx5_checks.py.
+
+Covers: netstack/mlx5/kernel_self_test.py, netstack/mlx5/mlx5.py.
+"""
 
 from __future__ import annotations
 

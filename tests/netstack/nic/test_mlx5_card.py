@@ -1,4 +1,7 @@
-"""Cards of two lanes: what an honest peer can say passes, whatever else is refused by name. Needs no RDMA."""
+"""Cards of two lanes: what an honest peer can say passes, whatever else is refused by name. Needs no RDMA.
+
+Covers: netstack/mlx5/laned_card.py.
+"""
 
 from __future__ import annotations
 

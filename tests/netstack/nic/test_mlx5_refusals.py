@@ -1,5 +1,7 @@
 """What a host lacks for mlx5 is one line with its fix, by doctor and before a server starts: on a machine whose NIC,
 kernel and GPU are stand-ins, which lack one thing each.
+
+Covers: netstack/rdma/mtu.py.
 """
 
 from __future__ import annotations

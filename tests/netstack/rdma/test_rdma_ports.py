@@ -1,4 +1,7 @@
-"""RDMA ports as /sys lists them, and LAMINA_RDMA_DEVICE: whatever cannot serve is one line with its fix."""
+"""RDMA ports as /sys lists them, and LAMINA_RDMA_DEVICE: whatever cannot serve is one line with its fix.
+
+Covers: netstack/rdma/device.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the verbs transport can be held to without a device: cards, and clear words about what is missing."""
+"""What the verbs transport can be held to without a device: cards, and clear words about what is missing.
+
+Covers: netstack/bootstrap/card_exchange.py.
+"""
 
 from __future__ import annotations
 

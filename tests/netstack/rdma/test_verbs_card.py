@@ -1,4 +1,7 @@
-"""Cards of queue pairs: what an honest NIC can say passes, whatever else is refused by name. Needs no RDMA."""
+"""Cards of queue pairs: what an honest NIC can say passes, whatever else is refused by name. Needs no RDMA.
+
+Covers: netstack/rdma/card.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The engine of verbs against a NIC that does what a test says; ``test_verbs_native`` runs this beside it."""
+"""The engine of verbs against a NIC that does what a test says; ``test_verbs_native`` runs this beside it.
+
+Covers: netstack/rdma/native_backend.py, netstack/rdma/nic_backend.py.
+"""
 
 from __future__ import annotations
 

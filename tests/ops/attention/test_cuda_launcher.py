@@ -1,4 +1,7 @@
-"""How kernels are compiled and launched through CuPy, with a stand-in for it; and what is said if something misses."""
+"""How kernels are compiled and launched through CuPy, with a stand-in for it; and what is said if something misses.
+
+Covers: lamina/ops/attention/cuda_kernels.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the cuda backend launches in a step, replayed over growing lengths as by a graph; merge and append."""
+"""What the cuda backend launches in a step, replayed over growing lengths as by a graph; merge and append.
+
+Covers: lamina/ops/attention/cuda.py.
+"""
 
 from __future__ import annotations
 

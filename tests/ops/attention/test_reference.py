@@ -1,4 +1,7 @@
-"""The reference backend's own promises: the tree of ``merge``, whatever the tiles."""
+"""The reference backend's own promises: the tree of ``merge``, whatever the tiles.
+
+Covers: lamina/ops/attention/reference_tiles.py, lamina/ops/attention/spec.py.
+"""
 
 from __future__ import annotations
 

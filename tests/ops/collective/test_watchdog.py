@@ -1,4 +1,7 @@
-"""A device that waits for other ranks by itself: its waits end when a rank goes, or after a time, and it is told."""
+"""A device that waits for other ranks by itself: its waits end when a rank goes, or after a time, and it is told.
+
+Covers: lamina/ops/collective/mesh.py, lamina/ops/collective/nccl.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Block tables: nothing is lost or owned twice, plans apply as a whole or not at all, windows give blocks back."""
+"""Block tables: nothing is lost or owned twice, plans apply as a whole or not at all, windows give blocks back.
+
+Covers: lamina/protocol/blocks/block_counts.py, lamina/protocol/blocks/extents.py,
+lamina/protocol/blocks/held_blocks.py, lamina/protocol/step_plan.py.
+"""
 
 from __future__ import annotations
 

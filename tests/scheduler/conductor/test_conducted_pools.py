@@ -1,4 +1,9 @@
-"""The Conductor in simulated pools: what the policies come to, what overload does, and public traces."""
+"""The Conductor in simulated pools: what the policies come to, what overload does, and public traces.
+
+Covers: lamina/scheduler/conductor/latency_model.py, lamina/tools/plan/simulate.py,
+lamina/tools/plan/simulator/conducted_run.py, lamina/tools/plan/simulator/decode_instance.py,
+lamina/tools/plan/simulator/simulation_report.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The Conductor in the running engine's scheduler: who gets a prompt, what is learned, what is taken back."""
+"""The Conductor in the running engine's scheduler: who gets a prompt, what is learned, what is taken back.
+
+Covers: lamina/scheduler/prefill_dispatch.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The Conductor's state: queues, who has which pages, transfers from one sender, refusals."""
+"""The Conductor's state: queues, who has which pages, transfers from one sender, refusals.
+
+Covers: lamina/scheduler/conductor/queues.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Events of the Conductor's choices: whose processes they name, and who is refused late; and words for people."""
+"""Events of the Conductor's choices: whose processes they name, and who is refused late; and words for people.
+
+Covers: lamina/tools/timeline/command.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who computes a prompt: Algorithm 1 against a literal transcription, tables by hand, the laws behind the prices."""
+"""Who computes a prompt: Algorithm 1 against a literal transcription, tables by hand, the laws behind the prices.
+
+Covers: lamina/scheduler/conductor/baselines.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The engine that serves and the simulation are told the same and do the same: on one clock, by the same laws."""
+"""The engine that serves and the simulation are told the same and do the same: on one clock, by the same laws.
+
+Covers: lamina/scheduler/conductor/overload.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The loan policy, case by case: where a sequence begins, what it keeps, and what is counted as borrowed."""
+"""The loan policy, case by case: where a sequence begins, what it keeps, and what is counted as borrowed.
+
+Covers: lamina/scheduler/kv_manager/allocator.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Preempted sequences whose KV lies beside the pool: saved as they go, loaded as they come back, and nobody waits."""
+"""Preempted sequences whose KV lies beside the pool: saved as they go, loaded as they come back, and nobody waits.
+
+Covers: lamina/scheduler/kv_manager/offload_index.py, lamina/scheduler/scheduler_output.py,
+lamina/scheduler/step_timing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The rotational pipeline as a plan: conflicts, order, steady state, distance from the lower bound."""
+"""The rotational pipeline as a plan: conflicts, order, steady state, distance from the lower bound.
+
+Covers: lamina/tools/plan/pipeline.py.
+"""
 
 from __future__ import annotations
 

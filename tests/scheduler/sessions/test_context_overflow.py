@@ -1,4 +1,7 @@
-"""What is left of conversations that are longer than the context."""
+"""What is left of conversations that are longer than the context.
+
+Covers: lamina/scheduler/sessions/token_ranges.py.
+"""
 
 from __future__ import annotations
 

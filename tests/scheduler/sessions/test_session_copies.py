@@ -1,4 +1,7 @@
-"""Sessions that go from server to server: who may take one over, and the file that it lies in."""
+"""Sessions that go from server to server: who may take one over, and the file that it lies in.
+
+Covers: lamina/cli/operate/session_files.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Turns of sessions that end while something else happens to their session, in an engine whose workers are fakes."""
+"""Turns of sessions that end while something else happens to their session, in an engine whose workers are fakes.
+
+Covers: lamina/scheduler/kv_manager/session_cache.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who may go on with a session: one turn at a time, and with the same conversation."""
+"""Who may go on with a session: one turn at a time, and with the same conversation.
+
+Covers: lamina/scheduler/sessions/session_table.py.
+"""
 
 from __future__ import annotations
 

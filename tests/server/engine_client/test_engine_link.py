@@ -1,4 +1,7 @@
-"""The engine process and the server's end of its link: progress, bad weather, who is to blame. A real engine."""
+"""The engine process and the server's end of its link: progress, bad weather, who is to blame. A real engine.
+
+Covers: lamina/executor/counter_collection.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The server's end of the link when its engine dies: another one is told what there was, and readers notice nothing."""
+"""The server's end of the link when its engine dies: another one is told what there was, and readers notice nothing.
+
+Covers: lamina/server/engine_client/engine_requests.py, lamina/server/engine_client/reply_queue.py.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec.msgpack import decode, encode
 from test_engine_link import READY, Quiet
+from test_engine_process import Bench
 from test_engine_restarts import LIMIT_S, Engines, grown, play
-from test_loop import Bench
 
 from lamina.protocol.control import ControlLink, Stop
 from lamina.request import SamplingParams

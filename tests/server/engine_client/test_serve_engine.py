@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_loop import PARAMS, PROMPT, SOON_S, FakeWire, Workers, continuation, until
+from test_engine_process import PARAMS, PROMPT, SOON_S, FakeWire, Workers, continuation, until
 
 from lamina.config.flat_options import make_config
 from lamina.observe.trace import Event

@@ -1,4 +1,8 @@
-"""Accepted requests outlive the server: on disk whole or not at all, and in nobody else's hands."""
+"""Accepted requests outlive the server: on disk whole or not at all, and in nobody else's hands.
+
+Covers: lamina/server/journal/journal_directory.py, lamina/server/journal/journal_entry.py,
+lamina/server/journal/journal_records.py, lamina/server/journal/segment.py.
+"""
 
 from __future__ import annotations
 

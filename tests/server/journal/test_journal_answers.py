@@ -1,4 +1,7 @@
-"""Answers of a journal over HTTP: of this server, of one that was killed in the midst of its streams, or of none."""
+"""Answers of a journal over HTTP: of this server, of one that was killed in the midst of its streams, or of none.
+
+Covers: lamina/server/call.py, lamina/server/journal/fetch_routes.py, lamina/server/journal/resume.py.
+"""
 
 from __future__ import annotations
 

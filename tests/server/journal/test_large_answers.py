@@ -1,4 +1,7 @@
-"""Answers of many log-probabilities are counted before they are accepted, and made while others are served."""
+"""Answers of many log-probabilities are counted before they are accepted, and made while others are served.
+
+Covers: lamina/server/response/answer_memory.py, lamina/server/response/rows.py.
+"""
 
 from __future__ import annotations
 

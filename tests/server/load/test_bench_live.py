@@ -1,4 +1,7 @@
-"""The benchmark's numbers against known ones: a server of stated delays; a stopwatch at the wire of the real one."""
+"""The benchmark's numbers against known ones: a server of stated delays; a stopwatch at the wire of the real one.
+
+Covers: lamina/tools/bench/openai_client.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Connections of those who send nothing, or not enough, against a real server process with few files to open."""
+"""Connections of those who send nothing, or not enough, against a real server process with few files to open.
+
+Covers: lamina/server/middleware/connection_limit.py, lamina/server/middleware/tls.py.
+"""
 
 from __future__ import annotations
 

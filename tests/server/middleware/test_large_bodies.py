@@ -1,4 +1,7 @@
-"""Bodies that cost more than they look: refused, or read beside the event loop, and never at length in one go."""
+"""Bodies that cost more than they look: refused, or read beside the event loop, and never at length in one go.
+
+Covers: lamina/server/request/json_decoding.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The checks of every request: keys, limits of bodies, ids, errors in OpenAI's envelope. It needs no engine."""
+"""The checks of every request: keys, limits of bodies, ids, errors in OpenAI's envelope. It needs no engine.
+
+Covers: lamina/server/info_routes.py, lamina/server/metrics/engine_metrics.py, lamina/server/metrics/http_metrics.py,
+lamina/server/metrics/request_log.py, lamina/server/middleware/auth.py, lamina/server/openapi.py,
+lamina/server/optional_routes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A server gets other numbers of workers while streams are open: each stream is what it would have been."""
+"""A server gets other numbers of workers while streams are open: each stream is what it would have been.
+
+Covers: lamina/cli/operate/scale.py, lamina/server/operator_routes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Answers to the byte, counts to the token: whole, streamed, cut short. It needs no engine."""
+"""Answers to the byte, counts to the token: whole, streamed, cut short. It needs no engine.
+
+Covers: lamina/server/request/accepted_request.py, lamina/server/request/openai_protocol.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Nothing is ignored in silence: fields that are unknown or not supported, templates, special tokens. No engine."""
+"""Nothing is ignored in silence: fields that are unknown or not supported, templates, special tokens. No engine.
+
+Covers: lamina/server/request/intake.py, lamina/server/request/sampling_request.py,
+lamina/server/request/unsupported_fields.py.
+"""
 
 from __future__ import annotations
 
@@ -239,10 +243,9 @@ def test_parts_of_text_are_lines_and_names_go_to_the_template() -> None:
 def test_a_developer_speaks_as_the_system_and_nobody_else_does(role: str, as_: str) -> None:
     """Models' templates know no developer."""
     tokenizer = make_service().prompt_processor.tokenizer
-    wanted = token_ids(tokenizer, as_, add_special_tokens=False)
-    assert prompts_of({"messages": [{"role": role, "content": "be brief"}]}, template="{{ messages[0].role }}") == [
-        wanted
-    ]
+    wanted = token_ids(tokenizer, f"{as_}: be brief", add_special_tokens=False)
+    messages, template = [{"role": role, "content": "be brief"}], "{{ messages[0].role }}: {{ messages[0].content }}"
+    assert prompts_of({"messages": messages}, template=template) == [wanted]
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, TALK), (COMPLETIONS, TEXT), ("/tokenize", {"prompt": "hi"})])

@@ -1,4 +1,7 @@
-"""Room, slow readers, clients that leave, ends from outside. It needs no engine."""
+"""Room, slow readers, clients that leave, ends from outside. It needs no engine.
+
+Covers: lamina/server/app.py, lamina/server/run.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The texts, bytes and offsets of tokens in answers are those of the text, for six kinds of tokenizer."""
+"""The texts, bytes and offsets of tokens in answers are those of the text, for six kinds of tokenizer.
+
+Covers: lamina/server/request/prompt_processing.py, lamina/server/response/openai_logprobs.py,
+lamina/server/response/openai_shapes.py, lamina/server/response/token_places.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Requests that would come later than is promised: status 429, what was expected, and when to come again."""
+"""Requests that would come later than is promised: status 429, what was expected, and when to come again.
+
+Covers: lamina/server/response/event_stream.py.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Any
 import pytest
 from fake import make_service
 from sockets import Later
+from test_engine_process import PARAMS, PROMPT, Bench
 from test_exact_answers import spoken
 from test_flow import until
 from test_layers import run
-from test_loop import PARAMS, PROMPT, Bench
 
 from lamina.cli import launch
 from lamina.request import ErrorOrigin, Refusal

@@ -1,4 +1,7 @@
-"""A run in which a worker dies, on an engine that is scripted."""
+"""A run in which a worker dies, on an engine that is scripted.
+
+Covers: lamina/tools/check/recording_executor.py.
+"""
 
 from __future__ import annotations
 

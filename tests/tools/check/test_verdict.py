@@ -1,4 +1,8 @@
-"""What ``lamina-launch check`` concludes from two runs, and which settings it compares."""
+"""What ``lamina-launch check`` concludes from two runs, and which settings it compares.
+
+Covers: lamina/tools/check/check_report.py, lamina/tools/check/fault_promises.py, lamina/tools/check/low_memory_case.py,
+lamina/tools/check/matrix.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The drill finds what is wrong with a stream; and a server that recovers passes it, one that does not fails it."""
+"""The drill finds what is wrong with a stream; and a server that recovers passes it, one that does not fails it.
+
+Covers: lamina/cli/parent_watchdog.py, lamina/tools/drill/cut_connection.py, lamina/tools/drill/drill_report.py,
+lamina/tools/drill/fault_points.py, lamina/tools/drill/injections.py, lamina/tools/drill/target.py.
+"""
 
 from __future__ import annotations
 

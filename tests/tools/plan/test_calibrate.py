@@ -1,4 +1,8 @@
-"""Tables from a recorded run: laws that a run followed are found again, and predict runs of other shapes."""
+"""Tables from a recorded run: laws that a run followed are found again, and predict runs of other shapes.
+
+Covers: lamina/tools/plan/calibrate/fit.py, lamina/tools/plan/calibrate/load_driver.py,
+lamina/tools/plan/calibrate/prediction.py, lamina/tools/plan/model_facts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Terms of a round, means of a trace, and the files that users write."""
+"""Terms of a round, means of a trace, and the files that users write.
+
+Covers: lamina/tools/plan/operators.py, lamina/tools/plan/tables.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``lamina-launch plan`` as a user calls it; verdicts both ways."""
+"""``lamina-launch plan`` as a user calls it; verdicts both ways.
+
+Covers: lamina/facts/hardware.py, lamina/tools/plan/simulated.py, lamina/tools/plan/verdict.py.
+"""
 
 from __future__ import annotations
 

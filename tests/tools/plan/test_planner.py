@@ -1,4 +1,8 @@
-"""The roofline and its bandwidth formula against numbers worked out by hand and against the paper's."""
+"""The roofline and its bandwidth formula against numbers worked out by hand and against the paper's.
+
+Covers: lamina/facts/report.py, lamina/facts/roofline.py, lamina/tools/plan/command.py, lamina/tools/plan/plan_flags.py,
+lamina/tools/plan/plan_report.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The engine's own scheduler on a virtual clock, in the time of the cost model."""
+"""The engine's own scheduler on a virtual clock, in the time of the cost model.
+
+Covers: lamina/tools/request_traces.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where the time went, from spans made by hand whose answer is known."""
+"""Where the time went, from spans made by hand whose answer is known.
+
+Covers: lamina/tools/timeline/analysis.py, lamina/tools/timeline/intervals.py.
+"""
 
 from __future__ import annotations
 

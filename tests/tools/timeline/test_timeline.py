@@ -1,4 +1,7 @@
-"""A real run, its trace and the report on it; and files that are no traces."""
+"""A real run, its trace and the report on it; and files that are no traces.
+
+Covers: lamina/observe/perfetto.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Slices and their messages without Python, against the same in Python: bytes for bytes, error for error."""
+"""Slices and their messages without Python, against the same in Python: bytes for bytes, error for error.
+
+Covers: lamina/workers/compute/attention_client.py.
+"""
 
 from __future__ import annotations
 

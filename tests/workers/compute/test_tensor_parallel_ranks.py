@@ -1,4 +1,7 @@
-"""Ranks that draw together draw what one with all logits does, from few of them; and go through turns in one order."""
+"""Ranks that draw together draw what one with all logits does, from few of them; and go through turns in one order.
+
+Covers: lamina/workers/compute/compute_worker.py, lamina/workers/compute/tensor_parallel.py.
+"""
 
 from __future__ import annotations
 

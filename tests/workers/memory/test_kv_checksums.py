@@ -1,4 +1,7 @@
-"""Checksums of KV blocks: damage is seen wherever tokens are stored, and nowhere else."""
+"""Checksums of KV blocks: damage is seen wherever tokens are stored, and nowhere else.
+
+Covers: lamina/workers/memory/attention_step.py, lamina/workers/worker_process.py.
+"""
 
 from __future__ import annotations
 

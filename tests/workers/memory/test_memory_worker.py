@@ -1,4 +1,7 @@
-"""A memory worker behind a real channel: it computes the right thing, bit for bit the same however it is split."""
+"""A memory worker behind a real channel: it computes the right thing, bit for bit the same however it is split.
+
+Covers: lamina/workers/memory/epoch_server.py.
+"""
 
 from __future__ import annotations
 

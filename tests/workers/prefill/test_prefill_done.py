@@ -1,4 +1,7 @@
-"""When a prefill worker's step is done: once every memory worker has said so, step by step."""
+"""When a prefill worker's step is done: once every memory worker has said so, step by step.
+
+Covers: lamina/workers/prefill/prefill_worker.py.
+"""
 
 from __future__ import annotations
 

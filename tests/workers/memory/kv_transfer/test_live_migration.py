@@ -1,4 +1,7 @@
-"""Stripes that are copied from one memory worker to another while both serve: what comes, and what never counts."""
+"""Stripes that are copied from one memory worker to another while both serve: what comes, and what never counts.
+
+Covers: lamina/workers/memory/kv_transfer/peer_links.py.
+"""
 
 from __future__ import annotations
 

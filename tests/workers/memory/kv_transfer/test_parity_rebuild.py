@@ -1,4 +1,8 @@
-"""The parity of memory workers' KV: what any one of them had comes back from the others, bit by bit."""
+"""The parity of memory workers' KV: what any one of them had comes back from the others, bit by bit.
+
+Covers: lamina/workers/compute/kv_parity.py, lamina/workers/memory/kv_transfer/block_parts.py,
+lamina/workers/memory/kv_transfer/transfer_mesh.py.
+"""
 
 from __future__ import annotations
 

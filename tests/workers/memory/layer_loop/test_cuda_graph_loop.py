@@ -1,4 +1,7 @@
-"""A memory worker's rounds as graphs, with the kernels of the CUDA backend run on a CPU: the bits of launches."""
+"""A memory worker's rounds as graphs, with the kernels of the CUDA backend run on a CPU: the bits of launches.
+
+Covers: lamina/workers/memory/layer_loop/device_loop.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A round in one native call against the same round in Python, bit for bit; and how the call ends."""
+"""A round in one native call against the same round in Python, bit for bit; and how the call ends.
+
+Covers: lamina/workers/memory/layer_loop/host_loop.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Pages between pools and a medium: the same bits in any other pool, and nothing that a loss or a lie could leave."""
+"""Pages between pools and a medium: the same bits in any other pool, and nothing that a loss or a lie could leave.
+
+Covers: lamina/protocol/offload_messages.py, lamina/workers/memory/kv_store.py,
+lamina/workers/memory/offload/kv_load.py, lamina/workers/memory/offload/page_fragments.py,
+lamina/workers/memory/offload/prefetch.py.
+"""
 
 from __future__ import annotations
 

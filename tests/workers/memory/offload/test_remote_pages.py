@@ -1,4 +1,7 @@
-"""Pages that come from the memory workers of other hosts: what they have, and what becomes of lies, losses and ends."""
+"""Pages that come from the memory workers of other hosts: what they have, and what becomes of lies, losses and ends.
+
+Covers: lamina/workers/runtime.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From one epoch to the next: what stays with a worker, and what is of an older epoch and is dropped."""
+"""From one epoch to the next: what stays with a worker, and what is of an older epoch and is dropped.
+
+Covers: lamina/workers/compute/epoch_group.py.
+"""
 
 from __future__ import annotations
 

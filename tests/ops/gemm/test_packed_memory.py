@@ -1,5 +1,7 @@
 """When a worker has its weights a second time, in an order by which linear layers are faster, and with whom it shares
 them.
+
+Covers: lamina/ops/gemm/packing.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Workers that somebody starts by hand: the commands that are printed, who comes, and how all of it ends."""
+"""Workers that somebody starts by hand: the commands that are printed, who comes, and how all of it ends.
+
+Covers: lamina/cli/common/cluster_plan.py, lamina/cli/worker.py, lamina/executor/launchers/static.py,
+lamina/executor/launchers/static_commands.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A stream that parts from the undisturbed one is at an edge where rounding decides, and wrong everywhere else."""
+"""A stream that parts from the undisturbed one is at an edge where rounding decides, and wrong everywhere else.
+
+Covers: lamina/tools/drill/stream_verdicts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How many sequences a deployment is to run, which deployments there are, and which of them nobody can tell apart."""
+"""How many sequences a deployment is to run, which deployments there are, and which of them nobody can tell apart.
+
+Covers: lamina/tools/plan/message_sizes.py, lamina/tools/plan/ranking.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The engine process's loop in this process: a real engine over a wire without workers, a real link to a server."""
+"""The engine process's loop in this process: a real engine over a wire without workers, a real link to a server.
+
+Covers: lamina/server/engine_client/live_request.py, lamina/server/engine_client/messages.py,
+lamina/server/engine_client/rebalance.py.
+"""
 
 from __future__ import annotations
 

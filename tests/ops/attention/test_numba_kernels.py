@@ -1,4 +1,7 @@
-"""The numba backend's own promises: the tree of ``merge``, exp to the last bits, odd sizes of its unrolled loops."""
+"""The numba backend's own promises: the tree of ``merge``, exp to the last bits, odd sizes of its unrolled loops.
+
+Covers: lamina/ops/attention/numba.py.
+"""
 
 from __future__ import annotations
 

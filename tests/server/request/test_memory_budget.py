@@ -1,4 +1,7 @@
-"""One budget of memory for all bodies: nothing that a client does takes more of it, or keeps some of it."""
+"""One budget of memory for all bodies: nothing that a client does takes more of it, or keeps some of it.
+
+Covers: lamina/server/completion_routes.py, lamina/server/memory_limits.py, lamina/server/request/request_bodies.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Orders to a host, over a program that stands in for Ray's: it says that it has started, or does not, and waits."""
+"""Orders to a host, over a program that stands in for Ray's: it says that it has started, or does not, and waits.
+
+Covers: lamina/executor/hosts/ray_cluster.py.
+"""
 
 from __future__ import annotations
 
