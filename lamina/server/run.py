@@ -249,8 +249,8 @@ def _ended_by_signals(handle: EngineHandle) -> Iterator[None]:
 
 
 class StartupLog:
-    """Logs a line at the end of each stage of a start: at its last report, when the next stage begins, or
-    in ``end``.
+    """Logs a line when a stage of a start begins, and one at its end: at its last report, when the next stage begins,
+    or in ``end``.
     """
 
     def __init__(self) -> None:
@@ -262,6 +262,8 @@ class StartupLog:
         if progress.stage != self._stage:
             self.end()
             self._stage, self._is_logged = progress.stage, False
+            if progress.done < progress.total:
+                logger.info("%s", self._stage)
         if progress.done >= progress.total:  # reported several times if parts are smaller than the unit
             self.end()
 
