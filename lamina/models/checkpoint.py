@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import ModelError, UnsupportedModelError
+from .model_files import READ, check_files, entries, one_line, read_json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _HUB_TIMEOUT_S = 20.0
+_COUNT = re.compile(r".*(layers?|experts|blocks|depth)")  # of modules that are made one by one
+_MAX_COUNT = 10_000
 _ADAPTER = "adapter_config.json"
-_LONGEST_CAUSE = 240  # characters
 
 
 class FileStamp(NamedTuple):
@@ -40,8 +41,14 @@ class StoredWeight(NamedTuple):
 
 def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True) -> Path:
     """Return the directory of a model: ``source`` itself, or the place in the hub's cache, after a download if needed.
-    Raises ModelError.
+    Raises ModelError, also for files that may not be read: see ``check_files``.
     """
+    directory = _find(source, trust_remote_code, weights)
+    check_files(directory, trust_remote_code=trust_remote_code)
+    return directory
+
+
+def _find(source: str | os.PathLike[str], trust_remote_code: bool, weights: bool) -> Path:
     name = os.fspath(source)
     if not name:
         raise ModelError("model is empty: give a directory or a hub id")
@@ -53,7 +60,7 @@ def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool =
         raise ModelError(_gguf(path) if is_gguf else f"{name} is a file: give the directory that holds its config.json")
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"no such model directory: {name}")
-    patterns = [p for p in _HUB_FILES if weights or p != "*.safetensors"] + (["*.py"] if trust_remote_code else [])
+    patterns = [p for p in READ if weights or p != "*.safetensors"] + (["*.py"] if trust_remote_code else [])
     return _download(name, patterns)
 
 
@@ -63,33 +70,34 @@ def peek_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
     """
     if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(os.fspath(source)):
         return {}
-    return _raw_config(find_checkpoint(source), trust_remote_code)
+    return _raw_config(find_checkpoint(source, trust_remote_code=trust_remote_code))
 
 
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """Return the configuration in a model directory, of a causal LM that transformers supports. Raises ModelError."""
-    raw = _raw_config(directory, trust_remote_code)
+    raw = _raw_config(directory)
     from transformers import AutoConfig
 
     _check_architecture(directory, raw)
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+        if not trust_remote_code:  # Lamina chooses: another choice may load a kernel
+            config._attn_implementation = config._experts_implementation = None
+        return config
     except Exception as error:  # any class, as architectures have their own checks
         raise ModelError(f"{directory}/config.json is not a valid configuration: {one_line(error)}") from error
 
 
-def _raw_config(directory: Path, trust_remote_code: bool) -> dict[str, Any]:
+def _raw_config(directory: Path) -> dict[str, Any]:
     if not (directory / "config.json").exists():
         raise ModelError(_other_kind(directory) or f"{directory} is no model directory: it has no config.json")
     raw = read_json(directory / "config.json", "")
-    if "auto_map" in raw and not trust_remote_code:
-        raise ModelError(
-            f"{directory} brings its own code (auto_map in config.json), which is not run by default: pass "
-            f"--trust-remote-code, or remove auto_map to use the {raw.get('model_type')} of transformers if it has one"
-        )
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method", "unknown method") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(f"{directory} is quantised ({method}): use a bfloat16 or float32 checkpoint")
+    for path, value in entries(raw):
+        if _COUNT.fullmatch(path[-1]) and type(value) is int and value > _MAX_COUNT:
+            raise ModelError(f"{directory}/config.json has {'.'.join(path)} {value}: at most {_MAX_COUNT} are made")
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{directory} is an encoder-decoder: only decoder-only models can be served")
     return raw
@@ -99,6 +107,8 @@ def check_weights(directory: Path) -> None:
     """Raise ModelError unless the directory has complete safetensors files."""
     from safetensors import SafetensorError, safe_open
 
+    if (directory / _ADAPTER).exists():  # transformers would load what it names, too
+        raise ModelError(_other_kind(directory))
     files = weight_files(directory)
     if not files:
         others = sorted(p.name for p in directory.glob("*.safetensors"))
@@ -159,12 +169,6 @@ def check_room(directory: Path, copies: int, free: int) -> None:
         )
 
 
-def one_line(error: BaseException) -> str:
-    """Return the text of another library's exception, for the end of a one-line message."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]}..."
-
-
 def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import (
@@ -195,6 +199,8 @@ def weight_files(directory: Path) -> list[Path]:
         shards = read_json(index, "").get("weight_map", {})
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise ModelError(f"{index} has no weight_map from weights to files: fetch it again")
+        if outside := [name for name in shards.values() if ".." in Path(name).parts or Path(name).is_absolute()]:
+            raise ModelError(f"{index} names {outside[0]}, outside of the model's directory: fetch it again")
         return sorted({directory / name for name in shards.values()})
     return []
 
@@ -203,19 +209,6 @@ def file_stamps(directory: Path) -> tuple[FileStamp, ...]:
     """Return stamps of the files of weights as they are now; each write to a file changes its stamp. Raises OSError."""
     stats = [(file, file.stat()) for file in weight_files(directory)]
     return tuple(FileStamp(str(file.resolve()), s.st_dev, s.st_ino, s.st_size, s.st_ctime_ns) for file, s in stats)
-
-
-def read_json(file: Path, absent: str) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ModelError, with the text ``absent`` if there is no file."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(absent) from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {one_line(error)}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} is not a JSON object")
-    return value
 
 
 def _download(name: str, patterns: list[str]) -> Path:

@@ -7,8 +7,9 @@ from typing import Any
 
 from lamina.request import SamplingParams
 
-from .checkpoint import find_checkpoint, read_json
+from .checkpoint import find_checkpoint
 from .errors import ModelError
+from .model_files import read_json
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from .checkpoint import (
     check_weights,
     file_stamps,
     find_checkpoint,
-    one_line,
     read_config,
+    stored_weights,
 )
 from .errors import ModelError
+from .model_files import one_line
 from .read_shard import read_shard
 from .tensor_parallel_shard import plan_shard
 from .weight_names import FLOATS, WeightNames, check_all_used, name_first, stored_matrices, text_weights
@@ -35,6 +37,7 @@ LOAD_LOCK = threading.Lock()
 OnProgress = Callable[[str, int, int], None]  # (stage, done, total)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MOST_EMBEDDINGS = 16  # times the stored weights; a few models have factors of their embeddings alone
 NO_LIMIT = 1 << 20  # tokens; for models that state no limit
 
 
@@ -81,6 +84,7 @@ def load(
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     check_weights(directory)
+    _check_size(directory, config)
     kind = weights_dtype(directory, config, dtype)
     stamps = file_stamps(directory)
     with LOAD_LOCK:
@@ -91,6 +95,19 @@ def load(
     check_all_used(model, directory, allow_unused=allow_unused_weights)
     _read_ahead(model, directory, progress)
     return replace(_describe(model.eval().requires_grad_(False), directory), part=part, stamps=stamps)
+
+
+def _check_size(directory: Path, config: Any) -> None:
+    """Raise ModelError if the embeddings of a configuration alone are far larger than all stored weights."""
+    text = config.get_text_config(decoder=True)
+    sizes = [getattr(text, name, None) for name in ("vocab_size", "hidden_size")]
+    needed = prod(size if isinstance(size, int) else 0 for size in sizes)
+    stored = sum(prod(weight.shape) for weight in stored_weights(directory))
+    if needed > _MOST_EMBEDDINGS * stored:
+        raise ModelError(
+            f"{directory}/config.json describes embeddings of {needed} values, and all stored weights have {stored}: "
+            f"fetch the model again"
+        )
 
 
 def prepare_transformers() -> None:
@@ -252,8 +269,6 @@ def _checked_module(model: nn.Module, dtype: str) -> nn.Module:
 def _from_pretrained(
     directory: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool, progress: OnProgress | None
 ) -> nn.Module:
-    from safetensors import SafetensorError
-
     try:
         with _quiet(progress):
             model, info = _auto_class(config).from_pretrained(
@@ -266,7 +281,7 @@ def _from_pretrained(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
-    except (SafetensorError, ValueError, RuntimeError, OSError, KeyError, ImportError) as error:
+    except Exception as error:  # any class, as architectures have their own code for odd configurations
         raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
     if wrong := sorted(info["mismatched_keys"]):
         name, got, expected = wrong[0]

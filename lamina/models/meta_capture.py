@@ -74,7 +74,7 @@ def configuration(model: str, *, trust_remote_code: bool = False) -> Any:
         return read_config(directory, trust_remote_code=trust_remote_code)
     with tempfile.TemporaryDirectory() as directory_of_one:
         shutil.copyfile(path, Path(directory_of_one) / "config.json")
-        return read_config(Path(directory_of_one), trust_remote_code=trust_remote_code)
+        return configuration(directory_of_one, trust_remote_code=trust_remote_code)
 
 
 def gemm_work(program: SlicedProgram) -> list[GemmWork]:

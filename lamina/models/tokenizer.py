@@ -14,8 +14,9 @@ from typing import Any
 
 from lamina.utils.background_thread import LowPriorityCall
 
-from .checkpoint import find_checkpoint, one_line
+from .checkpoint import find_checkpoint
 from .errors import ModelError
+from .model_files import one_line, read_json
 
 _CONTEXT = 8  # most tokens kept as the context of the next one
 MAX_PENDING_BYTES = 3  # most bytes of an incomplete UTF-8 character; a token has at least one byte
@@ -62,9 +63,13 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         from transformers import AutoTokenizer
 
+        if not trust_remote_code:
+            _check_class(directory)
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
         )
+    except ModelError:
+        raise
     except Exception as error:  # any class: it reads config.json too, which architectures check by their own code
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
 
@@ -78,7 +83,14 @@ def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {text[:80]!r} is not UTF-8 at character {error.start}") from None
     # Not verbose: the engine reports texts that are too long, as it knows the limit with which the model is served.
-    return list(tokenizer(text, verbose=False, **options)["input_ids"])
+    try:
+        return list(tokenizer(text, verbose=False, **options)["input_ids"])
+    except Exception:
+        raise
+    except BaseException as error:  # such as a pattern that never ends, which a panic of the library ends
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the model's tokenizer fails on this prompt: {one_line(error)}") from error
 
 
 def load_in_background(source: Any, *, trust_remote_code: bool, here: bool, limit_s: float) -> LowPriorityCall[Any]:
@@ -102,6 +114,27 @@ def _needs_no_class(directory: Path) -> bool:
         return False
     config = json.loads(path.read_text())
     return config.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in config
+
+
+def _check_class(directory: Path) -> None:
+    """Raise ModelError for a ``tokenizer_class`` that is another class of transformers: some read pickled files."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    for name in ("tokenizer_config.json", "config.json"):
+        if not (directory / name).exists() or (kind := read_json(directory / name, "").get("tokenizer_class")) is None:
+            continue
+        tokenizer_class: Any = tokenizer_class_from_name(kind) if isinstance(kind, str) else kind
+        is_absent = tokenizer_class is None or str(getattr(tokenizer_class, "__module__", "")).startswith(
+            "transformers.utils.dummy"
+        )
+        if not is_absent and not (
+            isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)
+        ):
+            raise ModelError(
+                f"{directory} names {kind!r} (tokenizer_class in {name}), which is no tokenizer and is not used by "
+                f"default: pass --trust-remote-code if you trust it, or remove the key"
+            )
 
 
 class Detokenizer:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .attention_routing import AttentionRouter, DecodeStep, RoutedLayer
-from .checkpoint import one_line
 from .errors import UnsupportedModelError
+from .model_files import one_line
 
 _PROBE_TOKENS = 8
 _PROBE_SEED = 20240501

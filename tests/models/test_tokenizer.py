@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from lamina.models.errors import ModelError
-from lamina.models.tokenizer import Detokenizer, apply_chat_template, find_stop, load_tokenizer, num_held_back
+from lamina.models.tokenizer import (
+    Detokenizer,
+    apply_chat_template,
+    find_stop,
+    load_tokenizer,
+    num_held_back,
+    token_ids,
+)
 
 WORDS = ["the", " cat", " sat", "ing", "\u00e9", " \u20ac", "\U0001f600", "\u4e2d\u6587"]
 TEXT = "caf\u00e9 \u20ac5 \U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \u4e2d\u6587, naive\u0301."
@@ -232,3 +239,12 @@ def test_it_is_loaded_while_another_thread_imports_transformers_for_the_first_ti
     words = [sys.executable, "-c", FIRST_IMPORT]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=200)
     assert (done.stdout, done.returncode) == ("[None]\n", 0), done.stderr
+
+
+def test_a_pattern_that_never_ends_costs_its_own_prompt_alone() -> None:
+    tokenizer = byte_level()
+    endless = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([endless, pre_tokenizers.ByteLevel()])
+    with pytest.raises(ValueError, match=r"^the model's tokenizer fails on this prompt: .*retry-limit"):
+        token_ids(tokenizer, "a" * 40 + "b")
+    assert token_ids(tokenizer, "the cat")
