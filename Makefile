@@ -117,7 +117,8 @@ mutants: $(READY)
 mutation: $(READY)
 	$(BIN)/python tests/mutation.py $(GROUPS)
 
-# Real clients of OpenAI's API, each in an environment of its own under build/clients: downloads, and minutes.
+# Real clients of OpenAI's API, each in an environment of its own under build/clients, and Lamina's wheel in an empty
+# one for each Python: downloads, and minutes.
 .PHONY: test-clients
 test-clients: $(READY)
 	$(BIN)/python -m pytest -m slow tests/clients
