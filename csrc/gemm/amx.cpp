@@ -23,8 +23,10 @@ static_assert(kRowsPrepared % kTile == 0, "tiles are prepared whole");
 constexpr std::size_t kWide = 2 * kTile;  // columns of y at once
 constexpr std::size_t kInL2 = 5 << 18;  // bytes of x
 
-// Registers: 0, 1: w [16 columns of y, 64 bytes]; 2, 3: x [16 pairs of k, rows of x]; 4 .. 7: y^T [16 columns, rows of x],
-// by w and x.
+// Registers:
+// - 0, 1: w [16 columns of y, 64 bytes]
+// - 2, 3: x [16 pairs of k, rows of x]
+// - 4 .. 7: y^T [16 columns, rows of x], by w and x
 struct alignas(64) Config {
   std::uint8_t palette = 1, start = 0, reserved[14] = {};
   std::uint16_t bytes[16] = {};
@@ -112,7 +114,7 @@ struct Weights {
   }
 };
 
-// Up to `kTile` columns of w, 32 numbers each, as tiles want them: where they lie, or in `space` with zeros behind them.
+// Up to `kTile` columns of w, 32 numbers each, in the layout of tiles: in place, or in `space` with zeros after them.
 struct Tile {
   const void* at;
   std::size_t stride;

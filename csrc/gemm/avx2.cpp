@@ -46,7 +46,7 @@ Plan plan(const Problem& p) {
   return by_panels<W>(p) ? panels::plan(p) : Plan{4 * kGroup, p.rows * links(p.k_size) * kLink, 0};
 }
 
-// Of each row its links, with zeros behind the end.
+// The links of each row, with zeros after its end.
 template <class W>
 void prepare(const Problem& p, const void* from, std::size_t begin, std::size_t end, float* to) {
   if (by_panels<W>(p)) return panels::prepare(p, from, begin, end, to);
@@ -61,7 +61,7 @@ void prepare(const Problem& p, const void* from, std::size_t begin, std::size_t 
     }
 }
 
-// What a tile fetches meanwhile: of columns `columns` behind its own the lines that are its share, one of `tiles`.
+// A tile's prefetches: its share, one of `tiles`, of the lines of columns that are `columns` after its own.
 struct Ahead {
   std::size_t columns, tile, tiles;
 };

@@ -6,7 +6,7 @@ namespace lamina::gemm::avx2::panels {
 namespace {
 
 constexpr std::size_t kChains = kLanes, kVectors = kCols / kLanes;
-constexpr std::size_t kTile = 4;     // rows whose sums are in registers: 4 x 3, beside 3 vectors of w and one of x
+constexpr std::size_t kTile = 4;     // rows whose sums are in registers: 4 x 3, with 3 vectors of w and one of x
 constexpr std::size_t kBlock = 512;  // rows whose sums of chains wait, 48 KiB
 static_assert(kRowsPrepared % kTile == 0, "only the last tiles that prepare() makes have fewer rows");
 
@@ -21,7 +21,7 @@ inline void each_tile(std::size_t rows, F of) {
 }
 
 // `count` links of eight rows, [chain][link] with kCols pairs from one link to the next and `stride` to the next chain.
-// Meanwhile those `behind` numbers behind them are fetched.
+// Meanwhile it prefetches the numbers `behind` further on.
 [[gnu::noinline]] void turn(const std::uint16_t* from, std::size_t ld, std::size_t count, std::size_t behind,
                             std::uint32_t* to, std::size_t stride) {
   const auto half = [](const std::uint16_t* at) { return reinterpret_cast<const float*>(at); };

@@ -1,7 +1,7 @@
 // bf16 by products of pairs (AVX512-BF16): x and w meet as they lie, nothing is widened. Other types are AVX-512's.
 // Weights for many rows go through panels.h, as do those that were packed.
 //
-// Every output is 16 chains, one a lane, each of pairs 32 numbers apart; a tail of k is a vector with zeros behind it.
+// Every output is 16 chains, one a lane, each of pairs 32 numbers apart. A tail of k is a vector that ends with zeros.
 // Lanes are added in one order. So a row's result depends, bit for bit, on that row alone, whatever the tile.
 //
 // The instruction takes numbers below 2^-126 in magnitude for zeros, and so do sums and y here.

@@ -27,8 +27,9 @@ struct Form {
   float values[16];  // of codes of 4 bits, each exact in bf16
 };
 
-// x [rows, k] without gaps, as its kernel prepared it; w [cols, k] of ``type`` with ldw elements from row to row;
-// b [cols] of ``type`` or null; y [rows, cols] of ``type`` without gaps. Sums are fp32; y is rounded once, to nearest even.
+// x [rows, k] is contiguous, as its kernel prepared it. w [cols, k] has ``type``, and ldw elements from row to row.
+// b [cols] has ``type``, or is null. y [rows, cols] has ``type`` and is contiguous. Sums are fp32; y is rounded once, to
+// nearest even.
 struct Problem {
   Type type;
   const float* x;

@@ -42,7 +42,7 @@ inline void transpose(const __m512i (&from)[kLanes], __m512i (&to)[kLanes]) {
   }
 }
 
-// The t-th vector of k of a row, with zeros behind its end.
+// The t-th vector of k of a row, with zeros after its end.
 inline __m512i link_of(const std::uint16_t* row, std::size_t t, std::size_t k_size) {
   const std::size_t left = k_size - t * kDepth;
   const __mmask32 there = left >= kDepth ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
@@ -111,8 +111,8 @@ inline void store(const Problem& p, __m512 sum, std::size_t row, std::size_t n) 
   _mm256_mask_storeu_epi16(static_cast<Bf16*>(p.y) + row * p.cols + n, there, (__m256i)_mm512_cvtneps_pbh(sum));
 }
 
-// What a tile works on: x and w of a chain, rows of y from `row` and columns from `n` on, what is to be fetched, and the
-// sums that wait, `level` floats from one kind to the next.
+// The operands of a tile: x and w of a chain, rows of y from `row` on, columns from `n` on, the memory to prefetch, and
+// pending sums, `level` floats from one kind to the next.
 struct Place {
   const std::uint32_t* x;
   const std::uint16_t* w;
