@@ -1,6 +1,6 @@
 """Sequences that are kept for the tokens that they begin with: found, forked, given up; tokens are as without.
 
-Covers: lamina/scheduler/kv_manager/pending_deletes.py, lamina/scheduler/starts.py.
+Covers: lamina/scheduler/starts.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Preempted sequences whose KV lies beside the pool: saved as they go, loaded as they come back, and nobody waits.
 
-Covers: lamina/scheduler/kv_manager/offload_index.py, lamina/scheduler/scheduler_output.py,
-lamina/scheduler/step_timing.py.
+Covers: lamina/scheduler/kv_manager/offload_index.py, lamina/scheduler/kv_manager/pending_deletes.py,
+lamina/scheduler/scheduler_output.py, lamina/scheduler/step_timing.py.
 """
 
 from __future__ import annotations
