@@ -2,6 +2,8 @@
 
 Each case is a directory with one fault, loaded in a process whose audit hook sees what loading does. The same cases,
 trusted, show that the hook sees it, and that the packages that would do it are there.
+
+Covers: lamina/models/model_files.py.
 """
 
 from __future__ import annotations
