@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import operator
 import warnings
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .errors import ConversionError
 from .functional import is_mutable, make_functional
 
 MAX_ROWS = 65536
+_LONGEST_FAULT = 240  # characters
 
 aten = torch.ops.aten
 
@@ -119,8 +122,28 @@ def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
                     warnings.simplefilter("ignore", FutureWarning)  # torch warns about its own code
                     program = program.run_decompositions({})  # makes it functional, decomposes nothing
     except RuntimeError as error:
-        raise ConversionError(f"the decode step cannot be captured by torch.export: {error}") from error
+        raise ConversionError(f"{_place(error, step)} {_fault(error)}") from error
     return program
+
+
+def _place(error: BaseException, step: nn.Module) -> str:
+    """Return the name, class and line of the innermost module whose forward raised ``error``."""
+    names = {id(module): name for name, module in step.named_modules()}
+    place, trace = "the decode step", error.__traceback__
+    while trace is not None:
+        code, module = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+        if name := names.get(id(module)) if code.co_name == "forward" else None:
+            line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+            place = f"{name} ({type(module).__name__}, `{line}`)"
+        trace = trace.tb_next
+    return place
+
+
+def _fault(error: RuntimeError) -> str:
+    """Return what torch.export cannot capture, in plain words where its own are of its inner parts."""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return "takes a branch, or makes a tensor's size, by values of tensors: every row needs the same operators"
+    return f"cannot be captured by torch.export: {' '.join(str(error).split())[:_LONGEST_FAULT]}"
 
 
 def _bind_weights(step: nn.Module, program: ExportedProgram) -> dict[fx.Node, Weight]:

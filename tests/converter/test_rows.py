@@ -83,10 +83,25 @@ class LongRope(nn.Module):
         return self.model(input_ids, position_ids * torch.where(longest > 48, 2, 1))
 
 
-@pytest.mark.parametrize(("branch", "reason"), [(False, r"aten\.max"), (True, "cannot be captured")])
+@pytest.mark.parametrize(("branch", "reason"), [(False, r"aten\.max"), (True, "^the decode step takes a branch")])
 def test_rotary_scale_of_the_longest_row_is_refused(branch: bool, reason: str) -> None:
     with pytest.raises(ConversionError, match=reason):
         convert(LongRope(Decoder(layers=1), branch), CUT)
+
+
+class Loop(nn.Module):
+    """Computes the experts that a batch has chosen, one after another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for chosen in x.argmax(-1).unique().tolist():
+            x = x + chosen
+        return x
+
+
+def test_what_cannot_be_captured_is_named_with_its_line() -> None:
+    words = r"layers\.0\.mlp \(Loop, `for chosen in x.argmax\(-1\).unique\(\).tolist\(\):`\) takes a branch, or makes"
+    with pytest.raises(ConversionError, match=words):
+        cut(lambda hidden: Loop())
 
 
 class Experts(nn.Module):

@@ -1,6 +1,6 @@
 """Makes docs/families.md: which models of transformers give the same tokens on Lamina, and why others are refused.
 
-python tests/model_table/make_table.py [NAME ...]     # some families: prints their lines
+python tests/model_table/make_table.py NAME ...       # some families: prints their lines
 python tests/model_table/make_table.py --write        # all that build/families.jsonl lacks, then the page
 
 Each model runs in a process of its own with a limit of CPU time, one after another. ``LLM`` runs a directory, and
@@ -31,17 +31,20 @@ UNCACHED = ("moshi",)  # whose tokens with transformers' cache differ from those
 NEW_TOKENS = 24
 PROMPTS = (3, 21, 75)  # tokens; longer than the windows of most
 TIE = 1e-4  # difference of the two best logits below which either token is right
-SAME, REFUSED, WRONG, NOT_BUILT = "same", "refused", "wrong", "not built"
+VERDICTS = SAME, REFUSED, WRONG, NOT_BUILT, NOT_RUN = "same", "refused", "wrong", "not built", "not run"
 # Kinds of reasons, by the texts of refusals; the first that fits.
 REASONS = {
-    "Layers with a state other than K and V (recurrent, linear attention, convolution)":
-        "has no softmax attention|outside of attention|is of type (linear|conv|hybrid|moe)",
+    "State other than K and V: recurrent, linear attention, convolution, a count of positions":
+        r"outside of attention|is of type (linear|conv|hybrid|moe)|has no softmax attention.*\(\w*"
+        r"(Mamba|Delta|Linear\w*Attention|Recurr|Conv|Rwkv|RWKV|Lightning|LSTM|Ssm|Mixer|Lru)\w*\)",
     "Attention that is indexed, compressed or sparse by data":
-        "alters its mask|is of type (indexed|compressed|heavily|minimax)|indexer|index",
-    "An attention of its own code": "attentions that can be routed|cannot be cut|cannot run a step",
+        "passes indices|is of type (indexed|compressed|heavily|minimax)|indexer|attends to",
+    "An attention of its own code":
+        "attentions that can be routed|has no softmax attention|cannot be cut|cannot run a step|alters its mask",
     "Positions that do not begin at 0, or that the model counts": "number the tokens|counts positions",
-    "Not a decoder that is causal": "encoder-decoder|cross-attention|not causal|language-model head|no input_ids",
-    "An argument to attention that cannot be expressed": "to its attention|scales its scores|attends to",
+    "A mask that is not causal": "is not causal|not causal with one window",
+    "Not a decoder": "encoder-decoder|cross-attention|language-model head|no input_ids",
+    "An argument to attention that cannot be expressed": "to its attention|scales its scores",
 }  # fmt: skip
 OTHER = "Others"
 
@@ -57,7 +60,7 @@ class Result(NamedTuple):
 
 def run_family(name: str) -> Result:
     """Compare one family, in this process."""
-    from tiny_models import POSITIONS, build
+    from model_table.tiny_models import POSITIONS, build
 
     import lamina
     from lamina import LLM, SamplingParams
@@ -195,16 +198,18 @@ def reason(why: str) -> str:
     return next((kind for kind, words in REASONS.items() if re.search(words, why)), OTHER)
 
 
-def page(results: Iterable[Result]) -> str:
-    """Return docs/families.md."""
+def page(results: Iterable[Result], kinds: Iterable[str]) -> str:
+    """Return docs/families.md. ``kinds``: all families; those without a result are listed too."""
     import torch
     import transformers
 
     of: dict[str, list[Result]] = {}
-    for result in sorted(results, key=lambda r: r.name):
+    known = {result.name: result for result in results}
+    for name in sorted(kinds):
+        result = known.get(name) or Result(name, NOT_RUN)
         of.setdefault(result.verdict, []).append(result)
     versions = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
-    counts = {verdict: len(of.get(verdict, ())) for verdict in (SAME, REFUSED, WRONG, NOT_BUILT)}
+    counts = {verdict: len(of.get(verdict, ())) for verdict in VERDICTS}
     text = [
         "# Model families\n",
         "Look up whether a model of `transformers` runs on Lamina. A program makes this page:",
@@ -220,11 +225,19 @@ def page(results: Iterable[Result]) -> str:
     for kind in (*REASONS, OTHER):
         if found := [r for r in of.get(REFUSED, []) if reason(r.why) == kind]:
             text += [f"{kind}:\n", names(found)]
-    if counts[WRONG]:
-        text += ["## Wrong\n", names(of[WRONG])]
-    if counts[NOT_BUILT]:
-        text += ["## Not built\n", names(of[NOT_BUILT])]
+    for verdict in (WRONG, NOT_BUILT, NOT_RUN):
+        if counts[verdict]:
+            text += [f"## {verdict.capitalize()}\n", names(of[verdict])]
     return "\n".join(text)
+
+
+def read_page(text: str) -> dict[str, str]:
+    """Return what docs/families.md says of each family: the heading that it is under, or the reason of a refusal."""
+    found: dict[str, str] = {}
+    titled = r"(?:^## (?!Refused)|\n\n)([^\n]+?):?\n\n```\n(.*?)```"
+    for title, listed in re.findall(titled, text, re.DOTALL | re.MULTILINE):
+        found |= dict.fromkeys(" ".join(listed.split()).split(", "), title.removeprefix("## "))
+    return found
 
 
 def names(results: Iterable[Result]) -> str:
@@ -239,7 +252,7 @@ def read_results(file: Path) -> dict[str, Result]:
 
 
 def warm() -> None:
-    """Import everything before forks, in one thread."""
+    """Import everything before forks, in one thread; much is only imported when a model is cut."""
     os.environ["LAMINA_CACHE"] = ""
     import torch
     import transformers
@@ -247,27 +260,33 @@ def warm() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    from model_table.tiny_models import POSITIONS, build
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: F401
 
     import lamina.api.wrapped
     import lamina.executor.worker_executor
-    import lamina.models.convert
     import lamina.models.load
     import lamina.workers.compute.main
     import lamina.workers.memory.main  # noqa: F401
+    from lamina.models.convert import convert_model
+
+    model = build("llama")
+    reference(model, [3, 4, 5])
+    convert_model(model, max_model_len=POSITIONS)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="families; default: all")
     parser.add_argument("--write", action="store_true", help="write docs/families.md")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="a file of results: those in it are not run")
+    parser.add_argument("--results", type=Path, help="a file of results; without names those in it are not run")
     args = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(ROOT / "tests"))
     warm()
-    from tiny_models import all_kinds
+    from model_table.tiny_models import all_kinds
 
-    known = {} if args.names else read_results(args.results)
+    file = args.results or (None if args.names else RESULTS)
+    known = read_results(file) if file else {}
     for name in args.names or [n for n in all_kinds() if n not in known]:
         began = time.monotonic()
         known[name] = result = in_own_process(name)
@@ -275,12 +294,12 @@ def main() -> int:
             f"{name}: {result.verdict} {result.why} {result.silent or ''} {time.monotonic() - began:.0f} s\n"
         )
         sys.stdout.flush()
-        if not args.names:
-            args.results.parent.mkdir(exist_ok=True)
-            with open(args.results, "a") as file:
-                file.write(json.dumps(result._asdict()) + "\n")
+        if file:
+            file.parent.mkdir(exist_ok=True)
+            with open(file, "a") as out:
+                out.write(json.dumps(result._asdict()) + "\n")
     if args.write:
-        PAGE.write_text(page(known.values()))
+        PAGE.write_text(page(known.values(), all_kinds()))
     return any(result.verdict == WRONG for result in known.values())
 
 

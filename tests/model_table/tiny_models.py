@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 VOCAB, POSITIONS, WINDOW, LAYERS = 320, 256, 8, 4
-LARGEST = 40_000_000  # weights; a configuration with more was not shrunk
+LARGEST = 50_000_000  # weights; a configuration with more was not shrunk
 FULL, SLIDING = "full_attention", "sliding_attention"
 MIXED = [SLIDING, FULL] * 2
 SIZES: dict[str, Any] = {
@@ -52,12 +52,25 @@ LAYER_LISTS = (
 VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14, "depth": 1, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64, "num_channels": 3,
+    "text_hidden_size": 64, "video_temporal_patch_size": 2,
 }  # fmt: skip
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What some kinds need in addition, so that their parts fit together.
 SETTINGS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 64, "n_layer": LAYERS, "n_head": 4},
-    "mpt": {"d_model": 48, "n_layers": 3, "n_heads": 6, "expansion_ratio": 2, "max_seq_len": POSITIONS},
+    "mpt": {"d_model": 48, "n_layers": 3, "n_heads": 6, "expansion_ratio": 2, "max_seq_len": POSITIONS,
+            "attn_config": {"attn_pdrop": 0}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", FULL] * 2},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
+    "paddleocr_vl_text": {"rope_parameters": {**DEFAULT_ROPE, "mrope_section": [2, 3, 3]}},
+    "hunyuan_vl_text": {"head_dim": 16},
     "gpt_neo": {"num_layers": LAYERS, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},
     "stablelm": {"num_attention_heads": 8},
     "gptj": {"rotary_dim": 8},
@@ -165,7 +178,8 @@ def shrunk(config: Any, kind: str) -> dict[str, Any]:
             continue
         own = part.to_dict()
         if any(word in name for word in ("vision", "audio", "vq", "tokenizer")) or "Vision" in type(part).__name__:
-            options[name] = {k: v for k, v in VISION.items() if k in own} | {"model_type": part.model_type}
+            known = {k: v for k, v in VISION.items() if k in own and not isinstance(own[k], list | tuple)}
+            options[name] = known | {"model_type": part.model_type}
         else:
             options[name] = {**shrunk(part, part.model_type), "model_type": part.model_type}
     return options | SETTINGS.get(kind, {})
