@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lamina.facts.hardware import DEVICES
-from lamina.facts.roofline import min_bandwidth
-from lamina.tools.plan.cost_model import BatchLoad, CostModel, split_load
+from lamina.tools.plan.cost_model import BatchLoad, CostModel, min_bandwidth, split_load
 from lamina.tools.plan.deployment import GIB, Deployment, DeviceMemory
 from lamina.tools.plan.model_facts import ModelFacts, paper_models
 from lamina.tools.plan.tables import baseline, constants, network_link, price_book

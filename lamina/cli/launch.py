@@ -51,7 +51,7 @@ COMMANDS = {
     "doctor": ("cli.doctor", "check what each transport needs of this machine, and say how to get it"),
     "sessions": ("cli.operate.sessions", "list the sessions of a running server, or drop one"),
     "kv": ("cli.operate.kv", "show the contents of a directory of stored KV, verify it, or purge it"),
-    "explain": ("tools.explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
+    "explain": ("tools.explain", "show how a model is cut: slices, bytes across each cut, messages"),
 }
 RENAMED = {  # before -> now
     "simulate": "plan simulate",

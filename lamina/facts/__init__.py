@@ -1,1 +1,1 @@
-"""Models of deployments, computed instead of measured. No torch here; every number is labelled as modelled."""
+"""Facts about devices, hosts and workers, and their text. No torch here."""

@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from .hardware import Device
-from .roofline import ALPHA, Estimate
-
 _BLOCKS = ("before_q", "between", "after_kv")
 
 
@@ -104,42 +101,3 @@ def _crossings(facts: dict[str, Any]) -> list[str]:
         *table(rows),
         f"  all messages of one token: {size_text(step)}; all cuts: {size_text(facts['cut_bytes_per_token'])}",
     ]
-
-
-def estimate_text(estimate: Estimate, compute: Device, memory: Device, kv_cache_dtype: str = "auto") -> str:
-    """Return the modelled part: times of one step, the bandwidth it needs, what fits where, and the devices' sources.
-    ``kv_cache_dtype``: a name of --kv-cache-dtype.
-    """
-    network = "no network card is stated for these devices"
-    if estimate.network_s is not None:
-        network = f"{duration_text(estimate.network_s)} over the devices' own network cards, if nothing overlaps"
-    share = f"{100 * estimate.compute_bound:.0f} % of it limited by FLOP/s, the rest by memory"
-    kv = "KV cache" if kv_cache_dtype == "auto" else f"KV cache in {kv_cache_dtype}"
-    rows = [
-        ["model", duration_text(estimate.model_s), share],
-        ["attention", duration_text(estimate.attention_s), f"limited by {estimate.attention_bound}"],
-        ["messages", size_text(estimate.message_bytes), network],
-        [
-            "minimum bandwidth",
-            f"{estimate.min_bandwidth / 1e9:.1f} GB/s",
-            f"for messages to take {ALPHA:.0%} of model + attention (arXiv 2405.01814, section 3)",
-        ],
-        ["weights", size_text(estimate.weight_bytes), _fits(estimate.compute_needed, estimate.num_compute, compute)],
-        [kv, size_text(estimate.kv_bytes), _fits(estimate.memory_needed, estimate.num_memory, memory)],
-    ]
-    title = (
-        f"modelled, not measured: one step at peak rates, batch {estimate.batch}, length {estimate.length}, on "
-        f"{estimate.num_compute} {compute.name} + {estimate.num_memory} {memory.name}"
-    )
-    devices = {d.name: d for d in (compute, memory)}.values()
-    sources = [
-        f"  {d.name}: {d.title}, {d.tflops:g} TFLOP/s, {d.bandwidth_gbs:g} GB/s, {d.memory_gb:g} GB ({d.source})"
-        for d in devices
-    ]
-    return "\n".join([title, *table(rows), *sources]) + "\n"
-
-
-def _fits(needed: int, given: int, device: Device) -> str:
-    if needed <= given:
-        return f"fits {given} {device.name}"
-    return f"does not fit {given} {device.name}: at least {needed} are needed, and times scale with their number"

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lamina.converter import ConversionError, SlicedProgram
-from lamina.converter.explain import facts_of
 from lamina.converter.stamp import layer_stack, stamp
-from lamina.facts.roofline import AttentionWork, GemmWork
-from lamina.kv.stored_format import head_bytes, stored_dtype
+from lamina.kv.stored_format import head_bytes
 from lamina.ops.attention.spec import AttentionSpec
 
 from .checkpoint import find_checkpoint, read_config
@@ -77,45 +75,20 @@ def configuration(model: str, *, trust_remote_code: bool = False) -> Any:
         return configuration(directory_of_one, trust_remote_code=trust_remote_code)
 
 
-def gemm_work(program: SlicedProgram) -> list[GemmWork]:
-    """Return the products with weights, of all slices."""
-    return [
-        GemmWork(weight_bytes=g.weight_bytes, itemsize=g.itemsize, flops_per_token=g.flops_per_token)
-        for f in facts_of(program)
-        for g in f.gemms
-    ]
-
-
-def attention_work(program: SlicedProgram, kv_cache_dtype: str = "auto") -> list[AttentionWork]:
-    """Return the attention work of all layers. Messages carry K and V in the model's dtype, whatever they are stored
-    as.
-    """
-    return [
-        AttentionWork(
-            kv_bytes=call.k.shape[0]
-            * head_bytes(call.k.shape[-1], call.v.shape[-1], stored_dtype(kv_cache_dtype, call.k.dtype)),
-            flops=2 * call.q.shape[0] * (call.q.shape[-1] + call.v.shape[-1]),
-            window=AttentionSpec.decode(call.rest[1]).window,
-            message_bytes=call.q_bytes + call.kv_bytes + call.out_bytes,
-        )
-        for call in program.calls
-    ]
-
-
 def attention_calls(program: SlicedProgram) -> list[tuple[int, ...]]:
-    """Return, for each layer, the fields of model_facts.Attentions except its count."""
+    """Return, for each layer, the fields of model_facts.AttentionGroup except its count."""
     return [
         (
             call.q.shape[0],
             call.k.shape[0],
-            work.kv_bytes,
+            call.k.shape[0] * head_bytes(call.k.shape[-1], call.v.shape[-1], call.k.dtype),
             call.q_bytes,
             call.kv_bytes,
             call.out_bytes,
-            work.flops,
-            work.window,
+            2 * call.q.shape[0] * (call.q.shape[-1] + call.v.shape[-1]),
+            AttentionSpec.decode(call.rest[1]).window,
         )
-        for call, work in zip(program.calls, attention_work(program), strict=True)
+        for call in program.calls
     ]
 
 

@@ -1,16 +1,12 @@
-"""``lamina-launch explain MODEL``: the cuts of a model, the tensors that cross them, and the rates that devices need
-for them.
-"""
+"""``lamina-launch explain MODEL``: the cuts of a model, and the tensors that cross them."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lamina.cli.common.flags import check_at_least, check_writable
 from lamina.cli.common.group_flags import FlagValue, add_groups
@@ -19,9 +15,7 @@ from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import options_of, parse_size
 from lamina.config.sparsity import SparsityOptions
-from lamina.facts.hardware import DEVICES, device
-from lamina.facts.report import estimate_text, explain_text
-from lamina.facts.roofline import Estimate, estimate
+from lamina.facts.report import explain_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,14 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="T", help="of T ranks, what the first one has (1)"
     )
-    group = parser.add_argument_group("modelled bandwidth and times", f"devices: {', '.join(DEVICES)}")
-    group.add_argument("--compute-device", metavar="NAME", help="what computes the slices")
-    group.add_argument("--memory-device", metavar="NAME", help="what stores KV and computes attention")
-    group.add_argument("--dop", default="1,1", metavar="A,B", help="numbers of compute and memory devices (1,1)")
-    group.add_argument("--batch", type=int, default=300, help="sequences in a step (300)")
+    group = parser.add_argument_group("KV with --kv-sparsity evict, of sequences of --length tokens")
     group.add_argument("--length", type=int, default=4096, help="stored tokens of each sequence (4096)")
     group.add_argument("--kv-cache-dtype", default="auto", help="stored K and V: auto (the model's dtype), int8 or fp8")
-    group = parser.add_argument_group("KV with --kv-sparsity evict, of sequences of --length tokens")
     values = {name: FlagValue(int, option.default, option.help) for name, option in _SPARSITY.items()}
     values |= {name: values[name]._replace(parse=str) for name in ("kv_sparsity", "kv_error_budget")}
     add_groups(parser, lambda name: group, values)
@@ -78,8 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns exit status 0; raises ValueError for bad input."""
-    check_at_least(args, 1, "tensor_parallel_size", "batch", "length")
-    devices = _devices(args)
+    check_at_least(args, 1, "tensor_parallel_size", "length")
     sparsity = _sparsity(args)
     _check_dtype(args.dtype)
     check_writable(args.dot, "--dot")
@@ -92,62 +80,22 @@ def run(args: argparse.Namespace) -> int:
         return _dry_run(args)
     model, program = _planned(args) if args.no_weights else _convert(args)
     from lamina.converter.explain import to_dot, to_json
-    from lamina.models.meta_capture import attention_work, gemm_work
 
     facts = {"model": args.model, **_describe(model, args.tensor_parallel_size), **to_json(program)}
-    modelled = None
-    if devices is not None:
-        layers = attention_work(program, args.kv_cache_dtype)
-        modelled = estimate(gemm_work(program), layers, program.weight_bytes, **devices)
     tiers = _tiers(args, sparsity, program) if sparsity is not None else []
     if args.dot:
         Path(args.dot).write_text(to_dot(program))
-    _print(args, facts, modelled, devices, tiers)
-    return 0
-
-
-def _print(
-    args: argparse.Namespace,
-    facts: dict[str, Any],
-    modelled: Estimate | None,
-    devices: dict[str, Any] | None,
-    tiers: Sequence[KVTiers | MemorySplit],
-) -> None:
     if args.json:
         for part in tiers:
             facts |= part.facts
-        if modelled is not None and devices is not None:
-            named = {f"{role}_device": devices[role].name for role in ("compute", "memory")}
-            facts["modelled"] = {**named, "kv_cache_dtype": args.kv_cache_dtype, **dataclasses.asdict(modelled)}
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
-        return
+        return 0
     sys.stdout.write(explain_text(facts) + "  (columns: lamina-launch explain --help)\n")
-    if modelled is not None and devices is not None:
-        sys.stdout.write("\n" + estimate_text(modelled, devices["compute"], devices["memory"], args.kv_cache_dtype))
     for part in tiers:
         sys.stdout.write("\n" + "\n".join(part.lines) + "\n")
     if args.dot:
         sys.stdout.write(f"\nwrote {args.dot}; draw it with: dot -Tsvg -O {args.dot}\n")
-
-
-def _devices(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return what ``estimate`` takes, by name; None if no devices are named. Raises ValueError."""
-    if args.compute_device is None and args.memory_device is None:
-        return None
-    for name in ("compute_device", "memory_device"):
-        if getattr(args, name) is None:
-            raise ValueError(f"--{name.replace('_', '-')} is missing: name both devices, or none")
-    try:
-        num_compute, num_memory = (int(n) for n in args.dop.split(","))
-    except ValueError:
-        raise ValueError(f"--dop {args.dop} is not two numbers such as 2,4") from None
-    if min(num_compute, num_memory) < 1:
-        raise ValueError(f"--dop {args.dop}: at least one device of each kind is needed")
-    return {
-        "compute": device(args.compute_device, "--compute-device"), "num_compute": num_compute,
-        "memory": device(args.memory_device, "--memory-device"), "num_memory": num_memory,
-        "batch": args.batch, "length": args.length,
-    }  # fmt: skip
+    return 0
 
 
 def _sparsity(args: argparse.Namespace) -> SparsityOptions | None:

@@ -16,7 +16,6 @@ import msgspec
 from lamina import __version__
 from lamina.config.option import parse_size
 from lamina.facts.hardware import entries
-from lamina.facts.roofline import GemmWork, bytes_and_flops
 
 from .tables import DATA
 
@@ -34,9 +33,14 @@ class GemmGroup(msgspec.Struct, frozen=True):
     flops_per_row: int
 
     def work(self, rows: float) -> tuple[float, float]:
-        """Return the bytes of weights that are read, those that some row needs, and FLOPs."""
-        read, flops = bytes_and_flops(self.weight_bytes, self.itemsize, self.flops_per_row, rows)
-        return self.count * read, self.count * flops
+        """Return the bytes of weights that some row needs, all of which are read, and FLOPs.
+
+        With experts a row needs a share of the weights, and few rows need less than all. If each expert is equally
+        likely, a part (1 - share) ** rows of the weights is needed by no row.
+        """
+        share = self.flops_per_row / 2 * self.itemsize / self.weight_bytes
+        part = 1 - (1 - share) ** rows if share < 1 else min(1.0, rows * share)
+        return self.count * self.weight_bytes * part, self.count * self.flops_per_row * rows
 
 
 class AttentionGroup(msgspec.Struct, frozen=True):
@@ -170,23 +174,20 @@ def _code() -> bytes:
 def captured_facts(model: str, dtype: str, trust_remote_code: bool) -> ModelFacts:
     from lamina.converter.explain import facts_of
     from lamina.models.load import max_model_len
-    from lamina.models.meta_capture import attention_calls, configuration, gemm_work, plan_cuts
+    from lamina.models.meta_capture import attention_calls, configuration, plan_cuts
 
     program = plan_cuts(model, dtype=dtype, trust_remote_code=trust_remote_code).program
     config = configuration(model, trust_remote_code=trust_remote_code)
-    between = sum(f.gemm_bytes("between") for f in facts_of(program))
+    slices = facts_of(program)
+    gemms = Counter((g.weight_bytes, g.itemsize, g.flops_per_token) for each in slices for g in each.gemms)
+    between = sum(each.gemm_bytes("between") for each in slices)
     return ModelFacts(
         name=model,
         source=f"captured from its configuration ({json.dumps(config.architectures or [config.model_type])})",
         weight_bytes=program.weight_bytes,
         hidden_bytes=config.get_text_config(decoder=True).hidden_size * program.calls[0].q.dtype.itemsize,
         between=between / program.weight_bytes,
-        products=_grouped(gemm_work(program)),
+        products=[GemmGroup(count, *fields) for fields, count in gemms.items()],
         attentions=[AttentionGroup(count, *fields) for fields, count in Counter(attention_calls(program)).items()],
         max_len=max_model_len(config),
     )
-
-
-def _grouped(work: list[GemmWork]) -> list[GemmGroup]:
-    counts = Counter((g.weight_bytes, g.itemsize, g.flops_per_token) for g in work)
-    return [GemmGroup(count, *fields) for fields, count in counts.items()]
