@@ -25,9 +25,10 @@ from typing import Any
 import msgspec
 from common import add_sampling, cpu_pressure, record, sampling_of, spread
 from reference_model import make
+from rotation_plan import rotation
 
 from lamina import LLM, SamplingParams
-from lamina.scheduler.rotation.pipeline import lower_bound, rotation
+from lamina.scheduler.rotation.pipeline import lower_bound
 from lamina.utils.emulated_device import VARIABLE, DeviceTimes
 
 SHAPE = {

@@ -40,7 +40,6 @@ COMMANDS = {
     "cluster": ("cli.cluster", "start, show and end a Ray cluster for workers on several hosts"),
     "plan": ("tools.plan.command", "say which devices to buy for a trace of requests, and whether to split at all"),
     "plan simulate": ("tools.plan.simulate", "conduct a trace of prompts over prefill workers on a virtual clock"),
-    "plan pipeline": ("tools.plan.pipeline", "print the rotation of n batches over n - 1 replicas"),
     "timeline": (
         "tools.timeline.command",
         "say what kept each pool from working, from a trace of a run",
@@ -55,7 +54,7 @@ COMMANDS = {
 }
 RENAMED = {  # before -> now
     "simulate": "plan simulate",
-    "plan-pipeline": "plan pipeline",
+    "plan-pipeline": "plan, which models batches that rotate",
     "reproduce": "python perf/model_figures.py, in the sources",
 }
 

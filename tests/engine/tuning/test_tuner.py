@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from fake_executor import FakeWire, continuation, run
+from rotation_plan import rotation
 
 from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
@@ -20,7 +21,6 @@ from lamina.engine.tuning.tuner import Tuner, choose_num_batches, round_seconds
 from lamina.protocol.control import RunRound, StepDone
 from lamina.request import SamplingParams
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
-from lamina.scheduler.rotation.pipeline import rotation
 from lamina.scheduler.scheduler_output import Round
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)

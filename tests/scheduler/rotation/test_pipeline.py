@@ -1,20 +1,16 @@
-"""The rotational pipeline as a plan: conflicts, order, steady state, distance from the lower bound.
-
-Covers: lamina/tools/plan/pipeline.py.
-"""
+"""The rotational pipeline as a plan: conflicts, order, steady state, distance from the lower bound."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rotation_plan import PipelinePlan, rotation
 
-from lamina.cli.launch import main
-from lamina.scheduler.rotation.pipeline import PipelinePlan, num_replicas, replica_of, rotation, route
+from lamina.scheduler.rotation.pipeline import num_replicas, replica_of, route
 
 FACTOR = 3.0  # no input was found beyond 2.5
 EPS = 1e-9
@@ -107,49 +103,3 @@ def test_more_replicas_than_the_batches_need_all_take_turns(layers: int) -> None
             assert not any(a == b for a, b in zip(source, other, strict=True)), "side by side"
             assert reply_to[-1] == (source[-1] + 1) % 3
     assert route(0, 0, layers, 2, replicas=1) == ([], []) == route(0, 0, layers, 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--n", "0", "--tm", "2", "--ta", "1"], "--n must be at least 1, not 0"),
-        (["--n", "100000", "--tm", "2", "--ta", "1", "--slices", "8"], "lower --n, --tokens or --slices"),
-        (["--n", "2", "--tm", "two", "--ta", "1"], "--tm must be a number"),
-        (["--n", "2", "--tm", "1,2,3", "--ta", "1", "--slices", "2"], "--tm has 3 times for --slices 2"),
-        (["--n", "2", "--tm", "-1", "--ta", "1"], "--tm must be a time of at least 0"),
-        (["--n", "2", "--tm", "nan", "--ta", "1"], "--tm must be a time of at least 0"),
-        (["--n", "2", "--tm", "1", "--ta", "1", "--tokens", "0"], "--tokens must be at least 1"),
-        (["--n", "2", "--tm", "1", "--ta", "1", "--slices", "0"], "--slices must be at least 1"),
-        (["--n", "2", "--tm", "0", "--ta", "0"], "must not both be 0"),
-    ],
-)
-def test_the_command_refuses_in_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "pipeline", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert text in error
-    assert error.count("\n") == 1
-
-
-def test_the_command_prints_a_picture_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "pipeline", "--n", "3", "--tm", "2", "--ta", "1", "--slices", "8", "--tokens", "2"]
-    assert main(arguments) == 0
-    picture = capsys.readouterr().out
-    assert "busy once all 3 batches are under way: compute 100%, memory 100%" in picture
-    assert picture.count("replica") == 2
-    assert "makespan 50, lower bound 48" in picture
-    assert main([*arguments, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["makespan"] == 50.0
-    assert plan["lower_bound"] == 48.0
-    assert plan["utilisation"] == {"compute": 1.0, "memory": 1.0}
-    assert plan["events"][1] == {
-        "batch": 1, "token": 0, "slice": 0, "replica": 2, "start": 1.0, "end": 3.0,
-        "attention_start": 3.0, "attention_end": 4.0,
-    }  # fmt: skip
-
-
-def test_the_command_knows_one_batch_from_two(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "pipeline", "--n", "1", "--tm", "2", "--ta", "1"]) == 0
-    assert "busy: compute 67%, memory 33%" in capsys.readouterr().out
-    assert main(["plan", "pipeline", "--n", "1", "--tm", "2", "--ta", "1", "--dry-run"]) == 0
-    assert "2 tokens of 1 batch over 1 replica\n" in capsys.readouterr().out

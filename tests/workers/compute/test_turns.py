@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from rotation_plan import rotation
 from torch import Tensor
 
 from lamina.netstack import PeerFault
 from lamina.ops.sampling.token_history import LogitChanges
 from lamina.protocol.control import RunRound, RunStep, SampledToken, SamplingRequest, StepDone
 from lamina.protocol.step_plan import New, RowRange, StepPlan
-from lamina.scheduler.rotation.pipeline import num_replicas, rotation, route
+from lamina.scheduler.rotation.pipeline import num_replicas, route
 from lamina.workers.compute.compute_worker import ComputeWorker, LocalPipeline, SingleRank
 
 Call = tuple[int, int, int]  # batch, step, slice
