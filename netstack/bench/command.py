@@ -28,7 +28,6 @@ from .server import serve, watch_life_line
 SIZES = "8,64,256,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB"
 DEVICES = {"cpu": (), "cuda": ("cuda", "mlx5", "gin")}  # the caller -> transports with kernels for it; none: any
 FANS = [name for name, pattern in PATTERNS.items() if pattern.fans]
-BACKGROUND_LOADS = ("gemm",)
 
 
 def listen(scheme: str, address: str, key: bytes, cores: Sequence[int], idle_s: float) -> None:
@@ -82,8 +81,6 @@ def parser() -> argparse.ArgumentParser:
         f"{', '.join(WINDOWED)} (default: %(default)s)")  # fmt: skip
     add("--rate", default="10000", metavar="PER_S[,PER_S...]", help="queries/s that the pattern rate offers; each is a "
         "measurement (default: %(default)s)")  # fmt: skip
-    add("--background", default="", metavar="NAME", help="the load during measurements: "
-        f"{', '.join(BACKGROUND_LOADS)} (GEMMs on the cores that --cores leaves over, or on all)")  # fmt: skip
     add("--samples", default="", metavar="FILE", help="append every sample, in microseconds, as JSON lines")
     add("--cores", default="auto", help="the client's core, then the servers': 0,1 (auto: the first of this process, "
         "none: not bound; default: %(default)s)")  # fmt: skip
@@ -149,10 +146,6 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
         raise ValueError(f"--window must be 1 to {WINDOW_MAX}, not {args.window}")
     if set(patterns) & set(WINDOWED) and args.window * most > BYTES_MAX:
         raise ValueError(f"--window {args.window}: messages of {most} B are more than 1 GiB together; name fewer")
-    if args.background not in ("", *BACKGROUND_LOADS):
-        raise ValueError(f"unknown --background {args.background!r}; choose from {', '.join(BACKGROUND_LOADS)}")
-    if args.background and DEVICES[args.device]:
-        raise ValueError(f"--background {args.background} is of --device cpu; for a GPU, see perf/gpu_suite.py")
     if args.samples:
         try:
             Path(args.samples).open("a").close()
@@ -171,7 +164,6 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
         rates=rates_of(args.rate),
         cores=cores_of(args.cores),
         samples=args.samples,
-        background=args.background,
     )
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
@@ -18,7 +18,6 @@ from lamina.netstack.contract.channel_terms import Terms
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
 from lamina.netstack.schemes import open
 
-from .gemm_load import BackgroundGemm
 from .job import FACTS_BYTES, TIMEOUT_S, Job, Measured, Size, receive, send
 from .machine_facts import side_of
 from .patterns import DRIVERS, PATTERNS, WINDOWED, client_of
@@ -44,7 +43,6 @@ class BenchPlan:
     rates: list[float]
     cores: list[int]  # the client's, then the servers'; empty: none is bound
     samples: str  # a file's name; empty: none is written
-    background: str  # the load during measurements; empty: none
 
     def jobs(self) -> Iterator[tuple[Job, float]]:
         """Yield each job with the offered queries a second; 0: each query leaves after the last reply."""
@@ -122,29 +120,12 @@ def bound(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-@contextlib.contextmanager
-def with_background_load(plan: BenchPlan) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Run the plan's load during the block, on cores that the sides do not use, or on all if there are none. Yields a
-    function that returns its facts for a row.
-    """
-    if not plan.background:
-        yield dict
-        return
-    own = os.sched_getaffinity(0)
-    with BackgroundGemm(sorted(own - {*plan.cores} or own)) as load:
-        yield lambda: {"background": load.facts()}
-
-
 def run(plan: BenchPlan, key: bytes, connect: Sequence[str], *, as_json: bool) -> None:
-    with with_background_load(plan) as load:
-        for scheme in plan.transports:
-            run_one(plan, scheme, key, connect, load, as_json=as_json)
+    for scheme in plan.transports:
+        run_one(plan, scheme, key, connect, as_json=as_json)
 
 
-def run_one(
-    plan: BenchPlan, scheme: str, key: bytes, connect: Sequence[str], load: Callable[[], dict[str, Any]], *,
-    as_json: bool,
-) -> None:  # fmt: skip
+def run_one(plan: BenchPlan, scheme: str, key: bytes, connect: Sequence[str], *, as_json: bool) -> None:
     fabric = open(scheme, key=key)
     try:
         if fabric.in_process:
@@ -156,7 +137,7 @@ def run_one(
                 chosen = urls if pattern.fans else urls[:1]
                 with bound([] if pattern.threads else plan.cores[:1]):
                     measured, figures = measure(fabric, chosen, job, per_s)
-                row = row_of(scheme, job, per_s, len(chosen), plan) | figures | load()
+                row = row_of(scheme, job, per_s, len(chosen), plan) | figures
                 sys.stdout.write((json_line(row, measured, facts) if as_json else table_line(row)) + "\n")
                 sys.stdout.flush()
                 if plan.samples:

@@ -1,6 +1,6 @@
 """``python -m lamina.netstack bench``: every pattern between real processes, its figures, and its refusals.
 
-Covers: netstack/bench/command.py, netstack/bench/floods.py, netstack/bench/gemm_load.py, netstack/bench/job.py,
+Covers: netstack/bench/command.py, netstack/bench/floods.py, netstack/bench/job.py,
 netstack/bench/machine_facts.py, netstack/bench/native_loops.py, netstack/bench/patterns.py, netstack/bench/runs.py,
 netstack/bench/server.py.
 """
@@ -28,7 +28,6 @@ from lamina import netstack
 from lamina.netstack.bench import command as bench
 from lamina.netstack.bench import runs
 from lamina.netstack.bench.floods import in_pairs
-from lamina.netstack.bench.gemm_load import BackgroundGemm
 from lamina.netstack.bench.job import Job, Measured, Payloads, check_bytes, parse_size
 from lamina.netstack.bench.machine_facts import RDMA_KNOBS, machine
 from lamina.netstack.bench.patterns import DRIVERS, PATTERNS, WINDOWED, client_of, server_of
@@ -80,29 +79,6 @@ def test_every_pattern_between_processes(scheme: str, tmp_path: Path) -> None:
         assert row.get("window") == (6 if row["pattern"] in WINDOWED else None)
     assert {row["size"] for row in rows} == {8, 1000, 8192}
     assert {row.get("offered/s") for row in rows} == {None, 2000.0, 4000.0}
-
-
-@pytest.mark.long
-def test_products_go_on_beside_a_measurement() -> None:
-    done = command("--transport", "tcp", "--sizes", "8,64", "--count", "20", "--background", "gemm", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    for row in map(json.loads, done.stdout.splitlines()):
-        load = row["background"]
-        assert load["gemm"] == 512
-        assert set(load["cores"]) <= os.sched_getaffinity(0)
-        assert load["gflop/s alone"] > 0.0
-        assert load["gflop/s"] >= 0.0
-
-
-@pytest.mark.no_retry
-def test_products_that_end_are_an_error_and_leave_no_process() -> None:
-    with BackgroundGemm(sorted(os.sched_getaffinity(0))) as load:
-        assert load.facts()["gflop/s"] > 0.0
-        process = load.process
-        process.kill()
-        with pytest.raises(netstack.ChannelError, match="during the measurement"):
-            load.facts()
-    assert process.poll() is not None
 
 
 def test_pairs_are_busy_until_the_last_is_done_and_count_together() -> None:
@@ -194,8 +170,6 @@ def test_a_killed_client_leaves_no_server() -> None:
         (["--pattern", "stream", "--window", "64", "--sizes", "32MiB"], "--window 64: messages of 33554432 B"),
         (["--cores", "12345"], "--cores: 12345 is not among"),
         (["--cores", "a"], "--cores must be"),
-        (["--background", "yoga"], "unknown --background 'yoga'; choose from gemm"),
-        (["--background", "gemm", "--device", "cuda"], "--background gemm is of --device cpu"),
         (["--samples", "/nowhere/x"], "--samples /nowhere/x: No such file or directory; name a file"),
         (["--driver", "native", "--pattern", "fan"], "--driver native has no pattern fan"),
         (["--device", "gpu"], "unknown --device 'gpu'; choose from cpu, cuda"),
