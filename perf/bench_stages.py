@@ -55,13 +55,10 @@ def main() -> None:
         llms = {x: open_until.enter_context(engine_of(path, x, args)) for x in stages}
         seconds, tokens = measure(llms, lengths, args)
         same = all(tokens[x] == tokens[stages[0]] for x in stages)
-        occupied = {x: [s["occupied_byte_s"] for w, s in llm.stats().items() if w.startswith("prefill")]
-                    for x, llm in llms.items()}  # fmt: skip
     for x in stages:
         rows = {n: row(n, x, seconds, args) for n in lengths}
         figures = {
             "tokens_equal": same,
-            "occupied_byte_s": occupied[x],
             "prompts": rows,
             "cpu_pressure_avg10": cpu_pressure(),
         }

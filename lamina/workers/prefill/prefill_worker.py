@@ -27,7 +27,6 @@ from lamina.workers.memory.attention_step import AttentionStep, StoredAttention,
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.staging import EMPTY_BYTES
 
-from .kv_occupancy import KvOccupancy
 from .prefix_fetch import PrefixFetch
 
 STAGE_WAIT_S = 0.02  # seconds of a wait for the stage before, before the driver's messages are checked again
@@ -42,8 +41,6 @@ class LocalAttention:
         device. ``pool``: sends K and V of all layers, and accepts tensors of that device.
         """
         self._store, self._first = store, first
-        token_bytes = sum(piece.kv.token_bytes for layer in store.layers for piece in layer)
-        self.kv_occupancy = KvOccupancy(token_bytes)
         self._before = EMPTY_BYTES  # O of the layer before the first one here, from the stage before
         self._client = pool
         # Exchanges KV with other prefill workers; None until they are connected.
@@ -98,7 +95,6 @@ class LocalAttention:
             self._store.apply_plan(plan)
             self._store.apply_block_copies()
             self._step = AttentionStep(self._store, plan)
-            self.kv_occupancy.begin(plan)
             if self._prefix_fetch:
                 self._prefix_fetch.begin_step(plan)
             self._client.begin_step(plan)
@@ -146,8 +142,6 @@ class LocalAttention:
         out = torch.empty(shape, dtype=dtype, device=self._store.device)
         step.finish(own, self._stored, self._q, self._writes, EMPTY_BYTES, _flat(out))
         self.attend_s += time.perf_counter() - begun
-        if own + 1 == len(self._store.layers):
-            self.kv_occupancy.end()
         self._trace.add(Event.NEW, start, step.plan, layer)
         return out
 
@@ -245,11 +239,10 @@ class PrefillWorker:
         one has the seconds in which the worker only waited for memory workers.
         """
         worker, attention = self._worker.stats(), self._attention
-        names = ("slice_s", "sample_s", "steps", "rows")
+        names = ("slice_s", "sample_s", "steps", "rows", "carry_s")
         own = {"attend_s": attention.attend_s, "send_s": attention.sending_s, "stored_wait_s": self.stored_wait_s}
         fetched = {"fetch_s": attention.fetch_s, "fetched_bytes": float(attention.fetched_bytes)}
-        took = {"occupied_byte_s": attention.kv_occupancy.byte_s, "carry_s": worker["carry_s"]}
-        return {**{name: worker[name] for name in names}, **own, **fetched, **took}
+        return {**{name: worker[name] for name in names}, **own, **fetched}
 
     def _can_run(self, patience_s: float) -> bool:
         """Return whether the input of the next slice is there. Raises ChannelTimeout if earlier stages took too

@@ -12,8 +12,7 @@ import pytest
 
 from lamina.netstack import ChannelTimeout
 from lamina.protocol.control import StepDone
-from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError, RowRange, StepPlan
-from lamina.workers.prefill.kv_occupancy import KvOccupancy
+from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
 from lamina.workers.prefill.prefill_worker import POLL_S, PrefillWorker
 
 
@@ -52,7 +51,7 @@ class FakeLink:
 def make(steps: int, links: int = 2, timeout_s: float = 1.0) -> tuple[PrefillWorker, list[FakeLink], list[float]]:
     now = [100.0]
     fakes = [FakeLink(i, now) for i in range(links)]
-    own = SimpleNamespace(attend_s=2.0, sending_s=3.0, fetch_s=0.0, fetched_bytes=0, kv_occupancy=KvOccupancy(0))
+    own = SimpleNamespace(attend_s=2.0, sending_s=3.0, fetch_s=0.0, fetched_bytes=0)
     worker = PrefillWorker(FakeWorker(steps), own, fakes, timeout_s, clock=lambda: now[0])  # type: ignore[arg-type]
     return worker, fakes, now
 
@@ -131,20 +130,3 @@ def test_a_stage_waits_for_those_before_it_as_long_as_they_may_take() -> None:
     with pytest.raises(ChannelTimeout, match="the stage before sent nothing of a step in 2 s"):
         worker.run_next()
     assert worker.has_work
-
-
-def test_a_prompt_occupies_what_it_has_so_far_for_as_long_as_it_is_computed() -> None:
-    now = [0.0]
-    occupied = KvOccupancy(10, clock=lambda: now[0])
-
-    def chunk(sequence: int, first: int, seconds: float, idle: float) -> None:
-        occupied.begin(StepPlan(step=0, ops=[], rows=[RowRange(sequence, first, 4)]))
-        now[0] += seconds
-        occupied.end()
-        now[0] += idle
-
-    chunk(1, 0, 1.0, 0.5)
-    chunk(1, 4, 2.0, 100.0)
-    assert occupied.byte_s == 40 * 1.5 + 80 * 2.0, "between its chunks too"
-    chunk(2, 0, 1.0, 0.0)
-    assert occupied.byte_s == 40 * 1.5 + 80 * 2.0 + 40, "and not when nothing is computed"
