@@ -21,6 +21,7 @@ from .functional import is_mutable, make_functional
 
 MAX_ROWS = 65536
 _LONGEST_FAULT = 240  # characters
+EXAMPLE_ROWS = 3  # of the inputs with which a step is traced
 
 aten = torch.ops.aten
 
@@ -101,10 +102,10 @@ def _no_stack_traces() -> Iterator[None]:
         config.do_not_emit_stack_traces = before
 
 
-def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
+def _export(step: nn.Module) -> ExportedProgram:
     device = next((t.device for t in (*step.parameters(), *step.buffers())), torch.device("cpu"))
     # Two tensors, not one used twice: the exporter would merge the inputs.
-    examples = tuple(torch.ones(example_rows, 1, dtype=torch.long, device=device) for _ in range(2))
+    examples = tuple(torch.ones(EXAMPLE_ROWS, 1, dtype=torch.long, device=device) for _ in range(2))
     rows = torch.export.Dim("R", min=1, max=MAX_ROWS)
     try:
         # torch.export makes modules that never run: skip generating and compiling their Python code.
@@ -210,15 +211,13 @@ def _check_count(calls: tuple[fx.Node, ...], cut_op: torch._ops.OpOverload, expe
     )
 
 
-def capture(
-    step: nn.Module, cut_op: torch._ops.OpOverload, *, expect: int | None = None, example_rows: int = 3
-) -> Capture:
+def capture(step: nn.Module, cut_op: torch._ops.OpOverload, *, expect: int | None = None) -> Capture:
     """Trace ``step(input_ids [R, 1], position_ids [R, 1]) -> logits [R, 1, V]`` with R free in 1..65536.
 
     The module is left unchanged. Raises ConversionError if it cannot be traced, if the number of ``cut_op`` nodes is
     not ``expect``, or if a step writes to the module's own buffers.
     """
-    program = _export(step, example_rows)
+    program = _export(step)
     signature = program.graph_signature
     if written := sorted({**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}.values()):
         raise ConversionError(f"a decode step writes to {written}: state outside the KV cache cannot be sliced")

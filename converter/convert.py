@@ -35,12 +35,8 @@ def convert(
     cut_op: torch._ops.OpOverload,
     *,
     expect: int | None = None,
-    hoist: bool = False,
-    split_fused: bool = True,
-    check_rows: bool = True,
     shown: bool = False,
     max_positions: int = 64,
-    example_rows: int = 3,
     cache: CaptureStore | None = None,
 ) -> SlicedProgram:
     """Cut a model at every ``cut_op`` into slices that carry as few bytes past attention as possible.
@@ -51,11 +47,9 @@ def convert(
     unchanged. On the meta device the result is only a plan.
 
     expect: the number of ``cut_op`` that there must be (one per layer); fewer means a layer that keeps other state.
-    hoist: run work that does not depend on an attention before it (parallel attention + MLP), which carries more bytes.
-    split_fused: compute Q apart from K and V if one GEMM over contiguous parts makes all three.
-    check_rows: show that no row's result depends on other rows, by rule and by running. Runs use positions from 0 to
-      ``max_positions`` - 1, which the model must support.
-    shown: rows were found independent before, with these weights.
+    shown: rows were found independent before, with these weights. Otherwise it is shown by rule and by running that no
+      row's result depends on other rows. Runs use positions from 0 to ``max_positions`` - 1, which the model must
+      support.
     cache: keeps the capture of this module; it is read here, or written after tracing.
 
     Raises ConversionError, naming the operator and its module, for anything that would compute a different result.
@@ -64,15 +58,14 @@ def convert(
     clock = _StageTicks(timings)
     captured = _read(cache, step, cut_op, expect)
     if captured is None:
-        captured = capture(step, cut_op, expect=expect, example_rows=example_rows)
+        captured = capture(step, cut_op, expect=expect)
         _write(cache, captured, step)
     clock.done("capture")
-    if split_fused:
-        split_fused_projections(captured)
+    split_fused_projections(captured)
     graph = RowGraph(captured)
-    if check_rows and not shown:
+    if not shown:
         check_rows_by_rule(graph)
-    cuts = plan_cuts(graph, hoist=hoist)
+    cuts = plan_cuts(graph)
     clock.done("plan")
     values = StaticValues(graph)
     calls = tuple(describe_call(graph, values, i) for i in range(len(graph.calls)))
@@ -80,11 +73,11 @@ def convert(
     slices = tuple(Emitter(graph, values, i, s).build() for i, s in enumerate(schedules))
     clock.done("emit")
     described = tuple(describe_cut(graph, i, nodes) for i, nodes in enumerate(cuts))
-    rows = "numeric" if shown else "unchecked"
-    if check_rows and not shown:
+    rows = "numeric"
+    if not shown:
         rows = "numeric" if check_rows_by_running(slices, calls, max_positions) else "static"
         clock.done("check rows")
-    return SlicedProgram(slices, calls, described, hoist, rows, timings=timings)
+    return SlicedProgram(slices, calls, described, rows, timings=timings)
 
 
 def _read(

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .capture import module_path, size_expression
+from .capture import size_expression
 from .graph import is_expensive, operator_name
 from .slices import CutCall, Slice, SlicedProgram
 
@@ -164,7 +164,6 @@ def to_json(program: SlicedProgram) -> dict[str, Any]:
         "stamped": program.stamped > 0,
         "stamped_layers": program.stamped,
         "rows": program.rows,
-        "hoist": program.hoist,
         "weight_bytes": program.weight_bytes,
         "cut_bytes_per_token": program.cut_bytes_per_token,
         "message_bytes_per_token": program.message_bytes_per_token,
@@ -217,42 +216,3 @@ def facts_of(program: SlicedProgram) -> list[SliceFacts]:
             SliceFacts(piece.index, facts.operators, piece.weight_bytes, facts.gemms, facts.q_first, facts.why)
         )
     return result
-
-
-def to_dot(program: SlicedProgram) -> str:
-    """Return Graphviz text: one box for each slice. The operators of each kind of slice are drawn once.
-
-    Calls lie between the boxes. Edges show the carried, sent and received tensors, with bytes per token.
-    """
-    lines = ["digraph slices {", "  compound=true; node [shape=box, fontsize=10]; edge [fontsize=9];"]
-    first: dict[str, int] = {}
-    for piece in program:
-        original = first.setdefault(piece.signature, piece.index)
-        lines += _dot_cluster(piece) if original == piece.index else _dot_copy(piece, original)
-    for call, cut in zip(program.calls, program.cuts, strict=True):
-        here, there, attention = f"s{call.index}", f"s{call.index + 1}", f"a{call.index}"
-        lines += [
-            f'  {attention} [label="{call.name}", shape=ellipse, style=filled, fillcolor=lightblue];',
-            f'  {here} -> {attention} [label="Q {call.q_bytes} B, KV {call.kv_bytes} B"];',
-            f'  {attention} -> {there} [label="O {call.out_bytes} B"];',
-            f'  {here} -> {there} [label="{", ".join(map(str, cut.tensors))}: {cut.bytes_per_token} B", style=bold];',
-        ]
-    return "\n".join([*lines, "}"]) + "\n"
-
-
-def _dot_copy(piece: Slice, original: int) -> list[str]:
-    return [f'  s{piece.index} [label="slice {piece.index}\\nlike slice {original}", style=filled, fillcolor=gray90];']
-
-
-def _dot_cluster(piece: Slice) -> list[str]:
-    name, lines = f"s{piece.index}", [f"  subgraph cluster_{piece.index} {{", f'    label="slice {piece.index}";']
-    lines.append(f'    s{piece.index} [label="slice {piece.index}", shape=plaintext];')
-    for node in piece.module.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        label = f"send {str(node.target).upper()}" if node.op == "call_method" else operator_name(node)
-        fill = ', style=filled, fillcolor="#ffd9a0"' if node.op == "call_method" or is_gemm(node) else ""
-        lines.append(f'    {name}_{node.name} [label="{label}", tooltip="{module_path(node)}"{fill}];')
-        sources = [a for a in node.all_input_nodes if a.op in ("call_function", "call_method")]
-        lines += [f"    {name}_{a.name} -> {name}_{node.name};" for a in sources]
-    return [*lines, "  }"]

@@ -10,17 +10,16 @@ from .graph import RowGraph, is_expensive
 from .mincut import CutProblem, min_cut
 
 
-def plan_cuts(graph: RowGraph, *, hoist: bool = False) -> list[list[fx.Node]]:
+def plan_cuts(graph: RowGraph) -> list[list[fx.Node]]:
     """Return for every call the nodes that cross from the slice before it to the slice after it.
 
     They are in program order, with values of positions alone last, so that equal layers get equal slices. Going
-    backwards makes each cut also supply what later cuts carry. ``hoist`` keeps every expensive node that does not wait
-    for the call ahead of it (the free branch of parallel attention + MLP layers), at the price of more bytes.
+    backwards makes each cut also supply what later cuts carry.
     """
     cuts: list[list[fx.Node]] = []
     needed = [graph.capture.logits]
     for call in reversed(range(len(graph.calls))):
-        cut = _plan_cut(graph, call, needed, hoist)
+        cut = _plan_cut(graph, call, needed)
         cuts.append(cut)
         needed = [*_operands(graph.calls[call]), *cut]
     return cuts[::-1]
@@ -30,15 +29,11 @@ def _operands(call: fx.Node) -> list[fx.Node]:
     return [a for a in call.args[:3] if isinstance(a, fx.Node)]
 
 
-def _plan_cut(graph: RowGraph, call: int, needed: list[fx.Node], hoist: bool) -> list[fx.Node]:
+def _plan_cut(graph: RowGraph, call: int, needed: list[fx.Node]) -> list[fx.Node]:
     attention = graph.calls[call]
 
     def has_run(node: fx.Node) -> bool:
-        if node.op == "placeholder":
-            return True
-        if not is_expensive(node):
-            return False
-        return graph.runs_before(node, call) or (hoist and not graph.waits_for(node, call))
+        return node.op == "placeholder" or (is_expensive(node) and graph.runs_before(node, call))
 
     # O itself needs no carrying: it is handed to the next slice.
     local = graph.closure(needed, lambda n: n is attention or has_run(n)) - {attention}

@@ -114,14 +114,13 @@ class SlicedProgram:
     """A model as L + 1 slices around L attention calls: slice i, call i, slice i + 1; ``cuts[i]`` crosses call i.
 
     ``timings`` are seconds of each stage. ``rows`` names how row independence was shown: "numeric" (by running and by
-    rule), "static" (by rule alone, as there were no weights to run) or "unchecked". ``stamped`` counts the layers that
+    rule) or "static" (by rule alone, as there were no weights to run). ``stamped`` counts the layers that
     were not captured but derived from equal ones; such a program is a plan and cannot run.
     """
 
     slices: tuple[Slice, ...]
     calls: tuple[CutCall, ...]
     cuts: tuple[Cut, ...]
-    hoist: bool
     rows: str
     stamped: int = 0
     timings: dict[str, float] = field(default_factory=dict)

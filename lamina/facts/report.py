@@ -34,7 +34,7 @@ def explain_text(facts: dict[str, Any]) -> str:
     layers = len(facts["messages"]["layers"])
     kinds, stamped = facts["num_distinct_slices"], facts["stamped_layers"]
     how = f"{layers - stamped} layers captured, {stamped} stamped from equal slices" if stamped else "all captured"
-    rows = {"numeric": "shown by rule and by running", "static": "shown by rule", "unchecked": "not checked"}
+    rows = {"numeric": "shown by rule and by running", "static": "shown by rule"}
     weights = size_text(facts["weight_bytes"])
     lines = [
         f"{facts['model']}: {facts['architecture']}, {facts['dtype']}, {layers} attention layers, {weights} of weights",

@@ -5,7 +5,6 @@ nothing itself (gManager, arXiv 2401.02669 section 4.3). If it is down, only new
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .lending_messages import (
@@ -120,9 +119,3 @@ def distance(place: str, other: str) -> int:
     ours, theirs = place.split("/"), other.split("/")
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     return max(len(ours), len(theirs)) - same
-
-
-def totals(entries: Iterable[LedgerEntry]) -> tuple[int, int]:
-    """Return the number of lent blocks, and of blocks that are free to lend."""
-    beats = [e.heartbeat for e in entries]
-    return sum(d.blocks for b in beats for d in b.lent), sum(b.free for b in beats)

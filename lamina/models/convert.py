@@ -27,7 +27,6 @@ def convert_model(
     model: nn.Module,
     *,
     max_model_len: int,
-    hoist: bool = False,
     deterministic: bool = False,
     part: WeightShard = WHOLE_MODEL,
     keep: bool = False,
@@ -36,7 +35,7 @@ def convert_model(
     """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was.
 
     ``max_model_len``: the most tokens of a text; a model whose attention or rotary embedding changes with longer texts
-    is served up to there. ``hoist``: see lamina.converter.convert. ``deterministic``: experts compute
+    is served up to there. ``deterministic``: experts compute
     each row by itself, so that a row does not depend on others; slower. ``part``: of the model's weights.
 
     ``keep``: use the capture of an earlier start, or make one for later starts. It is for a model that packages made
@@ -59,7 +58,6 @@ def convert_model(
                 DecodeStep(model),
                 ATTENTION_OP,
                 expect=expect,
-                hoist=hoist,
                 shown=shown,
                 max_positions=max_model_len,
                 cache=kept,

@@ -33,9 +33,7 @@ class CutPlan(NamedTuple):
     shard: ShardPlan | None
 
 
-def plan_cuts(
-    model: str, *, dtype: str = "auto", trust_remote_code: bool = False, hoist: bool = False, ranks: int = 1
-) -> CutPlan:
+def plan_cuts(model: str, *, dtype: str = "auto", trust_remote_code: bool = False, ranks: int = 1) -> CutPlan:
     """Cut a model without weights. ``model``: a directory, a hub id or a configuration file. ``ranks``: with several,
     the result is the part of the first one. If provably the same, a few layers are captured and the others derived from
     them; else all are captured.
@@ -47,20 +45,20 @@ def plan_cuts(
         shard = plan_shard(module, 0, ranks, limit)
         shard.shrink_to_shard(module)
         shard.attach_collectives(module)
-        program = convert_model(module, max_model_len=limit, hoist=hoist, part=shard.weight_shard, keep=keep)
+        program = convert_model(module, max_model_len=limit, part=shard.weight_shard, keep=keep)
         return CutPlan(module, program, shard)
 
     def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
         less = _with_layers(config, num_layers(module), few)
         small = from_config(less, dtype=dtype, trust_remote_code=trust_remote_code)
-        program = convert_model(small, max_model_len=limit, hoist=hoist, keep=keep)
+        program = convert_model(small, max_model_len=limit, keep=keep)
         return program, layer_stack(small, few)[1], _layer_entries(less, few)
 
     total, stamped = num_layers(module), None
     with suppress(ConversionError):  # not in a list of layers: all of them are captured
         name, layers = layer_stack(module, total)
         stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
-    whole = stamped or convert_model(module, max_model_len=limit, hoist=hoist, keep=keep)
+    whole = stamped or convert_model(module, max_model_len=limit, keep=keep)
     return CutPlan(module, whole, None)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.cli.common.flags import check_at_least, check_writable
+from lamina.cli.common.flags import check_at_least
 from lamina.cli.common.group_flags import FlagValue, add_groups
 from lamina.config.engine_config import BatchingOptions, KVOptions
 from lamina.config.flag_groups import flag_name
@@ -40,10 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("model", help="a directory or a hub id; with --no-weights also a configuration file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--dot", metavar="FILE", help="write the sliced graph to FILE for Graphviz")
     parser.add_argument("--no-weights", action="store_true", help="plan from the configuration alone")
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
-    parser.add_argument("--hoist", action="store_true", help="do work that does not wait for an attention before it")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="T", help="of T ranks, what the first one has (1)"
@@ -70,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "tensor_parallel_size", "length")
     sparsity = _sparsity(args)
     _check_dtype(args.dtype)
-    check_writable(args.dot, "--dot")
     OPTIONS["kv_cache_dtype"].check(args.kv_cache_dtype)
     if args.print_config:
         settings = {k: v for k, v in vars(args).items() if k not in ("command", "print_config", "dry_run")}
@@ -79,12 +75,10 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(args)
     model, program = _planned(args) if args.no_weights else _convert(args)
-    from lamina.converter.explain import to_dot, to_json
+    from lamina.converter.explain import to_json
 
     facts = {"model": args.model, **_describe(model, args.tensor_parallel_size), **to_json(program)}
     tiers = _tiers(args, sparsity, program) if sparsity is not None else []
-    if args.dot:
-        Path(args.dot).write_text(to_dot(program))
     if args.json:
         for part in tiers:
             facts |= part.facts
@@ -93,8 +87,6 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write(explain_text(facts) + "  (columns: lamina-launch explain --help)\n")
     for part in tiers:
         sys.stdout.write("\n" + "\n".join(part.lines) + "\n")
-    if args.dot:
-        sys.stdout.write(f"\nwrote {args.dot}; draw it with: dot -Tsvg -O {args.dot}\n")
     return 0
 
 
@@ -150,7 +142,7 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     trust = args.trust_remote_code
     loaded = load(args.model, dtype=args.dtype, trust_remote_code=trust, size=size, allow_unused_weights=True)
     limit, keep = loaded.max_model_len, not trust
-    return loaded.model, convert_model(loaded.model, max_model_len=limit, hoist=args.hoist, part=loaded.part, keep=keep)
+    return loaded.model, convert_model(loaded.model, max_model_len=limit, part=loaded.part, keep=keep)
 
 
 def _planned(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
@@ -160,7 +152,6 @@ def _planned(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
         args.model,
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,
-        hoist=args.hoist,
         ranks=args.tensor_parallel_size,
     )
     return plan.model, plan.program

@@ -325,7 +325,7 @@ def test_bind_puts_every_linear_layer_of_a_program_on_the_backend() -> None:
             return self.two(torch.relu(self.one(x)))
 
     module = torch.export.export(Part(), (torch.randn(3, 4),)).module()
-    program = SlicedProgram((Slice(0, module, "", {}),), (), (), hoist=False, rows="unchecked")
+    program = SlicedProgram((Slice(0, module, "", {}),), (), (), rows="static")
     x, counting = torch.randn(3, 4), Counting()
     before = program.slices[0](x)  # as the proof of its rows does: what it runs must not stay what it ran
     assert torch.equal(bind(program, counting).slices[0](x), before)

@@ -56,7 +56,7 @@ def exported(part: Part, x: tuple[Tensor, ...]) -> SlicedProgram:
         if "_assert_" in str(node.target) or "_guards" in str(node.target):
             module.graph.erase_node(node)
     module.recompile()
-    return SlicedProgram((Slice(0, module, "", {}),), (), (), hoist=False, rows="unchecked")
+    return SlicedProgram((Slice(0, module, "", {}),), (), (), rows="static")
 
 
 def bound(part: Part, x: tuple[Tensor, ...], threads: int = 1, left: int = 0) -> Callable[..., tuple[Tensor, ...]]:

@@ -23,10 +23,10 @@ def cut(model: nn.Module, **options: Any) -> SlicedProgram:
 
 
 @functools.cache
-def converted(hoist: bool = False, dtype: torch.dtype = torch.float32, **shape: Any) -> tuple[Decoder, SlicedProgram]:
+def converted(dtype: torch.dtype = torch.float32, **shape: Any) -> tuple[Decoder, SlicedProgram]:
     """A model and its slices, shared by tests that only look."""
     model = Decoder(**shape).to(dtype).eval()
-    return model, cut(model, hoist=hoist, expect=len(model.layers))
+    return model, cut(model, expect=len(model.layers))
 
 
 def step(
@@ -49,7 +49,7 @@ _STEPS = [([0, 1, 2], [0, 5, 40]), ([2, 0, 1], [41, 1, 6]), ([0], [2]), ([3, 1, 
 @pytest.mark.parametrize(
     "options",
     [{"fused": f} for f in ("", "slices", "split", "clamp", "interleaved")]
-    + [{"parallel": True}, {"parallel": True, "hoist": True, "fused": "split"}],
+    + [{"parallel": True}, {"parallel": True, "fused": "split"}],
     ids=str,
 )
 def test_slices_compute_what_the_model_computes(options: dict[str, Any]) -> None:
@@ -138,18 +138,6 @@ def test_q_leaves_before_k_and_v_are_computed() -> None:
     assert after == []
 
 
-@pytest.mark.long
-def test_hoisting_runs_the_free_branch_while_attention_is_away() -> None:
-    _, plain = converted(dtype=torch.bfloat16, parallel=True)
-    _, hoisted = converted(hoist=True, dtype=torch.bfloat16, parallel=True)
-    mlp = ["layers.1.mlp.up.weight", "layers.1.mlp.down.weight"]
-    assert blocks(plain.slices[2])[0][:3] == ["layers.1.attention.o_proj.weight", *mlp]
-    assert blocks(hoisted.slices[1])[2] == mlp
-    assert plain.cuts[1].bytes_per_token == 2 * 32 + 4
-    assert hoisted.cuts[1].bytes_per_token == 2 * 2 * 32 + 4
-    assert converted()[1].cuts == converted(hoist=True)[1].cuts
-
-
 @pytest.mark.long(but=["slices"])
 @pytest.mark.parametrize("fused", ["slices", "split", "clamp"])
 def test_contiguous_fused_projection_is_split_into_views(fused: str) -> None:
@@ -163,11 +151,8 @@ def test_contiguous_fused_projection_is_split_into_views(fused: str) -> None:
     assert part.data_ptr() == whole.data_ptr() + 32 * 32 * 4
 
 
-@pytest.mark.long(but=["{'fused': 'interleaved'}"])
-@pytest.mark.parametrize("options", [{"fused": "interleaved"}, {"fused": "split", "split_fused": False}], ids=str)
-def test_other_fused_projections_stay_whole(options: dict[str, Any]) -> None:
-    model = Decoder(fused=options["fused"])
-    before, between, _ = blocks(cut(model, split_fused=options.get("split_fused", True)).slices[1])
+def test_other_fused_projections_stay_whole() -> None:
+    before, between, _ = blocks(cut(Decoder(fused="interleaved")).slices[1])
     assert (before[-1], between) == ("layers.1.attention.qkv_proj.weight", [])
 
 

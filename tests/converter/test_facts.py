@@ -6,15 +6,13 @@ Covers: converter/explain.py.
 from __future__ import annotations
 
 import json
-import re
 
-import pytest
 import torch
 from test_convert import converted, cut
 from test_rows import Experts
 from toys import Decoder
 
-from lamina.converter.explain import BLOCKS, facts_of, to_dot, to_json
+from lamina.converter.explain import BLOCKS, facts_of, to_json
 
 _HIDDEN, _ITEM = 32, 2
 
@@ -28,12 +26,6 @@ def test_gemms_by_block_in_bytes() -> None:
     assert middle.q_first is True
     assert "k_proj" in middle.why
     assert all(g.flops_per_token == g.weight_bytes for f in facts_of(program) for g in f.gemms)  # 2 FLOPs, 2 bytes
-
-
-def test_share_after_kv_shows_what_was_hoisted() -> None:
-    shares = [s["gemm_share"] for s in to_json(converted(hoist=True, dtype=torch.bfloat16, parallel=True)[1])["slices"]]
-    assert shares[1]["after_kv"] == 4 / 7
-    assert shares[1] == {"before_q": 2 / 7, "between": 1 / 7, "after_kv": 4 / 7}
 
 
 def test_why_q_is_late() -> None:
@@ -60,15 +52,3 @@ def test_json_has_what_tools_read() -> None:
         "name": "hidden", "shape": [1, 32], "dtype": "torch.bfloat16", "bytes_per_token": 64
     }  # fmt: skip
     assert [c["live_bytes_per_token"] for c in facts["cuts"]] == [68, 68, 64]  # its layers make their own RoPE tables
-
-
-@pytest.mark.long
-def test_dot_is_one_closed_graph() -> None:
-    dot = to_dot(converted(layers=5)[1])
-    assert dot.startswith("digraph")
-    assert dot.count("{") == dot.count("}")
-    assert "like slice 1" in dot
-    assert len(re.findall(r"-> a\d", dot)) == 5
-    edges = re.findall(r"^\s+(\w+) -> (\w+)", dot, re.MULTILINE)
-    nodes = set(re.findall(r"^\s+(\w+) \[", dot, re.MULTILINE))
-    assert {n for e in edges for n in e} <= nodes

@@ -151,7 +151,7 @@ def test_what_comes_of_weights_is_there_for_others_too() -> None:
     x = torch.randn(3, 4)
     with torch.no_grad():
         module = torch.export.export(Shared(), (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)).module()
-    program = SlicedProgram((Slice(0, module, "", {}),), (), (), hoist=False, rows="unchecked")
+    program = SlicedProgram((Slice(0, module, "", {}),), (), (), rows="static")
     fused = fuse(program, lambda n: "aten" in str(n.target) and "sort" not in str(n.target), as_it_is).slices[0]
     calls = [n for n in fused.module.graph.nodes if n.target == "run"]
     assert len(calls) == 2

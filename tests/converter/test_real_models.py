@@ -32,14 +32,14 @@ _CONFIGS: dict[str, PreTrainedConfig] = {c.model_type: c for c in (_LLAMA, _PHI3
 
 
 @functools.cache
-def build(family: str, hoist: bool = False) -> tuple[nn.Module, SlicedProgram]:
+def build(family: str) -> tuple[nn.Module, SlicedProgram]:
     """A small fp64 model and its slices; shared, as nothing changes them."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(_CONFIGS[family], dtype=torch.float64).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:  # larger than the default, so that attention is sharp and errors show
             nn.init.normal_(parameter, std=0.2)
-    return model, convert_model(model, max_model_len=64, hoist=hoist, keep=True)
+    return model, convert_model(model, max_model_len=64, keep=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
@@ -71,21 +71,6 @@ def test_positions_cross_in_place_of_the_tables_that_are_alive() -> None:
     _, program = build("llama")
     assert [c.bytes_per_token for c in program.cuts] == [516, 516, 512]
     assert [c.live_bytes_per_token for c in program.cuts] == [512 + 2 * 16 * 8] * 2 + [512]
-
-
-def test_gptj_hoists_its_mlp_on_demand() -> None:
-    _, plain = build("gptj")
-    _, program = build("gptj", hoist=True)
-    before, between, after = blocks(program.slices[1])
-    assert [w.split(".")[-2] for w in (before[-1], *between, *after)] == [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "fc_in",
-        "fc_out",
-    ]
-    assert [blocks(p.slices[1])[2] != [] for p in (plain, program)] == [False, True]
-    assert program.cuts[1].bytes_per_token - plain.cuts[1].bytes_per_token == 64 * 8
 
 
 def test_dead_masks_and_position_tables_vanish() -> None:

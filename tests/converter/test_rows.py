@@ -140,11 +140,6 @@ def test_experts_of_limited_capacity_are_refused() -> None:
         cut(Overflowing)
 
 
-def test_check_may_be_left_out() -> None:
-    program = convert(Decoder(layers=1, mlp=mixing(lambda x: x - x.mean(0))), CUT, check_rows=False)
-    assert program.rows == "unchecked"
-
-
 @pytest.mark.long
 def test_positions_beyond_a_table_are_explained() -> None:
     class Learnt(Decoder):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from lamina.api.vllm_compat import PASTED, SWITCHES, translate_vllm_options
@@ -80,19 +78,6 @@ def check_at_least(args: argparse.Namespace, low: int, *names: str) -> None:
 def print_config(config: EngineConfig, **more: Any) -> None:
     """JSON on stdout: what was asked for, and the defaults of the rest."""
     print(json.dumps({**more, **flat_options(config)}, indent=2))
-
-
-def check_writable(path: str | None, flag: str) -> None:
-    """Before any work is done: raises ValueError that names ``flag`` where no file can be written. None: none is
-    to."""
-    if path is None:
-        return
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"{flag} {path}: there is no folder {folder}: make it, or name another")
-    target = path if os.path.exists(path) else folder
-    if os.path.isdir(path) or not os.access(target, os.W_OK):
-        raise ValueError(f"{flag} {path} cannot be written: name a file in a folder that is yours")
 
 
 def _kind(option: Option) -> dict[str, Any]:
