@@ -17,13 +17,6 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def duration_text(seconds: float) -> str:
-    """Return a duration such as 1.2 s, 12.3 ms or 45.6 us."""
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
-
-
 def count_text(number: int, one: str, many: str = "") -> str:
     """Return a number of things, as in "1 batch", "2 batches"; ``many``: the plural, by default ``one`` and an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"

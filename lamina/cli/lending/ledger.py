@@ -29,9 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--silent-s", type=float, default=5.0, help="serve: an instance without a heartbeat for so long is dead (5)"
     )
-    parser.add_argument("--watch", type=float, default=0.0, metavar="S", help="show: again every S seconds")
     parser.add_argument("--dry-run", action="store_true", help="check the flags, say what would be done, and exit")
-    parser.add_argument("--json", action="store_true", help="show: as JSON, a line each time")
+    parser.add_argument("--json", action="store_true", help="show: as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,13 +39,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("ledger drill is no command any more: run `python tests/support/lending_drill.py MODEL`")
     if not 0.5 <= args.silent_s <= 3600.0:
         raise ValueError(f"--silent-s must be 0.5 to 3600 seconds, not {args.silent_s:g}")
-    if args.watch < 0.0:
-        raise ValueError(f"--watch must be a number of seconds, not {args.watch:g}")
     place, key = parse_address(args.place, "HOST:PORT"), key_of("the ledger")
     if args.dry_run:
         print(f"would {args.order} the ledger at {args.place}")
         return 0
-    return _serve(place, key, args.silent_s) if args.order == "serve" else _show(place, key, args.watch, args.json)
+    return _serve(place, key, args.silent_s) if args.order == "serve" else _show(place, key, args.json)
 
 
 def _serve(place: tuple[str, int], key: bytes, silent_s: float) -> int:
@@ -61,17 +58,14 @@ def _serve(place: tuple[str, int], key: bytes, silent_s: float) -> int:
     return 0
 
 
-def _show(place: tuple[str, int], key: bytes, watch_s: float, as_json: bool) -> int:
+def _show(place: tuple[str, int], key: bytes, as_json: bool) -> int:
     link = open_link(place, key, FromLedger, name=f"show-{secrets.token_hex(4)}", peer=LEDGER_NAME, what="ledger")
     try:
-        while True:
-            link.send(DebtsRequest())
-            answer = link.recv(SHOW_S)
-            assert isinstance(answer, DebtsReply)
-            print(json.dumps(ledger_json(answer)) if as_json else ledger_table(answer), flush=True)
-            if not watch_s:
-                return 0
-            threading.Event().wait(watch_s)
+        link.send(DebtsRequest())
+        answer = link.recv(SHOW_S)
+        assert isinstance(answer, DebtsReply)
+        print(json.dumps(ledger_json(answer)) if as_json else ledger_table(answer))
+        return 0
     except (TimeoutError, LinkClosedError) as error:
         raise OSError(f"the ledger has gone: {error}") from None
     finally:

@@ -7,10 +7,9 @@ import pytest
 from lamina.cli.launch import main
 from lamina.kv.layerwise_load import buffer_bytes
 from lamina.tools.plan.model_facts import paper_models
-from lamina.tools.plan.session_advice import SessionPrices, computed_cost, session_memory, stored_cost
+from lamina.tools.plan.session_advice import session_memory, stored_cost
 
 GIB = 1 << 30
-PAPER = SessionPrices()
 
 
 def test_section_2_4() -> None:
@@ -33,10 +32,9 @@ def test_capacity_of_an_hour() -> None:
 
 
 def test_prices_of_the_paper() -> None:
-    """128 GB of memory cost a quarter of a GPU, 10 TB of disk a sixth."""
-    assert stored_cost(128e9, 0, PAPER) == pytest.approx(1.1264)
-    assert stored_cost(0, 10e12, PAPER) == pytest.approx(0.82)
-    assert computed_cost(3600 * 1000, 1000, PAPER) == PAPER.gpu
+    """128 GB of memory cost a quarter of a GPU at $5, 10 TB of disk a sixth."""
+    assert stored_cost(128e9, 0) == pytest.approx(1.1264)
+    assert stored_cost(0, 10e12) == pytest.approx(0.82)
 
 
 @pytest.mark.parametrize(("layers", "buffered"), [(40, 14.4), (16, 5.8)])
@@ -49,20 +47,16 @@ def test_the_read_buffer_of_figure_19(layers: int, buffered: float) -> None:
 
 
 def test_advise(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["sessions", "advise", "llama-65b", "--context", "2048", "--per-hour", "3600"]
-    assert main([*command, "--prefill-rate", "5700", "--load-rate", "26GB", "--turns", "20700"]) == 0
+    assert main(["sessions", "advise", "llama-65b", "--context", "2048", "--per-hour", "3600"]) == 0
     text = capsys.readouterr().out
-    for said in ("5.4 GB", "19327.4 GB", "4831.8 GB", "$0.40", "359.3 ms", "$5.16", "206.5 ms", "4.9 GB"):
+    for said in ("5.4 GB", "19327.4 GB", "4831.8 GB", "$0.40"):
         assert said in text
-    assert main(command) == 0
-    assert "--prefill-rate" in capsys.readouterr().out, "what is not known is asked for"
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--per-hour", "0"], "--per-hour must be above 0, not 0"),
-        (["--per-hour", "9", "--prefill-rate", "-1"], "--prefill-rate must be above 0, not -1"),
         ([], "sessions advise needs --per-hour"),
         (["--per-hour", "9"], "--context"),
     ],
