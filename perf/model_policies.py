@@ -24,23 +24,24 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from baseline_policies import BASELINE_POLICIES
 from common import BrokenError, cpu_pressure, record
 
 from lamina.cli import launch
-from lamina.scheduler.conductor.baselines import BASELINE_POLICIES
 from lamina.scheduler.conductor.routing import POLICIES
 
 SEEDS = 10
 
 
 def main() -> None:
+    POLICIES.update(BASELINE_POLICIES)
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trace", help="Mooncake's JSON lines, or .gz")
     parser.add_argument("--rows", type=int, default=4000, help="its first N requests")
     parser.add_argument("--speed", type=float, default=1.0, help="requests come X times as fast")
     parser.add_argument("--prefill-workers", type=int, default=8)
     parser.add_argument("--pages", type=int, default=6000, help="of each worker's store")
-    parser.add_argument("--policies", default=",".join((*POLICIES, *BASELINE_POLICIES)), help="some by comma")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="some by comma")
     parser.add_argument("--overload", default="predictive", help="some by comma")
     parser.add_argument("--also", default="", help="more flags of `lamina-launch plan simulate`")
     parser.add_argument("--write", action="store_true", help="append to perf/results")

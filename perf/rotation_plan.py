@@ -45,8 +45,7 @@ def rotation(
 
     ``slice_s[k]``, ``attention_s[k]``: the time of slice k, and of its attention. The first slice of a token includes
     the last one of the previous token, and sampling. ``network_s``: the time that a turn waits for the network, in both
-    directions, without what overlaps; half of it comes before its attention. ``replicas``: see ``replica_of``. Raises
-    ValueError for invalid numbers.
+    directions, without what overlaps; half of it comes before its attention. ``replicas``: see ``replica_of``.
     """
     layers = len(slice_s)
     replicas = replicas or num_replicas(n)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from lamina.request import Refusal
 from lamina.scheduler.prefix_index import PREFILL, Place, PrefixIndex
 
-from .baselines import BASELINE_POLICIES
 from .latency_model import SINGLE_STAGE, PrefillLatencyEstimator, PrefillPipelineShape, TransferLatencyEstimator
 from .overload import NO_LIMITS, DecodeLoadModel, SloLimits, check_overload_policy
 from .queues import PrefillQueue, QueuedPrompt
@@ -26,7 +25,7 @@ from .routing import NO_WORKER, POLICIES, RoutingDecision, RoutingQuery, WorkerM
 class ConductorConfig:
     """Values by the names of the options. Raises ValueError.
 
-    ``policy``: a key of POLICIES or BASELINE_POLICIES. ``threshold``: ``--prefill-policy mooncake:threshold=``.
+    ``policy``: a key of POLICIES. ``threshold``: ``--prefill-policy mooncake:threshold=``.
     ``check_before_decode``: early and predictive check the decoding load again once a prompt is computed. Without it,
     every admitted prompt decodes, as in section 6.3.
     """
@@ -86,7 +85,7 @@ class Conductor:
     _reservations: dict[Hashable, tuple[RoutingDecision, PromptInfo]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._policy, self._random = {**POLICIES, **BASELINE_POLICIES}[self.config.policy], random.Random(self.seed)
+        self._policy, self._random = POLICIES[self.config.policy], random.Random(self.seed)
         self.places = [self.prefix_index.place(PREFILL, worker) for worker in range(self.num_workers)]
         self.queues = [PrefillQueue() for _ in range(self.num_workers)]
         self._sends_until = [0.0] * self.num_workers

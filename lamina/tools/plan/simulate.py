@@ -17,7 +17,6 @@ from lamina.config.flag_groups import flag_name
 from lamina.config.option import parse_seconds
 from lamina.facts.report import table
 from lamina.scheduler.conductor import Conductor, ConductorConfig
-from lamina.scheduler.conductor.baselines import BASELINE_POLICIES
 from lamina.scheduler.conductor.latency_model import (
     PrefillLatency,
     PrefillLatencyEstimator,
@@ -45,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--spread", type=float, default=0.0, metavar="S", help="each comes up to S seconds later, by chance (0)")
     add(
         "--policy", default=",".join(POLICIES),
-        help=f"who computes a prompt, some by comma: {', '.join(POLICIES)}; as others do: "
-             f"{', '.join(BASELINE_POLICIES)}",
+        help=f"who computes a prompt, some by comma: {', '.join(POLICIES)}",
     )  # fmt: skip
     add("--prefill-workers", type=int, default=8, metavar="N", help="prefill workers (8)")
     add(
@@ -64,9 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overload",
         default="predictive",
         help=f"when decoding is looked at, some by comma: {', '.join(OVERLOAD_POLICIES)}",
-    )
-    add(
-        "--check-again", action=argparse.BooleanOptionalAction, default=True, help="once more when a prompt is computed"
     )
     add("--slo-ttft", default="", metavar="TIME", help="to the first token at most, else a request is refused: 30s")
     add("--slo-tbt", default="", metavar="TIME", help="between two tokens at most, else a request is refused: 100ms")
@@ -154,7 +149,7 @@ def _rules(args: argparse.Namespace, policy: str, overload: str) -> ConductorCon
     try:
         return ConductorConfig(
             policy=policy, threshold=args.kvcache_balancing_threshold, overload=overload,
-            limits=SloLimits(ttft_s or math.inf, tbt_s or math.inf), check_before_decode=args.check_again,
+            limits=SloLimits(ttft_s or math.inf, tbt_s or math.inf),
         )  # fmt: skip
     except ValueError as error:  # it names the flags of serve
         text = str(error).replace(flag_name("overload"), "--overload")
@@ -165,8 +160,8 @@ def _rules(args: argparse.Namespace, policy: str, overload: str) -> ConductorCon
 
 def _check(args: argparse.Namespace) -> None:
     for policy in _listed(args.policy):
-        if policy not in (taken := (*POLICIES, *BASELINE_POLICIES)):
-            raise ValueError(f"--policy must be one of {', '.join(taken)}, not {policy!r}")
+        if policy not in POLICIES:
+            raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, not {policy!r}")
     check_at_least(args, 0, "rows", "instances")
     check_at_least(args, 1, "prefill_workers", "prefill_pipeline", "prefill_chunk", "pages")
     if args.prefill_workers % (stages := args.prefill_pipeline):

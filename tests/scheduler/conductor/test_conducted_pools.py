@@ -17,7 +17,6 @@ from conducted import LAW, MOVES, RATE, STEP, conductor, even, played, prompt, z
 
 from lamina.cli import launch
 from lamina.scheduler.conductor import routing
-from lamina.scheduler.conductor.baselines import BASELINE_POLICIES
 from lamina.scheduler.conductor.latency_model import PrefillLatency, TransferLatency, TransferLatencyEstimator
 from lamina.scheduler.conductor.overload import SloLimits
 from lamina.scheduler.conductor.routing import POLICIES
@@ -268,7 +267,7 @@ def test_early_refusal_on_the_conversation_trace(capsys: pytest.CaptureFixture[s
     [
         (
             ["--policy", "auto,best"],
-            f"--policy must be one of {', '.join([*POLICIES, *BASELINE_POLICIES])}, not 'best'",
+            f"--policy must be one of {', '.join(POLICIES)}, not 'best'",
         ),
         (["--kvcache-balancing-threshold", "0.5"], "must be at least 1, not 0.5"),
         (["--prefill-workers", "0"], "--prefill-workers must be at least 1, not 0"),

@@ -1,7 +1,4 @@
-"""Who computes a prompt: Algorithm 1 against a literal transcription, tables by hand, the laws behind the prices.
-
-Covers: lamina/scheduler/conductor/baselines.py.
-"""
+"""Who computes a prompt: Algorithm 1 against a literal transcription, tables by hand, the laws behind the prices."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ import random
 from collections.abc import Iterable, Sequence
 
 import pytest
+from baseline_policies import BASELINE_POLICIES
 from conducted import LAW, RATE, algorithm_1, asked
 
-from lamina.scheduler.conductor.baselines import BASELINE_POLICIES
 from lamina.scheduler.conductor.latency_model import LatencyFit, PrefillLatency, PrefillLatencyEstimator
 from lamina.scheduler.conductor.routing import (
     NO_WORKER,

@@ -5,13 +5,11 @@
   of the prompt. Else it takes the worker with the fewest pages.
 - ``production-stack``: ``kvaware`` of its router. It takes the longest prefix, if that lacks at most 2,000 tokens. Else
   it takes the least busy worker, there by requests per second, here by waiting requests.
-
-Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
 
-from .routing import Policy, RoutingDecision, RoutingQuery, WorkerMatch, without_transfer
+from lamina.scheduler.conductor.routing import Policy, RoutingDecision, RoutingQuery, WorkerMatch, without_transfer
 
 IMBALANCE, IMBALANCE_RATIO, MATCH = 64, 1.5, 0.3
 MAX_MISSING_TOKENS = 2000
