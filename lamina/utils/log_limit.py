@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST = 10  # warnings of one text in WINDOW_S
 WINDOW_S = 60.0
 MOST_TEXTS = 1024  # texts that are remembered
+_WORD = re.compile(r"(?<!%)\b[a-z]{2}", re.IGNORECASE)
 
 
 @dataclass
@@ -29,18 +32,18 @@ class RepeatLimit(logging.Filter):
         super().__init__()
         self._clock = clock
         self._lock = threading.Lock()
-        self._windows: dict[tuple[str, str], _Window] = {}
+        self._windows: dict[tuple[object, ...], _Window] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
         with self._lock:
-            note = self._note((record.name, str(record.msg)))
+            note = self._note(_text_of(record))
         if note:
-            record.msg, record.args = f"{record.getMessage()} ({note})", None
+            record.msg = f"{record.msg} ({note})"
         return note is not None
 
-    def _note(self, text: tuple[str, str]) -> str | None:
+    def _note(self, text: tuple[object, ...]) -> str | None:
         """Return what to add to a line; None if it is held back."""
         now, before = self._clock(), self._windows.get(text)
         if before is not None and now < before.begun_s + WINDOW_S:
@@ -54,6 +57,17 @@ class RepeatLimit(logging.Filter):
         if len(self._windows) > MOST_TEXTS:
             del self._windows[next(iter(self._windows))]
         return f"{before.held_back} more like it were held back" if before and before.held_back else ""
+
+
+def _text_of(record: logging.LogRecord) -> tuple[object, ...]:
+    """Return what equal warnings share: the text without its values, and the type and the line of an exception. Where
+    the text is all values, such as "%s", these count, but for their numbers.
+    """
+    text = str(record.msg)
+    values = "" if _WORD.search(text) else re.sub(r"\d+", "0", " ".join(map(str, record.args or ())))
+    kind, _, trace = record.exc_info or (None, None, None)
+    frames = [] if trace is None else [*traceback.walk_tb(trace)]
+    return record.name, text, values, kind, (frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else None
 
 
 def limit_repeats() -> None:

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 
 import pytest
 
@@ -46,6 +47,46 @@ def test_the_same_warning_is_shown_so_many_times_a_minute_and_the_rest_is_counte
     for number in (50, 51):
         limited.log.warning("lost %d", number)
     assert limited.lines()[-2:] == ["lost 50 (8 more like it were held back)", "lost 51"]
+
+
+def test_a_text_of_values_alone_is_told_apart_by_them_but_not_by_their_numbers() -> None:
+    limited = LimitedLog()
+    for number in range(MOST + 7):
+        limited.log.warning("%s", f"page {number} is lost")
+        limited.log.warning("%s: %s", "disk", OSError(number, "full"))
+    limited.log.warning("%s", "a worker is lost")
+    limited.log.warning("%s: %s", "network", OSError(3, "full"))
+    assert len(limited.lines()) == 2 * MOST + 2
+    assert limited.lines()[-2].startswith("a worker is lost")
+    assert limited.lines()[-1].startswith("network: ")
+
+
+def test_an_exception_is_not_hidden_by_others_with_the_same_text() -> None:
+    limited = LimitedLog()
+
+    def fail(calls: list[Callable[[], object]]) -> None:
+        for call in calls:
+            try:
+                call()
+            except (LookupError, ZeroDivisionError):
+                limited.log.exception("failed")
+
+    fail([lambda: {}["a"]] * (MOST + 7) + [lambda: 1 // 0, lambda: {}["b"]])
+    shown = [line for line in limited.lines() if "Error: " in line]
+    assert shown == ["KeyError: 'a'"] * MOST + ["ZeroDivisionError: integer division or modulo by zero"]
+
+    def other() -> object:
+        return {}["c"]
+
+    fail([other])
+    assert limited.lines()[-1] == "KeyError: 'c'"
+
+
+def test_a_warning_whose_values_do_not_fit_fails_no_caller(capfd: pytest.CaptureFixture[str]) -> None:
+    limited = LimitedLog()
+    for _ in range(2 * MOST):
+        limited.log.warning("lost %d", "a word")
+    assert capfd.readouterr().err.count("TypeError: %d") == MOST
 
 
 def test_texts_without_end_take_no_memory_without_end() -> None:
