@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def test_a_url_that_does_not_answer_is_one_line(capfd: pytest.CaptureFixture[str
 def test_a_model_without_a_chat_template_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for file in (ROOT / MODEL).iterdir():
         if file.name != "chat_template.jinja":
-            (tmp_path / file.name).symlink_to(file)
+            shutil.copyfile(file, tmp_path / file.name)
     assert main(["chat", str(tmp_path)]) == 2
     line = f"lamina-launch chat: {tmp_path} has no chat template: complete prompts with `lamina-launch generate`\n"
     assert capfd.readouterr() == ("", line)
