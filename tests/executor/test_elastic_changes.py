@@ -15,7 +15,7 @@ NOTHING = Capacity([], [], 0, False, [], [], [])
 
 
 def test_a_change_that_cannot_begin_has_no_outcome_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has asked is told at once; told of again, it would count as the answer to whoever asks next."""
+    """The caller that asked gets its error at once; a second report would count as the answer to the next caller."""
     run = Run()
     elastic = MemoryResizer(run.config, run.members, run.cohort, run.world.clock)
 

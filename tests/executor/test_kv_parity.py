@@ -1,4 +1,4 @@
-"""What is left of KV behind a loss, where one memory worker more keeps the parity of all others."""
+"""The KV that is left after a loss, when one more memory worker keeps the parity of all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as a recovery, and how many there may be."""
+"""The losses that count as a recovery, and how many there may be."""
 
 from __future__ import annotations
 

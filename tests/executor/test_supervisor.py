@@ -1,5 +1,4 @@
-"""Losses made good, with real WorkerRegistry, WorkerGroup and Supervisor over simulated workers: at each moment, also
-meanwhile.
+"""Recovery from losses at each moment, also during a recovery.
 
 Covers: lamina/executor/degraded_replicas.py, lamina/executor/memory_worker_slots.py, lamina/executor/spare_workers.py,
 lamina/executor/stall_detector.py, lamina/protocol/executor.py.
@@ -93,7 +92,7 @@ class Run:
         raise AssertionError("nobody was lost")
 
     def recover(self) -> tuple[list[dict[int, int]], ComputeReady]:
-        """As the pools do, however often it takes."""
+        """Recovers as the pools do, as often as it takes."""
         loss = self.loss()
         while True:
             assert self.supervisor.is_recoverable(loss), loss
@@ -113,7 +112,7 @@ class Run:
         return ready
 
     def now(self, role: str, index: int) -> SimulatedWorker:
-        """Who has that place, or loads for it."""
+        """Returns the worker that has that place, or loads for it."""
         there = [*self.members, *self.cohort.degraded]
         (member,) = (m for m in there if (m.handle.role, m.handle.index) == (role, index))
         worker: SimulatedWorker = member.handle  # type: ignore[assignment]
@@ -215,7 +214,7 @@ def test_a_spare_takes_the_memory_of_the_largest_place_and_another_where_that_is
     run.cohort.memory_binds = [bind]
 
     def asked() -> list[list[tuple[int, int]]]:
-        """Of each spare, the places whose memory it was told to take."""
+        """Returns, for each spare, the places whose memory it was asked to take."""
         run.world.pass_until(run.world.now + 10.0, lambda: False)
         rooms = [[x for x in w.got if isinstance(x, PrepareStore)] for w in run.world.workers[NUM_WORKERS:]]
         assert all(x.is_first_store for each in rooms for x in each), "nobody waits for an answer"
@@ -271,7 +270,9 @@ COMES: dict[str, Any] = {"it comes": 7.0, "it takes too long": None, "it does no
 
 @pytest.mark.parametrize("comes", COMES)
 def test_a_spare_that_still_comes_up_is_waited_for_as_it_is_there_sooner_than_another_one(comes: str) -> None:
-    """For half of the time that a start has: the other half is that of one that is started in its stead."""
+    """It is waited for during half of the time that a start has: the other half is for the worker that is started in
+    its stead.
+    """
     run, waits = Run(spare_memory=1), list[float]()
     start, after = run.world.start_spare, COMES[comes]
 
@@ -315,7 +316,7 @@ def test_nobody_waits_for_a_spare_where_decoding_goes_on_with_other_replicas() -
 
 
 def test_nor_for_one_where_others_do_not_reach_the_host() -> None:
-    """Which may be where it comes up."""
+    """The spare may be coming up on that host."""
     run = Run(spare_memory=1)
     waits = waits_for_spares(run)
     member = run.members.memory[1]
@@ -392,7 +393,7 @@ def test_spares_go_to_ranks_of_their_own_and_dead_ones_nowhere() -> None:
     again = run.world.workers[-1]
     assert again.got == [] or again.got[0].rank == 1
     run.world.pass_until(run.world.now + 10.0, lambda: False)
-    again.kill()  # a spare that has died meanwhile: nobody is lost by it
+    again.kill()  # a spare that has died meanwhile: no place is lost by it
     run.members.check()
     assert not run.members.lost_workers
     run.now("compute", 1).kill()
@@ -442,14 +443,16 @@ def test_another_loss_at_any_moment_meanwhile(first: int, second: int) -> None:
         if not hit:
             break
         if run.members.lost_workers or any(run.now(m.handle.role, m.handle.index).ended for m in run.members):
-            _, ready = run.recover()  # it came behind the last word
+            _, ready = run.recover()  # it came after the last message
         run.check(ready)
         moment += 1
     assert moment > 10
 
 
 def test_one_that_cannot_end_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that the kernel holds ends some time behind its kill: nobody waits as often as there are others."""
+    """A process that the kernel holds ends some time after its kill: the driver does not wait once for each other
+    worker.
+    """
     run = Run()
     fenced, right = list[RegisteredWorker](), run.members.fence
     monkeypatch.setattr(run.members, "fence", lambda member: (fenced.append(member), right(member))[1])
@@ -524,7 +527,7 @@ def test_one_that_was_stopped_and_goes_on_is_not_lost() -> None:
 def test_how_long_one_was_waited_for_is_told_by_the_looks_around_it() -> None:
     now = 100.0
     standing = StallDetector[str](lambda: now)
-    for _ in range(12):  # it stands still, and nobody waits for it
+    for _ in range(12):  # it is stopped, and no worker waits for it
         assert standing.update([]) == []
         now += 0.25
     free = now - 0.25
@@ -537,7 +540,7 @@ def test_how_long_one_was_waited_for_is_told_by_the_looks_around_it() -> None:
 
 
 def test_one_that_is_slowed_down_by_signals_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by cpulimit: whoever looks may find it stopped each time, and it has run in between."""
+    """A tool such as cpulimit slows it down: each look may find it stopped, and it has run in between."""
     now, spent = 100.0, 7
     monkeypatch.setattr(local, "start", lambda *asked, **env: (SimpleNamespace(pid=5), None))
     monkeypatch.setattr(proc, "cpu_ns_if_stopped", lambda pid: spent)
@@ -571,11 +574,14 @@ def test_a_way_that_has_ended_between_two_that_live_costs_the_compute_worker() -
 
 
 def test_a_memory_worker_that_lives_and_is_named_twice_goes_itself() -> None:
-    """Others would be replaced for ever. Who takes its place has been named by nobody; and what is long ago is over."""
+    """Others would be replaced for ever.
+
+    No report has named the worker that takes its place, and old reports do not count.
+    """
     run = Run(max_recoveries=9)
 
     def goes(number: int) -> str:
-        """Who does, where a compute worker has lost its way to the second memory worker."""
+        """Returns the worker that goes, when a compute worker has lost its channel to the second memory worker."""
         sayer, other = run.now("compute", number), run.now("memory", 1)
         name = run.members.worker_names[other]
         sayer.inbox.append(ChannelLost(epoch=sayer.view, text="no way", peer=name))
@@ -636,7 +642,7 @@ def test_one_that_says_why_it_has_failed_is_replaced_unless_another_one_has_said
 
 
 def test_two_that_say_the_same_at_once_are_replaced() -> None:
-    """As ranks do that fail together."""
+    """Ranks that fail together send the same error."""
     run = Run()
     for index in range(2):
         run.now("compute", index).inbox.append(Failed(text=FAILURE))
@@ -717,7 +723,10 @@ def test_so_many_losses_are_made_good_in_ten_minutes(most: int) -> None:
 
 
 def test_who_is_lost_as_the_pools_start_is_lost_by_no_limit() -> None:
-    """Nobody is replaced then, however many may be. What one has said, such as that memory lacks, stands alone."""
+    """No worker is replaced then, however many may be.
+
+    An error that one worker reports, such as too little memory, stands alone.
+    """
     run = Run()
     run.now("memory", 0).inbox.append(Failed(text=FAILURE))
     assert run.supervisor.exit_message(run.loss()) == FAILURE
@@ -753,8 +762,8 @@ FEWER: list[tuple[list[int], dict[str, int], str]] = [
 def test_a_run_without_room_for_workers_says_how_many_are_left(
     victims: list[int], left: dict[str, int], words: str
 ) -> None:
-    """Of memory workers (0, 1) and prefill workers (4); not where no compute worker is left (2, 3). In words, too,
-    where another run could go on: whoever uses lamina.LLM starts it.
+    """The error counts memory workers (0, 1) and prefill workers (4), but not where no compute worker is left (2, 3).
+    It also says where another run could go on: a user of lamina.LLM starts it.
     """
     run, pools = pools_of()
     run.world.start = no_room  # type: ignore[method-assign]
@@ -827,7 +836,7 @@ def test_a_replica_without_room_is_done_without_for_good(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("second", [1, 2, 4])
 def test_two_that_die_count_as_one_whenever_the_second_is_noticed(second: int) -> None:
-    """Until all have met anew; also where that is the last recovery that may be."""
+    """Both count as one until all have reconnected, also where that is the last recovery that may be."""
     moment = 0
     while True:
         run = Run(max_recoveries=1)
@@ -841,7 +850,7 @@ def test_two_that_die_count_as_one_whenever_the_second_is_noticed(second: int) -
         run.world.before = before
         _, ready = run.recover()
         if not victim.ended or run.now(victim.role, victim.index) is victim:
-            break  # it died behind the last word
+            break  # it died after the last message
         run.check(ready)
         moment += 1
     assert moment > 10
@@ -923,7 +932,7 @@ def test_a_replacement_that_takes_too_long_to_start_ends_the_run() -> None:
 
 
 def test_decoding_goes_on_with_the_replicas_that_are_left() -> None:
-    """While another one loads, which then comes in; the replica with number 0 is whoever is first."""
+    """Decoding goes on while another replica loads and then comes in; the first replica that is left gets number 0."""
     run = Run()
     first, second = run.now("compute", 0), run.now("compute", 1)
     run.world.load_s, began = 20.0, run.world.now
@@ -1021,7 +1030,7 @@ def test_one_that_is_to_come_and_stands_still_in_a_message_ends_the_change(monke
 
 
 def test_room_that_was_made_for_another_change_is_none() -> None:
-    """That one was given up, and its answers come late: neither its yes nor its no are of this one."""
+    """The earlier change was given up, and its answers come late: neither its yes nor its no counts for this change."""
     run = Run()
     elastic, (stays, _) = MemoryResizer(run.config, run.members, run.cohort, run.world.clock), run.members.memory
     elastic.begin(change_to(run, 1))
@@ -1103,7 +1112,7 @@ def test_who_asks_for_counters_before_all_go_on_costs_no_other_recovery() -> Non
 
 @pytest.mark.parametrize("number", range(NUM_WORKERS))
 def test_one_that_is_stopped_while_idle_is_lost_once_it_is_asked_for_its_counters(number: int) -> None:
-    """As a server asks every second. None is where nobody asks."""
+    """A server asks every second. No worker is lost where no server asks."""
     run, pools = pools_of()
     victim = run.worker(number)
     victim.is_stopped = victim.silent = True
@@ -1153,7 +1162,7 @@ def test_one_that_answers_nothing_while_idle_is_replaced(how: str) -> None:
 
 
 def test_one_that_is_stopped_while_others_are_replaced_is_found_soon() -> None:
-    """It owes an answer to whatever it is told."""
+    """It owes an answer to each message."""
     run, pools = pools_of(step_timeout_s=60.0)
     idle = run.now("prefill", 0)
     run.worker(0).kill()

@@ -40,12 +40,12 @@ class Fleet:
         return self.cohort.connect()
 
     def start_and_look(self) -> None:
-        """At the end, at what has come since: the last moment of a start is behind its last answer."""
+        """At the end it looks at what has come since: the last moment of a start is after its last answer."""
         self.start()
         self.members.check()
 
     def loss(self) -> WorkersLostError | None:
-        """Of a start; None where it is done."""
+        """Returns the loss of a start; None where it is done."""
         try:
             self.start()
         except WorkersLostError as error:
@@ -63,7 +63,7 @@ class Fleet:
 
 
 def moments(seed: int) -> int:
-    """Of a start in which nothing goes wrong."""
+    """Returns the moments of a start in which nothing goes wrong."""
     fleet = Fleet(seed)
     fleet.start()
     return fleet.world.moments
@@ -147,7 +147,7 @@ def test_two_that_are_lost_at_once_are_both_reported(pair: tuple[int, int]) -> N
 
 @pytest.mark.parametrize("victim", range(NUM_WORKERS))
 def test_one_that_says_nothing_any_more_is_named_at_the_deadline(victim: int) -> None:
-    """At whatever moment, but for those behind its last word. Nobody is lost: it may answer yet."""
+    """It may fall silent at any moment, but not after its last message. No worker is lost: it may answer yet."""
 
     def silence(fleet: Fleet) -> None:
         fleet.worker(victim).silent = True

@@ -1,4 +1,4 @@
-"""Who is named when workers end, whatever the order in which the driver notices.
+"""The workers that are named when workers end, in any order in which the driver notices.
 
 Covers: lamina/executor/rendezvous.py, lamina/protocol/control.py.
 """
@@ -75,7 +75,7 @@ Notice = Callable[[WorkerRegistry, RegisteredWorker], None]
 @pytest.mark.parametrize("notice", [send, wait])
 @pytest.mark.parametrize("swapped", [False, True])
 def test_the_cause_is_named_not_who_missed_it(notice: Notice, swapped: bool) -> None:
-    """Also where only sending fails, behind words that nobody has read yet."""
+    """The cause is also named where only sending fails, after messages that the driver has not read yet."""
     handles = [Ended("compute", DONE, MISSED), Ended("memory", BROKEN)]
     pools, (first, second) = members(*(handles[::-1] if swapped else handles))
     compute = second if swapped else first
@@ -127,7 +127,9 @@ def test_one_that_stands_still_in_a_message_is_lost_also_while_it_is_asked_who_h
 def test_who_uses_a_link_as_another_thread_ends_all_workers_has_lost_nobody(
     notice: Notice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at the links and the message, or between two messages: nobody is to be replaced then."""
+    """The link ends between the look at the links and the message, or between two messages: no worker is to be replaced
+    then.
+    """
     quiet, told = socket.socketpair()
     pools, (member,) = members(Ended("compute"))
     member.link = ControlLink(quiet, StepDone | Stats)

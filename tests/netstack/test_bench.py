@@ -121,7 +121,7 @@ def test_two_processes_that_only_share_a_key() -> None:
             done = command("--connect", url.removeprefix("tcp://"), "--sizes", "64", "--count", "20", "--json", env=key)
             assert (done.returncode, done.stderr) == (0, "")
             assert json.loads(done.stdout)["size"] == 64
-            assert server.wait(SOON_S) == 0  # told that no job follows
+            assert server.wait(SOON_S) == 0  # it has the message that no job follows
         finally:
             server.kill()
 

@@ -1,4 +1,4 @@
-"""What loopback keeps beyond the contract: its listeners by name, and that all is closed."""
+"""The promises of loopback beyond the contract: its listeners by name, and that all is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""perf/pingpong.py: who takes part, what is said of those who cannot, and the plots."""
+"""perf/pingpong.py: the transports that take part, the reasons why others do not, and the plots."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_paper_s_figure_says_what_is_missing() -> None:
 
 
 def test_the_paper_s_figure_is_drawn_where_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its one command, whatever its competitors measure."""
+    """The figure's one command draws it, whatever its competitors measure."""
     nics, pingpong = over_nics(), importlib.import_module("pingpong")
 
     def times(course: Any) -> dict[int, tuple[float, float]]:
@@ -226,7 +226,7 @@ class Desk:
 
 
 def test_no_round_waits_for_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of either side: what the other one compares meanwhile would be NCCL's time in the row."""
+    """A round waits for neither side: what the other one compares meanwhile would be NCCL's time in the row."""
     sys.path.insert(0, str(ROOT / "perf"))
     module, desk, here = importlib.import_module("transports.group_rounds"), Desk(), threading.local()
 

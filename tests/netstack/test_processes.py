@@ -138,7 +138,7 @@ def test_a_stopped_peer_is_a_timeout_at_the_deadline_and_no_fault(fabric: Fabric
 
 
 def footprint(url: str = "") -> dict[str, list[str]]:
-    """What this process holds, and what this host holds for ``url``, that a channel could have left behind."""
+    """Returns what this process holds, and what this host holds for ``url``, that a channel could have left."""
     gc.collect()  # channels of earlier tests, which would go at some time in between
     links = []
     for fd in Path("/proc/self/fd").iterdir():
@@ -191,7 +191,7 @@ def test_nothing_is_left_when_both_sides_are_killed(fabric: Fabric) -> None:
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"LMNA", bytes(200)])
 def test_strangers_do_not_hold_up_a_peer(fabric: Fabric, noise: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "HANDSHAKE_S", 3 * SOON_S)  # whoever waited for one of them would be late
+    monkeypatch.setattr(meeting, "HANDSHAKE_S", 3 * SOON_S)  # a wait for one of them would be late
     listener = fabric.listen()
     name = listener.url.partition("://")[2]
     strangers = []

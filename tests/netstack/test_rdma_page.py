@@ -1,5 +1,5 @@
-"""docs/rdma.md can be followed: its commands are taken, what it says one may see is what the product says, and README
-and SECURITY say of RDMA only with a word for how far it is shown.
+"""docs/rdma.md can be followed: its commands are taken, and its examples of output are the product's. README and
+SECURITY mention RDMA only with a word for how far it is shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SOURCES = [p for kind in ("netstack/**/*.py", "csrc/netstack/**/*.h") for p in R
 
 
 def commands(first: str) -> list[list[str]]:
-    """What follows ``first`` in its lines of code, as arguments."""
+    """Returns the lines of code that follow ``first``, as arguments."""
     lines = re.findall(rf"^\$ {re.escape(first)} (.*)$", PAGE, re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines]
 

@@ -150,7 +150,7 @@ def test_credit_does_not_go_back(rogue: Rogue) -> None:
 
 
 def test_the_length_is_read_once(rogue: Rogue) -> None:
-    """What the peer writes after the hand-over changes no view."""
+    """A view does not change by what the peer writes after the hand-over."""
     rogue.header(0, ZERO + 1, 4)
     rogue.word(0, SIGNAL, ZERO + 1)
     arrival = rogue.victim.wait_signal(timeout_s=0)

@@ -44,7 +44,7 @@ def receive_all_of(channel: Channel, fill: int, count: int) -> None:
 
 
 def test_a_writer_that_wakes_in_an_old_epoch_hits_nothing(fabric: Fabric) -> None:
-    """Stopped at any moment, inside a copy as likely as not; the link is reset; then it goes on where it was."""
+    """It is stopped at any moment, often inside a copy. The link is reset; then it goes on where it was."""
     listener = fabric.listen()
     with peer_process("fill", listener.url, PEER_FILL="1", PEER_EPOCH="4") as old:
         late = listener.accept(timeout_s=START_S)
@@ -66,7 +66,10 @@ def test_a_writer_that_wakes_in_an_old_epoch_hits_nothing(fabric: Fabric) -> Non
 
 
 def test_a_slow_reader_costs_its_slots_and_no_more(fabric: Fabric) -> None:
-    """The sender is told at once; nothing is queued anywhere, whatever it tries; each release is worth one message."""
+    """The sender gets an error at once; nothing is queued anywhere, whatever it tries.
+
+    Each release is worth one message.
+    """
     a, b = connect(fabric, geometry=Geometry(slots=3, slot_bytes=1000))
     for n in range(3):
         send(a, bytes([n]) * 1000)

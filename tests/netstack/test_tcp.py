@@ -212,7 +212,7 @@ def test_a_peer_that_takes_no_bytes_is_given_up() -> None:
 
 
 def test_a_host_that_does_not_answer_is_not_called_a_dead_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel gives up first, its word counts."""
+    """An error that the kernel reports first counts."""
 
     def impatient(sock: socket.socket, _: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
@@ -228,7 +228,7 @@ def test_a_host_that_does_not_answer_is_not_called_a_dead_process(monkeypatch: p
 
 
 def until_stuck(putting: Future[None]) -> None:
-    """Until a put makes no progress any more."""
+    """Puts until a put makes no progress any more."""
     with pytest.raises(TimeoutError):
         putting.result(0.3)
 
@@ -368,7 +368,7 @@ def test_a_frame_that_comes_back_is_none(sealed: Callable[[], Sealed]) -> None:
 
 
 def test_a_frame_of_another_session_is_none(sealed: Callable[[], Sealed]) -> None:
-    """Of the same peers, terms and count; it is good where it belongs."""
+    """The frame is of the same peers, terms and count; it is good in its own session."""
     first, second = sealed(), sealed()
     frame = pack(first.there, 0, b"good", seqno=ZERO + 1, credit=ZERO)
     for peer in (first, second):

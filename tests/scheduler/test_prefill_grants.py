@@ -1,4 +1,4 @@
-"""Room for grants beside a step's rows: what is sure is so by the ledger, too."""
+"""Room for grants in the steps that also have rows: what is sure is so by the ledger, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plan(ops: list[New | PrefillGrant], rows: list[RowRange]) -> StepPlan:
 
 
 def grants_of(sequence: int, first: int, ahead: int, rng: random.Random) -> list[PrefillGrant]:
-    """Of a prompt that goes on at ``first``, one behind the other."""
+    """Returns the consecutive grants of a prompt that goes on at ``first``."""
     grants = []
     for step in range(ahead):
         grants.append(PrefillGrant(sequence, first, rng.randint(1, 9), 0, step))
@@ -27,7 +27,9 @@ def grants_of(sequence: int, first: int, ahead: int, rng: random.Random) -> list
 
 
 def some_room(rng: random.Random) -> tuple[BlockTables, list[New | PrefillGrant], list[RowRange], list[PrefillGrant]]:
-    """Sequences that take most of a pool; ops and rows of the next plan, and grants that are wanted beside them."""
+    """Returns sequences that take most of a pool, ops and rows of the next plan, and the grants that are wanted with
+    them.
+    """
     windows = rng.choice([[0], [0, 6], [8]])
     tables = BlockTables(windows, [rng.randint(12, 20)] * len(windows), BLOCK)
     rows, wanted = list[RowRange](), list[PrefillGrant]()
@@ -48,7 +50,7 @@ def some_room(rng: random.Random) -> tuple[BlockTables, list[New | PrefillGrant]
 
 @pytest.mark.parametrize("part", range(4))
 def test_a_grant_that_surely_fits_does(part: int) -> None:
-    """So do those behind one that was taken though nothing was sure, as the scheduler takes them."""
+    """So do those after one that was taken though nothing was sure, as the scheduler takes them."""
     sure_ones = behind = 0
     for seed in range(part, 1600, 4):
         tables, ops, rows, wanted = some_room(random.Random(seed))
@@ -69,7 +71,7 @@ def test_a_grant_that_surely_fits_does(part: int) -> None:
 
 
 def test_a_second_grant_of_a_prompt_is_as_sure_as_the_first() -> None:
-    """Nobody looks at all rows of a step for it."""
+    """The check does not look at all rows of a step for it."""
     tables = BlockTables([0], [4], BLOCK)
     tables.apply(plan([New(0)], [RowRange(0, 0, 3)]))
     room = GrantBudget(tables, [], [])

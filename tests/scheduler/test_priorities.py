@@ -1,4 +1,4 @@
-"""Who waits with a lower number comes first: in the queue, behind a preemption, in the Conductor's forecast.
+"""Requests with a lower number come first: in the queue, after a preemption, in the Conductor's forecast.
 
 Covers: lamina/scheduler/batch.py.
 """

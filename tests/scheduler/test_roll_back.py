@@ -1,4 +1,4 @@
-"""What the scheduler takes back where the workers' epoch has changed, and how it goes on from there."""
+"""The rounds that the scheduler takes back when the workers' epoch has changed, and how it goes on from there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def all_of_it(keep: SurvivingKv) -> int:
 
 
 class Kept:
-    """How much memory workers have of each sequence, and who was asked for."""
+    """The KV that memory workers have of each sequence, and which workers were asked."""
 
     def __init__(self, **lengths: int) -> None:
         self.asked: list[SurvivingKv] = []
@@ -104,7 +104,7 @@ def test_all_that_is_in_flight_is_scheduled_again(
 
 
 def test_a_round_taken_back_is_not_waited_for() -> None:
-    """LOOKAHEAD rounds may be queued behind the first one that is scheduled again."""
+    """LOOKAHEAD rounds may be queued after the first one that is scheduled again."""
     scheduler, _ = begin()
     add(scheduler, make(0, 4, 20))
     in_flight = [*scheduler.schedule(), *scheduler.schedule()]
@@ -210,7 +210,7 @@ def test_a_sequence_that_has_come_back_under_another_id_is_not_taken_back_by_its
 
 
 def test_of_a_step_each_sequence_goes_back_to_its_own_first_row() -> None:
-    """One of them is known under another id by now: those behind it in the step are taken back all the same."""
+    """One of them has another id by now: those after it in the step are taken back all the same."""
     scheduler, _ = begin()
     sequences = [make(i, 2, 20) for i in range(3)]
     add(scheduler, *sequences)
@@ -263,7 +263,7 @@ def test_each_batch_keeps_its_own() -> None:
 
 
 def test_a_prompt_that_a_prefill_worker_has_in_part_begins_anew() -> None:
-    """Its first chunk is stored, and nobody but that worker could go on behind it."""
+    """Its first chunk is stored, and only that worker could continue it."""
     scheduler, tables = begin(prefill=PrefillDispatcher(1, 8, 1))
     sequence = make(0, 20, 5)
     add(scheduler, sequence)
@@ -299,7 +299,9 @@ def test_prompts_at_prefill_workers_begin_anew() -> None:
 
 
 def test_compute_workers_are_told_all_tokens_anew() -> None:
-    """Those of running sequences, in all batches; those that wait are told under their next id in any case."""
+    """All tokens of running sequences, in all batches, are sent; those that wait are sent under their next
+    id in any case.
+    """
     scheduler, _ = begin(num_batches=2)
     sequences = [make(i, 4, 20) for i in range(2)]
     add(scheduler, *sequences)

@@ -1,4 +1,4 @@
-"""What a step asks of the sampler for a sequence: every parameter by its field, and each prompt token's score once."""
+"""The sampling request of a step for a sequence: every parameter by its field, and each prompt token's score once."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_prompt_is_told_to_those_alone_who_count_it() -> None:
 
 
 def score(position: int, row: int, wanted: int) -> SamplingRequest:
-    """Of the token behind ``position`` of the prompt."""
+    """Returns the score of the prompt's token after ``position``."""
     return SamplingRequest(
         row=row, sequence=3, temperature=0.0, top_k=0, top_p=1.0, seed=0, output_index=0, logprobs=wanted,
         prompt_logprob_token=PROMPT[position + 1],

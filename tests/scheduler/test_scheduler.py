@@ -201,7 +201,7 @@ def test_every_batch_fills_its_chunk_after_a_cold_start(num_batches: int, aligne
 
 
 def test_a_batch_whose_chunk_is_full_leaves_the_next_prompt_to_another() -> None:
-    """Batch 1 reads least, and its chunk is full: batch 0 has room in its own, and nobody waits."""
+    """Batch 1 reads least, and its chunk is full: batch 0 has room in its own, and no prompt waits."""
     scheduler = Scheduler(BlockTables([0], [9999], 4), max_num_seqs=8, prefill_chunk=40, num_batches=2)
     for i, length in enumerate([100, 4]):
         scheduler.add(make(i, length, 50))

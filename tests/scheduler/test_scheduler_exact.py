@@ -83,7 +83,7 @@ def test_a_prompt_is_admitted_to_its_very_last_block() -> None:
 
 
 def test_a_prompt_under_way_keeps_what_it_will_still_take_and_no_more() -> None:
-    """10 blocks, of which one prompt takes 6 in three rounds: one of 16 tokens fits beside it, one of 17 does not."""
+    """10 blocks, of which one prompt takes 6 in three rounds: one of 16 tokens fits as well, one of 17 does not."""
     for more, admitted in ((16, True), (17, False)):
         scheduler = Scheduler(tables(10), max_num_seqs=9, prefill_chunk=8)
         scheduler.add(make(0, 23, 1))
@@ -121,7 +121,7 @@ class Ledger:
         self.needed = [0, 0]
         self.windows = (0, 0)
         self.applied: list[StepPlan] = []
-        self.rows_of_a_step = set[int]()  # that it was told of
+        self.rows_of_a_step = set[int]()  # whose tokens it received
         self.refuses = 0  # so many plans in a row
 
     @property
@@ -209,7 +209,7 @@ def test_each_preemption_is_counted() -> None:
 
 
 def test_the_chunk_of_a_prompt_under_way_leaves_the_rest_to_the_next_ones() -> None:
-    """Of 8 tokens a round it takes its last two; one of 6 fills them, and one token more is too many."""
+    """The prompt takes its last two of 8 tokens a round; one of 6 fills them, and one token more is too many."""
     scheduler = Scheduler(tables(99), max_num_seqs=9, prefill_chunk=8)
     scheduler.add(make(0, 10, 1))
     serve(scheduler, scheduler.schedule())
@@ -242,7 +242,7 @@ def test_the_last_token_of_a_sequence_takes_no_block() -> None:
 
 
 def test_the_last_token_of_a_prompt_keeps_its_block() -> None:
-    """Of 17 tokens 8 are stored, 8 come in this round, and one will take a fifth block."""
+    """The prompt has 17 tokens: 8 are stored, 8 come in this round, and one will take a fifth block."""
     for blocks, admitted in ((6, True), (5, False)):
         scheduler = Scheduler(tables(blocks), max_num_seqs=9, prefill_chunk=8, num_batches=2)
         scheduler.add(make(0, 17, 1))
@@ -315,8 +315,8 @@ def test_how_many_sequences_fit_counts_every_lane(stripe: int) -> None:
 
 @pytest.mark.parametrize(("length", "fits"), [(400, 8.0), (1000, 3.6), (100, 21.92)])
 def test_sequences_that_lose_blocks_take_their_budget_and_the_last_one_all(length: int, fits: float) -> None:
-    """Of 400 tokens 100 blocks are taken in full layers and 64 in sparse ones, where the last to come has 100 too:
-    7 * 64 + 100.
+    """The prompt of 400 tokens takes 100 blocks in full layers and 64 in sparse ones, where the last to come has 100
+    too: 7 * 64 + 100.
     """
     options = SparsityOptions(kv_sparsity="evict", kv_budget=128)  # and 128 until it drops again
     ledger = BlockTables([0, 0], [900, 548], 4, sparse=[False, True])

@@ -99,8 +99,8 @@ def test_a_restart_keeps_what_is_known_and_forgets_what_was_scheduled() -> None:
 
 @pytest.mark.parametrize("drawn", [1, 2])
 def test_what_was_drawn_while_it_was_loaded_is_drawn_again(drawn: int) -> None:
-    """The rows are done, and the end of the load was not heard of: memory workers have KV of all rows, of tokens too
-    that nobody was told.
+    """The rows are done, and the report of the load's end is lost: memory workers have KV of all rows, also of tokens
+    that were never reported.
     """
     one = sequence(
         num_loading_tokens=2, num_cached_tokens=2, num_computed_tokens=2 + drawn, num_output_placeholders=drawn
@@ -110,7 +110,9 @@ def test_what_was_drawn_while_it_was_loaded_is_drawn_again(drawn: int) -> None:
 
 
 def test_logits_that_come_behind_a_choice_are_of_the_token_before() -> None:
-    """A held one that is computed again may be chosen for while its row is on the way: nobody may see these logits."""
+    """A choice may arrive for a held sequence that is computed again, while its row is in flight: no client may see
+    these logits.
+    """
     one = sequence(external_sampling=True, max_len=100)
     one.num_computed_tokens, one.num_output_placeholders = 3, 1
     one.on_logits_ready()

@@ -1,4 +1,6 @@
-"""What is promised to the prompts of a running engine: who is refused, what is learned, what is given back."""
+"""The times that are promised to the prompts of a running engine: which are refused, what is learned, what is given
+back.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +180,7 @@ def test_the_law_of_a_step_is_learned() -> None:
 
 
 def test_completions_of_one_request_do_not_wait_for_each_other() -> None:
-    """Nor does a prompt that fills the pool, where nobody is before it: an idle server would refuse it for ever."""
+    """Nor does a prompt that fills the pool wait where none is before it: an idle server would refuse it for ever."""
     clock = Hand()
     promises = promising(clock, places=4, ttft_s=2.0)
     computed(promises, clock, one := make(0, 50, 5), 0.001)
@@ -192,7 +194,7 @@ def test_completions_of_one_request_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_completions_of_one_request_are_booked_as_one_prompt(workers: int) -> None:
-    """One computes the prompt, the others go on behind that; if it is lost, the next one computes it."""
+    """One computes the prompt, and the others continue from it; if it is lost, the next one computes it."""
     clock = Hand()
     promises = promising(clock, workers=workers, ttft_s=100.0)
     promises.conductor.prefill_latency.model = promises.conductor.prefill_latency.model._replace(b=0.01)
@@ -227,7 +229,7 @@ def test_completions_of_one_request_are_booked_as_one_prompt(workers: int) -> No
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_completion_that_is_computed_before_who_it_shares_with_keeps_its_worker(workers: int) -> None:
-    """As one does that has given way, and has room sooner than the other one: whatever becomes of that."""
+    """A preempted completion may have room sooner than the one that it shares with, whatever becomes of that one."""
     clock = Hand()
     promises = promising(clock, workers=workers, ttft_s=100.0)
     promises.shared_tokens_of = lambda sequence: len(sequence.prompt) - 1

@@ -1,4 +1,4 @@
-"""What is left behind a loss: as memory workers report it, and as the engine reckons with it.
+"""The KV that survives a loss: as memory workers report it, and as the engine uses it.
 
 Covers: lamina/workers/memory/committed_tokens.py.
 """

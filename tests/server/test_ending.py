@@ -1,4 +1,4 @@
-"""The end of a server: in order, or by force, without anything left behind."""
+"""The end of a server: in order, or by force, with nothing left over."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_signal_lets_streams_finish_and_takes_no_more(tmp_path: Path) -> None:
 
 @contextmanager
 def ended_all(log: Path, *flags: str) -> Iterator[tuple[Running, list[int]]]:
-    """A server and its processes, of which none is left behind."""
+    """A server and its processes, of which none is left at the end."""
     server = Running(log, *flags)
     pids = server.descendants()
     try:
@@ -68,7 +68,7 @@ def ended_all(log: Path, *flags: str) -> Iterator[tuple[Running, list[int]]]:
 
 @pytest.mark.long
 def test_who_tells_all_processes_to_end_at_once_has_streams_finish_too(tmp_path: Path) -> None:
-    """As systemd does, to all of a service: the server's own process drains, and the others are its to end."""
+    """The server's own process drains and ends the others, as when systemd signals all processes of a service."""
     with ended_all(tmp_path / "log", "--shutdown-timeout=60", "--prefill-workers=1") as (server, pids):
         body = {**COUNTED, "max_tokens": 600}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
@@ -86,7 +86,7 @@ def test_who_tells_all_processes_to_end_at_once_has_streams_finish_too(tmp_path:
 
 
 def silence_s(http: httpx.Client) -> float:
-    """For how long the engine has made no progress, as /health says; 0 where it does not."""
+    """Returns the seconds since the engine last made progress, as /health says; 0 where it does not."""
     said = re.search(r"no progress for ([\d.]+) s", http.get("/health").text)
     return float(said[1]) if said else 0.0
 

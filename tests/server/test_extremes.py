@@ -94,7 +94,7 @@ def export(client: Client) -> Any:
 
 
 def test_no_value_of_an_imported_session_ends_an_engine_or_is_an_error_of_the_server(client: Client) -> None:
-    """Those that are taken are listed, exported, imported again and go on."""
+    """Imported sessions that are accepted are listed, exported, imported again and go on."""
     taken = 0
     for other in others(export(client)):
         packed = base64.b64encode(msgspec.msgpack.encode(other)).decode()

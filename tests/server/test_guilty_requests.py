@@ -54,7 +54,7 @@ def serving(server: WiredServer, work: Callable[[httpx.AsyncClient], Awaitable[N
 
 
 async def text_of(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
-    """Of a stream, which must come to its end."""
+    """Returns the text of a stream, which must come to its end."""
     answer = await http.post(PATH, json={**body, "stream": True})
     events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert events[-1] == "[DONE]"
@@ -156,7 +156,7 @@ def test_one_that_ended_the_server_before_ends_in_the_next_one_as_it_resumes(tmp
 
 
 def test_engines_that_somebody_ends_are_nobodys_fault(wired: WiredServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drill kills engines beside the same streams, again and again."""
+    """A drill kills engines during the same streams, again and again."""
     monkeypatch.setattr(ThreadEngine, "status", -signal.SIGKILL)
 
     async def work(http: httpx.AsyncClient) -> None:
@@ -185,7 +185,7 @@ def test_as_long_as_others_come_to_their_ends_no_number_of_such_requests_ends_a_
 
 
 def test_a_server_whose_engines_fail_by_all_requests_ends(wired: WiredServer) -> None:
-    """Where none comes to its end the engine is broken, whatever it is asked."""
+    """An engine is broken where no request comes to its end, whatever it is."""
 
     async def work(http: httpx.AsyncClient) -> None:
         statuses = [(await http.post(PATH, json=asked(number, FATAL))).status_code for number in range(4)]

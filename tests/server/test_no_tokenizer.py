@@ -30,13 +30,13 @@ GIVEN_UP = "loading the tokenizer (--start-timeout-s) is not done after"
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[str]:
-    """A model whose tokenizer_config.json is a pipe that nobody writes to."""
+    """A model whose tokenizer_config.json is a pipe without a writer."""
     shutil.copytree(ROOT / MODEL, tmp_path / "model")
     pipe = tmp_path / "model" / "tokenizer_config.json"
     pipe.unlink()
     os.mkfifo(pipe)
     yield str(tmp_path / "model")
-    with suppress(OSError):  # nobody reads any more
+    with suppress(OSError):  # it has no reader any more
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # who reads is at the end of the file now
 
 

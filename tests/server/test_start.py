@@ -82,7 +82,7 @@ def test_a_socket_that_was_left_behind_is_replaced_and_goes_at_the_end(tmp_path:
         assert path.stat().st_mode & 0o777 == 0o600
     assert not path.exists()
     with listener(ServerConfig(uds=str(path))):
-        path.unlink()  # by somebody else: no failure at the end
+        path.unlink()  # by another process: no failure at the end
 
 
 def test_a_socket_is_claimed_by_a_lock_next_to_it_alone(tmp_path: Path) -> None:

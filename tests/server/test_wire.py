@@ -36,7 +36,7 @@ CHUNKED = b"Host: localhost\r\nContent-Type: application/json\r\nTransfer-Encodi
     ids=["path", "header", "headers", "trailers, answered", "trailers", "trailer", "extension"],
 )  # fmt: skip
 def test_heads_have_a_limit(before: bytes, more: bytes) -> None:
-    """Of bytes: at a gigabyte a second, a deadline alone is none."""
+    """The limit counts bytes: at a gigabyte a second, a deadline alone is none."""
 
     async def work() -> None:
         async with serving(body_timeout_s=FOREVER) as place:

@@ -75,7 +75,7 @@ class StoringWire(FakeWire):
 
 
 class WireExecutor:
-    """As much of WorkerExecutor as an engine process asks."""
+    """The part of WorkerExecutor that an engine process uses."""
 
     is_recovering, borrower, has_pending_stats = False, None, False
 

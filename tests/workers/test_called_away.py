@@ -137,7 +137,7 @@ def test_of_peers_that_never_come(driver: Any) -> None:
 
 
 def test_of_a_step_whose_message_never_comes(driver: Any) -> None:
-    """What is queued behind the step is dropped, too."""
+    """All that is queued after the step is dropped, too."""
     driver.link.send(Connect(epoch=1))
     old = driver.knock(1)
     assert view_of(driver) == 1

@@ -1,4 +1,4 @@
-"""Which worker gets which GPU, and what is said of one that is not there.
+"""The GPU that each worker gets, and the message about one that is not there.
 
 Covers: lamina/executor/transport_choice.py, lamina/workers/memory/main.py.
 """

@@ -166,7 +166,7 @@ def slice_of_a_model(ids: Tensor, x: Tensor, send: Any) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [3.0, 1.0]])
 def test_a_graph_sends_the_bytes_that_hosts_send(weights: list[float]) -> None:
-    """Of any number of rows, of two batches in turn: what differs is read from the device's memory."""
+    """The graph has any number of rows, of two batches in turn: what differs is read from the device's memory."""
     layers = [shape(), shape(8, 4, 16, 24)]
     with stand_in_gpus(graphs=True) as make:
         gpu = make()
@@ -191,7 +191,7 @@ def test_a_graph_sends_the_bytes_that_hosts_send(weights: list[float]) -> None:
 
 
 def test_no_graph_is_launched_over_a_channel_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it would use is given back. The slice's caller hears of it where it settles."""
+    """All that it would use is given back. The slice's caller hears of it where it settles."""
     with stand_in_gpus(graphs=True) as make:
         gpu = make()
         sent, capture = Sent(gpu, [shape(), shape(8, 4, 16, 24)], [1.0, 1.0]), gpu.graph_capture()
@@ -268,7 +268,9 @@ def test_plans_go_by_a_channel_for_hosts(gpu: Make, scheme: str) -> None:
 
 
 class Lanes:
-    """Stands in for a DeviceSide whose calls are told by the lane's name, with the bytes that they may have at most."""
+    """Stands in for a DeviceSide whose calls are recorded by the lane's name, with the bytes that they may have at
+    most.
+    """
 
     recordable = True
 
@@ -411,7 +413,7 @@ def test_a_message_that_is_not_the_next_one_ends_the_memory_worker(
 def two_wires(
     gpu: Make, scheme: str, wait_s: float = WAIT_S
 ) -> Iterator[tuple[DeviceTransport, DeviceTransport, StandInGpu]]:
-    """Of one channel: they send and receive."""
+    """The two ends of one channel: they send and receive."""
     here = gpu()
     sent = Sent(here, [shape()], [1.0], scheme)
     (ours, theirs) = sent.by_kernels.transports[0], sent.channels[0][0]

@@ -1,4 +1,4 @@
-"""Messages of a device of its own memory: they are whole when they leave, and nobody overwrites them on the way.
+"""Messages of a device of its own memory: they are whole when they leave, and nothing overwrites them in flight.
 
 Covers: lamina/workers/compute/staged_comm.py.
 """
@@ -158,7 +158,7 @@ class SentTensors:
 
 
 def test_messages_are_whole_when_they_are_handed_on() -> None:
-    """Those of a layer, from a device: no replay of a graph may overwrite what is on its way."""
+    """The messages of a layer come from a device: no replay of a graph may overwrite one in flight."""
     device, link, layer = StandIn(), SentTensors(), LayerShape(4, 2, 8, 8, AttentionSpec(scale=1.0).encode())
     backend = get("reference", CPU, torch.float32)
     pool = AttentionClient([link], by_head([2], [1.0]), [layer], backend, device)  # type: ignore[list-item]

@@ -34,7 +34,7 @@ ROLE = ("zygote_probe", "serve_probe")
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[ZygoteManager]:
-    """A warm process for workers of this file, which are found beside it."""
+    """Starts a zygote for workers of this file, which are found in its folder."""
     made = ZygoteManager()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
@@ -82,7 +82,7 @@ class Probe:
 
 
 ANOTHER = "another one takes its place, and imports first"
-OWN = ["socket:"]  # beside the control link, the copy that is watched for its end
+OWN = ["socket:"]  # apart from the control link, the copy that is watched for its end
 
 
 def sockets(told: dict[str, Any]) -> list[str]:
@@ -418,7 +418,7 @@ def test_nothing_is_left_of_a_driver(when: str, how: signal.Signals | None, tmp_
 def test_a_worker_that_starts_workers_uses_the_one_warm_process(
     start: ZygoteManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a server's engine does: its workers are its brothers."""
+    """A server's engine does so: its workers are its siblings."""
     monkeypatch.setattr(zygote_client, "MODULES", ("torch",))  # where another test has ended the one before
     monkeypatch.setattr(local, "STARTERS", {"probe"})
     probe = Probe()

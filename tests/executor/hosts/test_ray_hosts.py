@@ -23,7 +23,7 @@ WELL = {"port": 1, "version": __version__, "auth": "token"}
 
 
 class ScriptedWarden:
-    """Of one bundle of a group. Also what Ray says of its calls: each is answered once it is up."""
+    """A fake of one bundle of a placement group. Also what Ray says of its calls: each is answered once it is up."""
 
     def __init__(self, at: tuple[str, int], answer: Mapping[str, Any]) -> None:
         self.at, self.killed, self.orders = at, False, list[dict[str, Any]]()

@@ -20,7 +20,7 @@ CONFIG = make_config({"memory_workers": 2, "ray_address": "10.0.0.1:6379", "tran
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What is free, look by look; the last one stays."""
+    """A fake of the free resources, one value for each look; the last value stays."""
     looks: list[float] = []
 
     def look() -> dict[str, Any]:

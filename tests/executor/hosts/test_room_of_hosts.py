@@ -1,4 +1,4 @@
-"""What a worker takes of a host, how many fit, who is near, and each refusal word for word."""
+"""The share of a host that a worker takes: how many fit, who is near, and each refusal word for word."""
 
 from __future__ import annotations
 

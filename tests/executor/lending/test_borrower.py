@@ -1,4 +1,4 @@
-"""What an engine asks others for, and which of them it takes.
+"""The loans that an engine asks others for, and those that it takes.
 
 Covers: lamina/executor/lending/colocated_lender.py.
 """
@@ -101,8 +101,8 @@ def test_it_asks_for_whole_stripes(max_len: int, free: tuple[int, int], stripes:
 def test_its_own_is_asked_for_before_that_of_others(
     stripes: int, own_left: int, of_others: int, reclaimed: list[int], wanted: int
 ) -> None:
-    """Where that is of use, here from 3 blocks on: a scrap would be asked for again and again. Of others it takes
-    borrow.max at most, 64 blocks. While it borrows it lends nothing.
+    """An engine asks only when its own memory is large enough to help, here from 3 blocks on: less would be asked for
+    again and again. Of others it takes borrow.max at most, 64 blocks. While it borrows it lends nothing.
     """
     links, own = Links(own_left, of_others), SimpleNamespace(local_need="")
     lengths = [stripes * 8 * 16] * bool(stripes)
@@ -125,7 +125,7 @@ def test_a_guest_that_has_ended_hides_nothing_of_what_the_others_read() -> None:
 
 
 def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
-    """Its link ends first: so nobody waits until it ends."""
+    """Its link ends first, so that no worker waits until it ends."""
 
     class Guest(SimpleNamespace):
         def join(self, timeout_s: float) -> None:

@@ -57,7 +57,7 @@ def until(true: Callable[[], Any], what: str) -> Any:
 
 
 class Street:
-    """A ledger, and whoever lends and borrows by it; all ends with the test."""
+    """A ledger with its creditors and debtors; all end with the test."""
 
     def __init__(self, stack: ExitStack, silent_s: float = 5.0) -> None:
         self._stack, self._over = stack, threading.Event()
@@ -137,7 +137,7 @@ def test_a_guest_is_a_memory_worker_with_a_key_of_its_own_and_none_of_the_cluste
 
 @pytest.mark.parametrize("street", [SOON_S], indirect=True)
 def test_two_debtors_race_by_old_heartbeats_and_one_is_refused(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger has said the same to both, by a heartbeat ten periods old, and is gone from then on."""
+    """The ledger has given both debtors the same answer, by a heartbeat ten periods old, and is gone from then on."""
     monkeypatch.setattr(lender_service, "HEARTBEAT_S", 0.05)
     service, first, second = street.creditor("c", 8), street.debtor("d1"), street.debtor("d2")
     ledger = street.ledger.ledger
@@ -186,7 +186,9 @@ def test_whoever_dies_ends_the_lease_and_no_other(end: str, street: Street) -> N
 def test_without_the_ledger_leases_are_renewed_and_new_loans_wait(
     street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lease is long, so that a busy machine does not end it, and renewed often, so that nobody waits for its end."""
+    """A lease is long, so that a busy machine does not end it, and is renewed often, so that no test waits
+    for its end.
+    """
     monkeypatch.setattr(lending_debtor, "RENEWALS", 300)
     service, debtor = street.creditor("c", 8, lease_s=SOON_S), street.debtor("d")
     debtor.request_blocks(3)
@@ -273,7 +275,7 @@ def test_nobody_speaks_for_another(street: Street) -> None:
 
 
 def test_a_debtor_of_the_creditors_own_name_gets_nothing(street: Street) -> None:
-    """What an instance asks of itself has no limit."""
+    """An instance's requests to itself have no limit."""
     service = street.creditor("c", 8)
     link = open_link(address_of(service), KEY, FromCreditor, name="c", peer="c", what="creditor")
     with contextlib.suppress(LinkClosedError):

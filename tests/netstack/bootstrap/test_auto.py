@@ -46,7 +46,7 @@ def test_the_same_host_and_user_share_memory(fabric: AutoFabric, caplog: pytest.
 
 
 def test_a_listener_without_the_local_door_is_reached_by_tcp(fabric: AutoFabric) -> None:
-    """As one on another host, or in another network namespace."""
+    """A listener on another host, or in another network namespace, is reached in the same way."""
     far = TcpFabric(KEY)
     listener = far.listen()
     listener.url = listener.url.replace("tcp://", "auto://")
@@ -276,7 +276,7 @@ def test_memory_goes_before_rdma() -> None:
 
 
 def test_the_device_of_all_hosts_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody counts on it; a host's own word may be of another day."""
+    """A cluster that runs needs it; a host's own answer may be of another day."""
     monkeypatch.delenv(RDMA_DEVICE, raising=False)
     with pytest.raises(ImportError, match="^--rdma-device no-such-device: transport 'verbs'") as refusal:
         netstack.open("auto", key=KEY, device="no-such-device")

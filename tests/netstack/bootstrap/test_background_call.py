@@ -1,4 +1,6 @@
-"""A call beside a meeting: its end is heard, whoever has left, and costs no descriptor."""
+"""A call in a thread of its own during a meeting: its end is noticed, whichever side has left, and costs no
+descriptor.
+"""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_terms_without_a_seal_are_refused_where_one_is_due(pool: ThreadPoolExecu
 
 
 def test_proofs_are_compared_in_constant_time(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that comparison says yes to everything, nothing else asks for the key on either side."""
+    """A comparison that accepts everything would let anyone in: nothing else asks for the key on either side."""
     monkeypatch.setattr("hmac.compare_digest", lambda one, other: len(one) == len(other))
     assert shake(pool, key=b"another key, no better") == (SESSION, SESSION)
 
@@ -251,7 +251,7 @@ def test_garbage_is_refused_and_never_anything_else(noise: bytes, start: bool) -
 
 
 def apart(pool: ThreadPoolExecutor, terms: Hello, listening: handshake.Steps) -> tuple[HandshakeError, HandshakeError]:
-    """How the connector and the listener put it that they do not come together."""
+    """Returns the errors with which the connector and the listener refuse each other."""
     found = []
     for outcome in shake_with(pool, offer(KEY, terms), listening):
         assert isinstance(outcome, HandshakeError)

@@ -46,7 +46,7 @@ def proof(label: bytes, transcript: bytes, key: bytes = KEY) -> bytes:
 
 
 def hello_of(terms: Hello) -> bytes:
-    """By hand: network order, fixed widths, texts filled up with zeros."""
+    """Lays a hello out by hand: network order, fixed widths, texts filled up with zeros."""
     out, into = terms.outbound, terms.inbound
     return b"".join(
         (
@@ -65,7 +65,7 @@ TRANSCRIPT = HELLO_BYTES + CHALLENGE_BYTES
 
 
 def end_of(steps: Steps, sent: bytes) -> object:
-    """What the side says once it has got its last frame: its result, or its last words on the wire."""
+    """The last message of the side once it has got its last frame: its result, or its error on the wire."""
     try:
         return steps.send(sent)
     except StopIteration as end:
@@ -116,7 +116,7 @@ def test_a_wrong_proof_is_told(side: str) -> None:
 
 
 def refusal(terms: Hello, steps: Steps | None = None, hello: bytes = b"") -> tuple[str, str]:
-    """By which of REFUSALS a listener says no on the wire, and why it says so at home."""
+    """Returns which of REFUSALS a listener sends on the wire, and the cause that it logs."""
     hello = hello or hello_of(terms)
     transcript = hello + CHALLENGE_BYTES
     listening = answered(hello, steps)

@@ -1,4 +1,4 @@
-"""What strangers cost a listener: a bounded number of sockets, each for a bounded time.
+"""The cost of strangers to a listener: a bounded number of sockets, each for a bounded time.
 
 Covers: netstack/bootstrap/sockets.py.
 """
@@ -94,7 +94,7 @@ def test_silent_strangers_are_dropped_after_a_while(place: StreamListener, monke
 
 
 def test_a_friend_is_not_silent_while_nobody_listens(place: StreamListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who accepts has other work between two calls, for longer than a peer may be silent."""
+    """The listener's process has other work between two calls of accept, for longer than a peer may be silent."""
     ahead_s = [0.0]
     monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + ahead_s[0])
     hello = Hello(scheme="tcp", outbound=GEOMETRY, inbound=GEOMETRY)
@@ -142,7 +142,7 @@ def test_at_most_64_peers_are_half_open_and_a_friend_still_gets_in(place: Stream
 
 
 def test_nothing_is_allocated_for_a_peer_that_has_not_proven_itself() -> None:
-    """It asks for 2 x 4 TiB; its proof is wrong, so nobody asks the kernel for them."""
+    """It asks for 2 x 4 TiB; its proof is wrong, so the kernel is never asked for them."""
     welcomed: list[object] = []
     fabric = Welcoming(lambda _, *who: welcomed.append(who))
     place = fabric.listen()
@@ -228,15 +228,15 @@ def test_a_connector_waits_where_too_many_wait_before_it() -> None:
         fabric.connect(place.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=0.2)
     assert not isinstance(told.value, netstack.ChannelUnreachable)
     assert 0.2 <= time.monotonic() - start < SOON_S
-    connect(fabric, place)  # once somebody accepts
+    connect(fabric, place)  # once the listener accepts
     for each in early:
         each.close()
     fabric.close()
 
 
 def test_where_nothing_answers_a_connector_says_so() -> None:
-    """As on the way to a host that is not there: the kernel drops who comes to a full queue. A listener that lives and
-    takes nobody, or a Unix socket, is another matter.
+    """The kernel drops a connection that comes to a full queue, as on the way to a host that is not there. A live
+    listener that never accepts, or a Unix socket, is another matter.
     """
     with socket.socket() as full, closing(netstack.open("tcp", key=KEY)) as fabric:
         full.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What comes from a socket is bytes, numbers, JSON or msgpack: nothing in the sources can turn it into code."""
+"""Bytes, numbers, JSON or msgpack are all that comes from a socket: nothing in the sources can turn it into code."""
 
 from __future__ import annotations
 

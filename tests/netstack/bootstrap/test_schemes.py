@@ -1,4 +1,4 @@
-"""What is known of a transport by its name alone, also on a host that cannot open it.
+"""The facts that a transport's name alone gives, also on a host that cannot open it.
 
 Covers: netstack/contract/base.py.
 """
@@ -60,7 +60,7 @@ def test_a_name_that_is_none_is_refused_with_those_there_are() -> None:
 
 
 def test_an_rdma_device_is_for_those_who_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reaches them, behind a wrapper too; each transport that takes one is in the table, and no other."""
+    """The device reaches them, through a wrapper too; each transport that takes one is in the table, and no other."""
     told = list[str]()
 
     def open_rdma(key: bytes, *, device: str = "") -> LoopbackFabric:

@@ -1,4 +1,4 @@
-"""Peers of another version are refused by name only if whoever changes what goes over the wire says so: VERSION."""
+"""Peers of another version are refused by name only if a change of the wire format also changes VERSION."""
 
 from __future__ import annotations
 

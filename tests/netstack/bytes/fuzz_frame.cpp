@@ -24,7 +24,7 @@ void require(bool holds, const char* what) {
   std::abort();
 }
 
-// A reader of input bytes; zeros behind their end.
+// A reader of input bytes; zeros follow their end.
 struct Input {
   const std::uint8_t* p;
   std::size_t left;

@@ -1,4 +1,4 @@
-// What csrc/netstack/layout.h tells of a channel, for a test that puts it beside the fields themselves.
+// Prints csrc/netstack/layout.h's layout of a channel, for a test that compares it with the fields themselves.
 //
 //     layout_check            a line for each struct's bytes, and for each of its fields: name, offset, bytes
 //     layout_check NAME <file  the struct NAME in binary -> a line for each field: name, value

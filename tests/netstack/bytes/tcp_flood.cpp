@@ -1,5 +1,5 @@
-// A stream whose peer sends what an honest one may say, frames of credit that is known, and more of them as fast as they
-// are read: `recv` of that socket is ours. Prints whether a wait of 20 ms was over before the peer was.
+// A stream whose peer sends allowed frames: credit that is known, and more of it as fast as it is read. `recv` of that
+// socket is ours. Prints whether a wait of 20 ms was over before the peer was.
 #include <dlfcn.h>
 
 #include <vector>

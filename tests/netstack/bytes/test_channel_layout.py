@@ -18,7 +18,9 @@ Told = dict[str, tuple[int, dict[str, tuple[int, int]]]]
 
 
 def told(program: Path) -> Told:
-    """What the headers of ``program`` tell: of each struct its bytes and fields, as ``channel_layout`` does."""
+    """Returns the layout that the headers of ``program`` print: the bytes and fields of each struct, as in
+    ``channel_layout``.
+    """
     found: Told = {}
     for words in map(str.split, run(program).splitlines()):
         if len(words) == 2:

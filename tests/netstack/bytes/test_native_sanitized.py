@@ -23,7 +23,7 @@ def test_the_frame_decoder_survives_hostile_streams(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_ring_is_free_of_races(tmp_path: Path) -> None:
-    # The sanitizer knows no fences, which the ring uses beside its acquire and release, never in their place.
+    # The sanitizer knows no fences, which the ring uses in addition to its acquire and release, never in their place.
     program = build(tmp_path, HERE / "ring_threads.cpp", "-fsanitize=thread", "-Wno-tsan")
     for spin_ns in ("0", "20000"):
         assert run(program, "3000", spin_ns) == "messages 3000\n"

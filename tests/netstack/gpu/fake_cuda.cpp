@@ -88,7 +88,7 @@ const auto kOkay = CUresult(0), kInvalid = CUresult(1), kNoContext = CUresult(20
 const auto kRegistered = CUresult(712), kNotPermitted = CUresult(800);
 thread_local int current = 0;
 std::mutex registered_mutex;
-std::map<std::uintptr_t, int> mapped;  // the file behind shared memory that is mapped, by its address
+std::map<std::uintptr_t, int> mapped;  // the file of shared memory that is mapped, by its address
 std::map<std::uintptr_t, std::uintptr_t> registered;  // host memory that kernels reach: (begin, end)
 std::atomic<long> live{0};  // allocations, mappings, registrations, streams, graphs, contexts
 
@@ -258,7 +258,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext*) {
 CUresult cuCtxSynchronize() {
   NEEDS_CONTEXT;
   do_late();
-  const std::lock_guard<std::mutex> lock(streams_mutex);  // nobody makes or destroys one meanwhile
+  const std::lock_guard<std::mutex> lock(streams_mutex);  // no thread makes or destroys one meanwhile
   for (Stream* stream : streams) stream->wait();
   return kOkay;
 }

@@ -1,5 +1,5 @@
-// A stand-in of NCCL's host API, as far as netstack/gin uses it: communicators of one or two ranks, of this process or of
-// two, whose calls end once both have made them. nccl_check.cpp compares what it declares with NCCL's own headers.
+// A stand-in of NCCL's host API, as far as netstack/gin uses it. Communicators have one or two ranks, of this process
+// or of two, and calls end once both have made them. nccl_check.cpp compares what it declares with NCCL's own headers.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -62,7 +62,7 @@ struct ncclCommProperties_t {
 
 namespace fake_nccl {
 
-std::chrono::microseconds held_back{0};  // a put waits so long for one to overtake it, and the next one behind it
+std::chrono::microseconds held_back{0};  // a put waits so long for one to overtake it, and so does the next one
 
 class Network {
  public:
@@ -118,7 +118,7 @@ class Network {
       }
       while (!puts_.empty() && puts_.front().told) puts_.pop_front();
       if (held_back.count() == 0) continue;
-      lock.unlock();  // whoever polls sees what there is
+      lock.unlock();  // a poll sees what there is
       std::this_thread::sleep_for(held_back);
       lock.lock();
     }
@@ -178,7 +178,7 @@ struct ncclComm {
 
 namespace {
 
-// Every call but a look and an abort is for one that has ended what it was told before.
+// Every call but a look and an abort needs a communicator that has ended its earlier calls.
 bool busy(ncclComm_t comm) {
   if (comm->pending) ++misused;
   return bool(comm->pending);
@@ -233,7 +233,7 @@ const char* ncclGetErrorString(ncclResult_t status) {
   return status == kRemote ? "remote process exited or there was a network error" : "error of the stand-in";
 }
 const char* ncclGetLastError(ncclComm_t) { return "its last words"; }
-// As NCCL's, which begins with a number and a socket's address: what tells one from another lies behind a zero.
+// As in NCCL's, which begins with a number and a socket's address, the part that differs lies after a zero.
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   std::memset(id, 0, sizeof *id);
   std::memcpy(id->internal, kIdHead, sizeof kIdHead);

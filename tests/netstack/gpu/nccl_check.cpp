@@ -1,5 +1,6 @@
-// What NCCL's own headers say of what netstack/gin/nccl.py restates: for each struct a line of its name and bytes, then for
-// each field that `FIELDS` names its name, offset and bytes. Functions have to be those that the stand-in has.
+// Prints what NCCL's own headers declare of what netstack/gin/nccl.py restates. Each struct gives a line of its name
+// and bytes; each field that `FIELDS` names gives its name, offset and bytes. Functions have to be those that the
+// stand-in has.
 #include <nccl.h>
 #include <nccl_device/host.h>
 

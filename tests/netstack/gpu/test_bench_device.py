@@ -121,7 +121,7 @@ def test_memory_of_the_kernel_is_bounded(fabric: Fabric, monkeypatch: pytest.Mon
 def test_the_clock_runs_between_the_kernels_alone(
     fabric: Fabric, slow_side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the client's host does is not in it, however long that takes; what delays the answer is."""
+    """The work of the client's host is not in it, however long it takes; what delays the answer is."""
     job = Job("rtt", "device", query=64, rounds=4)
     a, b = connect(fabric, geometry=job.geometry())
     real, client = KernelMessage.check, threading.current_thread()

@@ -98,7 +98,7 @@ def test_the_layout_of_an_inbox_is_that_of_the_headers() -> None:
 
 
 def test_what_was_written_is_there_before_a_peer_hears_of_it() -> None:
-    """A copy from pageable memory, and a memset, may be on their way when the driver returns, and would come behind a
+    """A copy from pageable memory, and a memset, may be in flight when the driver returns, and would come after a
     peer's first signal.
     """
     driver = Driver()
@@ -115,7 +115,7 @@ def test_what_was_written_is_there_before_a_peer_hears_of_it() -> None:
 
 
 def test_one_graph_is_replayed_over_many_laps() -> None:
-    """What changes from one replay to the next is in device memory: seqno, slot, length, tag."""
+    """The values that change from one replay to the next are in device memory: seqno, slot, length, tag."""
     fabric, a, b = ends(epoch=65535)
     driver = a.hand_to_device().driver
     memory = [Pinned(driver, 4096) for _ in range(2)]
@@ -162,7 +162,7 @@ def test_many_blocks_copy_a_long_message(monkeypatch: pytest.MonkeyPatch) -> Non
     memory, stream = (
         Pinned(driver, 4 * LONG_BYTES),
         CudaStream(driver),
-    )  # lengths, tag, statuses, note; parts; what came
+    )  # lengths, tag, statuses, note; parts, and what came
     view, at, came = memory.view, memory.address, 3 * LONG_BYTES - 1024
     view[1024:came] = random.Random(1).randbytes(came - 1024)
     rest = at, at + 16, LONG_NS, at + 48
@@ -198,7 +198,7 @@ def test_many_blocks_copy_a_long_message(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Mail:
-    """What kernels are given, in memory that they reach: two lengths, a tag, a status, a payload."""
+    """The arguments of kernels, in memory that they reach: two lengths, a tag, a status, a payload."""
 
     def __init__(self, driver: Driver) -> None:
         self._memory = Pinned(driver, 4096)

@@ -1,4 +1,5 @@
-"""The transport gin without NCCL, a NIC or a GPU: over stand-ins; and its kernels and structs beside NCCL's headers.
+"""The transport gin without NCCL, a NIC or a GPU: over stand-ins. Its kernels and structs are compared with NCCL's
+headers.
 
 The contract runs over it in tests/contract/test_transports.py, as "gin on a CPU".
 
@@ -51,7 +52,7 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture
 def library() -> Iterator[ctypes.CDLL]:
-    """The stand-in, of which a test leaves nothing behind."""
+    """The stand-in, which is empty again after each test."""
     with cuda_stand_in.scheme_of(cuda_stand_in.GIN_STAND_IN):
         library = ctypes.CDLL(os.environ["LAMINA_LIBNCCL"])
         before = library.fake_cuda_live(), library.fake_nccl_live()
@@ -77,7 +78,7 @@ def headers() -> list[Path]:
 
 
 def test_two_processes_move_bytes(library: ctypes.CDLL) -> None:
-    """By the command with which two hosts would, calls and kernels: every payload is compared."""
+    """The command is that of two hosts, with calls and kernels: every payload is compared."""
     line = [sys.executable, "-m", "lamina.netstack", "bench", "--transport", "gin", "--pattern", "rtt", "--json"]
     flags = ["--sizes", "8,4KiB", "--count", "20", "--warm-up", "2"]
     for more in ([], ["--device", "cuda"]):
@@ -298,7 +299,7 @@ def test_a_peer_that_leaves_meanwhile_is_given_up_at_once(
 def test_bulk_has_a_context_of_its_own_where_nccl_makes_two(
     contexts: int, library: ctypes.CDLL, fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the first, messages come though that of bulk stands still; where there is one, it carries both."""
+    """Messages come on the first context while that of bulk stands still; where there is only one, it carries both."""
     if contexts == 1:
         monkeypatch.setenv("FAKE_NCCL_HAS_ONE_CONTEXT", "1")
     library.fake_nccl_hold(1)
@@ -347,7 +348,9 @@ def test_a_window_for_hosts_has_no_place_for_bulk(listening: bool) -> None:
 
 
 def test_gin_answers_no_trials(fabric: netstack.Fabric) -> None:
-    """Each would cost a communicator and GPU memory, at the word of whoever holds the key, and nobody asks for one."""
+    """Each trial would cost a communicator and GPU memory, at the request of any holder of the key, and no peer asks
+    for one.
+    """
     assert isinstance(fabric, gin.GinFabric)
     trial = Hello(scheme=f"gin{ASKS}", outbound=SELF_TEST_TAG, inbound=SELF_TEST_TAG)
     with closing(TcpFabric(KEY)) as tcp, ThreadPoolExecutor(1) as pool:
@@ -479,7 +482,7 @@ def test_structs_and_functions_are_those_of_the_headers(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_kernels_compile_with_the_headers(architecture: int) -> None:
-    """By the very call of the product, and without a word of warning."""
+    """The call is that of the product, and gives no warning."""
     headers()
     try:
         image = compiler.build(architecture)

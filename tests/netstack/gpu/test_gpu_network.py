@@ -70,7 +70,7 @@ def test_a_wrong_byte_and_a_failed_kernel_are_noticed(suite: ModuleType, monkeyp
 
 
 def test_a_step_of_a_graph_sends_two_and_takes_what_is_due(suite: ModuleType) -> None:
-    """As the layers of a step do over ``cuda``: the same kernels, over a NIC."""
+    """The layers of a step do so over ``cuda``: the same kernels, over a NIC."""
     with closing(Driver()) as driver, suite.pair(driver) as (a, b):
         at, to = a.mail.address, b.mail.address
         a.mail.view[:32] = (3000).to_bytes(8, "little") + (5).to_bytes(8, "little") + b"a tag".ljust(16, b"\0")

@@ -93,7 +93,7 @@ def _other_sources(nvcc: Nvcc, patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def _another_nccl(nvcc: Nvcc, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Of the same place: the package was replaced."""
+    """Replaces the package at the same place."""
     headers = Path(os.environ["LAMINA_LIBNCCL"]).parents[1] / "include"
     there = folder / "include"
     there.mkdir(parents=True)

@@ -77,7 +77,7 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
 @pytest.mark.long
 @needs_nvcc
 def test_a_copy_has_64_kib_on_their_way() -> None:
-    """Loads of a thread come one behind the other, and only then the stores that wait for them."""
+    """The loads of a thread follow one another, and only then come the stores that wait for them."""
     _, ptx = nvcc(90)
     bodies = kernels(ptx)
     assert {int(n) for n in re.findall(r"\.maxntid (\d+)", ptx)} == {THREADS}, "registers for as many as are launched"
@@ -90,14 +90,14 @@ def test_a_copy_has_64_kib_on_their_way() -> None:
 
 
 def longest_run(body: str, width: str) -> int:
-    """Of loads of that type between which nothing of it is stored."""
+    """Returns the longest run of loads of that type between which nothing of it is stored."""
     found = re.findall(rf"\b(ld\.global\.cg|st)(?:\.global)?\.{width}\b", body)
     return max(map(len, "".join("l" if x != "st" else "s" for x in found).split("s")))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nvrtc_takes_the_kernels(architecture: int) -> None:
-    """By the very call with which the product compiles them."""
+    """The call is the one with which the product compiles them."""
     try:
         load(nvrtc_names(), NVRTC_SIGNATURES)
     except ImportError as error:

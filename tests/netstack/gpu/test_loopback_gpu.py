@@ -81,7 +81,7 @@ def busy(both: Both, end: int) -> Iterator[Callable[[], None]]:
 
 
 def test_nothing_on_the_gpu_waits_for_a_message_that_no_host_has_sent() -> None:
-    """So whoever waits for the whole GPU, or for a kernel to be loaded, does not wait for ever."""
+    """A wait for the whole GPU, or for a kernel to be loaded, therefore ends."""
     both = Both()
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(both.receive)
@@ -111,7 +111,7 @@ def test_a_kernel_comes_behind_what_it_needs_however_long_its_stream_is_busy(end
 
 
 def test_a_message_is_received_while_the_next_one_is_still_computed() -> None:
-    """As Q is, while K and V of the layer are."""
+    """A layer's Q is received while its K and V are computed."""
     both = Both()
     both.send()
     with busy(both, 0) as let_go, ThreadPoolExecutor(1) as threads:

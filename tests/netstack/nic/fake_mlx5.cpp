@@ -1,12 +1,12 @@
-// The kernel's part of mlx5_0, for a process that has this library preloaded: it answers the commands that libmlx5 writes
-// to its device, and runs a software NIC on the memory that libmlx5 names in them. So the distribution's own libibverbs
-// and libmlx5 build rings, records and completion queues, map doorbells, post and poll, without a card.
+// The kernel's part of mlx5_0, for a process that has this library preloaded. It answers the commands that libmlx5
+// writes to its device, and runs a software NIC on the memory that libmlx5 names in them. So the distribution's own
+// libibverbs and libmlx5 build rings, records and completion queues, map doorbells, post and poll, without a card.
 //
 // What a host keeps in files is in the folder that SYSFS_PATH names, and who looks for it in /sys finds it there. Every
-// ioctl but one is answered as a kernel without it answers, and libibverbs goes on with writes; with FAKE_MLX5_HAS_FIRMWARE
-// set, those are answered too by which a process commands the NIC's firmware (DEVX). Queue pairs of this process are each
-// other's peers; those of other processes are too, where their memory was exported. The functions behind `fake_mlx5_` let
-// a test move the NICs and spoil what they do; with FAKE_MLX5_SERVES set they move by themselves.
+// ioctl but one is answered as by a kernel without it, and libibverbs goes on with writes. With FAKE_MLX5_HAS_FIRMWARE
+// set, the commands to the NIC's firmware (DEVX) are answered too. Queue pairs of this process are each other's peers;
+// those of other processes are too, where their memory was exported. The functions named `fake_mlx5_` let a test move
+// the NICs and spoil what they do; with FAKE_MLX5_SERVES set they move by themselves.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -73,7 +73,7 @@ struct Registered {
   int file;  // what it was exported by; -1: nothing
 };
 
-// As the kernel or the firmware was told it.
+// As the kernel or the firmware was given it.
 struct Path {
   std::uint32_t service_level, traffic_class, gid_index, pkey_index, timeout, retries, access;
 };
@@ -103,7 +103,7 @@ std::uint32_t granted = 0;  // of ibv_access_flags: all that a memory was ever o
 std::uint32_t next_handle = 1;
 Adversary adversary{};
 bool is_deaf = false;
-std::map<int, std::uint64_t> buffers;  // where the memory behind a dma-buf begins
+std::map<int, std::uint64_t> buffers;  // where the memory of a dma-buf begins
 std::map<std::uint32_t, std::uint64_t> ring_memories;  // that the firmware knows, by number
 
 template <class T>
@@ -714,12 +714,12 @@ void fake_mlx5_serve(bool on) {
     }
   });
 }
-// Nobody acknowledges what queue pair `number` sends.
+// What queue pair `number` sends is never acknowledged.
 void fake_mlx5_silence(std::uint32_t number) {
   const std::lock_guard<std::mutex> lock(mutex);
   pairs.at(number)->nic->peer_gone = true;
 }
-// Nobody acknowledges what queue pairs send that are made from here on.
+// What queue pairs send that are made from here on is never acknowledged.
 void fake_mlx5_deafen(bool on) {
   const std::lock_guard<std::mutex> lock(mutex);
   is_deaf = on;
@@ -734,7 +734,7 @@ void fake_mlx5_event(std::uint32_t number, std::uint32_t type) {
     if (syscall(SYS_write, there, &cookie, sizeof cookie) < 0) std::abort();
     return;
   }
-  if (!pair.user_handle && by_firmware.count(type)) return;  // which nobody asked the firmware for
+  if (!pair.user_handle && by_firmware.count(type)) return;  // which the firmware was not asked for
   CompletionQueue& queue = queues.at(pair.queue);
   const ib_uverbs_async_event_desc event{type ? pair.user_handle : queue.user_handle, type, 0};
   if (syscall(SYS_write, pair.events, &event, sizeof event) < 0) std::abort();

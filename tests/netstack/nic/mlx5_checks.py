@@ -55,7 +55,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def ends() -> tuple[netstack.Fabric, Mlx5Channel, Mlx5Channel]:
-    """Of a channel of kernels."""
+    """Both ends of a channel of kernels."""
     fabric = netstack.open("mlx5", key=KEY)
     a, b = connect(fabric, geometry=SMALL, kernels=True)
     assert isinstance(a, Mlx5Channel)
@@ -141,7 +141,7 @@ def test_mlx5_credits_of_kernels_ride_on_messages() -> None:
 
 
 def requests_of(end: Mlx5Channel, lane: int = 0) -> int:
-    """That its NIC has executed, once it has nothing to do any more."""
+    """Returns the requests that its NIC has executed, once it has nothing to do any more."""
     counts, deadline = (ctypes.c_uint64 * 5)(), time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         FAKE.fake_mlx5_counters(number_of(end, lane), counts)
@@ -187,9 +187,9 @@ def test_mlx5_a_thread_rings_where_the_gpu_may_not(
 def test_mlx5_registers_inbox_and_staging_and_no_more(
     variable: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first lane both at each end; of bulk, which kernels alone have, the staging of who connects and the inbox
-    of who listens. By dma-buf; by address, as nvidia-peermem knows it, where the GPU's driver exports nothing, or the
-    NIC's takes nothing of it.
+    """The channel registers the first lane's inbox and staging at each end; of bulk, which kernels alone have, the
+    connector's staging and the listener's inbox. By dma-buf; by address, as nvidia-peermem knows it, where the GPU's
+    driver exports nothing, or the NIC's takes nothing of it.
     """
     pieces = 6 if kernels else 4
     FAKE.fake_mlx5_bytes.restype = ctypes.c_uint64
@@ -269,7 +269,7 @@ EVENTS = [  # of ibv_event_type, in their order, as libibverbs calls them
 @pytest.mark.parametrize("lane", [0, 1])
 @pytest.mark.parametrize("event", range(len(EVENTS)))
 def test_mlx5_an_event_of_the_device_ends_a_wait(event: int, lane: int) -> None:
-    """Of either queue pair."""
+    """The event ends it for either queue pair."""
     fabric, a, b = ends()
     FAKE.fake_mlx5_event(number_of(a, lane), event)
     start = time.monotonic()
@@ -307,7 +307,7 @@ def test_mlx5_kernels_that_wait_hear_of_their_device() -> None:
 
 
 def test_mlx5_kernels_that_wait_for_an_o_hear_of_bulk_that_was_lost() -> None:
-    """K and V were sent by a queue pair that died: nobody answers them, and the other one is well."""
+    """K and V were sent by a queue pair that died: no answer comes, and the other queue pair is well."""
     fabric, a, b = ends()
     driver = Driver()
     side, mail, stream = a.hand_to_device(), Pinned(driver, 4096), CudaStream(driver)
@@ -438,7 +438,10 @@ def path_of(end: Mlx5Channel, lane: int) -> list[int]:
 
 @pytest.mark.parametrize("infiniband", [False, True])
 def test_mlx5_a_queue_pair_is_as_the_operator_wants_it(infiniband: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each lane, on either kind of network. A peer may write, and nothing else; nothing may be reordered."""
+    """The settings hold for each lane, on either kind of network.
+
+    A peer may write, and nothing else; nothing may be reordered.
+    """
     monkeypatch.setenv(TRAFFIC_CLASS, "106")
     monkeypatch.setenv(SERVICE_LEVEL, "3")
     monkeypatch.setattr(native_backend, "partition_index", lambda _, key: {None: 0, 0x8001: 5}[key])

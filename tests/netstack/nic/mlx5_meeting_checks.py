@@ -93,7 +93,7 @@ def test_mlx5_queue_pairs_are_as_patient_as_the_operator_wants(monkeypatch: pyte
 
 @pytest.fixture
 def fabric(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of auto, whose GPU computes."""
+    """A fabric of auto, whose GPU computes."""
     monkeypatch.setenv(RDMA_DEVICE, "mlx5_0")
     fabric = netstack.open("auto", key=KEY, gpu=0)
     assert isinstance(fabric, AutoFabric)
@@ -105,7 +105,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_mlx5_is_not_taken_where_one_of_its_queues_carries_nothing(
     lane: int, fabric: AutoFabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of bulk carried nothing in a trial once, and was found dead by the first K and V."""
+    """The queue of bulk carried nothing in a trial once, and was found dead by the first K and V."""
 
     class Half(Mlx5Channel):
         def __init__(self, driver: Any, parts: Any, lanes: tuple[NicLane, ...], *rest: Any, **more: Any) -> None:
@@ -179,7 +179,7 @@ BOTH = f"speaks version 3 of the protocol, we speak version {handshake.VERSION}"
 
 
 def test_mlx5_a_connector_of_an_older_version_is_refused_at_once() -> None:
-    """Both sides can name both versions; nobody waits for a card."""
+    """Both sides can name both versions; neither waits for a card."""
     fabric = netstack.open("mlx5", key=KEY)
     listener = fabric.listen()
     assert isinstance(listener, StreamListener)

@@ -1,8 +1,8 @@
 """Mutation testing of the headers of the device side: every mutant must fail against the software NIC, or be argued.
 
-``python tests/netstack/nic/mlx5_mutants.py`` makes them all, compiles each against the proof program and runs it.
-Survivors that cannot be told from the original are in mlx5_survivors.txt, each with its reason; any other one makes
-the exit status 1, and so does an entry of that list that was killed after all.
+``python tests/netstack/nic/mlx5_mutants.py`` makes them all, compiles each against the proof program and runs it. A
+survivor that equals the original is in mlx5_survivors.txt, with its reason. Any other survivor makes the exit status 1,
+and so does an entry of that list that was killed after all.
 """
 
 from __future__ import annotations

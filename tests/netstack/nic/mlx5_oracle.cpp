@@ -1,7 +1,7 @@
 // The distribution's libmlx5 as the oracle of mlx5.h, and of the software NIC: run with fake_mlx5.cpp preloaded.
 //
-// libmlx5 posts to a queue pair of its own, and mlx5.h the same to a copy of it in plain memory: ring, record and
-// registers are compared behind every post, and what each makes of the completions that the NIC has written. Then mlx5.h
+// libmlx5 posts to a queue pair of its own, and mlx5.h posts the same to a copy of it in plain memory. After every post
+// ring, record and registers are compared, and what each makes of the completions that the NIC has written. Then mlx5.h
 // drives rings that libmlx5 has made, both directions at once. Prints what differed, or "equal".
 #include <cstdio>
 #include <cstdlib>
@@ -133,7 +133,8 @@ class Twin {
     ibv_send_wr* bad;
     CHECK(ibv_post_send(pair_.end.pair(), first, &bad) == 0);
   }
-  // The last `count` requests, of which libmlx5 leaves unwritten what no segment has; the record; both registers.
+  // The last `count` requests, of which libmlx5 leaves unwritten what no segment has. Also the record and both
+  // registers.
   void compare(u64 count) {
     for (u64 i = ours_.committed - count; i != ours_.committed; ++i) {
       const auto &ours = ring_[i % ours_.blocks], &theirs = real_.ring[i % ours_.blocks];
@@ -241,7 +242,7 @@ void traffic(u64 messages) {
       std::uint64_t count[5];
       fake_mlx5_counters(each.queue.number, count);
       CHECK(count[3] == 0);
-      CHECK(&each != &opened[1][1] || count[0] == 0);  // what is told of bulk goes by the first queue
+      CHECK(&each != &opened[1][1] || count[0] == 0);  // the first queue reports the state of bulk
     }
   CHECK(a[0].credits < messages / 2 && b[0].credits < messages && a[1].credits == 0 && b[1].credits == 0);
 }

@@ -16,7 +16,7 @@ from wiring import ROOT
 
 from lamina.netstack.host._netstack import mlx5_fault
 
-NODE, DEVICE = "1:5", "mlx5_0"  # of /dev/zero, which stands behind the device's node
+NODE, DEVICE = "1:5", "mlx5_0"  # of /dev/zero, which stands in for the device's node
 FILES = {
     "class/infiniband_verbs/abi_version": "6",
     "class/infiniband_verbs/uverbs0/dev": NODE,
@@ -57,7 +57,7 @@ def kernel() -> Path:
 
 
 def files(folder: Path) -> Path:
-    """What the kernel says of the machine, below ``folder``/sys."""
+    """Writes the kernel's files about the machine, below ``folder``/sys."""
     for name, text in FILES.items():
         path = folder / "sys" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,10 @@ def files(folder: Path) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a process on that machine, whose GPU is a stand-in too. Skips where Lamina was built without the headers."""
+    """The environment of a process on that machine, whose GPU is a stand-in too.
+
+    Skips where Lamina was built without the headers.
+    """
     if "was built where" in mlx5_fault():
         pytest.skip("Lamina was built without infiniband/verbs.h: with libibverbs-dev, build it again")
     places = {

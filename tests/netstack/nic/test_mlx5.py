@@ -23,7 +23,10 @@ TOKENS = ["tests/e2e/devices/test_direct_tokens.py"]
 
 
 def passed(tests: list[str], expression: str, folder: Path, *, firmware: bool = True) -> int:
-    """How many tests pass on such a machine; none fails, and none is skipped. ``firmware``: it takes commands."""
+    """Returns the number of tests that pass on such a machine; none fails, and none is skipped.
+
+    ``firmware``: it takes commands.
+    """
     command = [sys.executable, "-m", "pytest", "-p", "mlx5_without_nic", "-p", "no:cacheprovider", "-m", "not slow"]
     paths = os.pathsep.join(
         [
@@ -77,7 +80,7 @@ def test_tokens_over_libmlx5_are_those_of_hosts_and_of_transformers(tmp_path: Pa
 @pytest.mark.parametrize("rings", ["gpu", "host"])
 @pytest.mark.parametrize("more", [(), ("--device", "cuda")], ids=["calls", "kernels"])
 def test_two_processes_move_bytes_over_libmlx5(more: tuple[str, ...], rings: str, tmp_path: Path) -> None:
-    """By the command with which two hosts would: every payload is compared."""
+    """The command is that of two hosts: every payload is compared."""
     command = [sys.executable, "-m", "lamina.netstack", "bench", "--transport", "mlx5", "--pattern", "rtt", "--json"]
     flags = ["--sizes", "8,4KiB", "--count", "20", "--warm-up", "2", *more]
     environment = mlx5_stand_in.environment(tmp_path) | {"PYTHONPATH": PATH}

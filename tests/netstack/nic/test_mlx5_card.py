@@ -25,7 +25,7 @@ ALONE = LanedCard((FIRST,))  # of either, for hosts
 
 
 def with_bulk(**changes: object) -> LanedCard:
-    """That of the listener, of which the second lane's queue pair is another."""
+    """The listener's queue pair is used, of which the second lane's is another."""
     return LanedCard((FIRST, replace(BULK, route=replace(BULK.route, **changes))))  # type: ignore[arg-type]
 
 

@@ -24,7 +24,7 @@ WRONG = [
 
 
 def compiled(folder: Path | None = None) -> tuple[int, Path, str]:
-    """(status, program, what the compiler said); ``folder`` holds headers to take in place of ours."""
+    """(status, program, the compiler's output); ``folder`` holds headers to take in place of ours."""
     library = mlx5_stand_in.kernel()
     flags = [*mlx5_stand_in.FLAGS, str(SOURCE), str(library), f"-Wl,-rpath,{library.parent}", "-ldl"]
     if folder is None:
@@ -45,7 +45,7 @@ def asked(program: Path, requests: int, folder: Path) -> str:
 
 @pytest.mark.long
 def test_libmlx5_posts_and_polls_the_same(tmp_path: Path) -> None:
-    """70,000 requests, beyond the end of the 16-bit indices; full rings; two kinds of failure."""
+    """70,000 requests, beyond the end of the 16-bit indices, with full rings and two kinds of failure."""
     status, program, said = compiled()
     assert status == 0, said
     assert asked(program, 70_000, tmp_path) == "equal\n"

@@ -1,5 +1,5 @@
-"""What a host lacks for mlx5 is one line with its fix, by doctor and before a server starts: on a machine whose NIC,
-kernel and GPU are stand-ins, which lack one thing each.
+"""A lack of a host for mlx5 is one line with its fix, by doctor and before a server starts. Machines have stand-ins for
+NIC, kernel and GPU, which lack one thing each.
 
 Covers: netstack/rdma/mtu.py.
 """
@@ -102,7 +102,7 @@ def launch(
 
 
 def opens(output: str) -> str:
-    """What doctor says of it, whose lines are wrapped."""
+    """Checks doctor's message about it, whose lines are wrapped."""
     return " ".join(output[output.index(" opens ") :].split())
 
 

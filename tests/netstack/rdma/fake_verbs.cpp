@@ -1,6 +1,7 @@
-// libibverbs.so.1 without a NIC: queue pairs of one process that write into each other's memory at once, and keep to what
-// the verbs promise. Keys are of a protection domain, a write that leaves its memory breaks both ends, receives are used
-// up, completions wake who has armed the queue. The functions behind `fake_` let a test do what hardware does now and then.
+// libibverbs.so.1 without a NIC: queue pairs of one process that write into each other's memory at once, and keep to
+// what the verbs promise. Keys are of a protection domain, a write that leaves its memory breaks both ends, receives
+// are used up, completions wake who has armed the queue. The functions named `fake_` let a test do what hardware does
+// now and then.
 #include <fcntl.h>
 #include <infiniband/verbs.h>
 #include <sys/eventfd.h>
@@ -427,7 +428,7 @@ void fake_write(std::uint32_t number, std::uint32_t key, std::uint64_t address, 
   ibv_mr* own = ibv_reg_mr(pair->pd, data, bytes, 0);
   ibv_sge piece{reinterpret_cast<std::uintptr_t>(data), bytes, own->lkey};
   ibv_send_wr work{}, *bad;
-  work.wr_id = 4;  // of a piece, which nobody counts
+  work.wr_id = 4;  // of a piece, which is not counted
   work.sg_list = &piece, work.num_sge = bytes ? 1 : 0;
   work.opcode = word < 0 ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_WRITE_WITH_IMM;
   work.send_flags = IBV_SEND_SOLICITED;

@@ -122,7 +122,7 @@ def test_a_partition_is_found_by_its_members(tmp_path: Path) -> None:
 
 @pytest.mark.rdma
 def test_the_kernels_list_is_that_of_libibverbs() -> None:
-    """Of each device here, GID by GID."""
+    """The list is compared for each device here, GID by GID."""
     pytest.importorskip("pyverbs.device")
     from pyverbs.device import Context
 

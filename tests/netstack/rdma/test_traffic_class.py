@@ -1,4 +1,4 @@
-"""Traffic class and service level of queue pairs: told by the environment, and what the kernel has of them."""
+"""Traffic class and service level of queue pairs: set by the environment, and received by the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs transport can be held to without a device: cards, and clear words about what is missing.
+"""The parts of the verbs transport that need no device: cards, and clear messages about what is missing.
 
 Covers: netstack/bootstrap/card_exchange.py.
 """

@@ -32,7 +32,7 @@ def test_an_honest_card_passes_to_the_ends_of_its_ranges() -> None:
 
 
 def test_a_lid_says_nothing_on_ethernet() -> None:
-    """Where drivers leave there whatever they like."""
+    """Drivers leave an arbitrary LID there."""
     assert read(replace(HONEST, route=replace(ROCE, lid=0xFFFF))).route.lid == 0xFFFF
 
 

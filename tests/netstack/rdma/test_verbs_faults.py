@@ -36,7 +36,7 @@ def ends() -> Iterator[tuple[Liar, Channel]]:
 
 
 def fault_of(channel: Channel) -> str:
-    """What ends the channel, behind the messages that came before."""
+    """Returns the fault that ends the channel, after the messages that came before."""
     with pytest.raises(netstack.PeerFault) as fault:  # noqa: PT012
         for _ in range(SMALL.slots + 1):
             channel.wait_signal(timeout_s=SOON_S)
@@ -80,7 +80,7 @@ def test_what_no_honest_peer_sends_ends_the_channel(ends: tuple[Liar, Channel], 
 
 
 def test_an_inbox_cannot_be_read(ends: tuple[Liar, Channel]) -> None:
-    """By a liar that has made its own side able to; what refuses it is the victim's NIC."""
+    """A dishonest peer has made its own side able to read; the victim's NIC refuses it."""
     liar, victim = ends
     liar.message(0)
     assert victim.wait_signal(timeout_s=SOON_S).data == b"hello"

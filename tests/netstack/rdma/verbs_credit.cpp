@@ -1,4 +1,4 @@
-// One release that two threads see is told once: `argv[1]` is fake_verbs.cpp, compiled. What the second thread does, it
+// One release that two threads see is sent once: `argv[1]` is fake_verbs.cpp, compiled. What the second thread does, it
 // does at the worst moment: when the first has found that it owes credit, and is about to take the lock.
 #include <pthread.h>
 

@@ -1,4 +1,4 @@
-"""The engine of verbs against a NIC that does what a test says; ``test_verbs_native`` runs this beside it.
+"""The engine of verbs against a NIC that follows a test; ``test_verbs_native`` runs this in a process of its own.
 
 Covers: netstack/rdma/native_backend.py, netstack/rdma/nic_backend.py.
 """
@@ -51,12 +51,12 @@ def number_of(end: Channel) -> int:
 
 
 def number_at(slot: netstack.Slot) -> int:
-    """That of the queue pair whose slot it is."""
+    """Returns the number of the queue pair whose slot it is."""
     return int(FAKE.fake_pair(ctypes.c_uint64(np.frombuffer(slot.data, np.uint8).__array_interface__["data"][0])))
 
 
 def attributes_of(end: Channel) -> list[int]:
-    """As fake_verbs.cpp lists them; takes a slot."""
+    """Returns the attributes in the order of fake_verbs.cpp; takes a slot."""
     attributes = (ctypes.c_uint32 * 8)()
     FAKE.fake_attributes(number_of(end), attributes)
     return list(attributes)
@@ -72,7 +72,7 @@ class Ends:
     number: int
 
     def write(self, where: tuple[int, int], data: bytes, word: int = -1) -> None:
-        """As ``a``'s NIC; ``where``: key and address."""
+        """Writes as ``a``'s NIC; ``where``: key and address."""
         key, address = where
         FAKE.fake_write(self.number, key, ctypes.c_uint64(address), data, len(data), ctypes.c_int64(word))
 
@@ -116,7 +116,7 @@ def test_a_queue_pair_is_as_the_operator_wants_it(monkeypatch: pytest.MonkeyPatc
 def test_ports_of_different_packets_agree_on_the_smaller(
     one: int, other: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever listens; messages of several packets arrive, and each side says which host to change."""
+    """Either side may listen; messages of several packets arrive, and each side says which host to change."""
     fabric = opened()
     FAKE.fake_mtus(one, other)
     try:
@@ -184,7 +184,7 @@ def test_memory_that_cannot_be_pinned_is_one_line_with_the_fix() -> None:
 
 @contextmanager
 def slow_memory() -> Iterator[None]:
-    """That of LARGE takes as long as the block."""
+    """Makes the memory of LARGE take as long as the block."""
     FAKE.fake_slow_from(ctypes.c_size_t(LARGE.slot_bytes))
     try:
         yield
@@ -251,7 +251,7 @@ def test_a_port_that_is_not_there_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("event", [QP_FATAL, QP_ACCESS_ERR, DEVICE_FATAL])
 def test_an_event_of_the_device_ends_both_sides_at_once(ends: Ends, event: int) -> None:
-    """Neither has posted anything that could fail: one is told by its device, the other by its peer."""
+    """Neither has posted anything that could fail: one side hears of it from its device, the other from its peer."""
     FAKE.fake_event(ends.number, event)
     start = time.monotonic()
     assert "our NIC reports: " in fault_of(ends.a)
@@ -312,7 +312,7 @@ def test_credit_is_told_where_no_message_goes() -> None:
 
 
 def test_a_slot_that_our_nic_still_reads_is_not_given_again() -> None:
-    """Its message has come and was released; that the write is done was not said yet."""
+    """Its message has come and was released, but its write has not been reported as done."""
     fabric = opened()
     a, b = connect(fabric, geometry=Geometry(slots=1, slot_bytes=64))
     slot = a.reserve(1)

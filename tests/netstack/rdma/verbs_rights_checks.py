@@ -1,4 +1,6 @@
-"""How little a peer of the engine of verbs may do here, and take of our time; ``test_verbs_native`` runs this, too."""
+"""The limits of a peer of the engine of verbs: little access, and little of our time; ``test_verbs_native`` runs this,
+too.
+"""
 
 from __future__ import annotations
 

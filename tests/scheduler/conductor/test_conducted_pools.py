@@ -37,8 +37,8 @@ def lagging(overload: str, *, check_again: bool, count: int) -> PoolsReport:
 
 
 def test_an_instance_steps_as_its_law_says() -> None:
-    """Against a loop over steps. Who comes while others decode is taken in with the next step, as by any engine, and
-    decodes from the one behind it on.
+    """Against a loop over steps. A request that comes while others decode joins the next step, as in any engine, and
+    decodes from the step after it on.
     """
     clock, ended = VirtualClock(), dict[int, tuple[float, float]]()
     instance = SimulatedInstance(clock, STEP, lambda r, longest: ended.update({r: (clock.now, longest)}))
@@ -105,7 +105,9 @@ def test_early_refusal_wastes_little_and_oscillates_and_prediction_damps_that() 
 
 @pytest.mark.long
 def test_prediction_is_nearer_to_the_step_that_a_prompt_finds() -> None:
-    """What decodes now is no forecast: half of it will have ended, and others will have come."""
+    """The number of sequences that decode now is no forecast: half of them will have ended, and others will
+    have come.
+    """
     off = dict[str, float]()
     for overload in ("early", "predictive"):
         one = conductor(40, law=SLOW, limits=LIMITS, overload=overload, check_before_decode=False)
@@ -149,7 +151,7 @@ def crowds(count: int, every_s: float) -> list[TracedPrompt]:
 
 
 def fetching(law: TransferLatency, truth: TransferLatency) -> tuple[list[bool], float]:
-    """Of crowds, who fetches its beginning; and how far off the law is in the end, in parts of the truth."""
+    """Returns which requests of a crowd fetched their prefix, and the law's error in the end as a part of the truth."""
     one = conductor(3, policy="auto")
     one.transfer_latency = TransferLatencyEstimator(law)
     pools = SimulatedPools(one, SimulatedPoolSpec(LAW, truth))
@@ -162,7 +164,9 @@ def fetching(law: TransferLatency, truth: TransferLatency) -> tuple[list[bool], 
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])
 @pytest.mark.parametrize("rate", [RATE, 8000.0])
 def test_a_law_of_transfers_that_is_wrong_by_3_is_found_out(wrong: float, rate: float) -> None:
-    """Also where nobody would ever try: 8,000 tokens a second are worth it here, a third of that is not."""
+    """The error is also found where no request would ever try a fetch: 8,000 tokens a second are worth it here, a third
+    of that is not.
+    """
     truth = TransferLatency.at_rate(rate)
     right, _ = fetching(truth, truth)
     fetches, off = fetching(TransferLatency(0.0, truth.b * wrong), truth)
@@ -212,7 +216,7 @@ def told(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]
 
 @pytest.mark.long
 def test_policies_have_mooncakes_order() -> None:
-    """Where there is more to compute than workers can without what they have."""
+    """The load is more than the workers can compute without their stored prefixes."""
     mean = {}
     for policy in ("load-balance", "cache-aware", "mooncake", "auto"):
         one = conductor(8, pages=240, policy=policy)
@@ -252,7 +256,7 @@ def test_the_conversation_trace_by_chance_and_whole(capsys: pytest.CaptureFixtur
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
 def test_early_refusal_on_the_conversation_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where decoding binds: 16 prefill workers, 8 instances, twice as fast."""
+    """Decoding is the bottleneck: 16 prefill workers, 8 instances, twice the request rate."""
     baseline, early, predictive = told(
         capsys, "--trace", str(TRACE), "--rows", "6000", "--speed", "2", "--spread", "3", "--policy", "mooncake",
         "--overload", "baseline,early,predictive", "--prefill-workers", "16", "--instances", "8", "--slo-ttft", "30s",

@@ -193,7 +193,7 @@ def test_prediction_is_not_the_length_of_a_queue() -> None:
     for one in (early, predictive):
         fill(one, 40, since_s=-5.0)
         assert one.decode_load_model.tbt_s() > 0.05
-    assert LAW.seconds(40_000) > 7.0  # behind which those that decode now have ended
+    assert LAW.seconds(40_000) > 7.0  # by then those that decode now have ended
     refusal = early.check_admission(known, early.choose(known, 0.0), 0.0)
     assert refusal is not None
     assert refusal.reason == "tbt"

@@ -1,4 +1,4 @@
-"""Who computes a prompt: Algorithm 1 against a literal transcription, tables by hand, the laws behind the prices."""
+"""The choice of a prefill worker: Algorithm 1 against a literal transcription, tables by hand, the laws of its prices."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_others() -> None:
         ((0, 3100, 0), (9, 9, 0), (5, 5, 1), 1, 2),  # a third of it, and all but 6,900
         ((0, 8000, 0), (9, 73, 0), (5, 5, 9), 2, 1),  # one is busy, and has it
         ((0, 8000, 0), (9, 64, 0), (5, 5, 9), 1, 1),
-        ((0, 3000, 0), (9, 9, 8), (5, 6, 7), 0, 2),  # nobody has enough
+        ((0, 3000, 0), (9, 9, 8), (5, 6, 7), 0, 2),  # no worker has enough
         ((0, 0, 0), (200, 130, 131), (5, 6, 7), 1, 1),
     ],
 )

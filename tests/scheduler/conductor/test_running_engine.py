@@ -1,4 +1,4 @@
-"""The engine that serves and the simulation are told the same and do the same: on one clock, by the same laws.
+"""The engine that serves and the simulation get the same input and do the same: on one clock, by the same laws.
 
 Covers: lamina/scheduler/conductor/overload.py.
 """
@@ -25,7 +25,7 @@ NO_TRANSFER = 0.0
 
 
 class Served(NamedTuple):
-    """Of each request of a trace: seconds to its first token; infinite of one that was refused, and the limit."""
+    """The requests of a trace: the seconds to its first token (infinite if it was refused), and the limit."""
 
     ttft_s: list[float]
     refused: list[str]
@@ -36,7 +36,7 @@ def step_s(load: RoundLoad) -> float:
 
 
 def chunk_s(load: StepLoad) -> float:
-    """By the law of whole prompts: l^2 - p^2 of a chunk is twice its pairs less its rows."""
+    """Takes the law of whole prompts: l^2 - p^2 of a chunk is twice its pairs less its rows."""
     return LAW.b * load.rows + LAW.c * (2 * load.pairs - load.rows)
 
 
@@ -49,8 +49,8 @@ def served(
     tokens_per_s: float = NO_TRANSFER,
     wrong: float = 1.0,
 ) -> Served:
-    """By an engine with prefill workers, each of which takes LAW, and steps that take STEP. ``wrong``: transfers are
-    first thought to take so many times as long.
+    """Serves a trace by an engine with prefill workers, each of which takes LAW, and steps that take STEP. ``wrong``:
+    transfers are first thought to take so many times as long.
     """
     clock = VirtualClock()
     pool = SimulatedPool(
@@ -91,7 +91,7 @@ def moves_at(tokens_per_s: float) -> TransferLatencyEstimator | None:
 
 
 def tokens_of(prompt: PromptInfo) -> list[int]:
-    """As many, and those of a page are the digits of its key."""
+    """Makes so many tokens; those of a page are the digits of its key."""
     pages = ([byte // 8**n % 8 for byte in key for n in range(3)] * prompt.page for key in prompt.keys)
     tokens = [token for page in pages for token in page[: prompt.page]]
     return [*tokens, *[0] * (prompt.tokens - len(tokens))]

@@ -1,4 +1,4 @@
-"""Pages that are saved as they fill, while their sequences go on; and those that nobody may find."""
+"""Pages that are saved as they fill, while their sequences go on; and pages that no request may find."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lamina.scheduler.sessions.token_ranges import remove_ranges
 
 
 def wanted(house: TierHouse, sequence: Sequence) -> dict[bytes, list[int]]:
-    """The pages that a finished sequence has left, by their keys: whole ones, and one behind them."""
+    """The keys of the pages that a finished sequence has left: the whole ones, and a partial last one."""
     stop = min(sequence.num_computed_tokens, len(sequence.tokens))
     keys = house.tier.keys_of(sequence, stop, parts=True)
     return {key: sequence.tokens[n * PAGE : min(stop, (n + 1) * PAGE)] for n, key in enumerate(keys)}
@@ -46,7 +46,7 @@ def test_each_page_is_saved_once_with_the_plan_behind_its_last_row() -> None:
 
 
 def test_a_page_that_is_not_whole_is_found_to_its_end() -> None:
-    """By who goes on behind it, as soon as that is a page more than the pool has."""
+    """A prompt that continues it finds it, as soon as that is a page more than the pool has."""
     house = TierHouse(40)
     first = make(1, 9, 6)
     house.scheduler.add(first)
@@ -78,7 +78,9 @@ def test_the_pool_is_not_left_for_less_than_a_page() -> None:
 
 @given(seed=st.integers(0, 10**6), blocks=st.integers(12, 60), errors=st.booleans())
 def test_what_lies_beside_the_pool_are_the_tokens_of_its_keys(seed: int, blocks: int, *, errors: bool) -> None:
-    """However late the medium answers, whoever gives way, and whatever fails: it is saved again at the end."""
+    """A page is saved again at the end, however late the medium answers, whichever sequence gives way, and whatever
+    fails.
+    """
     order, house = random.Random(seed), TierHouse(blocks)
     sequences = [make(number, order.randint(1, 14), order.randint(1, 24)) for number in range(6)]
     queue = list(sequences)
@@ -136,7 +138,9 @@ def test_pages_that_are_to_be_kept_are_named_at_the_end_also_where_others_have_t
 
 
 def test_a_turn_that_has_lost_tokens_is_loaded_from_the_pages_of_its_whole_conversation() -> None:
-    """Those that are left, each from where it was saved, up to the first that is not there; for its session alone."""
+    """The pages that are left are loaded, each from where it was saved, up to the first that is missing; for its
+    session alone.
+    """
     house, name = TierHouse(60), SessionName(b"me", "a")
     first = make(1, 20, 4)
     first.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
@@ -184,7 +188,9 @@ def test_a_session_that_is_deleted_in_its_turn_leaves_nothing(*, alone: bool) ->
 
 @pytest.mark.parametrize(("told", "saved_again"), [(False, False), (True, False), (True, True)])
 def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, saved_again: bool) -> None:
-    """Also where a plan had told of it, which memory workers may not have come to; but what is saved since stays."""
+    """Nothing is left even where a plan had named a page that memory workers may not have reached; what is saved later
+    stays.
+    """
     house, name = TierHouse(40), SessionName(b"me", "a")
     turn, other = make(1, 9, 3), make(1, 9, 3)
     turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)

@@ -154,7 +154,7 @@ def moving(ledger: BlockTables, *, ranks: int, homes: int = 0, page: int = 0) ->
 
 
 class House:
-    """A scheduler, and the tables of memory workers beside it; copies come when ``copy`` is called."""
+    """A scheduler, and a copy of the memory workers' tables; copies come when ``copy`` is called."""
 
     def __init__(self, blocks: list[int], *, ranks: int = 1, homes: int = 0, window: int = 0, page: int = 0) -> None:
         self.ledger, self.workers = tables(blocks, window), tables(blocks, window)

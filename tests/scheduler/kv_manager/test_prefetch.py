@@ -1,4 +1,4 @@
-"""What waiting turns will load, told before they do: in their order, once, and as far as all places have room."""
+"""The pages that waiting turns will load, announced in their order, once, and as far as all places have room."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_is_being_loaded_is_needed_still() -> None:
 
 @pytest.mark.parametrize(("room", "told"), [(7, 3), (6, 3), (5, 2), (1, 0), (0, 0)])
 def test_the_eviction_window(room: int, told: int) -> None:
-    """Who is behind it is told once it has moved on."""
+    """A page after the window is announced once the window has moved on."""
     ahead, line = PrefetchHints(room), waiting(1, 2, 3, 4)
     assert len(ahead.next_ops(line, finds())) == told
     more = ahead.next_ops(line[1:], finds())
@@ -77,7 +77,7 @@ def test_a_long_queue_is_told_bit_by_bit() -> None:
 
 
 def test_where_it_will_most_likely_lie() -> None:
-    """Where its session lies, if it can be loaded there."""
+    """A prefetch goes where its session lies, if it can be loaded there."""
     (one,) = waiting(1)
     one.session = SessionState(SessionName(b"", "a"), location=KvLocation(2))
     load = KvStart(128, (KvLocation(1), KvLocation(2)), (b"k",))
@@ -92,7 +92,7 @@ def test_where_it_will_most_likely_lie() -> None:
         ([KvShards()], [[0, 1]], [9, 7], 7),  # parts of each page
         ([KvShards((True, False)), KvShards((False, True))], [[0], [1]], [9, 7], 14),  # some pages each
         ([KvShards((True, False)), KvShards((False, True))], [[0], [0]], [9], 8),  # one that has both KV shards
-        ([KvShards()], [[0]], [], 0),  # nobody says
+        ([KvShards()], [[0]], [], 0),  # no session has a place
     ],
 )
 def test_room_of_all_workers(lanes: list[KvShards], holders: list[list[int]], rooms: list[int], room: int) -> None:

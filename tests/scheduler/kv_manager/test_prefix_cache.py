@@ -304,7 +304,7 @@ class House:
         return sequence
 
     def serve(self) -> list[tuple[int, int]]:
-        """Rounds until nobody asks for more: those that run in each, and its rows."""
+        """Runs rounds until no request asks for more, and returns the sequences that run in each, and its rows."""
         found = []
         while steps := self.scheduler.schedule():
             found.append((self.scheduler.num_running, sum(step.plan.num_rows for step in steps)))
@@ -332,7 +332,9 @@ def test_what_is_retained_gives_way_at_once() -> None:
 
 @pytest.mark.parametrize("others", [0, 2, 4])
 def test_what_begins_alike_shares_however_full_the_pool_is(others: int) -> None:
-    """Of 30 blocks 21 are the beginning of all; whatever else is retained gives way, though it was used later."""
+    """The beginning of all is 21 of 30 blocks; everything else that is retained is evicted first, though it was used
+    later.
+    """
     house = House(30)
     beginning = tokens((500, 80))
     house.ask([*beginning, 1], 2)
@@ -361,7 +363,7 @@ def test_a_reset_is_forgotten_where_workers_meet_anew() -> None:
 
 
 def test_what_is_retained_stays_where_workers_meet_anew() -> None:
-    """As far as all of them have it whole; what ran is found no more, but computed again."""
+    """It stays as far as all workers have it whole; what ran is found no more, but computed again."""
     house = House(40)
     for number in (1, 2):
         house.ask(tokens((number, 9)), 4)

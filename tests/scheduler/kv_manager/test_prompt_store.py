@@ -1,4 +1,4 @@
-"""What prefill workers keep of prompts: found, begun with, given up; nobody gets another one's K and V."""
+"""The prompts that prefill workers keep: found, begun with, given up; no tenant gets another one's K and V."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_begins_alike_is_computed_once() -> None:
 
 
 class OneThenAll(random.Random):
-    """Of arrivals: the first one is done before all others come at once."""
+    """Arrivals of which the first is done before all others come at once."""
 
     calls = 0
 
@@ -74,7 +74,7 @@ class OneThenAll(random.Random):
 
 
 def test_what_one_worker_has_another_one_fetches() -> None:
-    """And a document that one has is computed by nobody else."""
+    """A document that one worker has is computed by no other."""
     counts = []
     for sends in (False, True):
         sequences = [prompt(number, 40, 20) for number in range(8)]
@@ -217,7 +217,7 @@ def test_what_is_promised_stays_and_what_is_forgotten_is_found_by_nobody() -> No
 
 
 def test_what_is_lent_stays_until_it_is_returned() -> None:
-    """Whatever else the worker keeps, and although nobody else finds it any more."""
+    """It stays whatever else the worker keeps, although no other request finds it any more."""
     desk = Desk(kept=6)
     desk.compute(make(0, 12, 1))
     lender, borrower, late = desk.stores[0], desk.stores[1], _again(0, name=7)
@@ -244,7 +244,7 @@ def test_a_worker_fetches_what_it_has_not() -> None:
 
 
 def test_nobody_is_sent_what_is_still_computed() -> None:
-    """A prompt is kept by the plan of the next one; until it is done nobody else can have it."""
+    """A prompt is kept by the plan of the next one; until it is done no other worker can have it."""
     desk = Desk(kept=20)
     store, first, second = desk.stores[0], make(0, 12, 1), make(1, 12, 1)
     first.id, second.id = 0, 1
@@ -310,7 +310,7 @@ def test_a_prompt_that_is_dropped_leaves_nothing(begun: bool) -> None:
 
 @pytest.mark.parametrize("outlived", [False, True])
 def test_of_what_is_not_kept_the_index_knows_nothing(outlived: bool) -> None:
-    """Whoever is not to leave anything, and what is forgotten while it is computed."""
+    """A request that is to leave nothing, and a prompt that is forgotten while it is computed, are not in the index."""
     desk = Desk(kept=6)
     store, gone = desk.stores[0], make(0, 12, 1)
     gone.id, gone.do_not_cache = 0, outlived

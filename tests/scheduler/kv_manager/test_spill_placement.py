@@ -18,7 +18,7 @@ BLOCK, STRIPE = 2, 4  # tokens of a block, blocks of a stripe
 
 
 def tables(blocks: list[int], windows: tuple[int, ...] = (0,)) -> BlockTables:
-    """Of workers with so many blocks; each has a group for every one of ``windows``."""
+    """Makes tables of workers with so many blocks; each has a group for every one of ``windows``."""
     lanes = [KvShards(tuple(n == w for n in range(len(blocks)))) for w in range(len(blocks))]
     groups = [(window, lanes[w], blocks[w]) for window in windows for w in range(len(blocks))]
     return BlockTables([g[0] for g in groups], [g[2] for g in groups], BLOCK, [g[1] for g in groups], STRIPE, True)
@@ -62,7 +62,7 @@ def test_none_begins_on_a_guest_however_much_room_it_has() -> None:
 
 
 def test_one_that_goes_on_from_another_keeps_its_home_and_its_loans() -> None:
-    """Though there is more room elsewhere; what lay behind the part that it has is not its own."""
+    """It stays though there is more room elsewhere; the source's tokens after the shared part are not its own."""
     of, begun = loans([20, 20, 20]), KvLocation(0, (StripeRun(2, 9, 1),))
     found = of.choose_location(begun, 6 * STRIPE * BLOCK, 3 * STRIPE * BLOCK, [4, 20, 8])
     assert found == KvLocation(0, (StripeRun(2, 3, 1), StripeRun(4, 6, 1)))
@@ -89,7 +89,7 @@ def test_borrowed_blocks_are_counted_where_they_lie_and_as_far_as_tokens_go() ->
 
 
 def grown(place: KvLocation, free: list[int], stripes: int = 2) -> KvLocation:
-    """Where a sequence of so many whole stripes has its next one."""
+    """Returns the place of the next stripe of a sequence that has so many whole stripes."""
     of, one = loans([40] * len(free)), sequence(stripes * STRIPE * BLOCK, place)
     assert not of.spill_next_stripes({one: 1}, lambda: list(free))
     return one.location

@@ -1,4 +1,4 @@
-"""Preempted sequences whose KV lies beside the pool: saved as they go, loaded as they come back, and nobody waits.
+"""Preempted sequences whose KV is offloaded: it is saved as they go and loaded as they come back, and no step waits.
 
 Covers: lamina/scheduler/kv_manager/offload_index.py, lamina/scheduler/kv_manager/pending_deletes.py,
 lamina/scheduler/scheduler_output.py, lamina/scheduler/step_timing.py.
@@ -35,7 +35,7 @@ SIZE = PAGE = 4
 
 
 class TierHouse:
-    """A scheduler, a pool that serves its rounds at once, and a medium that answers when it is told to."""
+    """A scheduler, a pool that serves its rounds at once, and a medium that answers when a test lets it."""
 
     def __init__(self, blocks: int, mode: str = "swap", *, windows: tuple[int, ...] = (0,)) -> None:
         self.ledger, tables = (BlockTables(windows, [blocks] * len(windows), SIZE) for _ in range(2))
@@ -87,7 +87,7 @@ class TierHouse:
         self._drop()
 
     def _drop(self) -> None:
-        """What is to be forgotten behind transfers that are done."""
+        """Drops what is to be forgotten after transfers that are done."""
         while self.owed and isinstance(self.owed[0][0], DeletePages):
             for key in self.owed.popleft()[0].keys:
                 self.medium.pop(key, None)
@@ -164,7 +164,7 @@ def test_what_a_window_has_passed_is_computed() -> None:
 
 
 def test_no_step_waits_for_a_medium() -> None:
-    """Of a full pool all that is retained is still being saved by a disk that never answers."""
+    """A disk that never answers is still saving all that a full pool retains."""
     house = TierHouse(16)
     for number in range(4):
         sequence = make(10 + number, 9, 4)
@@ -255,8 +255,8 @@ def test_what_was_saved_before_others_came_is_loaded_wherever_it_lies_now() -> N
 
 @pytest.mark.parametrize("drawing", [0, 1, 2])
 def test_what_steps_have_drawn_that_were_never_told_is_drawn_again(drawing: int) -> None:
-    """One that goes has rows in flight, whose KV goes with it. Behind a loss its tokens are drawn anew, perhaps others:
-    it comes back with KV of tokens that are known, in whole pages, and a row is left to draw.
+    """One that goes has rows in flight, whose KV goes with it. After a loss its tokens are sampled anew, and may
+    differ: it comes back with KV of known tokens, in whole pages, and one row is left to sample.
     """
     ledger, facts = (
         BlockTables((0,), [20], SIZE),
@@ -325,7 +325,7 @@ def test_a_swap_needs_a_place() -> None:
 
 
 def test_a_reset_has_the_medium_give_up_all_but_what_is_being_loaded() -> None:
-    """Bit by bit, behind what is being saved; and whoever comes next finds pages of its own era alone."""
+    """Pages go bit by bit, after those that are being saved; the next requests find pages of their own era alone."""
     house = TierHouse(40)
     first, second = make(1, 9, 2), make(2, 13, 2)
     house.scheduler.add(first)

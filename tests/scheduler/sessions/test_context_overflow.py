@@ -1,4 +1,4 @@
-"""What is left of conversations that are longer than the context.
+"""The part that is left of conversations longer than the context.
 
 Covers: lamina/scheduler/sessions/token_ranges.py.
 """
@@ -26,7 +26,7 @@ TRUNCATE = OverflowOptions(context_overflow="truncate")
 
 
 def test_half_of_the_context_goes_at_once() -> None:
-    """CachedAttention, figure 10: of a window of 4K the first 2K tokens, here behind a page that is kept."""
+    """CachedAttention, figure 10: of a window of 4K the first 2K tokens go, here after a page that is kept."""
     of = build_context_overflow(TRUNCATE, 4096, 0)
     assert of == ContextOverflow(4096, 128, 2048, 128)
     none, half, all_of_it = (), ((128, 2176),), ((128, 4224),)
@@ -62,7 +62,7 @@ def test_what_was_named_is_discarded_and_more_where_that_is_not_enough() -> None
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted)), st.integers(0, 30), st.integers(0, 30))
 def test_ranges_are_sets_of_tokens(pairs: list[list[int]], first: int, count: int) -> None:
-    """Beside sets."""
+    """Compares ranges with sets."""
     pairs = [p for p in pairs if p[0] < p[1]]
     ranges, tokens = union((a, b) for a, b in pairs), {n for a, b in pairs for n in range(a, b)}
     assert {n for a, b in ranges for n in range(a, b)} == tokens

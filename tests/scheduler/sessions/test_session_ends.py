@@ -20,7 +20,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def turn(engine: Engine, prompt: list[int]) -> list[int]:
-    """A whole turn, as far as a client sees: the engine has not settled behind it. The conversation after it."""
+    """Runs a whole turn, as far as a client sees: the engine has not settled after it. The conversation after it."""
     number = engine.add(prompt, PARAMS, terms=CacheOptions(session=NAME))
     while True:
         for output in engine.step():

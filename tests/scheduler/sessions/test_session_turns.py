@@ -1,4 +1,4 @@
-"""Who may go on with a session: one turn at a time, and with the same conversation.
+"""The requests that may continue a session: one turn at a time, and with the same conversation.
 
 Covers: lamina/scheduler/sessions/session_table.py.
 """

@@ -35,8 +35,8 @@ def alarms(
     runs: int = RUNS,
     kind: type[ErrorMonitor] = ErrorMonitor,
 ) -> int:
-    """Of so many runs of so many tokens, of ``at_once`` completions that begin together, and of whoever comes
-    behind them. ``part``: so many tokens of a completion are a witness by themselves.
+    """Counts the alarms of so many runs of so many tokens, of ``at_once`` completions that begin together, and of later
+    ones. ``part``: so many tokens of a completion are a witness by themselves.
     """
     count = 0
     for seed in range(runs):
@@ -99,7 +99,7 @@ def test_a_kl_that_is_too_large_is_caught_too() -> None:
 
 @pytest.mark.long
 def test_half_of_the_budget_in_clumps_raises_no_alarm_either() -> None:
-    """Where one completion in twelve is bad all along."""
+    """One completion in twelve is bad all along."""
     budget = ErrorBudget(top1=0.1)
     assert alarms(budget, clumps(1 / 12, 0.6), 1000) <= 0.01 * RUNS
     assert alarms(budget, clumps(1 / 12, 0.6), 1000, part=MIN_TOKENS) > 0.05 * RUNS, "parts of them are no witnesses"

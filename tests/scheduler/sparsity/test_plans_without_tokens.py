@@ -1,5 +1,5 @@
-"""Random plans for a driver's ledger and for memory workers, beside dicts of tokens: sequences that begin, fork, grow,
-shrink and end, pages that are saved and loaded meanwhile, K and V that others grant, and plans that come twice.
+"""Random plans for a driver's ledger and for memory workers, compared with dicts of tokens. Sequences begin, fork,
+grow, shrink and end. Pages are saved and loaded meanwhile, others grant K and V, and plans come twice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Lossless(random.Random):
 
 @dataclass
 class Known:
-    """What a sequence is to have. ``busy``: it is loaded or granted, and has no rows meanwhile."""
+    """The expected KV of a sequence. ``busy``: it is loaded or granted, and has no rows meanwhile."""
 
     tokens: list[int]
     place: KvLocation
@@ -152,7 +152,7 @@ class World:
             self.next_id += 1
 
     def _place(self) -> KvLocation:
-        """Of a new sequence; some have stripes on loan."""
+        """Chooses the place of a new sequence; some have stripes on loan."""
         lane, num = self.rng.randrange(self.ledger.num_kv_shards), self.ledger.num_kv_shards
         if not self.layout.stays or self.rng.random() < 0.5:
             return KvLocation(lane)
@@ -326,7 +326,7 @@ def test_all_of_it_happens() -> None:
 
 @pytest.mark.parametrize("mistake", ["share", "copy", "place"])
 def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that is free while another sequence has it; a begun block that is not copied; a fork that works in
+    """The mistakes: a block is free while another sequence has it, a begun block is not copied, or a fork works in
     another KV shard than its source.
     """
     if mistake == "share":

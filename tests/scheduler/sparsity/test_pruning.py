@@ -21,7 +21,7 @@ def told(evictions: BlockPruner, sequence: Sequence, scores: list[int]) -> None:
 
 
 def rows(evictions: BlockPruner, sequence: Sequence, most: int) -> tuple[int, list[ScoreBlocks], list[DropBlocks]]:
-    """Of its next step: how many, and what else the plan says."""
+    """Returns how many rows its next step has, and what else the plan says."""
     prunes = evictions.batch_ops([sequence])
     count = min(most, sequence.num_schedulable_tokens({}))
     ops = evictions.score_ops({sequence: count})

@@ -1,4 +1,6 @@
-"""Shadows in the scheduler: they have their rows beside those that they follow, and end with them."""
+"""Reference decodes in the scheduler: they have rows in the steps of the sequences that they follow, and
+end with them.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,7 @@ def test_where_blocks_run_out_a_shadow_goes_before_a_newer_request() -> None:
 
 def test_a_shadow_without_room_holds_up_nobody() -> None:
     shadows = ReferenceDecoder(SELECT, ErrorBudget(shadow=0.5))
-    scheduler = scheduler_of(26, shadows, chunk=128)  # behind 60 tokens there is no room for as many again
+    scheduler = scheduler_of(26, shadows, chunk=128)  # after 60 tokens there is no room for as many again
     sequences = [make(0, 60, 8), make(1, 20, 8)]
     run = Run(scheduler, sequences, (False, 0.0))
     assert (scheduler.num_waiting, len(scheduler.waiting)) == (2, 3), "shadows are no requests"

@@ -368,7 +368,7 @@ SPILLED = {"spilled_blocks": {"memory-1": 3.0, "memory-2": 3.0}}
 
 
 def test_state_and_pool_are_of_the_same_memory_workers() -> None:
-    """Those on loan come and go, and what is told of them comes one message after the other."""
+    """Memory workers on loan come and go, and their state is reported in several messages."""
     grown = msgspec.structs.replace(READY, num_blocks=[[1], [7, 5]], holders=[[0], [1, 2]])
 
     async def work(bench: Bench) -> None:

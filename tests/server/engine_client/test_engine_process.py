@@ -664,7 +664,7 @@ def test_what_cannot_be_sent_ends_the_loop_loudly(running: Bench) -> None:
 
 
 def test_of_workers_that_have_become_fewer_since_none_goes_by_a_number_from_before(bench: Bench) -> None:
-    """Of two drains at once the second one's worker has gone, and another one has its number."""
+    """Two drains are requested at once: the second one's worker has gone, and another one has its number."""
     begun = list[Any]()
     bench.workers.resizer.plan, bench.workers.resizer.begin = begun.append, begun.append
     bench.loop.take(ScaleMemory(1, [0]))

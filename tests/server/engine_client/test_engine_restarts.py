@@ -1,4 +1,5 @@
-"""The server's end of the link when its engine dies: another one is told what there was, and readers notice nothing.
+"""The server's end of the link when its engine dies: another engine gets the requests that there were, and readers
+notice nothing.
 
 Covers: lamina/server/engine_client/engine_requests.py, lamina/server/engine_client/reply_queue.py.
 """
@@ -180,7 +181,9 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
 
 
 def test_log_probabilities_that_readers_have_are_not_told_to_the_next_engine() -> None:
-    """Of a long completion they are more than a frame holds, and no engine can go on with a link that is broken."""
+    """Log-probabilities of a long completion are more than a frame holds, and no engine can go on with a link that is
+    broken.
+    """
 
     async def work(client: EngineClient, engines: Engines) -> None:
         entry = [(token, -1.0, 1) for token in range(21)]
@@ -197,7 +200,7 @@ def test_log_probabilities_that_readers_have_are_not_told_to_the_next_engine() -
 
 
 def test_pages_are_forgotten_that_the_next_engine_would_find_beside_its_pools() -> None:
-    """A reset that no engine has done is told to the next one, before all prompts; one that is done is not."""
+    """A reset that no engine has done is sent to the next one, before all prompts; one that is done is not."""
 
     async def work(client: EngineClient, engines: Engines) -> None:
         client.reset_prefix_cache()
@@ -428,7 +431,10 @@ FEWER: dict[str, tuple[Sizes, dict[str, int], Sizes, str]] = {
 def test_one_whose_workers_have_no_room_is_followed_by_one_with_fewer(
     case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As many as are left, and of those that work together none or all. So it goes on behind the next death, too."""
+    """It starts as many workers as are left; workers of one tensor-parallel group start together or not at all.
+
+    So it goes on after the next death, too.
+    """
     options, left, wanted, words = FEWER[case]
 
     async def work(client: EngineClient, engines: Engines) -> None:
@@ -500,7 +506,7 @@ def test_so_is_one_in_whose_place_no_other_can_start() -> None:
 
 
 def test_so_is_one_whose_restart_fails_in_a_way_that_nobody_expects() -> None:
-    """Its readers are told, and the server ends with status 1."""
+    """Its readers get an error, and the server ends with status 1."""
 
     def how(engines: Engines) -> None:
         engines.refusal = RuntimeError("a mistake")
@@ -511,7 +517,7 @@ def test_so_is_one_whose_restart_fails_in_a_way_that_nobody_expects() -> None:
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_one_that_is_stopped_is_replaced_whether_or_not_something_is_asked_of_it(idle: bool) -> None:
-    """Else /health would say for ever that it makes no progress, and nobody would ask."""
+    """Else /health would say for ever that it makes no progress, and no request would show it."""
 
     async def work(client: EngineClient, engines: Engines) -> None:
         key = 0 if idle else client.add([7], SamplingParams(), ReplyQueue(), Quiet())

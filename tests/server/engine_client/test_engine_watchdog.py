@@ -167,7 +167,7 @@ class ServersEnd:
         return self.client.handle.pid
 
     async def tokens(self, hit: signal.Signals | None = None) -> list[int]:
-        """Of one stream, in the midst of which the engine gets that signal."""
+        """Returns the tokens of one stream, in the midst of which the engine gets that signal."""
         replies, told = ReplyQueue(), list[int]()
         self.client.add([5, 6, 7], PARAMS, replies, Quiet())
         while len(told) < PARAMS.max_tokens:
@@ -241,7 +241,7 @@ def test_one_that_hangs_is_replaced_and_streams_go_on_and_no_other_one_is(
 def test_one_that_fails_by_a_mistake_of_its_own_is_replaced_and_streams_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As one that has died, whose workers leave with it. The log has the mistake."""
+    """It is replaced like one that has died, whose workers leave with it. The log has the mistake."""
 
     async def work(server: ServersEnd) -> None:
         wanted, pid = await server.tokens(), server.pid

@@ -1,4 +1,4 @@
-"""What a step brings may be more than a frame of the link holds, such as the log-probabilities of a long prompt."""
+"""The output of a step may be more than a frame of the link holds, such as the log-probabilities of a long prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENTRY: Any = [(1 << 17, -1.0, 1 << 17)] * 21
 
 
 def many() -> Outputs:
-    """Of two prompts, which have the scores of their prompts with their first token."""
+    """The output of two prompts, which have the scores of their prompts with their first token."""
     scores = [*map(encode_scores, [None, *[ENTRY] * 6])]
     return Outputs(
         [

@@ -28,7 +28,7 @@ async def asked(engine: Scripted, kind: type = AddPrompt) -> Any:
 
 
 async def ended(replies: ReplyQueue) -> Any:
-    """How its prompt ended, once it has."""
+    """Returns how its prompt ended, once it has."""
     while True:
         for delta in await asyncio.wait_for(replies.get(), LIMIT_S):
             if delta.finish_reason is not None:
@@ -36,7 +36,7 @@ async def ended(replies: ReplyQueue) -> Any:
 
 
 def fails(engine: Scripted, how: object) -> None:
-    """By an exception that it tells of, or without a word and with that status."""
+    """Ends with an exception that it reports, or with that status and no message."""
     if how == "told":
         engine.link.send(BROKEN)
     else:

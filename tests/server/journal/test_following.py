@@ -1,4 +1,6 @@
-"""The segment that follows a full one: nobody waits for the disk, and whoever ends meanwhile loses nothing."""
+"""The segment that follows a full one: no request waits for the disk, and a request that ends meanwhile
+loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ def test_without_a_thread_for_it_what_is_under_way_goes_on(tmp_path: Path, monke
 def test_a_disk_that_fails_then_has_all_in_another_one(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the full one nobody knows what is there; so an answer that had ended stands in the next one, too."""
+    """The full segment's content is unknown, so an answer that had ended stands in the next one, too."""
     journal = opened(tmp_path / "j", size=8000, retry_s=0.0)
     accepted(journal)
     ended = accepted(journal)

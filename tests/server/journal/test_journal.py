@@ -1,4 +1,4 @@
-"""Accepted requests outlive the server: on disk whole or not at all, and in nobody else's hands.
+"""Accepted requests outlive the server: on disk whole or not at all, and readable by their owner alone.
 
 Covers: lamina/server/journal/journal_directory.py, lamina/server/journal/journal_entry.py,
 lamina/server/journal/journal_records.py, lamina/server/journal/segment.py.
@@ -70,7 +70,7 @@ def turn_over(journal: Journal, path: Path, key: int = 0) -> None:
 
 
 def snapshot(place: Path, copy: Path) -> None:
-    """As a server that is killed now would leave it; a thread may be removing old segments."""
+    """Copies the folder as a server that is killed now would leave it; a thread may be removing old segments."""
     while True:
         before = files(place), (place / "lock").read_bytes()
         with suppress(shutil.Error):
@@ -102,7 +102,7 @@ def test_what_was_accepted_and_has_grown_is_there_for_the_next_server(tmp_path: 
     journal = opened(tmp_path / "j")
     first, second, gone = accepted(journal, prompts=2, n=2), accepted(journal), accepted(journal)
     journal.add_deltas([delta(0, 7), delta(1, 8, index=1), delta(2, 9, end="stop")])
-    journal.add_deltas([delta(0, 10), delta(77, 1)])  # of nobody here
+    journal.add_deltas([delta(0, 10), delta(77, 1)])  # of no request here
     journal.drop(gone.accepted.id)
     journal.drop(second.accepted.id)  # has ended: its reader leaving changes nothing
     was = shown(journal)
@@ -441,7 +441,7 @@ def test_what_has_ended_while_there_was_no_room_is_not_computed_again(how: str, 
 def test_what_could_not_be_cut_off_a_full_disk_is_cut_off_before_the_next_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where files are copied as they are written, a full disk has no room to make one shorter."""
+    """A full disk that copies files as they are written has no room to make one shorter."""
     journal, right = opened(tmp_path / "j"), os.write
     accepted(journal)
     journal.add_deltas([delta(0, 7)])

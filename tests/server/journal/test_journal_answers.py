@@ -301,7 +301,7 @@ def test_a_request_that_ends_each_server_is_given_up_and_no_other_with_it(servic
         task = asyncio.create_task(finish_all(then, journal, journal.unfinished()))
         while not task.done() and client.hanging is None:
             await asyncio.sleep(0)
-        journal.close()  # nothing that comes behind it is written
+        journal.close()  # nothing that comes later is written
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

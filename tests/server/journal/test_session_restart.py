@@ -23,7 +23,7 @@ MORE = "\n\nclass Parser:\n    def __init__(self"
 
 
 def ask(server: Running, prompt: str, **more: Any) -> tuple[str, int]:
-    """The text behind a prompt, and the tokens whose KV was there."""
+    """Returns the text after a prompt, and the tokens whose KV was there."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **more}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S).raise_for_status().json()
     details = answer["usage"].get("prompt_tokens_details") or {}

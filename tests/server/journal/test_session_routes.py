@@ -158,7 +158,7 @@ def taken(service: Service, session: str, key: str = "") -> httpx.Response:
 
 
 def test_a_session_goes_from_server_to_server() -> None:
-    """Its next turn goes on with what was said there."""
+    """Its next turn goes on with the conversation from there."""
     old, new = make_service(), make_service()
     assert chat(old, "hi").status_code == 200
     data = ported(old).json()["session"]

@@ -1,4 +1,4 @@
-"""Who shares KV with whom: API keys, and the cache_salt of a body."""
+"""The requests that share KV: by API key, and by the cache_salt of a body."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROUTES = (("/v1/completions", TEXT), ("/v1/chat/completions", TALK))
 
 
 def salts(service: Service, *asked: tuple[str, str | None]) -> list[bytes]:
-    """What the engine is told of requests by (key, cache_salt), the same by either route."""
+    """Returns the salts that the engine gets with requests by (key, cache_salt), the same by either route."""
     client = service.client
     assert isinstance(client, FakeClient)
     for path, body in ROUTES:

@@ -1,4 +1,6 @@
-"""The short form of perf/bench_serve_load.py: overload is refused, and nothing is left behind by clients that leave."""
+"""The short form of perf/bench_serve_load.py: overload is refused, and clients that leave take all their state with
+them.
+"""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def small(tls: dict[str, str]) -> Iterator[int]:
 
 
 def hello() -> bytes:
-    """What a client of TLS sends first."""
+    """Returns the first message of a client of TLS."""
     context, sent = ssl.create_default_context(), ssl.MemoryBIO()
     with pytest.raises(ssl.SSLWantReadError):
         context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost").do_handshake()

@@ -1,4 +1,5 @@
-"""Bodies that cost more than they look: refused, or read beside the event loop, and never at length in one go.
+"""Bodies that cost more than they look: refused, or read in a thread next to the event loop, and never at length in one
+go.
 
 Covers: lamina/server/request/json_decoding.py.
 """
@@ -22,7 +23,7 @@ from lamina.server.request import json_decoding, prompt_processing
 from lamina.server.request.request_bodies import INLINE_BYTES
 
 SIZE = 8 << 20
-STRETCH_S = 0.1  # for which nobody else may be kept waiting, of a slow processor's time; a fast one needs 0.02 at most
+STRETCH_S = 0.1  # for which all others may be kept waiting, of a slow processor's time; a fast one needs 0.02 at most
 HEAD = b'{"prompt":"x","max_tokens":2,'
 USER = b'{"role":"user","content":""}'
 
@@ -88,8 +89,8 @@ def calls_timed() -> Iterator[list[float]]:
     ids=lambda x: x[:40].decode() if isinstance(x, bytes) else "",
 )
 def test_what_costs_more_than_it_is_worth_is_refused_cheaply(path: str, body: bytes) -> None:
-    """All of it on the event loop, and each stretch beside it, takes less than STRETCH_S, whatever else the machine
-    does: the least of five, as what is measured depends on caches. 870,000 empty lists took 0.8 s on a fast one.
+    """All of it on the event loop, and each stretch in a thread, takes less than STRETCH_S, whatever else the machine
+    does. The least of five counts, as the times depend on caches. 870,000 empty lists took 0.8 s on a fast one.
     """
     for _ in range(5):
         service = make_service()

@@ -75,7 +75,7 @@ def test_every_route_but_health_needs_a_key() -> None:
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that comparison says yes to everything, nothing else asks for the key."""
+    """A comparison that accepts everything would let anyone in: nothing else asks for the key."""
     monkeypatch.setattr("hmac.compare_digest", lambda one, other: len(one) == len(other))
     wrong = {"authorization": "Bearer three"}
     assert ask("GET", "/v1/models", make_service(api_key="one"), headers=wrong).status_code == 200
@@ -319,7 +319,7 @@ def test_vllms_names_have_steps_and_preemptions() -> None:
 
 
 def test_answers_bear_no_id_where_nobody_wants_one() -> None:
-    """As vLLM's, unless it is asked for by --enable-request-id-headers."""
+    """Answers have no id, as in vLLM, unless --enable-request-id-headers asks for it."""
     service = make_service(enable_request_id_headers=False)
     assert "x-request-id" not in ask("GET", "/health", service, headers={"x-request-id": "mine"}).headers
 

@@ -1,4 +1,4 @@
-"""What OpenAI, vLLM and other servers have and this one has not is answered by name, with what to use."""
+"""Routes of OpenAI, vLLM and other servers that this one lacks are answered by name, with what to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a server has prompts computed where they are: an event for each in its trace, and words for people."""
+"""The reason why a server has prompts computed where they are: an event for each in its trace, and words for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def prompt(number: int, question: int = QUESTION) -> list[int]:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a server that has ended: a question alone, six at once, then one of few tokens; and one too late."""
+    """Returns the trace of a server that has ended: a question alone, six at once, then one of few tokens; and one too
+    late.
+    """
     folder = tmp_path_factory.mktemp("choices")
     path = str(folder / "run.json")
     flags = ("--prefill-workers", "2", "--prefill-chunk", str(CHUNK), "--prefill-policy", "mooncake", "--trace", path)

@@ -24,7 +24,7 @@ BODY: dict[str, Any] = {
 
 
 def texts(lines: list[str]) -> dict[int, str]:
-    """Of each choice, from the events of a stream."""
+    """Returns the text of each choice, from the events of a stream."""
     found: dict[int, str] = {}
     for line in lines:
         if line.startswith("data: {"):
@@ -57,7 +57,7 @@ def test_streams_go_on_when_workers_die(tmp_path: Path) -> None:
             for victim in ("memory", "compute", "engine"):
                 assert stream(victim) == wanted
                 assert eventually(lambda: health(http) == (200, "ok"), 60)
-            # One that dies while nobody asks for anything:
+            # A worker that dies while no request runs:
             os.kill(worker(server, "compute"), signal.SIGKILL)
             assert eventually(lambda: health(http) == (503, "recovering"), 20)
             assert eventually(lambda: health(http) == (200, "ok"), 60)
@@ -92,7 +92,7 @@ def worker(server: Running, role: str) -> int:
 
 
 def descriptors(pid: int) -> Counter[str]:
-    """Of a process, by kind."""
+    """Counts the descriptors of a process, by kind."""
     kinds = Counter[str]()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
@@ -104,7 +104,7 @@ def descriptors(pid: int) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("victims", [["engine"] * 11, ["memory", "compute", "prefill"] * 4], ids=["engines", "workers"])
 def test_a_server_keeps_no_descriptor_of_those_that_died(victims: list[str], tmp_path: Path) -> None:
-    """Killed at rest, one after the other; a request is answered before each and behind all."""
+    """They are killed at rest, one after the other; a request is answered before each and after all."""
     server = Running(tmp_path / "log", "--prefill-workers=1", "--max-recoveries=100")
     try:
         counts = list[dict[str, Counter[str]]]()

@@ -43,7 +43,7 @@ def whole_choice(index: int, text: str, **more: Any) -> dict[str, Any]:
 
 
 def events(*found: dict[str, Any]) -> bytes:
-    """As they should lie on the wire."""
+    """Lays events out as they should lie on the wire."""
     return b"".join(f"data: {json.dumps(x, separators=(',', ':'))}\n\n".encode() for x in found) + b"data: [DONE]\n\n"
 
 
@@ -398,7 +398,7 @@ def test_without_a_limit_any_number_of_tokens_may_wait_and_with_one_a_long_promp
 
 
 def test_silence_is_logged_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """What goes well is one line."""
+    """A wait that ends well is one line."""
     logging.getLogger("lamina").propagate = True
     caplog.set_level(logging.INFO, logger="lamina")
     run(spoken(make_service(), stream=True))

@@ -112,7 +112,7 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 
 
 def test_true_and_false_may_be_texts() -> None:
-    """As vLLM takes them; other texts are refused, and so are numbers that are texts."""
+    """Both kinds of value are taken as by vLLM; other texts are refused, and so are numbers that are texts."""
     client = FakeClient()
     for text in ("true", "false"):
         assert ask("POST", CHAT, make_service(client), json={**TALK, "ignore_eos": text, "logprobs": text}).is_success

@@ -181,7 +181,7 @@ def test_a_client_that_leaves_is_cancelled_at_once_and_told_apart(
 
 
 def statuses(service: Service, caplog: pytest.LogCaptureFixture) -> list[int]:
-    """Of requests, as the log has them, once the metrics have each of them too."""
+    """Returns the statuses of requests, as the log has them, once the metrics have each of them too."""
     logged = [r.fields["status"] for r in caplog.records if r.getMessage() == "POST /v1/completions"]  # type: ignore[attr-defined]
     for status in logged:
         counted = f'http_requests_total{{handler="/v1/completions",method="POST",status="{status}"}} '

@@ -68,7 +68,7 @@ def test_completions_refuse(fields: dict[str, Any], service: Any) -> None:
 
 @pytest.mark.parametrize("top_k", [-2, 2**31, 2**62])
 def test_a_number_out_of_range_is_told_the_range(top_k: int, service: Any) -> None:
-    """2**31 was said to be too small."""
+    """The message for 2**31 was that it is too small."""
     answer = ask("POST", "/v1/completions", service, json={"prompt": "x", "top_k": top_k})
     assert (answer.status_code, error_of(answer)["param"]) == (400, "top_k")
     assert "-1" in error_of(answer)["message"] or "2147483647" in error_of(answer)["message"]

@@ -1,4 +1,4 @@
-"""What flags of the server change in its answers, and what a request may forbid. No engine."""
+"""The effect of the server's flags on its answers, and what a request may forbid. No engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may ask of tokens: their ids, the prompt's log-probabilities, a prompt that is cut. No engine."""
+"""The fields of a request about tokens: their ids, the prompt's log-probabilities, a prompt that is cut. No engine."""
 
 from __future__ import annotations
 

@@ -225,11 +225,11 @@ def knocking(fabric: Fabric, door: EpochListener, *epochs: int) -> Iterator[list
 
 
 def test_a_door_lets_in_whom_the_view_is_for(fabric: Fabric) -> None:
-    """An older peer is told so; a newer one waits for its epoch."""
+    """An older peer gets an error that says so; a newer one waits for its epoch."""
     door, second, third = EpochListener(fabric.listen()), EpochFabric(2), EpochFabric(3)
     with knocking(fabric, door, 1, 3, 2) as (late, early, due):
         assert second.accept(door, WAIT_S).epoch == 2
-        with pytest.raises(ChannelTimeout):  # also where the others came behind
+        with pytest.raises(ChannelTimeout):  # also where the others came later
             second.accept(door, 0.5)
         with pytest.raises(PeerFault, match="epoch 1 is over: this worker is in epoch 2"):
             late.result().wait_signal(timeout_s=WAIT_S)
@@ -254,7 +254,7 @@ def test_a_view_that_is_over_waits_for_nobody(fabric: Fabric) -> None:
 
 
 def test_who_is_reached_as_the_view_ends_is_let_go_of(fabric: Fabric) -> None:
-    """Behind its end nobody else would."""
+    """A view that has ended has no other user that would close it."""
     door, came = EpochListener(fabric.listen()), list[Channel]()
 
     def connect(url: str, terms: Terms, *, timeout_s: float) -> Channel:
@@ -272,7 +272,7 @@ def test_who_is_reached_as_the_view_ends_is_let_go_of(fabric: Fabric) -> None:
 
 
 def test_a_connect_that_waits_ends_with_its_view() -> None:
-    """Its peer lives, and takes nobody of that epoch any more: it has heard of the next one before."""
+    """Its peer lives, and accepts no worker of that epoch any more: it has heard of the next one before."""
     baton = Baton(VirtualClock(), Random(0))
     fabric = SimFabric(KEY, baton, lambda: 0.0, None)
     view, place = EpochFabric(1, fabric, baton.clock), fabric.listen()
@@ -307,7 +307,7 @@ def test_a_connect_ends_where_nothing_answers_for_long(answers: int) -> None:
 
 
 def test_who_comes_to_a_view_that_has_ended_is_told_so() -> None:
-    """Until the next one is called for."""
+    """The error holds until the next view is called for."""
     baton = Baton(VirtualClock(), Random(0))
     fabric = SimFabric(KEY, baton, lambda: 0.0, None)
     worker, door = MemoryWorker(around=RUNTIME._replace(clock=baton.clock)), EpochListener(fabric.listen())
@@ -323,7 +323,7 @@ def test_who_comes_to_a_view_that_has_ended_is_told_so() -> None:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_pages_are_saved_to_the_last_where_the_driver_ends_and_not_behind_a_loss(ends: bool) -> None:
-    """Which of both it is the driver says, and before anything else that it asks for."""
+    """The driver says which of both it is, and before anything else that it asks for."""
     told = list[bool]()
     worker, door = MemoryWorker(), EpochListener(netstack.open("loopback", key=KEY).listen())
     worker.transfers = SimpleNamespace(end=lambda *, finish: told.append(finish))  # type: ignore[assignment]
@@ -342,7 +342,7 @@ def test_pages_are_saved_to_the_last_where_the_driver_ends_and_not_behind_a_loss
 
 @pytest.mark.parametrize("scheme", ["loopback", "shm", "tcp"])
 def test_a_lost_way_tells_to_whom_it_was(scheme: str) -> None:
-    """So that the driver hears of a memory worker that nobody reaches: of one that ends, of one that is not there."""
+    """The driver thus hears of a memory worker that no worker reaches: of one that ends, of one that is not there."""
     fabric = netstack.open(scheme, key=KEY)
     here = EpochFabric(1, fabric)
     listener = fabric.listen(reception=netstack.ListenTerms(name="memory-1"))

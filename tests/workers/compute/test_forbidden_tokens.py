@@ -1,4 +1,6 @@
-"""Bad words and allowed tokens: what a worker forbids behind which tokens, and that all who draw do the same."""
+"""Bad words and allowed tokens: the tokens that a worker forbids after others, and that all workers that sample do the
+same.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def test_the_token_that_is_being_drawn_counts(sampler: Sampler) -> None:
 
 
 def test_no_word_is_found_where_two_histories_meet() -> None:
-    """Words of a sequence are matched with the tokens of its own completion, each draw behind the last one's."""
+    """Words of a sequence are matched with the tokens of its own completion, each token after the last one."""
     histories, found = TokenHistories(), []
     start = Penalties(
         presence=0.0, frequency=0.0, repetition=1.0, logit_bias={}, prompt_token_ids=[], bad_words_token_ids=[[7, 8]]

@@ -52,7 +52,7 @@ def model() -> Model:
 
 
 class Ends(NamedTuple):
-    """Of one channel: the pool's and a memory worker's."""
+    """Both ends of one channel: the pool's and a memory worker's."""
 
     near: Channel
     far: Channel
@@ -108,7 +108,7 @@ END = b"end".ljust(TAG_BYTES, b"\0")  # a tag of no message
 
 
 def come(ends: list[Ends]) -> list[tuple[bytes, bytes]]:
-    """What every worker has been sent."""
+    """Returns the messages that every worker has been sent."""
     found = []
     for each in ends:
         each.near.put_signal(each.near.reserve(0, timeout_s=WAIT_S), END)

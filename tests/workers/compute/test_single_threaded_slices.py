@@ -44,7 +44,7 @@ def counts() -> tuple[int, ...]:
 
 
 def test_a_thread_that_begins_meanwhile_has_all_threads() -> None:
-    """As one of whoever runs a model in this process does, for as long as it lives."""
+    """A thread of a user who runs a model in this process has all threads, for as long as it lives."""
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         pytest.skip("threads of a torch without OpenMP are counted for all threads at once")
     seen = dict[str, tuple[int, ...]]()

@@ -1,4 +1,4 @@
-"""Somebody on the path who has no key leads one rank's connections to other ranks than it means."""
+"""An attacker on the path who has no key leads one rank's connections to other ranks than it means."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def relay(url: str) -> Iterator[str]:
 
 
 def gather(lead: Callable[[Sequence[str]], Sequence[str]]) -> list[Future[list[float]]]:
-    """What all_gather gives on each of three ranks; rank 0 goes by relays, to where ``lead`` sends each of them."""
+    """Returns what all_gather gives on each of three ranks; rank 0 goes by relays, to where ``lead`` sends each of
+    them.
+    """
     names = [f"rank {rank}" for rank in range(RANKS)]
     with ExitStack() as stack:
         fabrics = [stack.enter_context(closing(TcpFabric(KEY, seal=True))) for _ in range(RANKS)]

@@ -126,7 +126,7 @@ def test_turns_follow_the_rotation(n: int, layers: int, known: int) -> None:
 
 
 class Failing(FakePool):
-    """Messages of step 1 have failed, which nobody knows before it asks."""
+    """Messages of step 1 have failed, which is unknown until it asks."""
 
     def check_errors(self) -> None:
         if self.plan is not None and self.plan.step == 1:

@@ -1,4 +1,6 @@
-"""A memory worker that comes to rest behind the loss of another worker: what it says it has, and what it then keeps."""
+"""A memory worker that quiesces after the loss of another worker: the KV that it reports, and the KV that it then
+keeps.
+"""
 
 from __future__ import annotations
 

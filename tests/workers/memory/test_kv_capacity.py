@@ -1,4 +1,4 @@
-"""What is set aside at the start is enough: message slots for every step, KV memory by weight."""
+"""The memory that is set aside at the start is enough: message slots for every step, KV memory by weight."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_slots_take_whole_pages_and_a_header() -> None:
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [2.0, 1.0, 1.0]])
 @pytest.mark.parametrize("stripes", [2, 4, 32])
 def test_the_most_partial_results_of_a_step_are_counted(weights: list[float], stripes: int) -> None:
-    """Of rows at any position of a sequence at any place."""
+    """The rows are at any position of a sequence at any place."""
     layers, max_rows = LAYERS["some"], 10
     partition = PARTITIONS["token"]([x.kv_heads for x in layers], weights, 1)
     max_len = stripes * CHUNK_TOKENS

@@ -86,7 +86,7 @@ WAYS = pytest.mark.parametrize("op", [Fork(2, 1, 10), ContextShift(1, 0, PAGE)],
 
 @WAYS
 def test_no_damage_is_copied(bench: Bench, op: Fork | ContextShift) -> None:
-    """Where it would have a checksum that is right."""
+    """A copy would have a checksum that is right."""
     bench.fill(PAGE + 12)
     block = bench.store.tables.block_table(0, 1)[1][0 if isinstance(op, Fork) else PAGE // SIZE]
     bench.store.layers[-1][0].kv.k[block, 0, 0, 0] += 1.0
@@ -95,7 +95,7 @@ def test_no_damage_is_copied(bench: Bench, op: Fork | ContextShift) -> None:
 
 
 def test_no_damage_goes_to_another_worker(bench: Bench) -> None:
-    """All of what is kept is looked at, whatever the share; what nobody keeps is not."""
+    """All retained blocks are checked, whatever the share; blocks of no sequence are not."""
     bench.fill(PAGE + 12)
     bench.do(New(2), RowRange(2, 0, 40))
     bench.sums.verify_surviving([SurvivingKv(1, PAGE + 12), SurvivingKv(2, 40), SurvivingKv(3, 5)])
@@ -117,7 +117,7 @@ def test_a_copy_is_what_it_is(bench: Bench, op: Fork | ContextShift) -> None:
 
 
 def test_a_block_that_was_another_sequences_is_new(bench: Bench) -> None:
-    """What lies there is attended by nobody."""
+    """The KV that lies there is never attended."""
     bench.do(New(1), RowRange(1, 0, SIZE))
     (block,) = bench.store.tables.block_table(0, 1)[1]
     for layer in bench.store.layers:

@@ -114,7 +114,7 @@ def bound(driver: Driver, fabric: netstack.Fabric, url: str, view: int = 1) -> C
 
 
 def token(position: int) -> bytes:
-    """Of every query head, or of K and of V."""
+    """Makes a token of every query head, or of K and of V."""
     return struct.pack("16f", *(float((position + i) % 7) for i in range(16)))
 
 
@@ -209,7 +209,7 @@ def begin(channel: Channel, view: int = 1) -> None:
 
 
 def test_a_lost_compute_worker_is_replaced_and_its_sequences_go_on() -> None:
-    """Each epoch ends in the middle of a step; the O of every step is that of a worker whom nobody left."""
+    """Each epoch ends in the middle of a step; the O of every step is that of a worker that was never lost."""
     length = 6
     with threaded() as (driver, fabric, _):
         channel = bound(driver, fabric, driver.ready())
@@ -249,7 +249,7 @@ def test_a_view_for_which_nobody_comes_is_given_up_for_the_next() -> None:
 
 
 def test_who_comes_under_an_older_view_is_told_so_in_one_line() -> None:
-    """By its channel's epoch before it has said anything, and by its Bind or Join where only that is older."""
+    """Its channel's epoch shows it before the first message; its Bind or Join shows it where only that is older."""
     with threaded() as (driver, fabric, _):
         url = driver.ready()
         step(bound(driver, fabric, url), 0)
@@ -279,7 +279,7 @@ def test_a_join_of_an_older_view_is_refused_and_the_right_one_is_awaited() -> No
 
 
 def test_messages_of_an_older_view_are_dropped() -> None:
-    """Of a plan and of a layer: the step of this epoch goes on as if they had not come."""
+    """A plan and a layer are dropped: the step of this epoch goes on as if they had not come."""
     with threaded() as (driver, fabric, _):
         channel = bound(driver, fabric, driver.ready(), 2)
         old = StepPlan(epoch=1, step=0, ops=[New(0)], rows=[RowRange(0, 0, 1)])

@@ -1,4 +1,4 @@
-"""What a memory worker refuses, and that nothing is left of it."""
+"""The plans that a memory worker refuses, and that nothing is left of them."""
 
 from __future__ import annotations
 

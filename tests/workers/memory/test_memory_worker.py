@@ -1,4 +1,4 @@
-"""A memory worker behind a real channel: it computes the right thing, bit for bit the same however it is split.
+"""A memory worker at the end of a real channel: it computes the right thing, bit for bit the same however it is split.
 
 Covers: lamina/workers/memory/epoch_server.py.
 """
@@ -92,7 +92,9 @@ LONG_STEPS: list[tuple[list[SequenceOp], list[RowRange]]] = [
 def test_workers_partition_and_overlap_make_no_difference_bit_for_bit(
     pool: Pool, dtype: str, backend: str, steps: list[tuple[list[SequenceOp], list[RowRange]]]
 ) -> None:
-    """One worker; several by heads that divide and that do not, by whole sequences, by tokens; and by weights."""
+    """The cases are one worker, and several by heads that divide and that do not, by whole sequences, by tokens, and by
+    weights.
+    """
     spread = [
         ("head", [1.0]), ("head", [1.0, 1.0]), ("head", [1.0] * 3), ("head", [0.7, 0.3]), ("request", [2.0, 1.0]),
         ("token", [1.0, 1.0]), ("token", [2.0, 1.0, 1.0]),
@@ -160,7 +162,7 @@ def test_a_fork_is_vouched_for_as_far_as_its_source_was_written(pool: Pool) -> N
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_windowed_sequence_alone_across_stripes(pool: Pool, backend: str) -> None:
-    """What it sees lies under two parents of the merge tree: there is nothing to merge below the root."""
+    """Its window lies under two parents of the merge tree: there is nothing to merge below the root."""
     once, split = (model(pool, w, [shape(window=40)], "token", attention=backend) for w in ([1.0], [1.0, 1.0]))
     for first in range(0, 256, 64):
         ops: list[SequenceOp] = [New(1)] if not first else []

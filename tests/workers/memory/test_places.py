@@ -40,7 +40,7 @@ def both(partition: str, weights: list[float], stored: str) -> Both:
 
 
 def blocks(x: Both, places: dict[int, KvLocation], lengths: dict[int, int]) -> Iterator[tuple[Any, list[Tensor]]]:
-    """What every worker keeps of every sequence, with its tensors in the store, to be changed in place."""
+    """Returns what every worker keeps of every sequence, with its tensors in the store, to be changed in place."""
     for worker, store in enumerate(side.store for side in x.sides):
         tables, placement = store.tables, store.placement
         for layer, pieces in enumerate(store.layers):
@@ -67,7 +67,7 @@ def legal(x: Both, place: KvLocation) -> bool:
 
 
 class Moving:
-    """Takes steps at places that change; ``copy``: whoever moves stripes brings their tokens along."""
+    """Takes steps at places that change; ``copy``: a move of stripes brings their tokens along."""
 
     def __init__(self, x: Both, copy: bool = True) -> None:
         self.x, self.copy = x, copy
@@ -158,7 +158,7 @@ def test_a_sequence_on_loan_has_the_bits_of_one_at_home() -> None:
 @given(rooms=st.lists(st.integers(1, 6), min_size=2, max_size=3), homes=st.tuples(st.integers(0, 1), st.integers(0, 1)))
 @example(rooms=[2, 4], homes=(0, 1))
 def test_random_loans_have_the_bits_of_token_and_request(rooms: list[int], homes: tuple[int, int]) -> None:
-    """As the policy lends them, into so many stripes of room, from whichever home: six are asked for."""
+    """The loans are those of the policy, into so many stripes of room, from any home: six are asked for."""
     workers = len(rooms)
     room = dict(enumerate(rooms)) | ({0: 6} if sum(rooms) < 6 else {})
     places = dict(

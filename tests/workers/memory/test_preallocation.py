@@ -63,7 +63,7 @@ class Server:
         return [self.due.get(timeout=SOON_S) for _ in orders]
 
     def said_before(self, last: PrepareStore) -> list[StorePrepared]:
-        """All that it has said before its answer to ``last``."""
+        """Returns all that it has sent before its answer to ``last``."""
         (work,) = self.order(last)
         work()
         said = list[StorePrepared]()
@@ -121,7 +121,7 @@ def addresses(store: KvStore) -> set[int]:
 
 
 def ready(of: BindRequest = POOL) -> tuple[StorePreallocation, Counters, set[int]]:
-    """Of a spare, and where its memory is."""
+    """Returns the answer of a spare, with the place of its memory."""
     meter = Counters()
     made = StorePreallocation(torch.device("cpu"), 1.0, meter)
     before = resident()

@@ -1,4 +1,4 @@
-"""When a prefill worker's step is done: once every memory worker has said so, step by step.
+"""The end of a prefill worker's step: every memory worker has reported it, step by step.
 
 Covers: lamina/workers/prefill/prefill_worker.py.
 """

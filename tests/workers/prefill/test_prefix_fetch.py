@@ -1,4 +1,4 @@
-"""Beginnings of prompts between prefill workers: the same bits, of whole blocks, or a fault that is told."""
+"""Beginnings of prompts between prefill workers: the same bits, of whole blocks, or a fault that is reported."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def same(worker: Prefiller, sequence: int, of: Prefiller, low: int, high: int) -
 @pytest.mark.parametrize("part", [1 << 20, 5000])
 @pytest.mark.parametrize("fields", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
 def test_what_comes_has_the_same_bits(part: int, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all workers from each that has it, in one part of a layer and in several."""
+    """A prefix comes to all workers from each that has it, in one part of a layer and in several."""
     monkeypatch.setattr(block_parts, "PART_BYTES", part)
     with met(3, **fields) as workers:
         whole = workers[2].fetch(FetchPrefix(5, 0, STORED, 0, 1))
@@ -148,7 +148,7 @@ def test_what_has_come_counts_under_all_views_and_for_no_slice() -> None:
 
 @pytest.mark.parametrize(("sequence", "count"), [(2, 16), (1, STORED + 16)])
 def test_what_is_not_there_is_told_by_whoever_is_asked(sequence: int, count: int) -> None:
-    """As where a directory would name what is gone: nobody goes on with other K and V."""
+    """A directory would name KV that is gone: no worker goes on with other K and V."""
     with met(2) as workers, pytest.raises(MissingKvError, match="prefill worker 0: there are no such tokens"):
         workers[1].fetch(FetchPrefix(5, 0, count, 0, sequence))
 
@@ -195,7 +195,7 @@ def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("scheme", ["loopback", "shm", "tcp"])
 def test_a_view_ends_while_a_part_is_filled(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slot's memory stays until it is filled: whoever fills it ends then, by itself."""
+    """The slot's memory stays until it is filled: the thread that fills it ends then, by itself."""
     filling, closed = threading.Event(), threading.Event()
 
     def slow(*args: Any) -> None:

@@ -1,5 +1,6 @@
-// A stand-in of NCCL's device API, for kernels that a CPU runs: what of it csrc/netstack/gin_channel.h uses. A put is done
-// by a thread, which may do a later one first; a strong signal comes behind all puts before it, a weak one behind its own.
+// A stand-in of NCCL's device API, for kernels that a CPU runs: what of it csrc/netstack/gin_channel.h uses. A put is
+// done by a thread, which may do a later one first. A strong signal comes after all earlier puts, a weak one after its
+// own put.
 #pragma once
 
 #include <cstddef>

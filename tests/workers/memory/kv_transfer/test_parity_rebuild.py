@@ -91,7 +91,7 @@ def guarded(request: pytest.FixtureRequest) -> Guarded:
 
 
 def kept(store: KvStore) -> Iterator[tuple[Any, Tensor]]:
-    """Of each token that is kept, K and V of all heads that a worker has, as integers."""
+    """Returns K and V of each kept token, of all heads that a worker has, as integers."""
     for layer in range(len(LAYERS)):
         (piece,) = store.layers[layer]
         k_and_v = integers(store, layer, 0)

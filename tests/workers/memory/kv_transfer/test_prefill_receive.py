@@ -167,7 +167,7 @@ def test_other_messages_than_those_granted_end_the_session(pool: Pool, key: Mess
 
 
 class FakeChannel:
-    """Has messages to take, and keeps what it is told."""
+    """Has messages to take, and keeps what it is sent."""
 
     def __init__(self, arrivals: list[Arrival]) -> None:
         self.arrivals = arrivals

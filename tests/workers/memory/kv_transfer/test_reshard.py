@@ -1,4 +1,6 @@
-"""Which KV goes from whom to whom when memory workers come or go, against a count of every token of every head."""
+"""The KV that goes from one worker to another when memory workers come or go, against a count of every token of every
+head.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ WORKERS = st.integers(1, 4)
 
 
 def placed(draw: st.DrawFn, of: Partition) -> KvLocation:
-    """Where sequences stay but for what is on loan, some of their stripes are."""
+    """Places sequences; they stay but for what is on loan, and some of their stripes are."""
     lanes, loans = st.integers(0, of.num_kv_shards - 1), tuple[StripeRun, ...]()
     if of.single_shard and draw(st.booleans()):
         start, count = draw(st.integers(0, 6)), draw(st.integers(1, 3))
@@ -97,7 +99,7 @@ def test_layers_that_are_alike_share_their_strips() -> None:
 
 
 def test_extents_and_strips_count_alike() -> None:
-    """What a table takes of what is moved is what strips bring."""
+    """The tokens that a table takes of what is moved are those that strips bring."""
     after = PARTITIONS["token"]([2], [1.0, 1.0], 1)
     keep = [SurvivingKv(0, 600, KvLocation(1), KvLocation(0))]
     strips = HeadTransfers(PARTITIONS["token"]([2], [1.0], 1), after, [0], keep, BLOCK)

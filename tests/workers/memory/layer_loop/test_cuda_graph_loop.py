@@ -41,7 +41,7 @@ class GraphedKernels(EmulatedKernels):
 
     of_host: int = 0
     captures: dict[int, RecordingCapture] = field(default_factory=dict)  # by thread
-    graphs: weakref.WeakSet[Recorded] = field(default_factory=weakref.WeakSet)  # that somebody has
+    graphs: weakref.WeakSet[Recorded] = field(default_factory=weakref.WeakSet)  # that are still referenced
 
     def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
         def run() -> None:
@@ -58,7 +58,7 @@ class GraphedKernels(EmulatedKernels):
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> GraphedKernels:
-    """Of all memory workers, whose only backend is the CUDA one."""
+    """Returns the kernels of all memory workers, whose only backend is the CUDA one."""
     made, capture, end = GraphedKernels(), StandInGpu.graph_capture, RecordingCapture.end
 
     def ended(capture: RecordingCapture) -> Recorded:
@@ -188,7 +188,7 @@ def test_graphs_can_be_switched_off(
 def test_where_a_round_cannot_be_recorded_it_is_launched_and_no_other_is_tried(
     kernels: GraphedKernels, gpu: Callable[[], StandInGpu], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """As without room for a graph, in the midst of it: what was recorded by then is not taken for done."""
+    """A graph may find no room in the midst of a recording: what was recorded by then is not taken for done."""
     launch, capture = GraphedKernels.launch, RecordingCapture.end
 
     def full(self: GraphedKernels, variant: Variant, name: str, *rest: Any) -> None:
@@ -260,7 +260,7 @@ def test_what_was_not_seen_for_the_longest_is_forgotten_and_recorded_anew(
 def test_rounds_of_two_batches_are_one_graph_each(
     kernels: GraphedKernels, gpu: Callable[[], StandInGpu], mixed: bool
 ) -> None:
-    """Of batches that have other numbers of rows, and of those of which one has none or a prompt."""
+    """The batches have other numbers of rows, and one may have none, or a prompt."""
     one, two = {1: 38, 2: 5}, {3: 33}
     rounds = [[([New(1), New(2)], [RowRange(1, 0, 38), RowRange(2, 0, 5)]), ([New(3)], [RowRange(3, 0, 33)])]]
 

@@ -67,7 +67,7 @@ plain = pools("loopback")
 
 
 class Wanted(NamedTuple):
-    """What the layers in Python give of STEPS."""
+    """The results of the layers in Python for STEPS."""
 
     o: list[list[Tensor]]  # by step and layer
     stats: list[dict[str, float]]  # by worker
@@ -76,7 +76,7 @@ class Wanted(NamedTuple):
 
 @lru_cache(1)
 def in_python(weights: tuple[float, ...], **options: Any) -> Wanted:
-    """Computed once for both transports, whose tests follow each other. Nobody writes to it."""
+    """Computed once for both transports, whose tests follow each other. No test writes to it."""
     with memory_pool() as pool:
         m = model(pool, list(weights), LAYERS, **options)
         o = [m.step(number, ops, rows) for number, (ops, rows) in enumerate(STEPS)]
@@ -172,7 +172,9 @@ BUDGET = {"kv_budget": 64, "kv_recent": 16, "max_rows": 200}
 def test_rows_select_the_blocks_that_they_select_in_python(
     native: Pool, plain: Pool, dtype: str, kind: str, weights: list[float]
 ) -> None:
-    """Alone, beside rows that attend all, and beside one that could select, and is to attend all."""
+    """The rows are alone, in a step with rows that attend all, and in one with a row that could select and is to attend
+    all.
+    """
     options = {"dtype": dtype, "kv_cache_dtype": kind, "kv_sparsity": "select", **BUDGET}
     got, want = (model(p, weights, SPARSE, **options) for p in (native, plain))  # type: ignore[arg-type]
     for number, (ops, rows) in enumerate(STEPS):
@@ -220,7 +222,7 @@ def test_a_number_that_is_none_is_seen_in_the_bounds_of_its_block(native: Pool, 
 
 @pytest.mark.parametrize(("kind", "weights"), [("auto", [1.0, 1.0]), ("int8", [1.0])], ids=str)
 def test_rows_are_counted_as_in_python(native: Pool, plain: Pool, kind: str, weights: list[float]) -> None:
-    """Before and behind blocks that go."""
+    """They are counted before and after blocks that go."""
     options = {"dtype": "bfloat16", "kv_cache_dtype": kind, "kv_sparsity": "evict", **BUDGET}
     scored: dict[int, list[SequenceOp]] = {
         1: [ScoreBlocks(1, 30), ScoreBlocks(2, 7)], 2: [DropBlocks(1, [2, 3, 7]), ScoreBlocks(2, 16)],

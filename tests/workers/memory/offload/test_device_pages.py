@@ -1,5 +1,5 @@
-"""Pages of a pool in a device's own memory: in which order they go to the host and come back, by a stand-in that does
-what it is given when somebody waits for it, and not before.
+"""Pages of a pool in a device's own memory: in which order they go to the host and come back. A stand-in does what it
+is given when a caller waits for it, and not before.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DeviceBench:
         (self.store,) = stores("head", (1.0,), block_size=32, kv_cache_dtype="int8", dtype="float16")
         self.made, self.said = made, SimpleQueue[TransferDone | LoadReady]()
         self.transfers = PageTransfers(self.medium, self.store, self._report, Counters())
-        self.undone = list[StandIn]()  # stagings with work that nobody had waited for at a report
+        self.undone = list[StandIn]()  # stagings with work that was not waited for at a report
         self._step = 100
         fill(self.store, 1, KvLocation(), 1)
 
@@ -58,7 +58,7 @@ class DeviceBench:
         self.said.put(said)
 
     def give(self, kernel: Callable[[], None]) -> None:
-        """As the thread that serves rounds does."""
+        """Gives work as the thread that serves rounds does."""
         assert isinstance(self.store.staging, LateDevice)
         self.store.staging.kernels.append(kernel)
 
@@ -96,7 +96,7 @@ def test_what_is_saved_is_what_kernels_have_written_before(bench: DeviceBench) -
 
 
 def test_what_is_loaded_comes_behind_kernels_that_read_its_blocks(bench: DeviceBench) -> None:
-    """Those of a sequence that has gone, and whose attention is still under way."""
+    """A sequence has gone, and attention over its blocks is still under way."""
     bench.do(save())
     wanted, read = rows_of(bench.store, 1), list[list[torch.Tensor]]()
     (ids,) = bench.store.tables.block_table(0, 1)[1:]

@@ -104,7 +104,7 @@ def fill_rows(store: KvStore, sequence: int, count: int, step: int) -> None:
 
 
 def rows_of(store: KvStore, sequence: int, count: int = PAGES * PAGE) -> dict[tuple[int, int, int], bytes]:
-    """What a store has of each layer, head and position, read without fragments."""
+    """Returns what a store has of each layer, head and position, read without fragments."""
     found, size, place = dict[tuple[int, int, int], bytes](), store.tables.block_size, store.tables.location(sequence)
     for layer, held in enumerate(store.pieces):
         for one, piece in zip(held, store.layers[layer], strict=True):
@@ -228,7 +228,7 @@ class Bench:
         self.transfers = PageTransfers(medium, self.store, self.said.put, self.counters, epoch=3)
 
     def do(self, *parts: SequenceOp | RowRange) -> None:
-        """As a session begins a plan."""
+        """Runs ops as a session begins a plan."""
         self.step += 1
         self.again(plan(*parts, step=self.step))
 
@@ -370,7 +370,7 @@ def test_a_sequence_that_is_loaded_is_left_alone() -> None:
 
 
 def test_what_was_freed_is_wiped_before_anything_is_loaded_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And behind the copy of what is still to be saved."""
+    """And after the copy of what is still to be saved."""
     bench.do(save())
     bench.report()
     wiped = list[tuple[int, int]]()
@@ -530,7 +530,7 @@ def test_forks_read_what_others_write_in_the_same_plan(*, wipes: bool) -> None:
 
 
 def test_copies_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind it pages are not saved, and nobody waits."""
+    """Pages above the limit are not saved, and no step waits."""
     (store,), gate = stores("head", (1.0,), block_size=32), Gate(medium())
     fill(store, 1, KvLocation(), 1)
     at = StoreFragments(store).locate(1, 0, KvLocation())
@@ -582,7 +582,7 @@ def test_pages_are_prolonged_behind_their_save(bench: Bench) -> None:
 
 
 class Nearer:
-    """A medium that says when it was looked into for the next page, and has all that it is told."""
+    """A medium that reports when it was looked into for the next page, and stores all that it gets."""
 
     def __init__(self) -> None:
         self.inner, self.turns = medium(), dict[int, list[bytes]]()
@@ -602,7 +602,7 @@ class Nearer:
 
 
 def test_pages_that_turns_wait_for() -> None:
-    """Those of a turn come together, and go when it needs nothing more; what gave way is told with the next end."""
+    """Pages of a turn come together, and go when it needs nothing more; an eviction is reported with the next end."""
     nearer = Nearer()
     bench = Bench(nearer)
     fill(bench.store, 1, KvLocation(), 1)
@@ -721,7 +721,7 @@ def test_tokens_that_a_sequence_has_not_are_not_saved(bench: Bench) -> None:
 
 
 def early(number: int = 1, spare_s: float = 1e6) -> LoadKv:
-    """A load whose first rows are computed for so long that its gate opens behind one layer."""
+    """Makes a load whose first rows are computed for so long that its gate opens after one layer."""
     return LoadKv(2, number, 0, PAGES * PAGE, KEYS, slack_s=spare_s)
 
 
@@ -783,7 +783,7 @@ def test_rows_may_come_once_the_gate_is_open(by_layer: tuple[Bench, LayerGate]) 
 
 @pytest.mark.parametrize("spare_s", [0.0, 1e-9])
 def test_no_rows_before(by_layer: tuple[Bench, LayerGate], spare_s: float) -> None:
-    """Where rows take no time, or nobody knows it, all is there before them."""
+    """All is there before the rows, where rows take no time or their time is unknown."""
     bench, gate = by_layer
     bench.do(New(2), early(spare_s=spare_s))
     with pytest.raises(PlanError, match="has rows in step"):
@@ -802,7 +802,7 @@ def test_rows_take_a_time(bench: Bench, spare_s: float) -> None:
 
 
 def test_what_fails_behind_an_open_gate(by_layer: tuple[Bench, LayerGate]) -> None:
-    """Nobody waits for it, and it counts for nothing."""
+    """No step waits for it, and it counts for nothing."""
     bench, gate = by_layer
     bench.do(New(2), early())
     assert bench.opened() == 1
@@ -856,7 +856,7 @@ def test_rows_wait_for_all_layers_of_a_load_together() -> None:
 def test_a_read_that_fails_behind_the_end_of_its_load_changes_nothing(
     by_layer: tuple[Bench, LayerGate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And whoever serves rounds calls no medium, which may wait for a disk."""
+    """And the thread that serves rounds calls no medium, which may wait for a disk."""
     monkeypatch.setattr(loads_module, "LATE_LOAD_S", 0.0)
     bench, gate = by_layer
     callers, drop = list[threading.Thread](), gate.inner.delete
@@ -877,7 +877,7 @@ def test_a_read_that_fails_behind_the_end_of_its_load_changes_nothing(
 
 
 def test_a_long_load_comes_in_several_ops(by_layer: tuple[Bench, LayerGate]) -> None:
-    """Of all of them one layer comes before the next one."""
+    """One layer of all ops comes before the next one."""
     bench, gate = by_layer
     ops = [LoadKv(2, 1 + n, n * PAGE, PAGE, KEYS[n : n + 1], slack_s=1e6) for n in range(PAGES)]
     bench.do(New(2), *ops)
@@ -891,7 +891,7 @@ def test_a_long_load_comes_in_several_ops(by_layer: tuple[Bench, LayerGate]) -> 
 
 
 def test_layers_with_a_window_are_loaded_first() -> None:
-    """Rows give back blocks behind a window, where others would be loaded into them."""
+    """Rows give back blocks outside a window, where others would be loaded into them."""
     kept = medium()
     store = KvStore(bind([shape(window=400)] * 2, max_model_len=1024), CPU)
     said: SimpleQueue[TransferDone | LoadReady] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""How fast pages are saved: a thread that rests while cores are short and rounds are served, and only then."""
+"""The speed at which pages are saved: a thread rests while cores are short and rounds are served, and only then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lamina.workers.memory.offload.rate_limit import SAVE_CPU_SHARE, SaveRateLim
 
 
 class Clock:
-    """Seconds that go on when they are told to; and for how long some task has waited for a core."""
+    """A clock that a test moves; and the seconds for which some task has waited for a core."""
 
     def __init__(self) -> None:
         self.now, self.waited = 100.0, 5.0

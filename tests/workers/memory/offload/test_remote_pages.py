@@ -150,7 +150,7 @@ def test_who_opens_its_store_late_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_who_does_not_come_for_pages_is_waited_for_no_longer_than_a_limit() -> None:
-    """So it is no source either. Whoever comes late is none that binds."""
+    """So it is no source either. A worker that comes late does not change the limit."""
     now = [0.0]
     with opened(Runtime(clock=lambda: now[0])) as (one, other):
         pages = one.serve()
@@ -165,7 +165,7 @@ def test_who_does_not_come_for_pages_is_waited_for_no_longer_than_a_limit() -> N
 
 
 def test_of_workers_that_are_not_reached_in_time_no_page_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take nobody."""
+    """They accept no connection."""
     monkeypatch.setattr(pages_module, "CONNECT_S", 0.2)
     with opened() as (_, other):
         assert other.serve().set_locations(SHARE, [page(1).key]) == [page(1).key]
@@ -203,7 +203,7 @@ def test_nobody_is_waited_for_once_the_view_is_over(hosts: Hosts) -> None:
 
 @contextmanager
 def knocking(at: Host, name: str) -> Iterator[tuple[Channel, Channel]]:
-    """Both ends of a channel of somebody."""
+    """Both ends of a channel of an unknown peer."""
     fabric = netstack.open("loopback", key=b"k" * 32)
     terms = Terms(outbound=inbox(), inbound=inbox(), epoch=VIEW, name=name, peer=NAMES[0])
     knock = LowPriorityCall(lambda: fabric.connect(at.door.url, terms), "lamina-knock")
